@@ -1,0 +1,47 @@
+"""What every data set is, once read: uint8 images and int64 labels, and the batches cut from them."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """Labelled images in memory.
+
+    Attributes:
+        images: uint8, (N, 3, 32, 32), RGB.
+        labels: int64, (N,), each in `range(len(classes))`.
+        classes: Names of the classes, by label.
+        name: The data set's name as logs and tables show it, e.g. "CIFAR-10 train".
+    """
+
+    images: Tensor
+    labels: Tensor
+    classes: tuple[str, ...]
+    name: str
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def subset(self, ids: Tensor) -> "ImageSet":
+        """The images at positions `ids` (int64, (M,)), in that order."""
+        return ImageSet(self.images[ids], self.labels[ids], self.classes, self.name)
+
+
+class Batch(NamedTuple):
+    """One process's part of a global batch.
+
+    Attributes:
+        images: (n, 3, 32, 32); uint8 from the loader, float and normalised once the data module has transferred it.
+        labels: int64, (n,).
+        ids: int64, (n,); positions in the `ImageSet` that the loader reads.
+        weight: What this part's mean loss counts in the mean over replicas and accumulation steps: 1.0 in every full
+            batch, `n * parts / samples` in a ragged one, so that their mean is the mean over the samples.
+    """
+
+    images: Tensor
+    labels: Tensor
+    ids: Tensor
+    weight: float

@@ -1,0 +1,34 @@
+"""The mistakes a user can make. Each says what was received, which rule it breaks and what to type instead.
+
+The command line prints one of these without a traceback and exits with status 2 (see `lit_cifar.cli`).
+"""
+
+
+class ConfigError(ValueError):
+    """A setting, or a combination of settings, that cannot work.
+
+    Args:
+        problem: The value received and the rule it broke, in one or two lines.
+        remedy: What to do instead, as a flag or command to paste where there is one.
+    """
+
+    def __init__(self, problem: str, *, remedy: str) -> None:
+        super().__init__(f"{problem}\n{remedy}")
+        self.problem = problem
+        self.remedy = remedy
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Survive pickling with both fields: spawned processes send their exceptions to the parent."""
+        return _rebuild, (type(self), self.problem, self.remedy)
+
+
+class DataError(ConfigError):
+    """A data set that is missing, incomplete or not what it claims to be."""
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint that is missing, unreadable or of another model."""
+
+
+def _rebuild(kind: type[ConfigError], problem: str, remedy: str) -> ConfigError:
+    return kind(problem, remedy=remedy)
