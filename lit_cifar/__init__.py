@@ -1,0 +1,14 @@
+"""One ResNet34 trainer for CIFAR-10, and every way to parallelise it with PyTorch and Lightning."""
+
+from importlib.metadata import version
+
+from lit_cifar import strategies as _strategies  # registers the names that --trainer.strategy knows
+from lit_cifar.data import CIFAR10DataModule
+from lit_cifar.errors import CheckpointError, ConfigError, DataError
+from lit_cifar.module import LitResNet
+from lit_cifar.schedules import WarmupDecay
+
+__version__ = version("lit-cifar")
+__all__ = ["CIFAR10DataModule", "CheckpointError", "ConfigError", "DataError", "LitResNet", "WarmupDecay"]
+
+del _strategies

@@ -1,0 +1,6 @@
+"""Data sets as uint8 images in memory, and batches of them. Nothing here knows of models or strategies."""
+
+from lit_cifar.data.datamodule import CIFAR10DataModule
+from lit_cifar.data.images import Batch, ImageSet
+
+__all__ = ["Batch", "CIFAR10DataModule", "ImageSet"]

@@ -1,8 +1,9 @@
 """What every data set is, once read: uint8 images and int64 labels, and the batches cut from them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -27,7 +28,11 @@ class ImageSet:
 
     def subset(self, ids: Tensor) -> "ImageSet":
         """The images at positions `ids` (int64, (M,)), in that order."""
-        return ImageSet(self.images[ids], self.labels[ids], self.classes, self.name)
+        return replace(self, images=self.images[ids], labels=self.labels[ids])
+
+    def to(self, device: torch.device) -> "ImageSet":
+        """The same images on `device`."""
+        return replace(self, images=self.images.to(device), labels=self.labels.to(device))
 
 
 class Batch(NamedTuple):

@@ -1,0 +1,129 @@
+"""How often a rank was right, how sure that figure is, and whether it differs from the other ranks beyond chance.
+
+Whole numbers go in, so sums over ranks are exact and every figure here can be recomputed from `per_rank.csv`.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+FAMILY_WISE_LEVEL = 0.01
+"""Chance that one evaluation in which all ranks are equally good flags any rank at all, at most."""
+
+
+@dataclass(frozen=True)
+class AccuracyCount:
+    """Samples seen and samples classified correctly.
+
+    Raises:
+        ValueError: If not `0 <= correct <= total`.
+    """
+
+    correct: int
+    total: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.correct <= self.total:
+            raise ValueError(f"not a count: {self.correct} correct of {self.total}")
+
+    def __add__(self, other: "AccuracyCount") -> "AccuracyCount":
+        return AccuracyCount(self.correct + other.correct, self.total + other.total)
+
+    @property
+    def accuracy(self) -> float:
+        """Fraction correct, from 0 to 1; nan without samples."""
+        return self.correct / self.total if self.total else math.nan
+
+    def interval(self, level: float = 0.95) -> tuple[float, float]:
+        """Wilson's score interval around the accuracy; (0, 1) without samples, because then nothing is known.
+
+        It stays inside [0, 1] and keeps its level close to 0 and 1, where the textbook p +- z sqrt(p q / n) collapses.
+
+        Args:
+            level: Share of such intervals that cover the true accuracy, between 0 and 1.
+
+        Raises:
+            ValueError: If `level` is not between 0 and 1.
+
+        Source: E. B. Wilson, "Probable inference, the law of succession, and statistical inference", Journal of the
+        American Statistical Association 22 (1927), 209-212.
+        """
+        if not 0 < level < 1:
+            raise ValueError(f"level={level} is not between 0 and 1")
+        if not self.total:
+            return 0.0, 1.0
+        z2 = NormalDist().inv_cdf((1 + level) / 2) ** 2
+        center = self.correct + z2 / 2
+        half = math.sqrt(z2 * (self.correct * (self.total - self.correct) / self.total + z2 / 4))
+        return max(0.0, (center - half) / (self.total + z2)), min(1.0, (center + half) / (self.total + z2))
+
+
+def pooled(counts: Iterable[AccuracyCount]) -> AccuracyCount:
+    """All counts as one."""
+    return sum(counts, start=AccuracyCount(0, 0))
+
+
+def deviates(counts: Sequence[AccuracyCount], *, level: float = FAMILY_WISE_LEVEL) -> list[bool]:
+    """For each rank, whether it differs from the other ranks together by more than chance explains.
+
+    Each rank is tested at `level / len(counts)` (Bonferroni), so equally good ranks raise a flag in at most a share
+    `level` of all evaluations, however many ranks there are. The most extreme rank is flagged first and the remaining
+    ones are judged anew without it: else one bad rank would make the others look too good. Of two ranks both or none
+    are flagged, each being the other's only comparison. Ranks without samples, and ranks that are all right or all
+    wrong together, are never flagged.
+    """
+    remaining = dict(enumerate(counts))
+    while remaining:
+        whole = pooled(remaining.values())
+        log_chances = {rank: _log_chance(count, whole) for rank, count in remaining.items()}
+        least = min(log_chances.values())
+        if least >= math.log(level / len(counts)):
+            break
+        remaining = {rank: count for rank, count in remaining.items() if not math.isclose(log_chances[rank], least)}
+    return [rank not in remaining for rank in range(len(counts))]
+
+
+def chance_probability(part: AccuracyCount, whole: AccuracyCount) -> float:
+    """Two-sided probability of a deviation at least as large as `part`'s if `part` were drawn blindly from `whole`.
+
+    One model sorts the samples into right and wrong; which rank they fall to has no influence on that. A rank's
+    number of correct samples then follows the hypergeometric distribution: this is Fisher's exact test of the rank
+    against the remaining ranks. The tail on the side of the deviation counts twice.
+
+    Raises:
+        ValueError: If `part` is not contained in `whole`.
+
+    Source: R. A. Fisher, "The Design of Experiments" (1935), chapter II.
+    """
+    if part.correct > whole.correct or part.total - part.correct > whole.total - whole.correct:
+        raise ValueError(f"{part} is not a part of {whole}")
+    return math.exp(_log_chance(part, whole))
+
+
+def _log_chance(part: AccuracyCount, whole: AccuracyCount) -> float:
+    """Logarithm of `chance_probability`, which would underflow where two ranks are both far beyond chance."""
+    hits, marked = part.correct, whole.correct
+    if hits * whole.total < marked * part.total:  # below average: as many wrong samples or more is the tail
+        hits, marked = part.total - hits, whole.total - marked
+    tail = _log_upper_tail(hits, drawn=part.total, marked=marked, population=whole.total)
+    return min(0.0, math.log(2) + tail)
+
+
+def _log_upper_tail(hits: int, *, drawn: int, marked: int, population: int) -> float:
+    """Log-probability of `hits` or more marked samples among `drawn` from a population that holds `marked` of them."""
+    log_first = (
+        _log_binomial(marked, hits)
+        + _log_binomial(population - marked, drawn - hits)
+        - _log_binomial(population, drawn)
+    )
+    term, terms = 1.0, 0.0  # in units of the first
+    while term > terms * 1e-17:  # the ratio of neighbouring terms reaches 0 where no more samples are marked or drawn
+        terms += term
+        term *= (marked - hits) * (drawn - hits) / ((hits + 1) * (population - marked - drawn + hits + 1))
+        hits += 1
+    return log_first + math.log(terms)
+
+
+def _log_binomial(n: int, k: int) -> float:
+    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)

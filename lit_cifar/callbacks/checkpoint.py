@@ -1,0 +1,44 @@
+"""Which checkpoints a run keeps: the best by validation accuracy, and the last."""
+
+from typing import Literal
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+
+class Checkpoint(ModelCheckpoint):
+    """`checkpoints/best.ckpt` by `val/acc`, and `checkpoints/last.ckpt` after every epoch.
+
+    A run that holds out no images (`--data.val_size=0`) has no best: it keeps the last alone.
+
+    Args:
+        monitor: Logged metric that ranks checkpoints.
+        mode: Whether its maximum or its minimum is best.
+        save_top_k: How many of the best to keep; -1 for all.
+        every_n_epochs: Epochs between checkpoints.
+    """
+
+    def __init__(
+        self,
+        *,
+        monitor: str = "val/acc",
+        mode: Literal["min", "max"] = "max",
+        save_top_k: int = 1,
+        every_n_epochs: int = 1,
+    ) -> None:
+        super().__init__(
+            filename="best",
+            monitor=monitor,
+            mode=mode,
+            save_top_k=save_top_k,
+            save_last=True,
+            every_n_epochs=every_n_epochs,
+            auto_insert_metric_name=False,
+        )
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Stop ranking where nothing will be validated."""
+        datamodule = getattr(trainer, "datamodule", None)
+        if trainer.limit_val_batches == 0 or getattr(datamodule, "val_size", None) == 0:
+            self.monitor, self.save_top_k = None, 0
+        super().setup(trainer, pl_module, stage)

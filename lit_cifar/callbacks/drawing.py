@@ -1,0 +1,78 @@
+"""The figures of an evaluation, drawn with matplotlib's objects alone: no pyplot, no window, no global state."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class WrongImage:
+    """An image whose most probable class is not its own.
+
+    Attributes:
+        image: uint8, (3, H, W), on the CPU.
+        truth: Name of its class.
+        prediction: Name of the class the network chose.
+        confidence: Softmax probability of that choice, from 0 to 1.
+    """
+
+    image: Tensor
+    truth: str
+    prediction: str
+    confidence: float
+
+
+def confusion_figure(confusion: Tensor, classes: Sequence[str], *, title: str) -> Figure:
+    """Counts in cells, coloured by their share of the row.
+
+    Args:
+        confusion: int64, (C, C), on the CPU; rows are the truth, columns the predictions.
+        classes: C names.
+        title: Goes above the matrix.
+    """
+    counts = confusion.numpy()
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    num_classes = len(classes)
+    side = 3.0 + 0.5 * num_classes
+    figure = Figure(figsize=(side, side), dpi=100, layout="constrained")
+    axes = figure.add_subplot()
+    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    axes.set_xticks(range(num_classes), classes, rotation=45, ha="right", rotation_mode="anchor")
+    axes.set_yticks(range(num_classes), classes)
+    axes.set(xlabel="predicted class", ylabel="true class", title=title)
+    for (row, column), count in np.ndenumerate(counts):
+        color = "white" if shares[row, column] > 0.5 else "black"
+        axes.text(column, row, f"{count}", ha="center", va="center", color=color, fontsize=9)
+    figure.colorbar(image, ax=axes, fraction=0.046, label="share of the true class")
+    return figure
+
+
+def wrong_images_figure(wrong: Sequence[WrongImage], *, title: str) -> Figure:
+    """A grid of images with their classes, in the given order; one line of text if there are none."""
+    columns = min(4, max(1, len(wrong)))
+    rows = max(1, math.ceil(len(wrong) / columns))
+    figure = Figure(figsize=(max(6.0, 2.0 * columns), 0.8 + 2.3 * rows), dpi=100, layout="constrained")
+    figure.suptitle(title)
+    if not wrong:
+        figure.text(0.5, 0.5, "none", ha="center", va="center")
+    for position, item in enumerate(wrong, start=1):
+        axes = figure.add_subplot(rows, columns, position)
+        axes.imshow(item.image.permute(1, 2, 0).numpy(), interpolation="nearest")
+        axes.set_axis_off()
+        label = f"is {item.truth}\ntaken for {item.prediction}\n{item.confidence:.1%} sure"
+        axes.set_title(label, fontsize=9)
+    return figure
+
+
+def render(figure: Figure) -> npt.NDArray[np.uint8]:
+    """The figure's pixels, (H, W, 3)."""
+    canvas: Any = FigureCanvasAgg(figure)  # matplotlib leaves it untyped
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba(), dtype=np.uint8)[..., :3]

@@ -1,0 +1,103 @@
+"""What a run ran on, as one JSON object: versions, processor, GPUs, parallel layout, command, commit."""
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
+
+from lit_cifar.layout import Layout
+
+PACKAGES = ("lit-cifar", "torch", "torchvision", "lightning", "torchmetrics", "numpy")
+SOURCE = Path(__file__).resolve().parents[1]
+
+
+def environment(trainer: Trainer, *, data_name: str) -> dict[str, Any]:
+    """Everything that can be told without naming the machine or its user.
+
+    Args:
+        trainer: Its strategy's processes have started.
+        data_name: Title of the data set.
+    """
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command_line(sys.argv),
+        "git": git_state(SOURCE),
+        "versions": versions(),
+        "cpu": {"model": cpu_model(), "cores": os.cpu_count(), "threads_per_process": torch.get_num_threads()},
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "data": data_name,
+        "strategy": strategy_name(trainer),
+        "device": trainer.strategy.root_device.type,
+        "world_size": trainer.world_size,
+        "num_nodes": trainer.num_nodes,
+        "layout": {**asdict(Layout.of(trainer.strategy)), "num_replicas": Layout.of(trainer.strategy).num_replicas},
+        "precision": str(trainer.precision),
+    }
+
+
+def strategy_name(trainer: Trainer) -> str:
+    """The name that `--trainer.strategy` takes, where the strategy has one; else its class's."""
+    strategy = trainer.strategy
+    if type(strategy) is DDPStrategy:
+        start_method = getattr(strategy, "_start_method", None) or "popen"
+        return "ddp" if start_method == "popen" else f"ddp_{start_method}"
+    return str(getattr(strategy, "strategy_name", type(strategy).__name__))
+
+
+def versions() -> dict[str, str]:
+    """Python's and the packages' versions, torch's with its build; a package without metadata is left out."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found | {"torch": str(torch.__version__), "cuda": torch.version.cuda or "none"}
+
+
+def cpu_model() -> str:
+    """The processor's name as the system tells it; on Linux from /proc/cpuinfo, which Arm leaves without one."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def command_line(argv: list[str]) -> str:
+    """`argv` as one types it, without the folder that the program lies in."""
+    program = Path(argv[0])
+    name = f"python -m {program.parent.name}" if program.name == "__main__.py" else program.name
+    return " ".join([name, *map(shlex.quote, argv[1:])])
+
+
+def git_state(package: Path) -> dict[str, Any] | None:
+    """Commit of the repository whose top level holds `package`, and whether tracked files differ from it.
+
+    None for an installed package, even if its environment lies in some other repository.
+    """
+    top = _git(package, "rev-parse", "--show-toplevel")
+    commit = _git(package, "rev-parse", "HEAD")
+    if top is None or commit is None or Path(top).resolve() != package.resolve().parent:
+        return None
+    return {"commit": commit, "modified": bool(_git(package.parent, "status", "--porcelain", "--untracked-files=no"))}
+
+
+def _git(folder: Path, *args: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *args], cwd=folder, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

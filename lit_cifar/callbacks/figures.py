@@ -1,0 +1,187 @@
+"""What an evaluation looks like in TensorBoard: accuracy per class, confusion matrix, the most confident mistakes."""
+
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from lit_cifar.callbacks.drawing import WrongImage, confusion_figure, render, wrong_images_figure
+from lit_cifar.callbacks.tensorboard import tensorboard_writer
+from lit_cifar.data.images import Batch, ImageSet
+
+Split = Literal["val", "test"]
+SPLIT_WORDS: dict[Split, str] = {"val": "validation", "test": "test"}
+
+
+class EvaluationFigures(Callback):
+    """Draws every evaluation into TensorBoard.
+
+    All processes take part in gathering the figures' numbers; only rank 0 draws.
+
+    Tags (`val` or `test` comes first): `val/acc_class/NAME`, the share of a class that was recognised, left out for
+    a class without samples; `val/confusion`; `val/wrong`, the images that the network got wrong while it was surest.
+
+    Args:
+        num_wrong: Images in the grid, over all processes.
+        every_n_epochs: Draw after every n-th epoch of a fit and after its last; drawing takes about half a second.
+    """
+
+    def __init__(self, *, num_wrong: int = 16, every_n_epochs: int = 1) -> None:
+        self.num_wrong = num_wrong
+        self.every_n_epochs = every_n_epochs
+        self._worst = MostConfidentMistakes(num_wrong)
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget the images of the epoch before."""
+        self._worst = MostConfidentMistakes(self.num_wrong)
+
+    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget the images of the test before."""
+        self._worst = MostConfidentMistakes(self.num_wrong)
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Batch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Keep the worst mistakes so far."""
+        if self._is_due(trainer):
+            self._worst.update(outputs, batch)
+
+    def on_test_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Batch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Keep the worst mistakes so far."""
+        self._worst.update(outputs, batch)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw, unless this is the sanity check or an epoch without figures."""
+        if self._is_due(trainer):
+            self._draw(trainer, pl_module, "val")
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw."""
+        self._draw(trainer, pl_module, "test")
+
+    def _is_due(self, trainer: Trainer) -> bool:
+        if trainer.sanity_checking:
+            return False
+        if trainer.state.fn != "fit":
+            return True
+        epoch = trainer.current_epoch + 1
+        return epoch % self.every_n_epochs == 0 or epoch == trainer.max_epochs
+
+    def _draw(self, trainer: Trainer, pl_module: Any, split: Split) -> None:
+        confusion: Tensor = pl_module.evaluation_metrics(split).compute()["confusion"].cpu()
+        confidence, ids, predictions = self._worst.gather(trainer)
+        writer = tensorboard_writer(trainer)
+        if writer is None:  # every rank but 0, and runs without TensorBoard
+            return
+        datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission
+        step, where = trainer.global_step, _title(trainer, datamodule.name, split)
+        right, total = int(confusion.diagonal().sum()), int(confusion.sum())
+
+        for name, accuracy in class_accuracies(confusion, datamodule.classes).items():
+            writer.add_scalar(f"{split}/acc_class/{name}", accuracy, step)
+        title = f"{where}\n{right:,} of {total:,} right" + (f" ({right / total:.2%})" if total else "")
+        matrix = confusion_figure(confusion, datamodule.classes, title=title)
+        writer.add_image(f"{split}/confusion", render(matrix), step, dataformats="HWC")
+        wrong = _look_up(datamodule.sets[split], confidence, ids, predictions)
+        grid = wrong_images_figure(wrong, title=f"{where}\nmost confident of {total - right:,} mistakes")
+        writer.add_image(f"{split}/wrong", render(grid), step, dataformats="HWC")
+
+
+class MostConfidentMistakes:
+    """The k samples that were classified wrongly with the highest softmax probability.
+
+    `update` stays on the device and never waits for it. Ties go to the smaller id, so that the choice does not depend
+    on how the samples were dealt to the processes.
+
+    Args:
+        k: How many to keep.
+    """
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+        self._confidence: Tensor | None = None
+        self._choice: Tensor | None = None
+
+    def update(self, logits: Tensor, batch: Batch) -> None:
+        """Consider a batch of n >= 0 samples whose ids follow those of the batches before; `logits` is (n, C)."""
+        confidence, predictions = logits.detach().float().softmax(dim=1).max(dim=1)
+        confidence = torch.where(predictions == batch.labels, -1.0, confidence)
+        choice = torch.stack([batch.ids, predictions], dim=1)
+        if self._confidence is not None and self._choice is not None:
+            confidence = torch.cat([self._confidence, confidence])
+            choice = torch.cat([self._choice, choice])
+        best = confidence.argsort(descending=True, stable=True)[: self.k]
+        self._confidence, self._choice = confidence[best], choice[best]
+
+    def gather(self, trainer: Trainer) -> tuple[list[float], list[int], list[int]]:
+        """Confidences, ids and predicted labels of the k worst over all processes; each process must call this."""
+        device = trainer.strategy.root_device
+        # Processes may hold fewer than k, even none; collectives want equal shapes.
+        confidence = torch.full((self.k,), -1.0, device=device)
+        choice = torch.full((self.k, 2), -1, dtype=torch.int64, device=device)
+        if self._confidence is not None and self._choice is not None:
+            confidence[: len(self._confidence)] = self._confidence
+            choice[: len(self._choice)] = self._choice
+        # With one process all_gather returns its argument, else it adds a dimension in front.
+        confidences = trainer.strategy.all_gather(confidence).reshape(-1).cpu().numpy()
+        choices = trainer.strategy.all_gather(choice).reshape(-1, 2).cpu().numpy()
+
+        wrong = confidences >= 0
+        # A sample is here twice when evaluation is padded; np.unique also sorts by id.
+        ids, first = np.unique(choices[wrong, 0], return_index=True)
+        confidences, predictions = confidences[wrong][first], choices[wrong, 1][first]
+        order = np.argsort(-confidences, kind="stable")[: self.k]
+        return confidences[order].tolist(), ids[order].tolist(), predictions[order].tolist()
+
+
+def class_accuracies(confusion: Tensor, classes: Sequence[str]) -> dict[str, float]:
+    """Share of each class that was recognised, by a name that is fit for a tag; classes without samples are left out.
+
+    Args:
+        confusion: int64, (C, C); rows are the truth.
+        classes: C names.
+    """
+    totals = confusion.sum(dim=1).tolist()
+    rights = confusion.diagonal().tolist()
+    return {
+        re.sub(r"[^\w.-]+", "_", name): right / total
+        for name, right, total in zip(classes, rights, totals, strict=True)
+        if total
+    }
+
+
+def _title(trainer: Trainer, name: str, split: Split) -> str:
+    where = f"{name}, {SPLIT_WORDS[split]}"
+    return f"{where}, epoch {trainer.current_epoch + 1}" if trainer.state.fn == "fit" else where
+
+
+def _look_up(
+    images: ImageSet, confidences: Sequence[float], ids: Sequence[int], predictions: Sequence[int]
+) -> list[WrongImage]:
+    return [
+        WrongImage(
+            image=images.images[position].cpu(),
+            truth=images.classes[int(images.labels[position])],
+            prediction=images.classes[prediction],
+            confidence=confidence,
+        )
+        for confidence, position, prediction in zip(confidences, ids, predictions, strict=True)
+    ]

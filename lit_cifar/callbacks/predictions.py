@@ -1,0 +1,92 @@
+"""What `predict` leaves: a class and a confidence for each image of the user's folder."""
+
+import csv
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from lit_cifar.callbacks.run_report import run_folder
+from lit_cifar.data.images import Batch
+
+FILE_NAME = "predictions.csv"
+COLUMNS = ("file", "class", "confidence", "error")
+
+
+class PredictionWriter(Callback):
+    """Writes `predictions.csv` (`file,class,confidence,error`) into the run folder, rows in input order.
+
+    A file that could not be read stands there with its error and without a class. Expects `predict_step` to return
+    softmax probabilities (n, C), and `trainer.datamodule.folder` to list the files.
+
+    Attributes:
+        rows: The latest table, on rank 0.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, str, str, str]] = []
+        self._table = torch.zeros(0, 3, dtype=torch.float64)
+
+    def on_predict_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start with an empty table."""
+        # One row for each readable image: class, confidence, how often it was classified. A row stays zero except on
+        # the process that classifies the image, so that the sum over processes is the whole table.
+        num_images = len(_datamodule(trainer).sets["predict"])
+        self._table = torch.zeros(num_images, 3, dtype=torch.float64, device=trainer.strategy.root_device)
+
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Batch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Fill in the batch's rows, without waiting for the device."""
+        probabilities: Tensor = outputs
+        confidence, classes = probabilities.max(dim=1)
+        filled = torch.stack([classes, confidence, torch.ones_like(confidence)], dim=1)
+        self._table[batch.ids] = filled.to(self._table)
+
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Combine the processes' tables and write the file on rank 0."""
+        table = trainer.strategy.reduce(self._table, reduce_op="sum")
+        folder = run_folder(trainer)
+        if not trainer.is_global_zero:
+            return
+        datamodule = _datamodule(trainer)
+        results = iter(_cells(table.cpu(), datamodule.classes))
+        self.rows = [
+            (file.as_posix(), *(next(results) if error is None else ("", "", error)))
+            for file, error in zip(datamodule.folder.files, datamodule.folder.errors, strict=True)
+        ]
+        if folder is not None:
+            write_rows(folder / FILE_NAME, self.rows)
+
+
+def write_rows(path: Path, rows: Iterable[tuple[str, ...]]) -> None:
+    """Write the table with its header; the file is replaced as a whole, so that nobody reads half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".part")
+    with draft.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
+    draft.replace(path)
+
+
+def _cells(table: Tensor, classes: tuple[str, ...]) -> list[tuple[str, str, str]]:
+    """Class, confidence and error of each image; `table` is (N, 3) and summed over processes."""
+    cells = []
+    for label, confidence, times in table.tolist():
+        if times == 0:
+            cells.append(("", "", "not classified: the run was limited to fewer batches"))
+        else:  # more than once where several processes hold one replica; the mean is then each one's answer
+            cells.append((classes[round(label / times)], f"{confidence / times:.6f}", ""))
+    return cells
+
+
+def _datamodule(trainer: Trainer) -> Any:
+    return trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission

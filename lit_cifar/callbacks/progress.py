@@ -1,0 +1,97 @@
+"""Progress for people: a bar in a terminal, plain lines in a log file."""
+
+import sys
+from time import perf_counter
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import TQDMProgressBar
+from torch import Tensor
+
+from lit_cifar.callbacks.throughput import METRIC as IMAGES_PER_S
+
+SHORT_NAMES = {
+    "train/loss_step": "loss",
+    "train/loss": "loss",  # the epoch's mean, once there is one, in place of the last step's
+    "train/acc_step": "acc",
+    "train/acc": "acc",
+    "val/acc": "val",
+    IMAGES_PER_S: "img/s",
+}
+
+
+class ProgressBar(TQDMProgressBar):
+    """Epoch, loss, accuracy and images per second; a finished epoch's line stays.
+
+    Where stdout is not a terminal there is no bar but one line per epoch, and one at least every `line_every_s`.
+
+    The figures come from what the run logs anyway, whether or not with `prog_bar=True`: that flag would make
+    Lightning read the value back from the device in every step, here that happens every `refresh_rate` steps.
+
+    Args:
+        refresh_rate: Steps between two updates of the bar; 0 for no progress at all.
+        line_every_s: Seconds between two lines in a log file.
+    """
+
+    BAR_FORMAT = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+
+    def __init__(self, *, refresh_rate: int = 10, line_every_s: float = 60.0) -> None:
+        super().__init__(refresh_rate=refresh_rate, leave=True)
+        self.line_every_s = line_every_s
+        self._writes_lines = False
+        self._epoch_at = self._line_at = 0.0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Choose between bar and lines."""
+        super().setup(trainer, pl_module, stage)
+        self._writes_lines = trainer.is_global_zero and self.refresh_rate > 0 and not sys.stdout.isatty()
+        if self._writes_lines:
+            self.disable()
+
+    def on_train_start(self, *_: Any) -> None:
+        """Each epoch opens its own bar."""
+
+    def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Open the epoch's bar."""
+        self._epoch_at = self._line_at = perf_counter()
+        super().on_train_epoch_start(trainer)
+        self.train_progress_bar.set_description(_epoch_of(trainer))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Update, or write a line if none was written for long."""
+        if not self._writes_lines:
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        elif perf_counter() - self._line_at >= self.line_every_s:
+            done = (batch_idx + 1) / trainer.num_training_batches
+            self._write_line(trainer, self.get_metrics(trainer, pl_module), f"{done:4.0%}")
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Show the figures of the whole epoch and leave the line."""
+        # On every rank: this may be the first to ask for the epoch's accuracy, which the processes compute together.
+        metrics = self.get_metrics(trainer, pl_module)
+        self.train_progress_bar.set_postfix(metrics)
+        self.train_progress_bar.close()
+        if self._writes_lines:
+            self._write_line(trainer, metrics, "done")
+
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        """The figures at hand, by short name, formatted."""
+        logged = trainer.callback_metrics
+        return {short: _format(short, logged[name]) for name, short in SHORT_NAMES.items() if name in logged}
+
+    def _write_line(self, trainer: Trainer, metrics: dict[str, Any], done: str) -> None:
+        self._line_at = perf_counter()
+        figures = [f"{name} {value}" for name, value in metrics.items()]
+        seconds = f"{self._line_at - self._epoch_at:.0f} s"
+        print("  ".join([_epoch_of(trainer), done, *figures, seconds]), flush=True)
+
+
+def _epoch_of(trainer: Trainer) -> str:
+    known = trainer.max_epochs is not None and trainer.max_epochs > 0
+    return f"epoch {trainer.current_epoch + 1}" + (f"/{trainer.max_epochs}" if known else "")
+
+
+def _format(short: str, value: Tensor) -> str:
+    return f"{float(value):.0f}" if short == "img/s" else f"{float(value):.3f}"

@@ -1,0 +1,134 @@
+"""What a run says about itself: its plan at the start, its folder and the next commands at the end."""
+
+import json
+import shlex
+from datetime import timedelta
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lit_cifar.callbacks.environment import environment, strategy_name
+from lit_cifar.layout import Layout
+
+FILE_NAME = "environment.json"
+
+
+class RunReport(Callback):
+    """Writes `environment.json` and prints, on rank 0, what a person wants to know before and after a run.
+
+    Before a fit: the data set, how the global batch is divided, the mode. After any subcommand: the run folder and
+    the command that opens it in TensorBoard; after a fit also its result and the command that tests its checkpoint.
+    A run that fails prints none of these.
+    """
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+        self._started_at = 0.0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write the environment and print the plan."""
+        self._started_at = perf_counter()
+        self._folder = run_folder(trainer)
+        if not trainer.is_global_zero:
+            return
+        datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission
+        if self._folder is not None:
+            _write_once(self._folder / FILE_NAME, environment(trainer, data_name=datamodule.name))
+        if stage == "fit":
+            print(*plan(trainer, datamodule), sep="\n", flush=True)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Print the outcome; Lightning comes here only when nothing failed."""
+        if not trainer.is_global_zero:
+            return
+        lines = []
+        if stage == "fit":
+            duration = timedelta(seconds=round(perf_counter() - self._started_at))
+            lines.append(_line("result", ", ".join([*results(trainer), f"took {duration}"])))
+        if self._folder is not None:
+            lines += next_steps(self._folder, checkpoint=checkpoint_path(trainer) if stage == "fit" else None)
+        print(*lines, sep="\n", flush=True)
+
+
+def run_folder(trainer: Trainer) -> Path | None:
+    """The folder that the run's files go to, None without loggers; every process must call this, they agree on it."""
+    log_dir = trainer.log_dir
+    return Path(log_dir) if log_dir is not None and trainer.loggers else None
+
+
+def plan(trainer: Trainer, datamodule: Any) -> list[str]:
+    """Data, global batch and mode of a fit, a line each."""
+    layout = Layout.of(trainer.strategy)
+    sets = {name: len(datamodule.sets[name]) for name in ("train", "val") if name in datamodule.sets}
+    sizes = ", ".join(
+        f"{size:,} images to {'train on' if name == 'train' else 'validate'}" for name, size in sets.items()
+    )
+    accumulated = trainer.accumulate_grad_batches
+    share = datamodule.batch_size / (layout.num_replicas * accumulated)
+    batch = f"{datamodule.batch_size} = {_count(layout.num_replicas, 'replica')} x {share:g}"
+    if accumulated > 1:
+        batch += f" x {accumulated} accumulated"
+    processes = _count(trainer.world_size, "process", "processes")
+    device = trainer.strategy.root_device.type
+    return [
+        _line("data", f"{datamodule.name}: {sizes}"),
+        _line("batch", f"{batch} images per optimizer step"),
+        _line("mode", f"{strategy_name(trainer)}: {processes}, {device}, {trainer.precision}"),
+    ]
+
+
+def results(trainer: Trainer) -> list[str]:
+    """The best score of the monitored metric, and the accuracy after the last epoch."""
+    found = []
+    checkpoint: Any = trainer.checkpoint_callback
+    score = getattr(checkpoint, "best_model_score", None)
+    if score is not None:
+        found.append(f"best {checkpoint.monitor} {float(score):.4f}")
+    for name in ("val/acc", "train/acc"):
+        if name in trainer.callback_metrics:
+            found.append(f"last {name} {float(trainer.callback_metrics[name]):.4f}")
+    return found
+
+
+def checkpoint_path(trainer: Trainer) -> Path | None:
+    """The best checkpoint the fit wrote, else the last one."""
+    checkpoint: Any = trainer.checkpoint_callback
+    path = getattr(checkpoint, "best_model_path", "") or getattr(checkpoint, "last_model_path", "")
+    return Path(path) if path else None
+
+
+def next_steps(folder: Path, *, checkpoint: Path | None) -> list[str]:
+    """The run folder and commands to paste, a line each; none of them is ever wrapped."""
+    lines = [
+        _line("run folder", _shown(folder)),
+        _line("look at it", f"tensorboard --logdir {_shown(folder)} --host localhost"),
+    ]
+    if checkpoint is not None:
+        config = folder / "config.yaml"
+        with_config = f" --config {_shown(config)}" if config.exists() else ""
+        lines.append(_line("test it", f"python -m lit_cifar test{with_config} --ckpt_path {_shown(checkpoint)}"))
+    return lines
+
+
+def _shown(path: Path) -> str:
+    """Relative where it lies below the current folder, and quoted for the shell."""
+    absolute = path.absolute()  # not resolve(): a link stays the name the user gave
+    here = Path.cwd()
+    return shlex.quote(str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute))
+
+
+def _line(label: str, text: str) -> str:
+    return f"{label:<12}{text}"
+
+
+def _count(number: int, one: str, many: str | None = None) -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def _write_once(path: Path, content: dict[str, Any]) -> None:
+    """Write JSON; a file that is there belongs to the run's first stage and stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        path.write_text(json.dumps(content, indent=2) + "\n")

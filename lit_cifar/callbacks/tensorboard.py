@@ -1,0 +1,83 @@
+"""TensorBoard's writer, the network's graph, and the settings of a run beside its final metric."""
+
+import copy
+import warnings
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch.utils.tensorboard import SummaryWriter
+
+from lit_cifar.callbacks.environment import strategy_name
+from lit_cifar.layout import Layout
+
+FINAL_METRICS = ("val/acc", "val/loss", "train/acc", "train/loss")
+OPTIMIZER_SETTINGS = ("lr", "momentum", "weight_decay", "nesterov")
+
+
+def tensorboard_writer(trainer: Trainer) -> SummaryWriter | None:
+    """The run's TensorBoard writer; None on every rank but 0, and in runs that keep no TensorBoard events."""
+    loggers = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+    return loggers[0].experiment if loggers and trainer.is_global_zero else None
+
+
+class ModelGraph(Callback):
+    """Draws `pl_module.network` into TensorBoard's Graphs tab when a fit starts.
+
+    A copy of the network is traced, on the CPU and in evaluation mode: BatchNorm statistics, training mode, device
+    and random state of the real one stay as they are.
+    """
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Trace and write, on rank 0."""
+        writer = tensorboard_writer(trainer)
+        if writer is None:
+            return
+        network = copy.deepcopy(pl_module.network).cpu().eval()  # type: ignore[union-attr]
+        example = torch.zeros(1, 3, 32, 32, dtype=next(network.parameters()).dtype)
+        with warnings.catch_warnings():
+            # add_graph knows no other tracer than the deprecated one.
+            warnings.filterwarnings("ignore", r"`torch\.jit\.trace", FutureWarning)
+            warnings.filterwarnings("ignore", r"`torch\.jit\.trace", DeprecationWarning)
+            writer.add_graph(network, example)
+
+
+class FinalSettings(Callback):
+    """Writes the main settings and the final metrics of a fit into TensorBoard's HParams tab, to compare runs.
+
+    Needs `TensorBoardLogger(default_hp_metric=False)`: otherwise a column `hp_metric` of -1 stands beside them.
+    """
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write, on rank 0."""
+        metrics = {
+            f"final/{name.replace('/', '_')}": float(trainer.callback_metrics[name])
+            for name in FINAL_METRICS
+            if name in trainer.callback_metrics
+        }
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
+                logger.log_hyperparams(main_settings(trainer, pl_module), metrics, step=trainer.global_step)
+
+
+def main_settings(trainer: Trainer, pl_module: LightningModule) -> dict[str, str | int | float | bool]:
+    """What distinguishes one run from another, as one flat row; the full settings are in `config.yaml`."""
+    datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission
+    header = getattr(pl_module, "header", None)
+    settings: dict[str, Any] = {
+        "data": datamodule.name,
+        "batch_size": datamodule.batch_size,
+        "arch": getattr(header, "arch", type(pl_module).__name__),
+        "stem": getattr(header, "stem", ""),
+        "max_epochs": trainer.max_epochs,
+        "strategy": strategy_name(trainer),
+        "replicas": Layout.of(trainer.strategy).num_replicas,
+        "precision": str(trainer.precision),
+    }
+    for optimizer in trainer.optimizers[:1]:
+        settings["optimizer"] = type(optimizer).__name__
+        settings |= {name: optimizer.defaults[name] for name in OPTIMIZER_SETTINGS if name in optimizer.defaults}
+    for config in trainer.lr_scheduler_configs[:1]:
+        settings["lr_scheduler"] = type(config.scheduler).__name__
+    return {name: value for name, value in settings.items() if isinstance(value, str | int | float | bool)}

@@ -1,0 +1,126 @@
+"""Reading CIFAR-10: the official binary edition, else torchvision's python edition, else a download of the former.
+
+Of the two folders the first that exists counts, even if it is damaged; then it is an error.
+"""
+
+import os
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision.datasets import CIFAR10
+
+from lit_cifar.data.download import CIFAR10_BINARY, install, remedies
+from lit_cifar.errors import DataError
+
+Split: TypeAlias = Literal["train", "test"]
+Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
+
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+FILES: dict[Split, tuple[str, ...]] = {
+    "train": tuple(f"data_batch_{i}.bin" for i in range(1, 6)),
+    "test": ("test_batch.bin",),
+}
+RECORDS_PER_FILE = 10_000
+RECORD_BYTES = 1 + 3 * 32 * 32
+
+
+def prepare(root: Path, *, download: bool) -> None:
+    """Check the files under `root`, or download them if there are none and `download` allows it.
+
+    Raises:
+        DataError: If they are incomplete or damaged, or absent and cannot be had.
+    """
+    if not _exists(root / CIFAR10_BINARY.folder):
+        if _exists(root / CIFAR10.base_folder):
+            _open_python_edition(root, "test")  # its guard covers the files of both splits
+            return
+        install(CIFAR10_BINARY, root, download=download)
+    for split in FILES:
+        _read_records(root, split)
+
+
+def read(root: Path, split: Split) -> tuple[Tensor, Tensor]:
+    """Images, uint8, (N, 3, 32, 32), and labels, int64, (N,), of 50,000 "train" or 10,000 "test" images.
+
+    Raises:
+        DataError: If they are absent, incomplete or damaged.
+    """
+    if _exists(root / CIFAR10_BINARY.folder):
+        records = _read_records(root, split)
+        labels, images = records[:, 0].astype(np.int64), records[:, 1:].reshape(-1, 3, 32, 32)
+    elif _exists(root / CIFAR10.base_folder):
+        dataset = _open_python_edition(root, split)
+        labels, images = np.asarray(dataset.targets), dataset.data.transpose(0, 3, 1, 2)
+    else:
+        raise DataError(f"there is no CIFAR-10 in {root}", remedy=remedies(CIFAR10_BINARY, root))
+    return torch.from_numpy(np.ascontiguousarray(images)), torch.from_numpy(labels)
+
+
+def _exists(folder: Path) -> bool:
+    # A link to a disk that is not mounted counts too: its owner has the data and wants no download.
+    return os.path.lexists(folder)
+
+
+def _read_records(root: Path, split: Split) -> Bytes:
+    """All records of a split, uint8, (N, 3073): a label, then 1,024 red, green and blue pixels each, row by row.
+
+    Source: "Binary version" on https://www.cs.toronto.edu/~kriz/cifar.html.
+    """
+    folder = root / CIFAR10_BINARY.folder
+    records = np.concatenate([_read_file(folder / name) for name in FILES[split]])
+    _check_counts(records[:, 0], split, folder)
+    return records
+
+
+def _read_file(path: Path) -> Bytes:
+    expected = RECORDS_PER_FILE * RECORD_BYTES
+    try:
+        found = path.stat().st_size
+        content = np.fromfile(path, np.uint8) if found == expected else None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}", remedy=_replace(path.parent)) from error
+    if content is None:
+        raise DataError(
+            f"{path} holds {found} bytes, not {expected} ({RECORDS_PER_FILE} records of {RECORD_BYTES})",
+            remedy=_replace(path.parent),
+        )
+    records = content.reshape(RECORDS_PER_FILE, RECORD_BYTES)
+    wrong = np.flatnonzero(records[:, 0] >= len(CLASSES))
+    if len(wrong):
+        raise DataError(
+            f"{path}: record {wrong[0]} has label {records[wrong[0], 0]}; CIFAR-10's are 0 to {len(CLASSES) - 1}",
+            remedy=_replace(path.parent),
+        )
+    return records
+
+
+def _check_counts(labels: Bytes, split: Split, folder: Path) -> None:
+    expected = len(labels) // len(CLASSES)
+    counts = np.bincount(labels, minlength=len(CLASSES))
+    if (counts != expected).any():
+        worst = int(np.abs(counts - expected).argmax())
+        raise DataError(
+            f"{folder} holds {counts[worst]} {split} images of class {CLASSES[worst]}; CIFAR-10 has {expected} of each",
+            remedy=_replace(folder),
+        )
+
+
+def _open_python_edition(root: Path, split: Split) -> Any:
+    """The data set of torchvision, which compares every file's md5 before it unpickles any: a pickle can run code."""
+    try:
+        return CIFAR10(root, train=split == "train", download=False)
+    except (RuntimeError, OSError) as error:
+        folder = root / CIFAR10.base_folder
+        raise DataError(
+            f"{folder} is incomplete, or differs from the official files by md5 ({error})", remedy=_replace(folder)
+        ) from error
+
+
+def _replace(folder: Path) -> str:
+    return (
+        f"put an undamaged copy in its place, or move {folder} away and pass --data.download=true,\n"
+        "or use images drawn by code instead: --data.dataset=synthetic"
+    )

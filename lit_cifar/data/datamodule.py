@@ -1,0 +1,218 @@
+"""CIFAR-10, FashionMNIST or synthetic images as a LightningDataModule whose batch size is the global one."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from lit_cifar.data.augment import Augmentation
+from lit_cifar.data.folder import FolderImages, read_folder
+from lit_cifar.data.images import Batch, ImageSet
+from lit_cifar.data.keyed import Purpose, keyed_permutation
+from lit_cifar.data.loader import BatchLoader
+from lit_cifar.data.samplers import EvaluationSampler, TrainSampler
+from lit_cifar.data.sources import DatasetName, dataset_info, load, prepare
+from lit_cifar.errors import ConfigError
+from lit_cifar.layout import Layout
+
+
+class CIFAR10DataModule(L.LightningDataModule):
+    """The same batches for every number of processes and every mode.
+
+    Images stay uint8 until a batch has reached its device; there they become float and are normalised with the data
+    set's channel statistics. Order, augmentation and the validation split follow `seed`, never the global generators.
+
+    Args:
+        root: Folder of the data; a download goes here.
+        dataset: "cifar10", "fashion_mnist" (grey repeated to three channels, padded to 32 x 32), or "synthetic"
+            (drawn by code from `seed`, no files).
+        batch_size: Samples per optimizer step over all replicas and accumulation steps.
+        eval_batch_size: Samples per evaluation step over all processes; no effect on any result.
+        val_size: Training images held out for validation by a seeded split; 0 trains on all and validates on none.
+        num_train: Use only the first so many training images, before the split; synthetic draws so many.
+        num_test: The same for the test images.
+        augment: Random crops after padding by 4, and random flips.
+        cutout: Side in pixels of a random black square; 0 for none. Needs `augment`.
+        shuffle: A new keyed permutation each epoch; off, every epoch is in the order of the files.
+        frozen_order: Repeat epoch 0's order in every epoch: what forgetting `set_epoch` does. For study.
+        drop_last: Leave out the last batch of an epoch when it is not full, rather than weight it by its size.
+        pad_eval: Repeat samples until each process evaluates equally many, as torch's DistributedSampler does, and
+            count them twice. For study.
+        resident: Where the uint8 images live: "host", "device" (the GPU makes its batches itself), or "auto": on a
+            GPU with room for four copies of them, else in host memory.
+        download: Whether a missing data set may be downloaded.
+        seed: Key of order, augmentation, split and synthetic images; in [0, 2**62).
+        predict_dir: Folder of the images that `predict` classifies.
+    """
+
+    def __init__(
+        self,
+        root: str | Path = "data",
+        batch_size: int = 128,
+        *,
+        dataset: DatasetName = "cifar10",
+        eval_batch_size: int = 500,
+        val_size: int = 5000,
+        num_train: int | None = None,
+        num_test: int | None = None,
+        augment: bool = True,
+        cutout: int = 0,
+        shuffle: bool = True,
+        frozen_order: bool = False,
+        drop_last: bool = False,
+        pad_eval: bool = False,
+        resident: Literal["auto", "host", "device"] = "auto",
+        download: bool = True,
+        seed: int = 0,
+        predict_dir: str | Path | None = None,
+    ) -> None:
+        super().__init__()
+        self.root = Path(root)
+        self.batch_size = batch_size
+        self.dataset: DatasetName = dataset
+        self.eval_batch_size = eval_batch_size
+        self.val_size = val_size
+        self.num_images = {"train": num_train, "test": num_test}
+        self.augmentation = Augmentation(seed=seed, cutout=cutout) if augment else None
+        self.shuffle = shuffle
+        self.frozen_order = frozen_order
+        self.drop_last = drop_last
+        self.pad_eval = pad_eval
+        self.resident = resident
+        self.download = download
+        self.seed = seed
+        self.predict_dir = None if predict_dir is None else Path(predict_dir)
+        self.info = dataset_info(dataset)
+        self.sets: dict[str, ImageSet] = {}
+        self.folder: FolderImages | None = None
+        if cutout and not augment:
+            raise ConfigError(f"--data.cutout={cutout} is part of the augmentation", remedy="pass --data.augment=true")
+        if frozen_order and not shuffle:
+            raise ConfigError(
+                "--data.frozen_order=true repeats one shuffled order, and --data.shuffle=false has none",
+                remedy="leave one of the two out",
+            )
+        if val_size < 0 or eval_batch_size < 1 or not 0 <= seed < 2**62:
+            raise ConfigError(
+                f"--data.val_size={val_size} --data.eval_batch_size={eval_batch_size} --data.seed={seed}: "
+                "sizes and seeds are not negative",
+                remedy="the defaults are 5000, 500 and 0",
+            )
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, by label."""
+        return self.info.classes
+
+    @property
+    def name(self) -> str:
+        """The data set's name in logs and tables."""
+        return self.info.title
+
+    # Lightning calls prepare_data in one process per node, then setup in every process.
+
+    def prepare_data(self) -> None:
+        """Download the data set if it is missing and may be downloaded."""
+        if self.predict_dir is None:
+            prepare(self.dataset, self.root, download=self.download)
+
+    def setup(self, stage: str) -> None:
+        """Read what `stage` ("fit", "validate", "test" or "predict") needs into `self.sets`."""
+        if stage in ("fit", "validate") and "train" not in self.sets:
+            self.sets["train"], self.sets["val"] = self._split(self._load("train"))
+        if stage == "test" and "test" not in self.sets:
+            self.sets["test"] = self._load("test")
+        if stage == "predict":
+            self.folder = self._read_folder()
+            self.sets["predict"] = self.folder.images
+
+    def _load(self, split: Literal["train", "test"]) -> ImageSet:
+        return load(self.dataset, self.root, split=split, num_images=self.num_images[split], seed=self.seed)
+
+    def _split(self, images: ImageSet) -> tuple[ImageSet, ImageSet]:
+        if self.val_size >= len(images):
+            raise ConfigError(
+                f"--data.val_size={self.val_size} leaves none of {len(images)} images to train on",
+                remedy=f"lower it, e.g. --data.val_size={len(images) // 10}",
+            )
+        order = keyed_permutation(len(images), seed=self.seed, epoch=0, purpose=Purpose.SPLIT)
+        held_out, kept = order[: self.val_size].sort().values, order[self.val_size :].sort().values
+        return images.subset(kept), images.subset(held_out)
+
+    def _read_folder(self) -> FolderImages:
+        if self.predict_dir is None:
+            raise ConfigError("predict classifies a folder of images", remedy="pass --data.predict_dir=FOLDER")
+        return read_folder(self.predict_dir, classes=self.classes)
+
+    def train_sampler(self) -> TrainSampler:
+        """The sampler of this process's part of the training set; its layout is the trainer's strategy's."""
+        assert self.trainer is not None
+        return TrainSampler(
+            num_samples=len(self.sets["train"]),
+            batch_size=self.batch_size,
+            layout=Layout.of(self.trainer.strategy),
+            accumulation=self.trainer.accumulate_grad_batches,
+            seed=self.seed,
+            shuffle=self.shuffle,
+            frozen=self.frozen_order,
+            drop_last=self.drop_last,
+        )
+
+    def train_dataloader(self) -> BatchLoader:
+        """This process's part of every global batch, augmented, uint8."""
+        sampler = self.train_sampler()
+        sampler.check()
+        return BatchLoader(self._resident("train"), sampler, augmentation=self.augmentation)
+
+    def val_dataloader(self) -> BatchLoader | list[BatchLoader]:
+        """The held-out images, each once over all processes; no loader at all when there are none."""
+        return self._evaluation_loader("val") if self.val_size else []
+
+    def test_dataloader(self) -> BatchLoader:
+        """The test images, each once over all processes."""
+        return self._evaluation_loader("test")
+
+    def predict_dataloader(self) -> BatchLoader:
+        """The readable images of `predict_dir`, each once over all processes, with labels of -1."""
+        return self._evaluation_loader("predict")
+
+    def _evaluation_loader(self, split: str) -> BatchLoader:
+        assert self.trainer is not None
+        images = self._resident(split)
+        sampler = EvaluationSampler(
+            num_samples=len(images),
+            batch_size=self.eval_batch_size,
+            layout=Layout.of(self.trainer.strategy),
+            pad=self.pad_eval and split != "predict",
+        )
+        return BatchLoader(images, sampler)
+
+    def _resident(self, split: str) -> ImageSet:
+        """The images of `split` where `resident` wants them."""
+        assert self.trainer is not None
+        images, device = self.sets[split], self.trainer.strategy.root_device
+        if self.resident == "device" and device.type == "cpu":
+            rank_zero_warn("--data.resident=device has no effect on the CPU: the host's memory is the device's")
+        if self.resident == "host" or (self.resident == "auto" and not _has_room(images.images, device)):
+            return images
+        return images.to(device)
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Normalise on the device: uint8 to float32 to the precision of the run."""
+        mean, std = (
+            255 * torch.tensor(values, device=batch.images.device) for values in (self.info.mean, self.info.std)
+        )
+        images = (batch.images.float() - mean[:, None, None]) / std[:, None, None]
+        # Lightning converted the batch before the transfer, when there was no float in it yet.
+        converted: Any = self._precision(images)
+        return batch._replace(images=converted)
+
+    def _precision(self, images: Tensor) -> Any:
+        return images if self.trainer is None else self.trainer.precision_plugin.convert_input(images)
+
+
+def _has_room(images: Tensor, device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.mem_get_info(device)[0] > 4 * images.nbytes

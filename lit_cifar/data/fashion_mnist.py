@@ -1,0 +1,78 @@
+"""Reading FashionMNIST through torchvision, in CIFAR-10's shape: grey in three channels, padded to 32 x 32.
+
+Source: Xiao, Rasul, Vollgraf, Fashion-MNIST: a novel image dataset for benchmarking machine learning algorithms, 2017.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import pad
+from torchvision.datasets import FashionMNIST
+
+from lit_cifar.data.cifar10 import Split
+from lit_cifar.data.download import put_in_place, staging
+from lit_cifar.errors import DataError
+
+CLASSES: tuple[str, ...] = tuple(FashionMNIST.classes)
+NUM_IMAGES: dict[Split, int] = {"train": 60_000, "test": 10_000}
+
+
+def prepare(root: Path, *, download: bool) -> None:
+    """Check the files under `root/FashionMNIST`, or download them if there are none and `download` allows it.
+
+    Raises:
+        DataError: If they are incomplete or damaged, or absent and cannot be had.
+    """
+    folder = root / "FashionMNIST"
+    if folder.exists():
+        for split in NUM_IMAGES:
+            _open(root, split)
+        return
+    remedy = (
+        "pass --data.root=FOLDER where FOLDER holds FashionMNIST/raw,\n"
+        "or allow the download with --data.download=true,\n"
+        "or use images drawn by code instead: --data.dataset=synthetic"
+    )
+    if not download:
+        raise DataError(f"there is no FashionMNIST in {root}, and --data.download=false", remedy=remedy)
+    with staging(root) as scratch:
+        try:
+            FashionMNIST(scratch, download=True)
+        except (RuntimeError, OSError) as error:
+            reason = " ".join(str(error).split())
+            raise DataError(f"FashionMNIST cannot be downloaded to {root}: {reason}", remedy=remedy) from error
+        put_in_place(scratch / "FashionMNIST", folder)
+
+
+def read(root: Path, split: Split) -> tuple[Tensor, Tensor]:
+    """Images, uint8, (N, 3, 32, 32), and labels, int64, (N,), of 60,000 "train" or 10,000 "test" images.
+
+    Raises:
+        DataError: If they are absent, incomplete or damaged.
+    """
+    dataset = _open(root, split)
+    return pad(dataset.data, (2, 2, 2, 2))[:, None].repeat(1, 3, 1, 1), dataset.targets
+
+
+def _open(root: Path, split: Split) -> Any:
+    """The data set of torchvision, which itself looks at no more than whether the files exist."""
+    try:
+        dataset = FashionMNIST(root, train=split == "train", download=False)
+    except Exception as error:  # its reader asserts, or fails somewhere in torch, on a truncated file
+        raise _damaged(root, f"incomplete or damaged ({type(error).__name__}: {error})") from error
+    images, labels, expected = dataset.data, dataset.targets, NUM_IMAGES[split]
+    found = (tuple(images.shape), tuple(labels.shape))
+    if found != ((expected, 28, 28), (expected,)):
+        raise _damaged(root, f"not {expected} {split} images of 28 x 28 with a label each: {found}")
+    if labels.max() >= len(CLASSES):
+        raise _damaged(root, f"damaged: a {split} label is {labels.max()}, and they go from 0 to 9")
+    return dataset
+
+
+def _damaged(root: Path, problem: str) -> DataError:
+    folder = root / "FashionMNIST"
+    return DataError(
+        f"{folder} is {' '.join(problem.split())}",
+        remedy=f"put an undamaged copy in its place, or move {folder} away and pass --data.download=true",
+    )

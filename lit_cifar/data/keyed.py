@@ -1,0 +1,70 @@
+"""Random numbers that are a pure function of a key and a sample's id, with no generator to carry along.
+
+The n-th output of the SplitMix64 generator (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
+OOPSLA 2014) depends only on its seed and n. With a seed made from (seed, epoch, purpose) and n = sample id, any process
+draws the number of any sample without drawing the others, and integer arithmetic makes CPU and GPU agree bit for bit.
+Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, give the idea its name: counter-based.
+"""
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+
+class Purpose(IntEnum):
+    """What a random number is for: equal keys with different purposes give independent numbers."""
+
+    SPLIT = 1
+    ORDER = 2
+    CROP_ROW = 3
+    CROP_COLUMN = 4
+    FLIP = 5
+    CUTOUT_ROW = 6
+    CUTOUT_COLUMN = 7
+
+
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # int64 tensors wrap around as the generator's uint64 does
+_MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
+
+
+def keyed_bits(ids: Tensor, *, seed: int, epoch: int, purpose: Purpose) -> Tensor:
+    """64 random bits per sample.
+
+    Args:
+        ids: int64, any shape; sample ids, not negative.
+        seed: Names the experiment; any Python integer that fits 63 bits.
+        epoch: Epoch, from 0.
+        purpose: What the bits are for.
+
+    Returns:
+        int64, the shape and device of `ids`; all 64 bits are random.
+    """
+    key = torch.zeros((), dtype=torch.int64)
+    for word in (seed, epoch, int(purpose)):
+        key = _mix((key ^ word) + _GOLDEN)
+    return _mix((ids + 1) * _GOLDEN + int(key))
+
+
+def keyed_integers(ids: Tensor, bound: int, *, seed: int, epoch: int, purpose: Purpose) -> Tensor:
+    """One int64 in `range(bound)` per sample, by multiply and shift (Lemire, 2019; bias below bound / 2**31)."""
+    bits = keyed_bits(ids, seed=seed, epoch=epoch, purpose=purpose)
+    return (_shift_right(bits, 33) * bound) >> 31
+
+
+def keyed_permutation(num_samples: int, *, seed: int, epoch: int, purpose: Purpose) -> Tensor:
+    """A permutation of `range(num_samples)`, int64, (num_samples,): the ids sorted by their random bits."""
+    bits = keyed_bits(torch.arange(num_samples), seed=seed, epoch=epoch, purpose=purpose)
+    return torch.argsort(bits, stable=True)
+
+
+def _mix(z: Tensor) -> Tensor:
+    """SplitMix64's finaliser, on int64."""
+    z = (z ^ _shift_right(z, 30)) * _MULTIPLIERS[0]
+    z = (z ^ _shift_right(z, 27)) * _MULTIPLIERS[1]
+    return z ^ _shift_right(z, 31)
+
+
+def _shift_right(z: Tensor, places: int) -> Tensor:
+    """Logical shift: int64's own is arithmetic and drags the sign bit along."""
+    return (z >> places) & ((1 << (64 - places)) - 1)

@@ -1,0 +1,150 @@
+"""Which samples each process sees at each step: one order per epoch, cut the same way for any number of processes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lit_cifar.data.keyed import Purpose, keyed_permutation
+from lit_cifar.errors import ConfigError
+from lit_cifar.layout import Layout
+
+
+class Part(NamedTuple):
+    """One process's samples of one step: `ids` is int64, (n,); `weight` as in `lit_cifar.data.images.Batch`."""
+
+    ids: Tensor
+    weight: float
+
+
+@dataclass(kw_only=True)
+class TrainSampler:
+    """Global batches in the order of a keyed permutation, each cut among shards and accumulation steps.
+
+    The permutation of an epoch is a function of (seed, epoch). Global batch `b` holds its positions
+    `b * batch_size` to `(b + 1) * batch_size - 1`. Of these, accumulation step `a` of shard `s` takes every
+    `P`-th one from `a * num_shards + s`, with `P = accumulation * num_shards`. So every optimizer step sees the same
+    samples however many processes there are and however often they accumulate, and all parts are equally large,
+    but for the last batch, whose parts may differ by one sample and carry their weights.
+
+    Attributes:
+        num_samples: Size of the data set.
+        batch_size: Samples per optimizer step, over all replicas and accumulation steps.
+        layout: Which shard this process reads.
+        accumulation: Loader steps per optimizer step (`accumulate_grad_batches`).
+        seed: Key of the permutation.
+        shuffle: Off, every epoch is in the order of the ids.
+        frozen: Every epoch in the order of epoch 0: what happens to those who forget `set_epoch`.
+        drop_last: Leave out a last batch that is not full.
+    """
+
+    num_samples: int
+    batch_size: int
+    layout: Layout
+    accumulation: int = 1
+    seed: int = 0
+    shuffle: bool = True
+    frozen: bool = False
+    drop_last: bool = False
+    epoch: int = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by Lightning at the start of every epoch."""
+        self.epoch = epoch
+
+    def order(self) -> Tensor:
+        """The ids of this epoch in order, int64, (num_samples,)."""
+        if not self.shuffle:
+            return torch.arange(self.num_samples)
+        epoch = 0 if self.frozen else self.epoch
+        return keyed_permutation(self.num_samples, seed=self.seed, epoch=epoch, purpose=Purpose.ORDER)
+
+    @property
+    def num_batches(self) -> int:
+        """Optimizer steps in an epoch."""
+        full, rest = divmod(self.num_samples, self.batch_size)
+        return full if self.drop_last or not rest else full + 1
+
+    def __len__(self) -> int:
+        """Loader steps in an epoch, the same on every process."""
+        return self.num_batches * self.accumulation
+
+    def __iter__(self) -> Iterator[Part]:
+        order = self.order()
+        num_parts = self.accumulation * self.layout.num_shards
+        for batch in order.split(self.batch_size)[: self.num_batches]:
+            for step in range(self.accumulation):
+                ids = batch[step * self.layout.num_shards + self.layout.shard :: num_parts]
+                yield Part(ids, len(ids) * num_parts / len(batch))
+
+    def check(self) -> None:
+        """Refuse sizes that cannot be cut evenly.
+
+        Raises:
+            ConfigError: The batch does not divide among the replicas, no batch is full enough to train on, or the
+                ragged last batch leaves a replica fewer than the two samples that batch statistics need.
+        """
+        _check_divisible(self.batch_size, self.layout.num_replicas, self.accumulation)
+        if not self.num_batches:
+            raise ConfigError(
+                f"--data.batch_size={self.batch_size} with --data.drop_last=true leaves none of "
+                f"{self.num_samples} training images",
+                remedy="lower --data.batch_size, or pass --data.drop_last=false",
+            )
+        rest = self.num_samples % self.batch_size
+        smallest = rest // (self.layout.num_replicas * self.accumulation)
+        if rest and not self.drop_last and smallest < 2:
+            raise ConfigError(
+                f"the last batch of an epoch has {rest} of {self.num_samples} images for {self.layout.num_replicas} "
+                f"replicas x {self.accumulation} accumulation steps; each needs 2",
+                remedy="pass --data.drop_last=true, or change --data.batch_size or --data.val_size",
+            )
+
+
+@dataclass(kw_only=True)
+class EvaluationSampler:
+    """Each sample once, shard `s` of `S` taking positions s, s + S, ...; every process makes equally many steps.
+
+    Attributes:
+        num_samples: Size of the data set.
+        batch_size: Samples per step over all shards, rounded up to a multiple of their number. In the last step a
+            shard may be left with none.
+        layout: Which shard this process reads.
+        pad: Repeat the first samples until all shards are equally large, as torch's DistributedSampler does. The
+            counts are then too high; for study.
+    """
+
+    num_samples: int
+    batch_size: int
+    layout: Layout
+    pad: bool = False
+
+    def _ids(self) -> Tensor:
+        missing = -self.num_samples % self.layout.num_shards if self.pad else 0
+        return torch.arange(self.num_samples + missing) % self.num_samples
+
+    @property
+    def _step(self) -> int:
+        return -(-self.batch_size // self.layout.num_shards) * self.layout.num_shards
+
+    def __len__(self) -> int:
+        return -(-len(self._ids()) // self._step)
+
+    def __iter__(self) -> Iterator[Part]:
+        for batch in self._ids().split(self._step):
+            yield Part(batch[self.layout.shard :: self.layout.num_shards], 1.0)
+
+
+def _check_divisible(batch_size: int, num_replicas: int, accumulation: int) -> None:
+    parts = num_replicas * accumulation
+    if batch_size > 0 and batch_size % parts == 0:
+        return
+    lower, upper = batch_size // parts * parts, -(-batch_size // parts) * parts
+    nearest = " or ".join(f"--data.batch_size={size}" for size in (lower, max(upper, parts)) if size > 0)
+    steps = f" x {accumulation} accumulation steps" if accumulation > 1 else ""
+    raise ConfigError(
+        f"--data.batch_size={batch_size} is the global batch and does not divide among {num_replicas} replicas{steps}",
+        remedy=f"the nearest that do: {nearest}",
+    )

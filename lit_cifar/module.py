@@ -1,0 +1,213 @@
+"""The training task: a ResNet classifier, its loss, metrics and optimizer. Nothing here knows how it is parallelised."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+
+from lit_cifar.checkpoints import Header, add_prefix, strip_prefix
+from lit_cifar.data.images import Batch
+from lit_cifar.errors import ConfigError
+from lit_cifar.models import Arch, Stem, build_resnet
+from lit_cifar.schedules import WarmupDecay
+
+LRScaling = Literal["none", "linear", "sqrt"]
+
+
+class LitResNet(L.LightningModule):
+    """A ResNet that classifies 32 x 32 images.
+
+    The default recipe is meant for 15 epochs of CIFAR-10 at a global batch of 128.
+
+    Args:
+        arch: Depth of the network; "resnet10" is the small one for tests.
+        stem: "cifar" keeps the full 32 x 32 resolution; "imagenet" is torchvision's own, 16 times cheaper.
+        num_classes: Size of the logits.
+        optimizer: Makes the optimizer from the parameters; on the command line a class name and its arguments.
+        lr_scheduler: Makes the schedule from the optimizer. `WarmupDecay` steps once per batch, all others per epoch.
+        label_smoothing: Share of the target spread over all classes (Szegedy et al., 2016); reported losses have it.
+        lr_scaling: How the learning rate follows the global batch: "linear" (Goyal et al., 2017) and "sqrt" multiply
+            it by (batch_size / base_batch_size) and that ratio's root, "none" leaves it.
+        base_batch_size: The global batch for which the learning rate was chosen.
+    """
+
+    def __init__(
+        self,
+        arch: Arch = "resnet34",
+        *,
+        stem: Stem = "cifar",
+        num_classes: int = 10,
+        optimizer: OptimizerCallable = lambda params: SGD(
+            params, lr=0.1, momentum=0.9, weight_decay=5e-4, nesterov=True
+        ),
+        lr_scheduler: LRSchedulerCallable = lambda optimizer: WarmupDecay(optimizer, warmup=0.2, decay="linear"),
+        label_smoothing: float = 0.0,
+        lr_scaling: LRScaling = "none",
+        base_batch_size: int = 128,
+    ) -> None:
+        super().__init__()
+        self.header = Header(arch=arch, stem=stem, num_classes=num_classes)
+        self.network = build_resnet(arch, stem=stem, num_classes=num_classes)
+        self.make_optimizer = optimizer
+        self.make_lr_scheduler = lr_scheduler
+        self.label_smoothing = label_smoothing
+        self.lr_scaling: LRScaling = lr_scaling
+        self.base_batch_size = base_batch_size
+        self._runner: Callable[[Tensor], Tensor] | None = None
+
+        self.train_loss = MeanMetric()
+        self.train_acc = MulticlassAccuracy(num_classes, average="micro")
+        self.val_metrics = EvaluationMetrics("val", num_classes)
+        self.test_metrics = EvaluationMetrics("test", num_classes)
+
+    def use_runner(self, runner: Callable[[Tensor], Tensor] | None) -> None:
+        """Let `forward` go through `runner`, a callable that runs `self.network`, or through the network itself again.
+
+        For strategies that split the network or its batch inside one process. Whatever they wrap around the network
+        stays outside of this module's children, so that checkpoints keep their keys.
+        """
+        self._runner = runner
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (n, num_classes) of normalised images (n, 3, 32, 32)."""
+        logits: Tensor = self.network(images) if self._runner is None else self._runner(images)
+        return logits
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The mean loss of this process's samples times the weight of their number in the global batch."""
+        logits = self(batch.images)
+        losses = F.cross_entropy(logits, batch.labels, reduction="none", label_smoothing=self.label_smoothing)
+        self.train_loss.update(losses.detach())
+        self.train_acc.update(logits.detach(), batch.labels)
+        self.log("train/loss", self.train_loss, on_step=False, on_epoch=True)
+        self.log("train/acc", self.train_acc, on_step=False, on_epoch=True)
+        self.log("train/loss_step", losses.detach().mean(), prog_bar=True, batch_size=len(losses))
+        return losses.mean() * batch.weight
+
+    def on_validation_epoch_start(self) -> None:
+        """Forget the counts of the epoch before."""
+        self.val_metrics.details.reset()
+
+    def on_test_epoch_start(self) -> None:
+        """Forget the counts of the test before."""
+        self.test_metrics.details.reset()
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Logits (n, num_classes) of the batch; counts go to the `val/` metrics."""
+        return self._evaluate(batch, self.val_metrics)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Logits (n, num_classes) of the batch; counts go to the `test/` metrics."""
+        return self._evaluate(batch, self.test_metrics)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Class probabilities, (n, num_classes)."""
+        return torch.softmax(self(batch.images), dim=1)
+
+    def evaluation_metrics(self, split: Literal["val", "test"]) -> MetricCollection:
+        """What callbacks draw: `acc_per_class`, float (C,), and `confusion`, int64 (C, C), rows are the truth."""
+        metrics = self.val_metrics if split == "val" else self.test_metrics
+        return metrics.details
+
+    def _evaluate(self, batch: Batch, metrics: "EvaluationMetrics") -> Tensor:
+        logits: Tensor = self(batch.images)
+        losses = F.cross_entropy(logits, batch.labels, reduction="none", label_smoothing=self.label_smoothing)
+        metrics.update(logits, batch.labels, losses)
+        # Lightning sees the metric objects themselves: it sums their counts over processes at the epoch's end.
+        self.log(f"{metrics.split}/loss", metrics.loss, on_step=False, on_epoch=True)
+        self.log_dict(metrics.scores, on_step=False, on_epoch=True, prog_bar=metrics.split == "val")
+        return logits
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer with its learning rate scaled, and its schedule planned over the whole run."""
+        optimizer = self.make_optimizer(self.network.parameters())
+        self._scale_lr(optimizer)
+        scheduler = self.make_lr_scheduler(optimizer)
+        if isinstance(scheduler, WarmupDecay):
+            scheduler.plan(self._total_steps())
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        if isinstance(scheduler, ReduceLROnPlateau):
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val/loss"}}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def _scale_lr(self, optimizer: Optimizer) -> None:
+        if self.lr_scaling == "none":
+            return
+        batch_size = self.trainer.datamodule.batch_size  # type: ignore[attr-defined]  # Lightning's own omission
+        ratio = batch_size / self.base_batch_size
+        factor = ratio if self.lr_scaling == "linear" else ratio**0.5
+        for group in optimizer.param_groups:
+            group["lr"] *= factor
+        rank_zero_info(
+            f"learning rate x {factor:.4g} = {optimizer.param_groups[0]['lr']:.4g}: {self.lr_scaling} scaling from a "
+            f"global batch of {self.base_batch_size} to {batch_size}"
+        )
+
+    def _total_steps(self) -> int:
+        total = self.trainer.estimated_stepping_batches
+        if total == float("inf"):
+            raise ConfigError(
+                "WarmupDecay plans over the whole run, and this one has no end",
+                remedy="set --trainer.max_epochs or --trainer.max_steps, or choose another --model.lr_scheduler",
+            )
+        return int(total)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Write the plain network's keys and a header that says which network it is."""
+        checkpoint["state_dict"] = strip_prefix(checkpoint["state_dict"])
+        self.header.write(checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Check the header and give the keys back this module's prefix.
+
+        Raises:
+            CheckpointError: The checkpoint is of another network.
+        """
+        self.header.check(checkpoint)
+        checkpoint["state_dict"] = add_prefix(checkpoint["state_dict"])
+
+
+class EvaluationMetrics(nn.Module):
+    """The metrics of one evaluation split; counts are integers, so that their sum over processes is exact.
+
+    Attributes:
+        split: "val" or "test".
+        loss: Mean over samples.
+        scores: Top-1 and top-5 accuracy.
+        details: Accuracy per class and the confusion matrix.
+    """
+
+    def __init__(self, split: Literal["val", "test"], num_classes: int) -> None:
+        super().__init__()
+        self.split = split
+        self.loss = MeanMetric()
+        self.scores = MetricCollection(
+            {
+                "acc": MulticlassAccuracy(num_classes, average="micro"),
+                "acc_top5": MulticlassAccuracy(num_classes, average="micro", top_k=min(5, num_classes)),
+            },
+            prefix=f"{split}/",
+        )
+        self.details = MetricCollection(
+            {
+                "acc_per_class": MulticlassAccuracy(num_classes, average="none"),
+                "confusion": MulticlassConfusionMatrix(num_classes),
+            },
+        )
+
+    def update(self, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
+        """Count a batch; `logits` (n, C), `labels` (n,), `losses` (n,). In an empty one there is nothing to count."""
+        if not len(labels):
+            return
+        self.loss.update(losses)
+        self.scores.update(logits, labels)
+        self.details.update(logits, labels)

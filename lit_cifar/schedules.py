@@ -1,0 +1,52 @@
+"""Learning-rate schedules that torch does not have."""
+
+import math
+from typing import Literal
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+
+class WarmupDecay(LRScheduler):
+    """A linear rise to the optimizer's learning rate, then a decay to zero at the last step; steps once per batch.
+
+    Needs no step count by hand: `LitResNet` calls `plan` with the number of optimizer steps of the run.
+    Linear warm-up as in Goyal et al., "Accurate, large minibatch SGD", 2017; cosine decay as in Loshchilov and Hutter,
+    "SGDR", 2017.
+
+    Args:
+        optimizer: Its learning rates are the peak.
+        warmup: Share of all steps in which the rate rises, in [0, 1).
+        decay: Shape of the fall.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, *, warmup: float = 0.1, decay: Literal["cosine", "linear"] = "cosine"
+    ) -> None:
+        if not 0 <= warmup < 1:
+            raise ValueError(f"warmup={warmup} is a share of all steps: at least 0, below 1")
+        self.warmup = warmup
+        self.decay = decay
+        self.total_steps: int | None = None
+        super().__init__(optimizer)
+
+    def plan(self, total_steps: int) -> None:
+        """Set the number of optimizer steps over which the schedule extends, and the rate of the first."""
+        self.total_steps = total_steps
+        for group, lr in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+            group["lr"] = lr
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The rate of each parameter group for the step about to be taken."""
+        return [lr * self.factor(self.last_epoch) for lr in self.base_lrs]
+
+    def factor(self, step: int) -> float:
+        """What the peak rate is multiplied with at `step`, from 0 to `total_steps - 1`; 1.0 before `plan`."""
+        if self.total_steps is None:
+            return 1.0
+        rise = round(self.warmup * self.total_steps)
+        if step < rise:
+            return (step + 1) / (rise + 1)
+        fallen = min((step - rise) / max(self.total_steps - rise, 1), 1.0)
+        return (1 + math.cos(math.pi * fallen)) / 2 if self.decay == "cosine" else 1 - fallen

@@ -1,0 +1,201 @@
+"""Synchronised BatchNorm on the CPU: `--trainer.sync_batchnorm=true` for `ddp` and `ddp_spawn` without a GPU.
+
+torch's `nn.SyncBatchNorm` refuses CPU tensors. The layers here normalise a batch that is spread unevenly over processes
+as `nn.BatchNorm` normalises the whole of it, one message per layer in forward and one in backward. Formulas: Ioffe and
+Szegedy 2015 (https://arxiv.org/abs/1502.03167); what is summed where: torch/nn/modules/_functions.py.
+"""
+
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch.plugins import TorchSyncBatchNorm
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+from typing_extensions import override
+
+
+class ProcessSyncBatchNorm(TorchSyncBatchNorm):
+    """Lightning's layer-sync plugin for every device: `nn.SyncBatchNorm` on CUDA, this file's layers on the CPU.
+
+    On the CPU only the class of each layer is swapped: parameters, buffers and their names stay what they are, and
+    `revert` restores the class. A Trainer given this plugin synchronises, whatever its `sync_batchnorm` says.
+    """
+
+    @override
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Synchronise every BatchNorm layer of `model`, in place on the CPU.
+
+        Raises:
+            TypeError: A BatchNorm layer on the CPU that is not exactly `nn.BatchNorm1d`, `2d` or `3d`: its own
+                `forward` would be lost.
+        """
+        if _device_to_be(model).type != "cpu":
+            return super().apply(model)
+        for layer in model.modules():
+            if isinstance(layer, _BatchNorm):
+                layer.__class__ = _synchronised_class(layer)
+        return model
+
+    @override
+    def revert(self, model: nn.Module) -> nn.Module:
+        """Undo `apply`. The base class calls this for every child in turn."""
+        if isinstance(model, _BatchNorm) and type(model) in _PLAIN:
+            model.__class__ = _PLAIN[type(model)]
+        return super().revert(model)
+
+
+class _Synchronised(_BatchNorm):
+    """BatchNorm whose training statistics are those of the batches of all processes together."""
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise (n, C, ...); n may differ between processes and be 0 in some. Each process must take part."""
+        if not (self.training and dist.is_initialized() and dist.get_world_size() > 1):
+            return super().forward(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        count, mean, var = _global_statistics(input.detach())
+        self._track(count, mean, var)
+        output: Tensor = _Normalise.apply(input, self.weight, self.bias, mean, var, count, self.eps)
+        return output
+
+    def _track(self, count: int, mean: Tensor, var: Tensor) -> None:
+        """Move the running statistics as `nn.BatchNorm` does: by `momentum`, or as a plain average if that is None."""
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        step = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), step)
+        self.running_var.lerp_((var * (count / (count - 1))).to(self.running_var.dtype), step)
+
+
+class SyncedBatchNorm1d(_Synchronised, nn.BatchNorm1d):
+    """`nn.BatchNorm1d` over all processes."""
+
+
+class SyncedBatchNorm2d(_Synchronised, nn.BatchNorm2d):
+    """`nn.BatchNorm2d` over all processes."""
+
+
+class SyncedBatchNorm3d(_Synchronised, nn.BatchNorm3d):
+    """`nn.BatchNorm3d` over all processes."""
+
+
+_PLAIN: dict[type[_BatchNorm], type[_BatchNorm]] = {
+    SyncedBatchNorm1d: nn.BatchNorm1d,
+    SyncedBatchNorm2d: nn.BatchNorm2d,
+    SyncedBatchNorm3d: nn.BatchNorm3d,
+}
+_SYNCHRONISED = {plain: synchronised for synchronised, plain in _PLAIN.items()}
+
+
+def _synchronised_class(layer: _BatchNorm) -> type[_BatchNorm]:
+    if type(layer) not in _SYNCHRONISED:
+        known = ", ".join(kind.__name__ for kind in _SYNCHRONISED)
+        raise TypeError(f"cannot synchronise a {type(layer).__name__} on the CPU, only {known}")
+    return _SYNCHRONISED[type(layer)]
+
+
+def _device_to_be(model: nn.Module) -> torch.device:
+    """Where `model` will train. DDPStrategy calls `apply` first and moves the model to its device afterwards."""
+    if isinstance(model, L.LightningModule) and model._trainer is not None:
+        return model.trainer.strategy.root_device
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def _global_statistics(x: Tensor) -> tuple[int, Tensor, Tensor]:
+    """Values per channel, their mean and their biased variance over all processes.
+
+    Each process sends what it has of (count, mean, variance), and all combine them in the same order, so that all get
+    the same bits. The combination (Chan, Golub and LeVeque 1979) adds squared deviations from means, never squares of
+    values, which would cancel; it is done in float64, which is free at C values and keeps counts exact.
+
+    Args:
+        x: (n, C, ...), n may be 0.
+
+    Returns:
+        count, mean (C,), variance (C,); in x's dtype, or float32 where that has less precision.
+
+    Raises:
+        ValueError: Fewer than two values per channel, which have no variance.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    num_channels = x.shape[1]
+    local = torch.zeros(1 + 2 * num_channels, dtype=torch.float64, device=x.device)
+    if x.numel():
+        # The kernel of nn.BatchNorm: four times as fast on the CPU as torch.var_mean, and summed in float64.
+        mean, var = torch.batch_norm_update_stats(wide, None, None, 0.0)
+        local[0] = x.numel() // num_channels
+        local[1:] = torch.cat([mean, var])
+    parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, local)
+    counts, means, variances = torch.split(torch.stack(parts), [1, num_channels, num_channels], dim=1)
+    count = int(counts.sum())
+    if count < 2:
+        raise ValueError(f"Expected more than 1 value per channel when training, got {count} over all processes")
+    mean = (counts * means).sum(dim=0) / count
+    var = (counts * (variances + (means - mean).square())).sum(dim=0) / count
+    return count, mean.to(wide.dtype), var.to(wide.dtype)
+
+
+class _Normalise(torch.autograd.Function):
+    """`(x - mean) / sqrt(var + eps) * weight + bias`, differentiated through the dependence of mean and var on x.
+
+    Every process's x moves the statistics of all, so the gradient of x needs sums over all processes. The gradients of
+    weight and bias are this process's share only: DistributedDataParallel averages those itself.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        var: Tensor,
+        count: int,
+        eps: float,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, mean, var)
+        ctx.count, ctx.eps, ctx.has_bias = count, eps, bias is not None
+        return _evaluate(x, mean, var, weight, bias, eps=eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, var = ctx.saved_tensors
+        local = _local_sums(grad, x, mean, var, eps=ctx.eps)
+        total = local.clone()
+        dist.all_reduce(total)
+        scale = torch.rsqrt(var + ctx.eps)
+        if weight is not None:
+            scale = scale * weight
+        # dx = scale * (dy - mean(dy) - x_hat * mean(dy * x_hat)), the means taken over all processes.
+        mean_dy_x_hat, mean_dy = total / ctx.count
+        through_statistics = _evaluate(x, mean, var, -scale * mean_dy_x_hat, -scale * mean_dy, eps=ctx.eps)
+        per_channel = (1, -1) + (1,) * (x.dim() - 2)
+        grad_x = torch.addcmul(through_statistics, grad, scale.to(grad.dtype).view(per_channel))
+        grad_weight = local[0] if weight is not None else None
+        grad_bias = local[1] if ctx.has_bias else None
+        return grad_x, grad_weight, grad_bias, None, None, None, None
+
+
+def _evaluate(
+    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float
+) -> Tensor:
+    """`x_hat * weight + bias` with the kernel of evaluation mode, in one pass; reduced-precision x stays as it is."""
+    weight, bias = (None if tensor is None else tensor.to(mean.dtype) for tensor in (weight, bias))
+    return F.batch_norm(x, mean, var, weight, bias, training=False, eps=eps)
+
+
+def _local_sums(grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, *, eps: float) -> Tensor:
+    """This process's sums of `dy * x_hat` and of `dy` per channel, (2, C): the gradients of weight and bias."""
+    if not x.numel():
+        return mean.new_zeros(2, len(mean))
+    _, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
+        grad.to(mean.dtype), x.to(mean.dtype), None, mean, var, None, None, False, eps, [False, True, True]
+    )
+    return torch.stack([grad_weight, grad_bias])

@@ -1,0 +1,66 @@
+"""Small data files in the official formats, and a web server on this machine to fetch them from."""
+
+import gzip
+import http.server
+import tarfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from lit_cifar.data.cifar10 import FILES
+
+NUM_CLASSES = 10
+
+
+def cifar10_records(num_records: int, *, seed: int = 0) -> np.ndarray:
+    """Random CIFAR-10 records, uint8, (num_records, 3073), as many of each class."""
+    records = np.random.default_rng(seed).integers(0, 256, (num_records, 3073), np.uint8)
+    records[:, 0] = np.arange(num_records) % NUM_CLASSES
+    return records
+
+
+def write_binary_edition(root: Path, *, records_per_file: int) -> Path:
+    """Make `root/cifar-10-batches-bin`; file i holds `cifar10_records(records_per_file, seed=i)`."""
+    folder = root / "cifar-10-batches-bin"
+    folder.mkdir(parents=True)
+    for i, name in enumerate([*FILES["train"], *FILES["test"]]):
+        cifar10_records(records_per_file, seed=i).tofile(folder / name)
+    return folder
+
+
+def pack(folder: Path, archive: Path) -> Path:
+    """Make `archive`, a tar.gz of `folder` under its own name."""
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(folder, folder.name)
+    return archive
+
+
+def write_idx(path: Path, values: np.ndarray) -> None:
+    """Write uint8 values in the IDX format of MNIST, and the same compressed beside it."""
+    header = bytes([0, 0, 8, values.ndim]) + np.array(values.shape, ">i4").tobytes()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(header + values.tobytes())
+    path.with_name(path.name + ".gz").write_bytes(gzip.compress(header + values.tobytes()))
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The address of a web server on this machine that serves `folder`."""
+    handler = partial(_QuietHandler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+class _QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""

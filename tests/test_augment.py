@@ -1,0 +1,86 @@
+"""Augmentation is a function of (seed, epoch, sample id), and integer work throughout."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from lit_cifar.data.augment import Augmentation
+from lit_cifar.data.keyed import Purpose, keyed_bits, keyed_integers
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+@pytest.fixture
+def images() -> Tensor:
+    return torch.randint(0, 256, (64, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def reference(image: Tensor, sample: int, augmentation: Augmentation, epoch: int) -> Tensor:
+    """One image at a time, by slices: the plain way to write it."""
+
+    def draw(bound: int, purpose: Purpose) -> int:
+        ids = torch.tensor([sample])
+        return int(keyed_integers(ids, bound, seed=augmentation.seed, epoch=epoch, purpose=purpose))
+
+    pad = augmentation.padding
+    padded = torch.zeros(3, 32 + 2 * pad, 32 + 2 * pad, dtype=torch.uint8)
+    padded[:, pad : pad + 32, pad : pad + 32] = image
+    row, column = draw(2 * pad + 1, Purpose.CROP_ROW), draw(2 * pad + 1, Purpose.CROP_COLUMN)
+    out = padded[:, row : row + 32, column : column + 32].clone()
+    if augmentation.flip and draw(2, Purpose.FLIP):
+        out = out.flip(2)
+    if augmentation.cutout:
+        half = augmentation.cutout // 2
+        top, left = draw(32, Purpose.CUTOUT_ROW) - half, draw(32, Purpose.CUTOUT_COLUMN) - half
+        out[:, max(top, 0) : top + augmentation.cutout, max(left, 0) : left + augmentation.cutout] = 0
+    return out
+
+
+@pytest.mark.parametrize("augmentation", [Augmentation(seed=5), Augmentation(seed=5, flip=False, cutout=9)])
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_whole_batch_equals_one_image_at_a_time(images: Tensor, augmentation: Augmentation, device: str) -> None:
+    ids = torch.arange(1000, 1064)
+    augmented = augmentation(images.to(device), ids.to(device), epoch=2).cpu()
+    for image, sample, result in zip(images, ids.tolist(), augmented, strict=True):
+        assert result.equal(reference(image, sample, augmentation, epoch=2))
+
+
+def test_a_sample_is_augmented_alike_in_any_batch(images: Tensor) -> None:
+    augmentation, ids = Augmentation(seed=1, cutout=8), torch.randperm(64)
+    whole = augmentation(images[ids], ids, epoch=0)
+    for shard in range(3):
+        assert augmentation(images[ids[shard::3]], ids[shard::3], epoch=0).equal(whole[shard::3])
+
+
+def test_epochs_and_seeds_differ(images: Tensor) -> None:
+    ids = torch.arange(64)
+    first = Augmentation(seed=1)(images, ids, epoch=0)
+    assert not first.equal(Augmentation(seed=1)(images, ids, epoch=1))
+    assert not first.equal(Augmentation(seed=2)(images, ids, epoch=0))
+
+
+def test_an_empty_batch_stays_empty(images: Tensor) -> None:
+    assert Augmentation(seed=1)(images[:0], torch.arange(0), epoch=0).shape == (0, 3, 32, 32)
+
+
+def test_keyed_bits_are_splitmix64() -> None:
+    """Against the generator written with Python's unbounded integers."""
+    mask = 2**64 - 1
+
+    def mix(z: int) -> int:
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        return z ^ (z >> 31)
+
+    golden, key = 0x9E3779B97F4A7C15, 0
+    for word in (7, 3, int(Purpose.ORDER)):
+        key = mix(((key ^ word) + golden) & mask)
+    expected = [mix((key + (i + 1) * golden) & mask) for i in range(100)]
+    bits = keyed_bits(torch.arange(100), seed=7, epoch=3, purpose=Purpose.ORDER)
+    assert [b % 2**64 for b in bits.tolist()] == expected
+
+
+def test_keyed_integers_are_uniform() -> None:
+    counts = keyed_integers(torch.arange(90_000), 9, seed=0, epoch=3, purpose=Purpose.CROP_ROW).bincount(minlength=9)
+    chi_squared = ((counts - 10_000) ** 2 / 10_000).sum()
+    assert chi_squared < 26.1  # 99.9 % quantile with 8 degrees of freedom

@@ -1,0 +1,172 @@
+"""What a run prints and records about itself."""
+
+import json
+import platform
+import shlex
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from tiny_task import TinyData, TinyTask, tiny_trainer
+
+from lit_cifar.callbacks.environment import command_line, cpu_model, git_state, strategy_name
+from lit_cifar.callbacks.run_report import RunReport, next_steps, plan
+
+
+def fit(folder: Path, **settings: Any) -> None:
+    checkpoint = ModelCheckpoint(monitor="val/acc", mode="max", filename="best")
+    settings = {"callbacks": [RunReport(), checkpoint], "enable_checkpointing": True} | settings
+    tiny_trainer(folder, **settings).fit(TinyTask(), datamodule=TinyData())
+
+
+def test_environment_says_what_ran_and_not_where(tmp_path: Path) -> None:
+    fit(tmp_path)
+    text = (tmp_path / "environment.json").read_text()
+    found = json.loads(text)
+
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["python"] == platform.python_version()
+    assert {"lightning", "torchvision", "torchmetrics", "lit-cifar"} <= found["versions"].keys()
+    assert found["strategy"] == "single_device"
+    assert found["device"] == "cpu"
+    assert found["world_size"] == found["layout"]["num_replicas"] == 1
+    assert found["precision"] == "32-true"
+    assert found["data"] == "tiny"
+    assert found["started"].endswith("+00:00")
+    assert found["cpu"]["model"]
+    assert platform.node() not in text
+    assert str(Path.home()) not in text
+
+
+def test_environment_of_the_first_stage_stays(tmp_path: Path) -> None:
+    fit(tmp_path)
+    first = (tmp_path / "environment.json").read_bytes()
+    trainer = tiny_trainer(tmp_path, callbacks=[RunReport()])
+    trainer.test(TinyTask(), datamodule=TinyData(), verbose=False)
+    assert (tmp_path / "environment.json").read_bytes() == first
+
+
+def test_fit_prints_plan_result_and_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Path("my run")
+    run.mkdir()
+    (run / "config.yaml").touch()
+    fit(run)
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+
+    assert lines["data"] == "tiny: 23 images to train on, 23 images to validate"
+    assert lines["batch"] == "8 = 1 replica x 8 images per optimizer step"
+    assert lines["mode"] == "single_device: 1 process, cpu, 32-true"
+    assert lines["result"].startswith("best val/acc 0.")
+    assert lines["run"] == "folder  'my run'"
+    command = shlex.split(lines["look"].removeprefix("at it").strip())
+    assert command == ["tensorboard", "--logdir", "my run", "--host", "localhost"]
+    command = shlex.split(lines["test"].removeprefix("it").strip())
+    assert command[:6] == ["python", "-m", "lit_cifar", "test", "--config", "my run/config.yaml"]
+    assert command[6:] == ["--ckpt_path", "my run/checkpoints/best.ckpt"]
+    assert Path(command[-1]).is_file()
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_evaluation_prints_the_folder_and_no_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], stage: str
+) -> None:
+    trainer = tiny_trainer(tmp_path, callbacks=[RunReport()])
+    getattr(trainer, stage)(TinyTask(), datamodule=TinyData(), verbose=False)
+    out = capsys.readouterr().out
+    assert f"tensorboard --logdir {tmp_path} --host localhost" in out
+    assert "lit_cifar test" not in out
+    assert "result" not in out
+
+
+def test_a_failed_fit_promises_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Failing(TinyTask):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        tiny_trainer(tmp_path, callbacks=[RunReport()]).fit(Failing(), datamodule=TinyData())
+    assert "run folder" not in capsys.readouterr().out
+
+
+def test_a_run_without_loggers_has_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, logger=False, default_root_dir=tmp_path, callbacks=[RunReport()], enable_checkpointing=False)
+    assert "run folder" not in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_plan_divides_the_global_batch() -> None:
+    strategy = SimpleNamespace(
+        distributed_sampler_kwargs={"num_replicas": 2, "rank": 0},
+        replicas_per_shard=2,
+        root_device=torch.device("cpu"),
+        strategy_name="both",
+    )
+    trainer: Any = SimpleNamespace(strategy=strategy, accumulate_grad_batches=4, world_size=2, precision="bf16-mixed")
+    data = SimpleNamespace(batch_size=128, name="CIFAR-10", sets={"train": range(50_000)})
+    assert plan(trainer, data) == [
+        "data        CIFAR-10: 50,000 images to train on",
+        "batch       128 = 4 replicas x 8 x 4 accumulated images per optimizer step",
+        "mode        both: 2 processes, cpu, bf16-mixed",
+    ]
+
+
+def test_folders_elsewhere_stay_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    lines = next_steps(tmp_path / "there", checkpoint=None)
+    assert lines[0] == f"run folder  {tmp_path}/there"
+    assert next_steps(Path(), checkpoint=None)[0] == "run folder  ."
+
+
+@pytest.mark.parametrize(
+    ("argv", "typed"),
+    [
+        (
+            ["/home/me/lit_cifar/__main__.py", "fit", "--run_dir", "my run"],
+            "python -m lit_cifar fit --run_dir 'my run'",
+        ),
+        (["/usr/local/bin/lit-cifar", "fit"], "lit-cifar fit"),
+    ],
+)
+def test_command_line_as_typed(argv: list[str], typed: str) -> None:
+    assert command_line(argv) == typed
+
+
+@pytest.mark.parametrize(("start_method", "name"), [("popen", "ddp"), ("spawn", "ddp_spawn")])
+def test_strategy_has_the_name_of_its_flag(start_method: Any, name: str) -> None:
+    assert strategy_name(SimpleNamespace(strategy=DDPStrategy(start_method=start_method))) == name
+
+
+def test_git_state_is_that_of_the_package_s_own_repository(tmp_path: Path) -> None:
+    package = tmp_path / "lit_cifar"
+    package.mkdir()
+    (package / "code.py").touch()
+    assert git_state(package) is None
+
+    def git(*args: str) -> str:
+        who = ["-c", "user.name=me", "-c", "user.email=me@example.org", "-c", "commit.gpgsign=false"]
+        return subprocess.run(["git", *who, *args], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "--no-verify", "-m", "first")
+    commit = git("rev-parse", "HEAD").strip()
+    assert git_state(package) == {"commit": commit, "modified": False}
+    (package / "code.py").write_text("x = 1\n")
+    assert git_state(package) == {"commit": commit, "modified": True}
+
+    installed = tmp_path / "venv" / "lit_cifar"
+    installed.mkdir(parents=True)
+    assert git_state(installed) is None
+
+
+def test_processor_has_a_name() -> None:
+    assert cpu_model().strip()

@@ -1,0 +1,140 @@
+"""The order contract as tables: no process is started here."""
+
+import pytest
+import torch
+
+from lit_cifar.data.samplers import EvaluationSampler, Part, TrainSampler
+from lit_cifar.errors import ConfigError
+from lit_cifar.layout import Layout
+
+SHARDS = [1, 2, 3, 4, 7]
+
+
+def train_parts(num_shards: int, *, accumulation: int = 1, epoch: int = 0, **settings: object) -> list[list[Part]]:
+    """The parts of every shard, by loader step."""
+    samplers = [
+        TrainSampler(
+            **({"num_samples": 1000, "batch_size": 168} | settings),
+            layout=Layout(num_shards=num_shards, shard=shard),
+            accumulation=accumulation,
+        )
+        for shard in range(num_shards)
+    ]
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+    return [list(step) for step in zip(*samplers, strict=True)]
+
+
+def global_batches(num_shards: int, *, accumulation: int = 1, **settings: object) -> list[list[int]]:
+    """The sorted ids of every optimizer step, over shards and accumulation steps."""
+    steps = train_parts(num_shards, accumulation=accumulation, **settings)
+    groups = [steps[i : i + accumulation] for i in range(0, len(steps), accumulation)]
+    return [sorted(int(i) for step in group for part in step for i in part.ids) for group in groups]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+@pytest.mark.parametrize("num_shards", SHARDS)
+def test_every_global_batch_is_the_same_for_any_number_of_processes(num_shards: int, accumulation: int) -> None:
+    assert global_batches(num_shards, accumulation=accumulation, epoch=3) == global_batches(1, epoch=3)
+
+
+@pytest.mark.parametrize("num_shards", SHARDS)
+def test_an_epoch_uses_every_sample_once(num_shards: int) -> None:
+    assert sorted(i for batch in global_batches(num_shards) for i in batch) == list(range(1000))
+
+
+def test_replica_r_takes_positions_r_and_every_rth_after_it() -> None:
+    order = torch.cat([part.ids for (part,) in train_parts(1)])[:168]
+    for shard, part in enumerate(train_parts(4)[0]):
+        assert part.ids.equal(order[shard::4])
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("num_shards", SHARDS)
+def test_weights_turn_the_mean_of_part_means_into_the_mean_over_samples(num_shards: int, accumulation: int) -> None:
+    values = torch.randn(1000, dtype=torch.float64)
+    steps = train_parts(num_shards, accumulation=accumulation)
+    parts = [part for step in steps[-accumulation:] for part in step]
+    weighted = sum(values[part.ids].mean() * part.weight for part in parts) / len(parts)
+    torch.testing.assert_close(weighted, values[torch.cat([part.ids for part in parts])].mean())
+    assert all(part.weight == 1.0 for step in steps[:-accumulation] for part in step)
+
+
+def test_order_is_a_function_of_seed_and_epoch() -> None:
+    def order(**settings: int) -> list[list[int]]:
+        return [part.ids.tolist() for (part,) in train_parts(1, **settings)]
+
+    assert order(seed=1, epoch=2) == order(seed=1, epoch=2)
+    assert order(seed=1, epoch=2) != order(seed=1, epoch=3)
+    assert order(seed=1, epoch=2) != order(seed=2, epoch=2)
+    assert order(seed=1, epoch=2, frozen=True) == order(seed=1, epoch=0)
+    assert order(shuffle=False, epoch=5)[0] == list(range(168))
+
+
+def test_drop_last_leaves_out_the_ragged_batch() -> None:
+    assert [len(batch) for batch in global_batches(2)] == [168] * 5 + [160]
+    assert [len(batch) for batch in global_batches(2, drop_last=True)] == [168] * 5
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "replicas", "accumulation", "nearest"),
+    [
+        (128, Layout(num_shards=3), 1, "--data.batch_size=126 or --data.batch_size=129"),
+        (128, Layout(replicas_per_shard=3), 1, "--data.batch_size=126 or --data.batch_size=129"),
+        (100, Layout(num_shards=2, replicas_per_shard=4), 1, "--data.batch_size=96 or --data.batch_size=104"),
+        (100, Layout(num_shards=4), 3, "--data.batch_size=96 or --data.batch_size=108"),
+        (2, Layout(num_shards=4), 1, "--data.batch_size=4"),
+        (0, Layout(num_shards=4), 1, "--data.batch_size=4"),
+        (-3, Layout(num_shards=4), 1, "--data.batch_size=4"),
+    ],
+)
+def test_a_batch_that_does_not_divide_names_the_nearest_that_do(
+    batch_size: int, replicas: Layout, accumulation: int, nearest: str
+) -> None:
+    sampler = TrainSampler(num_samples=1024, batch_size=batch_size, layout=replicas, accumulation=accumulation)
+    with pytest.raises(ConfigError) as error:
+        sampler.check()
+    assert error.value.remedy == f"the nearest that do: {nearest}"
+
+
+@pytest.mark.parametrize(("num_samples", "fine"), [(128, True), (128 + 4, True), (128 + 3, False), (128 + 1, False)])
+def test_a_ragged_batch_needs_two_samples_for_every_replica(num_samples: int, fine: bool) -> None:
+    settings = {"num_samples": num_samples, "batch_size": 64, "layout": Layout(num_shards=2)}
+    TrainSampler(**settings, drop_last=True).check()
+    if fine:
+        TrainSampler(**settings).check()
+    else:
+        with pytest.raises(ConfigError, match="each needs 2"):
+            TrainSampler(**settings).check()
+
+
+def test_dropping_the_only_batch_is_refused() -> None:
+    with pytest.raises(ConfigError, match="leaves none of 100"):
+        TrainSampler(num_samples=100, batch_size=128, layout=Layout(), drop_last=True).check()
+
+
+def eval_ids(num_shards: int, *, num_samples: int = 10_000, pad: bool = False) -> list[list[int]]:
+    """The ids of every shard; asserts that all make equally many steps."""
+    samplers = [
+        EvaluationSampler(
+            num_samples=num_samples, batch_size=500, layout=Layout(num_shards=num_shards, shard=shard), pad=pad
+        )
+        for shard in range(num_shards)
+    ]
+    steps = [list(sampler) for sampler in samplers]
+    assert {len(s) for s in steps} == {len(samplers[0])}
+    return [[int(i) for part in parts for i in part.ids] for parts in steps]
+
+
+@pytest.mark.parametrize("num_shards", SHARDS)
+@pytest.mark.parametrize("num_samples", [10_000, 1, 5, 501])
+def test_evaluation_sees_each_sample_once(num_shards: int, num_samples: int) -> None:
+    shards = eval_ids(num_shards, num_samples=num_samples)
+    assert sorted(i for ids in shards for i in ids) == list(range(num_samples))
+    assert shards == [list(range(shard, num_samples, num_shards)) for shard in range(num_shards)]
+
+
+def test_padded_evaluation_repeats_the_first_samples() -> None:
+    shards = eval_ids(3, pad=True)
+    assert [len(ids) for ids in shards] == [3334, 3334, 3334]
+    assert sorted(i for ids in shards for i in ids) == sorted([*range(10_000), 0, 1])

@@ -1,0 +1,52 @@
+"""Warm-up, then decay, as a table."""
+
+import pytest
+import torch
+
+from lit_cifar.schedules import WarmupDecay
+
+
+def rates(total: int, **settings: object) -> list[float]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    schedule = WarmupDecay(optimizer, **settings)
+    schedule.plan(total)
+    seen = []
+    for _ in range(total):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return seen
+
+
+def test_linear_rise_and_fall() -> None:
+    assert rates(10, warmup=0.4, decay="linear") == pytest.approx(
+        [0.4, 0.8, 1.2, 1.6, 2.0, 2 * 5 / 6, 2 * 4 / 6, 2 * 3 / 6, 2 * 2 / 6, 2 * 1 / 6]
+    )
+
+
+def test_cosine_falls_through_half_at_half_time() -> None:
+    seen = rates(8, warmup=0, decay="cosine")
+    assert seen[0] == 2.0
+    assert seen[4] == pytest.approx(1.0)
+    assert seen == sorted(seen, reverse=True)
+
+
+@pytest.mark.parametrize("warmup", [-0.1, 1.0])
+def test_warmup_is_a_share(warmup: float) -> None:
+    with pytest.raises(ValueError, match="share of all steps"):
+        rates(10, warmup=warmup)
+
+
+def test_state_is_primitive_and_restores() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    schedule = WarmupDecay(optimizer)
+    schedule.plan(100)
+    for _ in range(30):
+        optimizer.step()
+        schedule.step()
+    state = schedule.state_dict()
+    assert all(isinstance(v, int | float | str | list | bool | None) for v in state.values())
+    other = WarmupDecay(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0))
+    other.plan(100)
+    other.load_state_dict(state)
+    assert other.get_lr() == schedule.get_lr()

@@ -1,0 +1,225 @@
+"""Synchronised BatchNorm: processes that hold parts of a batch compute what one process computes from the whole."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch import multiprocessing as mp
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lit_cifar.strategies import ProcessSyncBatchNorm
+from lit_cifar.strategies.sync_batchnorm import SyncedBatchNorm2d
+
+# Lightning 2.6 asks torch 2.15's pytree in a deprecated way; the other is its advice about loaders without workers.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+]
+
+Results = dict[str, dict[str, Tensor]]
+
+# Samples held by each of three processes, for a layer made by `make`. One start of processes serves all cases.
+CASES: dict[str, tuple[Any, list[int], torch.dtype]] = {
+    "even": (lambda: nn.BatchNorm2d(3), [2, 2, 2], torch.float32),
+    "uneven": (lambda: nn.BatchNorm2d(3), [5, 1, 3], torch.float32),
+    "empty": (lambda: nn.BatchNorm2d(3), [4, 0, 3], torch.float32),
+    "double": (lambda: nn.BatchNorm2d(3), [5, 0, 2], torch.float64),
+    "bfloat16": (lambda: nn.BatchNorm2d(3), [5, 0, 2], torch.bfloat16),
+    "average": (lambda: nn.BatchNorm2d(3, momentum=None), [3, 1, 2], torch.float64),
+    "no_affine": (lambda: nn.BatchNorm2d(3, affine=False), [3, 1, 2], torch.float64),
+    "untracked": (lambda: nn.BatchNorm2d(3, track_running_stats=False), [3, 1, 2], torch.float64),
+    "1d": (lambda: nn.BatchNorm1d(3), [3, 1, 2], torch.float64),
+    "3d": (lambda: nn.BatchNorm3d(3), [3, 1, 2], torch.float64),
+}
+TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12, torch.bfloat16: 2e-2}
+SPATIAL = {nn.BatchNorm1d: (), nn.BatchNorm2d: (4, 5), nn.BatchNorm3d: (2, 3, 4)}
+NUM_STEPS = 2
+
+
+def layer_of(name: str) -> nn.Module:
+    make, _, dtype = CASES[name]
+    layer = make()
+    if layer.affine:
+        with torch.no_grad():
+            layer.weight.copy_(torch.tensor([0.5, -1.5, 2.0]))
+            layer.bias.copy_(torch.tensor([1.0, 0.0, -3.0]))
+    return layer.double() if dtype == torch.float64 else layer
+
+
+def batch_of(name: str, step: int) -> tuple[Tensor, Tensor]:
+    """The whole batch of a step and the gradient of its output. The mean is large beside the spread."""
+    make, sizes, dtype = CASES[name]
+    generator = torch.Generator().manual_seed(step)
+    shape = (sum(sizes), 3, *SPATIAL[type(make())])
+    x, grad = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    return (x * 2 + 10).to(dtype), grad.to(dtype)
+
+
+def train(layer: nn.Module, parts: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """Outputs, input gradients, summed parameter gradients and buffers after one step for each (x, grad)."""
+    found: dict[str, Tensor] = {}
+    layer.train()
+    for step, (part, grad) in enumerate(parts):
+        x = part.clone().requires_grad_()
+        output = layer(x)
+        output.backward(grad)
+        found |= {f"output{step}": output.detach(), f"grad{step}": x.grad}
+    found |= {f"d{name}": parameter.grad for name, parameter in layer.named_parameters()}
+    if layer.track_running_stats:
+        found["evaluated"] = layer.eval()(parts[0][0]).detach()
+    return found | {name: buffer.clone() for name, buffer in layer.named_buffers()}
+
+
+def run_cases(rank: int, world_size: int, folder: str) -> None:
+    """One of the processes: every case with this rank's part of each batch; the results go to a file."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    found: Results = {"refused": {"one value": torch.tensor(refuses_one_value(rank))}}
+    for name, (_, sizes, _) in CASES.items():
+        model = ProcessSyncBatchNorm().apply(nn.Sequential(layer_of(name)))
+        batches = [batch_of(name, step) for step in range(NUM_STEPS)]
+        found[name] = train(model[0], [(x.split(sizes)[rank], grad.split(sizes)[rank]) for x, grad in batches])
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def refuses_one_value(rank: int) -> bool:
+    """Whether a batch of one sample with one value per channel, all of it on rank 0, raises what torch raises."""
+    try:
+        SyncedBatchNorm2d(2)(torch.ones(1 if rank == 0 else 0, 2, 1, 1))
+    except ValueError as error:
+        return "Expected more than 1 value per channel" in str(error)
+    return False
+
+
+@pytest.fixture(scope="module")
+def by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
+    """What each of three gloo processes found for each case."""
+    folder = tmp_path_factory.mktemp("cases")
+    mp.spawn(run_cases, args=(3, str(folder)), nprocs=3)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(3)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_processes_equal_one_process_with_the_whole_batch(name: str, by_rank: list[Results]) -> None:
+    expected = train(layer_of(name), [batch_of(name, step) for step in range(NUM_STEPS)])
+    parts = [results[name] for results in by_rank]
+    dtype = CASES[name][2]
+    assert set(parts[0]) == set(expected)
+    for key, value in expected.items():
+        if key.startswith(("output", "grad", "evaluated")):
+            found = torch.cat([part[key] for part in parts])
+        elif key.startswith("d"):
+            found = torch.stack([part[key] for part in parts]).sum(dim=0)
+        else:  # a running statistic: the same bits in every process
+            assert all(torch.equal(part[key], parts[0][key]) for part in parts), key
+            found = parts[0][key]
+        assert found.dtype == value.dtype, key
+        scale = max(1.0, value.abs().max().item())
+        assert (found.double() - value.double()).abs().max() <= TOLERANCE[dtype] * scale, key
+
+
+def test_a_single_value_over_all_processes_has_no_variance(by_rank: list[Results]) -> None:
+    # Every process must notice: one that went on alone would wait for the others for ever.
+    assert [results["refused"] for results in by_rank] == [{"one value": torch.tensor(True)}] * 3
+
+
+# ---------------------------------------------------------------- the plugin
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
+
+
+def test_apply_and_revert_change_nothing_but_the_class() -> None:
+    model, plugin = network(), ProcessSyncBatchNorm()
+    keys, weight = list(model.state_dict()), model[1].weight
+    plugin.apply(model)
+    assert type(model[1]) is SyncedBatchNorm2d
+    assert list(model.state_dict()) == keys
+    assert model[1].weight is weight
+    plugin.revert(model)
+    assert type(model[1]) is nn.BatchNorm2d
+    assert model[1].weight is weight
+
+
+def test_without_other_processes_it_is_plain_batchnorm() -> None:
+    plain = network()
+    alone = ProcessSyncBatchNorm().apply(copy.deepcopy(plain))
+    images = torch.randn(5, 3, 4, 4)
+    assert torch.equal(alone(images), plain(images))
+    assert torch.equal(alone[1].running_var, plain[1].running_var)
+
+
+def test_a_batchnorm_with_a_forward_of_its_own_is_refused() -> None:
+    class Odd(nn.BatchNorm2d):
+        pass
+
+    with pytest.raises(TypeError, match="cannot synchronise a Odd"):
+        ProcessSyncBatchNorm().apply(nn.Sequential(Odd(3)))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_keeps_torchs_own_layer() -> None:
+    model = ProcessSyncBatchNorm().apply(network().cuda())
+    assert type(model[1]) is nn.SyncBatchNorm
+
+
+class Lit(L.LightningModule):
+    """Trains `network` and notes the class of its BatchNorm while doing so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = network().double()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.during_fit = type(self.network[1]).__name__
+        return F.cross_entropy(self.network(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_fit_end(self) -> None:
+        if self.trainer.is_global_zero:
+            state = {"network": self.network.state_dict(), "during_fit": self.during_fit}
+            torch.save(state, Path(self.trainer.default_root_dir) / "end.pt")
+
+
+def fit(folder: Path, *, batch_size: int, **kwargs: Any) -> dict[str, Any]:
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(1)
+    # All samples in one step, so that the order in which Lightning's sampler deals them out does not matter.
+    images = torch.randn(12, 3, 4, 4, generator=generator, dtype=torch.float64)
+    loader = DataLoader(TensorDataset(images, torch.arange(12) % 2), batch_size=batch_size)
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = L.Trainer(accelerator="cpu", max_epochs=2, default_root_dir=folder, **quiet, **kwargs)
+    trainer.fit(Lit(), loader)
+    return torch.load(folder / "end.pt", weights_only=True)
+
+
+def test_ddp_spawn_equals_one_process(tmp_path: Path) -> None:
+    synced = fit(
+        tmp_path / "ddp",
+        batch_size=6,
+        strategy="ddp_spawn",
+        devices=2,
+        sync_batchnorm=True,
+        plugins=[ProcessSyncBatchNorm()],
+    )
+    alone = fit(tmp_path / "one", batch_size=12, devices=1)
+    assert synced["during_fit"] == "SyncedBatchNorm2d"
+    for key, value in alone["network"].items():
+        torch.testing.assert_close(synced["network"][key], value, rtol=1e-10, atol=1e-10)

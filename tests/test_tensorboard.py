@@ -1,0 +1,76 @@
+"""The network's graph leaves the network alone; settings stand beside the final metric."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_task import TinyData, TinyTask, fake_trainer, read_events, tiny_trainer
+from torch import nn
+from torch.utils.tensorboard import SummaryWriter
+
+from lit_cifar.callbacks import tensorboard
+from lit_cifar.callbacks.tensorboard import FinalSettings, ModelGraph
+from lit_cifar.models.resnet import build_resnet
+
+
+def graph_nodes(events: EventAccumulator) -> list[str]:
+    return [node.op for node in events.Graph().node]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_graph_shows_the_network_and_leaves_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    network = build_resnet("resnet10", stem="imagenet", num_classes=10).to(dtype).train()
+    module = nn.Module()
+    module.network = network
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    random_state = torch.get_rng_state()
+    writer = SummaryWriter(str(tmp_path))
+    monkeypatch.setattr(tensorboard, "tensorboard_writer", lambda trainer: writer)
+
+    ModelGraph().on_fit_start(fake_trainer(), module)
+    writer.close()
+
+    operations = graph_nodes(read_events(tmp_path))
+    convolutions = sum(isinstance(child, nn.Conv2d) for child in network.modules())
+    assert operations.count("aten::_convolution") == convolutions
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(child.training for child in network.modules())
+    assert all(torch.equal(before[name], value) for name, value in network.state_dict().items())
+
+
+def test_fit_writes_graph_and_settings(tmp_path: Path) -> None:
+    trainer = tiny_trainer(tmp_path, callbacks=[ModelGraph(), FinalSettings()])
+    trainer.fit(TinyTask(), datamodule=TinyData())
+    events = read_events(tmp_path)
+
+    assert graph_nodes(events)
+    (final,) = events.Scalars("final/val_acc")
+    (last,) = events.Scalars("val/acc")
+    assert final.value == last.value
+    assert "hp_metric" not in events.Tags()["scalars"]
+    summary = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    for setting in (b"tiny", b"batch_size", b"SGD", b"momentum", b"single_device", b"replicas"):
+        assert setting in summary
+
+
+def test_settings_are_flat(tmp_path: Path) -> None:
+    trainer = tiny_trainer(tmp_path, logger=False)
+    trainer.fit(TinyTask(), datamodule=TinyData())
+    assert tensorboard.main_settings(trainer, trainer.lightning_module) == {
+        "data": "tiny",
+        "batch_size": 8,
+        "arch": "TinyTask",
+        "stem": "",
+        "max_epochs": 1,
+        "strategy": "single_device",
+        "replicas": 1,
+        "precision": "32-true",
+        "optimizer": "SGD",
+        "lr": 1e-4,
+        "momentum": 0.9,
+        "weight_decay": 0,
+        "nesterov": False,
+    }

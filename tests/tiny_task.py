@@ -1,0 +1,155 @@
+"""A data module and a module whose every logit is known beforehand, for tests of callbacks in whole runs."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassConfusionMatrix
+
+from lit_cifar.data.images import Batch, ImageSet
+from lit_cifar.layout import Layout
+
+CLASSES = ("T-shirt/top", "disc plain", "cat")
+
+
+class TinyData(LightningDataModule):
+    """Every image says in its first pixel which class the network takes it for, in its second how surely."""
+
+    name = "tiny"
+    classes = CLASSES
+
+    def __init__(self, *, num_images: int = 23, batch_size: int = 8) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        generator = torch.Generator().manual_seed(0)
+        images = torch.randint(0, 256, (num_images, 3, 32, 32), dtype=torch.uint8, generator=generator)
+        images[:, 0, 0, 0] = torch.randint(0, 3, (num_images,), generator=generator)
+        # Class 2 has no samples, so that empty classes are always part of the game.
+        labels = torch.randint(0, 2, (num_images,), generator=generator)
+        self.sets = {split: ImageSet(images, labels, CLASSES, split) for split in ("train", "val", "test", "predict")}
+        self.folder: Any = None
+
+    def train_dataloader(self) -> "Batches":
+        return self._batches("train")
+
+    def val_dataloader(self) -> "Batches":
+        return self._batches("val")
+
+    def test_dataloader(self) -> "Batches":
+        return self._batches("test")
+
+    def predict_dataloader(self) -> "Batches":
+        return self._batches("predict")
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        return batch._replace(images=batch.images.float())
+
+    def _batches(self, split: str) -> "Batches":
+        return Batches(self.sets[split], self.batch_size, Layout.of(self.trainer.strategy))
+
+
+class Batches:
+    """Positions r, r + R, ... on rank r; every rank gets as many batches, the last ones may be empty."""
+
+    def __init__(self, images: ImageSet, batch_size: int, layout: Layout) -> None:
+        self.images, self.layout = images, layout
+        self.size = batch_size // layout.num_shards
+
+    def __len__(self) -> int:
+        return math.ceil(math.ceil(len(self.images) / self.layout.num_shards) / self.size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        mine = torch.arange(len(self.images))[self.layout.shard :: self.layout.num_shards]
+        for start in range(0, len(self) * self.size, self.size):
+            ids = mine[start : start + self.size]
+            yield Batch(self.images.images[ids], self.images.labels[ids], ids, 1.0)
+
+
+class ReadPixels(nn.Module):
+    """Logits from the first two pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, images: Tensor) -> Tensor:
+        classes, strength = images[:, 0, 0, 0].long(), images[:, 0, 0, 1] / 64
+        return F.one_hot(classes, len(CLASSES)) * strength[:, None] * self.scale
+
+
+class TinyTask(LightningModule):
+    """The parts of LitResNet's interface that callbacks use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = ReadPixels()
+        self.metrics = MetricCollection({"confusion": MulticlassConfusionMatrix(len(CLASSES))})
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.network(images)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self(batch.images), batch.labels)
+        self.log("train/loss", loss.detach(), on_step=False, on_epoch=True, batch_size=len(batch.labels))
+        self.log("train/loss_step", loss.detach(), batch_size=len(batch.labels))
+        return loss
+
+    def on_validation_epoch_start(self) -> None:
+        self.metrics.reset()
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        logits = self(batch.images)
+        self.metrics.update(logits, batch.labels)
+        return logits
+
+    def on_validation_epoch_end(self) -> None:
+        confusion = self.metrics.compute()["confusion"]
+        self.log("val/acc", confusion.diagonal().sum() / confusion.sum(), sync_dist=True)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self(batch.images).softmax(dim=1)
+
+    def evaluation_metrics(self, split: str) -> MetricCollection:
+        return self.metrics
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-4, momentum=0.9)
+
+
+def tiny_trainer(folder: Path, **settings: Any) -> Trainer:
+    """A quiet trainer on the CPU that writes its events into `folder`."""
+    logger = TensorBoardLogger(save_dir=str(folder), name="", version="", default_hp_metric=False)
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": logger,
+        "max_epochs": 1,
+        "log_every_n_steps": 1,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return Trainer(**defaults | settings)
+
+
+def read_events(folder: Path) -> EventAccumulator:
+    """What a run wrote for TensorBoard, nothing left out."""
+    events = EventAccumulator(str(folder), size_guidance={"images": 0, "scalars": 0, "tensors": 0})
+    return events.Reload()
+
+
+def fake_trainer(**attributes: Any) -> Any:
+    """A trainer of one process with just these attributes."""
+    strategy = SimpleNamespace(root_device=torch.device("cpu"), all_gather=lambda tensor: tensor)
+    return SimpleNamespace(strategy=strategy, **attributes)
