@@ -3,7 +3,10 @@
 Exit status: 0 done, 1 failed while running, 2 the user's input.
 """
 
+import logging
+import re
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -45,6 +48,7 @@ def main(args: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: With status 2 and at most five lines on stderr, where the user's input cannot work.
     """
+    _quieten()
     try:
         CLI(
             LitResNet,
@@ -53,7 +57,7 @@ def main(args: Sequence[str] | None = None) -> None:
             parser_class=_Parser,
             save_config_callback=_SaveConfig,
             seed_everything_default=0,
-            trainer_defaults={"max_epochs": 15, "callbacks": _callbacks()},
+            trainer_defaults={"max_epochs": 15, "enable_model_summary": False, "callbacks": _callbacks()},
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
         )
@@ -70,6 +74,10 @@ class CLI(LightningCLI):
             "--run_dir", type=str | None, default=None, help="Folder of this run; by default runs/<time>-<label>."
         )
         parser.add_lightning_class_args(Checkpoint, "checkpoint")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse `args`; Lightning's own step warns when a test or a notebook passes some."""
+        self.config = parser.parse_args(args)
 
     def _parse_ckpt_path(self) -> None:
         """Compare the checkpoint's header with the model asked for.
@@ -97,6 +105,8 @@ class CLI(LightningCLI):
         self.wants_run_folder = config["logger"] in (None, True) and not config["fast_dev_run"]
         if self.wants_run_folder:
             config["logger"] = False
+        if config["enable_progress_bar"] is not False:
+            callbacks = [ProgressBar(), *callbacks]
         if config["sync_batchnorm"]:
             config["plugins"] = [*_as_list(config["plugins"]), ProcessSyncBatchNorm()]
         return super()._instantiate_trainer(config, callbacks)
@@ -142,7 +152,6 @@ class _SaveConfig(SaveConfigCallback):
 def _callbacks() -> list[L.Callback]:
     """What every run has; `--trainer.callbacks` adds to it."""
     return [
-        ProgressBar(),
         LearningRateMonitor(),
         Throughput(),
         PerRankAccuracy(),
@@ -154,6 +163,25 @@ def _callbacks() -> list[L.Callback]:
     ]
 
 
+# Said by Lightning in every run, and nothing that the user could change.
+_NOISE = (
+    r".*LeafSpec.* is deprecated",  # Lightning's own use of torch's pytree, from torch 2.15 on
+    r"torch.distributed.nn.functional.all_gather is deprecated",  # likewise, in Strategy.all_gather
+    r"Total length of `list` across ranks is zero",  # --data.val_size=0 is meant
+    r"The dirpath has changed from",  # a test writes to a folder of its own, and ranks no checkpoints
+)
+
+
+def _quieten() -> None:
+    for message in _NOISE:
+        warnings.filterwarnings("ignore", message=message)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_no_advertisement)
+
+
+def _no_advertisement(record: logging.LogRecord) -> bool:
+    return "litlogger" not in record.getMessage()
+
+
 def _as_list(value: Any) -> list[Any]:
     if value is None:
         return []
@@ -163,7 +191,8 @@ def _as_list(value: Any) -> list[Any]:
 def _as_config_error(error: Exception) -> ConfigError:
     """Lightning's and torch's complaint about an argument, with our remedy where we know one."""
     if "invalid strategy name" in str(error):
-        known = ", ".join(name for name in StrategyRegistry.available_strategies() if "_find_unused" not in name)
+        variants = re.compile("find_unused|offload|stage|xla|tpu|single")
+        known = ", ".join(name for name in StrategyRegistry.available_strategies() if not variants.search(name))
         return ConfigError(str(error).split(". ")[0], remedy=f"the known ones: {known}")
     return ConfigError(str(error), remedy=f"see {_program()} --help")
 

@@ -90,7 +90,7 @@ class LitResNet(L.LightningModule):
         self.train_acc.update(logits.detach(), batch.labels)
         self.log("train/loss", self.train_loss, on_step=False, on_epoch=True)
         self.log("train/acc", self.train_acc, on_step=False, on_epoch=True)
-        self.log("train/loss_step", losses.detach().mean(), prog_bar=True, batch_size=len(losses))
+        self.log("train/loss_step", losses.detach().mean(), batch_size=len(losses))
         return losses.mean() * batch.weight
 
     def on_validation_epoch_start(self) -> None:
@@ -124,7 +124,7 @@ class LitResNet(L.LightningModule):
         metrics.update(logits, batch.labels, losses)
         # Lightning sees the metric objects themselves: it sums their counts over processes at the epoch's end.
         self.log(f"{metrics.split}/loss", metrics.loss, on_step=False, on_epoch=True)
-        self.log_dict(metrics.scores, on_step=False, on_epoch=True, prog_bar=metrics.split == "val")
+        self.log_dict(metrics.scores, on_step=False, on_epoch=True)
         return logits
 
     def configure_optimizers(self) -> Any:

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_task import TinyData, TinyTask, tiny_trainer
 
 from lit_cifar.callbacks import ProgressBar, Throughput
@@ -39,11 +41,11 @@ def test_a_terminal_gets_a_bar_with_short_names(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     fit(tmp_path, ProgressBar(refresh_rate=1))
     shown = capsys.readouterr().out
-    final = [part for part in shown.replace("\n", "\r").split("\r") if "100%" in part and "val=" in part]
+    final = [part for part in shown.replace("\n", "\r").split("\r") if "3/3" in part and "val=" in part]
 
-    assert any(line.startswith("epoch 1/2: 100%|") for line in final)
-    assert any(line.startswith("epoch 2/2: 100%|") for line in final)
-    assert all(name in final[-1] for name in ("3/3", "loss=", "val=", "img/s="))
+    assert any(line.startswith("epoch 1/2 3/3 ") for line in final)
+    assert any(line.startswith("epoch 2/2 3/3 ") for line in final)
+    assert all(name in final[-1] for name in ("loss=", "val=", "img/s="))
     assert "train/" not in shown
 
 
@@ -55,3 +57,39 @@ def test_no_progress_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_endless_runs_count_epochs_without_a_total(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path, ProgressBar(), max_epochs=-1, max_steps=4)
     assert capsys.readouterr().out.splitlines()[0].startswith("epoch 1  done")
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")  # both fits write there
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.parametrize(("max_steps", "shown"), [(5, True), (4, False)])
+def test_resumed_in_the_middle_of_an_epoch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, max_steps: int, shown: bool
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    settings: dict[str, Any] = {"enable_progress_bar": True, "logger": False, "max_epochs": -1}
+    settings |= {"enable_checkpointing": True}
+    checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="middle", every_n_train_steps=4)
+    first = tiny_trainer(tmp_path, callbacks=[checkpoint], max_steps=6, **settings)
+    first.fit(TinyTask(), datamodule=TinyData())
+    capsys.readouterr()
+
+    callbacks = [ProgressBar(refresh_rate=1), checkpoint]
+    second = tiny_trainer(tmp_path, callbacks=callbacks, max_steps=max_steps, **settings)
+    second.fit(TinyTask(), datamodule=TinyData(), ckpt_path=tmp_path / "middle.ckpt")
+
+    assert second.global_step == max_steps
+    assert ("epoch 2 " in capsys.readouterr().out) == shown
+
+
+def test_other_callbacks_can_print_when_no_bar_is_open(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Speaker(Callback):
+        def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            pl_module.print("heard", "me")
+
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    callbacks = [ProgressBar(), Speaker()]  # in this order: the bar is closed when the other speaks
+    trainer = tiny_trainer(tmp_path, callbacks=callbacks, enable_progress_bar=True, logger=False)
+    trainer.test(TinyTask(), datamodule=TinyData(), verbose=False)
+    assert "heard me\n" in capsys.readouterr().out

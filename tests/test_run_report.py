@@ -16,6 +16,7 @@ from tiny_task import TinyData, TinyTask, tiny_trainer
 
 from lit_cifar.callbacks.environment import command_line, cpu_model, git_state, strategy_name
 from lit_cifar.callbacks.run_report import RunReport, next_steps, plan
+from lit_cifar.module import LitResNet
 
 
 def fit(folder: Path, **settings: Any) -> None:
@@ -45,10 +46,10 @@ def test_environment_says_what_ran_and_not_where(tmp_path: Path) -> None:
 
 def test_environment_of_the_first_stage_stays(tmp_path: Path) -> None:
     fit(tmp_path)
-    first = (tmp_path / "environment.json").read_bytes()
+    (tmp_path / "environment.json").write_text("the first")
     trainer = tiny_trainer(tmp_path, callbacks=[RunReport()])
     trainer.test(TinyTask(), datamodule=TinyData(), verbose=False)
-    assert (tmp_path / "environment.json").read_bytes() == first
+    assert (tmp_path / "environment.json").read_text() == "the first"
 
 
 def test_fit_prints_plan_result_and_commands(
@@ -61,6 +62,7 @@ def test_fit_prints_plan_result_and_commands(
     fit(run)
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
 
+    assert lines["model"] == "TinyTask, 0.00 M parameters"
     assert lines["data"] == "tiny: 23 images to train on, 23 images to validate"
     assert lines["batch"] == "8 = 1 replica x 8 images per optimizer step"
     assert lines["mode"] == "single_device: 1 process, cpu, 32-true"
@@ -110,8 +112,10 @@ def test_plan_divides_the_global_batch() -> None:
         strategy_name="both",
     )
     trainer: Any = SimpleNamespace(strategy=strategy, accumulate_grad_batches=4, world_size=2, precision="bf16-mixed")
-    data = SimpleNamespace(batch_size=128, name="CIFAR-10", sets={"train": range(50_000)})
-    assert plan(trainer, data) == [
+    data = SimpleNamespace(batch_size=128, name="CIFAR-10", sets={"train": range(50_000), "val": range(0)})
+    module = LitResNet("resnet10", stem="imagenet")
+    assert plan(trainer, module, data) == [
+        "model       resnet10, imagenet stem, 4.91 M parameters",
         "data        CIFAR-10: 50,000 images to train on",
         "batch       128 = 4 replicas x 8 x 4 accumulated images per optimizer step",
         "mode        both: 2 processes, cpu, bf16-mixed",
@@ -121,9 +125,11 @@ def test_plan_divides_the_global_batch() -> None:
 def test_folders_elsewhere_stay_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    lines = next_steps(tmp_path / "there", checkpoint=None)
-    assert lines[0] == f"run folder  {tmp_path}/there"
-    assert next_steps(Path(), checkpoint=None)[0] == "run folder  ."
+    assert next_steps(tmp_path / "there", "test") == [
+        f"run folder  {tmp_path}/there",
+        f"look at it  tensorboard --logdir {tmp_path}/there --host localhost",
+    ]
+    assert next_steps(Path(), "predict") == ["run folder  .", "predictions predictions.csv"]
 
 
 @pytest.mark.parametrize(

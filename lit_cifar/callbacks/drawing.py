@@ -41,14 +41,14 @@ def confusion_figure(confusion: Tensor, classes: Sequence[str], *, title: str) -
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     num_classes = len(classes)
     side = 3.0 + 0.5 * num_classes
-    figure = Figure(figsize=(side, side), dpi=100, layout="constrained")
+    figure = Figure(figsize=(side + 0.4, side - 0.6), dpi=100, layout="constrained")
     axes = figure.add_subplot()
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     axes.set_xticks(range(num_classes), classes, rotation=45, ha="right", rotation_mode="anchor")
     axes.set_yticks(range(num_classes), classes)
     axes.set(xlabel="predicted class", ylabel="true class", title=title)
     for (row, column), count in np.ndenumerate(counts):
-        color = "white" if shares[row, column] > 0.5 else "black"
+        color = "white" if shares[row, column] > 0.5 else "black" if count else "silver"
         axes.text(column, row, f"{count}", ha="center", va="center", color=color, fontsize=9)
     figure.colorbar(image, ax=axes, fraction=0.046, label="share of the true class")
     return figure

@@ -101,7 +101,9 @@ class EvaluationFigures(Callback):
         matrix = confusion_figure(confusion, datamodule.classes, title=title)
         writer.add_image(f"{split}/confusion", render(matrix), step, dataformats="HWC")
         wrong = _look_up(datamodule.sets[split], confidence, ids, predictions)
-        grid = wrong_images_figure(wrong, title=f"{where}\nmost confident of {total - right:,} mistakes")
+        grid = wrong_images_figure(
+            wrong, title=f"{where}\nthe {len(wrong)} most confident of {total - right:,} mistakes"
+        )
         writer.add_image(f"{split}/wrong", render(grid), step, dataformats="HWC")
 
 

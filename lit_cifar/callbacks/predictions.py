@@ -9,10 +9,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lit_cifar.callbacks.run_report import run_folder
+from lit_cifar.callbacks.run_report import PREDICTIONS, run_folder
 from lit_cifar.data.images import Batch
 
-FILE_NAME = "predictions.csv"
 COLUMNS = ("file", "class", "confidence", "error")
 
 
@@ -65,7 +64,7 @@ class PredictionWriter(Callback):
             for file, error in zip(datamodule.folder.files, datamodule.folder.errors, strict=True)
         ]
         if folder is not None:
-            write_rows(folder / FILE_NAME, self.rows)
+            write_rows(folder / PREDICTIONS, self.rows)
 
 
 def write_rows(path: Path, rows: Iterable[tuple[str, ...]]) -> None:

@@ -6,18 +6,13 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
-from torch import Tensor
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from lit_cifar.callbacks.throughput import METRIC as IMAGES_PER_S
 
-SHORT_NAMES = {
-    "train/loss_step": "loss",
-    "train/loss": "loss",  # the epoch's mean, once there is one, in place of the last step's
-    "train/acc_step": "acc",
-    "train/acc": "acc",
-    "val/acc": "val",
-    IMAGES_PER_S: "img/s",
-}
+# Later names win. Within an epoch the bar shows the last step's loss and accuracy, at its end those of the whole epoch.
+EPOCH_NAMES = {"train/loss": "loss", "train/acc": "acc", "val/acc": "val", IMAGES_PER_S: "img/s"}
+STEP_NAMES = EPOCH_NAMES | {"train/loss_step": "loss", "train/acc_step": "acc"}
 
 
 class ProgressBar(TQDMProgressBar):
@@ -33,7 +28,9 @@ class ProgressBar(TQDMProgressBar):
         line_every_s: Seconds between two lines in a log file.
     """
 
-    BAR_FORMAT = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+    # All of it in 80 columns, where the bar itself is what gives way.
+    BAR_FORMAT = "{desc} {n_fmt}/{total_fmt} {bar} {elapsed}<{remaining}{postfix}"
+    DONE_FORMAT = "{desc} {n_fmt}/{total_fmt} {bar} {elapsed}{postfix}"
 
     def __init__(self, *, refresh_rate: int = 10, line_every_s: float = 60.0) -> None:
         super().__init__(refresh_rate=refresh_rate, leave=True)
@@ -49,13 +46,19 @@ class ProgressBar(TQDMProgressBar):
             self.disable()
 
     def on_train_start(self, *_: Any) -> None:
-        """Each epoch opens its own bar."""
+        """Show nothing yet: each epoch opens its own bar."""
+        self.train_progress_bar = Tqdm(disable=True)
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
         """Open the epoch's bar."""
         self._epoch_at = self._line_at = perf_counter()
         super().on_train_epoch_start(trainer)
-        self.train_progress_bar.set_description(_epoch_of(trainer))
+        self.train_progress_bar.set_description_str(_epoch_of(trainer))
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Open the bar of an epoch that was resumed in its middle and so never started."""
+        if self.is_enabled and self.train_progress_bar.disable:
+            self.on_train_epoch_start(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -70,16 +73,24 @@ class ProgressBar(TQDMProgressBar):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show the figures of the whole epoch and leave the line."""
         # On every rank: this may be the first to ask for the epoch's accuracy, which the processes compute together.
-        metrics = self.get_metrics(trainer, pl_module)
+        metrics = _short(trainer, EPOCH_NAMES)
+        self.train_progress_bar.bar_format = self.DONE_FORMAT
         self.train_progress_bar.set_postfix(metrics)
         self.train_progress_bar.close()
         if self._writes_lines:
             self._write_line(trainer, metrics, "done")
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """The figures at hand, by short name, formatted."""
-        logged = trainer.callback_metrics
-        return {short: _format(short, logged[name]) for name, short in SHORT_NAMES.items() if name in logged}
+        """The figures of the last step, by short name, formatted."""
+        return _short(trainer, STEP_NAMES)
+
+    def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
+        """Print above an open bar; Lightning's own bar swallows what is printed when none is open."""
+        bars = (self._train_progress_bar, self._val_progress_bar, self._test_progress_bar, self._predict_progress_bar)
+        if any(bar is not None and not bar.disable for bar in bars):
+            super().print(*args, sep=sep, **kwargs)
+        else:
+            print(*args, sep=sep, **kwargs)
 
     def _write_line(self, trainer: Trainer, metrics: dict[str, Any], done: str) -> None:
         self._line_at = perf_counter()
@@ -93,5 +104,7 @@ def _epoch_of(trainer: Trainer) -> str:
     return f"epoch {trainer.current_epoch + 1}" + (f"/{trainer.max_epochs}" if known else "")
 
 
-def _format(short: str, value: Tensor) -> str:
-    return f"{float(value):.0f}" if short == "img/s" else f"{float(value):.3f}"
+def _short(trainer: Trainer, names: dict[str, str]) -> dict[str, str]:
+    logged = trainer.callback_metrics
+    figures = {short: float(logged[name]) for name, short in names.items() if name in logged}
+    return {short: f"{value:.0f}" if short == "img/s" else f"{value:.3f}" for short, value in figures.items()}

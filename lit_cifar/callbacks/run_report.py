@@ -13,14 +13,15 @@ from lit_cifar.callbacks.environment import environment, strategy_name
 from lit_cifar.layout import Layout
 
 FILE_NAME = "environment.json"
+PREDICTIONS = "predictions.csv"
 
 
 class RunReport(Callback):
     """Writes `environment.json` and prints, on rank 0, what a person wants to know before and after a run.
 
-    Before a fit: the data set, how the global batch is divided, the mode. After any subcommand: the run folder and
-    the command that opens it in TensorBoard; after a fit also its result and the command that tests its checkpoint.
-    A run that fails prints none of these.
+    Before a fit: the model, the data set, how the global batch is divided, the mode. After any subcommand: the run
+    folder and what opens it: TensorBoard's command, or the file with the predictions; after a fit also its result and
+    the command that tests its checkpoint. A run that fails prints none of these.
     """
 
     def __init__(self) -> None:
@@ -37,7 +38,7 @@ class RunReport(Callback):
         if self._folder is not None:
             _write_once(self._folder / FILE_NAME, environment(trainer, data_name=datamodule.name))
         if stage == "fit":
-            print(*plan(trainer, datamodule), sep="\n", flush=True)
+            print(*plan(trainer, pl_module, datamodule), sep="\n", flush=True)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Print the outcome; Lightning comes here only when nothing failed."""
@@ -48,7 +49,7 @@ class RunReport(Callback):
             duration = timedelta(seconds=round(perf_counter() - self._started_at))
             lines.append(_line("result", ", ".join([*results(trainer), f"took {duration}"])))
         if self._folder is not None:
-            lines += next_steps(self._folder, checkpoint=checkpoint_path(trainer) if stage == "fit" else None)
+            lines += next_steps(self._folder, stage, checkpoint=checkpoint_path(trainer) if stage == "fit" else None)
         print(*lines, sep="\n", flush=True)
 
 
@@ -58,12 +59,17 @@ def run_folder(trainer: Trainer) -> Path | None:
     return Path(log_dir) if log_dir is not None and trainer.loggers else None
 
 
-def plan(trainer: Trainer, datamodule: Any) -> list[str]:
-    """Data, global batch and mode of a fit, a line each."""
+def plan(trainer: Trainer, pl_module: LightningModule, datamodule: Any) -> list[str]:
+    """Model, data, global batch and mode of a fit, a line each."""
+    num_parameters = sum(parameter.numel() for parameter in pl_module.parameters())
+    header = getattr(pl_module, "header", None)
+    model = f"{header.arch}, {header.stem} stem" if header is not None else type(pl_module).__name__
     layout = Layout.of(trainer.strategy)
-    sets = {name: len(datamodule.sets[name]) for name in ("train", "val") if name in datamodule.sets}
+    purposes = {"train": "train on", "val": "validate"}
     sizes = ", ".join(
-        f"{size:,} images to {'train on' if name == 'train' else 'validate'}" for name, size in sets.items()
+        f"{len(datamodule.sets[name]):,} images to {purpose}"
+        for name, purpose in purposes.items()
+        if len(datamodule.sets.get(name, ()))
     )
     accumulated = trainer.accumulate_grad_batches
     share = datamodule.batch_size / (layout.num_replicas * accumulated)
@@ -73,6 +79,7 @@ def plan(trainer: Trainer, datamodule: Any) -> list[str]:
     processes = _count(trainer.world_size, "process", "processes")
     device = trainer.strategy.root_device.type
     return [
+        _line("model", f"{model}, {num_parameters / 1e6:.2f} M parameters"),
         _line("data", f"{datamodule.name}: {sizes}"),
         _line("batch", f"{batch} images per optimizer step"),
         _line("mode", f"{strategy_name(trainer)}: {processes}, {device}, {trainer.precision}"),
@@ -99,12 +106,13 @@ def checkpoint_path(trainer: Trainer) -> Path | None:
     return Path(path) if path else None
 
 
-def next_steps(folder: Path, *, checkpoint: Path | None) -> list[str]:
+def next_steps(folder: Path, stage: str, *, checkpoint: Path | None = None) -> list[str]:
     """The run folder and commands to paste, a line each; none of them is ever wrapped."""
-    lines = [
-        _line("run folder", _shown(folder)),
-        _line("look at it", f"tensorboard --logdir {_shown(folder)} --host localhost"),
-    ]
+    lines = [_line("run folder", _shown(folder))]
+    if stage == "predict":
+        lines.append(_line("predictions", _shown(folder / PREDICTIONS)))
+    else:
+        lines.append(_line("look at it", f"tensorboard --logdir {_shown(folder)} --host localhost"))
     if checkpoint is not None:
         config = folder / "config.yaml"
         with_config = f" --config {_shown(config)}" if config.exists() else ""

@@ -102,6 +102,10 @@ class CIFAR10DataModule(L.LightningDataModule):
                 remedy="the defaults are 5000, 500 and 0",
             )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the images: a spawned process reads them itself, as 150 MB do not fit every shared memory."""
+        return self.__dict__ | {"sets": {}}
+
     @property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes, by label."""
@@ -123,6 +127,11 @@ class CIFAR10DataModule(L.LightningDataModule):
         """Read what `stage` ("fit", "validate", "test" or "predict") needs into `self.sets`."""
         if stage in ("fit", "validate") and "train" not in self.sets:
             self.sets["train"], self.sets["val"] = self._split(self._load("train"))
+        if stage == "validate" and not self.val_size:
+            raise ConfigError(
+                "--data.val_size=0 holds out no images to validate on",
+                remedy="pass the --data.val_size of the training, or use the test subcommand",
+            )
         if stage == "test" and "test" not in self.sets:
             self.sets["test"] = self._load("test")
         if stage == "predict":

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from rich.console import Console
@@ -121,9 +122,10 @@ def _fetch(archive: Archive, target: Path, root: Path) -> None:
             with wrap_file(response, size, description=description, console=Console(stderr=True)) as reader:
                 shutil.copyfileobj(reader, file)
     except (OSError, http.client.HTTPException) as error:  # urllib's own errors are OSErrors
-        reason = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, HTTPError):
+            error.close()  # it is the response too, with an open connection
         raise DataError(
-            f"{archive.url} cannot be downloaded to {root}: {reason}", remedy=remedies(archive, root)
+            f"{archive.url} cannot be downloaded to {root}: {_one_line(error)}", remedy=remedies(archive, root)
         ) from error
 
 
@@ -152,8 +154,12 @@ def _unpack(archive: Archive, source: Path, scratch: Path) -> None:
             tar.extractall(scratch, filter="data")
     except (OSError, tarfile.TarError, EOFError, zlib.error) as error:
         raise DataError(
-            f"{source.name} cannot be unpacked in {scratch.parent}: {error}",
+            f"{source.name} cannot be unpacked in {scratch.parent}: {_one_line(error)}",
             remedy="make room on the disk, or pass another folder: --data.root=FOLDER",
         ) from error
     if not (scratch / archive.folder).is_dir():
         raise DataError(f"{source.name} holds no folder {archive.folder}", remedy=remedies(archive, scratch.parent))
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

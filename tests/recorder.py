@@ -1,0 +1,38 @@
+"""A callback that writes down which samples each process saw at each step: `--trainer.callbacks+=recorder.RecordIds`."""
+
+import json
+from pathlib import Path
+
+import lightning as L
+
+from lit_cifar.data import Batch
+
+
+class RecordIds(L.Callback):
+    """One JSON line per step and process in `folder/rank<r>.jsonl`: epoch, optimizer step, ids.
+
+    Args:
+        folder: Where to write; must exist.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
+    ) -> None:
+        """Write the ids down."""
+        line = {"epoch": trainer.current_epoch, "step": trainer.global_step, "ids": batch.ids.tolist()}
+        with (self.folder / f"rank{trainer.global_rank}.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def global_steps(folder: Path) -> list[tuple[int, int, list[int]]]:
+    """Epoch, step and the sorted ids of all processes, step by step."""
+    seen: dict[tuple[int, int], list[int]] = {}
+    for file in sorted(folder.glob("rank*.jsonl")):
+        for line in map(json.loads, file.read_text().splitlines()):
+            seen.setdefault((line["epoch"], line["step"]), []).extend(line["ids"])
+    return [(epoch, step, sorted(ids)) for (epoch, step), ids in sorted(seen.items())]
+
+

@@ -1,0 +1,199 @@
+"""The command line as a user meets it: what bad input is answered with, and what a run leaves behind."""
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from commands import TINY, Result, counts, environment_of, launch, mode_flags, run_here
+from PIL import Image
+
+from lit_cifar.checkpoints import read_checkpoint
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of a short training."""
+    run = tmp_path_factory.mktemp("runs") / "trained"
+    assert run_here("fit", *TINY, f"--run_dir={run}").status == 0
+    return run
+
+
+def assert_refused(result: Result, *words: str) -> None:
+    """Exit status 2 and at most five lines that say `words`; Lightning's own remark on the seed aside."""
+    lines = [line for line in result.stderr.splitlines() if line.strip() and "Seed set" not in line]
+    assert result.status == 2, result.stderr
+    assert len(lines) <= 5
+    assert "Traceback" not in result.stderr
+    for word in words:
+        assert word in result.stderr
+
+
+REFUSED = {
+    "indivisible batch": (["--trainer.strategy=dp", "--trainer.devices=3"], ["--data.batch_size=15 or"]),
+    "indivisible accumulation": (["--trainer.accumulate_grad_batches=3"], ["3 accumulation steps", "=15 or"]),
+    "unknown strategy": (["--trainer.strategy=dpp"], ["dpp", "ddp_spawn", "dp"]),
+    "unknown flag": (["--data.batchsize=3"], ["batchsize", "--help"]),
+    "wrong type": (["--data.batch_size=many"], ["batch_size"]),
+    "unknown stem": (["--model.stem=tiny"], ["stem", "imagenet"]),
+    "no gpu": (["--trainer.accelerator=cuda"], ["CUDA"]),
+    "gpu strategy": (["--trainer.strategy=fsdp"], ["FSDP"]),
+    "dp on nodes": (["--trainer.strategy=dp", "--trainer.num_nodes=2"], ["num_nodes", "ddp"]),
+    "dp with synchronised BatchNorm": (
+        ["--trainer.strategy=dp", "--trainer.devices=2", "--trainer.sync_batchnorm=true"],
+        ["sync_batchnorm"],
+    ),
+    "nothing left to train on": (["--data.val_size=96"], ["--data.val_size=9"]),
+    "ragged batch too small": (["--data.num_train=97"], ["--data.drop_last=true"]),
+    "cutout without augmentation": (["--data.augment=false", "--data.cutout=8"], ["--data.augment=true"]),
+    "missing data": (["--data.dataset=cifar10", "--data.download=false", "--data.root=nowhere"], ["synthetic"]),
+    "missing checkpoint": (["--ckpt_path=nowhere.ckpt"], ["nowhere.ckpt"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_input_is_refused_before_anything_is_written(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name in ("no gpu", "gpu strategy") and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    flags, words = REFUSED[name]
+    monkeypatch.chdir(tmp_path)
+    assert_refused(run_here("fit", *TINY, *flags), *words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_more_gpus_than_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU to ask for one more")
+    monkeypatch.chdir(tmp_path)
+    more = torch.cuda.device_count() + 1
+    assert_refused(run_here("fit", *TINY, "--trainer.accelerator=cuda", f"--trainer.devices={more}"), "GPU")
+
+
+def test_dp_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("GROUP_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "0" if name == "GROUP_RANK" else "2")
+    assert_refused(run_here("fit", *TINY, *mode_flags("dp")), "torchrun", "--trainer.strategy=ddp")
+
+
+def test_a_bad_data_folder_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "cifar-10-batches-bin"
+    folder.mkdir()
+    (folder / "data_batch_1.bin").write_bytes(b"x" * 100)
+    flags = ["--data.dataset=cifar10", "--data.num_train=96", f"--data.root={tmp_path}", "--data.download=false"]
+    assert_refused(run_here("fit", *TINY, *flags), "cifar-10-batches-bin")
+
+
+@pytest.mark.parametrize("flag", ["--model.stem=cifar", "--model.arch=resnet18", "--model.num_classes=11"])
+def test_a_checkpoint_of_another_network_is_refused(trained: Path, tmp_path: Path, flag: str) -> None:
+    checkpoint = trained / "checkpoints" / "last.ckpt"
+    result = run_here("test", *TINY, flag, f"--ckpt_path={checkpoint}", f"--run_dir={tmp_path / 'run'}")
+    name = flag.split("=")[0]
+    assert_refused(result, "the checkpoint holds resnet10 with the imagenet stem and 10 classes", name)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_corrupt_checkpoint_is_refused(trained: Path, tmp_path: Path) -> None:
+    half = tmp_path / "half.ckpt"
+    half.write_bytes((trained / "checkpoints" / "last.ckpt").read_bytes()[:100_000])
+    assert_refused(run_here("test", *TINY, f"--ckpt_path={half}"), "half.ckpt", "not a readable checkpoint")
+
+
+def test_a_second_run_leaves_the_first_alone(trained: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
+    result = run_here("fit", *TINY, f"--run_dir={trained}")
+    assert_refused(result, "already holds a run", f"--run_dir={trained}-2")
+    assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == before
+
+
+def test_a_run_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert_refused(run_here("fit", *TINY, f"--run_dir={tmp_path / 'file' / 'run'}"), "cannot be written")
+
+
+def test_a_run_folder_holds_everything(trained: Path) -> None:
+    names = {path.name.split(".")[0] if "tfevents" in path.name else path.name for path in trained.iterdir()}
+    assert names == {
+        "checkpoints",
+        "config.yaml",
+        "environment.json",
+        "events",
+        "hparams.yaml",
+        "metrics.csv",
+        "per_rank.csv",
+    }
+    assert {path.name for path in (trained / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
+    assert yaml.safe_load((trained / "config.yaml").read_text())["data"]["batch_size"] == 16
+    assert environment_of(trained)["data"] == "synthetic"
+    columns = (trained / "metrics.csv").read_text().splitlines()[0].split(",")
+    assert {"train/loss", "train/acc", "train/images_per_s", "val/loss", "val/acc", "val/acc_top5"} <= set(columns)
+    assert counts(trained, "val")["all"][1] == 16
+
+
+def test_a_checkpoint_holds_plain_keys_and_no_code(trained: Path) -> None:
+    checkpoint = read_checkpoint(trained / "checkpoints" / "best.ckpt")
+    assert checkpoint["lit_cifar"] == {"arch": "resnet10", "stem": "imagenet", "num_classes": 10}
+    assert "layer1.0.conv1.weight" in checkpoint["state_dict"]
+    assert not [key for key in checkpoint["state_dict"] if "network" in key or "metrics" in key]
+
+
+def test_the_printed_commands_work(trained: Path, tmp_path: Path) -> None:
+    """`fit` prints how to test its checkpoint; the saved config serves that command, in a folder of its own."""
+    result = run_here("fit", *TINY, f"--run_dir={tmp_path / 'fit'}")
+    line = next(line for line in result.stdout.splitlines() if "lit_cifar test" in line)
+    arguments = line.split("lit_cifar ")[1].split()
+    tested = run_here(*arguments, f"--run_dir={tmp_path / 'test'}")
+    assert tested.status == 0
+    assert counts(tmp_path / "test")["all"][1] == 100
+
+
+def test_validate_without_held_out_images_is_refused(trained: Path) -> None:
+    checkpoint = trained / "checkpoints" / "last.ckpt"
+    result = run_here("validate", *TINY, "--data.val_size=0", f"--ckpt_path={checkpoint}")
+    assert_refused(result, "--data.val_size")
+
+
+def test_predict_lists_every_file_in_order(trained: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for name in ("c.png", "a.jpg"):
+        Image.effect_noise((48, 40), 90).convert("RGB").save(folder / name)
+    (folder / "b.png").write_bytes(b"not an image")
+    run = tmp_path / "run"
+    flags = [f"--ckpt_path={trained / 'checkpoints' / 'last.ckpt'}", f"--data.predict_dir={folder}"]
+    assert run_here("predict", *TINY, *flags, f"--run_dir={run}").status == 0
+    rows = list(csv.DictReader((run / "predictions.csv").read_text().splitlines()))
+    assert [row["file"] for row in rows] == ["a.jpg", "b.png", "c.png"]
+    assert [bool(row["class"]) for row in rows] == [True, False, True]
+    assert rows[1]["error"]
+
+
+def test_predict_without_a_folder_is_refused() -> None:
+    assert_refused(run_here("predict", *TINY), "--data.predict_dir")
+
+
+def test_learning_rate_scaling_is_printed_and_applied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    flags = ["--model.lr_scaling=linear", "--model.optimizer.lr=0.8"]
+    flags += ["--model.lr_scheduler=StepLR", "--model.lr_scheduler.step_size=1"]
+    with caplog.at_level("INFO"):
+        assert run_here("fit", *TINY, *flags, f"--run_dir={tmp_path / 'run'}").status == 0
+    assert "linear scaling from a global batch of 128 to 16" in caplog.text
+    metrics = csv.DictReader((tmp_path / "run" / "metrics.csv").read_text().splitlines())
+    rates = [row["lr-SGD"] for row in metrics if row["lr-SGD"]]
+    assert float(rates[0]) == pytest.approx(0.1)
+
+
+def test_an_optimizer_is_chosen_by_name(tmp_path: Path) -> None:
+    flags = ["--model.optimizer=AdamW", "--model.optimizer.lr=1e-3"]
+    flags += ["--model.lr_scheduler=lit_cifar.WarmupDecay", "--model.lr_scheduler.decay=cosine"]
+    assert run_here("fit", *TINY, *flags, f"--run_dir={tmp_path / 'run'}").status == 0
+    assert "lr-AdamW" in (tmp_path / "run" / "metrics.csv").read_text()
+
+
+def test_help_names_the_subcommands() -> None:
+    done = launch("--help")
+    assert {"fit", "validate", "test", "predict"} <= set(done.stdout.replace(",", " ").replace("{", " ").split())

@@ -1,0 +1,55 @@
+"""Executes the notebooks as they are, with small sizes in place of those in the cell tagged "parameters"."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
+
+SMALL = {
+    # Four runs of a small network instead of seven, a tenth of the images; the statements about counts stay exact.
+    "per_rank_accuracy.ipynb": "PROCESS_COUNTS = (1, 3)\nNUM_TRAIN, NUM_TEST, EPOCHS = 2000, 1000, 2\n",
+}
+
+CHECKS = {
+    "per_rank_accuracy.ipynb": """
+assert comparison["processes"].tolist() == [1, 3]
+assert comparison["total"].tolist() == [1000, 1000]
+assert comparison["correct"].nunique() == 1
+assert 200 < comparison["correct"][0] < 1000, "the network should have learned something, but not everything"
+assert (comparison["test/acc x total"].round() == comparison["correct"]).all()
+assert evaluations[3]["total"].tolist() == [334, 333, 333, 1000]
+assert padded["total"].tolist() == [334, 334, 334, 1002]
+assert 0 <= padded["correct"].iloc[-1] - exact["correct"].iloc[-1] <= 2
+assert 0.05 < missing < 0.5
+assert flagged < 0.02
+assert found[-1] > found[0]
+""",
+}
+
+
+def test_every_notebook_has_sizes_and_checks() -> None:
+    assert {path.name for path in NOTEBOOKS.glob("*.ipynb")} == set(SMALL) == set(CHECKS)
+
+
+@pytest.mark.parametrize("name", sorted(SMALL))
+def test_a_committed_notebook_shows_its_output_and_no_path_of_a_machine(name: str) -> None:
+    notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
+    text = (NOTEBOOKS / name).read_text(encoding="utf-8")
+    executed = [cell["execution_count"] for cell in notebook.cells if cell["cell_type"] == "code"]
+    assert executed == list(range(1, len(executed) + 1)), "run it from top to bottom in a fresh kernel, then save it"
+    assert not [piece for piece in ("/tmp", "/home/", "/root/", "/Users/", "site-packages") if piece in text]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", sorted(SMALL))
+def test_notebook_runs_from_top_to_bottom(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
+    (parameters,) = [cell for cell in notebook.cells if "parameters" in cell["metadata"].get("tags", [])]
+    parameters["source"] += "\n" + SMALL[name]
+    notebook.cells.append(nbformat.v4.new_code_cell(CHECKS[name]))
+    NotebookClient(notebook, timeout=280, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
+    assert list(tmp_path.iterdir()) == [], "the notebook left files behind"
