@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning as L
+from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import LearningRateMonitor
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, Namespace, SaveConfigCallback
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_cifar.callbacks import (
     Checkpoint,
@@ -33,7 +34,7 @@ from lit_cifar.checkpoints import Header, read_checkpoint
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.errors import ConfigError
 from lit_cifar.module import LitResNet
-from lit_cifar.run_folder import create_run_folder, run_loggers
+from lit_cifar.run_folder import create_run_folder, process_rank, run_loggers
 from lit_cifar.strategies import ProcessSyncBatchNorm
 
 _MAX_ERROR_LINES = 5
@@ -112,7 +113,7 @@ class CLI(LightningCLI):
         return super()._instantiate_trainer(config, callbacks)
 
     def _run_subcommand(self, subcommand: str) -> None:
-        if rank_zero_only.rank == 0:
+        if process_rank() == 0:
             self._check(subcommand)
         if self.wants_run_folder:
             mode = str(self._get(self.config, "trainer").strategy)
@@ -203,7 +204,7 @@ def _program() -> str:
 
 def _refuse(message: str, *, remedy: str | None = None) -> NoReturn:
     """Print `message`, and `remedy` below it, on stderr in at most five lines, and exit with status 2."""
-    rank = f"[rank {rank_zero_only.rank}] " if rank_zero_only.rank else ""
+    rank = f"[rank {process_rank()}] " if process_rank() else ""
     lines = [line.strip()[:300] for line in message.splitlines() if line.strip()]
     last = [] if remedy is None else [remedy]
     shown = lines[: _MAX_ERROR_LINES - len(last)] + last

@@ -1,4 +1,4 @@
-"""The training task: a ResNet classifier, its loss, metrics and optimizer. Nothing here knows how it is parallelised."""
+"""The training task: a ResNet, its loss, metrics and optimizer. Nothing here knows how it is parallelised."""
 
 from collections.abc import Callable
 from typing import Any, Literal

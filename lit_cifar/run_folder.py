@@ -20,7 +20,7 @@ def create_run_folder(run_dir: str | None, *, label: str) -> Path:
         ConfigError: The folder already holds something, or cannot be made.
     """
     folder = Path(run_dir) if run_dir else Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{label}"
-    if rank_zero_only.rank != 0:
+    if process_rank() != 0:
         return folder
     if run_dir is None:
         folder = _unused(folder)
@@ -51,6 +51,11 @@ def run_loggers(folder: Path) -> list[Logger]:
     _ = csv.experiment
     tensorboard = TensorBoardLogger(save_dir=str(folder), name="", version="", default_hp_metric=False)
     return [tensorboard, csv]
+
+
+def process_rank() -> int:
+    """This process's rank as far as it is known before the processes have met: from the launcher's variables."""
+    return int(getattr(rank_zero_only, "rank", 0))
 
 
 def _unused(folder: Path) -> Path:

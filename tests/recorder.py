@@ -1,4 +1,4 @@
-"""A callback that writes down which samples each process saw at each step: `--trainer.callbacks+=recorder.RecordIds`."""
+"""A callback for tests that writes down which samples each process saw at each step."""
 
 import json
 from pathlib import Path
@@ -34,5 +34,3 @@ def global_steps(folder: Path) -> list[tuple[int, int, list[int]]]:
         for line in map(json.loads, file.read_text().splitlines()):
             seen.setdefault((line["epoch"], line["step"]), []).extend(line["ids"])
     return [(epoch, step, sorted(ids)) for (epoch, step), ids in sorted(seen.items())]
-
-

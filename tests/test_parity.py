@@ -5,6 +5,7 @@ kink of ReLU or max-pooling within a few steps, and its gradient then differs by
 weights that differ by 1e-7 is off by a twentieth of all that it learned after 12 steps. So the float32 case takes
 small steps: enough for a wrong gradient to stand out ten times over the tolerance, and too small for kinks to matter.
 """
+
 from pathlib import Path
 
 import lightning as L

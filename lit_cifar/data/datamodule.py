@@ -46,6 +46,15 @@ class CIFAR10DataModule(L.LightningDataModule):
         download: Whether a missing data set may be downloaded.
         seed: Key of order, augmentation, split and synthetic images; in [0, 2**62).
         predict_dir: Folder of the images that `predict` classifies.
+
+    Attributes:
+        name: The data set's name in logs and tables.
+        sets: What `setup` has read, by split: "train", "val", "test", "predict".
+        folder: Every file of `predict_dir`, readable or not.
+
+    Raises:
+        ConfigError: Settings that contradict each other; sizes that cannot be cut.
+        DataError: From `prepare_data` and `setup`: a data set that is missing, incomplete or damaged.
     """
 
     def __init__(
@@ -86,6 +95,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         self.seed = seed
         self.predict_dir = None if predict_dir is None else Path(predict_dir)
         self.info = dataset_info(dataset)
+        self.name = self.info.title
         self.sets: dict[str, ImageSet] = {}
         self.folder: FolderImages | None = None
         if cutout and not augment:
@@ -110,11 +120,6 @@ class CIFAR10DataModule(L.LightningDataModule):
     def classes(self) -> tuple[str, ...]:
         """Names of the classes, by label."""
         return self.info.classes
-
-    @property
-    def name(self) -> str:
-        """The data set's name in logs and tables."""
-        return self.info.title
 
     # Lightning calls prepare_data in one process per node, then setup in every process.
 

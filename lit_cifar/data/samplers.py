@@ -74,7 +74,7 @@ class TrainSampler:
     def __iter__(self) -> Iterator[Part]:
         order = self.order()
         num_parts = self.accumulation * self.layout.num_shards
-        for batch in order.split(self.batch_size)[: self.num_batches]:
+        for batch in torch.split(order, self.batch_size)[: self.num_batches]:
             for step in range(self.accumulation):
                 ids = batch[step * self.layout.num_shards + self.layout.shard :: num_parts]
                 yield Part(ids, len(ids) * num_parts / len(batch))
@@ -133,7 +133,7 @@ class EvaluationSampler:
         return -(-len(self._ids()) // self._step)
 
     def __iter__(self) -> Iterator[Part]:
-        for batch in self._ids().split(self._step):
+        for batch in torch.split(self._ids(), self._step):
             yield Part(batch[self.layout.shard :: self.layout.num_shards], 1.0)
 
 
