@@ -1,4 +1,4 @@
-"""A callback for tests that writes down which samples each process saw at each step."""
+"""Callbacks for tests, named on the command line as `--trainer.callbacks+=recorder.NAME`."""
 
 import json
 from pathlib import Path
@@ -25,6 +25,18 @@ class RecordIds(L.Callback):
         line = {"epoch": trainer.current_epoch, "step": trainer.global_step, "ids": batch.ids.tolist()}
         with (self.folder / f"rank{trainer.global_rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
+
+
+class StopBefore(L.Callback):
+    """Fails at the start of `epoch`, as a run that dies."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Fail."""
+        if trainer.current_epoch == self.epoch:
+            raise RuntimeError(f"stopped before epoch {self.epoch}")
 
 
 def global_steps(folder: Path) -> list[tuple[int, int, list[int]]]:

@@ -134,6 +134,15 @@ def test_a_run_folder_holds_everything(trained: Path) -> None:
     assert counts(trained, "val")["all"][1] == 16
 
 
+def test_without_validation_the_last_epoch_is_kept(tmp_path: Path) -> None:
+    """After every epoch, not only at the end of the run."""
+    flags = ["--data.val_size=0", "--trainer.max_epochs=3", "--trainer.callbacks+=recorder.StopBefore"]
+    with pytest.raises(RuntimeError, match="stopped before epoch 1"):
+        run_here("fit", *TINY, *flags, "--trainer.callbacks.epoch=1", f"--run_dir={tmp_path / 'run'}")
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["last.ckpt"]
+    assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")["epoch"] == 0
+
+
 def test_a_checkpoint_holds_plain_keys_and_no_code(trained: Path) -> None:
     checkpoint = read_checkpoint(trained / "checkpoints" / "best.ckpt")
     assert checkpoint["lit_cifar"] == {"arch": "resnet10", "stem": "imagenet", "num_classes": 10}

@@ -80,15 +80,16 @@ def test_unreadable_files_are_listed_with_the_reason(tmp_path):
     assert found.images.images[:, :, 0, 0].tolist() == [[1, 2, 3], [4, 5, 6]]
 
 
-def test_damage_that_pillow_reports_by_other_exceptions(tmp_path):
+@pytest.mark.parametrize(("suffix", "at", "value"), [("png", 11, 0), ("bmp", 30, 1), ("ppm", 3, 0)])
+def test_damage_for_which_pillow_raises_other_than_oserror(tmp_path, suffix, at, value):
     save(tmp_path / "good.png")
-    for name, at in (("header.png", 12), ("data.png", 45)):
-        content = bytearray((tmp_path / "good.png").read_bytes())
-        content[at : at + 4] = b"\x00\xff\x00\xff"
-        (tmp_path / name).write_bytes(content)
-    found = read(tmp_path)
-    assert len(found.images) == 1
-    assert all("\n" not in error for error in found.errors if error)
+    save(tmp_path / f"bad.{suffix}", size=(20, 20))
+    content = bytearray((tmp_path / f"bad.{suffix}").read_bytes())
+    content[at] = value
+    (tmp_path / f"bad.{suffix}").write_bytes(content)
+    error, none = read(tmp_path).errors
+    assert error.startswith("ValueError: ")
+    assert none is None
 
 
 @pytest.mark.parametrize("side", [12_000, 60_000])

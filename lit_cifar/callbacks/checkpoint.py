@@ -37,8 +37,9 @@ class Checkpoint(ModelCheckpoint):
         )
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Stop ranking where nothing will be validated."""
+        """Where nothing will be validated, keep the newest in place of the best, under the name of the last."""
         datamodule = getattr(trainer, "datamodule", None)
         if trainer.limit_val_batches == 0 or getattr(datamodule, "val_size", None) == 0:
-            self.monitor, self.save_top_k = None, 0
+            self.monitor, self.save_top_k = None, 1
+            self.filename, self.save_last = "last", False
         super().setup(trainer, pl_module, stage)

@@ -87,7 +87,7 @@ def _read_image(path: Path) -> Tensor | str:
         return f"larger than {Image.MAX_IMAGE_PIXELS} pixels"
     except OSError as error:
         return error.strerror or _one_line(error)
-    except Exception as error:  # decoders raise nearly anything on damaged data, e.g. SyntaxError on a bad PNG chunk
+    except Exception as error:  # decoders raise nearly anything on damaged data, SyntaxError and TypeError too
         return _one_line(error)
     return torch.from_numpy(np.array(square)).permute(2, 0, 1)
 

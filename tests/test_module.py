@@ -1,0 +1,145 @@
+"""The training task by itself and under a plain Trainer, without the command line."""
+
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lit_cifar import CIFAR10DataModule, LitResNet
+from lit_cifar.checkpoints import read_checkpoint
+from lit_cifar.data import Batch
+from lit_cifar.errors import CheckpointError, ConfigError
+from lit_cifar.module import EvaluationMetrics
+
+
+def data(**settings: object) -> CIFAR10DataModule:
+    """A few synthetic images."""
+    return CIFAR10DataModule(
+        **({"dataset": "synthetic", "num_train": 96, "num_test": 40, "val_size": 16, "batch_size": 16} | settings)
+    )
+
+
+def trainer(folder: Path, **settings: object) -> L.Trainer:
+    return L.Trainer(
+        **(
+            {
+                "accelerator": "cpu",
+                "devices": 1,
+                "max_epochs": 1,
+                "logger": False,
+                "default_root_dir": folder,
+                "enable_progress_bar": False,
+                "enable_model_summary": False,
+                "enable_checkpointing": False,
+                "log_every_n_steps": 1,
+            }
+            | settings
+        )
+    )
+
+
+def test_a_runner_replaces_the_network_without_becoming_part_of_the_module() -> None:
+    module = LitResNet("resnet10", stem="imagenet").eval()
+    images = torch.randn(2, 3, 32, 32)
+    keys = list(module.state_dict())
+    module.use_runner(lambda x: 2 * module.network(x))
+    torch.testing.assert_close(module(images), 2 * module.network(images))
+    assert list(module.state_dict()) == keys
+    module.use_runner(None)
+    torch.testing.assert_close(module(images), module.network(images))
+
+
+def test_metrics_count_batches_of_any_size() -> None:
+    metrics = EvaluationMetrics("val", 3)
+    logits = torch.eye(3)[[0, 1, 2, 2]]
+    labels = torch.tensor([0, 1, 2, 0])
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    for part in (slice(0, 3), slice(3, 3), slice(3, 4)):
+        metrics.update(logits[part], labels[part], losses[part])
+    assert metrics.scores.compute()["val/acc"] == 0.75
+    torch.testing.assert_close(metrics.loss.compute(), losses.mean())
+    assert metrics.details.compute()["confusion"].tolist() == [[1, 0, 1], [0, 1, 0], [0, 0, 1]]
+
+
+@pytest.mark.parametrize(("scaling", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])
+def test_learning_rate_follows_the_global_batch(tmp_path: Path, scaling: str, factor: float) -> None:
+    module = LitResNet("resnet10", stem="imagenet", lr_scaling=scaling, base_batch_size=8)
+    run = trainer(tmp_path, max_steps=1, max_epochs=None, limit_val_batches=0)
+    run.fit(module, datamodule=data(batch_size=32))
+    assert run.lr_scheduler_configs[0].scheduler.base_lrs == [pytest.approx(0.1 * factor)]
+
+
+def test_the_schedule_ends_with_the_run(tmp_path: Path) -> None:
+    run = trainer(tmp_path, max_epochs=2, accumulate_grad_batches=2)
+    run.fit(LitResNet("resnet10", stem="imagenet"), datamodule=data())
+    assert run.global_step == 10
+    assert run.lr_scheduler_configs[0].scheduler.total_steps == 10
+
+
+def test_a_run_without_end_has_no_plan(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no end"):
+        trainer(tmp_path, max_epochs=-1).fit(LitResNet("resnet10", stem="imagenet"), datamodule=data())
+
+
+def test_precision_reaches_the_batch(tmp_path: Path) -> None:
+    """The images turn float only after Lightning has converted the batch."""
+    seen = []
+
+    class Probe(LitResNet):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            seen.append(batch.images.dtype)
+            return super().training_step(batch, batch_idx)
+
+    trainer(tmp_path, precision="64-true", limit_val_batches=0).fit(Probe("resnet10", stem="imagenet"), datamodule=data())
+    assert set(seen) == {torch.float64}
+
+
+def test_checkpoints_load_by_python_too(tmp_path: Path) -> None:
+    module, run = LitResNet("resnet10", stem="imagenet"), trainer(tmp_path)
+    run.fit(module, datamodule=data())
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    restored = LitResNet.load_from_checkpoint(tmp_path / "a.ckpt", arch="resnet10", stem="imagenet", map_location="cpu")
+    for name, value in module.state_dict().items():
+        assert restored.state_dict()[name].equal(value)
+    assert "fc.weight" in read_checkpoint(tmp_path / "a.ckpt")["state_dict"]
+    with pytest.raises(CheckpointError, match="imagenet stem"):
+        LitResNet.load_from_checkpoint(tmp_path / "a.ckpt", arch="resnet10", stem="cifar", map_location="cpu")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"cutout": 4, "augment": False},
+        {"frozen_order": True, "shuffle": False},
+        {"val_size": -1},
+        {"eval_batch_size": 0},
+        {"seed": -1},
+        {"seed": 2**62},
+    ],
+)
+def test_contradicting_data_settings_are_refused(settings: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        data(**settings)
+
+
+def test_the_split_is_seeded_and_disjoint() -> None:
+    def ids(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        module = data(seed=seed)
+        module.setup("fit")
+        return module.sets["train"].images, module.sets["val"].images
+
+    train, val = ids(0)
+    assert len(train) == 80
+    assert len(val) == 16
+    assert train.equal(ids(0)[0])
+    together = torch.cat([train, val]).flatten(1)
+    assert len(together.unique(dim=0)) == 96
+
+
+def test_a_spawned_process_is_not_sent_the_images() -> None:
+    module = data()
+    module.setup("fit")
+    assert module.__getstate__()["sets"] == {}
+    assert module.sets
