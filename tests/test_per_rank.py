@@ -19,9 +19,6 @@ from lit_cifar.accuracy import AccuracyCount
 from lit_cifar.callbacks.per_rank import PerRankAccuracy, write_per_rank
 from lit_cifar.data.images import Batch
 
-# Lightning 2.6 asks torch 2.15's pytree in a deprecated way.
-pytestmark = pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning")
-
 NUM_CLASSES = 3
 
 

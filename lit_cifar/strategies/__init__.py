@@ -4,11 +4,17 @@ Importing this package makes `Trainer(strategy="dp")` and `--trainer.strategy=dp
 Lightning's own; `ProcessSyncBatchNorm` gives them synchronised BatchNorm on the CPU too.
 """
 
+import atexit
+
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lit_cifar.strategies.dp import DataParallelStrategy
+from lit_cifar.strategies.process_group import destroy_process_group_at_exit
 from lit_cifar.strategies.sync_batchnorm import ProcessSyncBatchNorm
 
 __all__ = ["DataParallelStrategy", "ProcessSyncBatchNorm"]
 
 DataParallelStrategy.register_strategies(StrategyRegistry)
+
+# Here, so that every process has it: the launched and the spawned ones import the package as well.
+atexit.register(destroy_process_group_at_exit)
