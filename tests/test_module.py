@@ -1,15 +1,19 @@
 """The training task by itself and under a plain Trainer, without the command line."""
 
+import copy
 from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
 
 from lit_cifar import CIFAR10DataModule, LitResNet
 from lit_cifar.checkpoints import read_checkpoint
 from lit_cifar.data import Batch
+from lit_cifar.data.augment import Augmentation
 from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.module import EvaluationMetrics
 
@@ -92,8 +96,39 @@ def test_precision_reaches_the_batch(tmp_path: Path) -> None:
             seen.append(batch.images.dtype)
             return super().training_step(batch, batch_idx)
 
-    trainer(tmp_path, precision="64-true", limit_val_batches=0).fit(Probe("resnet10", stem="imagenet"), datamodule=data())
+    trainer(tmp_path, precision="64-true", limit_val_batches=0).fit(
+        Probe("resnet10", stem="imagenet"), datamodule=data()
+    )
     assert set(seen) == {torch.float64}
+
+
+def test_the_trainer_takes_the_steps_of_a_plain_loop(tmp_path: Path) -> None:
+    """Two epochs with a ragged batch, written as the textbook does."""
+    torch.manual_seed(0)
+    module = LitResNet(
+        "resnet10",
+        stem="imagenet",
+        optimizer=lambda params: SGD(params, lr=0.05, momentum=0.9, weight_decay=5e-4),
+        lr_scheduler=lambda optimizer: StepLR(optimizer, step_size=1),
+    )
+    plain = copy.deepcopy(module.network).double()
+    images = data(batch_size=32)
+    trainer(tmp_path, precision="64-true", max_epochs=2).fit(module, datamodule=images)
+
+    train, order, augment = images.sets["train"], images.train_sampler(), Augmentation(seed=0)
+    mean, std = (torch.tensor(values)[:, None, None] for values in (images.info.mean, images.info.std))
+    optimizer = SGD(plain.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
+    for epoch, lr in enumerate((0.05, 0.005)):
+        optimizer.param_groups[0]["lr"] = lr
+        order.set_epoch(epoch)
+        for ids, _ in order:
+            pixels = augment(train.images[ids], ids, epoch=epoch).float()
+            logits = plain(((pixels - 255 * mean) / (255 * std)).double())
+            optimizer.zero_grad()
+            F.cross_entropy(logits, train.labels[ids]).backward()
+            optimizer.step()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(module.network.state_dict()[name].to(value), value, rtol=1e-12, atol=1e-12)
 
 
 def test_checkpoints_load_by_python_too(tmp_path: Path) -> None:

@@ -37,7 +37,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_readme_names_files_that_exist() -> None:
-    named = re.findall(r"`((?:lit_cifar|configs|tests|notebooks|benchmarks|docs)/[\w./-]*)`", (ROOT / "README.md").read_text())
+    named = re.findall(
+        r"`((?:lit_cifar|configs|tests|notebooks|benchmarks|docs)/[\w./-]*)`", (ROOT / "README.md").read_text()
+    )
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
