@@ -32,7 +32,7 @@ from lit_cifar.callbacks import (
 )
 from lit_cifar.checkpoints import Header, read_checkpoint
 from lit_cifar.data import CIFAR10DataModule
-from lit_cifar.errors import ConfigError
+from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.module import LitResNet
 from lit_cifar.run_folder import create_run_folder, process_rank, run_loggers
 from lit_cifar.strategies import ProcessSyncBatchNorm
@@ -81,14 +81,23 @@ class CLI(LightningCLI):
         self.config = parser.parse_args(args)
 
     def _parse_ckpt_path(self) -> None:
-        """Compare the checkpoint's header with the model asked for.
+        """Compare the checkpoint's header with the model asked for; only a fit goes without a checkpoint.
 
-        Replaces Lightning's own step, which overrides the user's model flags by the checkpoint's.
+        Replaces Lightning's own step, which overrides the user's model flags by the checkpoint's. Its words "best" and
+        "last" for a checkpoint of this very process mean nothing here, where each command has a run folder of its own.
+
+        Raises:
+            CheckpointError: None is given, it cannot be read, or it is of another network.
         """
-        config = self.config[self.config["subcommand"]]
-        path, model = config.ckpt_path, config.model
-        if path is None or path in ("best", "last", "hpc", "registry"):
+        subcommand = self.config["subcommand"]
+        path, model = self.config[subcommand].ckpt_path, self.config[subcommand].model
+        if path is None and subcommand == "fit":
             return
+        if path is None:
+            raise CheckpointError(
+                f"{subcommand} without a checkpoint would run an untrained network",
+                remedy="pass --ckpt_path=RUN_FOLDER/checkpoints/best.ckpt",
+            )
         header = Header(arch=model.arch, stem=model.stem, num_classes=model.num_classes)
         header.check(read_checkpoint(Path(path)))
 

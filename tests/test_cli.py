@@ -181,8 +181,19 @@ def test_predict_lists_every_file_in_order(trained: Path, tmp_path: Path) -> Non
     assert rows[1]["error"]
 
 
-def test_predict_without_a_folder_is_refused() -> None:
-    assert_refused(run_here("predict", *TINY), "--data.predict_dir")
+def test_predict_without_a_folder_is_refused(trained: Path) -> None:
+    checkpoint = trained / "checkpoints" / "last.ckpt"
+    assert_refused(run_here("predict", *TINY, f"--ckpt_path={checkpoint}"), "--data.predict_dir")
+
+
+@pytest.mark.parametrize("subcommand", ["validate", "test", "predict"])
+def test_an_untrained_network_is_not_evaluated(subcommand: str) -> None:
+    assert_refused(run_here(subcommand, *TINY), "untrained", "--ckpt_path")
+
+
+@pytest.mark.parametrize("word", ["best", "last"])
+def test_words_for_a_checkpoint_of_this_process_are_refused(word: str) -> None:
+    assert_refused(run_here("test", *TINY, f"--ckpt_path={word}"), f"no checkpoint {word}")
 
 
 def test_learning_rate_scaling_is_printed_and_applied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
