@@ -127,7 +127,9 @@ def test_a_run_folder_holds_everything(trained: Path) -> None:
         "per_rank.csv",
     }
     assert {path.name for path in (trained / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
-    assert yaml.safe_load((trained / "config.yaml").read_text())["data"]["batch_size"] == 16
+    config = yaml.safe_load((trained / "config.yaml").read_text())
+    assert config["data"]["batch_size"] == 16
+    assert config["run_dir"] is None  # or a command that reads this file would write here
     assert environment_of(trained)["data"] == "synthetic"
     columns = (trained / "metrics.csv").read_text().splitlines()[0].split(",")
     assert {"train/loss", "train/acc", "train/images_per_s", "val/loss", "val/acc", "val/acc_top5"} <= set(columns)
