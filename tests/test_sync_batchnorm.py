@@ -1,8 +1,10 @@
 """Synchronised BatchNorm: processes that hold parts of a batch compute what one process computes from the whole."""
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -211,14 +213,9 @@ def fit(folder: Path, *, batch_size: int, **kwargs: Any) -> dict[str, Any]:
 
 
 def test_ddp_spawn_equals_one_process(tmp_path: Path) -> None:
-    synced = fit(
-        tmp_path / "ddp",
-        batch_size=6,
-        strategy="ddp_spawn",
-        devices=2,
-        sync_batchnorm=True,
-        plugins=[ProcessSyncBatchNorm()],
-    )
+    processes = {"strategy": "ddp_spawn", "devices": 2, "sync_batchnorm": True, "plugins": [ProcessSyncBatchNorm()]}
+    with mock.patch.dict(os.environ):  # the launcher leaves its MASTER_PORT there
+        synced = fit(tmp_path / "ddp", batch_size=6, **processes)
     alone = fit(tmp_path / "one", batch_size=12, devices=1)
     assert synced["during_fit"] == "SyncedBatchNorm2d"
     for key, value in alone["network"].items():
