@@ -7,8 +7,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-# Lightning's seed_everything sets them for worker processes, which our loaders do not have.
-EXPECTED = {"PL_GLOBAL_SEED", "PL_SEED_WORKERS", "PYTEST_CURRENT_TEST"}
+# Left by Lightning: the seed for worker processes, and the port at which spawned processes met. They are put back.
+EXPECTED = {"PL_GLOBAL_SEED", "PL_SEED_WORKERS", "MASTER_PORT", "PYTEST_CURRENT_TEST"}
 
 
 def children() -> set[int]:
@@ -29,11 +29,11 @@ def nothing_is_left_behind() -> Iterator[None]:
     """Fail the test that leaks, not the one that suffers from it."""
     before, variables = children(), dict(os.environ)
     yield
-    leaked = {name for name, value in os.environ.items() if variables.get(name) != value} - EXPECTED
-    for name in leaked:
-        os.environ.pop(name)
+    changed = {name for name in os.environ.keys() | variables if os.environ.get(name) != variables.get(name)}
+    for name in changed - {"PYTEST_CURRENT_TEST"}:
+        os.environ.pop(name, None)
         if name in variables:
             os.environ[name] = variables[name]
-    assert not leaked, f"environment variables left behind: {leaked}"
+    assert changed <= EXPECTED, f"environment variables left behind: {changed - EXPECTED}"
     assert not dist.is_initialized(), "a process group is left behind"
     assert children() <= before, "processes are left running"
