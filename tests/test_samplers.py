@@ -108,6 +108,19 @@ def test_a_ragged_batch_needs_two_samples_for_every_replica(num_samples: int, fi
             TrainSampler(**settings).check()
 
 
+@pytest.mark.parametrize(("rest", "fine"), [(13, False), (14, True), (5, False), (8, True), (9, True), (3, False)])
+def test_four_replicas_in_one_process_cut_a_ragged_batch_unevenly(rest: int, fine: bool) -> None:
+    """13 samples in chunks of 4 leave one replica a single sample, though 13 is more than 4 x 2."""
+    chunks = [len(chunk) for chunk in torch.arange(rest).chunk(4)]
+    assert (min(chunks) >= 2) == fine
+    sampler = TrainSampler(num_samples=64 + rest, batch_size=64, layout=Layout(replicas_per_shard=4))
+    if fine:
+        sampler.check()
+    else:
+        with pytest.raises(ConfigError, match="each needs 2"):
+            sampler.check()
+
+
 def test_dropping_the_only_batch_is_refused() -> None:
     with pytest.raises(ConfigError, match="leaves none of 100"):
         TrainSampler(num_samples=100, batch_size=128, layout=Layout(), drop_last=True).check()

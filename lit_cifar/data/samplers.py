@@ -94,13 +94,18 @@ class TrainSampler:
                 remedy="lower --data.batch_size, or pass --data.drop_last=false",
             )
         rest = self.num_samples % self.batch_size
-        smallest = rest // (self.layout.num_replicas * self.accumulation)
-        if rest and not self.drop_last and smallest < 2:
+        if rest and not self.drop_last and self._smallest_share(rest) < 2:
             raise ConfigError(
                 f"the last batch of an epoch has {rest} of {self.num_samples} images for {self.layout.num_replicas} "
                 f"replicas x {self.accumulation} accumulation steps; each needs 2",
                 remedy="pass --data.drop_last=true, or change --data.batch_size or --data.val_size",
             )
+
+    def _smallest_share(self, num_samples: int) -> int:
+        """The fewest samples that any replica normalises together when a batch of `num_samples` is cut."""
+        num_parts = self.layout.num_shards * self.accumulation
+        parts = (num_samples // num_parts, -(-num_samples // num_parts))
+        return min(_smallest_chunk(part, self.layout.replicas_per_shard) for part in parts)
 
 
 @dataclass(kw_only=True)
@@ -135,6 +140,12 @@ class EvaluationSampler:
     def __iter__(self) -> Iterator[Part]:
         for batch in torch.split(self._ids(), self._step):
             yield Part(batch[self.layout.shard :: self.layout.num_shards], 1.0)
+
+
+def _smallest_chunk(num_samples: int, num_chunks: int) -> int:
+    """Size of the last chunk that `Tensor.chunk` makes: all others have `ceil(num_samples / num_chunks)`."""
+    size = -(-num_samples // num_chunks)
+    return num_samples % size or size if size else 0
 
 
 def _check_divisible(batch_size: int, num_replicas: int, accumulation: int) -> None:
