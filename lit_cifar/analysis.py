@@ -7,6 +7,7 @@ Needs the extra `notebooks`.
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -105,8 +106,10 @@ def _draw_ranks(axes: Axes, frame: pd.DataFrame) -> None:
     for flag, color, label in ((False, BLUE, "one rank"), (True, RED, "one rank, beyond chance")):
         some = ranks[ranks["deviates"] == flag]
         if not some.empty:
-            ends = [some["accuracy"] - some["low"], some["high"] - some["accuracy"]]
-            axes.errorbar(some.index, some["accuracy"], yerr=ends, fmt="o", color=color, elinewidth=2, label=label)
+            # Arrays, not Series: matplotlib takes a Series of one row for a number.
+            middle, low, high = (some[column].to_numpy() for column in ("accuracy", "low", "high"))
+            ends = np.array([middle - low, high - middle])
+            axes.errorbar(some.index.to_numpy(), middle, yerr=ends, fmt="o", color=color, elinewidth=2, label=label)
     axes.set_xticks(range(len(ranks)), list(ranks["rank"]))
     axes.set_xlim(-0.6, len(ranks) - 0.4)
     axes.set_xlabel("rank")
