@@ -13,6 +13,7 @@ from rich.table import Table
 from torch import Tensor
 
 from lit_cifar.accuracy import AccuracyCount, deviates, pooled
+from lit_cifar.callbacks.run_report import run_folder
 from lit_cifar.data.images import Batch
 from lit_cifar.layout import Layout
 
@@ -116,11 +117,10 @@ class PerRankAccuracy(Callback):
             return
         summed = trainer.strategy.reduce(self._tally, reduce_op="sum")
         self.counts[split] = [AccuracyCount(correct, total) for correct, total in summed.tolist()]
-        # log_dir is agreed on between the processes, so all of them ask for it; only rank 0 writes.
-        folder = trainer.log_dir if trainer.loggers else None  # None with fast_dev_run, too
+        folder = run_folder(trainer)
         if trainer.is_global_zero:
             if folder is not None:
-                write_per_rank(Path(folder), split, self.counts[split])
+                write_per_rank(folder, split, self.counts[split])
             self._log(trainer, split)
 
     def _log(self, trainer: Trainer, split: str) -> None:

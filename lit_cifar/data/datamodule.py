@@ -1,5 +1,6 @@
 """CIFAR-10, FashionMNIST or synthetic images as a LightningDataModule whose batch size is the global one."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -216,16 +217,21 @@ class CIFAR10DataModule(L.LightningDataModule):
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Normalise on the device: uint8 to float32 to the precision of the run."""
-        mean, std = (
-            255 * torch.tensor(values, device=batch.images.device) for values in (self.info.mean, self.info.std)
-        )
-        images = (batch.images.float() - mean[:, None, None]) / std[:, None, None]
+        device = batch.images.device
+        mean, std = _channel_values(self.info.mean, device), _channel_values(self.info.std, device)
+        images = (batch.images.float() - mean) / std
         # Lightning converted the batch before the transfer, when there was no float in it yet.
         converted: Any = self._precision(images)
         return batch._replace(images=converted)
 
     def _precision(self, images: Tensor) -> Any:
         return images if self.trainer is None else self.trainer.precision_plugin.convert_input(images)
+
+
+@cache
+def _channel_values(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Shares of the full range in units of a byte, (C, 1, 1). Kept: each copy to a GPU makes the host wait for it."""
+    return 255 * torch.tensor(values, device=device)[:, None, None]
 
 
 def _has_room(images: Tensor, device: torch.device) -> bool:
