@@ -6,11 +6,13 @@ from torch import nn
 from torchvision.models.resnet import BasicBlock, ResNet
 
 Arch = Literal["resnet10", "resnet18", "resnet34"]
-Stem = Literal["cifar", "imagenet"]
+Stem = Literal["cifar", "strided", "imagenet"]
 
 # Blocks per stage: He et al., "Deep residual learning for image recognition", 2016, table 1. ResNet10, with one block
 # a stage, is not in the paper: it is the small net for tests.
 _BLOCKS: dict[str, list[int]] = {"resnet10": [1, 1, 1, 1], "resnet18": [2, 2, 2, 2], "resnet34": [3, 4, 6, 3]}
+
+_STRIDES: dict[str, int] = {"cifar": 1, "strided": 2}
 
 
 def build_resnet(arch: Arch = "resnet34", *, stem: Stem = "cifar", num_classes: int = 10) -> ResNet:
@@ -20,15 +22,16 @@ def build_resnet(arch: Arch = "resnet34", *, stem: Stem = "cifar", num_classes: 
         arch: How many blocks.
         stem: "imagenet" is torchvision's own (7x7 convolution of stride 2, then max-pooling: the blocks see 8 x 8
             pixels of a 32 x 32 image); "cifar" is a 3x3 convolution of stride 1 and no pooling, which keeps all
-            32 x 32, at 16 times the arithmetic. `conv1.weight` is (64, 3, 7, 7) or (64, 3, 3, 3).
+            32 x 32, at 16 times the arithmetic; "strided" is the same with stride 2, 16 x 16 at 4 times, and the stem
+            of Anthony Peng's articles. `conv1.weight` is (64, 3, 7, 7) for "imagenet", else (64, 3, 3, 3).
         num_classes: Size of the logits.
 
     Returns:
         A network from float (n, 3, 32, 32) to logits (n, num_classes).
     """
     network = ResNet(BasicBlock, _BLOCKS[arch], num_classes=num_classes)
-    if stem == "cifar":
-        network.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=1, padding=1, bias=False)
+    if stem != "imagenet":
+        network.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=_STRIDES[stem], padding=1, bias=False)
         nn.init.kaiming_normal_(network.conv1.weight, mode="fan_out", nonlinearity="relu")  # as ResNet's own
         network.maxpool = nn.Identity()
     return network
