@@ -30,8 +30,8 @@ class LitResNet(L.LightningModule):
 
     Args:
         arch: Depth of the network; "resnet10" is the small one for tests.
-        stem: "cifar" keeps the full 32 x 32 resolution; "strided" halves it, 4 times cheaper; "imagenet" is torchvision's
-            own, 16 times cheaper.
+        stem: "cifar" keeps the full 32 x 32 resolution; "strided" halves it, 4 times cheaper; "imagenet" is
+            torchvision's own, 16 times cheaper.
         num_classes: Size of the logits.
         optimizer: Makes the optimizer from the parameters; on the command line a class name and its arguments.
         lr_scheduler: Makes the schedule from the optimizer. `WarmupDecay` steps once per batch, all others per epoch.
