@@ -17,6 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 from lit_cifar.checkpoints import Header, add_prefix, strip_prefix
 from lit_cifar.data.images import Batch
 from lit_cifar.errors import ConfigError
+from lit_cifar.layout import Chunks
 from lit_cifar.models import Arch, Stem, build_resnet
 from lit_cifar.schedules import WarmupDecay
 
@@ -33,6 +34,8 @@ class LitResNet(L.LightningModule):
         stem: "cifar" keeps the full 32 x 32 resolution; "strided" halves it, 4 times cheaper; "imagenet" is
             torchvision's own, 16 times cheaper.
         num_classes: Size of the logits.
+        batchnorm_chunks: On one device, let BatchNorm see the parts of each batch that replicas or microbatches would
+            see: what a mode that normalises them by themselves is compared with.
         optimizer: Makes the optimizer from the parameters; on the command line a class name and its arguments.
         lr_scheduler: Makes the schedule from the optimizer. `WarmupDecay` steps once per batch, all others per epoch.
         label_smoothing: Share of the target spread over all classes (Szegedy et al., 2016); reported losses have it.
@@ -47,6 +50,7 @@ class LitResNet(L.LightningModule):
         *,
         stem: Stem = "cifar",
         num_classes: int = 10,
+        batchnorm_chunks: Chunks | None = None,
         optimizer: OptimizerCallable = lambda params: SGD(
             params, lr=0.1, momentum=0.9, weight_decay=5e-4, nesterov=True
         ),
@@ -57,7 +61,7 @@ class LitResNet(L.LightningModule):
     ) -> None:
         super().__init__()
         self.header = Header(arch=arch, stem=stem, num_classes=num_classes)
-        self.network = build_resnet(arch, stem=stem, num_classes=num_classes)
+        self.network = build_resnet(arch, stem=stem, num_classes=num_classes, batchnorm_chunks=batchnorm_chunks)
         self.make_optimizer = optimizer
         self.make_lr_scheduler = lr_scheduler
         self.label_smoothing = label_smoothing
@@ -83,10 +87,14 @@ class LitResNet(L.LightningModule):
         logits: Tensor = self.network(images) if self._runner is None else self._runner(images)
         return logits
 
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Cross entropy of each sample, (n,), from `logits` (n, num_classes) and `labels` (n,)."""
+        return F.cross_entropy(logits, labels, reduction="none", label_smoothing=self.label_smoothing)
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The mean loss of this process's samples times the weight of their number in the global batch."""
         logits = self(batch.images)
-        losses = F.cross_entropy(logits, batch.labels, reduction="none", label_smoothing=self.label_smoothing)
+        losses = self.loss(logits, batch.labels)
         self.train_loss.update(losses.detach())
         self.train_acc.update(logits.detach(), batch.labels)
         self.log("train/loss", self.train_loss, on_step=False, on_epoch=True)
@@ -123,7 +131,7 @@ class LitResNet(L.LightningModule):
 
     def _evaluate(self, batch: Batch, metrics: "EvaluationMetrics") -> Tensor:
         logits: Tensor = self(batch.images)
-        losses = F.cross_entropy(logits, batch.labels, reduction="none", label_smoothing=self.label_smoothing)
+        losses = self.loss(logits, batch.labels)
         metrics.update(logits, batch.labels, losses)
         # Lightning sees the metric objects themselves: it sums their counts over processes at the epoch's end.
         self.log(f"{metrics.split}/loss", metrics.loss, on_step=False, on_epoch=True)

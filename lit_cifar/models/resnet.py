@@ -1,9 +1,13 @@
 """torchvision's ResNets with a stem for 32 x 32 images, or with their own."""
 
+from functools import partial
 from typing import Literal
 
 from torch import nn
 from torchvision.models.resnet import BasicBlock, ResNet
+
+from lit_cifar.layout import Chunks
+from lit_cifar.models.chunked_batchnorm import ChunkedBatchNorm2d
 
 Arch = Literal["resnet10", "resnet18", "resnet34"]
 Stem = Literal["cifar", "strided", "imagenet"]
@@ -15,7 +19,9 @@ _BLOCKS: dict[str, list[int]] = {"resnet10": [1, 1, 1, 1], "resnet18": [2, 2, 2,
 _STRIDES: dict[str, int] = {"cifar": 1, "strided": 2}
 
 
-def build_resnet(arch: Arch = "resnet34", *, stem: Stem = "cifar", num_classes: int = 10) -> ResNet:
+def build_resnet(
+    arch: Arch = "resnet34", *, stem: Stem = "cifar", num_classes: int = 10, batchnorm_chunks: Chunks | None = None
+) -> ResNet:
     """A ResNet of basic blocks with torchvision's parameter names.
 
     Args:
@@ -25,11 +31,13 @@ def build_resnet(arch: Arch = "resnet34", *, stem: Stem = "cifar", num_classes: 
             32 x 32, at 16 times the arithmetic; "strided" is the same with stride 2, 16 x 16 at 4 times, and the stem
             of Anthony Peng's articles. `conv1.weight` is (64, 3, 7, 7) for "imagenet", else (64, 3, 3, 3).
         num_classes: Size of the logits.
+        batchnorm_chunks: Normalise each of these parts of a training batch by itself; None for the whole batch at once.
 
     Returns:
         A network from float (n, 3, 32, 32) to logits (n, num_classes).
     """
-    network = ResNet(BasicBlock, _BLOCKS[arch], num_classes=num_classes)
+    norm_layer = None if batchnorm_chunks is None else partial(ChunkedBatchNorm2d, chunks=batchnorm_chunks)
+    network = ResNet(BasicBlock, _BLOCKS[arch], num_classes=num_classes, norm_layer=norm_layer)
     if stem != "imagenet":
         network.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=_STRIDES[stem], padding=1, bias=False)
         nn.init.kaiming_normal_(network.conv1.weight, mode="fan_out", nonlinearity="relu")  # as ResNet's own

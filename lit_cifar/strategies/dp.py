@@ -5,8 +5,7 @@ output on the root device, so everything after the network is the single-device 
 of parameters.
 """
 
-from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -14,20 +13,12 @@ import torch.distributed as dist
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
+from lit_cifar.strategies.network import RunsNetwork, as_runs_network, runs_network
 from lit_cifar.strategies.replicate import replica_of, replicate
-
-
-class RunsNetwork(Protocol):
-    """What a LightningModule offers to the strategies: the plain network, and a way to run it differently."""
-
-    network: nn.Module
-
-    def use_runner(self, runner: Callable[[Tensor], Tensor] | None) -> None:
-        """From now on `forward` calls `runner` in place of `network`; None restores `network`."""
 
 
 class DataParallelStrategy(ParallelStrategy):
@@ -90,12 +81,7 @@ class DataParallelStrategy(ParallelStrategy):
         Raises:
             ConfigError: `model` has no `network` and `use_runner`.
         """
-        if not _runs_network(model):
-            raise ConfigError(
-                f"--trainer.strategy=dp replicates a module's `network` through `use_runner`; {type(model).__name__} "
-                "has no such pair.",
-                remedy="Use lit_cifar.module.LitResNet, or --trainer.strategy=ddp for any LightningModule.",
-            )
+        as_runs_network(model, strategy=self.strategy_name)
         super().connect(model)
 
     @override
@@ -107,7 +93,7 @@ class DataParallelStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         # Also reached when `connect` or `setup` failed, so nothing may be taken for granted.
-        if _runs_network(self.lightning_module):
+        if runs_network(self.lightning_module):
             cast(RunsNetwork, self.lightning_module).use_runner(None)
         super().teardown()
 
@@ -169,11 +155,6 @@ class DataParallelStrategy(ParallelStrategy):
     @property
     def _devices(self) -> list[torch.device]:
         return self.parallel_devices or []
-
-
-def _runs_network(module: object) -> bool:
-    # Not isinstance of a runtime protocol: from Python 3.12 on that does not see the children of an nn.Module.
-    return hasattr(module, "network") and hasattr(module, "use_runner")
 
 
 def _refuse_other_processes(strategy: DataParallelStrategy) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-Runner = Callable[[Tensor], Tensor]
+from lit_cifar.strategies.network import Runner
 
 
 def replica_of(num_samples: int, *, num_replicas: int) -> Tensor:

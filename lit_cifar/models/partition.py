@@ -1,0 +1,182 @@
+"""A ResNet as a chain of blocks, and balanced cuts of that chain into stages, by the FLOP of each block."""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import cast
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from torchvision.models.resnet import ResNet
+
+from lit_cifar.errors import ConfigError
+
+_IMAGE = (3, 32, 32)
+_LAYERS = ("layer1", "layer2", "layer3", "layer4")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """What cannot be cut further: a residual block, the stem, or the head.
+
+    Attributes:
+        name: "stem", "layer1.0" and so on, "head".
+        flop: Floating-point operations of forward and backward of one image, as torch's flop counter counts them.
+        num_parameters: Numbers to learn.
+        output_shape: Of one image, without the batch axis.
+    """
+
+    name: str
+    flop: int
+    num_parameters: int
+    output_shape: tuple[int, ...]
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """How the names of the block's parameters and buffers begin in the network."""
+        return {"stem": ("conv1.", "bn1."), "head": ("fc.",)}.get(self.name, (f"{self.name}.",))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive blocks that run on one device."""
+
+    blocks: tuple[Block, ...]
+
+    @property
+    def flop(self) -> int:
+        """Of forward and backward of one image."""
+        return sum(block.flop for block in self.blocks)
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers to learn."""
+        return sum(block.num_parameters for block in self.blocks)
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        """Of one image, without the batch axis."""
+        return self.blocks[-1].output_shape
+
+    @property
+    def span(self) -> str:
+        """The first and the last block, e.g. "stem to layer3.0"."""
+        first, last = self.blocks[0].name, self.blocks[-1].name
+        return first if first == last else f"{first} to {last}"
+
+    def holds(self, name: str) -> bool:
+        """Whether the parameter or buffer `name` of the network is this stage's."""
+        return name.startswith(tuple(prefix for block in self.blocks for prefix in block.prefixes))
+
+    def module(self, network: nn.Module) -> nn.Sequential:
+        """The stage as a module made of the network's own layers: nothing is copied."""
+        chain = blocks_of(network)
+        return nn.Sequential(*(chain[block.name] for block in self.blocks))
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The stages of a network, in order."""
+
+    stages: tuple[Stage, ...]
+
+    @classmethod
+    def of(cls, network: nn.Module, *, num_stages: int, cuts: Sequence[str] | None = None) -> "Partition":
+        """Cut `network` so that the stage with the most FLOP has as few as possible.
+
+        Args:
+            network: A torchvision ResNet, on any device.
+            num_stages: How many stages; each has at least one block.
+            cuts: The blocks with which the second and later stages begin, to cut there instead.
+
+        Raises:
+            ConfigError: More stages than blocks, or cuts that are unknown, out of order or not one fewer than stages.
+        """
+        blocks = measure(network)
+        if not 1 <= num_stages <= len(blocks):
+            raise ConfigError(
+                f"{num_stages} stages of a network of {len(blocks)} blocks",
+                remedy=f"ask for 1 to {len(blocks)}, e.g. --trainer.devices=2",
+            )
+        bounds = _balanced(blocks, num_stages) if cuts is None else _named(blocks, num_stages, cuts)
+        edges = (0, *bounds, len(blocks))
+        return cls(tuple(Stage(blocks[a:b]) for a, b in pairwise(edges)))
+
+    def table(self, places: Sequence[str]) -> list[str]:
+        """One line for each stage: its place, blocks, share of FLOP, parameters and bytes sent on (float32)."""
+        total = sum(stage.flop for stage in self.stages)
+        lines = []
+        for index, (stage, place) in enumerate(zip(self.stages, places, strict=True)):
+            sent = f"{4 * prod(stage.output_shape) / 1024:g} KiB per image" if index + 1 < len(self.stages) else "-"
+            lines.append(
+                f"{index}  {place:<12}{stage.span:<24}{stage.flop / total:>6.1%} of FLOP  "
+                f"{stage.num_parameters / 1e6:6.2f} M parameters  sends {sent}"
+            )
+        return lines
+
+
+def blocks_of(network: nn.Module) -> dict[str, nn.Module]:
+    """The network's own layers as a chain: each block takes what the one before returned."""
+    resnet = cast(ResNet, network)
+    chain: dict[str, nn.Module] = {"stem": nn.Sequential(resnet.conv1, resnet.bn1, resnet.relu, resnet.maxpool)}
+    for layer in _LAYERS:
+        chain |= {f"{layer}.{index}": block for index, block in enumerate(getattr(resnet, layer))}
+    return chain | {"head": nn.Sequential(resnet.avgpool, nn.Flatten(1), resnet.fc)}
+
+
+def measure(network: nn.Module) -> tuple[Block, ...]:
+    """FLOP, parameters and output shape of every block, from a run on the meta device, which computes nothing."""
+    chain = blocks_of(deepcopy(network).to("meta"))
+    # Two images: batch statistics of one pixel of one image would be refused.
+    x = torch.empty(2, *_IMAGE, device="meta")
+    blocks = []
+    for name, block in chain.items():
+        with FlopCounterMode(display=False) as counter:
+            output = block(x)
+            output.sum().backward()
+        num_parameters = sum(parameter.numel() for parameter in block.parameters())
+        blocks.append(
+            Block(
+                name=name,
+                flop=counter.get_total_flops() // len(x),
+                num_parameters=num_parameters,
+                output_shape=tuple(output.shape[1:]),
+            )
+        )
+        x = output.detach().requires_grad_()
+    return tuple(blocks)
+
+
+def _balanced(blocks: tuple[Block, ...], num_stages: int) -> tuple[int, ...]:
+    """The bounds that minimise the largest stage, by dynamic programming over the first `end` blocks."""
+    flop = [0]
+    for block in blocks:
+        flop.append(flop[-1] + block.flop)
+    best: dict[int, tuple[int, tuple[int, ...]]] = {end: (flop[end], ()) for end in range(1, len(flop))}
+    for _ in range(num_stages - 1):
+        best = {
+            end: min(
+                (max(worst, flop[end] - flop[cut]), (*bounds, cut))
+                for cut, (worst, bounds) in best.items()
+                if cut < end
+            )
+            for end in range(min(best) + 1, len(flop))
+        }
+    return best[len(blocks)][1]
+
+
+def _named(blocks: tuple[Block, ...], num_stages: int, cuts: Sequence[str]) -> tuple[int, ...]:
+    names = [block.name for block in blocks]
+    unknown = [cut for cut in cuts if cut not in names[1:]]
+    if unknown:
+        raise ConfigError(f"no stage can begin with {unknown[0]!r}", remedy=f"the blocks are {', '.join(names[1:])}")
+    bounds = tuple(names.index(cut) for cut in cuts)
+    if len(bounds) != num_stages - 1 or list(bounds) != sorted(set(bounds)):
+        raise ConfigError(
+            f"cuts {list(cuts)} do not make {num_stages} stages",
+            remedy=f"name {num_stages - 1} blocks in the order of the network, each the first of a stage",
+        )
+    return bounds

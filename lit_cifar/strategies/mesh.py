@@ -1,0 +1,207 @@
+"""What the modes have in common in which several processes hold one replica together: a 2-D mesh of the processes.
+
+Its first axis, "data", runs over replicas, its second, "model", over the processes that share one. Process
+`d * processes_per_replica + m` has the coordinates (d, m), so that the processes of a replica are neighbours and mostly
+live on one machine.
+
+Every collective that counts or averages samples runs along "data" only: the processes of a replica have read the same
+samples, and a sum over all would count them several times.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any, cast
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lit_cifar.errors import ConfigError
+from lit_cifar.strategies.network import RunsNetwork, as_runs_network, runs_network
+
+
+class MeshStrategy(DDPStrategy, ABC):
+    """Processes as Lightning's `ddp` starts them, several of which hold one replica.
+
+    A subclass says how many, and implements `split`. `self.model` stays the LightningModule: there is no wrapper.
+
+    Args:
+        **kwargs: As of Lightning's `DDPStrategy`: `process_group_backend`, `timeout`, `start_method`.
+    """
+
+    strategy_name: str
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._mesh: DeviceMesh | None = None
+        self._failed = False
+
+    @property
+    @abstractmethod
+    def processes_per_replica(self) -> int:
+        """Size of the "model" axis; known once the Trainer is made."""
+
+    @abstractmethod
+    def split(self, module: RunsNetwork) -> None:
+        """Keep this process's part of `module.network` on `root_device` and set the runner that works with it."""
+
+    @abstractmethod
+    def share_of_norm(self, gradient: Tensor) -> float:
+        """What the squares of this process's part of a gradient count in a sum over all processes.
+
+        One over the number of processes that hold the same part.
+        """
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Axes "data" and "model"; known once the processes have met."""
+        if self._mesh is None:
+            raise RuntimeError("the mesh is known only after the processes have met")
+        return self._mesh
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """The processes that hold the same part of different replicas."""
+        return self.mesh.get_group("data")
+
+    @property
+    def model_group(self) -> dist.ProcessGroup:
+        """The processes that hold this process's replica."""
+        return self.mesh.get_group("model")
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """A shard for each replica: its processes read the same samples."""
+        num_processes = self.num_nodes * self.num_processes
+        return {
+            "num_replicas": num_processes // self.processes_per_replica,
+            "rank": self.global_rank // self.processes_per_replica,
+        }
+
+    @override
+    def connect(self, model: L.LightningModule) -> None:
+        """Accept a module whose network can be run by a strategy.
+
+        Raises:
+            ConfigError: `model` has no `network` and `use_runner`.
+        """
+        as_runs_network(model, strategy=self.strategy_name)
+        super().connect(model)
+
+    @override
+    def _configure_launcher(self) -> None:
+        """Refuse what cannot work. Lightning calls this last while a Trainer is made, when every flag has arrived."""
+        self.check()
+        super()._configure_launcher()
+
+    def check(self) -> None:
+        """Find contradicting sizes and flags; subclasses extend it.
+
+        Raises:
+            ConfigError: The processes cannot be divided into replicas.
+        """
+        num_processes, each = self.num_nodes * self.num_processes, self.processes_per_replica
+        if num_processes % each or each > num_processes:
+            nearest = max(num_processes // each, 1) * each
+            raise ConfigError(
+                f"--trainer.strategy={self.strategy_name} with {each} processes for each replica does not divide "
+                f"{num_processes} processes",
+                remedy=f"pass --trainer.devices={nearest}, or another size of the model axis",
+            )
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        shape = (dist.get_world_size() // self.processes_per_replica, self.processes_per_replica)
+        self._mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("data", "model"))
+
+    @override
+    def setup(self, trainer: L.Trainer) -> None:
+        """As Lightning's `ddp` does, with `split` in place of the wrapper."""
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        self.precision_plugin.convert_module(self.model)
+        self._reset_optimizers_and_schedulers()
+        self.split(cast(RunsNetwork, self.lightning_module))
+        self._count_along_data(self.data_group)
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        # Lightning leaves clipping to the precision plugin, which sees this process's gradients only.
+        self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+        if fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Remember that the other processes can no longer be asked for their parts."""
+        self._failed = True
+        super().on_exception(exception)
+
+    @override
+    def teardown(self) -> None:
+        # Also reached when `connect` or `setup` failed, so nothing may be taken for granted.
+        if runs_network(self.lightning_module):
+            cast(RunsNetwork, self.lightning_module).use_runner(None)
+            self._count_along_data(None)
+        super().teardown()
+
+    def _count_along_data(self, group: dist.ProcessGroup | None) -> None:
+        assert self.lightning_module is not None
+        for metric in self.lightning_module.modules():
+            if isinstance(metric, Metric):
+                metric.process_group = group
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Over the replicas, unless another group is named."""
+        return super().reduce(tensor, group or self.data_group, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """From the replicas, unless another group is named."""
+        return super().all_gather(tensor, group or self.data_group, sync_grads)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Of all processes."""
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes)
+        return bool(votes == self.world_size) if all else bool(votes)
+
+    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """`torch.nn.utils.clip_grad_norm_` with the norm of the whole network's gradient."""
+        gradients = [
+            parameter.grad
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        scale = clip_val / (self.gradient_norm(gradients) + 1e-6)
+        for gradient in gradients:
+            local_part(gradient).mul_(scale.clamp(max=1.0))
+
+    def gradient_norm(self, gradients: list[Tensor]) -> Tensor:
+        """The L2 norm of the whole network's gradient, a scalar, from the parts that the processes hold."""
+        total = torch.zeros((), device=self.root_device)
+        for gradient in gradients:
+            total = total + self.share_of_norm(gradient) * local_part(gradient).square().sum()
+        dist.all_reduce(total)
+        return total.sqrt()
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This process's part of a DTensor; a plain tensor as it is. It shares the memory."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -1,0 +1,40 @@
+"""What a strategy that changes how the network runs asks of a LightningModule."""
+
+from collections.abc import Callable
+from typing import Protocol, cast
+
+from torch import Tensor, nn
+
+from lit_cifar.errors import ConfigError
+
+Runner = Callable[[Tensor], Tensor]
+
+
+class RunsNetwork(Protocol):
+    """The plain network, and a way to run it differently."""
+
+    network: nn.Module
+
+    def use_runner(self, runner: Runner | None) -> None:
+        """From now on `forward` calls `runner` in place of `network`; None restores `network`."""
+
+
+def runs_network(module: object) -> bool:
+    """Whether `module` offers what `RunsNetwork` asks for."""
+    # Not isinstance of a runtime protocol: from Python 3.12 on that does not see the children of an nn.Module.
+    return all(hasattr(module, name) for name in ("network", "use_runner"))
+
+
+def as_runs_network(module: object, *, strategy: str) -> RunsNetwork:
+    """`module`, once it is known to offer what `RunsNetwork` asks for.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    if not runs_network(module):
+        raise ConfigError(
+            f"--trainer.strategy={strategy} runs a module's `network` in its own way, through `use_runner`; "
+            f"{type(module).__name__} has no such pair.",
+            remedy="Use lit_cifar.module.LitResNet, or --trainer.strategy=ddp for any LightningModule.",
+        )
+    return cast(RunsNetwork, module)
