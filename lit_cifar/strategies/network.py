@@ -19,6 +19,13 @@ class RunsNetwork(Protocol):
         """From now on `forward` calls `runner` in place of `network`; None restores `network`."""
 
 
+class ComputesLoss(RunsNetwork, Protocol):
+    """Also the loss, for strategies that run backward themselves."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The loss of each sample, (n,), from `logits` (n, C) and `labels` (n,)."""
+
+
 def runs_network(module: object) -> bool:
     """Whether `module` offers what `RunsNetwork` asks for."""
     # Not isinstance of a runtime protocol: from Python 3.12 on that does not see the children of an nn.Module.
@@ -38,3 +45,19 @@ def as_runs_network(module: object, *, strategy: str) -> RunsNetwork:
             remedy="Use lit_cifar.module.LitResNet, or --trainer.strategy=ddp for any LightningModule.",
         )
     return cast(RunsNetwork, module)
+
+
+def as_computes_loss(module: object, *, strategy: str) -> ComputesLoss:
+    """`module`, once it is known to offer what `ComputesLoss` asks for.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    network = as_runs_network(module, strategy=strategy)
+    if not hasattr(network, "loss"):
+        raise ConfigError(
+            f"--trainer.strategy={strategy} asks a module for the `loss` of each sample; "
+            f"{type(module).__name__} has none.",
+            remedy="Use lit_cifar.module.LitResNet, or --trainer.strategy=ddp for any LightningModule.",
+        )
+    return cast(ComputesLoss, network)

@@ -1,0 +1,234 @@
+"""One replica of a network as a pipeline of processes: torch's schedules in training, a plain relay in evaluation."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from lit_cifar.errors import ConfigError
+from lit_cifar.models.partition import Partition
+
+ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """In which order the processes of a pipeline work on stages and microbatches: torch's own, with their rules.
+
+    Attributes:
+        name: torch's name (torch.distributed.pipelining.schedules.get_schedule_class).
+        num_processes: Processes of one pipeline.
+        stages_per_process: How many stages each of them holds.
+    """
+
+    name: ScheduleName
+    num_processes: int
+    stages_per_process: int
+
+    @classmethod
+    def of(cls, name: ScheduleName, num_processes: int) -> "Schedule":
+        """The schedule over so many processes: two stages each where it interleaves."""
+        return cls(name=name, num_processes=num_processes, stages_per_process=stages_per_process(name))
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole pipeline."""
+        return self.num_processes * self.stages_per_process
+
+    def owner(self, stage: int) -> int:
+        """The process of the pipeline that holds `stage`: in turn, or there and back where the schedule is a V."""
+        turn, place = divmod(stage, self.num_processes)
+        return self.num_processes - 1 - place if self.name == "ZBVZeroBubble" and turn % 2 else place
+
+    def check(self, num_microbatches: int) -> None:
+        """Find out whether the schedule works with so many microbatches.
+
+        Raises:
+            ConfigError: It needs more, or another multiple.
+        """
+        processes = self.num_processes
+        fewest = {"1F1B": processes, "Interleaved1F1B": processes, "ZBVZeroBubble": 2 * processes - 1}.get(self.name, 1)
+        if num_microbatches < fewest:
+            raise ConfigError(
+                f"the schedule {self.name} over {processes} processes needs at least {fewest} microbatches, "
+                f"not {num_microbatches}",
+                remedy=f"pass --trainer.strategy.num_microbatches={fewest}, or --trainer.strategy.schedule=GPipe",
+            )
+        rounds = max(1, num_microbatches // processes)
+        if self.name == "Interleaved1F1B" and num_microbatches % rounds:
+            raise ConfigError(
+                f"the schedule {self.name} over {processes} processes runs {num_microbatches} microbatches in {rounds} "
+                "rounds, which does not come out even",
+                remedy=f"pass --trainer.strategy.num_microbatches={rounds * processes}",
+            )
+
+
+def stages_per_process(name: ScheduleName) -> int:
+    """How many stages a process holds under the schedule `name`."""
+    return 2 if name in ("Interleaved1F1B", "ZBVZeroBubble") else 1
+
+
+class Pipeline:
+    """This process's stages of a network, and how they work together with those of the other processes.
+
+    Images and labels are the same in all processes of the pipeline, and so are the logits that it returns.
+
+    Args:
+        network: The whole network; this process runs the layers of its own stages only.
+        partition: Its stages, `schedule.num_stages` of them.
+        schedule: Who holds which stage, and the order of work in training.
+        num_microbatches: Into how many a training batch is cut.
+        loss: The loss of each sample, from logits (n, C) and labels (n,).
+        group: The processes of the pipeline, in its order.
+        device: Where this process's stages are.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        partition: Partition,
+        *,
+        schedule: Schedule,
+        num_microbatches: int,
+        loss: Loss,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self.partition = partition
+        self.schedule = schedule
+        self.num_microbatches = num_microbatches
+        self.group = group
+        self.device = device
+        self._loss = loss
+        self._rank = dist.get_rank(group)
+        self.stages = {
+            index: stage.module(network)
+            for index, stage in enumerate(partition.stages)
+            if schedule.owner(index) == self._rank
+        }
+        self._runs: dict[tuple[int, torch.dtype], Any] = {}
+        self._scale = 1.0
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of this process's stages."""
+        return [parameter for stage in self.stages.values() for parameter in stage.parameters()]
+
+    def train(self, images: Tensor, labels: Tensor, *, scale: float) -> Tensor:
+        """Run forward and backward of every microbatch; the gradients are added to those of this process's parameters.
+
+        Args:
+            images: (n, ...), n a multiple of the number of microbatches.
+            labels: (n,).
+            scale: Factor of the summed loss of the samples.
+
+        Returns:
+            Logits, (n, C), without a graph.
+        """
+        self._scale = scale
+        run = self._prepared(len(images) // self.num_microbatches, images.dtype)
+        inputs = (images,) if 0 in self.stages else ()
+        targets = {"target": labels} if self._last in self.stages else {}
+        logits = run.step(*inputs, **targets)
+        return self._from_last(logits.detach() if logits is not None else None, len(images), images.dtype)
+
+    def evaluate(self, images: Tensor) -> Tensor:
+        """Logits (n, C) of images (n, ...), any n; microbatches follow each other through the stages."""
+        if not len(images):
+            return images.new_empty(0, *self.partition.stages[-1].output_shape)
+        outputs = [self._relay(part) for part in images.tensor_split(self.num_microbatches) if len(part)]
+        logits = torch.cat([output for output in outputs if output is not None]) if self._last in self.stages else None
+        return self._from_last(logits, len(images), images.dtype)
+
+    @property
+    def _last(self) -> int:
+        return self.schedule.num_stages - 1
+
+    def _relay(self, images: Tensor) -> Tensor | None:
+        """Run this process's stages on one microbatch; its logits, if the last stage is here."""
+        output: Tensor | None = None
+        for index, stage in self.stages.items():
+            if index == 0:
+                here = images
+            elif self.schedule.owner(index - 1) == self._rank:
+                assert output is not None
+                here = output
+            else:
+                here = self._boundary(index, len(images), images.dtype)
+                dist.recv(here, group=self.group, group_src=self.schedule.owner(index - 1))
+            output = stage(here)
+            if index != self._last and self.schedule.owner(index + 1) != self._rank:
+                dist.send(output.contiguous(), group=self.group, group_dst=self.schedule.owner(index + 1))
+        return output if self._last in self.stages else None
+
+    def _from_last(self, logits: Tensor | None, num_samples: int, dtype: torch.dtype) -> Tensor:
+        """The logits of the last stage, in every process."""
+        if logits is None:
+            logits = self._boundary(self._last + 1, num_samples, dtype)
+        logits = logits.contiguous()
+        dist.broadcast(logits, group=self.group, group_src=self.schedule.owner(self._last))
+        return logits
+
+    def _boundary(self, index: int, num_samples: int, dtype: torch.dtype) -> Tensor:
+        """Room for what stage `index` gets from the one before it."""
+        shape = self.partition.stages[index - 1].output_shape
+        return torch.empty(num_samples, *shape, dtype=_dtype_between(self.device, dtype), device=self.device)
+
+    def _prepared(self, num_samples: int, dtype: torch.dtype) -> Any:
+        """The schedule for microbatches of this size; a ragged last batch has one of its own."""
+        key = (num_samples, dtype)
+        if key not in self._runs:
+            stages: Any = list(self._torch_stages(num_samples, dtype))
+            kind: Any = get_schedule_class(self.schedule.name)
+            self._runs[key] = kind(
+                stages if self.schedule.stages_per_process > 1 else stages[0],
+                self.num_microbatches,
+                loss_fn=self._scaled_loss,
+                scale_grads=False,
+            )
+        return self._runs[key]
+
+    def _torch_stages(self, num_samples: int, dtype: torch.dtype) -> Iterator[PipelineStage]:
+        # With all shapes given torch makes no trial run to infer them, which would move BatchNorm's running statistics.
+        for index, module in self.stages.items():
+            images = torch.empty(num_samples, 3, 32, 32, dtype=dtype, device=self.device)
+            yield PipelineStage(
+                module,
+                index,
+                self.schedule.num_stages,
+                self.device,
+                input_args=self._boundary(index, num_samples, dtype).requires_grad_() if index else images,
+                output_args=self._boundary(index + 1, num_samples, dtype).requires_grad_(),
+                group=self.group,
+            )
+
+    def _scaled_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return self._loss(logits, labels).sum() * self._scale
+
+
+class HandOver(torch.autograd.Function):
+    """A loss whose gradients are known already: backward returns them, times the gradient of the loss.
+
+    Lightning runs training_step, zero_grad, backward, in this order; a pipeline's schedule runs backward within the
+    step. So its gradients are set aside and handed over when Lightning asks for them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: Sequence[Tensor | None], *parameters: nn.Parameter) -> Tensor:
+        ctx.gradients = gradients
+        return loss.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, None, *(None if gradient is None else gradient * grad for gradient in ctx.gradients)
+
+
+def _dtype_between(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """What a convolution returns for images of `dtype`: under autocast its type."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype

@@ -1,0 +1,275 @@
+"""`pp` and `ddp_pp`: the layers over processes, as a pipeline; with several pipelines, the batch over these."""
+
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lit_cifar.errors import ConfigError
+from lit_cifar.models.partition import Partition
+from lit_cifar.strategies.mesh import MeshStrategy
+from lit_cifar.strategies.network import ComputesLoss, RunsNetwork, as_computes_loss
+from lit_cifar.strategies.pipeline import HandOver, Pipeline, Schedule, ScheduleName, stages_per_process
+from lit_cifar.strategies.state import merge_optimizer_states, only_parameters
+
+
+class PipelineStrategy(MeshStrategy):
+    """Stages of the network over the processes of a pipeline, by torch.distributed.pipelining.
+
+    The processes of one pipeline read the same samples and cut them into microbatches. Equal to one device that
+    normalises each microbatch by itself and moves the running statistics once for each; with several pipelines, those
+    of the first one stay. Loss and metrics are computed by the module from the logits of the whole batch, which the
+    last stage sends to all.
+
+    Each process has the whole network in host memory and its own stages on its device; the copies of the other stages
+    are brought up to date for checkpoints and at the end.
+
+    Args:
+        num_stages: Stages of a pipeline; by default so many that there is one pipeline. Processes hold one each, or two
+            under "Interleaved1F1B" and "ZBVZeroBubble".
+        num_microbatches: Into how many pieces a pipeline cuts its part of the batch.
+        schedule: The order of work: "GPipe" (Huang et al. 2019), "1F1B" (Narayanan et al. 2019), "Interleaved1F1B"
+            (Narayanan et al. 2021), "ZBVZeroBubble" (Qi et al. 2024). All compute the same.
+        cuts: The blocks with which the second and later stages begin, e.g. ["layer3.1"]; by default stages of about
+            equal FLOP.
+        **kwargs: As of Lightning's `DDPStrategy`: `process_group_backend`, `timeout`, `start_method`.
+    """
+
+    def __init__(
+        self,
+        num_stages: int | None = None,
+        num_microbatches: int = 4,
+        schedule: ScheduleName = "1F1B",
+        cuts: list[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.num_stages = num_stages
+        self.num_microbatches = num_microbatches
+        self.schedule_name: ScheduleName = schedule
+        self.cuts = cuts
+        self._pipeline: Pipeline | None = None
+        self._partition: Partition | None = None
+        self._average = True
+
+    @property
+    @override
+    def processes_per_replica(self) -> int:
+        if self.num_stages is None:
+            return self.num_nodes * self.num_processes
+        return max(1, self.num_stages // stages_per_process(self.schedule_name))
+
+    @property
+    def strategy_name(self) -> str:  # type: ignore[override]  # the base class has a constant
+        """The registered name for these sizes."""
+        return "pp" if self.processes_per_replica == self.num_nodes * self.num_processes else "ddp_pp"
+
+    @property
+    def schedule(self) -> Schedule:
+        """Who holds which stage; known once the Trainer is made."""
+        return Schedule.of(self.schedule_name, self.processes_per_replica)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """This process's part of its pipeline; known from `setup` on."""
+        assert self._pipeline is not None
+        return self._pipeline
+
+    @override
+    def check(self) -> None:
+        """Find contradicting sizes and flags.
+
+        Raises:
+            ConfigError: Stages that do not divide the processes, too few microbatches for the schedule, synchronised
+                BatchNorm, or a precision that scales the loss.
+        """
+        each = stages_per_process(self.schedule_name)
+        if self.num_stages is not None and (self.num_stages < 1 or self.num_stages % each):
+            raise ConfigError(
+                f"--trainer.strategy.num_stages={self.num_stages}, but under {self.schedule_name} each process "
+                f"holds {each}",
+                remedy=f"pass --trainer.strategy.num_stages={max(each, self.num_stages // each * each)}",
+            )
+        super().check()
+        if self.num_microbatches < 1:
+            raise ConfigError(
+                f"--trainer.strategy.num_microbatches={self.num_microbatches} is less than one",
+                remedy="pass at least 1",
+            )
+        self.schedule.check(self.num_microbatches)
+        if self._layer_sync is not None:
+            raise ConfigError(
+                f"--trainer.sync_batchnorm=true has no effect on --trainer.strategy={self.strategy_name}: a pipeline "
+                "normalises each microbatch by itself.",
+                remedy="Drop --trainer.sync_batchnorm, or use --trainer.strategy=ddp.",
+            )
+        if isinstance(self.precision_plugin, MixedPrecision) and self.precision_plugin.scaler is not None:
+            raise ConfigError(
+                "--trainer.precision=16-mixed scales the loss after the step; a pipeline has run its backward by then.",
+                remedy="Use --trainer.precision=bf16-mixed.",
+            )
+
+    @override
+    def connect(self, model: L.LightningModule) -> None:
+        """Cut the module's network into stages.
+
+        Raises:
+            ConfigError: A module without `network`, `use_runner` and `loss`, more stages than blocks, unknown cuts.
+        """
+        network = as_computes_loss(model, strategy=self.strategy_name).network
+        self._partition = Partition.of(network, num_stages=self.schedule.num_stages, cuts=self.cuts)
+        super().connect(model)
+
+    def plan(self) -> list[str]:
+        """The stages and their processes, a line each."""
+        assert self._partition is not None
+        owners = [f"process {self.schedule.owner(stage)}" for stage in range(self.schedule.num_stages)]
+        return self._partition.table(owners)
+
+    @override
+    def split(self, module: RunsNetwork) -> None:
+        """Move this process's stages to its device; the others stay in host memory."""
+        assert self._partition is not None
+        assert self.model is not None
+        self.model.to(self.root_device)
+        _sync_module_states(self.model)
+        self._pipeline = Pipeline(
+            module.network,
+            self._partition,
+            schedule=self.schedule,
+            num_microbatches=self.num_microbatches,
+            loss=cast(ComputesLoss, module).loss,
+            group=self.model_group,
+            device=self.root_device,
+        )
+        for index, stage in enumerate(self._partition.stages):
+            if index not in self._pipeline.stages:
+                stage.module(module.network).cpu()
+        module.use_runner(self._pipeline.evaluate)
+
+    @override
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the pipeline's forward and backward, then the module's own step on the logits."""
+        module = cast(ComputesLoss, self.lightning_module)
+        parameters = self.pipeline.parameters
+        kept = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        with self.precision_plugin.train_step_context():
+            logits = self.pipeline.train(batch.images, batch.labels, scale=batch.weight / len(batch.labels))
+        gradients = [parameter.grad for parameter in parameters]
+        for parameter, gradient in zip(parameters, kept, strict=True):
+            parameter.grad = gradient
+        module.use_runner(lambda images: logits)
+        loss = super().training_step(batch, *args, **kwargs)
+        module.use_runner(self.pipeline.evaluate)
+        handed_over: Tensor = HandOver.apply(loss, gradients, *parameters)
+        return handed_over
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Where gradients are accumulated, their average over the pipelines is taken once, at the end."""
+        self._average = False
+        try:
+            yield
+        finally:
+            self._average = True
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Average the gradients over the pipelines."""
+        num_pipelines = dist.get_world_size(self.data_group)
+        if not self._average or num_pipelines == 1:
+            return
+        gradients = [parameter.grad for parameter in self.pipeline.parameters if parameter.grad is not None]
+        flat = torch.cat([gradient.flatten() for gradient in gradients]) / num_pipelines
+        dist.all_reduce(flat, group=self.data_group)
+        parts = torch.split(flat, [gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+    @override
+    def share_of_norm(self, gradient: Tensor) -> float:
+        """Every pipeline has the averaged gradient of every stage once."""
+        return 1 / dist.get_world_size(self.data_group)
+
+    # Every process leaves a step with its own stages moved on. What follows brings them together again.
+
+    @override
+    def on_validation_start(self) -> None:
+        self._use_first_buffers()
+
+    @override
+    def on_test_start(self) -> None:
+        self._use_first_buffers()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._use_first_buffers()
+
+    def _use_first_buffers(self) -> None:
+        """The running statistics of the first pipeline, in all."""
+        for stage in self.pipeline.stages.values():
+            for buffer in stage.buffers():
+                dist.broadcast(buffer, group=self.data_group, group_src=0)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole network, as one device would save it; every process must call this."""
+        self._refresh_copies()
+        return super().lightning_module_state_dict()
+
+    def _refresh_copies(self) -> None:
+        """Bring this process's copies of all stages up to date with their owners in the first pipeline."""
+        network = cast(RunsNetwork, self.lightning_module).network
+        for owner, tensor in self._owned_tensors(network):
+            on_device = tensor.detach().to(self.root_device)
+            dist.broadcast(on_device, src=owner)
+            tensor.detach().copy_(on_device)
+
+    def _owned_tensors(self, network: nn.Module) -> Iterator[tuple[int, Tensor]]:
+        """Every parameter and buffer with the process of the first pipeline that holds its stage."""
+        assert self._partition is not None
+        for index, stage in enumerate(self._partition.stages):
+            for tensor in stage.module(network).state_dict(keep_vars=True).values():
+                yield self.schedule.owner(index), tensor
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state of all parameters, as one device would save it; every process must call this."""
+        return merge_optimizer_states(super().optimizer_state(optimizer), group=self.model_group)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Take what belongs to this process's stages."""
+        states = [
+            only_parameters(state, optimizer, self.pipeline.parameters)
+            for state, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=True)
+        ]
+        super().load_optimizer_state_dict({"optimizer_states": states})
+
+    @override
+    def teardown(self) -> None:
+        if self._pipeline is not None and not self._failed:
+            self._refresh_copies()
+        self._pipeline = None
+        super().teardown()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Make `pp` (one pipeline of all processes) and `ddp_pp` (pipelines of two stages) known."""
+        strategy_registry.register("pp", cls, description="One pipeline of all processes", override=True)
+        strategy_registry.register(
+            "ddp_pp", cls, description="Pipelines of two processes, DDP over these", override=True, num_stages=2
+        )
