@@ -31,6 +31,7 @@ from lit_cifar.callbacks import (
     Throughput,
 )
 from lit_cifar.checkpoints import Header, read_checkpoint
+from lit_cifar.commands import COMMANDS
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.module import LitResNet
@@ -47,10 +48,14 @@ def main(args: Sequence[str] | None = None) -> None:
         args: Arguments as on the command line; by default those of the process.
 
     Raises:
-        SystemExit: With status 2 and at most five lines on stderr, where the user's input cannot work.
+        SystemExit: With status 2 and at most five lines on stderr, where the user's input cannot work; with the
+            status of a command that is not Lightning's.
     """
     _quieten()
+    words = sys.argv[1:] if args is None else list(args)
     try:
+        if words and words[0] in COMMANDS:
+            raise SystemExit(COMMANDS[words[0]](words[1:]))
         CLI(
             LitResNet,
             CIFAR10DataModule,
@@ -135,6 +140,7 @@ class CLI(LightningCLI):
         """Find in one process, before others are started, what `Trainer` would find in each of them."""
         if self.trainer.world_size == 1 and self._get(self.config, "trainer").sync_batchnorm:
             rank_zero_warn("--trainer.sync_batchnorm=true has no effect on one process: it sees the whole batch")
+        self.trainer.strategy.connect(self.model)  # where it cuts the network, if it does
         self.datamodule.trainer = self.trainer
         self.datamodule.prepare_data()
         self.datamodule.setup(subcommand)
@@ -148,7 +154,7 @@ class _Parser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:
             super().error(message, ex)
-        _refuse(message, remedy=f"see {_program()} --help")
+        _refuse(_without_alternatives(message), remedy=f"see {_program()} --help")
 
 
 class _SaveConfig(SaveConfigCallback):
@@ -205,6 +211,13 @@ def _as_config_error(error: Exception) -> ConfigError:
         known = ", ".join(name for name in StrategyRegistry.available_strategies() if not variants.search(name))
         return ConfigError(str(error).split(". ")[0], remedy=f"the known ones: {known}")
     return ConfigError(str(error), remedy=f"see {_program()} --help")
+
+
+def _without_alternatives(message: str) -> str:
+    """The complaint about an option that may be one of several types, reduced to the type that was meant."""
+    key, _, rest = message.partition("\n")
+    _, found, meant = rest.partition("- Problem with given class_path ")
+    return f"{key} {meant.partition('Given value type')[0]}" if found else message
 
 
 def _program() -> str:

@@ -36,7 +36,7 @@ class MeshStrategy(DDPStrategy, ABC):
         **kwargs: As of Lightning's `DDPStrategy`: `process_group_backend`, `timeout`, `start_method`.
     """
 
-    strategy_name: str
+    strategy_name = "mesh"
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

@@ -1,0 +1,250 @@
+"""`pp` and `ddp_pp` below the command line: schedules as tables, then two real processes against one device."""
+
+import os
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from commands import TINY, run_here
+from torch import Tensor, nn
+from torch import multiprocessing as mp
+from torch.nn import functional as F
+
+from lit_cifar.errors import ConfigError
+from lit_cifar.layout import Chunks, Layout
+from lit_cifar.models import build_resnet
+from lit_cifar.models.partition import Partition
+from lit_cifar.strategies import PipelineStrategy
+from lit_cifar.strategies.pipeline import HandOver, Pipeline, Schedule, ScheduleName
+from lit_cifar.strategies.state import merge_optimizer_states, only_parameters
+
+SCHEDULES: list[ScheduleName] = ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
+MICROBATCHES = 4
+TRAINED = [16, 8]  # samples of the training steps: a full batch and a ragged one
+EVALUATED = [7, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_processes", "owners"),
+    [
+        ("GPipe", 3, [0, 1, 2]),
+        ("1F1B", 1, [0]),
+        ("Interleaved1F1B", 3, [0, 1, 2, 0, 1, 2]),
+        ("ZBVZeroBubble", 3, [0, 1, 2, 2, 1, 0]),
+    ],
+)
+def test_owners(name: ScheduleName, num_processes: int, owners: list[int]) -> None:
+    schedule = Schedule.of(name, num_processes)
+    assert [schedule.owner(stage) for stage in range(schedule.num_stages)] == owners
+
+
+@pytest.mark.parametrize(
+    ("name", "num_processes", "too_few", "remedy"),
+    [
+        ("1F1B", 4, 3, "num_microbatches=4"),
+        ("Interleaved1F1B", 2, 1, "num_microbatches=2"),
+        ("Interleaved1F1B", 2, 5, "num_microbatches=4"),
+        ("ZBVZeroBubble", 2, 2, "num_microbatches=3"),
+    ],
+)
+def test_a_schedule_says_how_many_microbatches_it_needs(
+    name: ScheduleName, num_processes: int, too_few: int, remedy: str
+) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        Schedule.of(name, num_processes).check(too_few)
+    Schedule.of(name, num_processes).check(int(remedy.split("=")[1]))
+
+
+def trainer(devices: int, strategy: PipelineStrategy | str, **settings: object) -> L.Trainer:
+    quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    return L.Trainer(**quiet, devices=devices, strategy=strategy, **settings)
+
+
+@pytest.mark.parametrize(
+    ("devices", "strategy", "layout"),
+    [
+        (2, "pp", Layout(num_microbatches=4)),
+        (4, "ddp_pp", Layout(num_shards=2, num_microbatches=4)),
+        (4, PipelineStrategy(num_stages=4, schedule="ZBVZeroBubble"), Layout(num_shards=2, num_microbatches=4)),
+        (3, PipelineStrategy(num_stages=1, num_microbatches=1), Layout(num_shards=3)),
+    ],
+)
+def test_processes_of_a_pipeline_share_a_shard(devices: int, strategy: PipelineStrategy | str, layout: Layout) -> None:
+    made = trainer(devices, strategy).strategy
+    assert Layout.of(made) == layout
+    assert isinstance(made, PipelineStrategy)
+    assert made.strategy_name == ("pp" if layout.num_shards == 1 else "ddp_pp")
+
+
+REFUSED = {
+    "stages that do not divide the processes": (
+        ["devices=3", "strategy=ddp_pp"],
+        ["2 processes", "3 processes", "devices=2"],
+    ),
+    "more stages than processes": (["devices=2", "strategy.num_stages=3"], ["3 processes", "2 processes"]),
+    "half a V": (
+        ["devices=2", "strategy.num_stages=3", "strategy.schedule=ZBVZeroBubble"],
+        ["num_stages=3", "each process holds 2", "num_stages=2"],
+    ),
+    "no microbatch": (["devices=2", "strategy.num_microbatches=0"], ["num_microbatches=0"]),
+    "too few microbatches": (["devices=2", "strategy.num_microbatches=1"], ["1F1B", "at least 2"]),
+    "unknown cut": (["devices=2", "strategy.cuts=[layer9.0]"], ["layer9.0", "layer1.0"]),
+    "more stages than blocks": (["devices=7", "strategy.num_microbatches=8"], ["7 stages", "6 blocks"]),
+    "synchronised BatchNorm": (
+        ["strategy=pp", "devices=2", "sync_batchnorm=true"],
+        ["sync_batchnorm", "each microbatch"],
+    ),
+    "unknown schedule": (["devices=2", "strategy.schedule=2F2B"], ["2F2B", "ZBVZeroBubble"]),
+}
+
+
+@pytest.mark.parametrize(("flags", "words"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_cannot_work_is_refused(flags: list[str], words: list[str], tmp_path: Path) -> None:
+    named = [] if any(flag.startswith("strategy=") for flag in flags) else ["--trainer.strategy=PipelineStrategy"]
+    flags = [*named, *(f"--trainer.{flag}" for flag in flags)]
+    result = run_here("fit", *TINY, *flags, f"--run_dir={tmp_path / 'run'}")
+    assert result.status == 2
+    assert len(result.stderr.strip().splitlines()) <= 5
+    assert all(word in result.stderr for word in words), result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_handed_over_gradient_scales_and_accumulates() -> None:
+    used, unused = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    used.grad = torch.tensor([10.0, 20.0])
+    loss = HandOver.apply(torch.tensor(3.0), [torch.tensor([1.0, 2.0]), None], used, unused)
+    assert loss.item() == 3.0
+    (loss / 2).backward()
+    assert used.grad.tolist() == [10.5, 21.0]
+    assert unused.grad is None
+
+
+def test_only_some_parameters_of_an_optimizer_state() -> None:
+    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second], "lr": 0.1}], lr=0.2, momentum=0.9)
+    (first.sum() + second.sum()).backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    assert only_parameters(state, optimizer, [second])["state"].keys() == {1}
+    assert only_parameters(state, optimizer, [second])["param_groups"] == state["param_groups"]
+
+
+def network_of() -> nn.Module:
+    torch.manual_seed(0)
+    return build_resnet("resnet18", stem="imagenet").double()
+
+
+def batch_of(num_samples: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(num_samples)
+    images = torch.randn(num_samples, 3, 32, 32, generator=generator, dtype=torch.float64)
+    return images, torch.randint(0, 10, (num_samples,), generator=generator)
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels, reduction="none")
+
+
+def run_schedules(rank: int, folder: str) -> None:
+    """One of two processes: every schedule trains and evaluates; the process writes what it holds and has seen."""
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    results = {name: run_schedule(name, rank) for name in SCHEDULES}
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def run_schedule(name: ScheduleName, rank: int) -> dict[str, object]:
+    network, schedule = network_of(), Schedule.of(name, 2)
+    partition = Partition.of(network, num_stages=schedule.num_stages)
+    group = dist.group.WORLD
+    assert group is not None
+    pipeline = Pipeline(
+        network,
+        partition,
+        schedule=schedule,
+        num_microbatches=MICROBATCHES,
+        loss=loss_of,
+        group=group,
+        device=torch.device("cpu"),
+    )
+    logits = [pipeline.train(*batch_of(n), scale=1 / n) for n in TRAINED]
+    network.eval()
+    with torch.no_grad():
+        logits += [pipeline.evaluate(batch_of(n)[0]) for n in EVALUATED]
+    own = [stage for index, stage in enumerate(partition.stages) if index in pipeline.stages]
+    held = {key for key in network.state_dict() if any(stage.holds(key) for stage in own)}
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    optimizer.step()
+    return {
+        "logits": logits,
+        "gradients": {key: p.grad for key, p in network.named_parameters() if p.grad is not None},
+        "buffers": {key: buffer for key, buffer in network.named_buffers() if key in held},
+        "held": held,
+        "optimizer": merge_optimizer_states(optimizer.state_dict(), group=group),
+    }
+
+
+@pytest.fixture(scope="module")
+def by_processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, object]]]:
+    """What the two processes found, by schedule. One start of processes serves all tests."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    mp.spawn(run_schedules, args=(str(folder),), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> tuple[nn.Module, list[Tensor]]:
+    """The same steps on one device that normalises each microbatch by itself."""
+    torch.manual_seed(0)
+    network = build_resnet("resnet18", stem="imagenet", batchnorm_chunks=Chunks(num_microbatches=MICROBATCHES)).double()
+    logits = []
+    for num_samples in TRAINED:
+        images, labels = batch_of(num_samples)
+        logits.append(network(images))
+        loss_of(logits[-1], labels).mean().backward()
+    network.eval()
+    with torch.no_grad():
+        logits += [network(batch_of(n)[0]) for n in EVALUATED]
+    return network, logits
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_process_has_the_logits_of_one_device(name: str, by_processes: list, alone: tuple) -> None:
+    for process in by_processes:
+        assert [len(found) for found in process[name]["logits"]] == TRAINED + EVALUATED
+        for found, expected in zip(process[name]["logits"], alone[1], strict=True):
+            torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_gradients_and_running_statistics_are_those_of_one_device(name: str, by_processes: list, alone: tuple) -> None:
+    expected = {key: p.grad for key, p in alone[0].named_parameters()}
+    gradients = by_processes[0][name]["gradients"] | by_processes[1][name]["gradients"]
+    buffers = by_processes[0][name]["buffers"] | by_processes[1][name]["buffers"]
+    assert gradients.keys() == expected.keys()
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[key], rtol=0, atol=1e-9)
+    assert buffers.keys() == dict(alone[0].named_buffers()).keys()
+    for key, buffer in alone[0].named_buffers():
+        torch.testing.assert_close(buffers[key], buffer, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_each_process_trains_its_own_stages_alone(name: str, by_processes: list) -> None:
+    first, second = (process[name] for process in by_processes)
+    assert not first["held"] & second["held"]
+    for process in (first, second):
+        assert process["gradients"].keys() <= process["held"]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_merged_optimizer_state_has_every_parameter_in_order(name: str, by_processes: list, alone: tuple) -> None:
+    optimizer = torch.optim.SGD(alone[0].parameters(), lr=0.1, momentum=0.9)
+    for process in by_processes:
+        state = process[name]["optimizer"]
+        assert list(state["state"]) == list(range(len(list(alone[0].parameters()))))
+        optimizer.load_state_dict(state)
