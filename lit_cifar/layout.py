@@ -80,6 +80,10 @@ class Chunks:
     replicas_per_shard: int = 1
     num_microbatches: int = 1
 
+    def __post_init__(self) -> None:
+        if min(self.num_shards, self.accumulation, self.replicas_per_shard, self.num_microbatches) < 1:
+            raise ValueError(f"not a way to cut a batch: {self}")
+
     def positions(self, num_samples: int) -> list[list[Tensor]]:
         """For each replica the chunks that it normalises, in their order; positions in the batch, int64, not empty."""
         replicas = [

@@ -16,6 +16,8 @@ from tiny_task import TinyData, TinyTask, tiny_trainer
 
 from lit_cifar.callbacks.environment import command_line, cpu_model, git_state, strategy_name
 from lit_cifar.callbacks.run_report import RunReport, next_steps, plan
+from lit_cifar.models.partition import Partition
+from lit_cifar.models.resnet import build_resnet
 from lit_cifar.module import LitResNet
 
 
@@ -104,22 +106,46 @@ def test_a_run_without_loggers_has_no_folder(tmp_path: Path, capsys: pytest.Capt
     assert list(tmp_path.iterdir()) == []
 
 
-def test_plan_divides_the_global_batch() -> None:
-    strategy = SimpleNamespace(
-        distributed_sampler_kwargs={"num_replicas": 2, "rank": 0},
-        replicas_per_shard=2,
-        root_device=torch.device("cpu"),
-        strategy_name="both",
+def plan_of(*, batch_size: int, accumulation: int = 1, **strategy: Any) -> list[str]:
+    """The plan of two processes that read a shard each."""
+    shards = {"num_replicas": 2, "rank": 0}
+    facts = {"distributed_sampler_kwargs": shards, "root_device": torch.device("cpu"), "strategy_name": "made_up"}
+    trainer: Any = SimpleNamespace(
+        strategy=SimpleNamespace(**facts, **strategy),
+        accumulate_grad_batches=accumulation,
+        world_size=2,
+        precision="bf16-mixed",
     )
-    trainer: Any = SimpleNamespace(strategy=strategy, accumulate_grad_batches=4, world_size=2, precision="bf16-mixed")
-    data = SimpleNamespace(batch_size=128, name="CIFAR-10", sets={"train": range(50_000), "val": range(0)})
-    module = LitResNet("resnet10", stem="imagenet")
-    assert plan(trainer, module, data) == [
+    data = SimpleNamespace(batch_size=batch_size, name="CIFAR-10", sets={"train": range(50_000), "val": range(0)})
+    return plan(trainer, LitResNet("resnet10", stem="imagenet"), data)
+
+
+def test_plan_divides_the_global_batch() -> None:
+    assert plan_of(batch_size=128, accumulation=4, replicas_per_shard=2) == [
         "model       resnet10, imagenet stem, 4.91 M parameters",
         "data        CIFAR-10: 50,000 images to train on",
         "batch       128 = 4 replicas x 8 x 4 accumulated images per optimizer step",
-        "mode        both: 2 processes, cpu, bf16-mixed",
+        "mode        made_up: 2 processes, cpu, bf16-mixed",
     ]
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "division"),
+    [(1, "64 = 2 replicas x 4 microbatches x 8"), (2, "64 = 2 replicas x 4 microbatches x 4 x 2 accumulated")],
+)
+def test_plan_divides_replicas_into_microbatches(accumulation: int, division: str) -> None:
+    lines = plan_of(batch_size=64, accumulation=accumulation, num_microbatches=4)
+    assert lines[2] == f"batch       {division} images per optimizer step"
+
+
+def test_plan_ends_with_what_the_mode_splits() -> None:
+    """The strategy's own lines, below one label and in one column."""
+    table = Partition.of(build_resnet("resnet34"), num_stages=2).table(["process 0", "process 1"])
+    lines = plan_of(batch_size=64, plan=lambda: table)
+    assert lines[3].startswith("mode ")
+    assert lines[4:] == [f"split       {table[0]}", f"            {table[1]}"]
+    assert max(len(line) for line in lines) <= 120
+    assert len(plan_of(batch_size=64, plan=list)) == 4
 
 
 def test_folders_elsewhere_stay_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,66 @@ def test_four_replicas_in_one_process_cut_a_ragged_batch_unevenly(rest: int, fin
             sampler.check()
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "layout", "accumulation", "cut", "nearest"),
+    [
+        (30, Layout(num_microbatches=4), 1, "1 replica x 4 microbatches", "28 32"),
+        (100, Layout(num_shards=2, num_microbatches=4), 1, "2 replicas x 4 microbatches", "96 104"),
+        (100, Layout(num_microbatches=4), 3, "1 replica x 3 accumulation steps x 4 microbatches", "96 108"),
+        (4, Layout(num_microbatches=4), 1, "1 replica x 4 microbatches of at least 2 samples", "8"),
+        (9, Layout(num_microbatches=4), 1, "1 replica x 4 microbatches of at least 2 samples", "8 12"),
+        (3, Layout(num_shards=2, num_microbatches=4), 1, "2 replicas x 4 microbatches", "16"),
+        (0, Layout(num_microbatches=4), 1, "1 replica x 4 microbatches", "8"),
+    ],
+)
+def test_a_batch_that_does_not_divide_among_microbatches_names_the_nearest_that_do(
+    batch_size: int, layout: Layout, accumulation: int, cut: str, nearest: str
+) -> None:
+    settings = {"num_samples": 1344, "layout": layout, "accumulation": accumulation}
+    with pytest.raises(ConfigError) as error:
+        TrainSampler(**settings, batch_size=batch_size).check()
+    assert f"does not divide among {cut}" in error.value.problem
+    sizes = [int(size) for size in nearest.split()]
+    assert error.value.remedy == "the nearest that do: " + " or ".join(f"--data.batch_size={size}" for size in sizes)
+    for size in sizes:
+        TrainSampler(**settings, batch_size=size, drop_last=True).check()
+
+
+@pytest.mark.parametrize(
+    ("rest", "layout", "fine"),
+    [
+        (0, Layout(num_microbatches=4), True),
+        (8, Layout(num_microbatches=4), True),
+        (12, Layout(num_microbatches=4), True),
+        (4, Layout(num_microbatches=4), False),  # one sample each
+        (9, Layout(num_microbatches=4), False),
+        (30, Layout(num_microbatches=4), False),
+        (16, Layout(num_shards=2, num_microbatches=4), True),
+        (12, Layout(num_shards=2, num_microbatches=4), False),  # 6 of each replica are not four times the same
+        (8, Layout(num_shards=2, num_microbatches=4), False),
+    ],
+)
+def test_a_ragged_batch_must_make_equal_microbatches(rest: int, layout: Layout, fine: bool) -> None:
+    """Of two samples at least; the chunks are those that a single device would normalise."""
+    chunks = [len(chunk) for replica in layout.chunks().positions(rest) for chunk in replica]
+    assert (len(set(chunks)) < 2 and min(chunks, default=2) >= 2) == fine
+    settings = {"num_samples": 64 + rest, "batch_size": 64, "layout": layout}
+    TrainSampler(**settings, drop_last=True).check()
+    if fine:
+        TrainSampler(**settings).check()
+        return
+    with pytest.raises(ConfigError, match=f"has {rest} of {64 + rest} images, .* 4 microbatches") as error:
+        TrainSampler(**settings).check()
+    assert "--data.drop_last=true" in error.value.remedy
+
+
+def test_accumulation_divides_a_ragged_batch_too() -> None:
+    settings = {"batch_size": 64, "layout": Layout(num_microbatches=4), "accumulation": 2}
+    TrainSampler(num_samples=64 + 16, **settings).check()
+    with pytest.raises(ConfigError, match="1 replica x 2 accumulation steps x 4 microbatches of at least 2 samples"):
+        TrainSampler(num_samples=64 + 12, **settings).check()
+
+
 def test_dropping_the_only_batch_is_refused() -> None:
     with pytest.raises(ConfigError, match="leaves none of 100"):
         TrainSampler(num_samples=100, batch_size=128, layout=Layout(), drop_last=True).check()

@@ -19,9 +19,9 @@ PREDICTIONS = "predictions.csv"
 class RunReport(Callback):
     """Writes `environment.json` and prints, on rank 0, what a person wants to know before and after a run.
 
-    Before a fit: the model, the data set, how the global batch is divided, the mode. After any subcommand: the run
-    folder and what opens it: TensorBoard's command, or the file with the predictions; after a fit also its result and
-    the command that tests its checkpoint. A run that fails prints none of these.
+    Before a fit: the model, the data set, how the global batch is divided, the mode and what it splits. After any
+    subcommand: the run folder and what opens it: TensorBoard's command, or the file with the predictions; after a fit
+    also its result and the command that tests its checkpoint. A run that fails prints none of these.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,12 @@ def run_folder(trainer: Trainer) -> Path | None:
 
 
 def plan(trainer: Trainer, pl_module: LightningModule, datamodule: Any) -> list[str]:
-    """Model, data, global batch and mode of a fit, a line each."""
+    """Model, data, global batch and mode of a fit, a line each, and what the mode splits.
+
+    The last is for the strategy to say, in the lines that its `plan()` returns, unlabelled: the first gets the label
+    "split", the others are indented below it. Called on rank 0 alone and before `Strategy.setup`, so `plan()` must
+    neither talk to other processes nor need what `setup` makes.
+    """
     num_parameters = sum(parameter.numel() for parameter in pl_module.parameters())
     header = getattr(pl_module, "header", None)
     model = f"{header.arch}, {header.stem} stem" if header is not None else type(pl_module).__name__
@@ -71,19 +76,33 @@ def plan(trainer: Trainer, pl_module: LightningModule, datamodule: Any) -> list[
         for name, purpose in purposes.items()
         if len(datamodule.sets.get(name, ()))
     )
-    accumulated = trainer.accumulate_grad_batches
-    share = datamodule.batch_size / (layout.num_replicas * accumulated)
-    batch = f"{datamodule.batch_size} = {_count(layout.num_replicas, 'replica')} x {share:g}"
-    if accumulated > 1:
-        batch += f" x {accumulated} accumulated"
     processes = _count(trainer.world_size, "process", "processes")
     device = trainer.strategy.root_device.type
     return [
         _line("model", f"{model}, {num_parameters / 1e6:.2f} M parameters"),
         _line("data", f"{datamodule.name}: {sizes}"),
-        _line("batch", f"{batch} images per optimizer step"),
+        _line("batch", _division(datamodule.batch_size, layout, trainer.accumulate_grad_batches)),
         _line("mode", f"{strategy_name(trainer)}: {processes}, {device}, {trainer.precision}"),
+        *_split(trainer.strategy),
     ]
+
+
+def _division(batch_size: int, layout: Layout, accumulated: int) -> str:
+    """How the global batch is divided, e.g. "64 = 2 replicas x 4 microbatches x 8 images per optimizer step"."""
+    share = batch_size / (layout.num_replicas * layout.num_microbatches * accumulated)
+    factors = [_count(layout.num_replicas, "replica")]
+    if layout.num_microbatches > 1:
+        factors.append(f"{layout.num_microbatches} microbatches")
+    factors.append(f"{share:g}")
+    if accumulated > 1:
+        factors.append(f"{accumulated} accumulated")
+    return f"{batch_size} = {' x '.join(factors)} images per optimizer step"
+
+
+def _split(strategy: Any) -> list[str]:
+    """The lines of `strategy.plan()`, if it has one, under one label."""
+    lines: list[str] = strategy.plan() if hasattr(strategy, "plan") else []
+    return [_line("" if index else "split", line) for index, line in enumerate(lines)]
 
 
 def results(trainer: Trainer) -> list[str]:

@@ -27,7 +27,8 @@ class TrainSampler:
     `b * batch_size` to `(b + 1) * batch_size - 1`. Of these, accumulation step `a` of shard `s` takes every
     `P`-th one from `a * num_shards + s`, with `P = accumulation * num_shards`. So every optimizer step sees the same
     samples however many processes there are and however often they accumulate, and all parts are equally large,
-    but for the last batch, whose parts may differ by one sample and carry their weights.
+    but for the last batch, whose parts may differ by one sample and carry their weights. Where replicas cut their parts
+    into microbatches, these are equally large in the last batch too: pipelines have fixed shapes.
 
     Attributes:
         num_samples: Size of the data set.
@@ -83,10 +84,11 @@ class TrainSampler:
         """Refuse sizes that cannot be cut evenly.
 
         Raises:
-            ConfigError: The batch does not divide among the replicas, no batch is full enough to train on, or the
-                ragged last batch leaves a replica fewer than the two samples that batch statistics need.
+            ConfigError: The batch does not divide among replicas and microbatches, no batch is full enough to train
+                on, or the ragged last batch leaves some that are normalised together fewer than the two samples that
+                batch statistics need, or makes unequal microbatches.
         """
-        _check_divisible(self.batch_size, self.layout.num_replicas, self.accumulation)
+        self._check_full_batch()
         if not self.num_batches:
             raise ConfigError(
                 f"--data.batch_size={self.batch_size} with --data.drop_last=true leaves none of "
@@ -94,12 +96,52 @@ class TrainSampler:
                 remedy="lower --data.batch_size, or pass --data.drop_last=false",
             )
         rest = self.num_samples % self.batch_size
-        if rest and not self.drop_last and self._smallest_share(rest) < 2:
+        if rest and not self.drop_last:
+            self._check_ragged_batch(rest)
+
+    def _check_full_batch(self) -> None:
+        size, parts, least = self.batch_size, self._num_equal_parts, self._least_batch
+        if size >= least and size % parts == 0:
+            return
+        nearest = sorted({max(size // parts * parts, least), max(-(-size // parts) * parts, least)})
+        raise ConfigError(
+            f"--data.batch_size={size} is the global batch and does not divide among {self._cut}",
+            remedy="the nearest that do: " + " or ".join(f"--data.batch_size={size}" for size in nearest),
+        )
+
+    def _check_ragged_batch(self, size: int) -> None:
+        problem = ""
+        if self.layout.num_microbatches > 1:
+            if size < self._least_batch or size % self._num_equal_parts:
+                problem = f", which do not divide among {self._cut}"
+        elif self._smallest_share(size) < 2:
+            problem = f" for {self.layout.num_replicas} replicas x {self.accumulation} accumulation steps; each needs 2"
+        if problem:
             raise ConfigError(
-                f"the last batch of an epoch has {rest} of {self.num_samples} images for {self.layout.num_replicas} "
-                f"replicas x {self.accumulation} accumulation steps; each needs 2",
+                f"the last batch of an epoch has {size} of {self.num_samples} images{problem}",
                 remedy="pass --data.drop_last=true, or change --data.batch_size or --data.val_size",
             )
+
+    @property
+    def _num_equal_parts(self) -> int:
+        """Into how many parts of one size a full batch is cut."""
+        return self.layout.num_replicas * self.accumulation * self.layout.num_microbatches
+
+    @property
+    def _least_batch(self) -> int:
+        """The smallest batch that can be cut: a replica may make do with one sample, a microbatch needs two."""
+        return self._num_equal_parts * (2 if self.layout.num_microbatches > 1 else 1)
+
+    @property
+    def _cut(self) -> str:
+        """The parts in words."""
+        replicas, microbatches = self.layout.num_replicas, self.layout.num_microbatches
+        factors = [f"{replicas} replica{'s' if replicas > 1 else ''}"]
+        if self.accumulation > 1:
+            factors.append(f"{self.accumulation} accumulation steps")
+        if microbatches > 1:
+            factors.append(f"{microbatches} microbatches of at least 2 samples")
+        return " x ".join(factors)
 
     def _smallest_share(self, num_samples: int) -> int:
         """The fewest samples that any replica normalises together when a batch of `num_samples` is cut."""
@@ -146,16 +188,3 @@ def _smallest_chunk(num_samples: int, num_chunks: int) -> int:
     """Size of the last chunk that `Tensor.chunk` makes: all others have `ceil(num_samples / num_chunks)`."""
     size = -(-num_samples // num_chunks)
     return num_samples % size or size if size else 0
-
-
-def _check_divisible(batch_size: int, num_replicas: int, accumulation: int) -> None:
-    parts = num_replicas * accumulation
-    if batch_size > 0 and batch_size % parts == 0:
-        return
-    lower, upper = batch_size // parts * parts, -(-batch_size // parts) * parts
-    nearest = " or ".join(f"--data.batch_size={size}" for size in (lower, max(upper, parts)) if size > 0)
-    steps = f" x {accumulation} accumulation steps" if accumulation > 1 else ""
-    raise ConfigError(
-        f"--data.batch_size={batch_size} is the global batch and does not divide among {num_replicas} replicas{steps}",
-        remedy=f"the nearest that do: {nearest}",
-    )

@@ -24,7 +24,8 @@ class Block:
 
     Attributes:
         name: "stem", "layer1.0" and so on, "head".
-        flop: Floating-point operations of forward and backward of one image, as torch's flop counter counts them.
+        flop: Floating-point operations of one image's forward pass, as torch's flop counter counts them; backward takes
+            twice as many, so that shares are the same.
         num_parameters: Numbers to learn.
         output_shape: Of one image, without the batch axis.
     """
@@ -48,7 +49,7 @@ class Stage:
 
     @property
     def flop(self) -> int:
-        """Of forward and backward of one image."""
+        """Of one image's forward pass."""
         return sum(block.flop for block in self.blocks)
 
     @property
@@ -127,26 +128,26 @@ def blocks_of(network: nn.Module) -> dict[str, nn.Module]:
     return chain | {"head": nn.Sequential(resnet.avgpool, nn.Flatten(1), resnet.fc)}
 
 
+@torch.no_grad()
 def measure(network: nn.Module) -> tuple[Block, ...]:
     """FLOP, parameters and output shape of every block, from a run on the meta device, which computes nothing."""
-    chain = blocks_of(deepcopy(network).to("meta"))
-    # Two images: batch statistics of one pixel of one image would be refused.
-    x = torch.empty(2, *_IMAGE, device="meta")
+    # In evaluation: the same FLOP, and no layer that asks for more than one image.
+    chain = blocks_of(deepcopy(network).to("meta", torch.float32).eval())
+    x = torch.empty(1, *_IMAGE, device="meta")
     blocks = []
     for name, block in chain.items():
         with FlopCounterMode(display=False) as counter:
             output = block(x)
-            output.sum().backward()
         num_parameters = sum(parameter.numel() for parameter in block.parameters())
         blocks.append(
             Block(
                 name=name,
-                flop=counter.get_total_flops() // len(x),
+                flop=counter.get_total_flops(),
                 num_parameters=num_parameters,
                 output_shape=tuple(output.shape[1:]),
             )
         )
-        x = output.detach().requires_grad_()
+        x = output
     return tuple(blocks)
 
 
