@@ -34,6 +34,7 @@ from lit_cifar.checkpoints import Header, read_checkpoint
 from lit_cifar.commands import COMMANDS
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.errors import CheckpointError, ConfigError
+from lit_cifar.layout import Layout
 from lit_cifar.module import LitResNet
 from lit_cifar.run_folder import create_run_folder, process_rank, run_loggers
 from lit_cifar.strategies import ProcessSyncBatchNorm
@@ -61,6 +62,7 @@ def main(args: Sequence[str] | None = None) -> None:
             CIFAR10DataModule,
             args=None if args is None else list(args),
             parser_class=_Parser,
+            parser_kwargs={"epilog": f"Further commands, each with a --help of its own: {', '.join(COMMANDS)}."},
             save_config_callback=_SaveConfig,
             seed_everything_default=0,
             trainer_defaults={"max_epochs": 15, "enable_model_summary": False, "callbacks": _callbacks()},
@@ -134,12 +136,20 @@ class CLI(LightningCLI):
             label = subcommand if mode == "auto" or not mode.isidentifier() else f"{subcommand}-{mode}"
             folder = create_run_folder(self._get(self.config, "run_dir"), label=label)
             self.trainer.loggers = run_loggers(folder)
+        # Lightning does so after it has loaded a checkpoint, whose float64 weights would be rounded by then.
+        self.trainer.precision_plugin.convert_module(self.model)
         super()._run_subcommand(subcommand)
 
     def _check(self, subcommand: str) -> None:
         """Find in one process, before others are started, what `Trainer` would find in each of them."""
         if self.trainer.world_size == 1 and self._get(self.config, "trainer").sync_batchnorm:
             rank_zero_warn("--trainer.sync_batchnorm=true has no effect on one process: it sees the whole batch")
+        layout = Layout.of(self.trainer.strategy)
+        if self._get(self.config, "model").batchnorm_chunks is not None and layout != Layout():
+            raise ConfigError(
+                f"--model.batchnorm_chunks imitates a mode on one device, and this is one: {layout}",
+                remedy="leave it out, or drop --trainer.strategy and pass --trainer.devices=1",
+            )
         self.trainer.strategy.connect(self.model)  # where it cuts the network, if it does
         self.datamodule.trainer = self.trainer
         self.datamodule.prepare_data()

@@ -46,3 +46,18 @@ def global_steps(folder: Path) -> list[tuple[int, int, list[int]]]:
         for line in map(json.loads, file.read_text().splitlines()):
             seen.setdefault((line["epoch"], line["step"]), []).extend(line["ids"])
     return [(epoch, step, sorted(ids)) for (epoch, step), ids in sorted(seen.items())]
+
+
+class FailOn(L.Callback):
+    """Fails on one rank at the start of a step, while the others go on."""
+
+    def __init__(self, rank: int, step: int = 1) -> None:
+        self.rank = rank
+        self.step = step
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
+    ) -> None:
+        """Fail."""
+        if (trainer.global_rank, trainer.global_step) == (self.rank, self.step):
+            raise RuntimeError(f"rank {self.rank} fails at step {self.step}")

@@ -16,7 +16,7 @@ SHORT = ["--trainer.max_steps=2", "--trainer.log_every_n_steps=1", "--trainer.li
 def processes(config: Path) -> int:
     """Processes that a configuration starts."""
     trainer = yaml.safe_load(config.read_text()).get("trainer", {})
-    return trainer["devices"] if str(trainer.get("strategy")).startswith("ddp") else 1
+    return 1 if trainer.get("strategy") in (None, "dp", "mp") else trainer["devices"]
 
 
 @pytest.mark.parametrize("config", PATHS, ids=lambda path: str(path.relative_to(CONFIGS)))

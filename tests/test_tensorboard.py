@@ -30,7 +30,7 @@ def test_graph_shows_the_network_and_leaves_it_alone(
     writer = SummaryWriter(str(tmp_path))
     monkeypatch.setattr(tensorboard, "tensorboard_writer", lambda trainer: writer)
 
-    ModelGraph().on_fit_start(fake_trainer(), module)
+    ModelGraph().setup(fake_trainer(), module, "fit")
     writer.close()
 
     operations = graph_nodes(read_events(tmp_path))

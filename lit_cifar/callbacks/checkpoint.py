@@ -43,3 +43,10 @@ class Checkpoint(ModelCheckpoint):
             self.monitor, self.save_top_k = None, 1
             self.filename, self.save_last = "last", False
         super().setup(trainer, pl_module, stage)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Keep the last also where it is not among the best, for which Lightning's own callback writes nothing."""
+        super().on_validation_end(trainer, pl_module)
+        unsaved = not self._should_skip_saving_checkpoint(trainer) and not self._should_save_on_train_epoch_end(trainer)
+        if self.save_last and unsaved and (trainer.current_epoch + 1) % self._every_n_epochs == 0:
+            self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))

@@ -23,15 +23,15 @@ def tensorboard_writer(trainer: Trainer) -> SummaryWriter | None:
 
 
 class ModelGraph(Callback):
-    """Draws `pl_module.network` into TensorBoard's Graphs tab when a fit starts.
+    """Draws `pl_module.network` into TensorBoard's Graphs tab before a fit starts.
 
     A copy of the network is traced, on the CPU and in evaluation mode: BatchNorm statistics, training mode, device
-    and random state of the real one stay as they are.
+    and random state of the real one stay as they are. Before: some strategies then split the network.
     """
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Trace and write, on rank 0."""
-        writer = tensorboard_writer(trainer)
+        writer = tensorboard_writer(trainer) if stage == "fit" else None
         if writer is None:
             return
         network = copy.deepcopy(pl_module.network).cpu().eval()  # type: ignore[union-attr]

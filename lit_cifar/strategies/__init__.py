@@ -8,13 +8,31 @@ import atexit
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lit_cifar.strategies.ddp_mp import DDPLayerParallelStrategy
 from lit_cifar.strategies.dp import DataParallelStrategy
+from lit_cifar.strategies.mp import LayerParallelStrategy
+from lit_cifar.strategies.pp import PipelineStrategy
 from lit_cifar.strategies.process_group import destroy_process_group_at_exit
+from lit_cifar.strategies.sharded import ShardedStrategy
 from lit_cifar.strategies.sync_batchnorm import ProcessSyncBatchNorm
 
-__all__ = ["DataParallelStrategy", "ProcessSyncBatchNorm"]
+__all__ = [
+    "DDPLayerParallelStrategy",
+    "DataParallelStrategy",
+    "LayerParallelStrategy",
+    "PipelineStrategy",
+    "ProcessSyncBatchNorm",
+    "ShardedStrategy",
+]
 
-DataParallelStrategy.register_strategies(StrategyRegistry)
+for _strategy in (
+    DataParallelStrategy,
+    LayerParallelStrategy,
+    DDPLayerParallelStrategy,
+    PipelineStrategy,
+    ShardedStrategy,
+):
+    _strategy.register_strategies(StrategyRegistry)
 
 # Here, so that every process has it: the launched and the spawned ones import the package as well.
 atexit.register(destroy_process_group_at_exit)

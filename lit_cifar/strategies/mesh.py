@@ -9,6 +9,7 @@ samples, and a sum over all would count them several times.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any, cast
 
 import lightning as L
@@ -58,6 +59,10 @@ class MeshStrategy(DDPStrategy, ABC):
 
         One over the number of processes that hold the same part.
         """
+
+    @abstractmethod
+    def local_buffers(self) -> Iterator[Tensor]:
+        """This process's parts of the running statistics."""
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -120,6 +125,7 @@ class MeshStrategy(DDPStrategy, ABC):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        self._failed = False
         shape = (dist.get_world_size() // self.processes_per_replica, self.processes_per_replica)
         self._mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("data", "model"))
 
@@ -143,6 +149,25 @@ class MeshStrategy(DDPStrategy, ABC):
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
+
+    # Each replica moves its own running statistics. Those of the first one count: where evaluation starts, for all.
+
+    @override
+    def on_validation_start(self) -> None:
+        self.use_first_buffers()
+
+    @override
+    def on_test_start(self) -> None:
+        self.use_first_buffers()
+
+    @override
+    def on_predict_start(self) -> None:
+        self.use_first_buffers()
+
+    def use_first_buffers(self) -> None:
+        """Take over the running statistics of the first replica; every process must call this."""
+        for buffer in self.local_buffers():
+            dist.broadcast(buffer, group=self.data_group, group_src=0)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -203,25 +203,9 @@ class PipelineStrategy(MeshStrategy):
         """Every pipeline has the averaged gradient of every stage once."""
         return 1 / dist.get_world_size(self.data_group)
 
-    # Every process leaves a step with its own stages moved on. What follows brings them together again.
-
     @override
-    def on_validation_start(self) -> None:
-        self._use_first_buffers()
-
-    @override
-    def on_test_start(self) -> None:
-        self._use_first_buffers()
-
-    @override
-    def on_predict_start(self) -> None:
-        self._use_first_buffers()
-
-    def _use_first_buffers(self) -> None:
-        """The running statistics of the first pipeline, in all."""
-        for stage in self.pipeline.stages.values():
-            for buffer in stage.buffers():
-                dist.broadcast(buffer, group=self.data_group, group_src=0)
+    def local_buffers(self) -> Iterator[Tensor]:
+        return (buffer for stage in self.pipeline.stages.values() for buffer in stage.buffers())
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -48,18 +48,32 @@ class ProcessSyncBatchNorm(TorchSyncBatchNorm):
         return super().revert(model)
 
 
+def synchronise_along(network: nn.Module, group: dist.ProcessGroup) -> None:
+    """Let the synchronised layers of `network` send to the processes of `group` in place of all."""
+    for layer in network.modules():
+        if isinstance(layer, _Synchronised | nn.SyncBatchNorm):
+            layer.process_group = group
+
+
 class _Synchronised(_BatchNorm):
-    """BatchNorm whose training statistics are those of the batches of all processes together."""
+    """BatchNorm whose training statistics are those of the batches of several processes together.
+
+    Attributes:
+        process_group: These processes; None for all. Named as in `nn.SyncBatchNorm`.
+    """
+
+    process_group: dist.ProcessGroup | None = None
 
     @override
     def forward(self, input: Tensor) -> Tensor:
         """Normalise (n, C, ...); n may differ between processes and be 0 in some. Each process must take part."""
-        if not (self.training and dist.is_initialized() and dist.get_world_size() > 1):
+        group = self.process_group
+        if not (self.training and dist.is_initialized() and dist.get_world_size(group) > 1):
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        count, mean, var = _global_statistics(input.detach())
+        count, mean, var = _global_statistics(input.detach(), group)
         self._track(count, mean, var)
-        output: Tensor = _Normalise.apply(input, self.weight, self.bias, mean, var, count, self.eps)
+        output: Tensor = _Normalise.apply(input, self.weight, self.bias, mean, var, count, self.eps, group)
         return output
 
     def _track(self, count: int, mean: Tensor, var: Tensor) -> None:
@@ -106,8 +120,8 @@ def _device_to_be(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
-def _global_statistics(x: Tensor) -> tuple[int, Tensor, Tensor]:
-    """Values per channel, their mean and their biased variance over all processes.
+def _global_statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[int, Tensor, Tensor]:
+    """Values per channel, their mean and their biased variance over the processes of `group`, None for all.
 
     Each process sends what it has of (count, mean, variance), and all combine them in the same order, so that all get
     the same bits. The combination (Chan, Golub and LeVeque 1979) adds squared deviations from means, never squares of
@@ -115,6 +129,7 @@ def _global_statistics(x: Tensor) -> tuple[int, Tensor, Tensor]:
 
     Args:
         x: (n, C, ...), n may be 0.
+        group: Who has the other values.
 
     Returns:
         count, mean (C,), variance (C,); in x's dtype, or float32 where that has less precision.
@@ -130,8 +145,8 @@ def _global_statistics(x: Tensor) -> tuple[int, Tensor, Tensor]:
         mean, var = torch.batch_norm_update_stats(wide, None, None, 0.0)
         local[0] = x.numel() // num_channels
         local[1:] = torch.cat([mean, var])
-    parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, local)
+    parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, local, group=group)
     counts, means, variances = torch.split(torch.stack(parts), [1, num_channels, num_channels], dim=1)
     count = int(counts.sum())
     if count < 2:
@@ -158,9 +173,10 @@ class _Normalise(torch.autograd.Function):
         var: Tensor,
         count: int,
         eps: float,
+        group: dist.ProcessGroup | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, var)
-        ctx.count, ctx.eps, ctx.has_bias = count, eps, bias is not None
+        ctx.count, ctx.eps, ctx.group, ctx.has_bias = count, eps, group, bias is not None
         return _evaluate(x, mean, var, weight, bias, eps=eps)
 
     @staticmethod
@@ -169,7 +185,7 @@ class _Normalise(torch.autograd.Function):
         x, weight, mean, var = ctx.saved_tensors
         local = _local_sums(grad, x, mean, var, eps=ctx.eps)
         total = local.clone()
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=ctx.group)
         scale = torch.rsqrt(var + ctx.eps)
         if weight is not None:
             scale = scale * weight
@@ -180,7 +196,7 @@ class _Normalise(torch.autograd.Function):
         grad_x = torch.addcmul(through_statistics, grad, scale.to(grad.dtype).view(per_channel))
         grad_weight = local[0] if weight is not None else None
         grad_bias = local[1] if ctx.has_bias else None
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
 def _evaluate(

@@ -1,0 +1,12 @@
+"""Commands beside Lightning's fit, validate, test and predict: they start processes of their own, or none."""
+
+from collections.abc import Callable
+
+from lit_cifar.commands.modes import main as modes
+from lit_cifar.commands.verify.command import main as verify
+
+# Each takes what follows its name on the command line and returns the exit status.
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "modes": modes,
+    "verify": verify,
+}

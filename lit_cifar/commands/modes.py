@@ -1,0 +1,230 @@
+"""`python -m lit_cifar modes`: the modes, and which of them run on this machine."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+import torch.distributed as dist
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from lit_cifar.errors import ConfigError
+
+_MAX_COLUMNS = 120
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """A way to parallelise a training.
+
+    Attributes:
+        name: As in `--trainer.strategy` and `configs/modes/`; "single" is one device without a strategy.
+        splits: What is divided, and over what.
+        processes: How many, from N devices and S stages.
+        min_devices: The fewest of which each does a part of its own.
+        needs: What of torch it is built on, as "module" or "module.name".
+    """
+
+    name: str
+    splits: str
+    processes: str
+    min_devices: int = 2
+    needs: tuple[str, ...] = ()
+
+    @property
+    def has_processes(self) -> bool:
+        """Whether it starts several."""
+        return self.processes != "1"
+
+    def flags(self, num_devices: int) -> list[str]:
+        """What to pass to `fit` for so many devices."""
+        strategy = [] if self.name == "single" else [f"--trainer.strategy={self.name}"]
+        return [*strategy, f"--trainer.devices={num_devices}"]
+
+
+_DISTRIBUTED = ("torch.distributed",)
+_PIPELINING = (*_DISTRIBUTED, "torch.distributed.pipelining")
+_FULLY_SHARD = (*_DISTRIBUTED, "torch.distributed.fsdp.fully_shard")
+_TENSOR_PARALLEL = (*_DISTRIBUTED, "torch.distributed.tensor.parallel")
+
+MODES = (
+    Mode(name="single", splits="nothing: the reference", processes="1", min_devices=1),
+    Mode(name="dp", splits="the batch, over devices of one process", processes="1"),
+    Mode(name="ddp", splits="the batch, over processes", processes="N", needs=_DISTRIBUTED),
+    Mode(name="ddp_spawn", splits="the same, started by multiprocessing", processes="N", needs=_DISTRIBUTED),
+    Mode(name="mp", splits="the layers, over devices of one process", processes="1"),
+    Mode(
+        name="ddp_mp",
+        splits="batch over processes, layers over the devices of each",
+        processes="N / S",
+        min_devices=4,
+        needs=_DISTRIBUTED,
+    ),
+    Mode(name="pp", splits="the layers, over processes", processes="N", needs=_PIPELINING),
+    Mode(
+        name="ddp_pp",
+        splits="the batch over pipelines, the layers along each",
+        processes="N",
+        min_devices=4,
+        needs=_PIPELINING,
+    ),
+    Mode(name="fsdp2", splits="parameters, gradients and optimizer state", processes="N", needs=_FULLY_SHARD),
+    Mode(name="tp", splits="the tensors inside layers", processes="N", needs=_TENSOR_PARALLEL),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What decides which modes run.
+
+    Attributes:
+        num_cores: That this process may use.
+        num_gpus: CUDA devices.
+        backends: Of process groups: "gloo", "nccl".
+        offers: Those of the modes' `needs` that this build of torch meets.
+    """
+
+    num_cores: int
+    num_gpus: int
+    backends: frozenset[str]
+    offers: frozenset[str]
+
+    @classmethod
+    def here(cls) -> "Machine":
+        """This one."""
+        available = dist.is_available()
+        found = {"gloo": available and dist.is_gloo_available(), "nccl": available and dist.is_nccl_available()}
+        return cls(
+            num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            num_gpus=torch.cuda.device_count(),
+            backends=frozenset(name for name, has in found.items() if has),
+            offers=frozenset(need for mode in MODES for need in mode.needs if available and _exists(need)),
+        )
+
+    def __str__(self) -> str:
+        gpus = _count(self.num_gpus, "GPU") if self.num_gpus else "no GPU"
+        return f"{_count(self.num_cores, 'core')}, {gpus}, torch {torch.__version__}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A mode on a machine.
+
+    Attributes:
+        mode: Which.
+        accelerator: Where it runs: "cuda", "cpu", or None if it does not.
+        verdict: In words: with what, or why not.
+        command: What to type to run it there, None if it does not run.
+    """
+
+    mode: Mode
+    accelerator: str | None
+    verdict: str
+    command: str | None
+
+
+def mode_table(machine: Machine) -> list[Row]:
+    """Every mode on `machine`: on its GPUs where they suffice, else on the CPU."""
+    return [_row(mode, machine) for mode in MODES]
+
+
+def _row(mode: Mode, machine: Machine) -> Row:
+    missing = [need for need in mode.needs if need not in machine.offers]
+    if missing:
+        return Row(mode=mode, accelerator=None, verdict=f"no: this torch has no {missing[0]}", command=None)
+    obstacle = _obstacle_to_gpus(mode, machine)
+    if obstacle is None:
+        return _on_gpus(mode, machine)
+    if mode.has_processes and "gloo" not in machine.backends:
+        reason = f"{obstacle}; the CPU needs gloo" if machine.num_gpus else "this torch has no gloo"
+        return Row(mode=mode, accelerator=None, verdict=f"no: {reason}", command=None)
+    if machine.num_gpus:
+        verdict = f"on the CPU alone: {obstacle}"
+    elif mode.has_processes:
+        verdict = f"yes, gloo processes on {_count(machine.num_cores, 'core')}"
+    else:
+        verdict = "yes, on the CPU" if mode.min_devices == 1 else "yes, on virtual devices of the CPU"
+    return Row(
+        mode=mode,
+        accelerator="cpu",
+        verdict=verdict,
+        command=_command(*mode.flags(mode.min_devices), "--trainer.accelerator=cpu"),
+    )
+
+
+def _obstacle_to_gpus(mode: Mode, machine: Machine) -> str | None:
+    """Why `mode` cannot run on the machine's GPUs; None if it can."""
+    if mode.has_processes and "nccl" not in machine.backends and machine.num_gpus >= mode.min_devices:
+        return "this torch has no NCCL"
+    if mode.name == "mp" and machine.num_gpus == 1:
+        return None
+    return f"needs {mode.min_devices} GPUs" if machine.num_gpus < mode.min_devices else None
+
+
+def _on_gpus(mode: Mode, machine: Machine) -> Row:
+    if machine.num_gpus < mode.min_devices:
+        # More stages than devices take the form with the class: a short name takes no arguments.
+        verdict = "yes, all stages on the one GPU"
+        flags = ["--trainer.strategy=LayerParallelStrategy", "--trainer.strategy.num_stages=2", "--trainer.devices=1"]
+    else:
+        flags = mode.flags(mode.min_devices)
+        least, most = mode.min_devices, 1 if mode.name == "single" else machine.num_gpus
+        verdict = f"yes, on {f'{least} to ' if least < most else ''}{_count(most, 'GPU')}"
+    return Row(mode=mode, accelerator="cuda", verdict=verdict, command=_command(*flags))
+
+
+def main(args: list[str]) -> int:
+    """Print the table for this machine, and the command of every mode that runs.
+
+    Raises:
+        ConfigError: There are arguments; only `--help` is known.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m lit_cifar modes", description="Which modes run on this machine, and how to start them."
+    )
+    _, unknown = parser.parse_known_args(args)
+    if unknown:
+        raise ConfigError(f"modes takes no arguments, not {unknown[0]}", remedy="python -m lit_cifar modes")
+    machine = Machine.here()
+    rows = mode_table(machine)
+    console = Console()
+    console.width = min(console.width, _MAX_COLUMNS) if console.is_terminal else _MAX_COLUMNS
+    console.print(_drawn(rows, title=f"Modes on this machine: {machine}"))
+    print("N: --trainer.devices; S: stages of the network, 2 unless told. To run one:\n")
+    print(*(f"  {row.command}" for row in rows if row.command is not None), sep="\n")
+    return 0
+
+
+def _drawn(rows: Sequence[Row], *, title: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE)
+    for column in ("mode", "what is split", "processes", "runs here"):
+        table.add_column(column)
+    styles = {"cuda": "green", "cpu": "green", None: "red"}
+    for row in rows:
+        verdict = f"[{styles[row.accelerator]}]{row.verdict}"
+        table.add_row(row.mode.name, row.mode.splits, row.mode.processes, verdict)
+    return table
+
+
+def _command(*flags: str) -> str:
+    return " ".join(["python -m lit_cifar fit", *flags])
+
+
+def _exists(need: str) -> bool:
+    """Whether `need`, a module or a name in one, can be imported."""
+    module, _, name = need.rpartition(".")
+    for attempt in (need, module):
+        try:
+            found = import_module(attempt)
+        except ImportError:
+            continue
+        return attempt == need or hasattr(found, name)
+    return False
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

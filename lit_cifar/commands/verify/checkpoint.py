@@ -1,0 +1,94 @@
+"""The checkpoint that a mode wrote, loaded back by one device that knows nothing of the mode."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch.optim import Optimizer
+
+from lit_cifar.accuracy import pooled
+from lit_cifar.callbacks import PerRankAccuracy
+from lit_cifar.checkpoints import read_checkpoint
+from lit_cifar.commands.verify.compare import Step, differences
+from lit_cifar.data import CIFAR10DataModule
+from lit_cifar.module import LitResNet
+
+
+def checkpoint_problems(path: Path, last: Step, *, config: Mapping[str, Any]) -> list[str]:
+    """Where the checkpoint is not, bit for bit, what the run had after its last step.
+
+    The weights are loaded strictly into a plain network, the optimizer state into a new optimizer of the
+    configuration's class.
+    """
+    checkpoint = read_checkpoint(path)
+    network = LitResNet(**checkpoint["lit_cifar"]).to(_dtype(last)).network
+    optimizer = _optimizer(config["model"]["optimizer"], network)
+    try:
+        network.load_state_dict(checkpoint["state_dict"], strict=True)
+        optimizer.load_state_dict(checkpoint["optimizer_states"][0])
+    except (RuntimeError, ValueError, KeyError, IndexError) as error:
+        return [f"checkpoint: one device cannot load it: {str(error).splitlines()[0][:160]}"]
+    loaded = {**last, "state": network.state_dict(), "optimizer": optimizer.state_dict()}
+    return [
+        f"checkpoint: {name} is not that of the last step ({kind})"
+        for kind, by_name in differences(loaded, last).items()
+        for name, value in by_name.items()
+        if value
+    ][:1]
+
+
+def evaluated_alone(path: Path, *, config: Mapping[str, Any]) -> tuple[int, int]:
+    """Right and seen validation samples of one device with the checkpoint's weights."""
+    checkpoint = read_checkpoint(path)
+    module = LitResNet(**checkpoint["lit_cifar"])
+    module.network.load_state_dict(checkpoint["state_dict"])
+    accuracy = _SilentAccuracy()
+    settings = {name: config["trainer"][name] for name in ("accelerator", "precision", "limit_val_batches")}
+    with quiet():
+        trainer = L.Trainer(
+            devices=1,
+            logger=False,
+            callbacks=[accuracy],
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **settings,
+        )
+        trainer.validate(module, CIFAR10DataModule(**config["data"]), verbose=False)
+    count = pooled(accuracy.counts["val"])
+    return count.correct, count.total
+
+
+class _SilentAccuracy(PerRankAccuracy):
+    """The counts without their table."""
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Print nothing."""
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without Lightning's lines about the hardware."""
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _dtype(step: Step) -> torch.dtype:
+    dtype: torch.dtype = next(iter(step["state"].values())).dtype
+    return dtype
+
+
+def _optimizer(config: Mapping[str, Any], network: torch.nn.Module) -> Optimizer:
+    module, _, name = config["class_path"].rpartition(".")
+    optimizer: Optimizer = getattr(import_module(module), name)(network.parameters(), **config["init_args"])
+    return optimizer

@@ -1,0 +1,155 @@
+"""How far two traces of a training are apart, and how far they may be: pure functions of recorded steps.
+
+A *step* is what `Trace` wrote after one optimizer step, under "loss", "state", "buffers" and "optimizer";
+"buffers" are the names of those entries of "state" that are no parameters.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Step: TypeAlias = Mapping[str, Any]
+Bounds: TypeAlias = dict[str, float]
+
+KINDS = ("loss", "parameters", "buffers", "optimizer")
+
+EXACT_BOUND = 1e-9
+"""What every kind must agree to in float64, where rounding is far below any mistake."""
+
+NOISE_FACTOR = 4.0
+"""How many times the measured effect of another order of summation a mode may differ by."""
+
+FLOOR_ULP = 4.0
+"""The smallest tolerance, in units of the last place of 1.0: for values that another order did not change at all."""
+
+
+@dataclass(frozen=True)
+class Excess:
+    """The first difference beyond its tolerance: in the first step, and there in the order of the network."""
+
+    step: int
+    kind: str
+    name: str
+    difference: float
+    bound: float
+
+    def __str__(self) -> str:
+        if math.isinf(self.difference):
+            return f"step {self.step}: {self.name} is missing, not a number or of another shape ({self.kind})"
+        return f"step {self.step}: {self.name} is off by {self.difference:.1e}, allowed {self.bound:.1e} ({self.kind})"
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """Largest |found - expected| over max(1, largest |expected|); infinite for another shape or anything not finite."""
+    if found.shape != expected.shape:
+        return math.inf
+    if not expected.numel():
+        return 0.0
+    a, b = found.detach().to("cpu", torch.float64), expected.detach().to("cpu", torch.float64)
+    gap = float((a - b).abs().max() / b.abs().max().clamp(min=1.0))
+    return gap if math.isfinite(gap) else math.inf
+
+
+def tensors(step: Step, *, like: Step) -> dict[str, dict[str, Tensor]]:
+    """The tensors of `step` by kind and name, in the order of the network of `like`.
+
+    Names that `like` does not have count as parameters. The optimizer's state is named after the parameters.
+    """
+    buffers = set(like["buffers"])
+    state = step["state"]
+    order = [*(name for name in like["state"] if name in state), *(name for name in state if name not in like["state"])]
+    parameter_names = [name for name in like["state"] if name not in buffers]
+    return {
+        "loss": {"loss": torch.as_tensor(step["loss"])},
+        "parameters": {name: state[name] for name in order if name not in buffers},
+        "buffers": {name: state[name] for name in order if name in buffers},
+        "optimizer": dict(_optimizer_tensors(step["optimizer"], parameter_names)),
+    }
+
+
+def _optimizer_tensors(state_dict: Mapping[str, Any], names: Sequence[str]) -> Iterable[tuple[str, Tensor]]:
+    """Every number in an optimizer's state dict: per parameter, then per group (learning rate and so on)."""
+    for index, values in sorted(state_dict["state"].items(), key=lambda item: str(item[0]).zfill(9)):
+        name = names[index] if isinstance(index, int) and index < len(names) else str(index)
+        for key, value in values.items():
+            if isinstance(value, Tensor | float | int):
+                yield f"{name}:{key}", torch.as_tensor(value)
+    for number, group in enumerate(state_dict["param_groups"]):
+        yield f"group {number}:params", torch.as_tensor([float(len(group["params"]))])
+        for key, value in group.items():
+            if isinstance(value, Tensor | float | int):
+                yield f"group {number}:{key}", torch.as_tensor(value)
+
+
+def differences(found: Step, expected: Step) -> dict[str, dict[str, float]]:
+    """The difference of every tensor by kind and name; infinite where only one side has it."""
+    a, b = tensors(found, like=expected), tensors(expected, like=expected)
+    return {
+        kind: {
+            name: difference(a[kind][name], b[kind][name]) if name in a[kind] and name in b[kind] else math.inf
+            for name in [*b[kind], *(name for name in a[kind] if name not in b[kind])]
+        }
+        for kind in KINDS
+    }
+
+
+def largest(of_step: Mapping[str, Mapping[str, float]]) -> Bounds:
+    """The largest difference of each kind."""
+    return {kind: max(of_step[kind].values(), default=0.0) for kind in KINDS}
+
+
+def measured_bounds(noise: Sequence[Sequence[Bounds]], *, eps: float) -> list[Bounds]:
+    """What each kind may differ by after each step, from reference runs that added in another order.
+
+    Args:
+        noise: For each such run the largest differences from the reference, step by step.
+        eps: Unit of the last place of 1.0 in the precision of the parameters.
+
+    Returns:
+        For each step, `NOISE_FACTOR` times the largest difference of any run in this or an earlier step: what is
+        rounded in one step is amplified in the next, and by chance may come back.
+    """
+    bounds: list[Bounds] = []
+    worst = dict.fromkeys(KINDS, FLOOR_ULP * eps)
+    for runs in zip(*noise, strict=True):
+        worst = {kind: max(worst[kind], *(NOISE_FACTOR * run[kind] for run in runs)) for kind in KINDS}
+        bounds.append(dict(worst))
+    return bounds
+
+
+def first_excess(of_step: Mapping[str, Mapping[str, float]], bounds: Bounds, *, step: int) -> Excess | None:
+    """The first tensor beyond its bound: the loss, then in the order of the network, buffers before parameters.
+
+    A layer's buffers come from its forward pass alone. Parameters and optimizer state of the whole network move as
+    soon as one gradient is wrong, so they say less about where a mistake is.
+    """
+    for kind in ("loss", "buffers", "parameters", "optimizer"):
+        for name, value in of_step[kind].items():
+            if value > bounds[kind]:
+                return Excess(step, kind, name, value, bounds[kind])
+    return None
+
+
+def sample_problems(found: Sequence[Sequence[int]], expected: Sequence[int]) -> list[str]:
+    """What is wrong with the ids that the processes of a step read.
+
+    Args:
+        found: The ids of every shard.
+        expected: Those of the reference, in any order.
+
+    Returns:
+        Nothing, or a phrase for the ids that are missing, seen too often, or foreign.
+    """
+    seen, wanted = Counter(i for shard in found for i in shard), Counter(expected)
+    missing, surplus = sorted((wanted - seen).elements()), sorted((seen - wanted).elements())
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} samples are missing, e.g. {missing[0]}")
+    if surplus:
+        problems.append(f"{len(surplus)} samples are foreign or seen too often, e.g. {surplus[0]}")
+    return problems

@@ -1,0 +1,35 @@
+"""What came out for a mode."""
+
+from dataclasses import dataclass, field
+
+from lit_cifar.commands.verify.compare import Bounds
+
+
+@dataclass
+class Row:
+    """What came out for a mode.
+
+    Attributes:
+        mode: Its name.
+        processes: How many it ran as; None if that is not known, as it failed.
+        equals: The single-device computation that it was compared with.
+        differences: The largest difference of each kind over all steps.
+        tolerance: What each kind may differ by after the last step.
+        counts: Right and seen samples of its evaluation.
+        seconds: The duration of its run, without that of the reference.
+        problems: What is wrong, the first step first; empty for a PASS.
+    """
+
+    mode: str
+    equals: str
+    processes: int | None = None
+    differences: Bounds = field(default_factory=dict)
+    tolerance: Bounds = field(default_factory=dict)
+    counts: tuple[int, int] | None = None
+    seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems

@@ -1,0 +1,90 @@
+"""What the user's own flags and files amount to, as the command line itself resolves them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml  # type: ignore[import-untyped]
+
+from lit_cifar.commands.verify.runs import refuse_if_invalid, run
+from lit_cifar.errors import ConfigError
+
+# ResNet34 on images that need no files. Batches of 64, 64 and a ragged 32 leave 8 or more to each of four chunks:
+# BatchNorm over few values magnifies rounding, and so does a large learning rate.
+DEFAULTS = (
+    "--model.stem=imagenet",
+    "--model.optimizer.lr=1e-4",
+    "--data.dataset=synthetic",
+    "--data.num_train=261",
+    "--data.num_test=1",
+    "--data.val_size=101",
+    "--data.batch_size=64",
+)
+
+_OWNED = ("--trainer.strategy", "--trainer.devices", "--trainer.sync_batchnorm", "--trainer.max_steps", "--run_dir")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The flags that all runs share, and their values after defaults and files.
+
+    Attributes:
+        flags: What to pass to `fit`.
+        config: Every setting with its value, as `fit --print_config` shows it.
+    """
+
+    flags: tuple[str, ...]
+    config: dict[str, Any]
+
+    @classmethod
+    def of(cls, args: list[str], *, devices: int, folder: Path) -> "Settings":
+        """Resolve the user's `args`.
+
+        Raises:
+            ConfigError: `fit` refuses them, or they are flags that `verify` sets itself.
+        """
+        owned = [arg for arg in args if arg.split("=")[0] in _OWNED]
+        if owned:
+            raise ConfigError(f"verify sets {owned[0].split('=')[0]} itself, for each mode", remedy="leave it out")
+        own_config = any(arg.split("=")[0] in ("--config", "-c") for arg in args)
+        flags = [*args] if own_config else [*DEFAULTS, *args]
+        flags += ["--trainer.enable_progress_bar=false", "--trainer.num_sanity_val_steps=0"]
+        outcome = run("fit", *flags, "--print_config", folder=folder)
+        refuse_if_invalid(outcome)
+        config = yaml.safe_load(outcome.stdout)
+        if config["trainer"]["accelerator"] == "auto" and torch.cuda.device_count() < devices:
+            flags.append("--trainer.accelerator=cpu")
+            config["trainer"]["accelerator"] = "cpu"
+        return cls(tuple(flags), config)
+
+    @property
+    def precision(self) -> str:
+        """As `--trainer.precision` takes it."""
+        return str(self.config["trainer"]["precision"] or "32-true")
+
+    @property
+    def accumulation(self) -> int:
+        """Loader steps per optimizer step."""
+        return int(self.config["trainer"]["accumulate_grad_batches"])
+
+    @property
+    def batch_size(self) -> int:
+        """The global batch."""
+        return int(self.config["data"]["batch_size"])
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are images to validate on."""
+        return int(self.config["data"]["val_size"]) > 0 and self.config["trainer"]["limit_val_batches"] != 0
+
+    def length_flags(self, *, steps: int, accumulation: int) -> list[str]:
+        """So many optimizer steps, then an evaluation and a checkpoint."""
+        flags = [f"--trainer.max_steps={steps}", f"--trainer.accumulate_grad_batches={accumulation}"]
+        if self.evaluates:
+            flags += [
+                "--trainer.check_val_every_n_epoch=null",
+                f"--trainer.val_check_interval={steps * accumulation}",
+                "--checkpoint.every_n_epochs=1",
+            ]
+        return flags

@@ -1,0 +1,247 @@
+"""Runs modes and the single-device computations that they equal, and compares them step by step."""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from os import cpu_count
+from pathlib import Path
+
+import torch
+
+from lit_cifar.commands.verify.checkpoint import checkpoint_problems, evaluated_alone, quiet
+from lit_cifar.commands.verify.compare import (
+    EXACT_BOUND,
+    KINDS,
+    Bounds,
+    differences,
+    first_excess,
+    largest,
+    measured_bounds,
+)
+from lit_cifar.commands.verify.modes import Mode, chosen, in_words
+from lit_cifar.commands.verify.records import Record
+from lit_cifar.commands.verify.rows import Row
+from lit_cifar.commands.verify.runs import TIMEOUT_S, Outcome, run
+from lit_cifar.commands.verify.settings import Settings
+from lit_cifar.errors import ConfigError
+from lit_cifar.layout import Chunks
+
+TRACE = "lit_cifar.commands.verify.trace.Trace"
+OTHER_ORDERS = ("reversed", "plain_kernels")
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A single-device run, and how far a mode may be from it after each step."""
+
+    record: Record
+    bounds: list[Bounds]
+
+
+@dataclass
+class Verifier:
+    """Compares modes under one configuration. References are kept in `folder` until they are forgotten.
+
+    Attributes:
+        settings: The configuration.
+        steps: Optimizer steps of every run.
+        folder: Exists; for everything that the runs write.
+        report: Called with a line whenever a run has ended.
+        timeout_s: After which a run is stopped, and has failed.
+    """
+
+    settings: Settings
+    steps: int
+    folder: Path
+    report: Report
+    timeout_s: float = TIMEOUT_S
+    _references: dict[Chunks, Reference] = field(default_factory=dict)
+
+    def chunks_of(self, mode: Mode) -> Chunks:
+        """What the mode normalises together, as its strategy tells it."""
+        with quiet():
+            return mode.chunks(accumulation=self.settings.accumulation)
+
+    def processes_of(self, mode: Mode) -> int:
+        """How many processes share the cores."""
+        with quiet():
+            return mode.num_processes
+
+    def equals(self, mode: Mode) -> str:
+        """The mode's single-device computation in words."""
+        return in_words(self.chunks_of(mode), batch_size=self.settings.batch_size)
+
+    def row(self, mode: Mode) -> Row:
+        """Run the mode and compare it with its reference."""
+        reference = self.reference(self.chunks_of(mode))
+        with self.run_folder(mode.name) as folder:
+            return self.judge(mode, self.launch(mode, folder), folder, reference)
+
+    def launch(self, mode: Mode, folder: Path, *, bug: str | None = None) -> Outcome:
+        """Run the mode in `folder`, with a planted mistake if there shall be one."""
+        flags = self.settings.length_flags(steps=self.steps, accumulation=self.settings.accumulation)
+        trace = {"reload_after": str(self.steps - 1)} | ({} if bug is None else {"bug": bug})
+        title = mode.name if bug is None else f"{mode.name} with {bug}"
+        return self._fit(title, folder, [*flags, *mode.flags], trace, processes=self.processes_of(mode))
+
+    def judge(self, mode: Mode, outcome: Outcome, folder: Path, reference: Reference) -> Row:
+        """Compare what `launch` left in `folder` with the reference."""
+        row = Row(mode.name, self.equals(mode), tolerance=reference.bounds[-1], seconds=outcome.seconds)
+        if outcome.status == 0:
+            self._compare(row, Record(folder), reference)
+        else:
+            row.problems.append(outcome.last_words)
+        return row
+
+    def _compare(self, row: Row, record: Record, reference: Reference) -> None:
+        row.processes = record.about["world_size"]
+        self._compare_steps(row, record, reference)
+        row.problems += record.sample_problems(reference.record)
+        row.problems += checkpoint_problems(record.checkpoint, record.step(self.steps), config=self.settings.config)
+        if self.settings.evaluates:
+            row.counts = record.counts
+            alone = evaluated_alone(record.checkpoint, config=self.settings.config)
+            if row.counts != alone:
+                row.problems.append(
+                    f"evaluation: {_of(row.counts)} right, one device with the same weights has {_of(alone)}"
+                )
+
+    def _compare_steps(self, row: Row, record: Record, reference: Reference) -> None:
+        for number, bounds in enumerate(reference.bounds, 1):
+            found = differences(record.step(number), reference.record.step(number))
+            for kind, value in largest(found).items():
+                row.differences[kind] = max(row.differences.get(kind, 0.0), value)
+            excess = first_excess(found, bounds, step=number)
+            if excess is not None and not row.problems:
+                row.problems.append(str(excess))
+
+    def reference(self, chunks: Chunks) -> Reference:
+        """The single-device run that normalises `chunks` by themselves, and the tolerance measured with it."""
+        if chunks not in self._references:
+            self._references[chunks] = self._measure(chunks)
+        return self._references[chunks]
+
+    def forget(self, chunks: Chunks) -> None:
+        """Free the disk of a reference."""
+        shutil.rmtree(self._references.pop(chunks).record.folder)
+
+    def _measure(self, chunks: Chunks) -> Reference:
+        name = in_words(chunks, batch_size=self.settings.batch_size)
+        record = Record(Path(tempfile.mkdtemp(prefix="reference-", dir=self.folder)))
+        self._fit_alone(f"reference: {name}", record.folder, chunks, {})
+        if self.settings.precision == "64-true":
+            return Reference(record, [dict.fromkeys(KINDS, EXACT_BOUND)] * self.steps)
+        noise = [list(self._noise(name, record, chunks, order)) for order in OTHER_ORDERS]
+        dtype = next(iter(record.step(1)["state"].values())).dtype
+        return Reference(record, measured_bounds(noise, eps=torch.finfo(dtype).eps))
+
+    def _noise(self, name: str, reference: Record, chunks: Chunks, order: str) -> Iterator[Bounds]:
+        """The largest differences of the reference from itself with sums in another order, step by step."""
+        with self.run_folder(order) as folder:
+            self._fit_alone(f"tolerance: {name}, {order.replace('_', ' ')}", folder, chunks, {"order": order})
+            for number in range(1, self.steps + 1):
+                yield largest(differences(Record(folder).step(number), reference.step(number)))
+
+    def _fit_alone(self, title: str, folder: Path, chunks: Chunks, trace: dict[str, str]) -> None:
+        flags = self.settings.length_flags(steps=self.steps, accumulation=1)
+        flags += ["--trainer.strategy=auto", "--trainer.devices=1", "--trainer.sync_batchnorm=false"]
+        if chunks != Chunks():
+            flags += [f"--model.batchnorm_chunks.{name}={value}" for name, value in asdict(chunks).items()]
+        outcome = self._fit(title, folder, flags, trace, processes=1)
+        if outcome.status:
+            raise ConfigError(
+                f"one device cannot train this configuration: {outcome.last_words}",
+                remedy="correct it until `python -m lit_cifar fit` runs with it",
+            )
+
+    def _fit(self, title: str, folder: Path, flags: list[str], trace: dict[str, str], *, processes: int) -> Outcome:
+        (folder / "trace").mkdir()
+        arguments = {"folder": str(folder / "trace")} | trace
+        recording = [f"--trainer.callbacks+={TRACE}"]
+        recording += [f"--trainer.callbacks.{name}={value}" for name, value in arguments.items()]
+        outcome = run(
+            "fit",
+            *self.settings.flags,
+            *flags,
+            f"--run_dir={folder / 'run'}",
+            *recording,
+            folder=folder,
+            threads=max(1, (cpu_count() or 1) // processes),
+            timeout_s=self.timeout_s,
+        )
+        self.report(f"{outcome.seconds:5.0f} s  {title}")
+        return outcome
+
+    @contextmanager
+    def run_folder(self, name: str) -> Iterator[Path]:
+        """A new folder for one run, gone afterwards: the trace of a ResNet34 is 170 MB a step."""
+        folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self.folder))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder)
+
+
+def verify(
+    names: Sequence[str],
+    *,
+    devices: int = 2,
+    steps: int = 3,
+    args: Sequence[str] = (),
+    report: Report = lambda line: None,
+) -> list[Row]:
+    """Compare modes with one device.
+
+    Args:
+        names: Of modes; "all" for every one.
+        devices: Of each mode; on the CPU processes, or virtual devices of one process.
+        steps: Optimizer steps; in float32, rounding is magnified from step to step.
+        args: Flags of `fit`, `--config` among them; by default ResNet34 on synthetic images.
+        report: Called with a line for each run.
+
+    Returns:
+        A row for each mode.
+
+    Raises:
+        ConfigError: Unknown modes, flags that `fit` refuses, or a mode called by its name that cannot run on so many
+            devices; "all" leaves those out.
+    """
+    if steps < 1:
+        raise ConfigError(f"--steps={steps} leaves nothing to compare", remedy="pass --steps 1 or more")
+    wanted = chosen(list(names), devices=devices)
+    if "all" in names:
+        wanted = [mode for mode in wanted if _is_possible(mode, report)]
+    with tempfile.TemporaryDirectory(prefix="lit_cifar-verify-") as folder:
+        settings = Settings.of(list(args), devices=devices, folder=Path(folder))
+        verifier = Verifier(settings, steps, Path(folder), report)
+        return verify_modes(verifier, wanted)
+
+
+def verify_modes(verifier: Verifier, wanted: Sequence[Mode]) -> list[Row]:
+    """Rows in the order of `wanted`; the modes of one reference run one after the other, then it is forgotten."""
+    chunks = {mode.name: verifier.chunks_of(mode) for mode in wanted}
+    rows: dict[str, Row] = {}
+    for key, group in groupby(sorted(wanted, key=lambda mode: repr(chunks[mode.name])), lambda m: chunks[m.name]):
+        rows |= {mode.name: verifier.row(mode) for mode in group}
+        verifier.forget(key)
+    return [rows[mode.name] for mode in wanted]
+
+
+def _is_possible(mode: Mode, report: Report) -> bool:
+    """Whether the mode can run on so many devices; if not, `report` says why: `tp`, say, must divide the channels."""
+    try:
+        with quiet():
+            mode.layout()
+    except ConfigError as error:
+        report(f"left out  {mode.name}: {error.problem}")
+        return False
+    return True
+
+
+def _of(counts: tuple[int, int]) -> str:
+    return f"{counts[0]} of {counts[1]}"

@@ -1,0 +1,132 @@
+"""`ddp_mp`: the batch divided over processes, the layers over each process's own devices."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _init_dist_connection
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import DDPStrategy
+from typing_extensions import override
+
+from lit_cifar.errors import ConfigError
+from lit_cifar.strategies.staged import StagedStrategy, device_names
+
+
+class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
+    """Processes as Lightning's `ddp` starts them, each with a replica of the network on `num_stages` devices.
+
+    `--trainer.devices` counts the devices of a machine, as always; there is a process for every `num_stages` of them.
+    Equal to `ddp` with as many processes, and with several microbatches to one device that normalises each microbatch
+    of each replica by itself.
+
+    Args:
+        num_stages: Devices of a process, each with one stage.
+        num_microbatches: Into how many pieces a process cuts its part of the batch.
+        cuts: The blocks with which the second and later stages begin, e.g. ["layer3.1"]; by default stages of about
+            equal FLOP.
+        **kwargs: As of Lightning's `DDPStrategy`: `process_group_backend`, `timeout`, `start_method`.
+    """
+
+    strategy_name = "ddp_mp"
+    description = "DistributedDataParallel over processes, a stage of the network per device of each"
+
+    def __init__(
+        self,
+        *,
+        num_stages: int = 2,
+        num_microbatches: int = 1,
+        cuts: list[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(num_stages=num_stages, num_microbatches=num_microbatches, cuts=cuts, **kwargs)
+
+    @property
+    @override
+    def num_stages(self) -> int:
+        assert self._num_stages is not None
+        return self._num_stages
+
+    @property
+    @override
+    def num_processes(self) -> int:
+        """Processes on each machine."""
+        # At least 1, as Lightning asks before `check` can refuse fewer stages.
+        return len(self.parallel_devices or ()) // max(1, self.num_stages)
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return self.stage_devices[0]
+
+    @property
+    @override
+    def stage_devices(self) -> list[torch.device]:
+        return self._devices_of(self.local_rank)
+
+    def _devices_of(self, local_rank: int) -> list[torch.device]:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[local_rank * self.num_stages :][: self.num_stages]
+
+    @override
+    def check(self) -> None:
+        """Find contradicting sizes and flags.
+
+        Raises:
+            ConfigError: Less than one stage or microbatch, stages that do not divide the devices, another number of
+                processes than torchrun or a cluster has started, or synchronised BatchNorm with several microbatches.
+        """
+        super().check()
+        num_devices, each = len(self.parallel_devices or ()), self.num_stages
+        if num_devices % each or not num_devices:
+            nearest = max(1, round(num_devices / each)) * each
+            raise ConfigError(
+                f"--trainer.strategy={self.strategy_name} with {each} stages does not divide "
+                f"--trainer.devices={num_devices} into processes",
+                remedy=f"pass --trainer.devices={nearest}, or another --trainer.strategy.num_stages",
+            )
+        self._refuse_other_world_size()
+
+    def _refuse_other_world_size(self) -> None:
+        assert self.cluster_environment is not None
+        started, wanted = self.cluster_environment.world_size(), self.num_nodes * self.num_processes
+        if started != wanted:
+            num_devices = self.num_processes * self.num_stages
+            raise ConfigError(
+                f"{started} processes were started, but --trainer.devices={num_devices} with {self.num_stages} stages "
+                f"on {self.num_nodes} machine(s) are {wanted}",
+                remedy=f"start torchrun with --nproc-per-node={self.num_processes}: a process drives "
+                f"{self.num_stages} devices",
+            )
+
+    @override
+    def setup_distributed(self) -> None:
+        """As Lightning's, without tying the process group to the root device: NCCL then refuses the other stages'."""
+        assert self.cluster_environment is not None
+        reset_seed()
+        self.set_world_ranks()
+        self._process_group_backend = self._get_process_group_backend()
+        _init_dist_connection(self.cluster_environment, self._process_group_backend, timeout=self._timeout)
+
+    @override
+    def determine_ddp_device_ids(self) -> None:
+        """None: DistributedDataParallel leaves a module alone that lives on several devices."""
+        return
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all processes."""
+        if not dist.is_initialized():
+            return
+        # Left to guess, NCCL would take the device of the process's rank, which may be another process's.
+        device_ids = [self.root_device.index] if dist.get_backend() == "nccl" else None
+        dist.barrier(device_ids=device_ids)
+
+    def plan(self) -> list[str]:
+        """The stages and their devices, a line each, and the devices of the machine's further processes."""
+        names = [
+            device_names(self._devices_of(local_rank), first=local_rank * self.num_stages)
+            for local_rank in range(self.num_processes)
+        ]
+        others = [f"process {rank}: the same on {', '.join(place)}" for rank, place in enumerate(names)]
+        return self.partition.table(names[0]) + others[1:]

@@ -1,0 +1,84 @@
+"""From tensors of which each process has a part to plain ones, as a checkpoint holds them, and back.
+
+What torch.distributed.checkpoint.state_dict does in general; here in the structure that one device writes: an
+optimizer's states by the number of their parameter. Every process must take part in what gathers.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from lit_cifar.strategies.mesh import local_part
+
+
+def full(value: Any) -> Any:
+    """The whole of a tensor, plain, on the CPU; anything but a tensor as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    value = value.detach()
+    return (_gather(value) if isinstance(value, DTensor) else value).cpu()
+
+
+def _gather(tensor: DTensor) -> Tensor:
+    """`tensor.full_tensor()`, axis by axis; at once, torch would warn that it cannot merge the messages of two axes."""
+    placements = list(tensor.placements)
+    for axis in range(len(placements)):
+        placements[axis] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
+
+
+def full_state(module: nn.Module) -> dict[str, Any]:
+    """`module.state_dict()` of whole tensors."""
+    return {name: full(value) for name, value in module.state_dict().items()}
+
+
+def full_optimizer_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's `state_dict()` of whole tensors."""
+    entries = {index: {name: full(value) for name, value in entry.items()} for index, entry in state["state"].items()}
+    return {**state, "state": entries}
+
+
+@torch.no_grad()
+def load_full_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
+    """`module.load_state_dict` for a module that has parts of the whole tensors in `state`."""
+    own = module.state_dict()
+    parts = {name: _part_of(value, own[name]) if name in own else value for name, value in state.items()}
+    module.load_state_dict(parts, strict=strict)
+
+
+def split_optimizer_state(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """What `optimizer.load_state_dict` takes where its parameters are parts, from a state of whole tensors."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    entries = {
+        index: {name: _part_of(value, parameters[index]) for name, value in entry.items()}
+        for index, entry in state["state"].items()
+    }
+    return {**state, "state": entries}
+
+
+def _part_of(whole: Any, like: Tensor) -> Any:
+    """`whole` in parts as those of `like`; what has another shape, the number of steps say, as it is."""
+    if not (isinstance(whole, Tensor) and isinstance(like, DTensor) and whole.shape == like.shape):
+        return whole
+    part = torch.empty_like(like, dtype=whole.dtype, requires_grad=False)
+    local_part(part).copy_(_local_slice(whole, like))
+    return part
+
+
+def _local_slice(whole: Tensor, like: DTensor) -> Tensor:
+    """This process's part of `whole`, if that is split as `like` is."""
+    mesh = like.device_mesh
+    coordinates = mesh.get_coordinate()
+    assert coordinates is not None
+    # From the last axis to the first: `fully_shard` divides what tensor parallelism left to this process.
+    for placement, size, coordinate in reversed(list(zip(like.placements, mesh.shape, coordinates, strict=True))):
+        if not placement.is_replicate():
+            dim: int = placement.dim  # type: ignore[attr-defined]  # of Shard and of torch's private _StridedShard
+            chunks = whole.chunk(size, dim=dim)
+            whole = chunks[coordinate] if coordinate < len(chunks) else whole.narrow(dim, 0, 0)
+    return whole

@@ -1,0 +1,275 @@
+"""`fsdp2` and `tp`: every process holds a part of each parameter, its gradient and its optimizer state.
+
+Along the mesh's "data" axis by FSDP2, `torch.distributed.fsdp.fully_shard`: a block's parameters are gathered before it
+is used and dropped afterwards, and gradients arrive summed over the replicas and divided again. Along its "model" axis
+by tensor parallelism, see `tensor_parallel`: a block is computed in parts, and its parameters are never gathered. Both
+together are torch's documented composition of the two.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from typing import Any, cast
+
+import lightning as L
+import torch
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torchvision.models.resnet import BasicBlock, ResNet
+from typing_extensions import override
+
+from lit_cifar.errors import ConfigError
+from lit_cifar.strategies.full_tensors import (
+    full_optimizer_state,
+    full_state,
+    load_full_state,
+    split_optimizer_state,
+)
+from lit_cifar.strategies.mesh import MeshStrategy, local_part
+from lit_cifar.strategies.network import RunsNetwork
+from lit_cifar.strategies.sharded_plan import plan
+from lit_cifar.strategies.sync_batchnorm import synchronise_along
+from lit_cifar.strategies.tensor_parallel import NUM_CHANNELS, split_tensors
+
+
+class ShardedStrategy(MeshStrategy):
+    """Parameters in parts over the processes, along one or both axes of the mesh.
+
+    Equal to one device that normalises each replica's part of the batch by itself, with the running statistics of the
+    first replica; with synchronised BatchNorm, or along the "model" axis alone, to one device that sees the whole
+    batch.
+
+    From `setup` to `teardown` a split copy takes the place of the module's `network`, with the same names; then the
+    network itself is back, with the trained values.
+
+    Args:
+        data_parallel_size: Replicas, over which FSDP2 shards; None for as many as the processes make.
+        tensor_parallel_size: Processes that hold a replica together, each with a part of its tensors; None for as many
+            as there are for each replica.
+        **kwargs: As of Lightning's `DDPStrategy`: `process_group_backend`, `timeout`, `start_method`.
+    """
+
+    def __init__(
+        self, data_parallel_size: int | None = None, tensor_parallel_size: int | None = 1, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        self.data_parallel_size = data_parallel_size
+        self.tensor_parallel_size = tensor_parallel_size
+        self.strategy_name = "tp" if data_parallel_size == 1 else "fsdp2"
+        self._whole: nn.Module | None = None
+
+    @property
+    @override
+    def processes_per_replica(self) -> int:
+        if self.tensor_parallel_size is not None:
+            return self.tensor_parallel_size
+        return max(1, self._num_processes // (self.data_parallel_size or 1))
+
+    @property
+    def num_replicas(self) -> int:
+        """Size of the "data" axis; known once the Trainer is made."""
+        return self._num_processes // self.processes_per_replica
+
+    @property
+    def _num_processes(self) -> int:
+        return self.num_nodes * self.num_processes
+
+    @override
+    def check(self) -> None:
+        """Find contradicting sizes and flags.
+
+        Raises:
+            ConfigError: Sizes that do not multiply to the number of processes or do not divide the channels, or a
+                precision that scales the loss. Synchronised BatchNorm without a second replica is a warning.
+        """
+        self._check_sizes()
+        super().check()
+        if isinstance(self.precision_plugin, MixedPrecision) and self.precision_plugin.scaler is not None:
+            raise ConfigError(
+                f"--trainer.precision=16-mixed scales the loss, and under --trainer.strategy={self.strategy_name} no "
+                "process sees all gradients to tell whether they overflowed.",
+                remedy="Use --trainer.precision=bf16-mixed.",
+            )
+        if self._layer_sync is not None and self.num_replicas == 1 < self._num_processes:
+            rank_zero_warn(
+                f"--trainer.sync_batchnorm=true has no effect on --trainer.strategy={self.strategy_name} with one "
+                "replica: it sees the whole batch"
+            )
+
+    def _check_sizes(self) -> None:
+        sizes = {"data": self.data_parallel_size, "tensor": self.tensor_parallel_size}
+        for name, size in sizes.items():
+            if size is not None and size < 1:
+                raise ConfigError(
+                    f"--trainer.strategy.{name}_parallel_size={size} is less than one",
+                    remedy=f"pass --trainer.strategy.{name}_parallel_size=1 or more",
+                )
+        given = [size for size in sizes.values() if size is not None]
+        if not given:
+            raise ConfigError(
+                "--trainer.strategy=ShardedStrategy finds one of its sizes from the other, and both are null",
+                remedy="pass --trainer.strategy.tensor_parallel_size=1 or another size",
+            )
+        product = math.prod(given)
+        if self._num_processes % product or (len(given) == 2 and product != self._num_processes):
+            formula = " x ".join(f"{name}_parallel_size={size}" for name, size in sizes.items() if size is not None)
+            verb = "is not" if len(given) == 2 else "does not divide"
+            raise ConfigError(
+                f"--trainer.strategy={self.strategy_name}: {formula} {verb} {self._num_processes} processes",
+                remedy=f"pass --trainer.devices={product}, or other sizes",
+            )
+        each = self.processes_per_replica
+        if NUM_CHANNELS % each:
+            raise ConfigError(
+                f"--trainer.strategy={self.strategy_name} cannot divide {NUM_CHANNELS} channels among {each} processes",
+                remedy=f"pass --trainer.devices={_largest_divisor(each) * self.num_replicas}, or another size of the "
+                "model axis",
+            )
+
+    @override
+    def connect(self, model: L.LightningModule) -> None:
+        """Accept a module whose network is one of torchvision's ResNets of basic blocks.
+
+        Raises:
+            ConfigError: It is not.
+        """
+        super().connect(model)
+        network = cast(RunsNetwork, model).network
+        if not isinstance(network, ResNet) or not isinstance(network.layer1[0], BasicBlock):
+            raise ConfigError(
+                f"--trainer.strategy={self.strategy_name} splits the basic blocks of a torchvision ResNet, not a "
+                f"{type(network).__name__}.",
+                remedy="Use lit_cifar.module.LitResNet, or --trainer.strategy=ddp for any network.",
+            )
+
+    @override
+    def split(self, module: RunsNetwork) -> None:
+        """Put a copy in the network's place, and leave each process its parts of it."""
+        assert self.model is not None
+        self.model.to(self.root_device)
+        _sync_module_states(self.model)
+        self._whole = module.network
+        network = deepcopy(cast(ResNet, module.network))
+        self._whole.cpu()
+        # By what was asked for, not by the number of processes: one process takes the same path.
+        if self.tensor_parallel_size != 1:
+            split_tensors(network, self.mesh["model"])
+        synchronise_along(network, self.data_group)
+        if self.data_parallel_size != 1:
+            shard(network, self.mesh["data"])
+        module.network = network
+        module.use_runner(_OutsideInferenceMode(network))
+
+    @override
+    def share_of_norm(self, gradient: Tensor) -> float:
+        if not isinstance(gradient, DTensor):
+            return 1 / self.world_size
+        sizes = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
+        num_parts = math.prod(size for placement, size in sizes if not placement.is_replicate())
+        return num_parts / self.world_size
+
+    def plan(self) -> list[str]:
+        """What a process holds and what it sends, a line each."""
+        network = cast(ResNet, cast(RunsNetwork, self.lightning_module).network)
+        with self.precision_plugin.tensor_init_context():
+            num_bytes = torch.get_default_dtype().itemsize
+        return plan(network, num_replicas=self.num_replicas, each=self.processes_per_replica, num_bytes=num_bytes)
+
+    @override
+    def local_buffers(self) -> Iterator[Tensor]:
+        return (local_part(buffer) for buffer in cast(RunsNetwork, self.lightning_module).network.buffers())
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Whole tensors, as one device would save them; every process must call this."""
+        self.use_first_buffers()
+        assert self.lightning_module is not None
+        return full_state(self.lightning_module)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Take this process's parts, if the network is already split."""
+        assert self.lightning_module is not None
+        load_full_state(self.lightning_module, checkpoint["state_dict"], strict=strict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Whole tensors, as one device would save them; every process must call this."""
+        return full_optimizer_state(super().optimizer_state(optimizer))
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take this process's parts."""
+        states = [
+            split_optimizer_state(state, optimizer)
+            for state, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=True)
+        ]
+        super().load_optimizer_state_dict({"optimizer_states": states})
+
+    @override
+    def teardown(self) -> None:
+        if self._whole is not None:
+            module = cast(RunsNetwork, self.lightning_module)
+            if not self._failed:
+                self.use_first_buffers()
+                self._whole.load_state_dict(full_state(module.network))
+            module.network = self._whole
+            self._whole = None
+        super().teardown()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Make `fsdp2` (every process a replica) and `tp` (one replica of all processes) known."""
+        strategy_registry.register("fsdp2", cls, description="FSDP2's fully_shard over all processes", override=True)
+        strategy_registry.register(
+            "tp",
+            cls,
+            description="Tensor parallelism over all processes",
+            override=True,
+            data_parallel_size=1,
+            tensor_parallel_size=None,
+        )
+
+
+def shard(network: ResNet, mesh: DeviceMesh) -> None:
+    """Apply `fully_shard` in place: stem, residual blocks and head are gathered one at a time.
+
+    Args:
+        network: On this process's device; its parameters may be DTensors on another axis of the same mesh.
+        mesh: One axis.
+    """
+    fully_shard([network.conv1, network.bn1], mesh=mesh)
+    for block in network.modules():
+        if isinstance(block, BasicBlock):
+            fully_shard(block, mesh=mesh)
+    fully_shard(network.fc, mesh=mesh)
+    fully_shard(network, mesh=mesh)
+
+
+def _largest_divisor(limit: int) -> int:
+    """Of the channels, up to `limit`."""
+    return max(size for size in range(1, limit + 1) if NUM_CHANNELS % size == 0)
+
+
+class _OutsideInferenceMode:
+    """Runs the network for evaluation without autograd, but never in inference mode.
+
+    There `fully_shard` would gather parameters into tensors that no later training step may use.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self.network = network
+
+    def __call__(self, images: Tensor) -> Tensor:
+        if not torch.is_inference_mode_enabled():
+            return cast(Tensor, self.network(images))
+        with torch.inference_mode(False), torch.no_grad():
+            return cast(Tensor, self.network(images.clone()))

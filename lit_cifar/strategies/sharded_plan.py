@@ -1,0 +1,56 @@
+"""What a process holds and sends when a network is sharded: plain arithmetic, before any process has its part."""
+
+import math
+from itertools import pairwise
+
+from torch.distributed.tensor import Placement, Replicate
+from torchvision.models.resnet import ResNet
+
+from lit_cifar.models.partition import measure
+from lit_cifar.strategies.tensor_parallel import placements
+
+
+def plan(network: ResNet, *, num_replicas: int, each: int, num_bytes: int) -> list[str]:
+    """What the process with the largest part holds and sends when `network` is split.
+
+    Args:
+        network: Whole.
+        num_replicas: Size of the "data" axis.
+        each: Size of the "model" axis.
+        num_bytes: Of a parameter.
+    """
+    placed = placements(network)
+    parameters = dict(network.named_parameters())
+    total = sum(parameter.numel() for parameter in parameters.values())
+    per_replica = sum(_part_size(parameter.shape, placed[name], each) for name, parameter in parameters.items())
+    held = sum(
+        _part_size(parameter.shape, placed[name], each, num_replicas=num_replicas)
+        for name, parameter in parameters.items()
+    )
+    lines = [
+        f"a process holds {held / 1e6:.2f} of {total / 1e6:.2f} M parameters ({held * num_bytes / 1e6:.1f} MB), and as "
+        "much of gradients and of each optimizer state"
+    ]
+    if num_replicas > 1:
+        sent = 3 * per_replica * num_bytes * (num_replicas - 1) / num_replicas
+        lines.append(
+            f"over {num_replicas} replicas, for each backward pass: parameters gathered twice, gradients reduced and "
+            f"scattered, {sent / 1e6:.1f} MB sent"
+        )
+    if each > 1:
+        shapes = [block.output_shape for block in measure(network)[:-1]]
+        summed = sum(math.prod(before) + math.prod(after) for before, after in pairwise(shapes))
+        lines.append(
+            f"over the {each} processes of a replica: two all-reduces a block, {summed / 1e6:.2f} M values an image"
+        )
+    return lines
+
+
+def _part_size(shape: tuple[int, ...], placement: Placement, each: int, *, num_replicas: int = 1) -> int:
+    """Numbers in the largest part: cut for tensor parallelism, and then the first dim over the replicas."""
+    sizes = list(shape)
+    if not isinstance(placement, Replicate):
+        dim: int = placement.dim  # type: ignore[attr-defined]  # Shard's
+        sizes[dim] = -(-sizes[dim] // each)
+    sizes[0] = -(-sizes[0] // num_replicas)
+    return math.prod(sizes)

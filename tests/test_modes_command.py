@@ -1,0 +1,170 @@
+"""`python -m lit_cifar modes`: the table on made-up machines, and on this one."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+from commands import TINY, run_here
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lit_cifar import strategies
+from lit_cifar.commands.modes import MODES, Machine, Row, main, mode_table
+from lit_cifar.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[1] / "configs" / "modes"
+NAMES = ["single", "dp", "ddp", "ddp_spawn", "mp", "ddp_mp", "pp", "ddp_pp", "fsdp2", "tp"]
+ONE_PROCESS = ["single", "dp", "mp"]
+EVERYTHING = frozenset(need for mode in MODES for need in mode.needs)
+
+
+def table(
+    *,
+    num_gpus: int = 0,
+    backends: frozenset[str] = frozenset({"gloo", "nccl"}),
+    offers: frozenset[str] = EVERYTHING,
+) -> dict[str, Row]:
+    """The rows of a made-up machine of 8 cores, by mode."""
+    machine = Machine(num_cores=8, num_gpus=num_gpus, backends=backends, offers=offers)
+    return {row.mode.name: row for row in mode_table(machine)}
+
+
+def flags(row: Row) -> list[str]:
+    """What a row's command passes to fit."""
+    assert row.command is not None
+    words = shlex.split(row.command)
+    assert words[:4] == ["python", "-m", "lit_cifar", "fit"]
+    return words[4:]
+
+
+def test_every_mode_has_a_row() -> None:
+    assert list(table()) == NAMES
+
+
+def test_without_a_gpu_every_mode_runs_on_the_cpu() -> None:
+    rows = table(backends=frozenset({"gloo"}))
+    assert {row.accelerator for row in rows.values()} == {"cpu"}
+    assert {name: row.verdict for name, row in rows.items()} == {
+        "single": "yes, on the CPU",
+        "dp": "yes, on virtual devices of the CPU",
+        "mp": "yes, on virtual devices of the CPU",
+    } | {name: "yes, gloo processes on 8 cores" for name in NAMES if name not in ONE_PROCESS}
+    assert all(flags(row)[-1] == "--trainer.accelerator=cpu" for row in rows.values())
+    assert flags(rows["single"])[:-1] == ["--trainer.devices=1"]
+    assert flags(rows["pp"])[:-1] == ["--trainer.strategy=pp", "--trainer.devices=2"]
+    assert flags(rows["ddp_pp"])[:-1] == ["--trainer.strategy=ddp_pp", "--trainer.devices=4"]
+
+
+def test_one_gpu_runs_one_device_and_all_stages() -> None:
+    rows = table(num_gpus=1)
+    assert [name for name, row in rows.items() if row.accelerator == "cuda"] == ["single", "mp"]
+    assert rows["single"].verdict == "yes, on 1 GPU"
+    assert flags(rows["single"]) == ["--trainer.devices=1"]
+    assert rows["mp"].verdict == "yes, all stages on the one GPU"
+    assert flags(rows["mp"])[1:] == ["--trainer.strategy.num_stages=2", "--trainer.devices=1"]
+    others = {row.verdict for name, row in rows.items() if row.accelerator == "cpu"}
+    assert others == {"on the CPU alone: needs 2 GPUs", "on the CPU alone: needs 4 GPUs"}
+    assert rows["ddp_mp"].verdict == rows["ddp_pp"].verdict == "on the CPU alone: needs 4 GPUs"
+    assert flags(rows["dp"]) == ["--trainer.strategy=dp", "--trainer.devices=2", "--trainer.accelerator=cpu"]
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "verdicts"),
+    [
+        (2, {"single": "yes, on 1 GPU", "ddp": "yes, on 2 GPUs", "ddp_mp": "on the CPU alone: needs 4 GPUs"}),
+        (3, {"mp": "yes, on 2 to 3 GPUs", "tp": "yes, on 2 to 3 GPUs", "ddp_pp": "on the CPU alone: needs 4 GPUs"}),
+        (4, {"single": "yes, on 1 GPU", "pp": "yes, on 2 to 4 GPUs", "ddp_pp": "yes, on 4 GPUs"}),
+        (8, {"dp": "yes, on 2 to 8 GPUs", "ddp_mp": "yes, on 4 to 8 GPUs"}),
+    ],
+)
+def test_several_gpus(num_gpus: int, verdicts: dict[str, str]) -> None:
+    rows = table(num_gpus=num_gpus)
+    assert {name: rows[name].verdict for name in verdicts} == verdicts
+    for row in rows.values():
+        enough = num_gpus >= row.mode.min_devices
+        assert row.accelerator == ("cuda" if enough else "cpu")
+        assert ("--trainer.accelerator=cpu" in flags(row)) != enough
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "backends", "verdict"),
+    [
+        (0, set(), "no: this torch has no gloo"),
+        (0, {"nccl"}, "no: this torch has no gloo"),
+        (1, {"nccl"}, "no: needs 2 GPUs; the CPU needs gloo"),
+        (2, {"gloo"}, "on the CPU alone: this torch has no NCCL"),
+        (2, set(), "no: this torch has no NCCL; the CPU needs gloo"),
+        (2, {"nccl"}, "yes, on 2 GPUs"),
+    ],
+)
+def test_processes_need_a_backend(num_gpus: int, backends: set[str], verdict: str) -> None:
+    rows = table(num_gpus=num_gpus, backends=frozenset(backends))
+    assert rows["ddp"].verdict == rows["fsdp2"].verdict == verdict
+    assert (rows["ddp"].command is None) == verdict.startswith("no")
+    assert all(rows[name].verdict.startswith("yes") for name in ONE_PROCESS if num_gpus != 1 or name != "dp")
+
+
+@pytest.mark.parametrize(
+    ("missing", "without"),
+    [
+        ("torch.distributed", [name for name in NAMES if name not in ONE_PROCESS]),
+        ("torch.distributed.pipelining", ["pp", "ddp_pp"]),
+        ("torch.distributed.fsdp.fully_shard", ["fsdp2"]),
+        ("torch.distributed.tensor.parallel", ["tp"]),
+    ],
+)
+@pytest.mark.parametrize("num_gpus", [0, 8])
+def test_what_torch_lacks_is_named(missing: str, without: list[str], num_gpus: int) -> None:
+    rows = table(num_gpus=num_gpus, offers=EVERYTHING - {missing})
+    assert [name for name, row in rows.items() if row.accelerator is None] == without
+    for name in without:
+        assert rows[name].verdict == f"no: this torch has no {missing}"
+        assert rows[name].command is None
+
+
+def test_this_machine_has_what_the_modes_are_built_on() -> None:
+    machine = Machine.here()
+    assert machine.num_cores >= 1
+    assert machine.offers == EVERYTHING
+    assert "gloo" in machine.backends
+
+
+def test_names_are_those_of_strategies_and_configs() -> None:
+    assert {mode.name for mode in MODES} - {"single"} <= set(StrategyRegistry.available_strategies())
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(NAMES)
+
+
+def test_the_form_with_a_class_trains(tmp_path: Path) -> None:
+    """What one GPU is told to run as `mp`, on the CPU."""
+    command = flags(table(num_gpus=1)["mp"])
+    assert hasattr(strategies, command[0].removeprefix("--trainer.strategy="))
+    done = run_here("fit", *TINY, f"--run_dir={tmp_path / 'run'}", *command)
+    assert done.status == 0, done.stderr
+    assert "split       0  cpu 0" in done.stdout
+
+
+def test_output_is_a_table_and_commands_to_paste(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line) for line in lines) <= 120
+    rows = mode_table(Machine.here())
+    for row in rows:
+        (line,) = [line for line in lines if line.split()[:1] == [row.mode.name]]
+        assert row.mode.splits in line
+        assert line.rstrip().endswith(row.verdict)
+    commands = [line.strip() for line in lines if "lit_cifar fit" in line]
+    assert commands == [row.command for row in rows if row.command is not None]
+
+
+def test_the_command_line_knows_it() -> None:
+    assert run_here("modes").status == 0
+    refused = run_here("modes", "--gpu")
+    assert refused.status == 2
+    assert "modes takes no arguments, not --gpu" in refused.stderr
+
+
+def test_arguments_are_refused() -> None:
+    with pytest.raises(ConfigError, match="python -m lit_cifar modes"):
+        main(["--gpu"])
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0

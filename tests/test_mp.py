@@ -1,0 +1,179 @@
+"""`mp`: what a Trainer does with the layers over one process's devices, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from commands import TINY, run_here
+from torch import nn
+
+from lit_cifar.checkpoints import read_checkpoint
+from lit_cifar.errors import ConfigError
+from lit_cifar.layout import Layout
+from lit_cifar.module import LitResNet
+from lit_cifar.strategies import LayerParallelStrategy
+
+QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+CLASS = "--trainer.strategy=LayerParallelStrategy"
+
+
+def trainer_of(*, devices: int = 2, sync_batchnorm: bool = False, **sizes: Any) -> L.Trainer:
+    strategy = LayerParallelStrategy(**sizes)
+    return L.Trainer(strategy=strategy, devices=devices, accelerator="cpu", sync_batchnorm=sync_batchnorm, **QUIET)
+
+
+# ---------------------------------------------------------------- sizes
+
+
+@pytest.mark.parametrize(
+    ("devices", "num_stages", "places"),
+    [(2, None, [0, 1]), (2, 4, [0, 0, 1, 1]), (1, 3, [0, 0, 0]), (3, None, [0, 1, 2]), (1, None, [0])],
+)
+def test_stages_over_devices(devices: int, num_stages: int | None, places: list[int]) -> None:
+    trainer = trainer_of(devices=devices, num_stages=num_stages)
+    trainer.strategy.connect(LitResNet("resnet10", stem="imagenet"))
+    plan = trainer.strategy.plan()
+    assert len(trainer.strategy.stage_devices) == len(plan) == len(places)
+    assert [line.split("  ")[1].strip() for line in plan] == [f"cpu {place}" for place in places]
+
+
+def test_cuts_can_be_named() -> None:
+    trainer = trainer_of(cuts=["layer4.0"])
+    trainer.strategy.connect(LitResNet("resnet10", stem="imagenet"))
+    assert [stage.span for stage in trainer.strategy.partition.stages] == ["stem to layer3.0", "layer4.0 to head"]
+
+
+def test_layout_is_known_before_fit() -> None:
+    assert Layout.of(trainer_of(num_microbatches=4).strategy) == Layout(num_microbatches=4)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem", "remedy"),
+    [
+        ({"devices": 2, "num_stages": 3}, "num_stages=3 do not divide", "num_stages=4 or --trainer.devices=3"),
+        ({"devices": 4, "num_stages": 2}, "num_stages=2 do not divide", "num_stages=4 or --trainer.devices=2"),
+        ({"num_stages": 0}, "num_stages=0 is less than one", "num_stages=1"),
+        ({"num_microbatches": 0}, "num_microbatches=0 is less than one", "num_microbatches=1"),
+        (
+            {"sync_batchnorm": True, "num_microbatches": 2},
+            "sync_batchnorm=true with 2",
+            "Drop --trainer.sync_batchnorm",
+        ),
+    ],
+)
+def test_refused_while_the_trainer_is_made(arguments: dict[str, Any], problem: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        trainer_of(**arguments)
+    assert problem in caught.value.problem
+    assert remedy in caught.value.remedy
+    assert len(str(caught.value).splitlines()) <= 5
+
+
+def test_one_microbatch_leaves_synchronised_batchnorm_nothing_to_do() -> None:
+    assert trainer_of(sync_batchnorm=True).world_size == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--trainer.strategy=mp", "--trainer.devices=10"], "10 stages of a network of 6 blocks"),
+        ([CLASS, "--trainer.strategy.cuts=[layer9.0]", "--trainer.devices=2"], "no stage can begin with 'layer9.0'"),
+        (
+            [CLASS, "--trainer.strategy.num_microbatches=0", "--trainer.devices=2"],
+            "num_microbatches=0 is less than one",
+        ),
+    ],
+)
+def test_the_command_line_refuses_with_status_2(flags: list[str], problem: str, tmp_path: Path) -> None:
+    result = run_here("fit", *TINY, *flags, f"--run_dir={tmp_path / 'run'}")
+    assert result.status == 2
+    assert problem in result.stderr
+    assert len(result.stderr.strip().splitlines()) <= 5
+
+
+def test_another_network_is_refused() -> None:
+    class Lit(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = nn.Linear(1, 1)
+
+        def use_runner(self, runner: Any) -> None: ...
+
+    with pytest.raises(ConfigError, match="not a Linear"):
+        trainer_of().strategy.connect(Lit())
+
+
+# ---------------------------------------------------------------- whole runs, equal to one device
+
+
+def fit(folder: Path, *flags: str) -> dict[str, Any]:
+    shared = ["--trainer.precision=64-true", "--model.optimizer.lr=0.02", "--trainer.limit_val_batches=0"]
+    result = run_here("fit", *TINY, *shared, *flags, f"--run_dir={folder}")
+    assert result.status == 0, result.stderr
+    return read_checkpoint(folder / "checkpoints" / "last.ckpt")
+
+
+def assert_same_checkpoint(found: dict[str, Any], expected: dict[str, Any], *, tolerance: float) -> None:
+    """Parameters, buffers and the whole optimizer state, by the same keys."""
+    assert found["state_dict"].keys() == expected["state_dict"].keys()
+    for name, value in expected["state_dict"].items():
+        torch.testing.assert_close(found["state_dict"][name], value, rtol=tolerance, atol=tolerance, msg=name)
+    mine, theirs = found["optimizer_states"][0], expected["optimizer_states"][0]
+    assert mine["param_groups"] == theirs["param_groups"]
+    assert mine["state"].keys() == theirs["state"].keys()
+    for index, entry in theirs["state"].items():
+        torch.testing.assert_close(mine["state"][index], entry, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reference"),
+    [
+        (["--trainer.strategy=mp"], []),
+        (
+            [CLASS, "--trainer.strategy.num_microbatches=4", "--trainer.gradient_clip_val=0.5"],
+            ["--model.batchnorm_chunks.num_microbatches=4", "--trainer.gradient_clip_val=0.5"],
+        ),
+        (
+            [CLASS, "--trainer.strategy.num_microbatches=2", "--trainer.accumulate_grad_batches=2"],
+            [
+                "--model.batchnorm_chunks.num_microbatches=2",
+                "--trainer.accumulate_grad_batches=2",
+            ],
+        ),
+    ],
+    ids=["plain", "microbatches and clipping", "microbatches and accumulation"],
+)
+def test_a_fit_equals_one_device(flags: list[str], reference: list[str], tmp_path: Path) -> None:
+    found = fit(tmp_path / "mp", *flags, "--trainer.devices=2")
+    expected = fit(tmp_path / "alone", *reference, "--trainer.devices=1")
+    # Rounding, 1e-16 a step, is magnified by the statistics of small microbatches.
+    assert_same_checkpoint(found, expected, tolerance=1e-10)
+
+
+def test_one_device_and_mp_resume_each_other(tmp_path: Path) -> None:
+    """Two epochs in one go, and one epoch each by two modes, optimizer and schedule included, are the same bits.
+
+    In float32: Lightning loads a float64 checkpoint into a float32 network, and converts that.
+    """
+    mp, alone = ["--trainer.strategy=mp", "--trainer.devices=2"], ["--trainer.devices=1"]
+    two_epochs = ["--trainer.precision=32-true", "--trainer.max_epochs=2"]
+    stops = ["--trainer.callbacks+=recorder.StopBefore", "--trainer.callbacks.epoch=1"]
+    whole = fit(tmp_path / "whole", *alone, *two_epochs)
+    for first, second in ((mp, alone), (alone, mp)):
+        begun, ended = (tmp_path / f"{first[0]}-{part}" for part in ("begun", "ended"))
+        with pytest.raises(RuntimeError, match="stopped before epoch 1"):
+            fit(begun, *first, *two_epochs, *stops)
+        last = begun / "checkpoints" / "last.ckpt"
+        assert_same_checkpoint(fit(ended, *second, *two_epochs, f"--ckpt_path={last}"), whole, tolerance=0)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_reduced_precision_trains(precision: str, tmp_path: Path) -> None:
+    flags = [CLASS, "--trainer.strategy.num_microbatches=2", "--trainer.devices=2", f"--trainer.precision={precision}"]
+    result = run_here("fit", *TINY, *flags, "--data.num_train=48", f"--run_dir={tmp_path / 'run'}")
+    assert result.status == 0, result.stderr

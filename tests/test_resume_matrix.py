@@ -1,0 +1,135 @@
+"""What any mode wrote, any mode resumes: weights, running statistics, optimizer, epoch.
+
+Every mode trains for an epoch. Every mode then resumes each of the checkpoints for another epoch, and must end where
+one device ends that resumes the same checkpoint and normalises as the mode does; in float64, so that the bound is
+sharp.
+
+Starting processes costs more than these trainings. So the modes with processes run all their commands in one start of
+torchrun; `ddp_spawn`, which starts its own, cannot.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from commands import run_here
+
+from lit_cifar.checkpoints import read_checkpoint
+
+SETTINGS = [
+    "fit",
+    "--model.arch=resnet10",
+    "--model.stem=imagenet",
+    "--model.lr_scheduler=torch.optim.lr_scheduler.StepLR",
+    "--model.lr_scheduler.step_size=1",
+    "--model.optimizer.lr=0.02",
+    "--data.dataset=synthetic",
+    "--data.num_train=80",
+    "--data.val_size=16",
+    "--data.batch_size=32",
+    "--trainer.precision=64-true",
+    "--trainer.accelerator=cpu",
+    "--trainer.limit_val_batches=0",
+    "--trainer.enable_progress_bar=false",
+]
+SHARDS, MICROBATCHES = "--model.batchnorm_chunks.num_shards=2", "--model.batchnorm_chunks.num_microbatches=2"
+PIPELINE = ["--trainer.strategy=PipelineStrategy", "--trainer.strategy.num_microbatches=2"]
+# Flags of a mode, processes it needs (0: it runs in this one), and flags of the one device that it equals.
+MODES: dict[str, tuple[list[str], int, list[str]]] = {
+    "single": (["--trainer.devices=1"], 0, []),
+    "dp": (["--trainer.strategy=dp", "--trainer.devices=2"], 0, ["--model.batchnorm_chunks.replicas_per_shard=2"]),
+    "mp": (["--trainer.strategy=mp", "--trainer.devices=2"], 0, []),
+    "ddp": (["--trainer.strategy=ddp", "--trainer.devices=2"], 2, [SHARDS]),
+    "ddp_spawn": (["--trainer.strategy=ddp_spawn", "--trainer.devices=2"], 0, [SHARDS]),
+    "ddp_mp": (["--trainer.strategy=ddp_mp", "--trainer.devices=4"], 2, [SHARDS]),
+    "pp": ([*PIPELINE, "--trainer.devices=2"], 2, [MICROBATCHES]),
+    "ddp_pp": ([*PIPELINE, "--trainer.strategy.num_stages=2", "--trainer.devices=4"], 4, [SHARDS, MICROBATCHES]),
+    "fsdp2": (["--trainer.strategy=fsdp2", "--trainer.devices=2"], 2, [SHARDS]),
+    "tp": (["--trainer.strategy=tp", "--trainer.devices=2"], 2, []),
+}
+
+
+def run_all(commands: list[list[str]], *, num_processes: int, folder: Path) -> None:
+    """Every command, in this process or in one start of `num_processes`."""
+    if num_processes == 0:
+        for command in commands:
+            result = run_here(*command)
+            assert result.status == 0, result.stderr
+        return
+    file = folder / f"commands{num_processes}.json"
+    file.write_text(json.dumps(commands))
+    here = Path(__file__).parent
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
+    done = subprocess.run(
+        [*launcher, str(here / "run_commands.py"), str(file)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
+
+
+def by_processes(modes: dict[str, list[list[str]]]) -> list[tuple[int, list[list[str]]]]:
+    """The commands of all modes that need equally many processes together."""
+    sizes = sorted({MODES[mode][1] for mode in modes})
+    return [(size, [c for mode in modes if MODES[mode][1] == size for c in modes[mode]]) for size in sizes]
+
+
+def checkpoint(folder: Path, *names: str) -> Path:
+    return folder / "-".join(names) / "checkpoints" / "last.ckpt"
+
+
+def command(folder: Path, flags: list[str], *names: str) -> list[str]:
+    """Train the first epoch (one name), or resume the checkpoint of the first name for the second."""
+    more = ["--trainer.max_epochs=1"]
+    if len(names) > 1:
+        more = ["--trainer.max_epochs=2", f"--ckpt_path={checkpoint(folder, names[0])}"]
+    return [*SETTINGS, *flags, *more, f"--run_dir={folder / '-'.join(names)}"]
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what every mode wrote (`ddp`), and how every mode went on from each (`ddp-pp`)."""
+    folder = tmp_path_factory.mktemp("matrix")
+    writes = {mode: [command(folder, MODES[mode][0], mode)] for mode in MODES}
+    reads = {mode: [command(folder, MODES[mode][0], writer, mode) for writer in MODES] for mode in MODES}
+    for stage in (writes, reads):
+        for num_processes, commands in by_processes(stage):
+            run_all(commands, num_processes=num_processes, folder=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(resumed: Path) -> Path:
+    """The same folder, once one device has resumed each checkpoint in each of the ways of normalising."""
+    for equals in {tuple(equals) for _, _, equals in MODES.values()}:
+        for writer in MODES:
+            result = run_here(*command(resumed, list(equals), writer, "alone", *equals))
+            assert result.status == 0, result.stderr
+    return resumed
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("reader", MODES)
+@pytest.mark.parametrize("writer", MODES)
+def test_written_by_one_mode_and_resumed_by_another(writer: str, reader: str, resumed: Path, expected: Path) -> None:
+    found = read_checkpoint(checkpoint(resumed, writer, reader))
+    wanted = read_checkpoint(checkpoint(expected, writer, "alone", *MODES[reader][2]))
+    assert found["global_step"] == wanted["global_step"] == 4
+    assert found["lr_schedulers"] == wanted["lr_schedulers"]
+    assert list(found["state_dict"]) == list(wanted["state_dict"])
+    for name, tensor in wanted["state_dict"].items():
+        torch.testing.assert_close(found["state_dict"][name], tensor, rtol=1e-9, atol=1e-9)
+    states = [state["optimizer_states"][0] for state in (found, wanted)]
+    assert states[0]["param_groups"] == states[1]["param_groups"]
+    assert list(states[0]["state"]) == list(states[1]["state"])
+    for index, entry in states[1]["state"].items():
+        torch.testing.assert_close(
+            states[0]["state"][index]["momentum_buffer"], entry["momentum_buffer"], rtol=0, atol=1e-9
+        )
