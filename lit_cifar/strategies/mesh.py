@@ -8,7 +8,7 @@ Every collective that counts or averages samples runs along "data" only: the pro
 samples, and a sum over all would count them several times.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -25,19 +26,19 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.strategies.network import RunsNetwork, as_runs_network, runs_network
+from lit_cifar.strategies.network import RunsNetwork
+from lit_cifar.strategies.runner import RunnerStrategy
 
 
-class MeshStrategy(DDPStrategy, ABC):
+class MeshStrategy(RunnerStrategy, DDPStrategy):
     """Processes as Lightning's `ddp` starts them, several of which hold one replica.
 
-    A subclass says how many, and implements `split`. `self.model` stays the LightningModule: there is no wrapper.
+    A subclass says how many, and splits the network where it makes its runner. `self.model` stays the LightningModule:
+    there is no wrapper.
 
     Args:
         **kwargs: As of Lightning's `DDPStrategy`: `process_group_backend`, `timeout`, `start_method`.
     """
-
-    strategy_name = "mesh"
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -48,10 +49,6 @@ class MeshStrategy(DDPStrategy, ABC):
     @abstractmethod
     def processes_per_replica(self) -> int:
         """Size of the "model" axis; known once the Trainer is made."""
-
-    @abstractmethod
-    def split(self, module: RunsNetwork) -> None:
-        """Keep this process's part of `module.network` on `root_device` and set the runner that works with it."""
 
     @abstractmethod
     def share_of_norm(self, gradient: Tensor) -> float:
@@ -92,27 +89,13 @@ class MeshStrategy(DDPStrategy, ABC):
         }
 
     @override
-    def connect(self, model: L.LightningModule) -> None:
-        """Accept a module whose network can be run by a strategy.
-
-        Raises:
-            ConfigError: `model` has no `network` and `use_runner`.
-        """
-        as_runs_network(model, strategy=self.strategy_name)
-        super().connect(model)
-
-    @override
-    def _configure_launcher(self) -> None:
-        """Refuse what cannot work. Lightning calls this last while a Trainer is made, when every flag has arrived."""
-        self.check()
-        super()._configure_launcher()
-
     def check(self) -> None:
         """Find contradicting sizes and flags; subclasses extend it.
 
         Raises:
             ConfigError: The processes cannot be divided into replicas.
         """
+        super().check()
         num_processes, each = self.num_nodes * self.num_processes, self.processes_per_replica
         if num_processes % each or each > num_processes:
             nearest = max(num_processes // each, 1) * each
@@ -131,7 +114,7 @@ class MeshStrategy(DDPStrategy, ABC):
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
-        """As Lightning's `ddp` does, with `split` in place of the wrapper."""
+        """As Lightning's `ddp` does, with the runner in place of the wrapper."""
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)
@@ -140,7 +123,10 @@ class MeshStrategy(DDPStrategy, ABC):
             self.model = self._layer_sync.apply(self.model)
         self.precision_plugin.convert_module(self.model)
         self._reset_optimizers_and_schedulers()
-        self.split(cast(RunsNetwork, self.lightning_module))
+        self.model.to(self.root_device)
+        _sync_module_states(self.model)
+        module = cast(RunsNetwork, self.lightning_module)
+        module.use_runner(self.make_runner(module.network))
         self._count_along_data(self.data_group)
         if fitting:
             self.setup_optimizers(trainer)
@@ -177,9 +163,7 @@ class MeshStrategy(DDPStrategy, ABC):
 
     @override
     def teardown(self) -> None:
-        # Also reached when `connect` or `setup` failed, so nothing may be taken for granted.
-        if runs_network(self.lightning_module):
-            cast(RunsNetwork, self.lightning_module).use_runner(None)
+        if self.lightning_module is not None:
             self._count_along_data(None)
         super().teardown()
 

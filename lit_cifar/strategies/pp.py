@@ -8,7 +8,6 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,7 +16,7 @@ from typing_extensions import override
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.partition import Partition
 from lit_cifar.strategies.mesh import MeshStrategy
-from lit_cifar.strategies.network import ComputesLoss, RunsNetwork, as_computes_loss
+from lit_cifar.strategies.network import ComputesLoss, Runner, RunsNetwork, as_computes_loss
 from lit_cifar.strategies.pipeline import HandOver, Pipeline, Schedule, ScheduleName, stages_per_process
 from lit_cifar.strategies.state import merge_optimizer_states, only_parameters
 
@@ -136,25 +135,22 @@ class PipelineStrategy(MeshStrategy):
         return self._partition.table(owners)
 
     @override
-    def split(self, module: RunsNetwork) -> None:
-        """Move this process's stages to its device; the others stay in host memory."""
+    def make_runner(self, network: nn.Module) -> Runner:
+        """Leave this process's stages on its device; the others go to host memory."""
         assert self._partition is not None
-        assert self.model is not None
-        self.model.to(self.root_device)
-        _sync_module_states(self.model)
         self._pipeline = Pipeline(
-            module.network,
+            network,
             self._partition,
             schedule=self.schedule,
             num_microbatches=self.num_microbatches,
-            loss=cast(ComputesLoss, module).loss,
+            loss=cast(ComputesLoss, self.lightning_module).loss,
             group=self.model_group,
             device=self.root_device,
         )
         for index, stage in enumerate(self._partition.stages):
             if index not in self._pipeline.stages:
-                stage.module(module.network).cpu()
-        module.use_runner(self._pipeline.evaluate)
+                stage.module(network).cpu()
+        return self._pipeline.evaluate
 
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:

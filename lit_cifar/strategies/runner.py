@@ -1,4 +1,4 @@
-"""What the modes have in common whose processes each run a whole replica of the network, in a way of their own."""
+"""What the modes have in common that run the network in a way of their own."""
 
 from abc import ABC, abstractmethod
 from typing import cast

@@ -14,7 +14,6 @@ from typing import Any, cast
 import lightning as L
 import torch
 from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
@@ -33,7 +32,7 @@ from lit_cifar.strategies.full_tensors import (
     split_optimizer_state,
 )
 from lit_cifar.strategies.mesh import MeshStrategy, local_part
-from lit_cifar.strategies.network import RunsNetwork
+from lit_cifar.strategies.network import Runner, RunsNetwork
 from lit_cifar.strategies.sharded_plan import plan
 from lit_cifar.strategies.sync_batchnorm import synchronise_along
 from lit_cifar.strategies.tensor_parallel import NUM_CHANNELS, split_tensors
@@ -150,22 +149,19 @@ class ShardedStrategy(MeshStrategy):
             )
 
     @override
-    def split(self, module: RunsNetwork) -> None:
+    def make_runner(self, network: nn.Module) -> Runner:
         """Put a copy in the network's place, and leave each process its parts of it."""
-        assert self.model is not None
-        self.model.to(self.root_device)
-        _sync_module_states(self.model)
-        self._whole = module.network
-        network = deepcopy(cast(ResNet, module.network))
+        self._whole = network
+        parts = deepcopy(cast(ResNet, network))
         self._whole.cpu()
         # By what was asked for, not by the number of processes: one process takes the same path.
         if self.tensor_parallel_size != 1:
-            split_tensors(network, self.mesh["model"])
-        synchronise_along(network, self.data_group)
+            split_tensors(parts, self.mesh["model"])
+        synchronise_along(parts, self.data_group)
         if self.data_parallel_size != 1:
-            shard(network, self.mesh["data"])
-        module.network = network
-        module.use_runner(_OutsideInferenceMode(network))
+            shard(parts, self.mesh["data"])
+        cast(RunsNetwork, self.lightning_module).network = parts
+        return _OutsideInferenceMode(parts)
 
     @override
     def share_of_norm(self, gradient: Tensor) -> float:

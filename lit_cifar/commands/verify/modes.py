@@ -115,6 +115,9 @@ def modes(devices: int) -> dict[str, Mode]:
         Mode(name="fsdp2", strategy="fsdp2", devices=devices),
         Mode(name="tp", strategy="tp", devices=devices),
     ]
+    if devices >= 4:  # with fewer it is one of the two
+        sizes: Sizes = {"data_parallel_size": devices // 2, "tensor_parallel_size": 2}
+        found.append(Mode(name="fsdp2-tp", strategy="ShardedStrategy", devices=devices, sizes=sizes))
     return {mode.name: mode for mode in found}
 
 

@@ -13,6 +13,8 @@ class Row:
         mode: Its name.
         processes: How many it ran as; None if that is not known, as it failed.
         equals: The single-device computation that it was compared with.
+        losses: The loss of the global batch, step by step.
+        expected_losses: Those of the single-device computation.
         differences: The largest difference of each kind over all steps.
         tolerance: What each kind may differ by after the last step.
         counts: Right and seen samples of its evaluation.
@@ -23,6 +25,8 @@ class Row:
     mode: str
     equals: str
     processes: int | None = None
+    losses: list[float] = field(default_factory=list)
+    expected_losses: list[float] = field(default_factory=list)
     differences: Bounds = field(default_factory=dict)
     tolerance: Bounds = field(default_factory=dict)
     counts: tuple[int, int] | None = None

@@ -113,7 +113,10 @@ class Verifier:
 
     def _compare_steps(self, row: Row, record: Record, reference: Reference) -> None:
         for number, bounds in enumerate(reference.bounds, 1):
-            found = differences(record.step(number), reference.record.step(number))
+            step, expected = record.step(number), reference.record.step(number)
+            row.losses.append(float(step["loss"]))
+            row.expected_losses.append(float(expected["loss"]))
+            found = differences(step, expected)
             for kind, value in largest(found).items():
                 row.differences[kind] = max(row.differences.get(kind, 0.0), value)
             excess = first_excess(found, bounds, step=number)
