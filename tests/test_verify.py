@@ -1,4 +1,4 @@
-"""`verify`: the comparison as plain functions, two modes compared for real, and a planted mistake that is caught."""
+"""`verify`: the comparison as plain functions, every mode compared for real, and a planted mistake that is caught."""
 
 import math
 from pathlib import Path
@@ -21,15 +21,21 @@ from lit_cifar.commands.verify.compare import (
     sample_problems,
 )
 from lit_cifar.commands.verify.modes import chosen, in_words, modes
+from lit_cifar.commands.verify.rows import Row
 from lit_cifar.commands.verify.runs import run
 from lit_cifar.commands.verify.selftest import ARGS, self_test
 from lit_cifar.layout import Chunks
 
 TINY = [
     "--model.arch=resnet10",
-    "--data.num_train=42",
+    "--model.stem=imagenet",
+    "--model.optimizer.lr=0.02",
+    "--data.dataset=synthetic",
+    "--data.num_train=175",
     "--data.val_size=15",
-    "--data.batch_size=16",
+    "--data.batch_size=64",
+    "--trainer.accumulate_grad_batches=2",
+    "--trainer.gradient_clip_val=0.5",
     "--trainer.precision=64-true",
 ]
 
@@ -186,17 +192,23 @@ def test_what_takes_too_long_is_stopped(tmp_path: Path) -> None:
     assert "time limit" in outcome.last_words
 
 
-@pytest.mark.timeout(300)
-def test_dp_and_ddp_train_what_one_device_trains() -> None:
-    lines: list[str] = []
-    rows = verify(
-        ["dp", "ddp"], devices=2, args=["--model.stem=imagenet", "--data.dataset=synthetic", *TINY], report=lines.append
-    )
-    assert [(row.mode, row.processes) for row in rows] == [("dp", 1), ("ddp", 2)]
-    assert [row.problems for row in rows] == [[], []]
-    assert all(max(row.differences.values()) <= EXACT_BOUND for row in rows)
-    assert [row.counts[1] for row in rows if row.counts] == [15, 15]
-    assert len(lines) == 4  # two references, two modes
+@pytest.fixture(scope="module")
+def rows() -> dict[str, Row]:
+    """Every mode, with gradients accumulated and clipped and a ragged last batch."""
+    return {row.mode: row for row in verify(["all"], devices=2, args=TINY)}
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", modes(2))
+def test_every_mode_trains_what_one_device_trains(name: str, rows: dict[str, Row]) -> None:
+    row = rows[name]
+    assert row.problems == []
+    assert row.differences.keys() == set(KINDS)
+    assert max(row.differences.values()) <= EXACT_BOUND
+    assert row.counts is not None
+    assert row.counts[1] == 15
+    in_one_process = name in ("single", "dp", "mp", "mp-micro", "ddp_mp")  # two stages of two devices: one process
+    assert row.processes == (1 if in_one_process else 2)
 
 
 @pytest.mark.timeout(300)

@@ -37,7 +37,7 @@ def main(args: list[str]) -> int:
         ConfigError: Arguments that cannot work.
         SystemExit: After --help; with status 143 when terminated. Ctrl-C returns 130.
     """
-    options, rest = _parser().parse_known_args(args)
+    options, rest = verify_parser().parse_known_args(args)
     if options.self_test and rest:
         raise ConfigError(f"--self-test has a configuration of its own, not {rest[0]}", remedy="leave it out")
     target = None if options.json is None else _writable(Path(options.json))
@@ -79,7 +79,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message, remedy="see python -m lit_cifar verify --help")
 
 
-def _parser() -> argparse.ArgumentParser:
+def verify_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m lit_cifar verify",
         description=_DESCRIPTION,
