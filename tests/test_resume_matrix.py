@@ -32,6 +32,7 @@ SETTINGS = [
     "--data.val_size=16",
     "--data.batch_size=32",
     "--trainer.precision=64-true",
+    "--trainer.gradient_clip_val=0.5",
     "--trainer.accelerator=cpu",
     "--trainer.limit_val_batches=0",
     "--trainer.enable_progress_bar=false",
