@@ -66,6 +66,23 @@ def launch(*args: str | Path, timeout_s: float = 110, check: bool = True) -> Res
     return Result(done.returncode, done.stdout, done.stderr)
 
 
+def run_in_one_start(commands: list[list[str]], *, num_processes: int, folder: Path) -> None:
+    """Every command after the other, in processes that torchrun starts once: that costs more than a tiny training."""
+    file = folder / f"commands{num_processes}.json"
+    file.write_text(json.dumps(commands))
+    program = Path(__file__).with_name("run_commands.py")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
+    done = subprocess.run(
+        [*torchrun, str(program), str(file)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
+
+
 def counts(run: Path, split: str = "test") -> dict[str, tuple[int, int]]:
     """Correct and total of every rank in a run's `per_rank.csv`, and of `all`."""
     rows = [line.split(",") for line in (run / "per_rank.csv").read_text().splitlines()[1:]]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import TINY, launch, run_here
+from commands import TINY, launch, run_here, run_in_one_start
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 PATHS = sorted(CONFIGS.rglob("*.yaml"))
@@ -14,24 +14,36 @@ SHORT = ["--trainer.max_steps=2", "--trainer.log_every_n_steps=1", "--trainer.li
 
 
 def processes(config: Path) -> int:
-    """Processes that a configuration starts."""
+    """Processes that a configuration starts; 0 where it starts none, or its own."""
     trainer = yaml.safe_load(config.read_text()).get("trainer", {})
-    return 1 if trainer.get("strategy") in (None, "dp", "mp") else trainer["devices"]
+    if trainer.get("strategy") in (None, "dp", "mp", "ddp_spawn"):
+        return 0
+    return trainer["devices"] // (2 if trainer["strategy"] == "ddp_mp" else 1)
 
 
+def command(config: Path, folder: Path) -> list[str]:
+    drawn = {"modes": TINY, "seed": DRAWN}.get(config.parent.name, [])
+    return ["fit", "--config", str(config), *drawn, *SHORT, f"--run_dir={folder / config.parent.name / config.stem}"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps of every configuration with processes, in one start for each number of them."""
+    folder = tmp_path_factory.mktemp("runs")
+    for num_processes in sorted({processes(config) for config in PATHS} - {0}):
+        commands = [command(config, folder) for config in PATHS if processes(config) == num_processes]
+        run_in_one_start(commands, num_processes=num_processes, folder=folder)
+    return folder
+
+
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("config", PATHS, ids=lambda path: str(path.relative_to(CONFIGS)))
-def test_config_trains(config: Path, tmp_path: Path) -> None:
-    flags = [f"--run_dir={tmp_path / 'run'}", *SHORT]
-    if config.parent.name == "modes":
-        flags = ["--config", str(config), *TINY, *flags]
-    elif config.stem == "quickstart":
-        flags = ["--config", str(config), *flags]
-    else:
-        flags = ["--config", str(config), *DRAWN, *flags]
-    run = launch if processes(config) > 1 else run_here
-    result = run("fit", *flags)
-    assert result.status == 0, result.stderr
-    assert (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
+def test_config_trains(config: Path, runs: Path) -> None:
+    if not processes(config):
+        run = launch if config.stem == "ddp_spawn" else run_here
+        result = run(*command(config, runs))
+        assert result.status == 0, result.stderr
+    assert (runs / config.parent.name / config.stem / "checkpoints" / "last.ckpt").exists()
 
 
 @pytest.mark.parametrize("config", PATHS, ids=lambda path: str(path.relative_to(CONFIGS)))

@@ -4,19 +4,15 @@ Every mode trains for an epoch. Every mode then resumes each of the checkpoints 
 one device ends that resumes the same checkpoint and normalises as the mode does; in float64, so that the bound is
 sharp.
 
-Starting processes costs more than these trainings. So the modes with processes run all their commands in one start of
-torchrun; `ddp_spawn`, which starts its own, cannot.
+The modes with processes run all their commands in one start of torchrun; `ddp_spawn`, which starts its own, cannot. All
+pairs take minutes (`pytest -m slow`). They have the file in common, so the pairs with one device stand for them.
 """
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from commands import run_here
+from commands import launch, run_here, run_in_one_start
 
 from lit_cifar.checkpoints import read_checkpoint
 
@@ -39,13 +35,13 @@ SETTINGS = [
 ]
 SHARDS, MICROBATCHES = "--model.batchnorm_chunks.num_shards=2", "--model.batchnorm_chunks.num_microbatches=2"
 PIPELINE = ["--trainer.strategy=PipelineStrategy", "--trainer.strategy.num_microbatches=2"]
-# Flags of a mode, processes it needs (0: it runs in this one), and flags of the one device that it equals.
+# Flags of a mode, processes it needs (0: it runs in this one, 1: it starts its own), and flags of what it equals.
 MODES: dict[str, tuple[list[str], int, list[str]]] = {
     "single": (["--trainer.devices=1"], 0, []),
     "dp": (["--trainer.strategy=dp", "--trainer.devices=2"], 0, ["--model.batchnorm_chunks.replicas_per_shard=2"]),
     "mp": (["--trainer.strategy=mp", "--trainer.devices=2"], 0, []),
     "ddp": (["--trainer.strategy=ddp", "--trainer.devices=2"], 2, [SHARDS]),
-    "ddp_spawn": (["--trainer.strategy=ddp_spawn", "--trainer.devices=2"], 0, [SHARDS]),
+    "ddp_spawn": (["--trainer.strategy=ddp_spawn", "--trainer.devices=2"], 1, [SHARDS]),
     "ddp_mp": (["--trainer.strategy=ddp_mp", "--trainer.devices=4"], 2, [SHARDS]),
     "pp": ([*PIPELINE, "--trainer.devices=2"], 2, [MICROBATCHES]),
     "ddp_pp": ([*PIPELINE, "--trainer.strategy.num_stages=2", "--trainer.devices=4"], 4, [SHARDS, MICROBATCHES]),
@@ -53,27 +49,20 @@ MODES: dict[str, tuple[list[str], int, list[str]]] = {
     "tp": (["--trainer.strategy=tp", "--trainer.devices=2"], 2, []),
 }
 
+Pair = tuple[str, str]
+ALL: list[Pair] = [(writer, reader) for writer in MODES for reader in MODES]
+WITH_ONE_DEVICE: list[Pair] = [pair for pair in ALL if "single" in pair]
+
 
 def run_all(commands: list[list[str]], *, num_processes: int, folder: Path) -> None:
-    """Every command, in this process or in one start of `num_processes`."""
-    if num_processes == 0:
-        for command in commands:
-            result = run_here(*command)
-            assert result.status == 0, result.stderr
+    """Every command, as `MODES` has it."""
+    if num_processes > 1:
+        run_in_one_start(commands, num_processes=num_processes, folder=folder)
         return
-    file = folder / f"commands{num_processes}.json"
-    file.write_text(json.dumps(commands))
-    here = Path(__file__).parent
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
-    done = subprocess.run(
-        [*launcher, str(here / "run_commands.py"), str(file)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
+    run = launch if num_processes else run_here
+    for command in commands:
+        result = run(*command)
+        assert result.status == 0, result.stderr
 
 
 def by_processes(modes: dict[str, list[list[str]]]) -> list[tuple[int, list[list[str]]]]:
@@ -94,34 +83,46 @@ def command(folder: Path, flags: list[str], *names: str) -> list[str]:
     return [*SETTINGS, *flags, *more, f"--run_dir={folder / '-'.join(names)}"]
 
 
-@pytest.fixture(scope="module")
-def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what every mode wrote (`ddp`), and how every mode went on from each (`ddp-pp`)."""
-    folder = tmp_path_factory.mktemp("matrix")
+def resume(folder: Path, pairs: list[Pair]) -> Path:
+    """Let every mode write (`ddp`), go on from one another as `pairs` say (`ddp-pp`), and one device do the same."""
     writes = {mode: [command(folder, MODES[mode][0], mode)] for mode in MODES}
-    reads = {mode: [command(folder, MODES[mode][0], writer, mode) for writer in MODES] for mode in MODES}
+    reads = {mode: [command(folder, MODES[mode][0], w, r) for w, r in pairs if r == mode] for mode in MODES}
     for stage in (writes, reads):
         for num_processes, commands in by_processes(stage):
             run_all(commands, num_processes=num_processes, folder=folder)
+    alone = sorted({(writer, *MODES[reader][2]) for writer, reader in pairs})
+    references = [command(folder, list(equals), writer, "alone", *equals) for writer, *equals in alone]
+    run_all(references, num_processes=0, folder=folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def expected(resumed: Path) -> Path:
-    """The same folder, once one device has resumed each checkpoint in each of the ways of normalising."""
-    for equals in {tuple(equals) for _, _, equals in MODES.values()}:
-        for writer in MODES:
-            result = run_here(*command(resumed, list(equals), writer, "alone", *equals))
-            assert result.status == 0, result.stderr
-    return resumed
+def with_one_device(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return resume(tmp_path_factory.mktemp("matrix"), WITH_ONE_DEVICE)
+
+
+@pytest.fixture(scope="module")
+def with_each_other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return resume(tmp_path_factory.mktemp("matrix"), ALL)
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("reader", MODES)
-@pytest.mark.parametrize("writer", MODES)
-def test_written_by_one_mode_and_resumed_by_another(writer: str, reader: str, resumed: Path, expected: Path) -> None:
-    found = read_checkpoint(checkpoint(resumed, writer, reader))
-    wanted = read_checkpoint(checkpoint(expected, writer, "alone", *MODES[reader][2]))
+@pytest.mark.parametrize(("writer", "reader"), WITH_ONE_DEVICE)
+def test_one_device_and_every_mode_resume_each_other(writer: str, reader: str, with_one_device: Path) -> None:
+    assert_equal(with_one_device, writer, reader)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("writer", "reader"), ALL)
+def test_every_mode_resumes_every_other(writer: str, reader: str, with_each_other: Path) -> None:
+    assert_equal(with_each_other, writer, reader)
+
+
+def assert_equal(folder: Path, writer: str, reader: str) -> None:
+    """`reader` has ended where one device ends that resumed the same checkpoint."""
+    found = read_checkpoint(checkpoint(folder, writer, reader))
+    wanted = read_checkpoint(checkpoint(folder, writer, "alone", *MODES[reader][2]))
     assert found["global_step"] == wanted["global_step"] == 4
     assert found["lr_schedulers"] == wanted["lr_schedulers"]
     assert list(found["state_dict"]) == list(wanted["state_dict"])

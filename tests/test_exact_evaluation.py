@@ -1,0 +1,45 @@
+"""Each image is counted once, whatever the number of processes; unless padding is asked for."""
+
+from pathlib import Path
+
+import pytest
+from commands import TINY, counts, launch, mode_flags, run_here
+
+
+def run_mode(mode: str, subcommand: str, *args: str | Path, devices: int = 2) -> None:
+    """One process is enough for `single` and `dp`: they run here, which saves the start of a process."""
+    run = run_here if mode in ("single", "dp") else launch
+    result = run(subcommand, *TINY, *mode_flags(mode, devices), *args)
+    assert result.status == 0, result.stderr
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Written by one device."""
+    folder = tmp_path_factory.mktemp("written")
+    run_mode("single", "fit", f"--run_dir={folder / 'run'}")
+    return folder / "run" / "checkpoints" / "last.ckpt"
+
+
+@pytest.mark.timeout(240)
+def test_one_checkpoint_counts_the_same_with_any_number_of_processes(checkpoint: Path, tmp_path: Path) -> None:
+    """10,000 images; 7 processes do not divide them."""
+    flags = [f"--ckpt_path={checkpoint}", "--data.num_test=10000"]
+    expected = None
+    for num_processes in (1, 2, 3, 4, 7):
+        run = tmp_path / str(num_processes)
+        mode = "single" if num_processes == 1 else "ddp"
+        run_mode(mode, "test", *flags, f"--run_dir={run}", devices=num_processes)
+        found = counts(run)
+        expected = expected or found["all"]
+        assert found["all"] == expected
+        assert expected[1] == 10_000
+        assert len(found) == num_processes + 1
+
+
+@pytest.mark.timeout(120)
+def test_padded_evaluation_counts_too_many(checkpoint: Path, tmp_path: Path) -> None:
+    flags = [f"--ckpt_path={checkpoint}", "--data.num_test=10000", "--data.pad_eval=true"]
+    run_mode("ddp", "test", *flags, f"--run_dir={tmp_path / 'run'}", devices=3)
+    totals = {rank: total for rank, (_, total) in counts(tmp_path / "run").items()}
+    assert totals == {"0": 3334, "1": 3334, "2": 3334, "all": 10_002}
