@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -11,11 +12,14 @@ from commands import TINY, run_here
 from torch import Tensor, nn
 from torch import multiprocessing as mp
 from torch.nn import functional as F
+from torchmetrics import Metric
 
+from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.errors import ConfigError
 from lit_cifar.layout import Chunks, Layout
 from lit_cifar.models import build_resnet
 from lit_cifar.models.partition import Partition
+from lit_cifar.module import LitResNet
 from lit_cifar.strategies import PipelineStrategy
 from lit_cifar.strategies.pipeline import HandOver, Pipeline, Schedule, ScheduleName
 from lit_cifar.strategies.state import merge_optimizer_states, only_parameters
@@ -129,6 +133,40 @@ def test_only_some_parameters_of_an_optimizer_state() -> None:
     state = optimizer.state_dict()
     assert only_parameters(state, optimizer, [second])["state"].keys() == {1}
     assert only_parameters(state, optimizer, [second])["param_groups"] == state["param_groups"]
+
+
+class WatchesGroups(L.Callback):
+    """Notes over which processes the metrics count while a run validates."""
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.data_group = trainer.strategy.data_group
+        self.groups = {metric.process_group for metric in pl_module.modules() if isinstance(metric, Metric)}
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_pipeline_of_one_process_fits_as_one_device_does(name: ScheduleName, tmp_path: Path) -> None:
+    fitted = {}
+    watch = WatchesGroups()
+    settings = {"max_epochs": 1, "precision": "64-true", "enable_progress_bar": False, "enable_model_summary": False}
+    for chunks in (None, Chunks(num_microbatches=2)):
+        L.seed_everything(0, verbose=False)
+        module = LitResNet("resnet10", stem="imagenet", batchnorm_chunks=chunks)
+        strategy = PipelineStrategy(schedule=name, num_microbatches=2) if chunks is None else "auto"
+        callbacks = [watch] if chunks is None else []
+        data = CIFAR10DataModule(dataset="synthetic", num_train=40, num_test=8, val_size=8, batch_size=16)
+        with mock.patch.dict(os.environ):
+            trainer(1, strategy, callbacks=callbacks, default_root_dir=tmp_path, **settings).fit(module, data)
+        fitted[chunks] = module
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    ours, theirs = fitted.values()
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    for key, tensor in theirs.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[key], tensor, rtol=1e-9, atol=1e-9)
+    # Not over all processes: those of one replica have counted the same samples. Afterwards they are plain again.
+    assert watch.groups == {watch.data_group}
+    assert {metric.process_group for metric in ours.modules() if isinstance(metric, Metric)} == {None}
 
 
 def network_of() -> nn.Module:

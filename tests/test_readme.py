@@ -51,10 +51,11 @@ def test_the_readme_names_files_that_exist() -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-def test_the_figure_is_drawn_from_the_recorded_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_figures_are_drawn_from_the_recorded_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import figures
 
     figures.main(tmp_path)
-    assert (tmp_path / "articles_run.png").stat().st_size > 10_000
+    for name in ("articles_run.png", "loss_curves.png"):
+        assert (tmp_path / name).stat().st_size > 10_000
     del sys.modules["figures"]
