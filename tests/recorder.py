@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import lightning as L
+import torch
 
 from lit_cifar.data import Batch
 
@@ -46,6 +47,17 @@ def global_steps(folder: Path) -> list[tuple[int, int, list[int]]]:
         for line in map(json.loads, file.read_text().splitlines()):
             seen.setdefault((line["epoch"], line["step"]), []).extend(line["ids"])
     return [(epoch, step, sorted(ids)) for (epoch, step), ids in sorted(seen.items())]
+
+
+class KeepFirstWeights(L.Callback):
+    """Writes the network's weights and buffers to `path` when training begins, after a checkpoint has been loaded."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write them down."""
+        torch.save(pl_module.network.state_dict(), self.path)
 
 
 class FailOn(L.Callback):

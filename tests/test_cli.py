@@ -44,6 +44,14 @@ REFUSED = {
         ["--trainer.strategy=dp", "--trainer.devices=2", "--trainer.sync_batchnorm=true"],
         ["sync_batchnorm"],
     ),
+    "chunks of one device in a mode": (
+        ["--trainer.strategy=dp", "--trainer.devices=2", "--model.batchnorm_chunks.num_shards=2"],
+        ["batchnorm_chunks", "--trainer.devices=1"],
+    ),
+    "too few devices for microbatches": (
+        ["--trainer.strategy=pp", "--trainer.devices=2", "--data.batch_size=14"],
+        ["4 microbatches", "--data.batch_size=16"],
+    ),
     "nothing left to train on": (["--data.val_size=96"], ["--data.val_size=9"]),
     "ragged batch too small": (["--data.num_train=97"], ["--data.drop_last=true"]),
     "cutout without augmentation": (["--data.augment=false", "--data.cutout=8"], ["--data.augment=true"]),
@@ -143,6 +151,28 @@ def test_without_validation_the_last_epoch_is_kept(tmp_path: Path) -> None:
         run_here("fit", *TINY, *flags, "--trainer.callbacks.epoch=1", f"--run_dir={tmp_path / 'run'}")
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["last.ckpt"]
     assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")["epoch"] == 0
+
+
+def test_the_last_epoch_is_kept_though_it_is_not_the_best(tmp_path: Path) -> None:
+    """Without learning no epoch is better than the first."""
+    flags = ["--model.optimizer.lr=0", "--trainer.max_epochs=3", f"--run_dir={tmp_path / 'run'}"]
+    assert run_here("fit", *TINY, *flags).status == 0
+    kept = {name: read_checkpoint(tmp_path / "run" / "checkpoints" / f"{name}.ckpt") for name in ("best", "last")}
+    assert kept["last"]["epoch"] == 2
+    assert kept["best"]["epoch"] < 2
+
+
+def test_a_resumed_run_begins_with_the_very_weights_that_were_saved(tmp_path: Path) -> None:
+    """In float64 too, whose weights a network of float32 would round."""
+    precise = [*TINY, "--trainer.precision=64-true"]
+    assert run_here("fit", *precise, f"--run_dir={tmp_path / 'first'}").status == 0
+    last = tmp_path / "first" / "checkpoints" / "last.ckpt"
+    keep = ["--trainer.callbacks+=recorder.KeepFirstWeights", f"--trainer.callbacks.path={tmp_path / 'weights.pt'}"]
+    resume = [f"--ckpt_path={last}", "--trainer.max_epochs=2", f"--run_dir={tmp_path / 'second'}"]
+    assert run_here("fit", *precise, *resume, *keep).status == 0
+    begun, saved = torch.load(tmp_path / "weights.pt", weights_only=True), read_checkpoint(last)["state_dict"]
+    assert begun.keys() == saved.keys()
+    assert all(begun[name].equal(tensor) for name, tensor in saved.items())
 
 
 def test_a_checkpoint_holds_plain_keys_and_no_code(trained: Path) -> None:

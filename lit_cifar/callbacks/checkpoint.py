@@ -44,9 +44,21 @@ class Checkpoint(ModelCheckpoint):
             self.filename, self.save_last = "last", False
         super().setup(trainer, pl_module, stage)
 
+    # Lightning's own callback writes the last checkpoint only where it has also written one of the best.
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Save the best, and the last whether or not it is among them."""
+        super().on_train_epoch_end(trainer, pl_module)
+        if self._should_save_on_train_epoch_end(trainer):
+            self._save_last(trainer)
+
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Keep the last also where it is not among the best, for which Lightning's own callback writes nothing."""
+        """The same, where validation does not come with the end of an epoch."""
         super().on_validation_end(trainer, pl_module)
-        unsaved = not self._should_skip_saving_checkpoint(trainer) and not self._should_save_on_train_epoch_end(trainer)
-        if self.save_last and unsaved and (trainer.current_epoch + 1) % self._every_n_epochs == 0:
+        if not self._should_save_on_train_epoch_end(trainer):
+            self._save_last(trainer)
+
+    def _save_last(self, trainer: L.Trainer) -> None:
+        due = (trainer.current_epoch + 1) % self._every_n_epochs == 0
+        if self.save_last and due and not self._should_skip_saving_checkpoint(trainer):
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
