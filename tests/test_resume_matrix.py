@@ -31,6 +31,7 @@ SETTINGS = [
     "--trainer.gradient_clip_val=0.5",
     "--trainer.accelerator=cpu",
     "--trainer.limit_val_batches=0",
+    "--trainer.log_every_n_steps=1",
     "--trainer.enable_progress_bar=false",
 ]
 SHARDS, MICROBATCHES = "--model.batchnorm_chunks.num_shards=2", "--model.batchnorm_chunks.num_microbatches=2"

@@ -41,6 +41,7 @@ def main(args: list[str]) -> int:
     if options.self_test and rest:
         raise ConfigError(f"--self-test has a configuration of its own, not {rest[0]}", remedy="leave it out")
     target = None if options.json is None else _writable(Path(options.json))
+    about = _about()
     _exit_orderly_when_terminated()
     try:
         content = _self_test() if options.self_test else _verify(options, rest)
@@ -48,7 +49,7 @@ def main(args: list[str]) -> int:
         print("interrupted; every run was ended and its files removed", file=sys.stderr)
         return 130
     if target is not None:
-        target.write_text(json.dumps(_about() | content, indent=2) + "\n")
+        target.write_text(json.dumps(about | content, indent=2) + "\n")
     return 0 if content["passed"] else 1
 
 
