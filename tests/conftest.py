@@ -7,8 +7,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-# Left by Lightning: the seed for worker processes, and the port at which spawned processes met. They are put back.
-EXPECTED = {"PL_GLOBAL_SEED", "PL_SEED_WORKERS", "MASTER_PORT", "PYTEST_CURRENT_TEST"}
+# Left by Lightning: the seed for worker processes, their threads, and the port at which they met. They are put back.
+EXPECTED = {"PL_GLOBAL_SEED", "PL_SEED_WORKERS", "MASTER_PORT", "OMP_NUM_THREADS", "PYTEST_CURRENT_TEST"}
 
 
 def children() -> set[int]:

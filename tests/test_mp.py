@@ -152,7 +152,7 @@ def test_a_fit_equals_one_device(flags: list[str], reference: list[str], tmp_pat
     found = fit(tmp_path / "mp", *flags, "--trainer.devices=2")
     expected = fit(tmp_path / "alone", *reference, "--trainer.devices=1")
     # Rounding, 1e-16 a step, is magnified by the statistics of small microbatches.
-    assert_same_checkpoint(found, expected, tolerance=1e-10)
+    assert_same_checkpoint(found, expected, tolerance=1e-9)
 
 
 def test_one_device_and_mp_resume_each_other(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ one device ends that resumes the same checkpoint and normalises as the mode does
 sharp.
 
 The modes with processes run all their commands in one start of torchrun; `ddp_spawn`, which starts its own, cannot. All
-pairs take minutes (`pytest -m slow`). They have the file in common, so the pairs with one device stand for them.
+pairs take some minutes: `pytest -m slow`. That each mode resumes its own checkpoint, and that one device can load it,
+is also in `test_verify.py`.
 """
 
 from pathlib import Path
@@ -50,10 +51,6 @@ MODES: dict[str, tuple[list[str], int, list[str]]] = {
     "tp": (["--trainer.strategy=tp", "--trainer.devices=2"], 2, []),
 }
 
-Pair = tuple[str, str]
-ALL: list[Pair] = [(writer, reader) for writer in MODES for reader in MODES]
-WITH_ONE_DEVICE: list[Pair] = [pair for pair in ALL if "single" in pair]
-
 
 def run_all(commands: list[list[str]], *, num_processes: int, folder: Path) -> None:
     """Every command, as `MODES` has it."""
@@ -84,44 +81,28 @@ def command(folder: Path, flags: list[str], *names: str) -> list[str]:
     return [*SETTINGS, *flags, *more, f"--run_dir={folder / '-'.join(names)}"]
 
 
-def resume(folder: Path, pairs: list[Pair]) -> Path:
-    """Let every mode write (`ddp`), go on from one another as `pairs` say (`ddp-pp`), and one device do the same."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What every mode wrote (`ddp`), how every mode went on from each (`ddp-pp`), and how one device did."""
+    folder = tmp_path_factory.mktemp("matrix")
     writes = {mode: [command(folder, MODES[mode][0], mode)] for mode in MODES}
-    reads = {mode: [command(folder, MODES[mode][0], w, r) for w, r in pairs if r == mode] for mode in MODES}
+    reads = {mode: [command(folder, MODES[mode][0], writer, mode) for writer in MODES] for mode in MODES}
     for stage in (writes, reads):
         for num_processes, commands in by_processes(stage):
             run_all(commands, num_processes=num_processes, folder=folder)
-    alone = sorted({(writer, *MODES[reader][2]) for writer, reader in pairs})
-    references = [command(folder, list(equals), writer, "alone", *equals) for writer, *equals in alone]
-    run_all(references, num_processes=0, folder=folder)
+    alone = sorted({(writer, *MODES[reader][2]) for writer in MODES for reader in MODES})
+    run_all(
+        [command(folder, equals, writer, "alone", *equals) for writer, *equals in alone], num_processes=0, folder=folder
+    )
     return folder
-
-
-@pytest.fixture(scope="module")
-def with_one_device(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return resume(tmp_path_factory.mktemp("matrix"), WITH_ONE_DEVICE)
-
-
-@pytest.fixture(scope="module")
-def with_each_other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return resume(tmp_path_factory.mktemp("matrix"), ALL)
-
-
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize(("writer", "reader"), WITH_ONE_DEVICE)
-def test_one_device_and_every_mode_resume_each_other(writer: str, reader: str, with_one_device: Path) -> None:
-    assert_equal(with_one_device, writer, reader)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("writer", "reader"), ALL)
-def test_every_mode_resumes_every_other(writer: str, reader: str, with_each_other: Path) -> None:
-    assert_equal(with_each_other, writer, reader)
-
-
-def assert_equal(folder: Path, writer: str, reader: str) -> None:
-    """`reader` has ended where one device ends that resumed the same checkpoint."""
+@pytest.mark.parametrize("reader", MODES)
+@pytest.mark.parametrize("writer", MODES)
+def test_what_one_mode_wrote_another_resumes(writer: str, reader: str, folder: Path) -> None:
+    """`reader` ends where one device ends that resumed the same checkpoint."""
     found = read_checkpoint(checkpoint(folder, writer, reader))
     wanted = read_checkpoint(checkpoint(folder, writer, "alone", *MODES[reader][2]))
     assert found["global_step"] == wanted["global_step"] == 4
