@@ -10,7 +10,7 @@ from lit_cifar.analysis import BLUE, GREY, RED, read_metrics, read_per_rank
 
 HERE = Path(__file__).parent
 ARTICLES_RUN = HERE / "2026-11-20-articles-stem"
-REAL_DATA = HERE / "2026-11-20-verify" / "cifar10_20_steps.json"
+REAL_DATA = HERE / "2026-11-20-loss-curves" / "losses.json"
 # The articles print the mean loss of epochs 0 to 5 of one process, and 74.79 to 76.04 % after 15.
 PRINTED_LOSSES = [2.07, 1.46, 1.21, 0.99, 0.82, 0.55]
 PRINTED_ACCURACIES = [0.7479, 0.7604]

@@ -73,12 +73,14 @@ class Chunks:
         accumulation: Steps over which a batch is accumulated; step `a` comes before step `a + 1`.
         replicas_per_shard: Into how many the replicas of one process then divide it, by `Tensor.chunk`.
         num_microbatches: Into how many a replica then divides its part, by `Tensor.tensor_split`.
+        synchronised: Whether the shards of an accumulation step are normalised together.
     """
 
     num_shards: int = 1
     accumulation: int = 1
     replicas_per_shard: int = 1
     num_microbatches: int = 1
+    synchronised: bool = False
 
     def __post_init__(self) -> None:
         if min(self.num_shards, self.accumulation, self.replicas_per_shard, self.num_microbatches) < 1:
@@ -86,6 +88,10 @@ class Chunks:
 
     def positions(self, num_samples: int) -> list[list[Tensor]]:
         """For each replica the chunks that it normalises, in their order; positions in the batch, int64, not empty."""
+        if self.synchronised:
+            step_of = torch.arange(num_samples) // self.num_shards % self.accumulation
+            steps = [(step_of == step).nonzero().flatten() for step in range(self.accumulation)]
+            return [[step for step in steps if len(step)]]
         replicas = [
             list(self._of_replica(torch.arange(num_samples), shard, replica))
             for shard in range(self.num_shards)

@@ -1,6 +1,6 @@
 """Which modes can be compared, with which flags each runs, and what each equals."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning as L
@@ -46,9 +46,10 @@ class Mode:
         Raises:
             ConfigError: The strategy cannot work with these sizes.
         """
-        if self.sync_batchnorm:
-            return Chunks(accumulation=accumulation)
-        return self.layout().chunks(accumulation=accumulation)
+        chunks = self.layout().chunks(accumulation=accumulation)
+        if not self.sync_batchnorm:
+            return chunks
+        return replace(chunks, synchronised=True) if accumulation > 1 else Chunks()
 
     def layout(self) -> Layout:
         """Which samples its replicas see together."""
@@ -141,7 +142,9 @@ def chosen(names: list[str], *, devices: int) -> list[Mode]:
 
 def in_words(chunks: Chunks, *, batch_size: int) -> str:
     """The single-device computation, e.g. "one device, 2 x 16 images normalised apart"."""
-    num_chunks = chunks.num_shards * chunks.accumulation * chunks.replicas_per_shard * chunks.num_microbatches
+    num_chunks = chunks.accumulation
+    if not chunks.synchronised:
+        num_chunks *= chunks.num_shards * chunks.replicas_per_shard * chunks.num_microbatches
     if num_chunks == 1:
         return "one device"
     return f"one device, {num_chunks} x {batch_size // num_chunks} images normalised apart"
