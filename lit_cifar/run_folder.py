@@ -1,20 +1,25 @@
-"""One folder per run, and the two loggers that write into it."""
+"""One folder per run, and the two loggers that write into it; a run that goes on finds its own again."""
 
+import csv
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import rank_zero_only
 
+from lit_cifar.csv_files import replace_csv
 from lit_cifar.errors import ConfigError
 
 
-def create_run_folder(run_dir: str | None, *, label: str) -> Path:
-    """Make the folder of a new run, on rank 0; other ranks get a path that nothing is written to.
+def create_run_folder(run_dir: str | None, *, label: str, resume: bool = False) -> Path:
+    """Make the folder of a run, on rank 0; other ranks get a path that nothing is written to.
 
     Args:
         run_dir: The folder the user wants, or None for `runs/<time>-<label>`.
         label: Subcommand and mode, e.g. "fit-ddp".
+        resume: Whether the folder may hold a run already, which then goes on.
 
     Raises:
         ConfigError: The folder already holds something, or cannot be made.
@@ -26,7 +31,7 @@ def create_run_folder(run_dir: str | None, *, label: str) -> Path:
         folder = _unused(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        occupied = any(folder.iterdir())
+        occupied = not resume and any(folder.iterdir())
         if not occupied:
             _probe(folder)
     except OSError as error:
@@ -42,15 +47,59 @@ def create_run_folder(run_dir: str | None, *, label: str) -> Path:
     return folder
 
 
-def run_loggers(folder: Path) -> list[Logger]:
+def run_loggers(folder: Path, *, kept_rows: int = 0, first_step: int = 0) -> list[Logger]:
     """TensorBoard events, `metrics.csv` and `hparams.yaml`, all in `folder` itself.
 
-    The CSV logger warns about a folder that is not empty, so it is opened first.
+    Args:
+        folder: The run folder.
+        kept_rows: Lines of `metrics.csv` that a run which goes on has behind it; those after them, which it is going to
+            write again, are dropped.
+        first_step: The step from which it writes again; TensorBoard hides what it has read of these.
     """
-    csv = CSVLogger(save_dir=str(folder), name="", version="")
-    _ = csv.experiment
-    tensorboard = TensorBoardLogger(save_dir=str(folder), name="", version="", default_hp_metric=False)
-    return [tensorboard, csv]
+    csv_logger = CSVLogger(save_dir=str(folder), name="", version="")
+    if process_rank() == 0:
+        csv_logger._experiment = _ContinuedWriter(csv_logger.log_dir, kept_rows=kept_rows)
+    settings: dict[str, Any] = {"purge_step": first_step} if first_step else {}
+    tensorboard = TensorBoardLogger(save_dir=str(folder), name="", version="", default_hp_metric=False, **settings)
+    return [tensorboard, csv_logger]
+
+
+class _ContinuedWriter(ExperimentWriter):
+    """Keeps the first lines of a `metrics.csv` that is there, where Lightning's own deletes the file."""
+
+    def __init__(self, log_dir: str, *, kept_rows: int) -> None:
+        self._kept_rows = kept_rows
+        super().__init__(log_dir)
+        path = Path(self.metrics_file_path)
+        if path.exists():
+            self.metrics_keys = _keep_rows(path, kept_rows)
+
+    def _check_log_dir_exists(self) -> None:
+        """Not to be deleted."""
+
+    def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
+        """Add columns, without a moment at which a run that is killed would leave half a table."""
+        path = Path(self.metrics_file_path)
+        with path.open(newline="") as file:
+            rows = [*csv.DictReader(file)]
+        _replace_metrics(path, [fieldnames, *([row.get(name, "") for name in fieldnames] for row in rows)])
+
+
+def _keep_rows(path: Path, num_rows: int) -> list[str]:
+    """Cut a table to its first lines and return the names of its columns."""
+    with path.open(newline="") as file:
+        rows: list[list[str]] = [*csv.reader(file)]
+    header = rows.pop(0) if rows else []
+    if not num_rows or not header:
+        path.unlink()
+        return []
+    _replace_metrics(path, [header, *rows[:num_rows]])
+    return header
+
+
+def _replace_metrics(path: Path, rows: list[list[str]]) -> None:
+    """With the line ends that Lightning's writer appends."""
+    replace_csv(path, rows, lineterminator="\r\n")
 
 
 def process_rank() -> int:

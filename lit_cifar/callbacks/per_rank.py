@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lit_cifar.accuracy import AccuracyCount, deviates, pooled
 from lit_cifar.callbacks.run_report import run_folder
+from lit_cifar.csv_files import replace_csv
 from lit_cifar.data.images import Batch
 from lit_cifar.layout import Layout
 
@@ -171,7 +172,4 @@ def write_per_rank(folder: Path, split: str, counts: list[AccuracyCount]) -> Non
     named = [*((str(rank), count) for rank, count in enumerate(counts)), ("all", pooled(counts))]
     rows += [[split, rank, str(c.correct), str(c.total), f"{c.accuracy:.6f}"] for rank, c in named]
     folder.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(FILE_NAME + ".part")
-    with draft.open("w", newline="") as new:
-        csv.writer(new, lineterminator="\n").writerows([COLUMNS, *rows])
-    draft.replace(path)
+    replace_csv(path, [COLUMNS, *rows])

@@ -1,6 +1,5 @@
 """What `predict` leaves: a class and a confidence for each image of the user's folder."""
 
-import csv
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lit_cifar.callbacks.run_report import PREDICTIONS, run_folder
+from lit_cifar.csv_files import replace_csv
 from lit_cifar.data.images import Batch
 
 COLUMNS = ("file", "class", "confidence", "error")
@@ -70,10 +70,7 @@ class PredictionWriter(Callback):
 def write_rows(path: Path, rows: Iterable[tuple[str, ...]]) -> None:
     """Write the table with its header; the file is replaced as a whole, so that nobody reads half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".part")
-    with draft.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
-        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
-    draft.replace(path)
+    replace_csv(path, [COLUMNS, *rows])
 
 
 def _cells(table: Tensor, classes: tuple[str, ...]) -> list[tuple[str, str, str]]:

@@ -1,0 +1,15 @@
+"""CSV files that nobody ever reads half written."""
+
+import csv
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def replace_csv(path: Path, rows: Iterable[Sequence[Any]], *, lineterminator: str = "\n") -> None:
+    """Write the file as a whole: `path` is the old one until the new one is complete, also for a run that is killed."""
+    # File names that are no UTF-8 come back as the bytes they were.
+    draft = path.with_name(path.name + ".part")
+    with draft.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+        csv.writer(file, lineterminator=lineterminator).writerows(rows)
+    draft.replace(path)
