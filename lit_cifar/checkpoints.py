@@ -1,5 +1,6 @@
 """What a checkpoint holds beside Lightning's own entries, and how one is opened: never by running code from it."""
 
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,8 +46,12 @@ class Header:
             )
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Open a checkpoint with `weights_only=True`; its tensors stay on disk until they are used.
+def read_checkpoint(path: Path, *, mmap: bool = True) -> dict[str, Any]:
+    """Open a checkpoint with `weights_only=True`, on the CPU.
+
+    Args:
+        path: The file.
+        mmap: Whether its tensors stay on disk until they are used; the file must then stay as it is.
 
     Raises:
         CheckpointError: No such file, or not one that torch can read as tensors and primitives.
@@ -54,16 +59,25 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"there is no checkpoint {path}", remedy="look under RUN_FOLDER/checkpoints/")
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # torch raises half a dozen types here, by what is broken
-        reason = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
         raise CheckpointError(
-            f"{path} is not a readable checkpoint: {reason}",
+            f"{path} is not a readable checkpoint: {_reason(error)}",
             remedy="use another one of the run's checkpoints; files that need more than tensors are refused",
         ) from error
     if not isinstance(checkpoint, dict):
         raise CheckpointError(f"{path} holds no checkpoint but a {type(checkpoint).__name__}", remedy="pass another")
     return checkpoint
+
+
+def _reason(error: Exception) -> str:
+    """Torch's complaint in a line, without its advice to trust the file."""
+    message = str(error)
+    code = re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", message)
+    if code:
+        return f"it needs the code of {code[1]}"
+    lines = [line.strip() for line in message.rpartition("WeightsUnpickler error:")[2].splitlines() if line.strip()]
+    return lines[0][:160] if lines else type(error).__name__
 
 
 def strip_prefix(state_dict: dict[str, _T]) -> dict[str, _T]:

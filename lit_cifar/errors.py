@@ -1,6 +1,7 @@
-"""The mistakes a user can make. Each says what was received, which rule it breaks and what to type instead.
+"""What can go wrong: the mistakes that a user can make, and the ends of a run that are none.
 
-The command line prints one of these without a traceback and exits with status 2 (see `lit_cifar.cli`).
+A mistake says what was received, which rule it breaks and what to type instead. The command line prints it without a
+traceback and exits with status 2 (see `lit_cifar.cli`).
 """
 
 
@@ -28,6 +29,24 @@ class DataError(ConfigError):
 
 class CheckpointError(ConfigError):
     """A checkpoint that is missing, unreadable or of another model."""
+
+
+class SaveError(CheckpointError):
+    """A checkpoint that could not be written: nothing in the user's command is wrong, and the exit status is 1."""
+
+
+class Stopped(SystemExit):
+    """The end of a run that its processes have agreed on, at a step boundary; what there is to say has been printed.
+
+    A `SystemExit`, so that no traceback is shown and its `code` becomes the exit status, also of a spawned process.
+    """
+
+
+class ReceiptError(RuntimeError):
+    """Training has lost samples, used some twice, or some in another step than planned: no mistake of the user's.
+
+    Shown with its traceback, and the run exits with status 1.
+    """
 
 
 def _rebuild(kind: type[ConfigError], problem: str, remedy: str) -> ConfigError:

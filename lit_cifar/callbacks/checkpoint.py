@@ -1,20 +1,56 @@
-"""Which checkpoints a run keeps: the best by validation accuracy, and the last."""
+"""Which checkpoints a run keeps: the best by validation accuracy, and the last two to go on from."""
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Literal
 
 import lightning as L
+from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lit_cifar.callbacks.run_report import run_folder
+from lit_cifar.checkpoint_files import BEST, LAST
+from lit_cifar.checkpoint_io import CheckpointFiles
+from lit_cifar.errors import CheckpointError, ConfigError
 
 
-class Checkpoint(ModelCheckpoint):
-    """`checkpoints/best.ckpt` by `val/acc`, and `checkpoints/last.ckpt` after every epoch.
+def save_everywhere(trainer: L.Trainer, path: Path) -> None:
+    """Write a checkpoint; every process must call this.
 
-    A run that holds out no images (`--data.val_size=0`) has no best: it keeps the last alone.
+    Raises:
+        CheckpointError: It could not be written; on every process, with the reason that rank 0 had.
+    """
+    with failing_together(trainer):
+        trainer.save_checkpoint(path)
+
+
+@contextmanager
+def failing_together(trainer: L.Trainer) -> Iterator[None]:
+    """Make a failure of rank 0 to write a checkpoint, inside, one of all processes; each must come here.
+
+    With another `CheckpointIO` than ours it is raised on rank 0, if that one raises at all.
+    """
+    files = trainer.strategy.checkpoint_io
+    if not isinstance(files, CheckpointFiles):
+        yield
+        return
+    with files.deferring():
+        yield
+    failure: CheckpointError | None = trainer.strategy.broadcast(files.failure)
+    if failure is not None:
+        raise failure
+
+
+class BestCheckpoint(ModelCheckpoint):
+    """`checkpoints/best.ckpt` by `val/acc`; none where no images are held out (`--data.val_size=0`).
 
     Args:
         monitor: Logged metric that ranks checkpoints.
         mode: Whether its maximum or its minimum is best.
-        save_top_k: How many of the best to keep; -1 for all.
+        save_top_k: How many of the best to keep, the others as `best-v1.ckpt` and so on; -1 for all, 0 for none.
         every_n_epochs: Epochs between checkpoints.
     """
 
@@ -27,38 +63,110 @@ class Checkpoint(ModelCheckpoint):
         every_n_epochs: int = 1,
     ) -> None:
         super().__init__(
-            filename="best",
+            filename=Path(BEST).stem,
             monitor=monitor,
             mode=mode,
             save_top_k=save_top_k,
-            save_last=True,
             every_n_epochs=every_n_epochs,
             auto_insert_metric_name=False,
+            # A resumed run that does not yet know of the only best file replaces it.
+            enable_version_counter=save_top_k not in (0, 1),
         )
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Where nothing will be validated, keep the newest in place of the best, under the name of the last."""
+        """Where nothing will be validated, nothing is the best."""
         datamodule = getattr(trainer, "datamodule", None)
         if trainer.limit_val_batches == 0 or getattr(datamodule, "val_size", None) == 0:
-            self.monitor, self.save_top_k = None, 1
-            self.filename, self.save_last = "last", False
+            self.save_top_k = 0
         super().setup(trainer, pl_module, stage)
 
-    # Lightning's own callback writes the last checkpoint only where it has also written one of the best.
+    def _save_checkpoint(self, trainer: L.Trainer, filepath: str) -> None:
+        with failing_together(trainer):
+            super()._save_checkpoint(trainer, filepath)
 
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save the best, and the last whether or not it is among them."""
-        super().on_train_epoch_end(trainer, pl_module)
-        if self._should_save_on_train_epoch_end(trainer):
-            self._save_last(trainer)
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The same, where validation does not come with the end of an epoch."""
-        super().on_validation_end(trainer, pl_module)
-        if not self._should_save_on_train_epoch_end(trainer):
-            self._save_last(trainer)
+class LastCheckpoint(callbacks.Checkpoint):
+    """`checkpoints/last.ckpt`, from which a run goes on, and `checkpoints/previous.ckpt`, the one before.
 
-    def _save_last(self, trainer: L.Trainer) -> None:
-        due = (trainer.current_epoch + 1) % self._every_n_epochs == 0
-        if self.save_last and due and not self._should_skip_saving_checkpoint(trainer):
-            self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+    Says when one is due, and saves when told to: all processes must agree first, at the start of an optimizer step.
+    The end of training is saved in any case. Nothing is due until a step has been taken, or taken again.
+
+    Args:
+        every_n_epochs: Save where so many epochs have ended; 0 for no such rule.
+        every_n_steps: Save after so many optimizer steps.
+        every_n_seconds: Save when so many seconds have passed since the last time.
+
+    Attributes:
+        newest: The file that this run has written last, or the one it goes on from; None if there is neither.
+    """
+
+    def __init__(
+        self, *, every_n_epochs: int = 1, every_n_steps: int | None = None, every_n_seconds: float | None = None
+    ) -> None:
+        super().__init__()
+        _check_interval("every_n_epochs", every_n_epochs, least=0)
+        _check_interval("every_n_steps", every_n_steps, least=1)
+        _check_interval("every_n_seconds", every_n_seconds, least=0)
+        self.every_n_epochs = every_n_epochs
+        self.every_n_steps = every_n_steps
+        self.every_n_seconds = every_n_seconds
+        self.newest: Path | None = None
+        self._folder = Path()
+        self._saved_step = 0
+        self._saved_at = 0.0
+        self._end_of_epochs: int | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Agree on the folder."""
+        folder = run_folder(trainer) or Path(trainer.default_root_dir)
+        self._folder = Path(trainer.strategy.broadcast(str(folder))) / "checkpoints"
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Begin to count: where a run begins or goes on there is nothing new to save."""
+        self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
+        self.newest = Path(trainer.ckpt_path) if trainer.ckpt_path else None
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Note the step at which as many epochs have ended as `every_n_epochs` says."""
+        if self.every_n_epochs and trainer.current_epoch % self.every_n_epochs == 0:
+            self._end_of_epochs = trainer.global_step
+
+    def due_by_step(self, trainer: L.Trainer) -> bool:
+        """Whether the steps taken say that it is time; the same on every process."""
+        step = trainer.global_step
+        if step == self._saved_step:
+            return False
+        return step == self._end_of_epochs or (self.every_n_steps is not None and step % self.every_n_steps == 0)
+
+    def due_by_time(self, now: float) -> bool:
+        """Whether the clock says so; processes may differ.
+
+        Args:
+            now: `time.monotonic()`, in seconds.
+        """
+        return self.every_n_seconds is not None and now - self._saved_at >= self.every_n_seconds
+
+    def save(self, trainer: L.Trainer) -> None:
+        """Write the checkpoint, but none of a test or a trial run; every process must call this.
+
+        Raises:
+            CheckpointError: It could not be written; on every process.
+        """
+        if trainer.fast_dev_run or trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:  # type: ignore[attr-defined]
+            return
+        save_everywhere(trainer, self._folder / LAST)
+        self.newest = self._folder / LAST
+        self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Save the end, unless it has been."""
+        if self.newest != self._folder / LAST or self._saved_step != trainer.global_step:
+            self.save(trainer)
+
+
+def _check_interval(name: str, value: float | None, *, least: int) -> None:
+    if value is not None and not value >= least:
+        raise ConfigError(
+            f"--last_checkpoint.{name}={value} is less than {least}",
+            remedy=f"pass --last_checkpoint.{name}={max(least, 1)} or more, or leave it out",
+        )

@@ -1,0 +1,259 @@
+"""Checkpoint files that survive a kill at any moment, a full disk and damage.
+
+A file proves itself: the sha256 of its content stands in the comment of the zip archive that `torch.save` writes. There
+is no second file that could be of another save, one rename puts content and proof in place together, and `torch.load`
+reads the file like any other. The hash finds damage; it is no signature, so every file is still read as one that a
+stranger may have written, with `weights_only=True`.
+"""
+
+import errno
+import hashlib
+import io
+import os
+import re
+import secrets
+import shutil
+import struct
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lit_cifar.checkpoints import read_checkpoint
+from lit_cifar.errors import CheckpointError, SaveError
+
+LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
+
+_LABEL = b"sha256="
+_COMMENT_BYTES = len(_LABEL) + 2 * hashlib.sha256().digest_size
+_END_RECORD, _END_RECORD_BYTES = b"PK\x05\x06", 22  # the archive's last record; its last two bytes count the comment's
+_CHUNK_BYTES = 1 << 22
+_SPARE_BYTES = 1 << 20  # beside the file itself: directory entries, and the run's log files
+_DRAFT = ".part"
+
+
+def write_checkpoint(checkpoint: Mapping[str, Any], path: Path, *, make_folder: bool = False) -> None:
+    """Save to `path`, which at every moment is either the file that was there or the whole new one.
+
+    The content goes to a draft beside `path`, is synced, read back and compared, and only then renamed. The newest
+    checkpoint, `last.ckpt`, leaves the one before as `previous.ckpt` if that was sound. Drafts of killed runs are
+    removed. One process at a time may write to a folder.
+
+    Args:
+        checkpoint: Tensors and primitives.
+        path: On a file system of this machine.
+        make_folder: Whether to make the folder if there is none. Where it has been there before it has vanished, and
+            another one in its place would hide that.
+
+    Raises:
+        SaveError: No space, no rights, no folder, a faulty disk, or content that is more than tensors and
+            primitives. What was there before is still there, without a draft.
+    """
+    content = _serialise(checkpoint)
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_DRAFT}")
+    try:
+        if make_folder:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_drafts(path.parent)
+        _check_free_space(path.parent, len(content))
+        _write_synced(draft, content)
+        _read_back(draft, path)
+        _put_in_place(draft, path)
+    except OSError as error:
+        raise _refusal(error, path) from error
+    finally:
+        with suppress(OSError):
+            _remove_drafts(path.parent)
+
+
+def verify_checkpoint(path: Path) -> None:
+    """Compare a file's content with the hash it carries.
+
+    Raises:
+        CheckpointError: It is missing, cut short or damaged, or carries no hash.
+    """
+    other = "use another one of the run's checkpoints"
+    try:
+        found, expected = _hashes(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}", remedy=other) from error
+    if expected is None and _is_whole_without_comment(path):
+        raise CheckpointError(
+            f"{path} carries no hash of its content; something else than this release has written it",
+            remedy=f"if you trust it, name it: --ckpt_path={path}",
+        )
+    if expected is None:
+        raise CheckpointError(f"{path} is cut short, or no checkpoint", remedy=other)
+    if found != expected:
+        raise CheckpointError(f"{path} is damaged: its content does not have the hash that it carries", remedy=other)
+
+
+def carries_hash(path: Path) -> bool:
+    """Whether a file says what its content's hash is; a file cut short does not."""
+    return _hashes(path, compute=False)[1] is not None
+
+
+def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint to resume from, and a line for each newer one that was refused, with the reason.
+
+    Args:
+        folder: A run's `checkpoints/`; it need not exist.
+
+    Returns:
+        The path of `last.ckpt`, else of `previous.ckpt`, else None. `best.ckpt` may be many epochs old and does not
+        count.
+    """
+    refused = []
+    for path in (folder / LAST, folder / PREVIOUS):
+        if not os.path.lexists(path):
+            continue
+        try:
+            verify_checkpoint(path)
+            read_checkpoint(path)
+        except CheckpointError as error:
+            refused.append(error.problem)
+        else:
+            return path, refused
+    return None, refused
+
+
+def _serialise(checkpoint: Mapping[str, Any]) -> bytes:
+    """The bytes of the file, in memory: what is then compared is what should have been written."""
+    buffer = io.BytesIO()
+    torch.save(checkpoint, buffer)
+    buffer.seek(-_END_RECORD_BYTES, os.SEEK_END)
+    if buffer.read(len(_END_RECORD)) != _END_RECORD:
+        raise RuntimeError("torch.save has not written a zip archive that ends without a comment")
+    buffer.seek(-2, os.SEEK_END)
+    buffer.write(struct.pack("<H", _COMMENT_BYTES))
+    content = buffer.getvalue()  # not getbuffer(): Python 3.12.1 was seen to crash when it collected that
+    return content + _LABEL + hashlib.sha256(content).hexdigest().encode()
+
+
+def _hashes(path: Path, *, compute: bool = True) -> tuple[str | None, str | None]:
+    """The content's hash, None unless computed, and the one that the file carries, None if it carries none."""
+    with path.open("rb") as file:
+        num_bytes = max(0, file.seek(0, os.SEEK_END) - _COMMENT_BYTES)
+        file.seek(num_bytes)
+        match = re.fullmatch(_LABEL + rb"([0-9a-f]{64})", file.read())
+        carried = match[1].decode() if match else None
+        if carried is None or not compute:
+            return None, carried
+        digest = hashlib.sha256()
+        file.seek(0)
+        while num_bytes:
+            chunk = file.read(min(num_bytes, _CHUNK_BYTES))
+            if not chunk:
+                break  # somebody is shortening it
+            digest.update(chunk)
+            num_bytes -= len(chunk)
+        return digest.hexdigest(), carried
+
+
+def _is_whole_without_comment(path: Path) -> bool:
+    """As `torch.save` leaves an archive; a file of ours, however short, counts a comment there or ends elsewhere."""
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _END_RECORD_BYTES))
+        end = file.read()
+    return end.startswith(_END_RECORD) and end.endswith(b"\0\0")
+
+
+def _remove_drafts(folder: Path) -> None:
+    for draft in folder.glob(f"*.ckpt.*{_DRAFT}"):
+        draft.unlink(missing_ok=True)
+
+
+def _check_free_space(folder: Path, num_bytes: int) -> None:
+    usage = shutil.disk_usage(folder)
+    needed = num_bytes + _SPARE_BYTES
+    if usage.total and usage.free < needed:  # a total of 0: the file system does not say
+        have = f"{needed / 1e6:.1f} MB needed, {usage.free / 1e6:.1f} MB free"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({have})")
+
+
+def _write_synced(path: Path, content: bytes) -> None:
+    with path.open("xb") as file:
+        for start in range(0, len(content), _CHUNK_BYTES):
+            file.write(content[start : start + _CHUNK_BYTES])
+        file.flush()
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):  # or reading back would show the memory, not the disk
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _read_back(draft: Path, path: Path) -> None:
+    try:
+        verify_checkpoint(draft)
+    except CheckpointError as error:
+        raise SaveError(
+            f"{path} could not be saved: what was written reads back differently", remedy="check the disk"
+        ) from error
+    try:
+        read_checkpoint(draft)
+    except CheckpointError as error:
+        raise SaveError(
+            f"{path} could not be saved, since nothing could load it\n{error.problem}",
+            remedy="put nothing but tensors and primitives into a checkpoint, in `on_save_checkpoint` and `state_dict`",
+        ) from error
+
+
+def _put_in_place(draft: Path, path: Path) -> None:
+    kept = _keep(path, draft) if path.name == LAST else None
+    draft.replace(path)
+    if kept is not None:
+        kept.replace(path.with_name(PREVIOUS))
+    _sync_folder(path.parent)
+
+
+def _keep(path: Path, draft: Path) -> Path | None:
+    """A second name for the file at `path`, which is about to be replaced; None if it is not worth keeping."""
+    try:
+        verify_checkpoint(path)
+    except CheckpointError:
+        return None
+    kept = draft.with_name(f"{draft.name}.kept{_DRAFT}")
+    try:
+        kept.hardlink_to(path)
+    except OSError:  # a file system without hard links: for a moment there is no last checkpoint but the previous one
+        path.replace(path.with_name(PREVIOUS))
+        return None
+    return kept
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems sync no folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _refusal(error: OSError, path: Path) -> SaveError:
+    """What happened, what is left, and what to do."""
+    reason = error.strerror or str(error)
+    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ESTALE):
+        reason, remedy = f"its folder is gone ({reason})", "bring it back"
+    elif error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        remedy = "free some space"
+    elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        remedy = "make the folder writable"
+    else:
+        remedy = "check the disk"
+    return SaveError(
+        f"{path} could not be saved: {reason}\n{what_is_left(path.parent)}",
+        remedy=f"{remedy}, then continue with the same command and --resume=auto",
+    )
+
+
+def what_is_left(folder: Path) -> str:
+    """The checkpoints in `folder`, in half a sentence for an error."""
+    with suppress(OSError):
+        names = [name for name in (LAST, PREVIOUS, BEST) if (folder / name).exists()]
+        if names:
+            return f"what was there stays: {', '.join(names)}"
+    return f"there is no checkpoint in {folder}"

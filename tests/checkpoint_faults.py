@@ -1,0 +1,38 @@
+"""Callbacks that spoil a run's checkpoints, for tests that start processes; `--trainer.callbacks+=` takes them."""
+
+from pathlib import Path
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lit_cifar.callbacks.checkpoint import save_everywhere
+from lit_cifar.callbacks.run_report import run_folder
+from lit_cifar.errors import CheckpointError
+
+
+class NoFolder(Callback):
+    """Puts a file where the checkpoints' folder would be, which not even root can write into."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Before anything is saved."""
+        folder = run_folder(trainer)
+        assert folder is not None
+        if trainer.is_global_zero:
+            folder.mkdir(exist_ok=True, parents=True)
+            (folder / "checkpoints").touch()
+
+
+class SaveNowhere(Callback):
+    """Every process notes in `folder` what it hears of a save below a file; then one that works."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save twice."""
+        note = self.folder / f"rank{trainer.global_rank}.txt"
+        (self.folder / "file").touch()
+        try:
+            save_everywhere(trainer, self.folder / "file" / "last.ckpt")
+        except CheckpointError as error:
+            note.write_text(str(error))
+        save_everywhere(trainer, self.folder / "below" / "last.ckpt")

@@ -1,0 +1,249 @@
+"""When `best.ckpt` and `last.ckpt` are written, and who hears of it when they cannot be."""
+
+import shutil
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_faults import SaveNowhere
+from commands import TINY, launch, mode_flags
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from tiny_task import TinyData, TinyTask, tiny_trainer
+
+from lit_cifar.callbacks.checkpoint import BestCheckpoint, LastCheckpoint
+from lit_cifar.checkpoint_files import BEST, LAST, PREVIOUS, newest_valid, verify_checkpoint
+from lit_cifar.checkpoint_io import CheckpointFiles
+from lit_cifar.checkpoints import read_checkpoint
+from lit_cifar.errors import CheckpointError, ConfigError
+
+STEPS = 3  # of an epoch of TinyData
+
+
+class Boundary(Callback):
+    """Saves at the start of a step what is due by then, and notes the step."""
+
+    def __init__(self, last: LastCheckpoint) -> None:
+        self.last = last
+        self.steps: list[int] = []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self.last.due_by_step(trainer):
+            self.last.save(trainer)
+            self.steps.append(trainer.global_step)
+
+
+class Score(TinyTask):
+    """Logs the accuracies it is given, an epoch each."""
+
+    def __init__(self, *scores: float) -> None:
+        super().__init__()
+        self.scores = scores
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val/acc", torch.tensor(self.scores[self.current_epoch]))
+
+
+def fit(
+    folder: Path,
+    *,
+    last: LastCheckpoint | None = None,
+    scores: tuple[float, ...] = (0.5,),
+    callbacks: tuple[Callback, ...] = (),
+    ckpt_path: Path | None = None,
+    **settings: Any,
+) -> tuple[Trainer, list[int]]:
+    """Train for as many epochs as there are scores; the trainer, and the steps before which it saved."""
+    last = last or LastCheckpoint()
+    boundary = Boundary(last)
+    trainer = tiny_trainer(
+        folder,
+        enable_checkpointing=True,
+        callbacks=[*callbacks, boundary, BestCheckpoint(), last],
+        plugins=[CheckpointFiles()],
+        **{"max_epochs": len(scores)} | settings,
+    )
+    trainer.fit(Score(*scores), TinyData(), ckpt_path=ckpt_path, weights_only=True)
+    return trainer, boundary.steps
+
+
+def steps_in(folder: Path) -> dict[str, int]:
+    """The step of each checkpoint of a run."""
+    found = {}
+    for path in (folder / "checkpoints").iterdir():
+        verify_checkpoint(path)
+        found[path.name] = read_checkpoint(path)["global_step"]
+    return found
+
+
+def test_the_best_the_last_and_the_previous(tmp_path: Path) -> None:
+    trainer, _ = fit(tmp_path, scores=(0.2, 0.9, 0.4))
+    assert steps_in(tmp_path) == {BEST: 2 * STEPS, LAST: 3 * STEPS, PREVIOUS: 2 * STEPS}
+    checkpoint: Any = trainer.checkpoint_callback
+    assert isinstance(checkpoint, BestCheckpoint)
+    assert Path(checkpoint.best_model_path) == tmp_path / "checkpoints" / BEST
+    assert isinstance(trainer.callbacks[-1], LastCheckpoint)
+    assert trainer.callbacks[-1].newest == tmp_path / "checkpoints" / LAST
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({}, [3, 6, 9]),
+        ({"every_n_epochs": 2}, [6]),
+        ({"every_n_epochs": 0}, []),
+        ({"every_n_epochs": 0, "every_n_steps": 4}, [4, 8]),
+        ({"every_n_epochs": 2, "every_n_steps": 4}, [4, 6, 8]),
+        ({"every_n_epochs": 0, "every_n_steps": 100}, []),
+    ],
+)
+def test_what_is_due_by_the_step(tmp_path: Path, settings: dict[str, int], steps: list[int]) -> None:
+    """The end of the last epoch is no start of a step: it is saved at the end of training."""
+    _, found = fit(tmp_path, last=LastCheckpoint(**settings), scores=(0.1,) * 4)
+    assert found == steps
+    assert steps_in(tmp_path)[LAST] == 4 * STEPS
+
+
+def test_accumulated_batches_are_one_step(tmp_path: Path) -> None:
+    last = LastCheckpoint(every_n_steps=1)
+    _, found = fit(tmp_path, last=last, scores=(0.1, 0.2), accumulate_grad_batches=2)
+    assert found == [1, 2, 3]
+    assert steps_in(tmp_path)[LAST] == 4
+
+
+def test_what_is_due_by_the_clock(tmp_path: Path) -> None:
+    last = LastCheckpoint(every_n_seconds=5)
+    assert not LastCheckpoint().due_by_time(1e9)
+    trainer: Any = SimpleNamespace(global_step=0, ckpt_path=None)
+    started = time.monotonic()
+    last.on_train_start(trainer, TinyTask())
+    assert not last.due_by_time(started + 4)
+    assert last.due_by_time(started + 6)
+    fit(tmp_path, last=last)
+    assert not last.due_by_time(time.monotonic())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("every_n_epochs", -1), ("every_n_steps", 0), ("every_n_seconds", float("nan"))]
+)
+def test_impossible_intervals_are_refused(name: str, value: float) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LastCheckpoint(**{name: value})
+    assert f"--last_checkpoint.{name}={value}" in caught.value.problem
+    assert f"--last_checkpoint.{name}=1" in caught.value.remedy
+
+
+@pytest.mark.parametrize("settings", [{"limit_val_batches": 0}, {"val_size": 0}])
+def test_without_validation_there_is_no_best(tmp_path: Path, settings: dict[str, int]) -> None:
+    data = TinyData()
+    if "val_size" in settings:
+        data.val_size = settings["val_size"]
+    callbacks = [BestCheckpoint(), LastCheckpoint()]
+    limits = {name: value for name, value in settings.items() if name != "val_size"}
+    trainer = tiny_trainer(
+        tmp_path, enable_checkpointing=True, callbacks=callbacks, plugins=[CheckpointFiles()], **limits
+    )
+    trainer.fit(TinyTask(), data)
+    assert steps_in(tmp_path) == {LAST: STEPS}
+
+
+def test_a_trial_run_leaves_nothing(tmp_path: Path) -> None:
+    fit(tmp_path, fast_dev_run=True)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_without_a_logger_the_folder_is_the_trainers(tmp_path: Path) -> None:
+    fit(tmp_path, logger=False, default_root_dir=tmp_path)
+    assert steps_in(tmp_path) == {BEST: STEPS, LAST: STEPS}
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_a_run_that_goes_on_where_another_was_replaces_its_best(tmp_path: Path) -> None:
+    """Killed after the best was saved, it does not know of that file."""
+    fit(tmp_path, scores=(0.5,))
+    shutil.copy(tmp_path / "checkpoints" / LAST, tmp_path / "after one epoch.ckpt")
+    fit(tmp_path, scores=(0.5, 0.9))
+    _, steps = fit(tmp_path, scores=(0.5, 0.9), ckpt_path=tmp_path / "after one epoch.ckpt")
+    assert steps == []  # what it begins with is not saved once more
+    assert steps_in(tmp_path) == {BEST: 2 * STEPS, LAST: 2 * STEPS, PREVIOUS: 2 * STEPS}
+
+
+class LosesFolder(Callback):
+    """A file takes the place of the checkpoints' folder at the end of an epoch, or of training."""
+
+    def __init__(self, folder: Path, *, at: str) -> None:
+        self.folder = folder / "checkpoints"
+        self.at = at
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.at == "epoch":
+            self._lose()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.at == "end":
+            self._lose()
+
+    def _lose(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.touch()
+
+
+@pytest.mark.parametrize("at", ["epoch", "end"])
+def test_a_save_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    """Of the best or of the last; the other processes, of which there are none here, are told first."""
+    told: list[Any] = []
+
+    def tell(strategy: SingleDeviceStrategy, content: Any, src: int = 0) -> Any:
+        told.append(content)
+        return content
+
+    monkeypatch.setattr(SingleDeviceStrategy, "broadcast", tell)
+    with pytest.raises(CheckpointError, match="its folder is gone"):
+        fit(tmp_path, callbacks=(LosesFolder(tmp_path, at=at),))
+    assert isinstance(told[-1], CheckpointError)
+
+
+def test_no_right_to_write_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's own writer would go on without a word."""
+
+    def refuse(self: Path, *args: Any, **kwargs: Any) -> Any:
+        if self.suffix == ".part":
+            raise PermissionError(13, "Permission denied")
+        return opened(self, *args, **kwargs)
+
+    opened = Path.open
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(CheckpointError, match="Permission denied"):
+        fit(tmp_path)
+
+
+@pytest.mark.slow
+def test_every_process_hears_of_a_failure(tmp_path: Path) -> None:
+    """And none hangs: they save again afterwards."""
+    trainer = tiny_trainer(
+        tmp_path / "run",
+        callbacks=[SaveNowhere(tmp_path)],
+        plugins=[CheckpointFiles()],
+        strategy="ddp_spawn",
+        devices=2,
+        limit_val_batches=0,
+    )
+    trainer.fit(TinyTask(), TinyData())
+    heard = [(tmp_path / f"rank{rank}.txt").read_text() for rank in range(2)]
+    assert heard[0] == heard[1]
+    assert "could not be saved" in heard[0]
+    assert newest_valid(tmp_path / "below")[0] is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ddp", "pp", "fsdp2"])
+def test_a_run_that_cannot_save_fails_in_every_process(tmp_path: Path, mode: str) -> None:
+    flags = [*TINY, *mode_flags(mode), "--trainer.callbacks+=checkpoint_faults.NoFolder"]
+    result = launch("fit", *flags, f"--run_dir={tmp_path / 'run'}", check=False)
+    assert result.status != 0
+    assert ".ckpt could not be saved" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not newest_valid(tmp_path / "run" / "checkpoints")[0]
