@@ -69,7 +69,7 @@ class LitResNet(L.LightningModule):
         self.base_batch_size = base_batch_size
         self._runner: Callable[[Tensor], Tensor] | None = None
 
-        self.train_loss = MeanMetric()
+        self.train_loss = MeanMetric(nan_strategy="disable")  # looking for them makes the host wait for a GPU
         self.train_acc = MulticlassAccuracy(num_classes, average="micro")
         self.val_metrics = EvaluationMetrics("val", num_classes)
         self.test_metrics = EvaluationMetrics("test", num_classes)
@@ -200,7 +200,7 @@ class EvaluationMetrics(nn.Module):
     def __init__(self, split: Literal["val", "test"], num_classes: int) -> None:
         super().__init__()
         self.split = split
-        self.loss = MeanMetric()
+        self.loss = MeanMetric(nan_strategy="disable")
         self.scores = MetricCollection(
             {
                 "acc": MulticlassAccuracy(num_classes, average="micro"),

@@ -5,8 +5,8 @@ one device ends that resumes the same checkpoint and normalises as the mode does
 sharp.
 
 The modes with processes run all their commands in one start of torchrun; `ddp_spawn`, which starts its own, cannot. All
-pairs take some minutes: `pytest -m slow`. That each mode resumes its own checkpoint, and that one device can load it,
-is also in `test_verify.py`.
+pairs take some minutes: `pytest -m exhaustive`. That each mode resumes its own checkpoint, and that one device can load
+it, is also in `test_verify.py`; the middle of an epoch is in `test_exact_resume.py`.
 """
 
 from pathlib import Path
@@ -97,7 +97,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("reader", MODES)
 @pytest.mark.parametrize("writer", MODES)

@@ -1,10 +1,16 @@
 """The order contract as tables: no process is started here."""
 
+from collections.abc import Iterable
+
 import pytest
 import torch
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
+from lit_cifar.data.images import Batch, ImageSet
+from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.samplers import EvaluationSampler, Part, TrainSampler
-from lit_cifar.errors import ConfigError
+from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.layout import Layout
 
 SHARDS = [1, 2, 3, 4, 7]
@@ -74,6 +80,82 @@ def test_order_is_a_function_of_seed_and_epoch() -> None:
 def test_drop_last_leaves_out_the_ragged_batch() -> None:
     assert [len(batch) for batch in global_batches(2)] == [168] * 5 + [160]
     assert [len(batch) for batch in global_batches(2, drop_last=True)] == [168] * 5
+
+
+def sampler_from(start: int, *, accumulation: int = 2) -> TrainSampler:
+    """The second of two shards' sampler, six optimizer steps an epoch, that begins at `start`."""
+    layout = Layout(num_shards=2, shard=1)
+    return TrainSampler(num_samples=1000, batch_size=168, layout=layout, accumulation=accumulation, start=start)
+
+
+def ids_of(parts: Iterable[Part | Batch]) -> list[list[int]]:
+    return [part.ids.tolist() for part in parts]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("start", range(7))
+def test_a_resumed_epoch_is_the_rest_of_the_undisturbed_one(start: int, accumulation: int) -> None:
+    whole, rest = sampler_from(0, accumulation=accumulation), sampler_from(start, accumulation=accumulation)
+    for sampler in (whole, rest):
+        sampler.set_epoch(3)
+    for _ in range(2):  # Lightning may call `iter` again
+        assert ids_of(rest) == ids_of(whole)[start * accumulation :]
+    assert [part.weight for part in rest] == [part.weight for part in whole][start * accumulation :]
+    assert len(rest) == len(whole) == 6 * accumulation
+
+
+@pytest.mark.parametrize("iterates", [True, False])
+def test_epochs_after_a_resumed_one_are_whole(iterates: bool) -> None:
+    """Also where a limit on the batches of an epoch leaves none of the resumed one."""
+    whole, sampler = sampler_from(0), sampler_from(3)
+    sampler.set_epoch(4)
+    if iterates:
+        assert len(ids_of(sampler)) == 6
+    for epoch in (5, 6):
+        whole.set_epoch(epoch)
+        sampler.set_epoch(epoch)
+        assert ids_of(sampler) == ids_of(whole)
+
+
+def loader_from(start: int) -> BatchLoader:
+    images = ImageSet(torch.zeros(1000, 3, 1, 1, dtype=torch.uint8), torch.zeros(1000, dtype=torch.int64), ("a",), "")
+    return BatchLoader(images, sampler_from(start))
+
+
+def test_a_loader_goes_on_as_lightning_uses_it() -> None:
+    """It loads the state, calls `iter` at once, and says which epoch it is only then."""
+    whole, loader = loader_from(0), loader_from(0)
+    combined = CombinedLoader(loader, "max_size_cycle")
+    combined._load_state_dicts([{"step": 4}])
+    fetcher = _PrefetchDataFetcher()
+    fetcher.setup(combined)
+    iter(fetcher)
+    whole.sampler.set_epoch(2)
+    loader.sampler.set_epoch(2)
+    fetcher.fetched += 8
+    assert ids_of(batch for batch, _, _ in fetcher) == ids_of(whole)[8:]
+    assert fetcher.done
+    whole.sampler.set_epoch(3)
+    loader.sampler.set_epoch(3)
+    iter(fetcher)
+    assert ids_of(batch for batch, _, _ in fetcher) == ids_of(whole)
+
+
+def test_a_loader_does_not_say_where_training_stands() -> None:
+    loader = loader_from(0)
+    for _, _ in zip(range(3), loader, strict=False):
+        assert loader.state_dict() == {}
+    loader.load_state_dict(loader.state_dict())
+    assert loader.sampler.start == 0
+
+
+@pytest.mark.parametrize("step", [-1, 7])
+def test_a_step_beyond_the_epoch_is_refused(step: int) -> None:
+    loader = loader_from(0)
+    loader.load_state_dict({"step": 6})
+    assert ids_of(loader) == []
+    with pytest.raises(CheckpointError, match=f"after {step} optimizer steps of an epoch that has 6 here"):
+        loader.load_state_dict({"step": step})
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,12 @@ gather below feeds a GPU without any worker, and Lightning leaves an iterable th
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.data.samplers import EvaluationSampler, TrainSampler
+from lit_cifar.errors import CheckpointError
 
 
 class BatchLoader:
@@ -45,3 +47,30 @@ class BatchLoader:
             if self.augmentation is not None:
                 images = self.augmentation(images, ids, epoch=epoch)
             yield Batch(images, self.images.labels[ids], ids, weight)
+
+    # By these two methods Lightning knows a loader that can go on in the middle of an epoch.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: where training stands is for the writer of a checkpoint to say.
+
+        A loader knows how many batches it has handed out, not how many have been trained on. Before an optimizer step
+        these differ by one, after it they do not, and a limit on the batches of an epoch is unknown to it.
+        """
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next epoch begin behind `state_dict["step"]` optimizer steps; without this entry, at its beginning.
+
+        In optimizer steps, so that another number of processes or accumulation steps can go on.
+
+        Raises:
+            CheckpointError: The epoch has fewer steps.
+        """
+        assert isinstance(self.sampler, TrainSampler)  # Lightning goes on in the middle of no other epochs
+        step, num_steps = state_dict.get("step", 0), self.sampler.num_batches
+        if not 0 <= step <= num_steps:
+            raise CheckpointError(
+                f"the checkpoint was written after {step} optimizer steps of an epoch that has {num_steps} here",
+                remedy="pass the --data.batch_size of the run that wrote it",
+            )
+        self.sampler.start = step

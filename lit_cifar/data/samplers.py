@@ -1,7 +1,7 @@
 """Which samples each process sees at each step: one order per epoch, cut the same way for any number of processes."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -39,6 +39,10 @@ class TrainSampler:
         shuffle: Off, every epoch is in the order of the ids.
         frozen: Every epoch in the order of epoch 0: what happens to those who forget `set_epoch`.
         drop_last: Leave out a last batch that is not full.
+        epoch: The epoch to iterate over.
+        start: Optimizer steps that a run which is resumed in the middle of an epoch has behind it: the epoch that is
+            set first begins with global batch `start`, every later one with global batch 0. Lengths stay those of
+            whole epochs, as Lightning goes on counting where the checkpoint ended.
     """
 
     num_samples: int
@@ -50,10 +54,14 @@ class TrainSampler:
     frozen: bool = False
     drop_last: bool = False
     epoch: int = 0
+    start: int = 0
+    _first_epoch: int | None = field(default=None, init=False, repr=False)
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by Lightning at the start of every epoch."""
+        """Called by Lightning at the start of every epoch, after it has called `iter`, which so must draw nothing."""
         self.epoch = epoch
+        if self._first_epoch is None:
+            self._first_epoch = epoch
 
     def order(self) -> Tensor:
         """The ids of this epoch in order, int64, (num_samples,)."""
@@ -75,7 +83,8 @@ class TrainSampler:
     def __iter__(self) -> Iterator[Part]:
         order = self.order()
         num_parts = self.accumulation * self.layout.num_shards
-        for batch in torch.split(order, self.batch_size)[: self.num_batches]:
+        start = self.start if self._first_epoch in (None, self.epoch) else 0
+        for batch in torch.split(order, self.batch_size)[start : self.num_batches]:
             for step in range(self.accumulation):
                 ids = batch[step * self.layout.num_shards + self.layout.shard :: num_parts]
                 yield Part(ids, len(ids) * num_parts / len(batch))

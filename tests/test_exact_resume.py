@@ -1,0 +1,242 @@
+"""A run that is stopped and resumed ends where the undisturbed one ends, bit for bit on as many processes."""
+
+import csv
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import TINY, Result, launch, mode_flags, run_here, run_in_one_start
+from comparing import assert_same_checkpoint
+
+from lit_cifar.callbacks.exact_resume import Position
+from lit_cifar.checkpoints import read_checkpoint
+
+# 79 images in batches of 16: four steps and a ragged one of 15 an epoch, ten steps in all.
+SETTINGS = [
+    *TINY,
+    "--data.num_train=95",
+    "--trainer.max_epochs=2",
+    "--trainer.devices=1",
+    "--trainer.num_sanity_val_steps=0",
+]
+EVERY_STEP = "--last_checkpoint.every_n_steps=1"
+
+
+def fit(run: Path, *flags: str) -> Result:
+    return run_here("fit", *SETTINGS, f"--run_dir={run}", *flags)
+
+
+def stop_after(step: int, *, rank: int = 0) -> list[str]:
+    """Ask to stop then; as a checkpoint is due at every step, the processes agree at every step too."""
+    return [
+        "--resume=auto",
+        "--trainer.callbacks+=stopping.SignalAfter",
+        f"--trainer.callbacks.step={step}",
+        f"--trainer.callbacks.rank={rank}",
+    ]
+
+
+def metrics(run: Path) -> list[dict[str, str]]:
+    """Every line of `metrics.csv`, without what the clock says."""
+    with (run / "metrics.csv").open(newline="") as file:
+        rows = [{k: v for k, v in row.items() if v and "images_per_s" not in k} for row in csv.DictReader(file)]
+    return [row for row in rows if row.keys() - {"step", "epoch"}]
+
+
+def assert_equal(found: Any, expected: Any, name: str = "") -> None:
+    """Tensors bit for bit, and all that holds them."""
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(found, expected), name
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), name
+        for key in expected:
+            assert_equal(found[key], expected[key], f"{name}.{key}")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), name
+        for index, pair in enumerate(zip(found, expected, strict=True)):
+            assert_equal(*pair, f"{name}[{index}]")
+    else:
+        assert found == expected, name
+
+
+def assert_same_end(run: Path, undisturbed: Path) -> None:
+    """The last checkpoints have the same weights, optimizer, schedule, position and counts, and the metrics agree."""
+    found, expected = (read_checkpoint(folder / "checkpoints" / "last.ckpt") for folder in (run, undisturbed))
+    for key in ("state_dict", "optimizer_states", "lr_schedulers", "position", "metrics", "receipt", "loops"):
+        if key in expected:
+            assert_equal(found[key], expected[key], key)
+    assert metrics(run) == metrics(undisturbed)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert fit(run, EVERY_STEP).status == 0
+    return run
+
+
+@pytest.mark.parametrize("step", [1, 3, 5, 6, 9])
+def test_a_stopped_run_goes_on_with_the_very_next_sample(step: int, undisturbed: Path, tmp_path: Path) -> None:
+    """Step 5 ends the first epoch."""
+    run = tmp_path / "run"
+    stopped = fit(run, EVERY_STEP, *stop_after(step))
+    assert stopped.status == 143
+    assert f"stopped by SIGTERM after {step} optimizer steps" in stopped.stderr
+    assert fit(run, EVERY_STEP, "--resume=auto").status == 0
+    assert_same_end(run, undisturbed)
+
+
+def test_the_middle_of_an_epoch_with_validation_there(tmp_path: Path) -> None:
+    """Step 2 is followed by a validation, which must not be run again, nor shift what is logged after it."""
+    flags = [EVERY_STEP, "--trainer.val_check_interval=2", "--trainer.max_steps=9"]
+    assert fit(tmp_path / "undisturbed", *flags).status == 0
+    assert fit(tmp_path / "run", *flags, *stop_after(2)).status == 143
+    assert fit(tmp_path / "run", *flags, "--resume=auto").status == 0
+    assert_same_end(tmp_path / "run", tmp_path / "undisturbed")
+
+
+def test_a_schedule_by_epochs_and_a_longer_run(tmp_path: Path) -> None:
+    """A finished run goes on when it may have more epochs, and ends at once when it may not."""
+    schedule = ["--model.lr_scheduler=torch.optim.lr_scheduler.StepLR", "--model.lr_scheduler.step_size=1"]
+    assert fit(tmp_path / "undisturbed", *schedule).status == 0
+    assert fit(tmp_path / "run", *schedule, "--trainer.max_epochs=1", "--resume=auto").status == 0
+    for _ in range(2):
+        assert fit(tmp_path / "run", *schedule, "--resume=auto").status == 0
+        assert_same_end(tmp_path / "run", tmp_path / "undisturbed")
+
+
+def test_what_was_written_after_the_checkpoint_is_written_again(undisturbed: Path, tmp_path: Path) -> None:
+    """Killed four steps after the latest checkpoint, with its metrics on disk."""
+    run = tmp_path / "run"
+    assert fit(run, EVERY_STEP, *stop_after(3)).status == 143
+    kept = (run / "checkpoints" / "last.ckpt").read_bytes()
+    assert fit(run, EVERY_STEP, *stop_after(7)).status == 143
+    (run / "checkpoints" / "last.ckpt").write_bytes(kept)
+    assert fit(run, EVERY_STEP, "--resume=auto").status == 0
+    assert_same_end(run, undisturbed)
+
+
+def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_it_used(undisturbed: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert fit(run, EVERY_STEP, *stop_after(4)).status == 143
+    newest = run / "checkpoints" / "last.ckpt"
+    newest.write_bytes(newest.read_bytes()[:-1000])
+    with pytest.warns(UserWarning, match=r"not used: .*last.ckpt"):
+        assert fit(run, EVERY_STEP, "--resume=auto").status == 0
+    assert_same_end(run, undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["fit", "--resume=auto"], "--run_dir"),
+        (["fit", "--resume=auto", "--run_dir=run", "--ckpt_path=some.ckpt"], "--ckpt_path"),
+        (["test", "--resume=auto", "--run_dir=run"], "test"),
+        (["fit", "--resume=last", "--run_dir=run"], "resume"),
+    ],
+)
+def test_contradicting_flags_are_refused(
+    flags: list[str], word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run_here(*flags)
+    assert result.status == 2
+    assert word in result.stderr
+    assert len(result.stderr.splitlines()) <= 5
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(
+    "position",
+    [
+        Position(epoch=0, step=0, started=True, global_step=0),
+        Position(epoch=2, step=3, started=True, global_step=13),
+        Position(epoch=2, step=0, started=False, global_step=10),
+    ],
+)
+def test_a_position_in_lightnings_words(position: Position, accumulation: int) -> None:
+    loops: dict[str, Any] = {"epoch_loop.val_loop.batch_progress": {"is_last_batch": True}}
+    position.write(loops, accumulation=accumulation)
+    epochs, batches = loops["epoch_progress"]["current"], loops["epoch_loop.batch_progress"]["current"]
+    assert (epochs["processed"], epochs["started"] > epochs["processed"]) == (position.epoch, position.started)
+    assert set(batches.values()) == {position.step * accumulation}
+    assert json.loads(json.dumps(loops)) == loops
+
+
+def test_the_same_number_of_processes_agrees_bit_for_bit(tmp_path: Path) -> None:
+    """Over more than two processes the sums of a ring depend on how DistributedDataParallel has cut its buckets."""
+    settings = [*SETTINGS, EVERY_STEP, *mode_flags("ddp", 3), "--data.batch_size=18"]
+    commands = [
+        ["fit", *settings, f"--run_dir={tmp_path}/undisturbed"],
+        ["fit", *settings, f"--run_dir={tmp_path}/run", *stop_after(3, rank=1)],
+        ["fit", *settings, f"--run_dir={tmp_path}/run", "--resume=auto"],
+    ]
+    run_in_one_start(commands, num_processes=3, folder=tmp_path)
+    assert_same_end(tmp_path / "run", tmp_path / "undisturbed")
+
+
+# Each normalises the whole batch together.
+MODES = {
+    "ddp": [*mode_flags("ddp"), "--trainer.sync_batchnorm=true"],
+    "pp": [
+        *mode_flags("PipelineStrategy"),
+        "--trainer.strategy.num_microbatches=1",
+        "--trainer.strategy.schedule=GPipe",
+    ],
+    "fsdp2": [*mode_flags("fsdp2"), "--trainer.sync_batchnorm=true"],
+    "tp": mode_flags("tp"),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
+def test_any_mode_goes_on_from_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    """Each stops in the middle of the second epoch, and every other one and one device end where one device ends."""
+    settings = [*SETTINGS, EVERY_STEP, "--trainer.precision=64-true", "--model.optimizer.lr=0.01"]
+    stops = [["fit", *settings, *MODES[mode], f"--run_dir={tmp_path}/{mode}", *stop_after(7, rank=1)] for mode in MODES]
+    reads = [
+        [
+            "fit",
+            *settings,
+            *MODES[reader],
+            f"--run_dir={tmp_path}/{writer}-{reader}",
+            checkpoint_flag(tmp_path / writer),
+        ]
+        for writer in MODES
+        for reader in MODES
+    ]
+    run_in_one_start([*stops, *reads], num_processes=2, folder=tmp_path)
+    assert run_here("fit", *settings, f"--run_dir={tmp_path}/alone").status == 0
+    expected = read_checkpoint(tmp_path / "alone" / "checkpoints" / "last.ckpt")
+    for writer in MODES:
+        name = f"{writer}-alone"
+        assert fit(tmp_path / name, *settings, checkpoint_flag(tmp_path / writer)).status == 0
+        for end in (name, *(f"{writer}-{reader}" for reader in MODES)):
+            found = read_checkpoint(tmp_path / end / "checkpoints" / "last.ckpt")
+            assert_same_checkpoint(found, expected, tolerance=1e-9)
+            assert found["position"] | {"rows": 0} == expected["position"] | {"rows": 0}
+            assert_same_metrics(tmp_path / end, tmp_path / "alone")
+
+
+def checkpoint_flag(run: Path) -> str:
+    return f"--ckpt_path={run / 'checkpoints' / 'last.ckpt'}"
+
+
+def assert_same_metrics(run: Path, undisturbed: Path) -> None:
+    """Of the second epoch, which the run has in part from the one before it."""
+    found, expected = ([row for row in metrics(folder) if "train/loss" in row][-1] for folder in (run, undisturbed))
+    for name in ("train/loss", "train/acc"):
+        assert math.isclose(float(found[name]), float(expected[name]), rel_tol=1e-6)  # logged in float32
+
+
+@pytest.mark.slow
+def test_ddp_spawn_stops_and_goes_on(tmp_path: Path) -> None:
+    """The exit status of the spawned processes becomes that of the one that the user has started."""
+    settings = [*SETTINGS, EVERY_STEP, *mode_flags("ddp_spawn"), f"--run_dir={tmp_path / 'run'}"]
+    assert launch("fit", *settings, *stop_after(3, rank=1), check=False).status == 143
+    result = launch("fit", *settings, "--resume=auto")
+    assert "continuing from" in result.stderr
