@@ -1,7 +1,9 @@
 """What fails or is killed leaves nothing behind: no process (see `conftest.py`), no open port, no temporary file."""
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,6 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 from commands import TINY, launch
+
+LONG = ["--trainer.max_epochs=1000", "--trainer.check_val_every_n_epoch=1000"]
+MODES = {
+    "ddp": ["--trainer.strategy=ddp", "--trainer.devices=2"],
+    "ddp_spawn": ["--trainer.strategy=ddp_spawn", "--trainer.devices=2"],
+    "pp": ["--trainer.strategy=pp", "--trainer.devices=2"],
+    "ddp_pp": ["--trainer.strategy=PipelineStrategy", "--trainer.strategy.num_stages=2", "--trainer.devices=4"],
+}
 
 
 def listening() -> set[int]:
@@ -21,7 +31,7 @@ def descendants(process: subprocess.Popen) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_one_failing_stage_ends_the_whole_pipeline(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
@@ -52,3 +62,146 @@ def test_a_verification_that_is_stopped_takes_its_runs_with_it(number: signal.Si
         verify.wait()
     assert not list(tmp_path.iterdir())
     assert not psutil.wait_procs(runs, timeout=10)[1]
+
+
+class Run:
+    """A training that goes on until something ends it.
+
+    Args:
+        folder: Where it writes; each rank its pid, in `rank<r>`.
+        flags: Of `fit`.
+        num_ranks: How many there are to be.
+    """
+
+    def __init__(self, folder: Path, *flags: str, num_ranks: int) -> None:
+        pids = ["--trainer.callbacks+=recorder.WritePids", f"--trainer.callbacks.folder={folder}"]
+        command = [sys.executable, "-m", "lit_cifar", "fit", *TINY, *LONG, f"--run_dir={folder / 'run'}", *flags, *pids]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+        self._stderr = folder / "stderr"
+        with self._stderr.open("w") as stderr:
+            self._process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=stderr)
+        self._folder, self._num_ranks = folder, num_ranks
+        self._all: list[psutil.Process] = []
+
+    def pids(self) -> list[int]:
+        """Of the ranks, once each has done a step."""
+        files = [self._folder / f"rank{rank}" for rank in range(self._num_ranks)]
+        while not all(file.exists() for file in files):
+            assert self._process.poll() is None, self._stderr.read_text()
+            time.sleep(0.1)
+        self._all = [psutil.Process(self._process.pid), *descendants(self._process)]
+        return [int(file.read_text()) for file in files]
+
+    def wait(self, timeout_s: float) -> str:
+        """What it has written on stderr, once nothing of it is running, which must come about in time."""
+        deadline = time.monotonic() + timeout_s
+        while left := [process for process in self._all if _is_running(process)]:
+            assert time.monotonic() < deadline, f"still running: {left}\n{self._stderr.read_text()}"
+            time.sleep(0.1)
+            self._process.poll()
+        return self._stderr.read_text()
+
+    def status(self) -> int:
+        """As of `Popen`."""
+        return self._process.wait(5)
+
+    def end(self) -> None:
+        """Leave nothing, whatever happened."""
+        for process in self._all or [psutil.Process(self._process.pid), *descendants(self._process)]:
+            if _is_running(process):
+                process.kill()
+        self._process.wait()
+
+
+def _is_running(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def told(stderr: str) -> str:
+    """The watchdog's message; there is exactly one."""
+    messages = re.findall(
+        r"^lit_cifar: rank .*?^lit_cifar: the other processes stop$", stderr, re.DOTALL | re.MULTILINE
+    )
+    assert len(messages) == 1, stderr
+    return str(messages[0])
+
+
+def kill(folder: Path, mode: str, rank: int, number: signal.Signals, *flags: str, within_s: float) -> None:
+    """Send a signal to one rank, and expect a message about it and an end of all the others."""
+    run = Run(folder, *MODES[mode], *flags, num_ranks=4 if mode == "ddp_pp" else 2)
+    try:
+        pid = run.pids()[rank]
+        os.kill(pid, number)
+        message = told(run.wait(within_s))
+    finally:
+        run.end()
+    assert f"rank {rank} (pid {pid} on {socket.gethostname()})" in message
+    assert re.search(r"after \d+ optimizer steps, phase: \w+", message)
+    assert number.name in message
+    assert run.status() in (1, -signal.SIGKILL)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_kill_9_of_a_rank_ends_the_others(rank: int, tmp_path: Path) -> None:
+    kill(tmp_path, "ddp", rank, signal.SIGKILL, within_s=30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "rank"), [(mode, rank) for mode in MODES for rank in range(4 if mode == "ddp_pp" else 2) if mode != "ddp"]
+)
+def test_kill_9_of_every_rank_ends_the_others(mode: str, rank: int, tmp_path: Path) -> None:
+    kill(tmp_path, mode, rank, signal.SIGKILL, within_s=30)
+
+
+# A third of the usual time for those that do not die by themselves.
+SOON = "--watchdog.timeout_s=6"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_is_found(rank: int, tmp_path: Path) -> None:
+    kill(tmp_path, "ddp", rank, signal.SIGSTOP, SOON, within_s=20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "rank"), [("ddp", 1), ("ddp_spawn", 0), ("pp", 0)])
+def test_a_main_thread_that_hangs_is_found_and_shown(mode: str, rank: int, tmp_path: Path) -> None:
+    hanging = ["--trainer.callbacks+=recorder.HangOn", f"--trainer.callbacks.rank={rank}"]
+    run = Run(tmp_path, *MODES[mode], SOON, *hanging, num_ranks=2)
+    try:
+        pid = run.pids()[rank]
+        message = told(run.wait(25))
+    finally:
+        run.end()
+    assert f"rank {rank} (pid {pid} on {socket.gethostname()}) hangs: no progress for" in message
+    assert "after 3 optimizer steps, phase: training step" in message
+    assert "recorder.py" in message
+    assert run.status() == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ddp", "ddp_spawn"])
+def test_an_exception_is_told_once_and_by_its_own_traceback(mode: str, tmp_path: Path) -> None:
+    failing = ["--trainer.callbacks+=recorder.FailOn", "--trainer.callbacks.rank=1", "--trainer.callbacks.step=3"]
+    run = Run(tmp_path, *MODES[mode], *failing, num_ranks=2)
+    try:
+        run.pids()
+        stderr = run.wait(30)
+    finally:
+        run.end()
+    message = told(stderr)
+    assert "rank 1 (pid" in message
+    assert "failed; after 3 optimizer steps, phase: training step" in message
+    assert message.splitlines()[-2].strip() == "RuntimeError: rank 1 fails at step 3"
+    assert "Connection" not in stderr  # the other rank's error, which followed from it
+    assert run.status() == 1
+
+
+@pytest.mark.slow
+def test_a_run_that_ends_well_is_not_taken_for_dead(tmp_path: Path) -> None:
+    result = launch("fit", *TINY, *MODES["ddp"], f"--run_dir={tmp_path / 'run'}")
+    assert "lit_cifar:" not in result.stderr

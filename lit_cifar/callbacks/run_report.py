@@ -119,10 +119,13 @@ def results(trainer: Trainer) -> list[str]:
 
 
 def checkpoint_path(trainer: Trainer) -> Path | None:
-    """The best checkpoint the fit wrote, else the last one."""
-    checkpoint: Any = trainer.checkpoint_callback
-    path = getattr(checkpoint, "best_model_path", "") or getattr(checkpoint, "last_model_path", "")
-    return Path(path) if path else None
+    """The best checkpoint that the fit wrote, else the last one."""
+    written = [
+        path
+        for callback in trainer.checkpoint_callbacks  # the best comes before the last
+        if (path := getattr(callback, "best_model_path", None) or getattr(callback, "newest", None))
+    ]
+    return Path(written[0]) if written else None
 
 
 def next_steps(folder: Path, stage: str, *, checkpoint: Path | None = None) -> list[str]:

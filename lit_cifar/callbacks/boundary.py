@@ -1,0 +1,221 @@
+"""What the processes of a run agree on between two optimizer steps: to save, to stop, that the loss is a number.
+
+Between two optimizer steps everything that belongs to the first is done, validation included, and nothing of the second
+has begun. A checkpoint written there holds a state that an undisturbed run passes through as well.
+"""
+
+import math
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.distributed import group
+
+from lit_cifar.callbacks.checkpoint import LastCheckpoint
+from lit_cifar.errors import CheckpointError, Stopped
+
+EXIT_STOPPED = 128 + signal.SIGTERM
+_MAX_IDS = 64
+_ONE_KEYSTROKE_S = 1.0
+_MAX_STEPS = 1000  # between two agreements, however short they are
+
+
+class Agreed(NamedTuple):
+    """What all processes know after they have asked one another.
+
+    Attributes:
+        signal: Number of a signal by which any of them was asked to stop; 0 for none.
+        due: Whether the time for a checkpoint has come.
+        first_bad: Optimizer step and rank of the first loss that was not finite; None where all were.
+    """
+
+    signal: int
+    due: bool
+    first_bad: tuple[int, int] | None
+
+
+class StepBoundary(Callback):
+    """Saves when a checkpoint is due, stops when asked to, and stops when a loss is not a finite number.
+
+    SIGTERM, or SIGINT once, makes all processes save at the same step and exit with status 143; another SIGINT, a
+    second later, ends the process that gets it at once. A loss that is not finite makes all processes exit with
+    status 1, before anything is saved.
+
+    Asking takes an all-reduce, and on a GPU the host waits for it. So it is not done at every step, but every
+    `agree_every_s` seconds, a number of steps that the processes also agree on, and where a checkpoint is due by its
+    step, which they all know. Until then a process notes what it has to say, on its device.
+
+    Must come before the callbacks that look at the next batch, as it acts when that has been fetched.
+
+    Args:
+        agree_every_s: Seconds between two agreements, about; 0 for one at every step.
+    """
+
+    def __init__(self, *, agree_every_s: float = 1.0) -> None:
+        self.agree_every_s = agree_every_s
+        self._last: LastCheckpoint | None = None
+        self._signal = 0
+        self._noted_at = 0.0
+        self._bad = torch.empty(0)
+        self._steps_left = 0
+        self._asked_at = 0.0
+        self._asked_step = 0
+        self._step_s = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take over from Lightning, which asks at every step, with the host waiting, and has no exit status for it."""
+        self._last = next((c for c in trainer.callbacks if isinstance(c, LastCheckpoint)), None)  # type: ignore[attr-defined]
+        self._bad = torch.full((), -math.inf, dtype=torch.float64, device=pl_module.device)
+        self._signal, self._steps_left = 0, 2  # first after a step, when it is known how long one takes
+        self._asked_at, self._asked_step, self._step_s = time.monotonic(), trainer.global_step, 0.0
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
+        if threading.current_thread() is threading.main_thread():
+            # Lightning puts the former handlers back when it tears down.
+            signal.signal(signal.SIGTERM, self._note)
+            signal.signal(signal.SIGINT, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        # One Ctrl-C may arrive twice: from the terminal, and from the process that started this one.
+        now = time.monotonic()
+        if number == self._signal == signal.SIGINT and now - self._noted_at > _ONE_KEYSTROKE_S:
+            raise KeyboardInterrupt
+        self._signal, self._noted_at = number, now
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Between two optimizer steps: agree if it is time to, then save, then stop."""
+        if batch_idx % trainer.accumulate_grad_batches:
+            return
+        by_step = self._last is not None and self._last.due_by_step(trainer)
+        self._steps_left -= 1
+        if self._steps_left > 0 and not by_step:
+            return
+        agreed = self._agree(trainer)
+        if agreed.first_bad:
+            self._stop_for_loss(trainer, *agreed.first_bad)
+        if self._last is not None and (by_step or agreed.due or agreed.signal):
+            self._save(trainer, pl_module, self._last)
+        if agreed.signal:
+            self._stop_for_signal(trainer, agreed.signal)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Note the step if its loss is not finite; the first one stays, as it has the largest code."""
+        stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        step = trainer.global_step - stepped
+        code = -float(step * trainer.world_size + trainer.global_rank)
+        bad = torch.where(torch.isfinite(outputs["loss"].detach()), -math.inf, code)
+        self._bad = torch.maximum(self._bad, bad.to(self._bad))
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Do not validate, and call best, what has diverged."""
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._check_losses(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Do not save as the last what has diverged."""
+        self._check_losses(trainer)
+
+    def _check_losses(self, trainer: Trainer) -> None:
+        agreed = self._agree(trainer)
+        if agreed.first_bad:
+            self._stop_for_loss(trainer, *agreed.first_bad)
+
+    def _agree(self, trainer: Trainer) -> Agreed:
+        """Ask all processes; each takes the largest of every number, and the same time until the next."""
+        now = time.monotonic()
+        if trainer.global_step > self._asked_step:
+            self._step_s = (now - self._asked_at) / (trainer.global_step - self._asked_step)
+        due = self._last is not None and self._last.due_by_time(now)
+        own = torch.tensor([self._signal, due, self._step_s, 0.0], dtype=torch.float64).to(self._bad.device)
+        own[3] = self._bad
+        largest = trainer.strategy.reduce(own, group=group.WORLD, reduce_op="max").tolist()
+        self._asked_at, self._asked_step = time.monotonic(), trainer.global_step
+        self._steps_left = min(max(1, round(self.agree_every_s / max(largest[2], 1e-6))), _MAX_STEPS)
+        first_bad = None if math.isinf(largest[3]) else divmod(round(-largest[3]), trainer.world_size)
+        return Agreed(int(largest[0]), bool(largest[1]), first_bad)
+
+    def _save(self, trainer: Trainer, pl_module: LightningModule, last: LastCheckpoint) -> None:
+        """Write the checkpoint, unless the weights are no numbers: then the one before stays the newest."""
+        finite = all(bool(_local(parameter).isfinite().all()) for parameter in pl_module.parameters())
+        if not trainer.strategy.reduce_boolean_decision(finite, all=True):
+            message = f"the weights are not finite after {trainer.global_step} optimizer steps"
+            _end(trainer, f"{message}; {self._newest()}", status=1)
+        try:
+            last.save(trainer)
+        except CheckpointError as error:
+            _end(trainer, str(error), status=1)
+
+    def _stop_for_signal(self, trainer: Trainer, number: int) -> NoReturn:
+        name = signal.Signals(number).name
+        _end(
+            trainer,
+            f"stopped by {name} after {trainer.global_step} optimizer steps; {self._newest()}\n"
+            "the same command with --resume=auto goes on",
+            status=EXIT_STOPPED,
+        )
+
+    def _stop_for_loss(self, trainer: Trainer, step: int, rank: int) -> NoReturn:
+        ids = trainer.strategy.broadcast(_ids_of_step(trainer, step), src=rank)
+        shown = ", ".join(map(str, ids[:_MAX_IDS])) + (
+            f" and {len(ids) - _MAX_IDS} more" if len(ids) > _MAX_IDS else ""
+        )
+        _end(
+            trainer,
+            f"the loss of rank {rank} is not finite in optimizer step {step} (from 0); its samples: {shown}\n"
+            f"{self._newest()}",
+            status=1,
+        )
+
+    def _newest(self) -> str:
+        path = self._last.newest if self._last else None
+        return f"the newest checkpoint is {path}" if path else "there is no checkpoint yet"
+
+
+def _nothing() -> None:
+    pass
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """This process's part of a parameter that may be divided over processes."""
+    to_local = getattr(parameter, "to_local", None)
+    return parameter.detach() if to_local is None else to_local().detach()
+
+
+def _ids_of_step(trainer: Trainer, step: int) -> list[int]:
+    """The samples that this process read for optimizer step `step` of the run; none if that cannot be told."""
+    datamodule: Any = getattr(trainer, "datamodule", None)
+    if not hasattr(datamodule, "train_sampler"):
+        return []
+    steps = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+    sampler = datamodule.train_sampler()
+    sampler.set_epoch(step // steps)
+    sampler.start = step % steps
+    parts = zip(range(trainer.accumulate_grad_batches), sampler, strict=False)
+    return [int(id_) for _, part in parts for id_ in part.ids]
+
+
+def _end(trainer: Trainer, message: str, *, status: int) -> NoReturn:
+    """Say why on rank 0, and end; every process must come here."""
+    if trainer.is_global_zero:
+        print(f"lit_cifar: {message}", file=sys.stderr, flush=True)
+    with suppress(Exception):  # rank 0 has said it; those it waits for need not
+        trainer.strategy.barrier("end")
+    raise Stopped(0 if _is_watched(trainer) else status)
+
+
+def _is_watched(trainer: Trainer) -> bool:
+    """Whether this process was started by Lightning's launcher, which kills the user's one when any other one fails."""
+    launched = isinstance(trainer.strategy.launcher, _SubprocessScriptLauncher)
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    return launched and isinstance(environment, LightningEnvironment) and trainer.local_rank != 0

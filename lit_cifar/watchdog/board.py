@@ -1,0 +1,123 @@
+"""Where the processes leave their beats and, once, a verdict: the store of the process group, over a connection apart.
+
+A thread makes the calls. With a stopped or lost host at the other end they do not return, whatever timeout torch's
+`TCPStore` is given, and the one who judges must not wait for that.
+"""
+
+import multiprocessing
+import os
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch.distributed import (  # type: ignore[attr-defined]  # public, but not named in its __all__
+    DistNetworkError,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
+
+from lit_cifar.watchdog.beat import Beat
+from lit_cifar.watchdog.judge import Verdict
+
+
+class News(NamedTuple):
+    """What an exchange brings.
+
+    Attributes:
+        beats: The latest of each rank; empty until every rank has left one.
+        verdict: What one of the processes has found, if any has.
+    """
+
+    beats: list[Beat]
+    verdict: Verdict | None
+
+
+class Board:
+    """A client of a store that all processes can reach.
+
+    Args:
+        store: Its own connection, as calls may block it.
+        run: Distinguishes this run's entries from those of others in the same store.
+        world_size: Processes that leave beats.
+
+    Attributes:
+        lost: Whether the store is gone, and no call is made any more.
+    """
+
+    def __init__(self, store: Store, *, run: str, world_size: int) -> None:
+        self._store = PrefixStore(f"lit_cifar/watchdog/{run}", store)
+        self._keys = [f"beat{rank}" for rank in range(world_size)]
+        self._complete = False
+        self._order = 0
+        self.lost = self._busy = False
+        self._calls: queue.SimpleQueue[Callable[[], News] | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[News | None] = queue.SimpleQueue()
+        threading.Thread(target=self._make_calls, name="watchdog-board", daemon=True).start()
+
+    def exchange(self, beat: Beat, *, wait_s: float) -> News | None:
+        """Leave a beat and read those of the others; None if the store does not answer within `wait_s`."""
+        return self._call(lambda: self._exchange(beat), wait_s)
+
+    def publish(self, verdict: Verdict, *, wait_s: float) -> Verdict:
+        """Leave a verdict; returns the one that was there first, if there was one."""
+        news = self._call(lambda: self._publish(verdict), wait_s)
+        return verdict if news is None or news.verdict is None else news.verdict
+
+    def give_up(self) -> None:
+        """Make no more calls, as the store's host is known to be gone: torch would print a page about it."""
+        self.lost = True
+
+    def close(self) -> None:
+        """End the thread, once the store has answered its last call."""
+        self._calls.put(None)
+
+    def _exchange(self, beat: Beat) -> News:
+        if beat.failure and not self._order:
+            self._order = self._store.add("failures", 1)
+        self._store.set(f"beat{beat.rank}", replace(beat, order=self._order).to_json())
+        if not self._complete:
+            self._store.compare_set("verdict", "", "")
+            self._complete = self._store.check(self._keys)
+            return News([], None)
+        *beats, verdict = self._store.multi_get([*self._keys, "verdict"])
+        return News([Beat.from_json(text) for text in beats], Verdict.from_json(verdict) if verdict else None)
+
+    def _publish(self, verdict: Verdict) -> News:
+        return News([], Verdict.from_json(self._store.compare_set("verdict", "", verdict.to_json())))
+
+    def _call(self, call: Callable[[], News], wait_s: float) -> News | None:
+        late = self._busy
+        if self.lost:
+            return None
+        if not late:
+            self._calls.put(call)
+        try:
+            answer = self._answers.get(timeout=wait_s)
+        except queue.Empty:
+            self._busy = True
+            return None
+        self._busy = False
+        return None if late else answer  # a late answer is one to another call
+
+    def _make_calls(self) -> None:
+        while not self.lost and (call := self._calls.get()) is not None:
+            try:
+                self._answers.put(call())
+            except DistNetworkError:
+                self.lost = True  # torch does not connect again, and prints a page for each attempt
+                self._answers.put(None)
+            except RuntimeError:
+                self._answers.put(None)
+
+
+def connect() -> Store:
+    """A connection of its own to the store at which this process has met the others."""
+    return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
+
+
+def host_of_store() -> int | None:
+    """The rank whose process serves that store, and takes it along; None for spawned ones, whose parent does."""
+    return None if multiprocessing.parent_process() is not None else 0

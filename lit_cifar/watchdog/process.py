@@ -1,0 +1,79 @@
+"""What can be seen of another process of the same machine."""
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+# Fields of /proc/PID/stat after the command's name: proc_pid_stat(5), from field 3 on.
+_STATE, _START_TIME, _EXIT_CODE = 0, 19, 49
+
+
+class Sight(NamedTuple):
+    """What is seen of a process.
+
+    Attributes:
+        state: "unseen" for one that cannot be seen from here, as on another machine.
+        ending: How it ended, e.g. "SIGKILL", where that can be told.
+    """
+
+    state: Literal["running", "stopped", "gone", "unseen"]
+    ending: str = ""
+
+
+def start_time(pid: int) -> str:
+    """When the process was started, as the kernel counts; "" where there is no /proc, or no such process.
+
+    With the pid it names a process for good: pids are used again.
+    """
+    fields = _stat(pid)
+    return fields[_START_TIME] if fields else ""
+
+
+def look_at(pid: int, started: str) -> Sight:
+    """What is seen of the process `pid` that was started at `started`."""
+    if not started:
+        return Sight("running" if _exists(pid) else "gone")
+    fields = _stat(pid)
+    if not fields or fields[_START_TIME] != started:
+        return Sight("gone")
+    if fields[_STATE] in "ZX":
+        status = int(fields[_EXIT_CODE])  # 0 also where this user may not know it
+        return Sight("gone", ending(os.waitstatus_to_exitcode(status)) if status else "")
+    return Sight("stopped" if fields[_STATE] == "T" else "running")
+
+
+def ending(exit_code: int) -> str:
+    """In words; `exit_code` as of `subprocess.Popen`: a signal's number is negative."""
+    if exit_code >= 0:
+        return f"exit status {exit_code}"
+    try:
+        return signal.Signals(-exit_code).name
+    except ValueError:
+        return f"signal {-exit_code}"
+
+
+def kill(pid: int, started: str) -> None:
+    """End another process at once, if it is still the one that was started at `started`."""
+    if pid != os.getpid() and look_at(pid, started).state != "gone":
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _stat(pid: int) -> list[str]:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()  # the name before it may hold anything
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

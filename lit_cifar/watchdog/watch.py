@@ -1,0 +1,232 @@
+"""The thread that tells the others, judges, and ends its process."""
+
+import atexit
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from lit_cifar.watchdog import process
+from lit_cifar.watchdog.beat import Beat, stack_of
+from lit_cifar.watchdog.board import Board
+from lit_cifar.watchdog.judge import SILENT_AFTER_FAILURE_S, Peer, Verdict, judge, updated
+from lit_cifar.watchdog.process import Sight
+from lit_cifar.watchdog.progress import FIRST_TIME_S, Progress
+
+BEAT_S = 1.0
+# For the main thread's own exception to take its way: it closes loggers and files.
+GRACE_S = 4.0
+# Those that are still under way when the one that serves the store has finished.
+_FAREWELL_S = 10.0
+
+
+class Watch(threading.Thread):
+    """Watches all processes of a run for one of them.
+
+    A process is to blame if it is gone without a word, if its beats stay away for `timeout_s` (stopped, its machine
+    lost), if it failed by an exception, the first where several did, or if no main thread gets on and its is the one
+    behind. One process says so on stderr. Then each ends: by its main thread's own exception, which a broken connection
+    raises in most, or after `GRACE_S` without asking it.
+
+    Args:
+        everyone: The first beat of each rank, in order.
+        rank: This process's.
+        board: Where the beats go.
+        progress: This process's main thread writes it.
+        timeout_s: How long a process may be silent, and the least that its main thread may take for anything.
+        store_host: The rank whose process serves the store, see `host_of_store`.
+        grace_s: What the main thread gets to end by itself.
+        end: How to end the process, given its exit status.
+    """
+
+    def __init__(
+        self,
+        everyone: Sequence[Beat],
+        *,
+        rank: int,
+        board: Board,
+        progress: Progress,
+        timeout_s: float,
+        store_host: int | None = None,
+        grace_s: float = GRACE_S,
+        end: Callable[[int], object] = os._exit,
+    ) -> None:
+        super().__init__(name="watchdog", daemon=True)
+        self.verdict: Verdict | None = None
+        # How the processes that this one has started ended, by pid, as of `Popen`: the parent knows it for certain.
+        self.exit_codes: Callable[[], dict[int, int]] = dict
+        self._own = everyone[rank]
+        self._board = board
+        self._progress = progress
+        self._timeout_s = timeout_s
+        self._store_host = store_host
+        self._grace_s = grace_s
+        self._end = end
+        self._main_thread = threading.main_thread().ident or 0
+        self._failure = ""
+        self._quiet = False
+        self._over = False
+        self._number = 0
+        self._wake, self._closed, self._concluded = threading.Event(), threading.Event(), threading.Event()
+        now = progress.clock()
+        self._ticked_at = now
+        self._peers = {
+            beat.rank: Peer(beat=beat, heard_at=now, sight=_first_sight(beat, self._own)) for beat in everyone
+        }
+
+    # For the main thread.
+
+    def fail(self, failure: str, *, quiet: bool = False) -> Verdict | None:
+        """Tell that the main thread has failed, and return who is to blame for it, once that is clear.
+
+        Args:
+            failure: The end of its traceback.
+            quiet: Whether it is going to say itself what there is to say.
+        """
+        self._failure, self._quiet = failure, quiet
+        self._wake.set()
+        self._concluded.wait(SILENT_AFTER_FAILURE_S + 4 * BEAT_S)
+        return self.verdict
+
+    def leave(self) -> None:
+        """Tell that there is nothing left to watch in this process, and stop watching the others."""
+        self._over = True
+        self._wake.set()
+        self.join(_FAREWELL_S + 2 * BEAT_S)
+        atexit.unregister(self._close)
+
+    # The thread.
+
+    def run(self) -> None:
+        """Tell and judge until there is a verdict or nothing left to watch."""
+        # An interpreter that shuts down must not have a thread in torch's C++: that ends in SIGABRT.
+        atexit.register(self._close)
+        verdict = self._watch()
+        self._board.close()
+        if verdict is not None:
+            self._conclude(verdict)
+
+    def _watch(self) -> Verdict | None:
+        farewell_at = 0.0
+        while not self._closed.is_set():
+            verdict = self._tick()
+            if verdict is not None:
+                return verdict
+            if self._over:
+                farewell_at = farewell_at or time.monotonic()
+                if not self._is_needed() or time.monotonic() - farewell_at > _FAREWELL_S:
+                    return None
+            self._wake.wait(BEAT_S / 10 if self._over else BEAT_S)
+            self._wake.clear()
+        return None
+
+    def _tick(self) -> Verdict | None:
+        self._forgive_suspension()
+        sights = self._sights()
+        if self._store_host in sights and sights[self._store_host].state == "gone":
+            self._board.give_up()
+        news = self._board.exchange(self._beat(), wait_s=BEAT_S)
+        if news is not None and news.verdict is not None:
+            return news.verdict
+        if news is None and not self._board.lost:
+            # Who is gone may have left in good order: wait for its last beat.
+            sights = {rank: sight for rank, sight in sights.items() if sight.state != "gone"}
+        now = self._progress.clock()
+        own = Peer(beat=self._beat(), heard_at=now, sight=Sight("running"), answered=True)
+        heard = [] if news is None else news.beats
+        self._peers = updated(self._peers, heard, sights, now=now) | {self._own.rank: own}
+        verdict = judge(self._peers, me=self._own.rank, now=now, timeout_s=self._timeout_s, store_host=self._store_host)
+        return verdict and self._board.publish(verdict, wait_s=BEAT_S)
+
+    def _beat(self) -> Beat:
+        self._number += 1
+        moment, idle_s = self._progress.moment, self._progress.idle_s()
+        stack, waits = stack_of(self._main_thread) if idle_s > self._timeout_s / 2 else ("", False)
+        return replace(
+            self._own,
+            number=self._number,
+            phase=moment.phase,
+            step=moment.step,
+            events=moment.events,
+            idle_s=idle_s,
+            patience_s=self._progress.patience_s(),
+            stack=stack,
+            waits=waits,
+            failure=self._failure,
+            quiet=self._quiet,
+            over=self._over,
+        )
+
+    def _sights(self) -> dict[int, Sight]:
+        """Of the other processes of this machine."""
+        codes = self.exit_codes()
+        sights = {}
+        for rank, peer in self._peers.items():
+            if rank == self._own.rank or peer.sight.state in ("unseen", "gone"):
+                continue
+            sight = process.look_at(peer.beat.pid, peer.beat.started)
+            code = codes.get(peer.beat.pid)
+            sights[rank] = sight if code is None else Sight("gone", process.ending(code))
+        return sights
+
+    def _forgive_suspension(self) -> None:
+        """Where this thread itself did not run (Ctrl-Z, a debugger), nobody's silence means anything."""
+        now = self._progress.clock()
+        if now - self._ticked_at > max(self._timeout_s / 2, 5 * BEAT_S):
+            self._progress.forgive()
+            self._peers = {rank: replace(peer, heard_at=now) for rank, peer in self._peers.items()}
+        self._ticked_at = now
+
+    def _is_needed(self) -> bool:
+        """Whether this process serves the store to others that are still under way."""
+        return self._store_host == self._own.rank and any(
+            not peer.beat.over and not peer.beat.failure and peer.sight.state != "gone"
+            for rank, peer in self._peers.items()
+            if rank != self._own.rank
+        )
+
+    def _conclude(self, verdict: Verdict) -> None:
+        """Say it, and end the process."""
+        self.verdict = verdict
+        if verdict.reporter == self._own.rank and not verdict.quiet:
+            print(verdict, file=sys.stderr, flush=True)
+        # Nobody leaves before all have read it: of those who had not, one would find the process gone and say so.
+        time.sleep(2 * BEAT_S)
+        self._concluded.set()
+        if verdict.kind == "silent" and verdict.rank != self._store_host:
+            # It cannot end itself; its connections close, and main threads that wait for it get on. torch would print
+            # a page about a store that is lost, and without one there is nothing to get on with.
+            self._kill(verdict.rank)
+        if (verdict.kind, verdict.rank) != ("hung", self._own.rank):
+            time.sleep(self._grace_s)
+            self._kill(verdict.rank)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._end(1)
+
+    def _kill(self, rank: int) -> None:
+        peer = self._peers[rank]
+        if rank != self._own.rank and peer.sight.state != "unseen":
+            process.kill(peer.beat.pid, peer.beat.started)
+
+    def _close(self) -> None:
+        if not self._concluded.is_set():
+            self._closed.set()
+            self._wake.set()
+            self.join(2 * BEAT_S)
+
+
+def first_beat(rank: int) -> Beat:
+    """Who this process is."""
+    pid = os.getpid()
+    started = process.start_time(pid)
+    return Beat(rank=rank, pid=pid, started=started, host=socket.gethostname(), patience_s=FIRST_TIME_S)
+
+
+def _first_sight(beat: Beat, own: Beat) -> Sight:
+    """A process that cannot be seen now, though it has just been heard of, is not of this machine or container."""
+    sight = process.look_at(beat.pid, beat.started) if beat.host == own.host else Sight("unseen")
+    return Sight("unseen") if sight.state == "gone" else sight

@@ -1,0 +1,412 @@
+"""The watchdog's verdicts as a table; two watches in one process; and the notes of the main thread."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from threading import Lock
+from types import FunctionType
+
+import lightning as L
+import psutil
+import pytest
+from torch.distributed import HashStore
+
+from lit_cifar.callbacks.watchdog import PHASES, Watchdog
+from lit_cifar.errors import ConfigError, Stopped
+from lit_cifar.watchdog import Beat, Board, Progress, Verdict, Watch, first_beat, process
+from lit_cifar.watchdog.beat import stack_of
+from lit_cifar.watchdog.judge import Peer, judge, updated
+from lit_cifar.watchdog.process import Sight
+from lit_cifar.watchdog.progress import FIRST_TIME_S
+
+TIMEOUT_S = 20.0
+
+
+def peer(
+    rank: int,
+    *,
+    heard_at: float = 100.0,
+    state: str = "running",
+    ending: str = "",
+    answered: bool = False,
+    **beat: object,
+) -> Peer:
+    told = Beat(rank=rank, pid=1000 + rank, started="1", host="a", **{"patience_s": TIMEOUT_S, **beat})
+    return Peer(beat=told, heard_at=heard_at, sight=Sight(state, ending), answered=answered)
+
+
+def verdict_of(*peers: Peer, now: float = 100.0, me: int = 0, store_host: int | None = 0) -> Verdict | None:
+    table = {peer.beat.rank: peer for peer in peers}
+    return judge(table, me=me, now=now, timeout_s=TIMEOUT_S, store_host=store_host)
+
+
+@pytest.mark.parametrize(
+    "peers",
+    [
+        (peer(0), peer(1)),
+        (peer(0), peer(1, heard_at=80.5)),  # silent, but not for long
+        (peer(0), peer(1, state="stopped")),  # it may go on
+        (peer(0), peer(1, state="gone", over=True)),  # finished earlier
+        (peer(0), peer(1, heard_at=0, over=True)),
+        (peer(0, over=True), peer(1, idle_s=5)),
+        (peer(0, over=True), peer(1, over=True)),
+        (peer(0, idle_s=90), peer(1, idle_s=3)),  # waits for one that gets on
+        (peer(0, idle_s=90), peer(1, idle_s=90, patience_s=600.0)),  # which compiles, or writes its first checkpoint
+        (peer(0, failure="E", order=1), peer(1)),  # the other has not answered yet: it may be the cause
+        (peer(0, failure="E", order=1), peer(1, heard_at=95)),
+    ],
+)
+def test_nobody_is_to_blame(peers: tuple[Peer, ...]) -> None:
+    assert verdict_of(*peers) is None
+
+
+@pytest.mark.parametrize(
+    ("peers", "rank", "kind", "reporter"),
+    [
+        ((peer(0), peer(1, state="gone")), 1, "killed", 0),
+        ((peer(0, state="gone"), peer(1), peer(2)), 0, "killed", 1),
+        # A broken connection is the consequence of a death, and not its cause.
+        ((peer(0, failure="closed by peer", order=1), peer(1, state="gone")), 1, "killed", 0),
+        ((peer(0, failure="E", order=1), peer(1, state="gone", failure="closed", order=2)), 0, "failed", 0),
+        ((peer(0), peer(1, heard_at=79)), 1, "silent", 0),
+        ((peer(0), peer(1, heard_at=79, state="stopped")), 1, "silent", 0),
+        # After a failure a machine that is silent was lost before; the patience for it is short.
+        (
+            (peer(0, failure="closed", order=1), peer(1, heard_at=93, state="unseen"), peer(2, answered=True)),
+            1,
+            "silent",
+            0,
+        ),
+        # The first that told is the cause, if all others are well.
+        ((peer(0, answered=True), peer(1, failure="E", order=1)), 1, "failed", 0),
+        ((peer(0, failure="closed", order=2), peer(1, failure="E", order=1)), 1, "failed", 0),
+        ((peer(0, failure="closed"), peer(1, failure="E", order=1), peer(2, answered=True)), 1, "failed", 0),
+        # The one that is behind; of equals the one that does not wait for others; the first.
+        ((peer(0, idle_s=30, events=8), peer(1, idle_s=21, events=7)), 1, "hung", 0),
+        ((peer(0, idle_s=30, events=8, waits=True), peer(1, idle_s=21, events=8)), 1, "hung", 0),
+        ((peer(0, idle_s=30), peer(1, idle_s=30)), 0, "hung", 1),
+        ((peer(0, over=True), peer(1, idle_s=30), peer(2, idle_s=30, waits=True)), 1, "hung", 2),
+    ],
+)
+def test_who_is_to_blame_and_who_says_so(peers: tuple[Peer, ...], rank: int, kind: str, reporter: int) -> None:
+    verdict = verdict_of(*peers, me=reporter)
+    assert verdict is not None
+    assert (verdict.rank, verdict.kind, verdict.reporter) == (rank, kind, reporter)
+
+
+def test_silence_of_all_is_the_silence_of_the_stores_host() -> None:
+    silent = [peer(rank, heard_at=70, state="unseen") for rank in (1, 2)]
+    verdict = verdict_of(peer(0), *silent, peer(3, heard_at=70, state="unseen"), store_host=3)
+    assert verdict is not None
+    assert verdict.rank == 3
+
+
+@pytest.mark.parametrize(
+    ("culprit", "words"),
+    [
+        (peer(1, state="gone", ending="SIGKILL"), "SIGKILL, as kill -9 does"),
+        (peer(1, state="gone", ending="SIGSEGV"), "without a traceback, by SIGSEGV"),
+        (peer(1, state="gone"), "as after SIGKILL"),
+        (peer(1, heard_at=70), "silent, nothing heard of it for 30 s"),
+        (peer(1, heard_at=70, state="stopped"), "stopped, as by SIGSTOP, nothing heard of it for 30 s"),
+        (peer(1, failure="Traceback\n  ...\nValueError: bad", order=1), "\n  ValueError: bad\n"),
+    ],
+)
+def test_the_message_says_who_when_and_why(culprit: Peer, words: str) -> None:
+    culprit = replace(culprit, beat=replace(culprit.beat, step=7, phase="backward"))
+    message = str(verdict_of(peer(0, answered=True), culprit))
+    assert message.startswith("lit_cifar: rank 1 (pid 1001 on a) ")
+    assert "after 7 optimizer steps, phase: backward" in message
+    assert words in message
+
+
+def test_the_message_shows_where_it_hangs() -> None:
+    message = str(
+        verdict_of(peer(0, idle_s=30, events=9, phase="backward"), peer(1, idle_s=30, stack="File x, line 1"))
+    )
+    assert "rank 1 (pid 1001 on a) hangs: no progress for 30 s" in message
+    assert "rank 0: backward" in message
+    assert "\n  File x, line 1\n" in message
+
+
+def test_an_answer_is_a_beat_that_was_heard_after_the_failure() -> None:
+    peers = {0: peer(0), 1: peer(1)}
+    own_failure = replace(peers[0].beat, failure="E", number=1)
+    peers = updated(peers, [own_failure, replace(peers[1].beat, number=1)], {}, now=101.0)
+    assert not peers[1].answered  # written before, perhaps
+    peers = updated(peers, [replace(peers[1].beat, number=1)], {}, now=102.0)
+    assert not peers[1].answered
+    assert peers[1].heard_at == 101.0
+    peers = updated(peers, [replace(peers[1].beat, number=2)], {1: Sight("stopped")}, now=103.0)
+    assert peers[1].answered
+    assert peers[1].sight.state == "stopped"
+
+
+def test_beats_and_verdicts_survive_the_store() -> None:
+    beat = Beat(rank=1, pid=2, started="3", host="a", failure='E: "x"\n', over=True)
+    assert Beat.from_json(beat.to_json()) == beat
+    assert Beat.from_json(json.dumps({**json.loads(beat.to_json()), "newer": 1})) == beat
+    verdict = verdict_of(peer(0), peer(1, state="gone"))
+    assert verdict is not None
+    assert Verdict.from_json(verdict.to_json().encode()) == verdict
+
+
+class Clock:
+    """Stands until told otherwise."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_patience_is_five_times_the_longest_of_the_phase() -> None:
+    clock = Clock()
+    progress = Progress(timeout_s=TIMEOUT_S, clock=clock)
+
+    def pass_through(*durations: float) -> None:
+        for duration in durations:
+            progress.enter("step")
+            clock.now += duration
+            progress.enter("between")
+
+    progress.enter("step")
+    assert progress.patience_s() == FIRST_TIME_S  # nothing is known yet
+    clock.now += 60
+    assert progress.idle_s() == 60
+    progress.enter("between")
+    progress.enter("step")
+    assert progress.patience_s() == 300
+    clock.now += 1
+    progress.enter("between")
+    pass_through(1, 2)
+    progress.enter("step")
+    assert progress.patience_s() == TIMEOUT_S  # the first was warming up
+    clock.now += 10
+    progress.enter("between", step=7)
+    progress.enter("step")
+    assert progress.patience_s() == 50
+    assert progress.moment.step == 7
+
+
+def test_a_suspended_process_has_not_been_idle() -> None:
+    clock = Clock()
+    progress = Progress(timeout_s=TIMEOUT_S, clock=clock)
+    clock.now = 1000.0
+    progress.forgive()
+    clock.now += 2
+    assert progress.idle_s() == 2
+    progress.enter("step")
+    progress.enter("starting")
+    assert progress.patience_s() == TIMEOUT_S  # five times 2 s, not 1002 s
+
+
+def test_processes_are_seen_to_stop_and_to_end() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    started = process.start_time(child.pid)
+    try:
+        assert started
+        assert process.look_at(child.pid, started).state == "running"
+        assert process.look_at(child.pid, started + "0") == Sight("gone")  # another one with the same pid
+        child.send_signal(signal.SIGSTOP)
+        while process.look_at(child.pid, started).state != "stopped":
+            time.sleep(0.01)
+        process.kill(child.pid, started + "0")
+        assert process.look_at(child.pid, started).state == "stopped"
+        process.kill(child.pid, started)
+        while process.look_at(child.pid, started).state != "gone":
+            time.sleep(0.01)
+        assert process.look_at(child.pid, started) == Sight("gone", "SIGKILL")
+    finally:
+        child.kill()
+        child.wait()
+    assert process.look_at(child.pid, started) == Sight("gone")
+    assert [process.ending(code) for code in (3, -11, -99)] == ["exit status 3", "SIGSEGV", "signal 99"]
+
+
+class Pair:
+    """Two watches in this process, with a store of its memory; they note that they would have ended it."""
+
+    def __init__(self, *, timeout_s: float = TIMEOUT_S, everyone: list[Beat] | None = None) -> None:
+        store = HashStore()
+        self.ended: list[int] = []
+        self.progress = [Progress(timeout_s=timeout_s) for _ in range(2)]
+        self.watches = [
+            Watch(
+                everyone or [first_beat(0), first_beat(1)],
+                rank=rank,
+                board=Board(store, run="test", world_size=2),
+                progress=self.progress[rank],
+                timeout_s=timeout_s,
+                store_host=0,
+                grace_s=0,
+                end=self.ended.append,
+            )
+            for rank in range(2)
+        ]
+
+    def start(self, *ranks: int) -> "Pair":
+        for rank in ranks or (0, 1):
+            self.watches[rank].start()
+        return self
+
+    def join(self) -> None:
+        for watch in self.watches:
+            if watch.ident is not None:
+                watch.join(20)
+                assert not watch.is_alive()
+
+
+def test_of_two_failures_both_processes_blame_the_first_and_one_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    pair = Pair().start()
+    time.sleep(2.5)
+    failing = threading.Thread(target=pair.watches[1].fail, args=("ValueError: first",))
+    failing.start()
+    time.sleep(1.0)
+    verdict = pair.watches[0].fail("RuntimeError: connection closed by peer")
+    failing.join()
+    pair.join()
+    assert verdict is not None
+    assert (verdict.rank, verdict.kind, verdict.lines) == (1, "failed", "ValueError: first")
+    assert pair.watches[1].verdict == verdict
+    assert pair.ended == [1, 1]
+    assert capsys.readouterr().err == f"{verdict}\n"
+
+
+def test_processes_that_leave_end_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    before = set(threading.enumerate())
+    pair = Pair().start()
+    leaving = threading.Thread(target=pair.watches[0].leave)
+    leaving.start()
+    time.sleep(2.5)
+    assert leaving.is_alive()  # it serves the store for the other
+    pair.watches[1].leave()
+    leaving.join(2)
+    assert not leaving.is_alive()
+    pair.join()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(1)
+        assert not thread.is_alive()
+    assert not pair.ended
+    assert not capsys.readouterr().err
+
+
+def test_the_one_that_does_not_get_on_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    pair = Pair(timeout_s=1.5)
+    for progress, phases in zip(pair.progress, ["abab", "aba"], strict=True):
+        for phase in phases:
+            progress.enter(phase, step=4)
+    pair.start().join()
+    verdict = pair.watches[0].verdict
+    assert verdict is not None
+    assert (verdict.rank, verdict.kind, verdict.step, verdict.phase) == (1, "hung", 4, "a")
+    assert __file__ in capsys.readouterr().err  # where the main thread is
+
+
+def test_a_stopped_process_is_named_and_killed(capsys: pytest.CaptureFixture[str]) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        beat = replace(first_beat(1), pid=child.pid, started=process.start_time(child.pid))
+        pair = Pair(timeout_s=2, everyone=[first_beat(0), beat]).start(0)
+        child.send_signal(signal.SIGSTOP)
+        pair.join()
+        assert child.wait(5) == -signal.SIGKILL
+    finally:
+        child.kill()
+        child.wait()
+    assert f"rank 1 (pid {child.pid} on {beat.host}) is stopped" in capsys.readouterr().err
+    assert pair.ended == [1]
+
+
+def test_the_parent_knows_how_a_process_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    beat = replace(first_beat(1), pid=child.pid, started=process.start_time(child.pid))
+    pair = Pair(everyone=[first_beat(0), beat])
+    child.kill()
+    pair.watches[0].exit_codes = lambda: {child.pid: child.wait()}
+    pair.start(0).join()
+    assert "was ended by SIGKILL" in capsys.readouterr().err
+
+
+def test_a_board_does_not_wait_for_a_store_that_does_not_answer() -> None:
+    release = threading.Event()
+
+    class Stuck(HashStore):
+        def set(self, key: str, value: str) -> None:
+            release.wait(10)
+
+    board = Board(HashStore(), run="test", world_size=1)
+    board._store = Stuck()
+    start = time.monotonic()
+    assert board.exchange(first_beat(0), wait_s=0.1) is None
+    assert board.exchange(first_beat(0), wait_s=0.1) is None
+    assert time.monotonic() - start < 2
+    assert not board.lost
+    release.set()
+
+
+def acquire(lock: Lock) -> None:
+    lock.acquire()
+
+
+@pytest.mark.parametrize(
+    ("module", "waits"), [("torch.distributed.distributed_c10d", True), ("lit_cifar.data.loader", False)]
+)
+def test_a_thread_that_waits_for_other_processes_is_told_from_one_that_does_not(module: str, waits: bool) -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    in_module = FunctionType(acquire.__code__, {"__name__": module})
+    thread = threading.Thread(target=in_module, args=(lock,))
+    thread.start()
+    while "lock.acquire()" not in (found := stack_of(thread.ident or 0))[0]:
+        time.sleep(0.01)
+    lock.release()
+    thread.join()
+    assert found[1] == waits
+    assert stack_of(-1) == ("", False)
+
+
+def test_every_phase_begins_with_a_hook_of_lightning() -> None:
+    assert all(callable(getattr(L.Callback, name)) for name in PHASES)
+    assert all(name in vars(Watchdog) for name in PHASES)
+
+
+def test_one_process_is_not_watched() -> None:
+    threads = threading.active_count()
+    callback = Watchdog()
+    trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, callbacks=[callback])
+    callback.setup(trainer, L.LightningModule(), "fit")
+    callback.on_train_batch_start(trainer, L.LightningModule(), None, 0)
+    callback.on_exception(trainer, L.LightningModule(), Stopped(143))
+    callback.teardown(trainer, L.LightningModule(), "fit")
+    assert threading.active_count() == threads
+
+
+def test_a_negative_time_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"watchdog\.timeout_s=-1 is negative"):
+        Watchdog(timeout_s=-1)
+
+
+def test_a_process_ends_after_the_one_that_started_it(tmp_path: Path) -> None:
+    follower = "import time; from lit_cifar.watchdog import launcher as l; l._GRACE_S = 0; l.end_with_launcher(); "
+    starter = (
+        "import subprocess, sys, time; "
+        f"child = subprocess.Popen([sys.executable, '-c', {follower + 'print(0, flush=True); time.sleep(60)'!r}]); "
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid)); time.sleep(60)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", starter], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as run:
+        assert run.stdout is not None
+        assert run.stderr is not None
+        assert run.stdout.readline()
+        child = psutil.Process(int((tmp_path / "pid").read_text()))
+        run.kill()
+        assert f"pid {child.pid} stops: pid {run.pid}, which started it, is gone" in run.stderr.readline()
+        psutil.wait_procs([child], timeout=5)
+        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
