@@ -1,15 +1,17 @@
 """`python -m lit_cifar fit|validate|test|predict`: LightningCLI with our defaults, short errors and exit codes.
 
-Exit status: 0 done, 1 failed while running, 2 the user's input.
+Exit status: 0 done, 1 failed while running, 2 the user's input, 143 stopped by a signal after saving.
 """
 
 import logging
 import re
+import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import lightning as L
 from jsonargparse import Namespace
@@ -17,27 +19,40 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch.distributed import is_torchelastic_launched
+from torch.multiprocessing.spawn import ProcessExitedException
 
 from lit_cifar.callbacks import (
-    Checkpoint,
+    EXIT_STOPPED,
+    BestCheckpoint,
+    DataReceipt,
     EvaluationFigures,
+    ExactResume,
     FinalSettings,
+    LastCheckpoint,
     ModelGraph,
     PerRankAccuracy,
     PredictionWriter,
     ProgressBar,
     RunReport,
+    StepBoundary,
     Throughput,
+    Watchdog,
 )
+from lit_cifar.checkpoint_files import newest_valid
+from lit_cifar.checkpoint_io import CheckpointFiles
 from lit_cifar.checkpoints import Header, read_checkpoint
 from lit_cifar.commands import COMMANDS
 from lit_cifar.data import CIFAR10DataModule
-from lit_cifar.errors import CheckpointError, ConfigError
+from lit_cifar.errors import CheckpointError, ConfigError, SaveError
 from lit_cifar.layout import Layout
 from lit_cifar.module import LitResNet
 from lit_cifar.run_folder import create_run_folder, process_rank, run_loggers
 from lit_cifar.strategies import ProcessSyncBatchNorm
+from lit_cifar.strategies.launch import as_list, settle_processes
+from lit_cifar.watchdog import end_with_launcher
 
 _MAX_ERROR_LINES = 5
 
@@ -53,6 +68,8 @@ def main(args: Sequence[str] | None = None) -> None:
             status of a command that is not Lightning's.
     """
     _quieten()
+    if process_rank() or is_torchelastic_launched():
+        end_with_launcher()
     words = sys.argv[1:] if args is None else list(args)
     try:
         if words and words[0] in COMMANDS:
@@ -70,18 +87,32 @@ def main(args: Sequence[str] | None = None) -> None:
             load_from_checkpoint_support=False,
         )
     except ConfigError as error:
-        _refuse(str(error))
+        _refuse(str(error), status=1 if isinstance(error, SaveError) else 2)
 
 
 class CLI(LightningCLI):
-    """Adds a run folder, and finds the user's mistakes before any process is started."""
+    """Adds a run folder, and finds the user's mistakes before any process is started.
+
+    Attributes:
+        position: Where the run stands that this one goes on with in the same folder; empty for a new one.
+    """
+
+    position: dict[str, Any] = {}  # noqa: RUF012  # replaced, never changed
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """What belongs to neither trainer, model nor data."""
         parser.add_argument(
             "--run_dir", type=str | None, default=None, help="Folder of this run; by default runs/<time>-<label>."
         )
-        parser.add_lightning_class_args(Checkpoint, "checkpoint")
+        parser.add_argument(
+            "--resume",
+            type=Literal["auto"] | None,
+            default=None,
+            help="auto: continue the run in --run_dir from its newest valid checkpoint, or begin it (fit).",
+        )
+        parser.add_lightning_class_args(BestCheckpoint, "best_checkpoint")
+        parser.add_lightning_class_args(LastCheckpoint, "last_checkpoint")
+        parser.add_lightning_class_args(Watchdog, "watchdog")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse `args`; Lightning's own step warns when a test or a notebook passes some."""
@@ -97,7 +128,10 @@ class CLI(LightningCLI):
             CheckpointError: None is given, it cannot be read, or it is of another network.
         """
         subcommand = self.config["subcommand"]
-        path, model = self.config[subcommand].ckpt_path, self.config[subcommand].model
+        config = self.config[subcommand]
+        if config.resume is not None:
+            config.ckpt_path = _newest_checkpoint(subcommand, config)
+        path, model = config.ckpt_path, config.model
         if path is None and subcommand == "fit":
             return
         if path is None:
@@ -106,7 +140,10 @@ class CLI(LightningCLI):
                 remedy="pass --ckpt_path=RUN_FOLDER/checkpoints/best.ckpt",
             )
         header = Header(arch=model.arch, stem=model.stem, num_classes=model.num_classes)
-        header.check(read_checkpoint(Path(path)))
+        checkpoint = read_checkpoint(Path(path))
+        header.check(checkpoint)
+        if config.resume is not None:
+            self.position = checkpoint.get("position", {})
 
     def instantiate_classes(self) -> None:
         """Build data, model and trainer; what their constructors refuse is the user's input."""
@@ -124,9 +161,13 @@ class CLI(LightningCLI):
             config["logger"] = False
         if config["enable_progress_bar"] is not False:
             callbacks = [ProgressBar(), *callbacks]
+        config["plugins"] = [*as_list(config["plugins"]), CheckpointFiles()]
         if config["sync_batchnorm"]:
-            config["plugins"] = [*_as_list(config["plugins"]), ProcessSyncBatchNorm()]
-        return super()._instantiate_trainer(config, callbacks)
+            config["plugins"].append(ProcessSyncBatchNorm())
+        settle_processes(config)
+        trainer = super()._instantiate_trainer(config, callbacks)
+        trainer.callbacks.sort(key=_place)  # type: ignore[attr-defined]  # Lightning's own omission
+        return trainer
 
     def _run_subcommand(self, subcommand: str) -> None:
         if process_rank() == 0:
@@ -134,11 +175,15 @@ class CLI(LightningCLI):
         if self.wants_run_folder:
             mode = str(self._get(self.config, "trainer").strategy)
             label = subcommand if mode == "auto" or not mode.isidentifier() else f"{subcommand}-{mode}"
-            folder = create_run_folder(self._get(self.config, "run_dir"), label=label)
-            self.trainer.loggers = run_loggers(folder)
+            resume = self._get(self.config, "resume") is not None
+            folder = create_run_folder(self._get(self.config, "run_dir"), label=label, resume=resume)
+            self.trainer.loggers = run_loggers(
+                folder, kept_rows=self.position.get("rows", 0), first_step=self.position.get("global_step", 0)
+            )
         # Lightning does so after it has loaded a checkpoint, whose float64 weights would be rounded by then.
         self.trainer.precision_plugin.convert_module(self.model)
-        super()._run_subcommand(subcommand)
+        with _signals_to_spawned(self.trainer):
+            super()._run_subcommand(subcommand)
 
     def _check(self, subcommand: str) -> None:
         """Find in one process, before others are started, what `Trainer` would find in each of them."""
@@ -172,12 +217,16 @@ class _SaveConfig(SaveConfigCallback):
 
     def __init__(self, parser: LightningArgumentParser, config: Namespace, **kwargs: Any) -> None:
         super().__init__(parser, config.clone(), **kwargs)
-        self.config.run_dir = None
+        self.overwrite = config.resume is not None  # what the run went on with last
+        self.config.run_dir = self.config.resume = None
 
 
 def _callbacks() -> list[L.Callback]:
     """What every run has; `--trainer.callbacks` adds to it."""
     return [
+        StepBoundary(),
+        ExactResume(),
+        DataReceipt(),
         LearningRateMonitor(),
         Throughput(),
         PerRankAccuracy(),
@@ -189,11 +238,18 @@ def _callbacks() -> list[L.Callback]:
     ]
 
 
+def _place(callback: L.Callback) -> int:
+    """What acts between two steps comes first, then what notes the phase that a step is in, then all that is in it."""
+    first: tuple[Any, ...] = (StepBoundary, Watchdog)
+    return next((place for place, kind in enumerate(first) if isinstance(callback, kind)), len(first))
+
+
 # Said by Lightning in every run, and nothing that the user could change.
 _NOISE = (
     r".*LeafSpec.* is deprecated",  # Lightning's own use of torch's pytree, from torch 2.15 on
     r"torch.distributed.nn.functional.all_gather is deprecated",  # likewise, in Strategy.all_gather
     r"Total length of `list` across ranks is zero",  # --data.val_size=0 is meant
+    r"Checkpoint directory .* exists and is not empty",  # of a run that goes on; others begin in an empty folder
     r"The dirpath has changed from",  # a test writes to a folder of its own, and ranks no checkpoints
 )
 
@@ -201,17 +257,63 @@ _NOISE = (
 def _quieten() -> None:
     for message in _NOISE:
         warnings.filterwarnings("ignore", message=message)
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_no_advertisement)
+    for name in ("utilities.rank_zero", "trainer.connectors.checkpoint_connector"):
+        logging.getLogger(f"lightning.pytorch.{name}").addFilter(_is_news)
 
 
-def _no_advertisement(record: logging.LogRecord) -> bool:
-    return "litlogger" not in record.getMessage()
+def _is_news(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    return not any(words in message for words in ("litlogger", "to estimate number of", "`weights_only` was not set"))
 
 
-def _as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list) else [value]
+def _newest_checkpoint(subcommand: str, config: Namespace) -> str | None:
+    """What `--resume=auto` goes on from; None where there is nothing yet.
+
+    Raises:
+        ConfigError: It is not a fit, there is no folder to look in, or another checkpoint is named as well.
+        CheckpointError: There are checkpoints, and none is whole.
+    """
+    flags = f"--resume={config.resume}"
+    if subcommand != "fit":
+        raise ConfigError(f"{flags} continues a training, and this is {subcommand}", remedy="leave it out")
+    if config.run_dir is None:
+        raise ConfigError(f"{flags} must know which run to continue", remedy="pass --run_dir=RUN_FOLDER")
+    if config.ckpt_path is not None:
+        raise ConfigError(
+            f"{flags} looks for the newest checkpoint, and --ckpt_path={config.ckpt_path} names one",
+            remedy="leave one of the two out",
+        )
+    path, refused = newest_valid(Path(config.run_dir) / "checkpoints")
+    if refused and path is None:
+        raise CheckpointError(
+            "\n".join(refused), remedy="restore one of them, or begin anew in another folder: --run_dir=FOLDER"
+        )
+    for problem in refused:
+        rank_zero_warn(f"not used: {problem}")
+    rank_zero_info(f"{flags}: " + (f"continuing from {path}" if path else f"beginning a new run in {config.run_dir}"))
+    return None if path is None else str(path)
+
+
+@contextmanager
+def _signals_to_spawned(trainer: L.Trainer) -> Iterator[None]:
+    """Hand a request to stop on to the processes of `ddp_spawn`, and take over the exit status that they end with."""
+    launcher = trainer.strategy.launcher
+    if not isinstance(launcher, _MultiProcessingLauncher):
+        yield
+        return
+    former = {
+        number: signal.signal(number, lambda number, frame: launcher.kill(signal.SIGTERM))
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield
+    except ProcessExitedException as error:
+        if error.exit_code != EXIT_STOPPED:
+            raise
+        raise SystemExit(EXIT_STOPPED) from None
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
 
 def _as_config_error(error: Exception) -> ConfigError:
@@ -234,11 +336,11 @@ def _program() -> str:
     return "python -m lit_cifar " + (sys.argv[1] if len(sys.argv) > 1 and sys.argv[1].isalpha() else "fit")
 
 
-def _refuse(message: str, *, remedy: str | None = None) -> NoReturn:
-    """Print `message`, and `remedy` below it, on stderr in at most five lines, and exit with status 2."""
+def _refuse(message: str, *, remedy: str | None = None, status: int = 2) -> NoReturn:
+    """Print `message`, and `remedy` below it, on stderr in at most five lines, and exit."""
     rank = f"[rank {process_rank()}] " if process_rank() else ""
     lines = [line.strip()[:300] for line in message.splitlines() if line.strip()]
     last = [] if remedy is None else [remedy]
     shown = lines[: _MAX_ERROR_LINES - len(last)] + last
     print(f"{rank}lit_cifar: error: " + "\n  ".join(shown), file=sys.stderr, flush=True)
-    raise SystemExit(2)
+    raise SystemExit(status)

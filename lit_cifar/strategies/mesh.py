@@ -9,7 +9,7 @@ samples, and a sum over all would count them several times.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import lightning as L
@@ -60,6 +60,10 @@ class MeshStrategy(RunnerStrategy, DDPStrategy):
     @abstractmethod
     def local_buffers(self) -> Iterator[Tensor]:
         """This process's parts of the running statistics."""
+
+    @abstractmethod
+    def part_of_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+        """What this process needs of an optimizer's whole `state_dict()`."""
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -154,6 +158,15 @@ class MeshStrategy(RunnerStrategy, DDPStrategy):
         """Take over the running statistics of the first replica; every process must call this."""
         for buffer in self.local_buffers():
             dist.broadcast(buffer, group=self.data_group, group_src=0)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take this process's parts."""
+        states = [
+            self.part_of_state(state, optimizer)
+            for state, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=True)
+        ]
+        super().load_optimizer_state_dict({"optimizer_states": states})
 
     @override
     def on_exception(self, exception: BaseException) -> None:

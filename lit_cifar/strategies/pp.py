@@ -230,13 +230,9 @@ class PipelineStrategy(MeshStrategy):
         return merge_optimizer_states(super().optimizer_state(optimizer), group=self.model_group)
 
     @override
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Take what belongs to this process's stages."""
-        states = [
-            only_parameters(state, optimizer, self.pipeline.parameters)
-            for state, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=True)
-        ]
-        super().load_optimizer_state_dict({"optimizer_states": states})
+    def part_of_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+        """What belongs to this process's stages."""
+        return only_parameters(state, optimizer, self.pipeline.parameters)
 
     @override
     def teardown(self) -> None:

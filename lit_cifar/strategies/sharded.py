@@ -201,13 +201,9 @@ class ShardedStrategy(MeshStrategy):
         return full_optimizer_state(super().optimizer_state(optimizer))
 
     @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take this process's parts."""
-        states = [
-            split_optimizer_state(state, optimizer)
-            for state, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=True)
-        ]
-        super().load_optimizer_state_dict({"optimizer_states": states})
+    def part_of_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+        """This process's part of every tensor."""
+        return split_optimizer_state(state, optimizer)
 
     @override
     def teardown(self) -> None:

@@ -1,0 +1,80 @@
+"""The network interfaces of this machine, and which one gloo and NCCL listen on."""
+
+import os
+import socket
+import struct
+
+from lit_cifar.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+_SIOCGIFADDR = 0x8915  # netdevice(7)
+
+
+def loopback_interface() -> str:
+    """`lo` on Linux, `lo0` on macOS."""
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+
+
+def named_interface() -> str:
+    """The interface over which machines talk, as the user named it: `GLOO_SOCKET_IFNAME`.
+
+    Raises:
+        ConfigError: It is not set.
+    """
+    name = os.environ.get("GLOO_SOCKET_IFNAME")
+    if not name:
+        raise ConfigError(
+            "processes on several machines, but no interface is named on which they may listen for each other",
+            remedy=f"export GLOO_SOCKET_IFNAME=NAME on every machine; this one has {_known()}",
+        )
+    return name
+
+
+def address_of(interface: str) -> str:
+    """IPv4 address of an interface.
+
+    Raises:
+        ConfigError: There is no such interface, or it has no IPv4 address.
+    """
+    if interface == loopback_interface():
+        return LOOPBACK
+    address = _addresses().get(interface)
+    if address is None:
+        raise ConfigError(
+            f"GLOO_SOCKET_IFNAME={interface} is not an interface of this machine with an IPv4 address",
+            remedy=f"set it to one of: {_known()}",
+        )
+    return address
+
+
+def listen_only_on(interface: str) -> None:
+    """Bind the ports that gloo and NCCL open in this process from now on to `interface`.
+
+    Over several machines NCCL may be given more interfaces than one: what `NCCL_SOCKET_IFNAME` says stays.
+    """
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    if interface == loopback_interface():
+        os.environ["NCCL_SOCKET_IFNAME"] = interface
+    else:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
+def _known() -> str:
+    found = {name: address for name, address in _addresses().items() if address != LOOPBACK}
+    return ", ".join(f"{name} ({address})" for name, address in found.items()) or "none but the loopback interface"
+
+
+def _addresses() -> dict[str, str]:
+    """Interfaces that have an IPv4 address. Linux only, as NCCL is."""
+    import fcntl  # not on every system on which one machine suffices
+
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:  # it has none
+                continue
+            found[name] = socket.inet_ntoa(answer[20:24])
+    return found

@@ -1,0 +1,132 @@
+"""torchrun starts a run again whose processes die, every time; and what configs/cluster/slurm.sh does with SLURM."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from commands import TINY
+
+CLUSTER = Path(__file__).parents[1] / "configs" / "cluster"
+NUM_KILLS = 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_run_survives_the_death_of_either_process_five_times(tmp_path: Path) -> None:
+    """With torchrun's own store, the first or second restart hangs: processes find the addresses of dead ones."""
+    kill = ["--trainer.callbacks+=elastic_callbacks.KillRanks", f"--trainer.callbacks.times={NUM_KILLS}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [
+            *torchrun,
+            f"--max-restarts={NUM_KILLS}",
+            "-m",
+            "lit_cifar",
+            "fit",
+            *TINY,
+            "--trainer.strategy=ddp",
+            *kill,
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path_of_this_checkout()},
+        cwd=tmp_path,  # each start makes a run folder of its own
+        capture_output=True,
+        text=True,
+        timeout=220,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("2 processes") == NUM_KILLS + 1
+    assert done.stdout.count("result") == 1
+
+
+def path_of_this_checkout() -> str:
+    tests = Path(__file__).parent
+    return f"{tests.parent}:{tests}"
+
+
+@pytest.mark.parametrize("name", ["torchrun.sh", "slurm.sh"])
+def test_scripts_are_sound(name: str) -> None:
+    script = CLUSTER / name
+    assert os.access(script, os.X_OK)
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def test_torchrun_sh_asks_for_the_interface() -> None:
+    done = subprocess.run(
+        [str(CLUSTER / "torchrun.sh")], env={**os.environ, "RDZV_HOST": "127.0.0.1"}, capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    assert "INTERFACE: network interface over which the machines talk" in done.stderr
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """An environment with SLURM's commands, which write down what they are called with; srun also its variables."""
+    commands = {
+        "srun": 'env | grep -E "^(RDZV|NNODES|INTERFACE)" | sort > variables; $SRUN',
+        "scontrol": 'test "$1" = requeue || printf "%s\\n" node3 node4',
+        "scancel": "kill -TERM $(cat srun.pid)",
+    }
+    for name, body in commands.items():
+        file = tmp_path / name
+        file.write_text(f'#!/bin/bash\necho $$ > {name}.pid\necho "{name} $*" >> calls\n{body}\n')
+        file.chmod(0o755)
+    job = {"SLURM_JOB_NODELIST": "node[3-4]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "54321", "INTERFACE": "ib0"}
+    return {**os.environ, **job, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+
+def submit(slurm: dict[str, str], folder: Path, *, srun: str) -> subprocess.Popen[bytes]:
+    """Start the script as SLURM would, with `srun` in place of the training."""
+    script = [str(CLUSTER / "slurm.sh"), "--trainer.strategy=ddp", "--run_dir=/shared/a run"]
+    return subprocess.Popen(script, env={**slurm, "SRUN": srun}, cwd=folder)
+
+
+def submit_and_wait(slurm: dict[str, str], folder: Path) -> subprocess.Popen[bytes]:
+    """Start a job, which then takes long."""
+    job = submit(slurm, folder, srun="exec sleep 60")
+    while not (folder / "variables").exists():
+        assert job.poll() is None
+        time.sleep(0.05)
+    return job
+
+
+def calls(folder: Path) -> list[str]:
+    return (folder / "calls").read_text().splitlines()
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_slurm_runs_torchrun_on_every_machine_and_reports_its_status(
+    status: int, slurm: dict[str, str], tmp_path: Path
+) -> None:
+    assert submit(slurm, tmp_path, srun=f"exit {status}").wait(20) == status
+    assert calls(tmp_path) == [
+        "scontrol show hostnames node[3-4]",
+        "srun --no-kill --kill-on-bad-exit=0 bash configs/cluster/torchrun.sh --resume=auto --trainer.strategy=ddp "
+        "--run_dir=/shared/a run",
+    ]
+    assert (tmp_path / "variables").read_text().split() == [
+        "INTERFACE=ib0",
+        "NNODES=1:2",
+        "RDZV_HOST=node3",
+        "RDZV_ID=54321",
+        "RDZV_PORT=24321",
+    ]
+
+
+def test_slurm_queues_the_job_again_when_its_time_is_up(slurm: dict[str, str], tmp_path: Path) -> None:
+    job = submit_and_wait(slurm, tmp_path)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(20) == 143
+    assert calls(tmp_path)[2:] == ["scancel --signal=TERM 54321", "scontrol requeue 54321"]
+
+
+def test_slurm_does_not_queue_a_cancelled_job_again(slurm: dict[str, str], tmp_path: Path) -> None:
+    job = submit_and_wait(slurm, tmp_path)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(20) == -signal.SIGTERM
+    os.kill(int((tmp_path / "srun.pid").read_text()), signal.SIGTERM)
+    assert len(calls(tmp_path)) == 2
