@@ -8,6 +8,7 @@ import lightning as L
 from lit_cifar import strategies
 from lit_cifar.errors import ConfigError
 from lit_cifar.layout import Chunks, Layout
+from lit_cifar.strategies.rendezvous import cluster_environment
 
 Sizes = dict[str, int | str]
 
@@ -67,6 +68,7 @@ class Mode:
             accelerator="cpu",
             strategy=strategy,
             devices=self.devices,
+            plugins=[cluster_environment()],
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,

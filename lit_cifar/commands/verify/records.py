@@ -21,7 +21,8 @@ class Record:
 
     def step(self, number: int) -> Step:
         """The step's tensors; they stay on disk until they are used."""
-        step: Step = torch.load(self.folder / "trace" / f"step{number}.pt", map_location="cpu", mmap=True)
+        path = self.folder / "trace" / f"step{number}.pt"
+        step: Step = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         return step
 
     @cached_property

@@ -85,6 +85,5 @@ class Settings:
             flags += [
                 "--trainer.check_val_every_n_epoch=null",
                 f"--trainer.val_check_interval={steps * accumulation}",
-                "--checkpoint.every_n_epochs=1",
             ]
         return flags

@@ -8,8 +8,6 @@ from rich.table import Table
 from lit_cifar.commands.verify.compare import KINDS
 from lit_cifar.commands.verify.rows import Row
 
-COLUMNS = 120
-
 
 def verdict_table(rows: Sequence[Row], *, title: str) -> Table:
     """A row for each mode; below each of the largest differences what it may be."""

@@ -1,0 +1,136 @@
+"""What a job has trained on in the end, from the lines of its journal: pure functions.
+
+A job that is killed runs some steps again. Of every optimizer step, the run that counts is the last one: the earlier
+ones went down with the process, after the checkpoint from which the job went on.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+Start: TypeAlias = tuple[int, int]
+"""Which start of the processes: how often the job was launched, how often torchrun restarted it since."""
+
+StepKey: TypeAlias = tuple[int, int]
+"""Epoch and optimizer step."""
+
+Batches: TypeAlias = dict[StepKey, list[int]]
+"""The ids of the global batch of every step, in the order of the shards."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One loader step of one process, once the process has finished it.
+
+    Attributes:
+        start: Of the process.
+        rank: Of the process.
+        shard: The part of the data that it reads; several processes may read the same.
+        epoch: From 0.
+        step: Optimizer step, from 0 at the start of the whole training.
+        ids: The samples.
+    """
+
+    start: Start
+    rank: int
+    shard: int
+    epoch: int
+    step: int
+    ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> "Line":
+        """From its JSON object."""
+        launch, restart = content["start"]
+        return cls(**{**content, "start": (launch, restart), "ids": tuple(content["ids"])})
+
+
+@dataclass
+class Audit:
+    """What is wrong with the samples of a whole training, and what it cost to get there.
+
+    Attributes:
+        missing: Samples of an epoch that no step counts.
+        doubled: Samples that an epoch counts too often, or that are not in the data set.
+        moved: Steps whose samples are not those of the same step of the undisturbed run.
+        repeated: Runs of an optimizer step that did not count.
+        problems: In words, the first step first.
+    """
+
+    missing: int = 0
+    doubled: int = 0
+    moved: int = 0
+    repeated: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def effective(lines: Iterable[Line]) -> tuple[Batches, list[str]]:
+    """The global batch of every step, as it was run the last time.
+
+    Returns:
+        The batches, and in words where processes of one shard did not read the same.
+    """
+    newest: dict[StepKey, Start] = {}
+    read: dict[tuple[StepKey, Start], dict[int, dict[int, list[int]]]] = {}
+    for line in lines:
+        key = (line.epoch, line.step)
+        newest[key] = max(newest.get(key, line.start), line.start)
+        by_rank = read.setdefault((key, line.start), {}).setdefault(line.shard, {})
+        by_rank.setdefault(line.rank, []).extend(line.ids)
+    batches: Batches = {}
+    problems = []
+    for key, start in sorted(newest.items()):
+        batches[key] = []
+        for shard, by_rank in sorted(read[key, start].items()):
+            first, *others = by_rank.values()
+            batches[key] += first
+            if any(ids != first for ids in others):
+                problems.append(f"{_words(key)}: the processes of shard {shard} read other samples")
+    return batches, problems
+
+
+def num_repeated(lines: Iterable[Line]) -> int:
+    """Runs of an optimizer step beyond the one that counts."""
+    starts: dict[StepKey, set[Start]] = {}
+    for line in lines:
+        starts.setdefault((line.epoch, line.step), set()).add(line.start)
+    return sum(len(found) - 1 for found in starts.values())
+
+
+def audit(lines: Iterable[Line], *, undisturbed: Mapping[StepKey, Iterable[int]], num_samples: int) -> Audit:
+    """Compare a job's effective history with the data set and with the undisturbed run.
+
+    Args:
+        lines: Of all processes of all starts.
+        undisturbed: The batches of the run without faults.
+        num_samples: Size of the training set: the ids of an epoch are those below it, each once.
+    """
+    lines = list(lines)
+    batches, problems = effective(lines)
+    result = Audit(repeated=num_repeated(lines), problems=problems)
+    wanted = {key: Counter(ids) for key, ids in undisturbed.items()}
+    for key in sorted(batches.keys() | wanted.keys()):
+        if Counter(batches.get(key, ())) != wanted.get(key, Counter()):
+            result.moved += 1
+            what = "other samples than in the undisturbed run" if key in wanted else "is not in the undisturbed run"
+            result.problems.append(f"{_words(key)}: {what if key in batches else 'was never run'}")
+    for epoch in sorted({epoch for epoch, _ in batches.keys() | wanted.keys()}):
+        _count_epoch(result, epoch, batches, num_samples)
+    return result
+
+
+def _count_epoch(result: Audit, epoch: int, batches: Batches, num_samples: int) -> None:
+    """Add to `result` what an epoch counts too seldom or too often."""
+    seen = Counter(i for (of_step, _), ids in batches.items() if of_step == epoch for i in ids)
+    every = Counter(range(num_samples))
+    missing, doubled = sorted((every - seen).elements()), sorted((seen - every).elements())
+    result.missing += len(missing)
+    result.doubled += len(doubled)
+    for ids, what in ((missing, "are missing"), (doubled, "are foreign or counted too often")):
+        if ids:
+            result.problems.append(f"epoch {epoch}: {len(ids)} samples {what}, e.g. {ids[0]}")
+
+
+def _words(key: StepKey) -> str:
+    return f"epoch {key[0]}, step {key[1]}"

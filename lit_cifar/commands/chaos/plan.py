@@ -1,0 +1,138 @@
+"""Which faults hit a job, and when: a pure function of a seed, so that a run of `chaos` can be repeated."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import Literal, TypeAlias, TypeVar
+
+Kind = Literal["kill", "term", "stop", "resize", "truncate", "disk"]
+Aim = Literal["step", "save", "start"]
+Card: TypeAlias = tuple[Kind, Aim]
+T = TypeVar("T")
+
+# Decks of faults, each with the moment it is aimed at.
+EQUAL_SIZE: tuple[Card, ...] = (
+    ("kill", "step"),
+    ("kill", "save"),
+    ("term", "step"),
+    ("stop", "step"),
+    ("term", "save"),
+    ("truncate", "step"),
+    ("disk", "step"),
+    ("kill", "start"),
+)
+RESIZED: tuple[Card, ...] = (
+    ("resize", "step"),
+    ("kill", "step"),
+    ("resize", "step"),
+    ("term", "save"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One thing that goes wrong.
+
+    Attributes:
+        number: Its place in the plan, from 1.
+        kind: "kill", "term" and "stop" send SIGKILL, SIGTERM or SIGSTOP to one rank; "resize" stops the whole job
+            and starts it with `size` processes; "truncate" kills every rank and cuts the newest checkpoint short;
+            "disk" leaves no room for the next checkpoint.
+        aim: "step": during the optimizer step `step`; "save": while a checkpoint is being written, at `step` or later;
+            "start": during the step, and once more while the processes start again.
+        step: Optimizer step at which it is due, from the start of the whole training.
+        rank: Whom it hits, among the processes that run then; None where it hits all of them.
+        size: Processes that run after it.
+        delay_s: Seconds that it waits beyond the beginning of the step, of the save, or of the processes' start.
+        keep: "truncate": the share of the file's bytes that is left, in [0, 1).
+    """
+
+    number: int
+    kind: Kind
+    aim: Aim
+    step: int
+    rank: int | None
+    size: int
+    delay_s: float
+    keep: float | None = None
+
+    def __str__(self) -> str:
+        whom = "" if self.rank is None else f" rank {self.rank}"
+        words = {
+            "kill": f"SIGKILL{whom}",
+            "term": f"SIGTERM{whom}",
+            "stop": f"SIGSTOP{whom}",
+            "resize": f"resize to {self.size}",
+            "truncate": f"kill all, truncate the newest checkpoint to {100 * (self.keep or 0.0):.0f} %",
+            "disk": "fill the disk",
+        }
+        return words[self.kind] + _AIMS[self.aim]
+
+
+# Within these seconds after the beginning of what a fault is aimed at, it comes.
+_SPREAD_S: dict[Aim, float] = {"step": 0.1, "save": 0.03, "start": 6.0}
+_AIMS: dict[Aim, str] = {"step": "", "save": " during a save", "start": ", and once more as it starts again"}
+
+
+def shares(num_faults: int) -> tuple[int, int]:
+    """How many of `num_faults` hit a job that keeps its size, and how many one that is resized: three tenths.
+
+    Only a job that keeps its size can end bitwise where the undisturbed run ends, so it gets the larger part.
+    """
+    of_resized = max(1, round(0.3 * num_faults)) if num_faults > 1 else 0
+    return num_faults - of_resized, of_resized
+
+
+def equal_size_cards(num_faults: int, *, seed: int, full_disk: bool = True) -> list[Card]:
+    """Kinds and aims for a job that keeps its size: shuffled decks, one after the other."""
+    deck = [card for card in EQUAL_SIZE if full_disk or card[0] != "disk"]
+    return list(islice(_shuffled(deck, random.Random(seed)), num_faults))
+
+
+def resized_cards(num_faults: int) -> list[Card]:
+    """Kinds and aims for a job that is resized: first of all that, and then every other time."""
+    return list(islice(cycle(RESIZED), num_faults))
+
+
+def plan(cards: Sequence[Card], *, seed: int, sizes: Sequence[int], first_step: int, last_step: int) -> list[Fault]:
+    """Faults in the order in which they happen, each at a random step of an equal part of the training.
+
+    Args:
+        cards: Kinds and aims of the faults.
+        seed: Of ranks, steps, delays and shares of files.
+        sizes: Numbers of processes that a resized job goes through in turns; the first one it starts with.
+        first_step: Before it nothing happens: by then there are two checkpoints.
+        last_step: From it on nothing happens.
+
+    Raises:
+        ValueError: More faults than steps.
+    """
+    if last_step - first_step < len(cards):
+        raise ValueError(f"{len(cards)} faults do not fit between the steps {first_step} and {last_step}")
+    rng = random.Random(seed)
+    ranks = {size: _shuffled(range(size), rng) for size in sizes}  # so that all of them are hit, rank 0 included
+    faults, turn = [], 0
+    for index, (kind, aim) in enumerate(cards):
+        low, high = (first_step + (last_step - first_step) * i // len(cards) for i in (index, index + 1))
+        hit = sizes[turn % len(sizes)]
+        turn += kind == "resize"
+        faults.append(
+            Fault(
+                number=index + 1,
+                kind=kind,
+                aim=aim,
+                step=rng.randrange(low, high),
+                rank=next(ranks[hit]) if kind in ("kill", "term", "stop") else None,
+                size=sizes[turn % len(sizes)],
+                delay_s=rng.uniform(0.0, _SPREAD_S[aim]),
+                keep=rng.random() if kind == "truncate" else None,
+            )
+        )
+    return faults
+
+
+def _shuffled(deck: Sequence[T], rng: random.Random) -> Iterator[T]:
+    """The cards of `deck` for ever, shuffled anew each time round."""
+    while True:
+        yield from rng.sample(deck, len(deck))

@@ -1,0 +1,110 @@
+"""What came out for a job, and the table of it."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rich import box
+from rich.table import Table
+
+from lit_cifar.commands.chaos.trial import Event
+
+
+@dataclass
+class Row:
+    """What came out for a job.
+
+    Attributes:
+        mode: Its name.
+        sizes: Numbers of processes that it went through, the first one first.
+        precision: In which it computed.
+        bound: What the difference may be.
+        events: The faults.
+        restarts: How often its processes were started again.
+        own_restarts: How many of these no fault asked for.
+        repeated: Runs of an optimizer step that did not count.
+        missing: Samples that an epoch does not count.
+        doubled: Samples that an epoch counts too often.
+        difference: The largest one of the end from that of the undisturbed run; None if there was no end.
+        tensor: Where that is.
+        seconds: Duration, without that of the undisturbed run.
+        problems: What is wrong; empty for a PASS.
+    """
+
+    mode: str
+    sizes: tuple[int, ...]
+    precision: str
+    bound: float
+    events: list[Event] = field(default_factory=list)
+    restarts: int = 0
+    own_restarts: int = 0
+    repeated: int = 0
+    missing: int | None = None
+    doubled: int | None = None
+    difference: float | None = None
+    tensor: str | None = None
+    seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+    @property
+    def kinds(self) -> Counter[str]:
+        """The faults by kind."""
+        return Counter(event.fault.kind for event in self.events)
+
+
+_NAMES = {"kill": "SIGKILL", "term": "SIGTERM", "stop": "SIGSTOP", "resize": "resized", "truncate": "truncated"}
+_NAMES |= {"disk": "disk full"}
+
+
+def result_table(rows: Sequence[Row], *, title: str) -> Table:
+    """A row for each job, and one for all together."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title_justify="left")
+    table.add_column("mode", no_wrap=True)
+    table.add_column("processes", no_wrap=True)
+    table.add_column("faults")
+    for name in ("restarts", "steps\nrepeated", "ids\nmissing", "ids\ndoubled", "difference", "time"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for row in rows:
+        sizes = ", ".join(map(str, row.sizes)) + (f"\n[dim]{row.precision}[/]")
+        table.add_row(row.mode, sizes, *_cells([row]), end_section=row is rows[-1])
+    table.add_row("total", "", *_cells(rows))
+    return table
+
+
+def _cells(rows: Sequence[Row]) -> list[str]:
+    kinds = sum((row.kinds for row in rows), Counter[str]())
+    own = sum(row.own_restarts for row in rows)
+    during_saves = sum(event.during_save for row in rows for event in row.events)
+    faults = ", ".join(f"{count} {_NAMES[kind]}" for kind, count in kinds.items())
+    return [
+        f"{kinds.total()}: {faults}\n[dim]{during_saves} during a save[/]",
+        str(sum(row.restarts for row in rows)) + (f"\n[dim]{own} unasked[/]" if own else ""),
+        str(sum(row.repeated for row in rows)),
+        _sum([row.missing for row in rows]),
+        _sum([row.doubled for row in rows]),
+        _difference(rows[0]) if len(rows) == 1 else "",
+        f"{sum(row.seconds for row in rows):.0f} s",
+        "[bold green]PASS[/]" if all(row.passed for row in rows) else "[bold red]FAIL[/]",
+    ]
+
+
+def _sum(counts: Sequence[int | None]) -> str:
+    """The sum of counts; a dash where one of them is not known."""
+    known = [count for count in counts if count is not None]
+    if len(known) < len(counts):
+        return "-"
+    return f"[red]{sum(known)}[/]" if sum(known) else "0"
+
+
+def _difference(row: Row) -> str:
+    if row.difference is None:
+        return "-"
+    shown = f"{row.difference:.1e}" if row.difference else "0"
+    bound = f"<= {row.bound:.0e}" if row.bound else "bitwise"
+    return f"{shown if row.difference <= row.bound else f'[red]{shown}[/]'}\n[dim]{bound}[/]"

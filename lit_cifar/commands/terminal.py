@@ -1,0 +1,82 @@
+"""What long commands share: lines as they go, a table at the end, a record on disk, an orderly end when interrupted."""
+
+import argparse
+import os
+import signal
+import sys
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from rich.console import Console
+
+from lit_cifar.callbacks.environment import command_line, cpu_model, versions
+from lit_cifar.errors import ConfigError
+
+COLUMNS = 120  # of a table that goes to a file
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Options of `python -m lit_cifar NAME`; what it refuses is a `ConfigError`, shown as the others are."""
+
+    def __init__(self, name: str, *, description: str) -> None:
+        super().__init__(
+            prog=f"python -m lit_cifar {name}",
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing the usage."""
+        raise ConfigError(message, remedy=f"see {self.prog} --help")
+
+
+def say(line: str) -> None:
+    """Print a line at once, also into a pipe."""
+    print(line, flush=True)
+
+
+def console() -> Console:
+    """For tables: as wide as the terminal, or `COLUMNS` where there is none."""
+    return Console(width=None if sys.stdout.isatty() else COLUMNS, highlight=False)
+
+
+def exit_orderly_when_terminated() -> None:
+    """Turn SIGTERM and SIGHUP into an exception, so that runs are ended and folders removed as after Ctrl-C."""
+
+    def leave(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    with suppress(ValueError):  # not in the main thread: whoever runs us there deals with signals
+        signal.signal(signal.SIGTERM, leave)
+        signal.signal(signal.SIGHUP, leave)
+
+
+def writable(path: Path) -> Path:
+    """`path`, once it is known that a file can be written there: not after ten minutes.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    existed = path.exists()
+    try:
+        path.touch()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"--json={path} cannot be written: {error.strerror}", remedy="choose another file") from error
+    return path
+
+
+def about() -> dict[str, Any]:
+    """What a record says of the moment and the machine."""
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command_line(sys.argv),
+        "versions": versions(),
+        "cpu": {"model": cpu_model(), "cores": os.cpu_count()},
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+    }

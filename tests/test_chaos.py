@@ -1,0 +1,569 @@
+"""`chaos`: its plan and its judgement as plain functions, its tools on real processes, and a short run of it."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from commands import launch, run_here
+from rich.console import Console
+
+from lit_cifar.commands.chaos.disk import LimitedDisk, MountedDisk, SmallDisk, small_disk
+from lit_cifar.commands.chaos.endings import distance, metric_problems, position_problems, receipt_problems
+from lit_cifar.commands.chaos.history import Batches, Line, Start, audit, effective, num_repeated
+from lit_cifar.commands.chaos.job import Job, wait_until
+from lit_cifar.commands.chaos.journal import LAUNCH, Journal, JournalReader
+from lit_cifar.commands.chaos.plan import EQUAL_SIZE, Fault, equal_size_cards, plan, resized_cards, shares
+from lit_cifar.commands.chaos.rows import Row, result_table
+from lit_cifar.commands.chaos.runner import plan_for
+from lit_cifar.commands.chaos.settings import Training, chosen_modes
+from lit_cifar.commands.chaos.trial import Event, Trial, TrialError
+from lit_cifar.data import Batch
+
+FIRST, SECOND, THIRD = (1, 0), (1, 1), (2, 0)
+
+# The plan.
+
+
+@pytest.mark.parametrize(("num_faults", "parts"), [(1, (1, 0)), (2, (1, 1)), (4, (3, 1)), (20, (14, 6))])
+def test_most_faults_hit_a_job_that_keeps_its_size(num_faults: int, parts: tuple[int, int]) -> None:
+    assert shares(num_faults) == parts
+
+
+@pytest.mark.parametrize("resized", [False, True])
+def test_a_seed_means_one_plan(resized: bool) -> None:
+    training = Training.under(chosen_modes(["ddp"], devices=2)[0], 14, resized=resized)
+    plans = [plan_for(training, 14, seed=seed) for seed in (3, 3, 4)]
+    assert plans[0] == plans[1] != plans[2]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_plan_hits_with_every_kind_at_every_part_of_the_training(seed: int) -> None:
+    faults = plan(equal_size_cards(16, seed=seed), seed=seed, sizes=[2], first_step=10, last_step=170)
+    assert [fault.number for fault in faults] == [*range(1, 17)]
+    assert all(10 * part <= fault.step < 10 * (part + 1) for part, fault in enumerate(faults, 1))
+    assert sorted((fault.kind, fault.aim) for fault in faults) == sorted(2 * EQUAL_SIZE)
+    assert {fault.rank for fault in faults if fault.kind in ("kill", "term", "stop")} == {0, 1}
+    assert all((fault.rank is None) == (fault.kind in ("truncate", "disk")) for fault in faults)
+    assert all((fault.keep is not None) == (fault.kind == "truncate") for fault in faults)
+    assert {fault.size for fault in faults} == {2}
+
+
+def test_a_resized_job_goes_through_all_sizes_and_only_its_own_ranks_are_hit() -> None:
+    faults = plan(resized_cards(8), seed=0, sizes=[2, 1], first_step=0, last_step=80)
+    assert [fault.kind for fault in faults] == ["resize", "kill", "resize", "term"] * 2
+    assert [fault.size for fault in faults] == [1, 1, 2, 2] * 2
+    assert [fault.rank for fault in faults[1::4]] == [0, 0]
+    assert {fault.rank for fault in faults[3::4]} == {0, 1}
+
+
+def test_without_a_disk_to_fill_the_others_remain() -> None:
+    assert {kind for kind, _ in equal_size_cards(12, seed=0, full_disk=False)} == {"kill", "term", "stop", "truncate"}
+
+
+def test_more_faults_than_steps_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 faults do not fit"):
+        plan(resized_cards(3), seed=0, sizes=[2, 1], first_step=5, last_step=7)
+
+
+@pytest.mark.parametrize("num_faults", [1, 4, 20, 100])
+def test_the_training_is_long_enough_for_its_faults(num_faults: int) -> None:
+    for resized, count in zip((False, True), shares(num_faults), strict=True):
+        training = Training.under(chosen_modes(["ddp"], devices=2)[0], count, resized=resized)
+        faults = plan_for(training, count, seed=0)
+        assert all(10 <= fault.step < training.num_steps - 8 for fault in faults)
+
+
+def test_what_one_process_does_alone_is_what_the_mode_does() -> None:
+    """Flags alone: the same number of images normalised together."""
+    alone = {mode.name: mode.flags_for(1) for mode in chosen_modes(["ddp", "pp", "fsdp2", "tp"], devices=2)}
+    separate = "--model.batchnorm_chunks."
+    assert {name: f"{separate}num_shards=2" in flags for name, flags in alone.items()} == {
+        "ddp": False,
+        "pp": False,
+        "fsdp2": True,
+        "tp": False,
+    }
+    assert f"{separate}num_microbatches=2" in alone["pp"]
+    assert not any(flag.startswith(separate) for flag in (*alone["ddp"], *alone["tp"]))
+
+
+# The samples.
+
+
+def training(starts: dict[Start, range], *, num_shards: int = 2) -> list[Line]:
+    """Two epochs of three steps over ids 0 to 4, of which each start runs some of the six steps."""
+    batches = [[0, 1], [2, 3], [4]]
+    return [
+        Line(start=start, rank=shard, shard=shard, epoch=step // 3, step=step, ids=tuple(ids[shard::num_shards]))
+        for start, steps in starts.items()
+        for step in steps
+        for shard in range(num_shards)
+        for ids in [batches[step % 3]]
+    ]
+
+
+UNDISTURBED: Batches = effective(training({FIRST: range(6)}))[0]
+
+
+def without(lines: list[Line], *, step: int, rank: int | None = None) -> list[Line]:
+    return [line for line in lines if line.step != step or rank not in (None, line.rank)]
+
+
+def test_the_last_run_of_a_step_counts() -> None:
+    lines = training({FIRST: range(4), SECOND: range(2, 5), THIRD: range(4, 6)})
+    found = audit(lines, undisturbed=UNDISTURBED, num_samples=5)
+    assert (found.missing, found.doubled, found.moved, found.problems) == (0, 0, 0, [])
+    assert found.repeated == 2 + 1
+
+
+def test_a_step_that_only_some_processes_finished_does_no_harm_once_it_is_repeated() -> None:
+    lines = [*without(training({FIRST: range(4)}), step=3, rank=1), *training({SECOND: range(3, 6)})]
+    assert audit(lines, undisturbed=UNDISTURBED, num_samples=5).problems == []
+
+
+def test_another_number_of_processes_reads_the_same() -> None:
+    lines = training({FIRST: range(4)}) + training({SECOND: range(3, 6)}, num_shards=1)
+    assert audit(lines, undisturbed=UNDISTURBED, num_samples=5).problems == []
+
+
+def test_a_lost_step_is_found() -> None:
+    lines = training({FIRST: range(2), SECOND: range(3, 6)})
+    found = audit(lines, undisturbed=UNDISTURBED, num_samples=5)
+    assert (found.missing, found.doubled, found.moved) == (1, 0, 1)
+    assert found.problems == ["epoch 0, step 2: was never run", "epoch 0: 1 samples are missing, e.g. 4"]
+
+
+def test_a_part_that_was_lost_is_found() -> None:
+    lines = without(training({FIRST: range(6)}), step=4, rank=1)
+    found = audit(lines, undisturbed=UNDISTURBED, num_samples=5)
+    assert (found.missing, found.doubled, found.moved) == (1, 0, 1)
+
+
+def test_a_loader_that_goes_on_too_early_is_found() -> None:
+    """After a restart at step 1 the first batch comes again, and the epoch goes on from there."""
+    again = [replace(line, step=line.step + 1) for line in training({SECOND: range(2)})]
+    lines = training({FIRST: range(1)}) + again + training({SECOND: range(3, 6)})
+    found = audit(lines, undisturbed=UNDISTURBED, num_samples=5)
+    assert (found.missing, found.doubled, found.moved) == (1, 2, 2)
+    assert "2 samples are foreign or counted too often, e.g. 0" in found.problems[-1]
+
+
+def test_a_batch_that_was_trained_on_twice_in_one_start_is_found() -> None:
+    lines = training({FIRST: range(6)}) + training({FIRST: range(5, 6)})
+    found = audit(lines, undisturbed=UNDISTURBED, num_samples=5)
+    assert (found.missing, found.doubled, found.moved) == (0, 1, 1)
+
+
+def test_steps_that_changed_places_are_found_though_the_epoch_is_whole() -> None:
+    swapped = {0: 1, 1: 0}
+    lines = [replace(line, step=swapped.get(line.step, line.step)) for line in training({FIRST: range(6)})]
+    found = audit(lines, undisturbed=UNDISTURBED, num_samples=5)
+    assert (found.missing, found.doubled, found.moved) == (0, 0, 2)
+    assert "other samples than in the undisturbed run" in found.problems[0]
+
+
+def test_a_foreign_sample_is_found() -> None:
+    lines = [
+        replace(line, ids=(7,)) if line.ids == (4,) and line.epoch else line for line in training({FIRST: range(6)})
+    ]
+    found = audit(lines, undisturbed=UNDISTURBED, num_samples=5)
+    assert (found.missing, found.doubled, found.moved) == (1, 1, 1)
+
+
+def test_a_step_too_many_is_found() -> None:
+    lines = [*training({FIRST: range(6)}), Line(start=FIRST, rank=0, shard=0, epoch=2, step=6, ids=(0, 1))]
+    found = audit(lines, undisturbed=UNDISTURBED, num_samples=5)
+    assert "epoch 2, step 6: is not in the undisturbed run" in found.problems
+
+
+def test_processes_of_one_shard_must_read_the_same() -> None:
+    lines = training({FIRST: range(6)}, num_shards=1)
+    twins = [replace(line, rank=1) for line in lines]
+    assert audit([*lines, *twins], undisturbed=UNDISTURBED, num_samples=5).problems == []
+    twins[0] = replace(twins[0], ids=(1, 0))
+    assert effective([*lines, *twins])[1] == ["epoch 0, step 0: the processes of shard 0 read other samples"]
+
+
+def test_several_loader_steps_of_one_optimizer_step_belong_together() -> None:
+    halves = [replace(line, ids=(i,)) for line in training({FIRST: range(6)}, num_shards=1) for i in line.ids]
+    assert audit(halves, undisturbed=UNDISTURBED, num_samples=5).problems == []
+    assert num_repeated(halves) == 0
+
+
+# The journal.
+
+
+def trainer_at(*, rank: int = 0, step: int = 0, epoch: int = 0) -> Any:
+    strategy = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 2, "rank": rank})
+    return SimpleNamespace(
+        global_rank=rank, world_size=2, global_step=step, current_epoch=epoch, strategy=strategy, lightning_module=None
+    )
+
+
+def write_step(journal: Journal, *, rank: int, step: int, ids: list[int]) -> None:
+    """As Lightning does: by the end of the batch, the optimizer has taken its step."""
+    batch = Batch(torch.empty(0), torch.empty(0), torch.tensor(ids), 1.0)
+    module: Any = None
+    journal.on_train_batch_start(trainer_at(rank=rank, step=step), module, batch, 0)
+    journal.on_train_batch_end(trainer_at(rank=rank, step=step + 1), module, None, batch, 0)
+
+
+def test_the_journal_reads_back_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = JournalReader(tmp_path)
+    reader.refresh()
+    assert (reader.lines, reader.newest, reader.first_step(FIRST)) == ([], None, None)
+    for restart in (0, 2):
+        monkeypatch.setenv(LAUNCH, "1")
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restart))
+        for rank in (0, 1):
+            journal = Journal(str(tmp_path))
+            journal.setup(trainer_at(rank=rank), None, "fit")  # type: ignore[arg-type]
+            for step in (5, 6):
+                write_step(journal, rank=rank, step=step, ids=[10 * step + rank])
+        reader.refresh()
+        assert reader.newest == (1, restart)
+    assert (reader.first_step((1, 2)), reader.last_step((1, 2)), reader.first_step((1, 1))) == (5, 6, None)
+    assert len(reader.lines) == 8
+    assert reader.lines[0] == Line(start=FIRST, rank=0, shard=0, epoch=0, step=5, ids=(50,))
+    assert reader.num_starts == 3, "the second one did not live to announce itself"
+    assert effective(reader.lines)[0] == {(0, 5): [50, 51], (0, 6): [60, 61]}
+
+
+def test_a_line_that_is_being_written_waits(tmp_path: Path) -> None:
+    reader = JournalReader(tmp_path)
+    line = json.dumps({"start": [1, 0], "rank": 0, "shard": 0, "epoch": 0, "step": 3, "ids": [1]}) + "\n"
+    file = tmp_path / "rank0.jsonl"
+    file.write_text(line + line[:9])
+    reader.refresh()
+    assert len(reader.lines) == 1
+    file.write_text(line + line)
+    reader.refresh()
+    assert len(reader.lines) == 2
+
+
+# The end.
+
+
+def save_end(path: Path, **changes: Any) -> Path:
+    """A checkpoint of a network of two parameters."""
+    content: dict[str, Any] = {
+        "epoch": 3,
+        "global_step": 60,
+        "lr_schedulers": [{"last_epoch": 60}],
+        "state_dict": {"fc.weight": torch.full((3,), 0.1), "bn.running_mean": torch.full((3,), 5.0)},
+        "optimizer_states": [
+            {"state": {0: {"momentum_buffer": torch.full((3,), 0.3)}}, "param_groups": [{"params": [0]}]}
+        ],
+    }
+    torch.save(content | changes, path)
+    return path
+
+
+def one_ulp_up(value: float) -> torch.Tensor:
+    tensor = torch.full((3,), value)
+    tensor[1] = torch.nextafter(tensor[1], torch.tensor(9.0))
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"state_dict": {"fc.weight": one_ulp_up(0.1), "bn.running_mean": torch.full((3,), 5.0)}}, "fc.weight"),
+        ({"state_dict": {"fc.weight": torch.full((3,), 0.1), "bn.running_mean": one_ulp_up(5.0)}}, "bn.running_mean"),
+        (
+            {
+                "optimizer_states": [
+                    {"state": {0: {"momentum_buffer": one_ulp_up(0.3)}}, "param_groups": [{"params": [0]}]}
+                ]
+            },
+            "fc.weight:momentum_buffer",
+        ),
+    ],
+)
+def test_a_unit_in_the_last_place_is_a_difference(changes: dict[str, Any], name: str, tmp_path: Path) -> None:
+    expected, same = save_end(tmp_path / "a.ckpt"), save_end(tmp_path / "b.ckpt")
+    assert distance(same, expected)[0] == 0.0
+    gap, where = distance(save_end(tmp_path / "c.ckpt", **changes), expected)
+    assert 0.0 < gap < 1e-6
+    assert where == name
+
+
+def test_counters_must_be_the_same(tmp_path: Path) -> None:
+    expected = save_end(tmp_path / "a.ckpt")
+    assert position_problems(save_end(tmp_path / "b.ckpt"), expected) == []
+    changed = save_end(tmp_path / "c.ckpt", global_step=59, lr_schedulers=[{"last_epoch": 59}])
+    assert [problem.split()[0] for problem in position_problems(changed, expected)] == ["global_step", "lr_schedulers"]
+
+
+METRICS = "epoch,step,train/loss,train/images_per_s\n0,19,0.5,100.0\n0,19,,90.0\n1,39,0.25,\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (METRICS, []),
+        (METRICS.replace("100.0", "7"), []),
+        (METRICS.replace("0.25", "0.26"), ["train/loss of step 39"]),
+        (METRICS.replace("0.5", ""), ["of step 19"]),
+        (METRICS.replace("1,39,0.25,\n", ""), ["1 lines instead of 2"]),
+        (METRICS + "1,39,0.25,\n", ["3 lines instead of 2"]),
+    ],
+)
+def test_metrics_must_be_the_same_but_for_the_clock(content: str, words: list[str], tmp_path: Path) -> None:
+    expected, found = tmp_path / "a.csv", tmp_path / "b.csv"
+    expected.write_text(METRICS)
+    found.write_text(content)
+    problems = metric_problems(found, expected)
+    assert len(problems) == len(words)
+    assert all(word in problem for word, problem in zip(words, problems, strict=True))
+
+
+RECEIPT = "epoch,steps,samples,digest\n0,20,628,aa\n1,20,628,bb\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (RECEIPT, []),
+        (RECEIPT.replace("bb", "bc"), ["from epoch 1 on"]),
+        (RECEIPT.replace("1,20,628,bb\n", ""), ["from epoch 1 on"]),
+        (RECEIPT + "1,20,628,bb\n", ["from epoch 2 on"]),
+        (None, ["from epoch 0 on"]),
+    ],
+)
+def test_receipts_must_be_the_same(content: str | None, words: list[str], tmp_path: Path) -> None:
+    expected, found = tmp_path / "a.csv", tmp_path / "b.csv"
+    expected.write_text(RECEIPT)
+    if content is not None:
+        found.write_text(content)
+    problems = receipt_problems(found, expected)
+    assert len(problems) == len(words)
+    assert all(word in problem for word, problem in zip(words, problems, strict=True))
+
+
+def test_two_runs_without_receipts_are_not_the_same(tmp_path: Path) -> None:
+    assert len(receipt_problems(tmp_path / "a.csv", tmp_path / "b.csv")) == 1
+
+
+# The trial, with a job that is only pretended.
+
+
+class PretendedJob:
+    """Writes journals as a job would: each start begins where it is told to, and ends by the fault."""
+
+    def __init__(self, folder: Path, *, begins: list[int], statuses: tuple[int | None, ...] = ()) -> None:
+        self.folder = folder
+        self.begins = begins
+        self.statuses = [*statuses]
+        self.status: int | None = None
+        self.log_bytes = 0
+        self.starts = 0
+
+    def start(self, num_processes: int) -> None:
+        self.status = self.statuses.pop(0) if self.statuses else None
+        self._run()
+
+    def terminate(self, *, limit_s: float) -> bool:
+        return True
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        return {}
+
+    def log_since(self, offset: int) -> list[str]:
+        return ["RuntimeError: the address is in use"]
+
+    def _run(self) -> None:
+        lines = []
+        if self.begins:
+            self.starts += 1
+            first = self.begins.pop(0)
+            content = {"start": (self.starts, 0), "rank": 0, "shard": 0, "epoch": 0, "ids": [0]}
+            lines = [json.dumps(content | {"step": step}) for step in range(first, first + 12)]
+        with (self.folder / "rank0.jsonl").open("a") as file:
+            file.writelines(line + "\n" for line in lines)
+
+
+def trial_of(tmp_path: Path, job: PretendedJob) -> Trial:
+    pretended: Any = job
+    return Trial(pretended, JournalReader(tmp_path), SmallDisk(tmp_path), tmp_path / "run", 4, lambda line: None)
+
+
+RESIZE = Fault(number=1, kind="resize", aim="step", step=10, rank=None, size=1, delay_s=0.0)
+
+
+@pytest.mark.parametrize(("begin", "repeated"), [(12, 0), (9, 3), (0, 12)])
+def test_who_was_asked_to_stop_may_repeat_nothing(begin: int, repeated: int, tmp_path: Path) -> None:
+    trial = trial_of(tmp_path, PretendedJob(tmp_path, begins=[0, begin], statuses=(None, 0)))
+    trial.run([RESIZE], size=2)
+    (event,) = trial.events
+    assert (event.step, event.resumed_step, event.repeated) == (11, begin, repeated)
+    assert len(trial.problems) == (repeated > 0)
+
+
+def test_a_job_that_fails_again_and_again_is_given_up(tmp_path: Path) -> None:
+    trial = trial_of(tmp_path, PretendedJob(tmp_path, begins=[], statuses=(1,) * 9))
+    with pytest.raises(TrialError, match="again and again: RuntimeError: the address is in use"):
+        trial.run([RESIZE], size=2)
+
+
+def test_a_training_that_ends_before_its_faults_is_a_failure(tmp_path: Path) -> None:
+    trial = trial_of(tmp_path, PretendedJob(tmp_path, begins=[], statuses=(0,)))
+    with pytest.raises(TrialError, match="has ended, and step 10 is not reached"):
+        trial.run([RESIZE], size=2)
+
+
+# Disks and processes.
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[MountedDisk]:
+    with small_disk(tmp_path, num_bytes=8 << 20) as disk:
+        if not isinstance(disk, MountedDisk):
+            pytest.skip(f"no file system can be mounted here: {disk.how}")
+        yield disk
+
+
+def test_a_full_disk_takes_a_line_but_no_checkpoint_until_it_is_freed(mounted: MountedDisk) -> None:
+    mounted.fill([])
+    (mounted.folder / "log").write_text("a line\n")
+    with pytest.raises(OSError, match="No space left"):
+        (mounted.folder / "checkpoint").write_bytes(bytes(4 << 20))
+    mounted.free()
+    (mounted.folder / "checkpoint").write_bytes(bytes(4 << 20))
+
+
+def test_a_mounted_disk_is_gone_afterwards(tmp_path: Path) -> None:
+    with small_disk(tmp_path, num_bytes=1 << 20):
+        (tmp_path / "file").touch()
+        mounted = tmp_path.is_mount()
+    assert not tmp_path.is_mount()
+    assert (tmp_path / "file").exists() != mounted
+
+
+WRITE = """
+import sys
+sys.stdin.read()
+try:
+    open(sys.argv[1], "wb").write(bytes(4 << 20))
+except OSError as error:
+    sys.exit(error.errno)
+"""
+
+
+@pytest.mark.skipif(not hasattr(psutil, "RLIMIT_FSIZE"), reason="this system sets no limits on other processes")
+def test_a_limit_on_files_lets_a_write_fail(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", WRITE, str(tmp_path / "file")], stdin=subprocess.PIPE) as process:
+        LimitedDisk(tmp_path).fill([psutil.Process(process.pid)])
+        process.communicate(b"")
+    assert process.returncode == errno.EFBIG
+
+
+def marked(folder: Path) -> list[psutil.Process]:
+    """The processes of jobs whose temporary files lie in `folder`."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("TMPDIR", "").startswith(str(folder)) and process.status() != "zombie":
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_stopped_and_orphaned_processes_of_a_job_are_ended(tmp_path: Path) -> None:
+    with Job(lambda size: ["modes", "--wait"], folder=tmp_path, max_restarts=0) as job:
+        job.start(2)
+        assert wait_until(lambda: job.ranks().keys() == {0, 1}, limit_s=60)
+        rank = job.ranks()[1]
+        rank.send_signal(signal.SIGSTOP)
+        psutil.Process(rank.ppid()).kill()
+        assert wait_until(lambda: job.status is not None, limit_s=10)
+        assert rank in marked(tmp_path), "an orphan"
+    assert marked(tmp_path) == []
+    assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE
+
+
+# The command.
+
+
+def row(**changes: Any) -> Row:
+    event = Event(fault=RESIZE, at_s=1.0, step=9)
+    found = Row("ddp", (2, 1), "64-true", bound=1e-5, events=[event], restarts=1, missing=0, doubled=0, difference=1e-9)
+    return replace(found, **changes)
+
+
+def test_one_failure_fails_the_whole() -> None:
+    console = Console(width=120, record=True)
+    console.print(result_table([row(), row(problems=["lost"], missing=3)], title="t"))
+    lines = console.export_text().splitlines()
+    verdicts = [word for line in lines for word in ("PASS", "FAIL") if word in line]
+    assert verdicts == ["PASS", "FAIL", "FAIL"]
+    assert max(map(len, lines)) <= 120
+
+
+@pytest.mark.parametrize(
+    ("args", "word"),
+    [
+        (["--kills=0"], "--kills=0"),
+        (["--seed=-1"], "--seed=-1"),
+        (["--modes=single"], "single"),
+        (["--modes=ddp_spawn"], "ddp_spawn"),
+        (["--modes=ddp_mp"], "--devices 4"),
+        (["--devices=1"], "--devices=1"),
+        (["--json=/nowhere/at/all.json"], "--json"),
+        (["--dir=/proc/nowhere"], "--dir"),
+        (["--dir=."], "--dir"),
+        (["--model.arch=resnet34"], "--model.arch"),
+    ],
+)
+def test_bad_arguments_exit_2_with_a_remedy(args: list[str], word: str) -> None:
+    result = run_here("chaos", *args)
+    assert result.status == 2
+    assert word in result.stderr
+    assert 2 <= len(result.stderr.splitlines()) <= 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_nothing_is_lost(tmp_path: Path) -> None:
+    result = launch(
+        "chaos",
+        "--kills=4",
+        "--seed=1",
+        f"--json={tmp_path / 'record.json'}",
+        f"--dir={tmp_path / 'kept'}",
+        timeout_s=280,
+    )
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["passed"]
+    assert "PASS" in result.stdout
+    equal, resized = record["rows"]
+    assert (equal["difference"], equal["missing"], equal["doubled"]) == (0.0, 0, 0)
+    assert 0.0 < resized["difference"] <= 1e-5
+    assert len(equal["events"]) + len(resized["events"]) == 4
+    assert marked(tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lit_cifar", "chaos", f"--dir={tmp_path / 'kept'}"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
+        assert wait_until(lambda: len(marked(tmp_path)) >= 3, limit_s=60, poll_s=0.1)
+        time.sleep(1.0)
+        process.send_signal(number)
+        process.communicate(timeout=30)
+    assert process.returncode == (130 if number == signal.SIGINT else 143)
+    assert marked(tmp_path) == []
