@@ -1,14 +1,31 @@
 """What holds for every test: it leaves no process, no process group and no environment variable behind."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 import psutil
 import pytest
 import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_only
 
-# Left by Lightning: the seed for worker processes, their threads, and the port at which they met. They are put back.
-EXPECTED = {"PL_GLOBAL_SEED", "PL_SEED_WORKERS", "MASTER_PORT", "OMP_NUM_THREADS", "PYTEST_CURRENT_TEST"}
+# Left by Lightning: the seed for worker processes, their threads, and the place at which they met; by us: the interface
+# on which they listen. They are put back.
+EXPECTED = {
+    "GLOO_SOCKET_IFNAME",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NCCL_SOCKET_IFNAME",
+    "OMP_NUM_THREADS",
+    "PL_GLOBAL_SEED",
+    "PL_SEED_WORKERS",
+    "PYTEST_CURRENT_TEST",
+}
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell that runs the tests in the background lets them ignore Ctrl-C, and so all that they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def children() -> set[int]:
@@ -27,8 +44,9 @@ def children() -> set[int]:
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
     """Fail the test that leaks, not the one that suffers from it."""
-    before, variables = children(), dict(os.environ)
+    before, variables, rank = children(), dict(os.environ), getattr(rank_zero_only, "rank", 0)
     yield
+    left_rank, rank_zero_only.rank = getattr(rank_zero_only, "rank", 0), rank
     changed = {name for name in os.environ.keys() | variables if os.environ.get(name) != variables.get(name)}
     for name in changed - {"PYTEST_CURRENT_TEST"}:
         os.environ.pop(name, None)
@@ -37,3 +55,4 @@ def nothing_is_left_behind() -> Iterator[None]:
     assert changed <= EXPECTED, f"environment variables left behind: {changed - EXPECTED}"
     assert not dist.is_initialized(), "a process group is left behind"
     assert children() <= before, "processes are left running"
+    assert left_rank == rank, f"later tests would take this process for rank {left_rank}"

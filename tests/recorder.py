@@ -1,6 +1,8 @@
 """Callbacks for tests, named on the command line as `--trainer.callbacks+=recorder.NAME`."""
 
 import json
+import os
+import time
 from pathlib import Path
 
 import lightning as L
@@ -73,3 +75,31 @@ class FailOn(L.Callback):
         """Fail."""
         if (trainer.global_rank, trainer.global_step) == (self.rank, self.step):
             raise RuntimeError(f"rank {self.rank} fails at step {self.step}")
+
+
+class WritePids(L.Callback):
+    """Writes each process's pid to `folder/rank<r>` once it has done a step."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
+        """Write it."""
+        if trainer.global_step == 1:
+            draft = self.folder / f".rank{trainer.global_rank}"
+            draft.write_text(str(os.getpid()))
+            draft.replace(self.folder / f"rank{trainer.global_rank}")
+
+
+class HangOn(L.Callback):
+    """Hangs on one rank at the start of a step, in Python, while the others go on."""
+
+    def __init__(self, rank: int, step: int = 3) -> None:
+        self.rank = rank
+        self.step = step
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: object) -> None:
+        """Hang."""
+        if (trainer.global_rank, trainer.global_step) == (self.rank, self.step):
+            while True:
+                time.sleep(1)

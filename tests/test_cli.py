@@ -133,6 +133,7 @@ def test_a_run_folder_holds_everything(trained: Path) -> None:
         "hparams.yaml",
         "metrics.csv",
         "per_rank.csv",
+        "receipt.csv",
     }
     assert {path.name for path in (trained / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
     config = yaml.safe_load((trained / "config.yaml").read_text())
@@ -145,12 +146,13 @@ def test_a_run_folder_holds_everything(trained: Path) -> None:
 
 
 def test_without_validation_the_last_epoch_is_kept(tmp_path: Path) -> None:
-    """After every epoch, not only at the end of the run."""
+    """After every epoch, before the first step of the next, not only at the end of the run."""
     flags = ["--data.val_size=0", "--trainer.max_epochs=3", "--trainer.callbacks+=recorder.StopBefore"]
-    with pytest.raises(RuntimeError, match="stopped before epoch 1"):
-        run_here("fit", *TINY, *flags, "--trainer.callbacks.epoch=1", f"--run_dir={tmp_path / 'run'}")
+    with pytest.raises(RuntimeError, match="stopped before epoch 2"):
+        run_here("fit", *TINY, *flags, "--trainer.callbacks.epoch=2", f"--run_dir={tmp_path / 'run'}")
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["last.ckpt"]
-    assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")["epoch"] == 0
+    position = read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")["position"]
+    assert (position["epoch"], position["step"]) == (1, 0)
 
 
 def test_the_last_epoch_is_kept_though_it_is_not_the_best(tmp_path: Path) -> None:
@@ -158,8 +160,8 @@ def test_the_last_epoch_is_kept_though_it_is_not_the_best(tmp_path: Path) -> Non
     flags = ["--model.optimizer.lr=0", "--trainer.max_epochs=3", f"--run_dir={tmp_path / 'run'}"]
     assert run_here("fit", *TINY, *flags).status == 0
     kept = {name: read_checkpoint(tmp_path / "run" / "checkpoints" / f"{name}.ckpt") for name in ("best", "last")}
-    assert kept["last"]["epoch"] == 2
-    assert kept["best"]["epoch"] < 2
+    assert kept["last"]["position"]["epoch"] == 3
+    assert kept["best"]["position"]["epoch"] < 3
 
 
 def test_a_resumed_run_begins_with_the_very_weights_that_were_saved(tmp_path: Path) -> None:

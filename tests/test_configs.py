@@ -37,13 +37,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("config", PATHS, ids=lambda path: str(path.relative_to(CONFIGS)))
-def test_config_trains(config: Path, runs: Path) -> None:
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(path, marks=pytest.mark.exhaustive if path.stem == "ddp_spawn" else []) for path in PATHS],
+    ids=lambda path: str(path.relative_to(CONFIGS)),
+)
+def test_config_trains(config: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    folder = request.getfixturevalue("runs") if processes(config) else tmp_path
     if not processes(config):
         run = launch if config.stem == "ddp_spawn" else run_here
-        result = run(*command(config, runs))
+        result = run(*command(config, folder))
         assert result.status == 0, result.stderr
-    assert (runs / config.parent.name / config.stem / "checkpoints" / "last.ckpt").exists()
+    assert (folder / config.parent.name / config.stem / "checkpoints" / "last.ckpt").exists()
 
 
 @pytest.mark.parametrize("config", PATHS, ids=lambda path: str(path.relative_to(CONFIGS)))

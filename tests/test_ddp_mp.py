@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import TINY, launch, run_here
+from comparing import assert_same_checkpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.utilities import rank_zero_only
 from torch.nn.parallel import DistributedDataParallel
 
 import lit_cifar.strategies.ddp_mp
@@ -58,7 +60,10 @@ def strategy_of(num_devices: int, *, rank: int = 0, started: int | None = None, 
     ("num_devices", "num_stages", "of_ranks"),
     [(4, 2, [[0, 1], [2, 3]]), (2, 2, [[0, 1]]), (6, 3, [[0, 1, 2], [3, 4, 5]]), (2, 1, [[0], [1]])],
 )
-def test_processes_and_their_devices(num_devices: int, num_stages: int, of_ranks: list[list[int]]) -> None:
+def test_processes_and_their_devices(
+    num_devices: int, num_stages: int, of_ranks: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 0)  # which the strategy is about to change
     for rank, indices in enumerate(of_ranks):
         strategy = strategy_of(num_devices, rank=rank, num_stages=num_stages)
         strategy.set_world_ranks()
@@ -170,17 +175,6 @@ def one_process() -> Iterator[None]:
 
 def checkpoint_of(folder: Path) -> dict[str, Any]:
     return read_checkpoint(folder / "checkpoints" / "last.ckpt")
-
-
-def assert_same_checkpoint(found: dict[str, Any], expected: dict[str, Any], *, tolerance: float) -> None:
-    assert found["state_dict"].keys() == expected["state_dict"].keys()
-    for name, value in expected["state_dict"].items():
-        torch.testing.assert_close(found["state_dict"][name], value, rtol=tolerance, atol=tolerance, msg=name)
-    mine, theirs = found["optimizer_states"][0], expected["optimizer_states"][0]
-    assert mine["param_groups"] == theirs["param_groups"]
-    assert mine["state"].keys() == theirs["state"].keys()
-    for index, entry in theirs["state"].items():
-        torch.testing.assert_close(mine["state"][index], entry, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.usefixtures("one_process")

@@ -16,8 +16,10 @@ from lit_cifar.strategies.replicate import replica_of
 PACKAGE = Path(lit_cifar.__file__).parent
 # Each part may import the parts before it.
 LAYERS = [
-    {"errors", "layout", "accuracy"},
-    {"data", "models", "schedules", "checkpoints"},
+    {"errors", "layout", "accuracy", "csv_files"},
+    {"checkpoints"},
+    {"data", "models", "schedules", "checkpoint_files", "watchdog"},
+    {"checkpoint_io"},
     {"module"},
     {"strategies", "callbacks", "run_folder", "analysis"},
     {"commands"},

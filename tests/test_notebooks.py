@@ -46,6 +46,7 @@ def test_a_committed_notebook_shows_its_output_and_no_path_of_a_machine(name: st
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SMALL))
 def test_notebook_runs_from_top_to_bottom(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # run folders and torch's caches go where pytest cleans up

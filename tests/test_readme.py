@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from commands import run_here
 
+from lit_cifar.commands.chaos.command import chaos_parser
 from lit_cifar.commands.verify.command import verify_parser
 
 ROOT = Path(__file__).parents[1]
@@ -30,6 +31,9 @@ def test_commands_parse(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     words = shlex.split(command.replace("RUN/config.yaml", "configs/quickstart.yaml"))
     if words[0] == "modes":
         assert words == ["modes"]
+        return
+    if words[0] == "chaos":
+        chaos_parser().parse_args(words[1:])
         return
     if words[0] == "verify":
         _, passed_on = verify_parser().parse_known_args(words[1:])

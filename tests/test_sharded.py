@@ -30,7 +30,7 @@ from lit_cifar.strategies.sharded_plan import plan
 SETTINGS = [
     *TINY,
     "--data.val_size=17",
-    "--checkpoint.save_top_k=-1",
+    "--best_checkpoint.save_top_k=-1",
     "--trainer.precision=64-true",
     "--model.optimizer.lr=0.01",
 ]
@@ -62,7 +62,9 @@ def state_of(run: Path) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case == "both" else []) for case in CASES]
+)
 def test_a_mode_goes_on_from_one_device_as_one_device_does(case: str, tmp_path: Path) -> None:
     """Parameters, running statistics and optimizer state, resumed and written; `fsdp2` alone is in `test_verify.py`."""
     mode, alone, shared = CASES[case]
