@@ -2,6 +2,7 @@
 
 import json
 import sys
+import textwrap
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -10,10 +11,11 @@ from lit_cifar.analysis import BLUE, GREY, RED, read_metrics, read_per_rank
 
 HERE = Path(__file__).parent
 ARTICLES_RUN = HERE / "2026-11-20-articles-stem"
-REAL_DATA = HERE / "2026-11-20-loss-curves" / "losses.json"
+REAL_DATA = HERE / "2026-11-21-loss-curves" / "losses.json"
 # The articles print the mean loss of epochs 0 to 5 of one process, and 74.79 to 76.04 % after 15.
 PRINTED_LOSSES = [2.07, 1.46, 1.21, 0.99, 0.82, 0.55]
 PRINTED_ACCURACIES = [0.7479, 0.7604]
+SAME_BITS = 1e-17  # where a difference of 0 is drawn on a logarithmic axis
 
 
 def articles_run(folder: Path) -> Figure:
@@ -44,23 +46,31 @@ def articles_run(folder: Path) -> Figure:
 def loss_curves(record: Path) -> Figure:
     """Every mode's loss beside that of the one device that it equals, and how far apart the two are."""
     content = json.loads(record.read_text())
-    figure = Figure(figsize=(9.5, 3.6), layout="constrained")
-    losses, gaps = figure.subplots(1, 2)
     steps = range(1, content["steps"] + 1)
+    groups: dict[tuple[float, ...], list[dict]] = {}
     for index, row in enumerate(content["rows"]):
-        style = {"color": f"C{index % 10}", "linestyle": "-" if index < 10 else "--", "label": row["mode"]}
-        losses.plot(steps, row["losses"], linewidth=1.2, **style)
-        losses.plot(steps, row["expected_losses"], ".", color=GREY, markersize=5, zorder=0)
-        gap = [abs(a - b) for a, b in zip(row["losses"], row["expected_losses"], strict=True)]
-        gaps.plot(steps, [max(value, 1e-8) for value in gap], linewidth=1.2, **style)
-    losses.plot([], [], ".", color=GREY, label="one device")
-    losses.set(title="loss of the global batch")
-    gaps.set(title="difference from the one device that it equals", yscale="log", ylim=(8e-9, None))
-    for axes in (losses, gaps):
-        axes.set_xlabel("step")
+        groups.setdefault(tuple(row["expected_losses"]), []).append({"color": f"C{index}", **row})
+    figure = Figure(figsize=(9.5, 6), layout="constrained")
+    grid = figure.add_gridspec(2, len(groups), height_ratios=(1, 1.2))
+    gaps = figure.add_subplot(grid[1, :])
+    panels = grid[0, :].subgridspec(1, len(groups)).subplots(sharey=True)
+    for panel, (expected, rows) in zip(panels, groups.items(), strict=True):
+        panel.plot(steps, expected, color="0.75", linewidth=9, solid_capstyle="round")
+        for nth, row in enumerate(rows):
+            # Modes that compute the same lie on each other, the later ones thinner.
+            style = {"color": row["color"], "linewidth": 1.2 + 1.6 * (len(rows) - 1 - nth), "label": row["mode"]}
+            panel.plot(steps, row["losses"], **style)
+            gap = [abs(a - b) for a, b in zip(row["losses"], expected, strict=True)]
+            gaps.plot(steps, [max(value, SAME_BITS) for value in gap], **style)
+        panel.set_title(textwrap.fill(", ".join(row["mode"] for row in rows), 16), fontsize=9)
+    panels[0].set_ylabel("loss of the global batch\n(wide: one device)")
+    gaps.set(xlabel="step", ylabel="difference from one device", yscale="log", ylim=(SAME_BITS / 2, 1))
+    gaps.set_yticks([SAME_BITS, 1e-15, 1e-12, 1e-9, 1e-6, 1e-3, 1], ["0", *(f"1e-{e}" for e in (15, 12, 9, 6, 3)), "1"])
+    gaps.legend(loc="upper left", ncols=5, frameon=False, fontsize=8)
+    for axes in (*panels, gaps):
+        axes.set_xticks([1, 5, 10, 15, 20])
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(*losses.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
     return figure
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import lightning as L
 
 STEPS = 20
-# In float64 and with small steps: a network with fresh weights magnifies rounding, the more the larger its steps are and
-# the fewer images BatchNorm sees.
+# In float64 and with small steps: a network with fresh weights magnifies rounding, the more the larger its steps are
+# and the fewer images BatchNorm sees.
 SETTINGS = [
     "--model.stem=imagenet",
     "--model.optimizer.lr=0.002",
