@@ -1,6 +1,5 @@
 """`python -m lit_cifar modes`: the modes, and which of them run on this machine."""
 
-import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,12 +8,9 @@ from importlib import import_module
 import torch
 import torch.distributed as dist
 from rich.box import SIMPLE
-from rich.console import Console
 from rich.table import Table
 
-from lit_cifar.errors import ConfigError
-
-_MAX_COLUMNS = 120
+from lit_cifar.commands.terminal import CommandParser, console
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,18 +178,12 @@ def main(args: list[str]) -> int:
 
     Raises:
         ConfigError: There are arguments; only `--help` is known.
+        SystemExit: After --help.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m lit_cifar modes", description="Which modes run on this machine, and how to start them."
-    )
-    _, unknown = parser.parse_known_args(args)
-    if unknown:
-        raise ConfigError(f"modes takes no arguments, not {unknown[0]}", remedy="python -m lit_cifar modes")
+    CommandParser("modes", description="Which modes run on this machine, and how to start them.").parse_args(args)
     machine = Machine.here()
     rows = mode_table(machine)
-    console = Console()
-    console.width = min(console.width, _MAX_COLUMNS) if console.is_terminal else _MAX_COLUMNS
-    console.print(_drawn(rows, title=f"Modes on this machine: {machine}"))
+    console().print(_drawn(rows, title=f"Modes on this machine: {machine}"))
     print("N: --trainer.devices; S: stages of the network, 2 unless told. To run one:\n")
     print(*(f"  {row.command}" for row in rows if row.command is not None), sep="\n")
     return 0
