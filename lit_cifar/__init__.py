@@ -2,6 +2,7 @@
 
 from importlib.metadata import version
 
+from lit_cifar import parent as _parent  # before everything that takes time
 from lit_cifar import strategies as _strategies  # registers the names that --trainer.strategy knows
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.errors import CheckpointError, ConfigError, DataError
@@ -11,4 +12,4 @@ from lit_cifar.schedules import WarmupDecay
 __version__ = version("lit-cifar")
 __all__ = ["CIFAR10DataModule", "CheckpointError", "ConfigError", "DataError", "LitResNet", "WarmupDecay"]
 
-del _strategies
+del _parent, _strategies

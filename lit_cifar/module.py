@@ -9,7 +9,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
@@ -19,6 +19,7 @@ from lit_cifar.data.images import Batch
 from lit_cifar.errors import ConfigError
 from lit_cifar.layout import Chunks
 from lit_cifar.models import Arch, Stem, build_resnet
+from lit_cifar.optimizers import NesterovSGD
 from lit_cifar.schedules import WarmupDecay
 
 LRScaling = Literal["none", "linear", "sqrt"]
@@ -51,9 +52,7 @@ class LitResNet(L.LightningModule):
         stem: Stem = "cifar",
         num_classes: int = 10,
         batchnorm_chunks: Chunks | None = None,
-        optimizer: OptimizerCallable = lambda params: SGD(
-            params, lr=0.1, momentum=0.9, weight_decay=5e-4, nesterov=True
-        ),
+        optimizer: OptimizerCallable = lambda params: NesterovSGD(params, lr=0.1),
         lr_scheduler: LRSchedulerCallable = lambda optimizer: WarmupDecay(optimizer, warmup=0.2, decay="linear"),
         label_smoothing: float = 0.0,
         lr_scaling: LRScaling = "none",
@@ -212,7 +211,7 @@ class EvaluationMetrics(nn.Module):
             {
                 "acc_per_class": MulticlassAccuracy(num_classes, average="none"),
                 "confusion": MulticlassConfusionMatrix(num_classes),
-            },
+            }
         )
 
     def update(self, logits: Tensor, labels: Tensor, losses: Tensor) -> None:

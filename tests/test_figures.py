@@ -68,7 +68,8 @@ def test_mistakes_without_samples_or_mistakes() -> None:
 
 def test_class_accuracies_have_tags_and_leave_out_empty_classes() -> None:
     confusion = torch.tensor([[3, 1, 0], [0, 2, 2], [0, 0, 0]])
-    assert class_accuracies(confusion, CLASSES) == {"T-shirt_top": 0.75, "disc_plain": 0.5}
+    accuracies = torch.tensor([0.75, 0.5, 0.0])
+    assert class_accuracies(accuracies, confusion, CLASSES) == {"T-shirt_top": 0.75, "disc_plain": 0.5}
 
 
 def test_confusion_figure_shows_names_and_counts() -> None:

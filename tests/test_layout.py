@@ -16,9 +16,9 @@ from lit_cifar.strategies.replicate import replica_of
 PACKAGE = Path(lit_cifar.__file__).parent
 # Each part may import the parts before it.
 LAYERS = [
-    {"errors", "layout", "accuracy", "csv_files"},
+    {"errors", "parent", "layout", "accuracy", "csv_files"},
     {"checkpoints"},
-    {"data", "models", "schedules", "checkpoint_files", "watchdog"},
+    {"data", "models", "optimizers", "schedules", "checkpoint_files", "watchdog"},
     {"checkpoint_io"},
     {"module"},
     {"strategies", "callbacks", "run_folder", "analysis"},

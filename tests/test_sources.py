@@ -1,4 +1,5 @@
 import hashlib
+import os
 import pickle
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from lit_cifar.data.sources import dataset_info, load, prepare
 from lit_cifar.errors import ConfigError, DataError
 
 PER_FILE = 20
-REAL_ROOTS = [Path("../shared/cifar10"), Path("data")]
+REAL_ROOT = Path(os.environ.get("LIT_CIFAR_DATA", "data"))
 
 
 @pytest.fixture(autouse=True)
@@ -242,11 +243,10 @@ def test_statistics_of_fashion_mnist_follow_from_the_published_ones():
 
 
 def test_the_real_cifar10():
-    root = next((root for root in REAL_ROOTS if (root / "cifar-10-batches-bin").is_dir()), None)
-    if root is None:
-        pytest.skip("needs CIFAR-10's binary edition in ../shared/cifar10 or data")
-    prepare("cifar10", root, download=False)
-    train, test = (load("cifar10", root, split=split) for split in ("train", "test"))
+    if not (REAL_ROOT / "cifar-10-batches-bin").is_dir():
+        pytest.skip(f"needs CIFAR-10's binary edition in {REAL_ROOT}; LIT_CIFAR_DATA names another folder")
+    prepare("cifar10", REAL_ROOT, download=False)
+    train, test = (load("cifar10", REAL_ROOT, split=split) for split in ("train", "test"))
     assert torch.bincount(train.labels).tolist() == [5000] * 10
     assert torch.bincount(test.labels).tolist() == [1000] * 10
     info, num_pixels = dataset_info("cifar10"), 50_000 * 32 * 32

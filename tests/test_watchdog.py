@@ -1,6 +1,7 @@
 """The watchdog's verdicts as a table; two watches in one process; and the notes of the main thread."""
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -267,7 +268,8 @@ def test_of_two_failures_both_processes_blame_the_first_and_one_says_so(capsys: 
     time.sleep(2.5)
     failing = threading.Thread(target=pair.watches[1].fail, args=("ValueError: first",))
     failing.start()
-    time.sleep(1.0)
+    while not pair.watches[1]._board._order:  # has it told?
+        time.sleep(0.01)
     verdict = pair.watches[0].fail("RuntimeError: connection closed by peer")
     failing.join()
     pair.join()
@@ -297,7 +299,7 @@ def test_processes_that_leave_end_nothing(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_one_that_does_not_get_on_is_found(capsys: pytest.CaptureFixture[str]) -> None:
-    pair = Pair(timeout_s=1.5)
+    pair = Pair(timeout_s=5)
     for progress, phases in zip(pair.progress, ["abab", "aba"], strict=True):
         for phase in phases:
             progress.enter(phase, step=4)
@@ -387,9 +389,20 @@ def test_one_process_is_not_watched() -> None:
     assert threading.active_count() == threads
 
 
-def test_a_negative_time_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"watchdog\.timeout_s=-1 is negative"):
-        Watchdog(timeout_s=-1)
+@pytest.mark.parametrize("timeout_s", [-1.0, 1.0, math.nan])
+def test_a_time_in_which_there_may_be_no_beat_is_refused(timeout_s: float) -> None:
+    with pytest.raises(ConfigError, match=rf"watchdog\.timeout_s={timeout_s:g}, with signs of life"):
+        Watchdog(timeout_s=timeout_s)
+
+
+def test_a_process_ends_although_its_launcher_died_while_it_was_importing() -> None:
+    noted = "import sys, lit_cifar; modules = list(sys.modules); "
+    noted += "assert modules.index('lit_cifar.parent') < modules.index('torch'); "
+    gone = "from lit_cifar.watchdog import launcher as l; l.PARENT_PID, l._GRACE_S = -1, 0; "
+    follower = f"{noted}{gone}l.end_with_launcher(); import time; time.sleep(60)"
+    done = subprocess.run([sys.executable, "-c", follower], capture_output=True, text=True)
+    assert "pid -1, which started it, is gone" in done.stderr
+    assert done.returncode == 1
 
 
 def test_a_process_ends_after_the_one_that_started_it(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import MetricCollection
-from torchmetrics.classification import MulticlassConfusionMatrix
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.layout import Layout
@@ -92,7 +92,12 @@ class TinyTask(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.network = ReadPixels()
-        self.metrics = MetricCollection({"confusion": MulticlassConfusionMatrix(len(CLASSES))})
+        self.metrics = MetricCollection(
+            {
+                "acc_per_class": MulticlassAccuracy(len(CLASSES), average="none"),
+                "confusion": MulticlassConfusionMatrix(len(CLASSES)),
+            }
+        )
 
     def forward(self, images: Tensor) -> Tensor:
         return self.network(images)

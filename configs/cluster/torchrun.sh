@@ -18,16 +18,25 @@ RDZV_PORT=${RDZV_PORT:-29400}
 RDZV_ID=${RDZV_ID:-lit-cifar}     # machines with the same one belong together; no secret: nothing here has a password
 LAST_CALL_S=${LAST_CALL_S:-30}    # how long a start waits for further machines, once the smallest number is there
 DEAD_AFTER_S=${DEAD_AFTER_S:-10}  # a machine that is silent for so long counts as lost
+SHUTDOWN_S=${SHUTDOWN_S:-100}     # how long processes that are asked to stop have for their step and for saving
 
-read -r _ _ _ address _ < <(ip -oneline -4 address show dev "$INTERFACE")
+refuse() {
+    echo "torchrun.sh: $1" >&2
+    exit 2
+}
+read -r _ _ _ address _ < <(ip -oneline -4 address show dev "$INTERFACE") || refuse "INTERFACE=$INTERFACE has no IPv4 address"
 address=${address%/*}
-read -r keeper _ < <(getent ahostsv4 "$RDZV_HOST")
-# Said, because torchrun would guess it from the name of the machine.
-is_host=$([[ $address == "$keeper" ]] && echo true || echo false)
+read -r keeper _ < <(getent ahostsv4 "$RDZV_HOST") || refuse "RDZV_HOST=$RDZV_HOST has no IPv4 address"
+# Said, because torchrun would guess it. RDZV_HOST may lie on another interface; a machine may know itself as 127.0.1.1.
+is_host=false
+while read -r _ _ _ own _; do
+    if [[ ${own%/*} == "$keeper" || $keeper == 127.* ]]; then is_host=true; fi
+done < <(ip -oneline -4 address)
 
 export GLOO_SOCKET_IFNAME=$INTERFACE
 # Without it, machines that stay while others leave and return look for each other in different places.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$SHUTDOWN_S
 
 conf=is_host=$is_host,join_timeout=600,last_call_timeout=$LAST_CALL_S
 conf+=,read_timeout=30,keep_alive_interval=2,keep_alive_max_attempt=$(((DEAD_AFTER_S + 1) / 2))

@@ -86,7 +86,8 @@ class EvaluationFigures(Callback):
         return epoch % self.every_n_epochs == 0 or epoch == trainer.max_epochs
 
     def _draw(self, trainer: Trainer, pl_module: Any, split: Split) -> None:
-        confusion: Tensor = pl_module.evaluation_metrics(split).compute()["confusion"].cpu()
+        details: dict[str, Tensor] = pl_module.evaluation_metrics(split).compute()
+        confusion = details["confusion"].cpu()
         confidence, ids, predictions = self._worst.gather(trainer)
         writer = tensorboard_writer(trainer)
         if writer is None:  # every rank but 0, and runs without TensorBoard
@@ -95,7 +96,7 @@ class EvaluationFigures(Callback):
         step, where = trainer.global_step, _title(trainer, datamodule.name, split)
         right, total = int(confusion.diagonal().sum()), int(confusion.sum())
 
-        for name, accuracy in class_accuracies(confusion, datamodule.classes).items():
+        for name, accuracy in class_accuracies(details["acc_per_class"], confusion, datamodule.classes).items():
             writer.add_scalar(f"{split}/acc_class/{name}", accuracy, step)
         title = f"{where}\n{right:,} of {total:,} right" + (f" ({right / total:.2%})" if total else "")
         matrix = confusion_figure(confusion, datamodule.classes, title=title)
@@ -154,18 +155,18 @@ class MostConfidentMistakes:
         return confidences[order].tolist(), ids[order].tolist(), predictions[order].tolist()
 
 
-def class_accuracies(confusion: Tensor, classes: Sequence[str]) -> dict[str, float]:
+def class_accuracies(accuracies: Tensor, confusion: Tensor, classes: Sequence[str]) -> dict[str, float]:
     """Share of each class that was recognised, by a name that is fit for a tag; classes without samples are left out.
 
     Args:
+        accuracies: float, (C,).
         confusion: int64, (C, C); rows are the truth.
         classes: C names.
     """
     totals = confusion.sum(dim=1).tolist()
-    rights = confusion.diagonal().tolist()
     return {
-        re.sub(r"[^\w.-]+", "_", name): right / total
-        for name, right, total in zip(classes, rights, totals, strict=True)
+        re.sub(r"[^\w.-]+", "_", name): accuracy
+        for name, accuracy, total in zip(classes, accuracies.tolist(), totals, strict=True)
         if total
     }
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from rich.console import Console
 
-from lit_cifar.callbacks.environment import command_line, cpu_model, versions
+from lit_cifar.callbacks.environment import SOURCE, command_line, cpu_model, git_state, versions
 from lit_cifar.errors import ConfigError
 
 COLUMNS = 120  # of a table that goes to a file
@@ -51,8 +51,9 @@ def exit_orderly_when_terminated() -> None:
         raise SystemExit(128 + number)
 
     with suppress(ValueError):  # not in the main thread: whoever runs us there deals with signals
-        signal.signal(signal.SIGTERM, leave)
-        signal.signal(signal.SIGHUP, leave)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup wants it
+                signal.signal(number, leave)
 
 
 def writable(path: Path) -> Path:
@@ -61,9 +62,10 @@ def writable(path: Path) -> Path:
     Raises:
         ConfigError: It cannot.
     """
-    existed = path.exists()
     try:
-        path.touch()
+        existed = path.exists()
+        with path.open("ab"):
+            pass
         if not existed:
             path.unlink()
     except OSError as error:
@@ -76,6 +78,7 @@ def about() -> dict[str, Any]:
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command_line(sys.argv),
+        "git": git_state(SOURCE),
         "versions": versions(),
         "cpu": {"model": cpu_model(), "cores": os.cpu_count()},
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],

@@ -1,4 +1,4 @@
-"""The only code that knows devices and process groups: one file per strategy, registered under its short name.
+"""The only code that decides what goes to which device and process: strategies, registered under their short names.
 
 Importing this package makes `Trainer(strategy="dp")` and `--trainer.strategy=dp` work. `ddp` and `ddp_spawn` are
 Lightning's own; `ProcessSyncBatchNorm` gives them synchronised BatchNorm on the CPU too.

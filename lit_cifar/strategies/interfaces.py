@@ -52,11 +52,12 @@ def listen_only_on(interface: str) -> None:
 
     Over several machines NCCL may be given more interfaces than one: what `NCCL_SOCKET_IFNAME` says stays.
     """
+    exactly = f"={interface}"  # to NCCL the name alone is a prefix: eth1 is eth10, too
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     if interface == loopback_interface():
-        os.environ["NCCL_SOCKET_IFNAME"] = interface
+        os.environ["NCCL_SOCKET_IFNAME"] = exactly
     else:
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", exactly)
 
 
 def _known() -> str:

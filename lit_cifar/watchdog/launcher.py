@@ -1,9 +1,12 @@
 """A process does not outlive the one that started it to take part in a run."""
 
+import multiprocessing
 import os
 import sys
 import threading
 import time
+
+from lit_cifar.parent import PARENT_PID
 
 # A watch has found out by then, and says more.
 _GRACE_S = 10.0
@@ -18,7 +21,9 @@ def end_with_launcher() -> None:
     """
     if not _started.is_set():
         _started.set()
-        threading.Thread(target=_follow, args=(os.getppid(),), name="watchdog-launcher", daemon=True).start()
+        spawned_by = multiprocessing.parent_process()
+        launcher = PARENT_PID if spawned_by is None else spawned_by.pid
+        threading.Thread(target=_follow, args=(launcher,), name="watchdog-launcher", daemon=True).start()
 
 
 def _follow(launcher: int) -> None:

@@ -1,5 +1,6 @@
 """Trains undisturbed, trains under faults, and compares the two."""
 
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -154,7 +155,14 @@ def chaos(
                 ways.add(disk.how or "left out, as this system offers no way to fill one")
                 faults = plan_for(training, count, seed=seed, full_disk=disk.how is not None)
                 rows.append(run_trial(training, faults, reference, own, disk=disk, report=report))
+                _keep(disk.folder / "run", own / "run")
     return rows, sorted(ways)
+
+
+def _keep(run: Path, target: Path) -> None:
+    """Take a run folder from a disk that will be gone."""
+    if run.exists():
+        shutil.copytree(run, target)
 
 
 def plan_for(training: Training, num_faults: int, *, seed: int, full_disk: bool = True) -> list[Fault]:

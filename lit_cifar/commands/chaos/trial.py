@@ -150,7 +150,7 @@ class Trial:
         def is_there() -> bool:
             found.clear()
             found.update(self.job.ranks())
-            return rank is None or rank in found
+            return bool(found) if rank is None else rank in found
 
         self._await(is_there, BACK_LIMIT_S, f"there is no rank {rank}")
         return list(found.values()) if rank is None else [found[rank]]
