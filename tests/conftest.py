@@ -2,12 +2,13 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 
-import psutil
 import pytest
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
+from processes import adopt_orphans, children
 
 # Left by Lightning: the seed for worker processes, their threads, and the place at which they met; by us: the interface
 # on which they listen. They are put back.
@@ -21,24 +22,14 @@ EXPECTED = {
     "PL_SEED_WORKERS",
     "PYTEST_CURRENT_TEST",
 }
-
+_FAREWELL_S = 5.0  # for a process that has been told to end
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that runs the tests in the background lets them ignore Ctrl-C, and so all that they start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def children() -> set[int]:
-    """Running processes below this one; multiprocessing keeps its resource tracker for good."""
-    found = set()
-    for process in psutil.Process().children(recursive=True):
-        try:
-            running = process.status() != psutil.STATUS_ZOMBIE
-            if running and "resource_tracker" not in " ".join(process.cmdline()):
-                found.add(process.pid)
-        except psutil.NoSuchProcess:
-            continue
-    return found
+adopt_orphans()
 
 
 @pytest.fixture(autouse=True)
@@ -54,5 +45,8 @@ def nothing_is_left_behind() -> Iterator[None]:
             os.environ[name] = variables[name]
     assert changed <= EXPECTED, f"environment variables left behind: {changed - EXPECTED}"
     assert not dist.is_initialized(), "a process group is left behind"
-    assert children() <= before, "processes are left running"
+    deadline = time.monotonic() + _FAREWELL_S
+    while (left := children() - before) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left, f"processes are left running: {left}"
     assert left_rank == rank, f"later tests would take this process for rank {left_rank}"

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 from commands import launch, run_here
+from processes import marked
 from rich.console import Console
 
 from lit_cifar.commands.chaos.disk import LimitedDisk, MountedDisk, SmallDisk, small_disk
@@ -470,18 +471,6 @@ def test_a_limit_on_files_lets_a_write_fail(tmp_path: Path) -> None:
     assert process.returncode == errno.EFBIG
 
 
-def marked(folder: Path) -> list[psutil.Process]:
-    """The processes of jobs whose temporary files lie in `folder`."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("TMPDIR", "").startswith(str(folder)) and process.status() != "zombie":
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
 def test_stopped_and_orphaned_processes_of_a_job_are_ended(tmp_path: Path) -> None:
     with Job(lambda size: ["modes", "--wait"], folder=tmp_path, max_restarts=0) as job:
         job.start(2)
@@ -523,6 +512,8 @@ def test_one_failure_fails_the_whole() -> None:
         (["--modes=ddp_mp"], "--devices 4"),
         (["--devices=1"], "--devices=1"),
         (["--json=/nowhere/at/all.json"], "--json"),
+        (["--json=."], "--json"),
+        ([f"--json={'x' * 300}"], "--json"),
         (["--dir=/proc/nowhere"], "--dir"),
         (["--dir=."], "--dir"),
         (["--model.arch=resnet34"], "--model.arch"),
@@ -535,16 +526,26 @@ def test_bad_arguments_exit_2_with_a_remedy(args: list[str], word: str) -> None:
     assert 2 <= len(result.stderr.splitlines()) <= 5
 
 
+def test_what_is_ignored_stays_ignored_as_nohup_wants_it() -> None:
+    script = (
+        "import signal; from lit_cifar.commands.terminal import exit_orderly_when_terminated as arm; "
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN); arm(); signal.raise_signal(signal.SIGHUP); "
+        "print('alive', flush=True); signal.raise_signal(signal.SIGTERM)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("alive\n", 143), done.stderr
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(640)
 def test_nothing_is_lost(tmp_path: Path) -> None:
     result = launch(
         "chaos",
         "--kills=4",
-        "--seed=1",
+        "--seed=16",  # one that stops a process, truncates a checkpoint, fills the disk and resizes the job
         f"--json={tmp_path / 'record.json'}",
         f"--dir={tmp_path / 'kept'}",
-        timeout_s=280,
+        timeout_s=600,
     )
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["passed"]
@@ -552,7 +553,9 @@ def test_nothing_is_lost(tmp_path: Path) -> None:
     equal, resized = record["rows"]
     assert (equal["difference"], equal["missing"], equal["doubled"]) == (0.0, 0, 0)
     assert 0.0 < resized["difference"] <= 1e-5
-    assert len(equal["events"]) + len(resized["events"]) == 4
+    kinds = [event["fault"]["kind"] for row in (equal, resized) for event in row["events"]]
+    assert sorted(kinds) == ["disk", "resize", "stop", "truncate"]
+    assert (tmp_path / "kept" / "ddp" / "equal-size" / "run" / "checkpoints" / "last.ckpt").exists()
     assert marked(tmp_path) == []
 
 

@@ -64,6 +64,43 @@ def test_torchrun_sh_asks_for_the_interface() -> None:
 
 
 @pytest.fixture
+def network(tmp_path: Path) -> dict[str, str]:
+    """An environment in which this machine has two interfaces, and names are known; torchrun says how it is called."""
+    commands = {
+        "ip": 'test "$4" != show || { test "$6" = ib0 && echo "2: ib0 inet 10.1.0.3/24 scope global"; exit; }\n'
+        'printf "%s\\n" "1: lo inet 127.0.0.1/8 scope host" "2: eth0 inet 10.0.0.3/24 x" "3: ib0 inet 10.1.0.3/24 x"',
+        "getent": 'case $2 in node3) echo "10.0.0.3 STREAM";; node3-ib) echo "10.1.0.3 STREAM";; '
+        'myself) echo "127.0.1.1 STREAM";; node4) echo "10.0.0.4 STREAM";; *) exit 2;; esac',
+        "torchrun": 'echo "$@" "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT"',
+    }
+    for name, body in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    return {**os.environ, "INTERFACE": "ib0", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+
+@pytest.mark.parametrize(
+    ("host", "is_host"), [("node3", "true"), ("node3-ib", "true"), ("myself", "true"), ("node4", "false")]
+)
+def test_one_machine_keeps_the_rendezvous_whatever_its_interface(
+    host: str, is_host: str, network: dict[str, str]
+) -> None:
+    script = [str(CLUSTER / "torchrun.sh")]
+    done = subprocess.run(script, env={**network, "RDZV_HOST": host}, capture_output=True, text=True, check=True)
+    assert f"is_host={is_host}," in done.stdout
+    assert "--local-addr=10.1.0.3 " in done.stdout
+    assert done.stdout.split()[-1] == "100"  # seconds to save in
+
+
+@pytest.mark.parametrize("wrong", [{"RDZV_HOST": "nowhere"}, {"RDZV_HOST": "node3", "INTERFACE": "eth7"}])
+def test_a_name_without_an_address_is_refused(wrong: dict[str, str], network: dict[str, str]) -> None:
+    done = subprocess.run([str(CLUSTER / "torchrun.sh")], env={**network, **wrong}, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("torchrun.sh: ")
+    assert "has no IPv4 address" in done.stderr
+
+
+@pytest.fixture
 def slurm(tmp_path: Path) -> dict[str, str]:
     """An environment with SLURM's commands, which write down what they are called with; srun also its variables."""
     commands = {

@@ -130,7 +130,7 @@ class Trial:
             return set()
 
     def _strike(self, fault: Fault, event: Event) -> None:
-        hit = self._ranks(fault.rank)
+        hit = [] if fault.kind == "resize" else self._ranks(fault.rank)
         event.pids = [process.pid for process in hit]
         if fault.kind in _SIGNALS:
             _signal(hit, _SIGNALS[fault.kind])
@@ -179,7 +179,7 @@ class Trial:
 
         self._await(is_new, BACK_LIMIT_S, f"rank {fault.rank} is not started again")
         time.sleep(fault.delay_s)
-        hit = self._ranks(fault.rank)
+        hit = [] if fault.kind == "resize" else self._ranks(fault.rank)
         event.pids += [process.pid for process in hit]
         _signal(hit, signal.SIGKILL)
         self.reader.refresh()
