@@ -1,14 +1,16 @@
 """`python -m lit_cifar modes`: the table on made-up machines, and on this one."""
 
+import contextlib
 import shlex
 from pathlib import Path
 
+import lightning as L
 import pytest
 from commands import TINY, run_here
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lit_cifar import strategies
-from lit_cifar.commands.modes import MODES, Machine, Row, main, mode_table
+from lit_cifar.commands.modes import MODES, Machine, Mode, Row, main, mode_table
 from lit_cifar.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "modes"
@@ -71,9 +73,11 @@ def test_one_gpu_runs_one_device_and_all_stages() -> None:
     ("num_gpus", "verdicts"),
     [
         (2, {"single": "yes, on 1 GPU", "ddp": "yes, on 2 GPUs", "ddp_mp": "on the CPU alone: needs 4 GPUs"}),
-        (3, {"mp": "yes, on 2 to 3 GPUs", "tp": "yes, on 2 to 3 GPUs", "ddp_pp": "on the CPU alone: needs 4 GPUs"}),
+        (3, {"mp": "yes, on 2 to 3 GPUs", "tp": "yes, on 2 GPUs", "ddp_pp": "on the CPU alone: needs 4 GPUs"}),
         (4, {"single": "yes, on 1 GPU", "pp": "yes, on 2 to 4 GPUs", "ddp_pp": "yes, on 4 GPUs"}),
-        (8, {"dp": "yes, on 2 to 8 GPUs", "ddp_mp": "yes, on 4 to 8 GPUs"}),
+        (6, {"pp": "yes, on 2 to 6 GPUs", "tp": "yes, on 2 or 4 GPUs", "ddp_mp": "yes, on 4 or 6 GPUs"}),
+        (8, {"dp": "yes, on 2 to 8 GPUs", "pp": "yes, on 2 to 8 GPUs", "tp": "yes, on 2, 4 or 8 GPUs"}),
+        (8, {"ddp_mp": "yes, on 4, 6 or 8 GPUs", "ddp_pp": "yes, on 4, 6 or 8 GPUs", "fsdp2": "yes, on 2 to 8 GPUs"}),
     ],
 )
 def test_several_gpus(num_gpus: int, verdicts: dict[str, str]) -> None:
@@ -83,6 +87,17 @@ def test_several_gpus(num_gpus: int, verdicts: dict[str, str]) -> None:
         enough = num_gpus >= row.mode.min_devices
         assert row.accelerator == ("cuda" if enough else "cpu")
         assert ("--trainer.accelerator=cpu" in flags(row)) != enough
+
+
+@pytest.mark.parametrize("mode", MODES[1:], ids=lambda mode: mode.name)
+def test_the_counts_are_those_that_the_strategy_accepts(mode: Mode) -> None:
+    accepted = []
+    for num_devices in range(mode.min_devices, 9):
+        with contextlib.suppress(ConfigError):
+            quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+            L.Trainer(strategy=mode.name, devices=num_devices, **quiet)
+            accepted.append(num_devices)
+    assert mode.counts(8) == accepted
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,11 @@ def trainer(devices: int, strategy: PipelineStrategy | str, **settings: object) 
     ("devices", "strategy", "layout"),
     [
         (2, "pp", Layout(num_microbatches=4)),
+        (4, "pp", Layout(num_microbatches=4)),
+        (5, "pp", Layout(num_microbatches=5)),
+        (8, "pp", Layout(num_microbatches=8)),
+        (3, PipelineStrategy(schedule="ZBVZeroBubble"), Layout(num_microbatches=5)),
+        (5, PipelineStrategy(num_microbatches=6), Layout(num_microbatches=6)),
         (4, "ddp_pp", Layout(num_shards=2, num_microbatches=4)),
         (4, PipelineStrategy(num_stages=4, schedule="ZBVZeroBubble"), Layout(num_shards=2, num_microbatches=4)),
         (3, PipelineStrategy(num_stages=1, num_microbatches=1), Layout(num_shards=3)),
@@ -99,6 +104,10 @@ REFUSED = {
     "synchronised BatchNorm": (
         ["strategy=pp", "devices=2", "sync_batchnorm=true"],
         ["sync_batchnorm", "each microbatch"],
+    ),
+    "an option of DDP's wrapper": (
+        ["devices=2", "strategy.find_unused_parameters=true"],
+        ["find_unused_parameters", "not accepted"],
     ),
     "unknown schedule": (["devices=2", "strategy.schedule=2F2B"], ["2F2B", "ZBVZeroBubble"]),
 }

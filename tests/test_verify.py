@@ -1,7 +1,9 @@
 """`verify`: the comparison as plain functions, every mode compared for real, and a planted mistake that is caught."""
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +23,14 @@ from lit_cifar.commands.verify.compare import (
     sample_problems,
 )
 from lit_cifar.commands.verify.modes import chosen, in_words, modes
+from lit_cifar.commands.verify.records import Record
 from lit_cifar.commands.verify.rows import Row
-from lit_cifar.commands.verify.runs import run
-from lit_cifar.commands.verify.selftest import ARGS, self_test
+from lit_cifar.commands.verify.runs import Outcome, run
+from lit_cifar.commands.verify.selftest import ARGS, _findings, _verdict, self_test
+from lit_cifar.commands.verify.settings import Settings
+from lit_cifar.commands.verify.trace import Trace
+from lit_cifar.commands.verify.verifier import Reference, Verifier, _possible
+from lit_cifar.errors import ConfigError
 from lit_cifar.layout import Chunks
 
 TINY = [
@@ -157,6 +164,101 @@ def test_a_mode_that_cannot_run_on_so_many_devices_is_refused() -> None:
     assert "3" in result.stderr
 
 
+def settings(**data: int) -> Settings:
+    """As `Settings.of` finds them, without asking the command line."""
+    config = {
+        "trainer": {"accumulate_grad_batches": 1, "precision": "64-true", "limit_val_batches": None},
+        "model": {"arch": "resnet10", "stem": "imagenet", "num_classes": 10},
+        "data": {"dataset": "synthetic", "num_train": 96, "val_size": 0, "batch_size": 16} | data,
+    }
+    return Settings(tuple(flag for flag in TINY if "accumulate" not in flag), config)
+
+
+def test_a_batch_that_a_mode_cannot_cut_is_refused_before_anything_runs() -> None:
+    result = run_here("verify", "--modes=ddp", "--devices=3", *TINY, "--data.batch_size=16")
+    assert result.status == 2
+    assert "3 replicas" in result.stderr
+    assert "reference" not in result.stdout + result.stderr
+
+
+def test_all_leaves_out_what_cannot_cut_the_batch_or_the_network() -> None:
+    said: list[str] = []
+    kept = [mode.name for mode in _possible(chosen(["all"], devices=7), settings(), said.append, leave_out=True)]
+    assert kept == ["single"]
+    said_of = {line.split(":")[0].removeprefix("left out "): line for line in said}
+    assert "7 replicas" in said_of["ddp"]
+    assert "6 blocks" in said_of["pp"]
+    kept = [mode.name for mode in _possible(chosen(["all"], devices=2), settings(), said.append, leave_out=True)]
+    assert kept == list(modes(2))
+
+
+def test_a_batch_that_one_device_cannot_train_on_is_never_left_out() -> None:
+    with pytest.raises(ConfigError, match="has 1 of 97 images"):
+        list(_possible(chosen(["all"], devices=2), settings(num_train=97), print, leave_out=True))
+
+
+def test_what_only_a_run_of_the_mode_finds_is_refused_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = Outcome(2, "", "lit_cifar: error: no such thing\n  pass another", 1.0)
+    verifier = Verifier(settings(), 3, tmp_path, print)
+    monkeypatch.setattr(Verifier, "reference", lambda self, chunks: Reference(Record(tmp_path), [{}]))
+    monkeypatch.setattr(Verifier, "launch", lambda self, mode, folder: refused)
+    with pytest.raises(ConfigError, match="no such thing") as caught:
+        verifier.row(modes(2)["ddp"])
+    assert caught.value.remedy == "pass another"
+
+
+def test_a_reference_that_takes_too_long_is_none(tmp_path: Path) -> None:
+    said: list[str] = []
+    verifier = Verifier(settings(), 3, tmp_path, said.append, timeout_s=0.2)
+    with pytest.raises(ConfigError, match="time limit"):
+        verifier.reference(Chunks())
+    assert said[0] == "running  reference: one device"
+    assert said[1].endswith(" s  reference: one device")
+
+
+@pytest.mark.timeout(120)
+def test_a_run_that_ends_early_is_refused(tmp_path: Path) -> None:
+    shortened = settings()
+    shortened = Settings(
+        (*shortened.flags, "--trainer.fast_dev_run=true", "--trainer.accelerator=cpu"), shortened.config
+    )
+    with pytest.raises(ConfigError, match="after 1 of 2 steps"):
+        Verifier(shortened, 2, tmp_path, print).reference(Chunks())
+
+
+def test_runs_are_as_long_as_their_steps_take() -> None:
+    assert "--trainer.max_epochs=-1" in settings().length_flags(steps=10, accumulation=1)
+
+
+@pytest.fixture
+def tf32() -> Iterator[list[Any]]:
+    """Allowed during the test; what has the switches."""
+    users = [torch.backends.cudnn, torch.backends.cuda.matmul]
+    before = [user.allow_tf32 for user in users]
+    for user in users:
+        user.allow_tf32 = True
+    yield users
+    for user, allowed in zip(users, before, strict=True):
+        user.allow_tf32 = allowed
+
+
+def test_no_run_uses_tf32(tf32: list[Any], tmp_path: Path) -> None:
+    Trace(str(tmp_path)).setup(None, None, "fit")  # type: ignore[arg-type]
+    assert [user.allow_tf32 for user in tf32] == [False, False]
+
+
+@pytest.mark.parametrize("status", [1, 2, None])
+def test_a_run_that_breaks_down_has_caught_nothing(
+    status: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Verifier, "reference", lambda self, chunks: Reference(Record(tmp_path), [{}]))
+    monkeypatch.setattr(Verifier, "launch", lambda self, mode, folder, bug: Outcome(status, "", "AttributeError", 1.0))
+    planted = bugs.BUGS["last-replica"]
+    findings = _findings(Verifier(settings(), 3, tmp_path, print), [planted])
+    assert [(finding.bug, finding.right) for finding in findings] == [(None, False), (planted, False)]
+    assert all("broke" in _verdict(finding) for finding in findings)
+
+
 def test_all_and_chosen_modes_come_in_the_order_of_the_table() -> None:
     assert [mode.name for mode in chosen(["ddp", "dp"], devices=2)] == ["dp", "ddp"]
     assert [mode.name for mode in chosen(["all"], devices=2)] == list(modes(2))
@@ -174,7 +276,12 @@ def test_every_planted_mistake_has_a_mode_and_a_name_of_its_own() -> None:
         (["--devices=1"], "--devices=1"),
         (["--devices=two"], "two"),
         (["--steps=0"], "--steps=0"),
+        (["--steps=1"], "--steps=1"),
         (["--trainer.strategy=ddp"], "--trainer.strategy"),
+        (["--trainer.max_epochs=1"], "--trainer.max_epochs"),
+        (["--ckpt_path=last.ckpt"], "--ckpt_path"),
+        (["--resume=auto"], "--resume"),
+        (["--trainer.precision=bf16-mixed"], "bf16-mixed"),
         (["--json=/nowhere/at/all.json"], "--json"),
         (["--self-test", "--model.arch=resnet10"], "--self-test"),
     ],

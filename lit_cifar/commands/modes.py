@@ -1,7 +1,7 @@
 """`python -m lit_cifar modes`: the modes, and which of them run on this machine."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -11,6 +11,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from lit_cifar.commands.terminal import CommandParser, console
+from lit_cifar.strategies.tensor_parallel import NUM_CHANNELS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,7 @@ class Mode:
         splits: What is divided, and over what.
         processes: How many, from N devices and S stages.
         min_devices: The fewest of which each does a part of its own.
+        fits: Whether so many devices, at least the fewest, can share the work; what the strategy itself would answer.
         needs: What of torch it is built on, as "module" or "module.name".
     """
 
@@ -29,6 +31,7 @@ class Mode:
     splits: str
     processes: str
     min_devices: int = 2
+    fits: Callable[[int], bool] = lambda num_devices: True
     needs: tuple[str, ...] = ()
 
     @property
@@ -36,10 +39,20 @@ class Mode:
         """Whether it starts several."""
         return self.processes != "1"
 
+    def counts(self, num_devices: int) -> list[int]:
+        """Of how many of so many devices it can make use."""
+        most = 1 if self.name == "single" else num_devices
+        return [count for count in range(self.min_devices, most + 1) if self.fits(count)]
+
     def flags(self, num_devices: int) -> list[str]:
         """What to pass to `fit` for so many devices."""
         strategy = [] if self.name == "single" else [f"--trainer.strategy={self.name}"]
         return [*strategy, f"--trainer.devices={num_devices}"]
+
+
+def _is_even(num_devices: int) -> bool:
+    """Whether stages come in pairs."""
+    return num_devices % 2 == 0
 
 
 _DISTRIBUTED = ("torch.distributed",)
@@ -58,6 +71,7 @@ MODES = (
         splits="batch over processes, layers over the devices of each",
         processes="N / S",
         min_devices=4,
+        fits=_is_even,
         needs=_DISTRIBUTED,
     ),
     Mode(name="pp", splits="the layers, over processes", processes="N", needs=_PIPELINING),
@@ -66,10 +80,17 @@ MODES = (
         splits="the batch over pipelines, the layers along each",
         processes="N",
         min_devices=4,
+        fits=_is_even,
         needs=_PIPELINING,
     ),
     Mode(name="fsdp2", splits="parameters, gradients and optimizer state", processes="N", needs=_FULLY_SHARD),
-    Mode(name="tp", splits="the tensors inside layers", processes="N", needs=_TENSOR_PARALLEL),
+    Mode(
+        name="tp",
+        splits="the tensors inside layers",
+        processes="N",
+        fits=lambda num_devices: NUM_CHANNELS % num_devices == 0,
+        needs=_TENSOR_PARALLEL,
+    ),
 )
 
 
@@ -168,8 +189,7 @@ def _on_gpus(mode: Mode, machine: Machine) -> Row:
         flags = ["--trainer.strategy=LayerParallelStrategy", "--trainer.strategy.num_stages=2", "--trainer.devices=1"]
     else:
         flags = mode.flags(mode.min_devices)
-        least, most = mode.min_devices, 1 if mode.name == "single" else machine.num_gpus
-        verdict = f"yes, on {f'{least} to ' if least < most else ''}{_count(most, 'GPU')}"
+        verdict = f"yes, on {_in_words(mode.counts(machine.num_gpus))}"
     return Row(mode=mode, accelerator="cuda", verdict=verdict, command=_command(*flags))
 
 
@@ -214,6 +234,17 @@ def _exists(need: str) -> bool:
             continue
         return attempt == need or hasattr(found, name)
     return False
+
+
+def _in_words(counts: Sequence[int]) -> str:
+    """E.g. "2 to 5 GPUs", or "2, 4 or 8 GPUs" where some between are missing."""
+    *others, last = counts
+    words = _count(last, "GPU")
+    if not others:
+        return words
+    if len(counts) == last - counts[0] + 1:
+        return f"{counts[0]} to {words}"
+    return f"{', '.join(map(str, others))} or {words}"
 
 
 def _count(number: int, what: str) -> str:

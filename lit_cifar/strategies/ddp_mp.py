@@ -83,7 +83,8 @@ class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
             raise ConfigError(
                 f"--trainer.strategy={self.strategy_name} with {each} stages does not divide "
                 f"--trainer.devices={num_devices} into processes",
-                remedy=f"pass --trainer.devices={nearest}, or another --trainer.strategy.num_stages",
+                remedy=f"pass --trainer.devices={nearest}, or --trainer.strategy={type(self).__name__} "
+                f"--trainer.strategy.num_stages={num_devices}",
             )
         self._refuse_other_world_size()
 

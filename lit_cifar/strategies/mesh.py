@@ -10,7 +10,8 @@ samples, and a sum over all would count them several times.
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from datetime import timedelta
+from typing import Any, Literal, cast
 
 import lightning as L
 import torch
@@ -20,6 +21,7 @@ from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -36,12 +38,21 @@ class MeshStrategy(RunnerStrategy, DDPStrategy):
     A subclass says how many, and splits the network where it makes its runner. `self.model` stays the LightningModule:
     there is no wrapper.
 
+    What else Lightning's `DDPStrategy` takes is for its wrapper, and so not taken here.
+
     Args:
-        **kwargs: As of Lightning's `DDPStrategy`: `process_group_backend`, `timeout`, `start_method`.
+        process_group_backend: Of the process group; by default NCCL on GPUs and gloo on the CPU.
+        timeout: Of the process group.
+        start_method: How Lightning starts the processes.
     """
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(
+        self,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
         self._mesh: DeviceMesh | None = None
         self._failed = False
 

@@ -46,19 +46,29 @@ class Schedule:
         turn, place = divmod(stage, self.num_processes)
         return self.num_processes - 1 - place if self.name == "ZBVZeroBubble" and turn % 2 else place
 
+    @property
+    def fewest_microbatches(self) -> int:
+        """With fewer it does not work."""
+        processes = self.num_processes
+        return {"1F1B": processes, "Interleaved1F1B": processes, "ZBVZeroBubble": 2 * processes - 1}.get(self.name, 1)
+
+    @property
+    def usual_microbatches(self) -> int:
+        """What to use where nothing else is asked for."""
+        return max(4, self.fewest_microbatches)
+
     def check(self, num_microbatches: int) -> None:
         """Find out whether the schedule works with so many microbatches.
 
         Raises:
             ConfigError: It needs more, or another multiple.
         """
-        processes = self.num_processes
-        fewest = {"1F1B": processes, "Interleaved1F1B": processes, "ZBVZeroBubble": 2 * processes - 1}.get(self.name, 1)
+        processes, fewest = self.num_processes, self.fewest_microbatches
         if num_microbatches < fewest:
             raise ConfigError(
                 f"the schedule {self.name} over {processes} processes needs at least {fewest} microbatches, "
                 f"not {num_microbatches}",
-                remedy=f"pass --trainer.strategy.num_microbatches={fewest}, or --trainer.strategy.schedule=GPipe",
+                remedy=f"pass --trainer.strategy.num_microbatches={fewest} or more",
             )
         rounds = max(1, num_microbatches // processes)
         if self.name == "Interleaved1F1B" and num_microbatches % rounds:

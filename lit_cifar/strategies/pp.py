@@ -35,25 +35,26 @@ class PipelineStrategy(MeshStrategy):
     Args:
         num_stages: Stages of a pipeline; by default so many that there is one pipeline. Processes hold one each, or two
             under "Interleaved1F1B" and "ZBVZeroBubble".
-        num_microbatches: Into how many pieces a pipeline cuts its part of the batch.
+        num_microbatches: Into how many pieces a pipeline cuts its part of the batch; by default 4, or as many as the
+            schedule needs at least.
         schedule: The order of work: "GPipe" (Huang et al. 2019), "1F1B" (Narayanan et al. 2019), "Interleaved1F1B"
             (Narayanan et al. 2021), "ZBVZeroBubble" (Qi et al. 2024). All compute the same.
         cuts: The blocks with which the second and later stages begin, e.g. ["layer3.1"]; by default stages of about
             equal FLOP.
-        **kwargs: As of Lightning's `DDPStrategy`: `process_group_backend`, `timeout`, `start_method`.
+        **kwargs: As of `MeshStrategy`: `process_group_backend`, `timeout`, `start_method`.
     """
 
     def __init__(
         self,
         num_stages: int | None = None,
-        num_microbatches: int = 4,
+        num_microbatches: int | None = None,
         schedule: ScheduleName = "1F1B",
         cuts: list[str] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.num_stages = num_stages
-        self.num_microbatches = num_microbatches
+        self._num_microbatches = num_microbatches
         self.schedule_name: ScheduleName = schedule
         self.cuts = cuts
         self._pipeline: Pipeline | None = None
@@ -76,6 +77,11 @@ class PipelineStrategy(MeshStrategy):
     def schedule(self) -> Schedule:
         """Who holds which stage; known once the Trainer is made."""
         return Schedule.of(self.schedule_name, self.processes_per_replica)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of a batch; known once the Trainer is made."""
+        return self.schedule.usual_microbatches if self._num_microbatches is None else self._num_microbatches
 
     @property
     def pipeline(self) -> Pipeline:
@@ -102,7 +108,7 @@ class PipelineStrategy(MeshStrategy):
         if self.num_microbatches < 1:
             raise ConfigError(
                 f"--trainer.strategy.num_microbatches={self.num_microbatches} is less than one",
-                remedy="pass at least 1",
+                remedy=f"pass --trainer.strategy.num_microbatches={self.schedule.usual_microbatches}, or leave it out",
             )
         self.schedule.check(self.num_microbatches)
         if self._layer_sync is not None:

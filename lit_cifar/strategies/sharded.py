@@ -52,7 +52,7 @@ class ShardedStrategy(MeshStrategy):
         data_parallel_size: Replicas, over which FSDP2 shards; None for as many as the processes make.
         tensor_parallel_size: Processes that hold a replica together, each with a part of its tensors; None for as many
             as there are for each replica.
-        **kwargs: As of Lightning's `DDPStrategy`: `process_group_backend`, `timeout`, `start_method`.
+        **kwargs: As of `MeshStrategy`: `process_group_backend`, `timeout`, `start_method`.
     """
 
     def __init__(

@@ -74,7 +74,9 @@ def chaos_parser() -> argparse.ArgumentParser:
     """The command's options."""
     parser = CommandParser("chaos", description=_DESCRIPTION)
     parser.add_argument("--kills", type=int, default=20, metavar="K", help="faults for each mode (default: 20)")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of kinds, moments and ranks (default: 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="seed that decides kinds, moments and ranks (default: 0)"
+    )
     parser.add_argument("--modes", default="ddp", metavar="A,B", help="modes to hit (default: ddp)")
     parser.add_argument("--devices", type=int, default=2, metavar="N", help="devices of each mode (default: 2)")
     parser.add_argument("--json", metavar="FILE", help="write every fault, figures, versions and hardware there")

@@ -49,7 +49,7 @@ def evaluated_alone(path: Path, *, config: Mapping[str, Any]) -> tuple[int, int]
     module.network.load_state_dict(checkpoint["state_dict"])
     accuracy = _SilentAccuracy()
     settings = {name: config["trainer"][name] for name in ("accelerator", "precision", "limit_val_batches")}
-    with quiet():
+    with quiet(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # as `Trace`
         trainer = L.Trainer(
             devices=1,
             logger=False,

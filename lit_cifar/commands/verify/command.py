@@ -86,5 +86,6 @@ def _of_finding(finding: Finding) -> dict[str, Any]:
         "imitates": None if bug is None else bug.imitates,
         "mode": finding.mode,
         "problems": finding.problems,
+        "finished": finding.finished,
         "right": finding.right,
     }

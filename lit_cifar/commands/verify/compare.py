@@ -30,7 +30,7 @@ FLOOR_ULP = 4.0
 
 @dataclass(frozen=True)
 class Excess:
-    """The first difference beyond its tolerance: in the first step, and there in the order of the network."""
+    """The first difference beyond its tolerance: in the first step, and there as `first_excess` orders them."""
 
     step: int
     kind: str

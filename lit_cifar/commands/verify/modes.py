@@ -6,8 +6,10 @@ from typing import Any
 import lightning as L
 
 from lit_cifar import strategies
+from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import ConfigError
 from lit_cifar.layout import Chunks, Layout
+from lit_cifar.module import LitResNet
 from lit_cifar.strategies.rendezvous import cluster_environment
 
 Sizes = dict[str, int | str]
@@ -55,6 +57,20 @@ class Mode:
     def layout(self) -> Layout:
         """Which samples its replicas see together."""
         return Layout.of(self._strategy())
+
+    def check(self, module: LitResNet, sampler: TrainSampler) -> None:
+        """Find out what `fit` would refuse in this mode, before anything runs.
+
+        Args:
+            module: Whose network it would train.
+            sampler: What one device would read.
+
+        Raises:
+            ConfigError: The strategy cannot work with these sizes or this network, or not with such batches.
+        """
+        strategy = self._strategy()
+        strategy.connect(module)
+        replace(sampler, layout=Layout.of(strategy)).check()
 
     @property
     def num_processes(self) -> int:

@@ -10,8 +10,6 @@ import torch
 
 from lit_cifar.commands.verify.compare import Step, sample_problems
 
-EVALUATION = "evaluation"
-
 
 @dataclass(frozen=True)
 class Record:
@@ -24,6 +22,11 @@ class Record:
         path = self.folder / "trace" / f"step{number}.pt"
         step: Step = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         return step
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that the run has made; a run that refused its input has written none."""
+        return len(list((self.folder / "trace").glob("step*.pt")))
 
     @cached_property
     def about(self) -> dict[str, Any]:

@@ -14,6 +14,9 @@ from lit_cifar.errors import ConfigError
 
 TIMEOUT_S = 900.0
 
+REFUSED = 2
+"""The exit status with which the command line answers what cannot work."""
+
 _running: set["subprocess.Popen[bytes]"] = set()
 
 

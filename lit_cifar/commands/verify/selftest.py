@@ -42,16 +42,18 @@ class Finding:
         bug: The mistake; None where none was planted, which must pass.
         mode: The mode.
         problems: What the comparison complained about.
+        finished: Whether the run came to its end: one that breaks down says nothing about the comparison.
     """
 
     bug: Bug | None
     mode: str
     problems: list[str]
+    finished: bool
 
     @property
     def right(self) -> bool:
         """A mistake was caught, or its absence was seen."""
-        return bool(self.problems) == (self.bug is not None)
+        return self.finished and bool(self.problems) == (self.bug is not None)
 
 
 def self_test(*, bugs: Sequence[Bug] | None = None, report: Report = lambda line: None) -> list[Finding]:
@@ -84,8 +86,9 @@ def _findings(verifier: Verifier, bugs: Sequence[Bug]) -> list[Finding]:
             launched[pool.submit(verifier.launch, known[mode], folder, bug=name)] = (mode, bug, folder)
         for future in as_completed(launched):
             mode, bug, folder = launched[future]
-            row = verifier.judge(known[mode], future.result(), folder, references[mode])
-            found[mode, bug] = Finding(bug, mode, row.problems)
+            outcome = future.result()
+            row = verifier.judge(known[mode], outcome, folder, references[mode])
+            found[mode, bug] = Finding(bug, mode, row.problems, finished=outcome.status == 0)
     return [found[case] for case in cases]
 
 
@@ -116,5 +119,10 @@ def findings_table(findings: Sequence[Finding], *, title: str) -> Table:
 
 
 def _verdict(finding: Finding) -> str:
-    word = ("missed" if not finding.problems else "caught") if finding.bug else ("passed" if finding.right else "FAIL")
+    if not finding.finished:
+        word = "broke"
+    elif finding.bug is None:
+        word = "passed" if finding.right else "FAIL"
+    else:
+        word = "caught" if finding.problems else "missed"
     return f"[bold {'green' if finding.right else 'red'}]{word}[/]"

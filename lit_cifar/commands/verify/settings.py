@@ -8,7 +8,11 @@ import torch
 import yaml  # type: ignore[import-untyped]
 
 from lit_cifar.commands.verify.runs import refuse_if_invalid, run
+from lit_cifar.data import CIFAR10DataModule
+from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import ConfigError
+from lit_cifar.layout import Layout
+from lit_cifar.module import LitResNet
 
 # ResNet34 on images that need no files. Batches of 64, 64 and a ragged 32 leave 8 or more to each of four chunks:
 # BatchNorm over few values magnifies rounding, and so does a large learning rate.
@@ -22,7 +26,19 @@ DEFAULTS = (
     "--data.batch_size=64",
 )
 
-_OWNED = ("--trainer.strategy", "--trainer.devices", "--trainer.sync_batchnorm", "--trainer.max_steps", "--run_dir")
+_OWNED = (
+    "--trainer.strategy",
+    "--trainer.devices",
+    "--trainer.sync_batchnorm",
+    "--trainer.max_steps",
+    "--trainer.max_epochs",
+    "--run_dir",
+    "--ckpt_path",
+    "--resume",
+)
+
+# Where rounding is one unit of the parameters. In mixed precision it is that of the computation, far coarser.
+_PRECISIONS = {"32": "32-true", "64": "64-true", "32-true": "32-true", "64-true": "64-true"}
 
 
 @dataclass(frozen=True)
@@ -42,7 +58,8 @@ class Settings:
         """Resolve the user's `args`.
 
         Raises:
-            ConfigError: `fit` refuses them, or they are flags that `verify` sets itself.
+            ConfigError: `fit` refuses them, they are flags that `verify` sets itself, or a precision in which equal
+                computations cannot be told from others.
         """
         owned = [arg for arg in args if arg.split("=")[0] in _OWNED]
         if owned:
@@ -53,6 +70,11 @@ class Settings:
         outcome = run("fit", *flags, "--print_config", folder=folder)
         refuse_if_invalid(outcome)
         config = yaml.safe_load(outcome.stdout)
+        if (precision := str(config["trainer"]["precision"] or "32-true")) not in _PRECISIONS:
+            raise ConfigError(
+                f"verify compares in 32-true or 64-true, not in --trainer.precision={precision}, which rounds too much",
+                remedy="leave it out, or pass --trainer.precision=64-true",
+            )
         if config["trainer"]["accelerator"] == "auto" and torch.cuda.device_count() < devices:
             flags.append("--trainer.accelerator=cpu")
             config["trainer"]["accelerator"] = "cpu"
@@ -60,8 +82,8 @@ class Settings:
 
     @property
     def precision(self) -> str:
-        """As `--trainer.precision` takes it."""
-        return str(self.config["trainer"]["precision"] or "32-true")
+        """In full: "32-true" or "64-true"."""
+        return _PRECISIONS[str(self.config["trainer"]["precision"] or "32-true")]
 
     @property
     def accumulation(self) -> int:
@@ -73,14 +95,39 @@ class Settings:
         """The global batch."""
         return int(self.config["data"]["batch_size"])
 
+    def module(self) -> LitResNet:
+        """With the configuration's network."""
+        config = self.config["model"]
+        return LitResNet(config["arch"], stem=config["stem"], num_classes=config["num_classes"])
+
+    def train_sampler(self) -> TrainSampler:
+        """What one device reads; the images themselves are dropped again.
+
+        Raises:
+            ConfigError: The data set is missing, or not even one device can train on such batches.
+        """
+        data = CIFAR10DataModule(**self.config["data"])
+        data.prepare_data()
+        data.setup("fit")
+        sampler = TrainSampler(
+            num_samples=len(data.sets["train"]),
+            batch_size=self.batch_size,
+            layout=Layout(),
+            accumulation=self.accumulation,
+            drop_last=data.drop_last,
+        )
+        sampler.check()
+        return sampler
+
     @property
     def evaluates(self) -> bool:
         """Whether there are images to validate on."""
         return int(self.config["data"]["val_size"]) > 0 and self.config["trainer"]["limit_val_batches"] != 0
 
     def length_flags(self, *, steps: int, accumulation: int) -> list[str]:
-        """So many optimizer steps, then an evaluation and a checkpoint."""
-        flags = [f"--trainer.max_steps={steps}", f"--trainer.accumulate_grad_batches={accumulation}"]
+        """So many optimizer steps, over as many epochs as it takes, then an evaluation and a checkpoint."""
+        flags = [f"--trainer.max_steps={steps}", "--trainer.max_epochs=-1"]
+        flags += [f"--trainer.accumulate_grad_batches={accumulation}"]
         if self.evaluates:
             flags += [
                 "--trainer.check_val_every_n_epoch=null",

@@ -50,6 +50,8 @@ class Trace(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Before the strategy has touched the network: plant the bug, choose the kernels."""
+        # TF32 has 10 bits: the plain kernels do not, and the tolerance would be the distance between the two.
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
         if self.bug is not None:
             plant(self.bug, trainer, pl_module)
         if self.order == "plain_kernels":

@@ -24,7 +24,7 @@ from lit_cifar.commands.verify.compare import (
 from lit_cifar.commands.verify.modes import Mode, chosen, in_words
 from lit_cifar.commands.verify.records import Record
 from lit_cifar.commands.verify.rows import Row
-from lit_cifar.commands.verify.runs import TIMEOUT_S, Outcome, run
+from lit_cifar.commands.verify.runs import REFUSED, TIMEOUT_S, Outcome, refuse_if_invalid, run
 from lit_cifar.commands.verify.settings import Settings
 from lit_cifar.errors import ConfigError
 from lit_cifar.layout import Chunks
@@ -51,7 +51,7 @@ class Verifier:
         settings: The configuration.
         steps: Optimizer steps of every run.
         folder: Exists; for everything that the runs write.
-        report: Called with a line whenever a run has ended.
+        report: Called with a line whenever a run begins, and when it has ended.
         timeout_s: After which a run is stopped, and has failed.
     """
 
@@ -80,7 +80,10 @@ class Verifier:
         """Run the mode and compare it with its reference."""
         reference = self.reference(self.chunks_of(mode))
         with self.run_folder(mode.name) as folder:
-            return self.judge(mode, self.launch(mode, folder), folder, reference)
+            outcome = self.launch(mode, folder)
+            if outcome.status == REFUSED:  # what only the mode itself could find: no failed proof
+                refuse_if_invalid(outcome)
+            return self.judge(mode, outcome, folder, reference)
 
     def launch(self, mode: Mode, folder: Path, *, bug: str | None = None) -> Outcome:
         """Run the mode in `folder`, with a planted mistake if there shall be one."""
@@ -92,10 +95,13 @@ class Verifier:
     def judge(self, mode: Mode, outcome: Outcome, folder: Path, reference: Reference) -> Row:
         """Compare what `launch` left in `folder` with the reference."""
         row = Row(mode.name, self.equals(mode), tolerance=reference.bounds[-1], seconds=outcome.seconds)
-        if outcome.status == 0:
-            self._compare(row, Record(folder), reference)
-        else:
+        record = Record(folder)
+        if outcome.status != 0:
             row.problems.append(outcome.last_words)
+        elif record.num_steps < self.steps:
+            row.problems.append(f"the run ended after {record.num_steps} of {self.steps} steps")
+        else:
+            self._compare(row, record, reference)
         return row
 
     def _compare(self, row: Row, record: Record, reference: Reference) -> None:
@@ -156,10 +162,20 @@ class Verifier:
         if chunks != Chunks():
             flags += [f"--model.batchnorm_chunks.{name}={value}" for name, value in asdict(chunks).items()]
         outcome = self._fit(title, folder, flags, trace, processes=1)
-        if outcome.status:
+        if outcome.status is None:
+            raise ConfigError(
+                f"one device is too slow for this configuration: {outcome.last_words}",
+                remedy="pass fewer --steps, or a smaller --data.batch_size or --model.arch",
+            )
+        if outcome.status != 0:
             raise ConfigError(
                 f"one device cannot train this configuration: {outcome.last_words}",
                 remedy="correct it until `python -m lit_cifar fit` runs with it",
+            )
+        if (num_steps := Record(folder).num_steps) < self.steps:
+            raise ConfigError(
+                f"the configuration ends a run after {num_steps} of {self.steps} steps",
+                remedy="leave out what does, e.g. --trainer.max_time or --trainer.fast_dev_run",
             )
 
     def _fit(self, title: str, folder: Path, flags: list[str], trace: dict[str, str], *, processes: int) -> Outcome:
@@ -167,6 +183,7 @@ class Verifier:
         arguments = {"folder": str(folder / "trace")} | trace
         recording = [f"--trainer.callbacks+={TRACE}"]
         recording += [f"--trainer.callbacks.{name}={value}" for name, value in arguments.items()]
+        self.report(f"running  {title}")
         outcome = run(
             "fit",
             *self.settings.flags,
@@ -205,24 +222,22 @@ def verify(
         devices: Of each mode; on the CPU processes, or virtual devices of one process.
         steps: Optimizer steps; in float32, rounding is magnified from step to step.
         args: Flags of `fit`, `--config` among them; by default ResNet34 on synthetic images.
-        report: Called with a line for each run.
+        report: Called with a line whenever a run begins, and when it has ended.
 
     Returns:
         A row for each mode.
 
     Raises:
         ConfigError: Unknown modes, flags that `fit` refuses, or a mode called by its name that cannot run on so many
-            devices; "all" leaves those out.
+            devices or with batches of this size; "all" leaves those out.
     """
-    if steps < 1:
-        raise ConfigError(f"--steps={steps} leaves nothing to compare", remedy="pass --steps 1 or more")
+    if steps < 2:
+        raise ConfigError(f"--steps={steps} leaves no step after a resume", remedy="pass --steps 2 or more")
     wanted = chosen(list(names), devices=devices)
-    if "all" in names:
-        wanted = [mode for mode in wanted if _is_possible(mode, report)]
     with tempfile.TemporaryDirectory(prefix="lit_cifar-verify-") as folder:
         settings = Settings.of(list(args), devices=devices, folder=Path(folder))
         verifier = Verifier(settings, steps, Path(folder), report)
-        return verify_modes(verifier, wanted)
+        return verify_modes(verifier, list(_possible(wanted, settings, report, leave_out="all" in names)))
 
 
 def verify_modes(verifier: Verifier, wanted: Sequence[Mode]) -> list[Row]:
@@ -235,15 +250,25 @@ def verify_modes(verifier: Verifier, wanted: Sequence[Mode]) -> list[Row]:
     return [rows[mode.name] for mode in wanted]
 
 
-def _is_possible(mode: Mode, report: Report) -> bool:
-    """Whether the mode can run on so many devices; if not, `report` says why: `tp`, say, must divide the channels."""
-    try:
-        with quiet():
-            mode.layout()
-    except ConfigError as error:
-        report(f"left out  {mode.name}: {error.problem}")
-        return False
-    return True
+def _possible(wanted: Sequence[Mode], settings: Settings, report: Report, *, leave_out: bool) -> Iterator[Mode]:
+    """Those that can run on so many devices with such batches: `tp`, say, must divide the channels.
+
+    Of the others `report` says why they are left out.
+
+    Raises:
+        ConfigError: None may be left out, or not even one device can train the configuration.
+    """
+    module, sampler = settings.module(), settings.train_sampler()
+    for mode in wanted:
+        try:
+            with quiet():
+                mode.check(module, sampler)
+        except ConfigError as error:
+            if not leave_out:
+                raise
+            report(f"left out {mode.name}: {error.problem}")
+        else:
+            yield mode
 
 
 def _of(counts: tuple[int, int]) -> str:
