@@ -3,27 +3,31 @@
 Exit status: 0 done, 1 failed while running, 2 the user's input, 143 stopped by a signal after saving.
 """
 
+import errno
 import logging
-import re
+import os
 import signal
 import sys
 import warnings
+from argparse import RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing import active_children
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from types import FrameType
+from typing import Any, Literal
 
 import lightning as L
-from jsonargparse import Namespace
+from jsonargparse import DefaultHelpFormatter, Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.distributed import is_torchelastic_launched
 from torch.multiprocessing.spawn import ProcessExitedException
 
+from lit_cifar import __version__
 from lit_cifar.callbacks import (
     EXIT_STOPPED,
     BestCheckpoint,
@@ -31,6 +35,7 @@ from lit_cifar.callbacks import (
     EvaluationFigures,
     ExactResume,
     FinalSettings,
+    Keystrokes,
     LastCheckpoint,
     ModelGraph,
     PerRankAccuracy,
@@ -41,11 +46,13 @@ from lit_cifar.callbacks import (
     Throughput,
     Watchdog,
 )
-from lit_cifar.checkpoint_files import newest_valid
+from lit_cifar.checkpoint_files import newest_valid, save_error
 from lit_cifar.checkpoint_io import CheckpointFiles
 from lit_cifar.checkpoints import Header, read_checkpoint
+from lit_cifar.cli_errors import PROGRAM, Parser, as_config_error, check_command, check_trainer, refuse
 from lit_cifar.commands import COMMANDS
 from lit_cifar.data import CIFAR10DataModule
+from lit_cifar.data.receipt import Receipt
 from lit_cifar.errors import CheckpointError, ConfigError, SaveError
 from lit_cifar.layout import Layout
 from lit_cifar.module import LitResNet
@@ -54,7 +61,18 @@ from lit_cifar.strategies import ProcessSyncBatchNorm
 from lit_cifar.strategies.launch import as_list, settle_processes
 from lit_cifar.watchdog import end_with_launcher
 
-_MAX_ERROR_LINES = 5
+_DESCRIPTION = "Train ResNets on CIFAR-10 and similar data, in any mode of parallelism."
+_EPILOG = """\
+further commands, each with a --help of its own:
+    modes               Which modes run on this machine, and how to start them.
+    verify              Compare modes step by step with the single-device computation that each must equal.
+    chaos               Kill, stop and resize small trainings at random, and check that nothing is lost.
+"""
+# Of arguments for which Lightning's own text offers what is refused here.
+_HELP = {
+    "ckpt_path": "Checkpoint to go on from (fit) or to use (the others): a file, as RUN_FOLDER/checkpoints/best.ckpt.",
+    "weights_only": "Nothing to choose: only tensors and primitives are read from a checkpoint; false is refused.",
+}
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -74,12 +92,19 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         if words and words[0] in COMMANDS:
             raise SystemExit(COMMANDS[words[0]](words[1:]))
+        check_command(words)
         CLI(
             LitResNet,
             CIFAR10DataModule,
             args=None if args is None else list(args),
-            parser_class=_Parser,
-            parser_kwargs={"epilog": f"Further commands, each with a --help of its own: {', '.join(COMMANDS)}."},
+            parser_class=Parser,
+            parser_kwargs={
+                "prog": PROGRAM,
+                "description": _DESCRIPTION,
+                "epilog": _EPILOG,
+                "formatter_class": _HelpFormatter,
+                "version": __version__,
+            },
             save_config_callback=_SaveConfig,
             seed_everything_default=0,
             trainer_defaults={"max_epochs": 15, "enable_model_summary": False, "callbacks": _callbacks()},
@@ -87,7 +112,7 @@ def main(args: Sequence[str] | None = None) -> None:
             load_from_checkpoint_support=False,
         )
     except ConfigError as error:
-        _refuse(str(error), status=1 if isinstance(error, SaveError) else 2)
+        refuse(str(error), status=1 if isinstance(error, SaveError) else 2)
 
 
 class CLI(LightningCLI):
@@ -102,7 +127,10 @@ class CLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """What belongs to neither trainer, model nor data."""
         parser.add_argument(
-            "--run_dir", type=str | None, default=None, help="Folder of this run; by default runs/<time>-<label>."
+            "--run_dir",
+            type=str | None,
+            default=None,
+            help="Folder of this run; by default runs/<time>-<subcommand>[-<mode>].",
         )
         parser.add_argument(
             "--resume",
@@ -113,6 +141,12 @@ class CLI(LightningCLI):
         parser.add_lightning_class_args(BestCheckpoint, "best_checkpoint")
         parser.add_lightning_class_args(LastCheckpoint, "last_checkpoint")
         parser.add_lightning_class_args(Watchdog, "watchdog")
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        for action in parser._actions:
+            action.help = _HELP.get(action.dest, action.help)
+        return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse `args`; Lightning's own step warns when a test or a notebook passes some."""
@@ -142,8 +176,14 @@ class CLI(LightningCLI):
         header = Header(arch=model.arch, stem=model.stem, num_classes=model.num_classes)
         checkpoint = read_checkpoint(Path(path))
         header.check(checkpoint)
+        if subcommand == "predict":
+            _check_classes(checkpoint, config.data.dataset)
         if config.resume is not None:
             self.position = checkpoint.get("position", {})
+
+    def before_instantiate_classes(self) -> None:
+        """Refuse what the Trainer would accept, and a run folder cannot do with."""
+        check_trainer(self._get(self.config, "trainer"))
 
     def instantiate_classes(self) -> None:
         """Build data, model and trainer; what their constructors refuse is the user's input."""
@@ -152,7 +192,7 @@ class CLI(LightningCLI):
         except ConfigError:
             raise
         except (MisconfigurationException, ValueError) as error:
-            raise _as_config_error(error) from error
+            raise as_config_error(error) from error
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[L.Callback]) -> L.Trainer:
         """Leave the loggers out until the run is known to be possible: they make its folder."""
@@ -165,7 +205,13 @@ class CLI(LightningCLI):
         if config["sync_batchnorm"]:
             config["plugins"].append(ProcessSyncBatchNorm())
         settle_processes(config)
-        trainer = super()._instantiate_trainer(config, callbacks)
+        try:
+            trainer = super()._instantiate_trainer(config, callbacks)
+        except TypeError as error:
+            if "`devices`" not in str(error):
+                raise
+            given = f"--trainer.devices={config['devices']}"
+            raise ConfigError(f"{given}: {error}", remedy="pass a number of them: --trainer.devices=2") from error
         trainer.callbacks.sort(key=_place)  # type: ignore[attr-defined]  # Lightning's own omission
         return trainer
 
@@ -177,12 +223,11 @@ class CLI(LightningCLI):
             label = subcommand if mode == "auto" or not mode.isidentifier() else f"{subcommand}-{mode}"
             resume = self._get(self.config, "resume") is not None
             folder = create_run_folder(self._get(self.config, "run_dir"), label=label, resume=resume)
-            self.trainer.loggers = run_loggers(
-                folder, kept_rows=self.position.get("rows", 0), first_step=self.position.get("global_step", 0)
-            )
+            first_step = self.position.get("global_step", 0) if resume else None
+            self.trainer.loggers = run_loggers(folder, kept_rows=self.position.get("rows", 0), first_step=first_step)
         # Lightning does so after it has loaded a checkpoint, whose float64 weights would be rounded by then.
         self.trainer.precision_plugin.convert_module(self.model)
-        with _signals_to_spawned(self.trainer):
+        with _signals_to_spawned(self.trainer), _reporting_disk(self.trainer):
             super()._run_subcommand(subcommand)
 
     def _check(self, subcommand: str) -> None:
@@ -203,13 +248,8 @@ class CLI(LightningCLI):
             self.datamodule.train_sampler().check()
 
 
-class _Parser(LightningArgumentParser):
-    """Short errors: what is wrong, not the three hundred options that there are."""
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        if not self.exit_on_error:
-            super().error(message, ex)
-        _refuse(_without_alternatives(message), remedy=f"see {_program()} --help")
+class _HelpFormatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
+    """Keeps the lines of the epilog."""
 
 
 class _SaveConfig(SaveConfigCallback):
@@ -266,6 +306,21 @@ def _is_news(record: logging.LogRecord) -> bool:
     return not any(words in message for words in ("litlogger", "to estimate number of", "`weights_only` was not set"))
 
 
+def _check_classes(checkpoint: dict[str, Any], dataset: str) -> None:
+    """Do not give the images of `predict` the class names and the normalisation of another data set.
+
+    Raises:
+        CheckpointError: The checkpoint is of a run on another one.
+    """
+    receipt = Receipt.read(checkpoint)
+    trained_on = dataset if receipt is None else receipt.settings["dataset"]
+    if trained_on != dataset:
+        raise CheckpointError(
+            f"the checkpoint was trained on {trained_on}, not on {dataset}: other classes, other normalisation",
+            remedy=f"pass --data.dataset={trained_on}, or --config RUN_FOLDER/config.yaml",
+        )
+
+
 def _newest_checkpoint(subcommand: str, config: Namespace) -> str | None:
     """What `--resume=auto` goes on from; None where there is nothing yet.
 
@@ -295,52 +350,52 @@ def _newest_checkpoint(subcommand: str, config: Namespace) -> str | None:
 
 
 @contextmanager
+def _reporting_disk(trainer: L.Trainer) -> Iterator[None]:
+    """Say in short that the run folder is gone or its disk full: the loggers write there in many places.
+
+    Raises:
+        SaveError: It is.
+    """
+    try:
+        yield
+    except OSError as error:
+        folder = Path(trainer.log_dir or ".")
+        path = Path(os.fsdecode(error.filename or folder))
+        if not path.is_relative_to(folder) or error.errno not in _DISK:
+            raise
+        raise save_error(error, path, checkpoints=folder / "checkpoints") from error
+
+
+_DISK = (errno.ENOENT, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
+
+
+@contextmanager
 def _signals_to_spawned(trainer: L.Trainer) -> Iterator[None]:
-    """Hand a request to stop on to the processes of `ddp_spawn`, and take over the exit status that they end with."""
+    """Hand a request to stop on to the processes of `ddp_spawn`, and take over the exit status that they end with.
+
+    While they are being started, and at another Ctrl-C, they are ended at once.
+    """
     launcher = trainer.strategy.launcher
     if not isinstance(launcher, _MultiProcessingLauncher):
         yield
         return
-    former = {
-        number: signal.signal(number, lambda number, frame: launcher.kill(signal.SIGTERM))
-        for number in (signal.SIGTERM, signal.SIGINT)
-    }
+    keystrokes = Keystrokes()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if launcher.procs and not keystrokes.insist(number):
+            launcher.kill(signal.SIGTERM)
+            return
+        for process in active_children():  # the launcher knows none of them before it has started all
+            process.kill()
+        raise SystemExit(128 + number)
+
+    former = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     except ProcessExitedException as error:
-        if error.exit_code != EXIT_STOPPED:
+        if error.exit_code not in (EXIT_STOPPED, -signal.SIGTERM):  # the latter before it could listen
             raise
         raise SystemExit(EXIT_STOPPED) from None
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
-
-
-def _as_config_error(error: Exception) -> ConfigError:
-    """Lightning's and torch's complaint about an argument, with our remedy where we know one."""
-    if "invalid strategy name" in str(error):
-        variants = re.compile("find_unused|offload|stage|xla|tpu|single")
-        known = ", ".join(name for name in StrategyRegistry.available_strategies() if not variants.search(name))
-        return ConfigError(str(error).split(". ")[0], remedy=f"the known ones: {known}")
-    return ConfigError(str(error), remedy=f"see {_program()} --help")
-
-
-def _without_alternatives(message: str) -> str:
-    """The complaint about an option that may be one of several types, reduced to the type that was meant."""
-    key, _, rest = message.partition("\n")
-    _, found, meant = rest.partition("- Problem with given class_path ")
-    return f"{key} {meant.partition('Given value type')[0]}" if found else message
-
-
-def _program() -> str:
-    return "python -m lit_cifar " + (sys.argv[1] if len(sys.argv) > 1 and sys.argv[1].isalpha() else "fit")
-
-
-def _refuse(message: str, *, remedy: str | None = None, status: int = 2) -> NoReturn:
-    """Print `message`, and `remedy` below it, on stderr in at most five lines, and exit."""
-    rank = f"[rank {process_rank()}] " if process_rank() else ""
-    lines = [line.strip()[:300] for line in message.splitlines() if line.strip()]
-    last = [] if remedy is None else [remedy]
-    shown = lines[: _MAX_ERROR_LINES - len(last)] + last
-    print(f"{rank}lit_cifar: error: " + "\n  ".join(shown), file=sys.stderr, flush=True)
-    raise SystemExit(status)

@@ -53,6 +53,7 @@ PHASES = {
     "on_predict_end": "ending the prediction",
 }
 _MAX_TRACEBACK_LINES = 12
+_LEAST_TIMEOUT_S = 5.0  # some beats of which one may be late
 
 
 class Watchdog(Callback):
@@ -63,15 +64,17 @@ class Watchdog(Callback):
     few assignments each, nothing on the device. See `lit_cifar.watchdog`.
 
     Args:
-        timeout_s: How long a process may be silent, and the least that its main thread may take for anything it has
-            done before; five times the longest so far, if that is more. What is done for the first time may take ten
-            minutes: compiling, tuning and loading happen there. 0 for no watchdog, as for a debugger.
+        timeout_s: Seconds without a sign of life after which a process counts as dead. A phase counts as hung after
+            the same time, or after five times its longest duration so far if that is longer; the first time it may take
+            ten minutes, as compiling, tuning and loading happen there. At least 5; 0 turns the watchdog off, as for a
+            debugger.
     """
 
     def __init__(self, timeout_s: float = 20.0) -> None:
-        if timeout_s < 0:
+        if timeout_s and not timeout_s >= _LEAST_TIMEOUT_S:
             raise ConfigError(
-                f"--watchdog.timeout_s={timeout_s:g} is negative", remedy="pass --watchdog.timeout_s=20, or 0 for none"
+                f"--watchdog.timeout_s={timeout_s:g}, with signs of life about once a second",
+                remedy=f"pass {_LEAST_TIMEOUT_S:g} or more, or 0 for no watchdog",
             )
         self.timeout_s = timeout_s
         self._watch: Watch | None = None

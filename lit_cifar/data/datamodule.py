@@ -33,8 +33,8 @@ class CIFAR10DataModule(L.LightningDataModule):
         batch_size: Samples per optimizer step over all replicas and accumulation steps.
         eval_batch_size: Samples per evaluation step over all processes; no effect on any result.
         val_size: Training images held out for validation by a seeded split; 0 trains on all and validates on none.
-        num_train: Use only the first so many training images, before the split; synthetic draws so many.
-        num_test: The same for the test images.
+        num_train: Use only the first n training images, before the split; synthetic draws n.
+        num_test: Use only the first n test images; synthetic draws n.
         augment: Random crops after padding by 4, and random flips.
         cutout: Side in pixels of a random black square; 0 for none. Needs `augment`.
         shuffle: A new keyed permutation each epoch; off, every epoch is in the order of the files.

@@ -1,0 +1,116 @@
+"""What the command line answers to a user's mistake: at most five lines, and exit status 2."""
+
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from jsonargparse import Namespace
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lit_cifar.commands import COMMANDS
+from lit_cifar.errors import ConfigError
+from lit_cifar.run_folder import process_rank
+
+PROGRAM = "python -m lit_cifar"
+_MAX_LINES = 5
+_ARGUMENT_OF_NAME = re.compile(  # in what jsonargparse says of it
+    r"""key "trainer\.strategy":.* import path string: (\S+)\n.*NestedArg\(key='(.+?)', val=(.*)\)""",
+    flags=re.DOTALL,
+)
+
+
+class Parser(LightningArgumentParser):
+    """Short errors: what is wrong, not the three hundred options that there are."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if not self.exit_on_error:
+            super().error(message, ex)
+        _refuse_arguments_of_name(message)
+        refuse(_without_alternatives(message), remedy=f"see {_program()} --help")
+
+
+def check_command(words: Sequence[str]) -> None:
+    """Compare the first of `words` with Lightning's commands and ours; it may be an option too.
+
+    Raises:
+        ConfigError: It is none of these, or there is none.
+    """
+    known = [*LightningCLI.subcommands(), *COMMANDS]
+    if words and (words[0] in known or words[0].startswith("-")):
+        return
+    problem = f"there is no command {words[0]}" if words else "a command is missing"
+    raise ConfigError(f"{problem}; choose from {', '.join(known)}", remedy=f"see {PROGRAM} --help")
+
+
+def check_trainer(trainer: Namespace) -> None:
+    """Refuse the Trainer's own ways to write less, or elsewhere: a run has a folder, and all that belongs there.
+
+    Args:
+        trainer: Its arguments. A logger of the user's own takes the place of the run folder.
+
+    Raises:
+        ConfigError: There would be no logger or no checkpoint, or a folder is named that nothing is written to.
+    """
+    if trainer.default_root_dir is not None and trainer.logger in (None, True):
+        folder = trainer.default_root_dir
+        raise ConfigError(
+            f"--trainer.default_root_dir={folder} has no effect: everything goes to the run folder",
+            remedy=f"pass --run_dir={folder}",
+        )
+    for name, refused in (("logger", (False, [])), ("enable_checkpointing", (False,)), ("barebones", (True,))):
+        if trainer[name] in refused:
+            raise ConfigError(
+                f"--trainer.{name}={str(trainer[name]).lower()}: every run keeps logs and checkpoints in its folder",
+                remedy="leave it out; --trainer.fast_dev_run=N runs a few steps and writes nothing",
+            )
+
+
+def as_config_error(error: Exception) -> ConfigError:
+    """Lightning's and torch's complaint about an argument, with our remedy where we know one."""
+    if "invalid strategy name" in str(error):
+        variants = re.compile("find_unused|offload|stage|xla|tpu|single")
+        known = ", ".join(name for name in StrategyRegistry.available_strategies() if not variants.search(name))
+        return ConfigError(str(error).split(". ")[0], remedy=f"the known ones: {known}")
+    return ConfigError(str(error), remedy=f"see {_program()} --help")
+
+
+def refuse(message: str, *, remedy: str | None = None, status: int = 2) -> NoReturn:
+    """Print `message`, and `remedy` below it, on stderr in at most five lines, and exit."""
+    rank = f"[rank {process_rank()}] " if process_rank() else ""
+    lines = [line.strip()[:300] for line in message.splitlines() if line.strip()]
+    last = [] if remedy is None else [remedy]
+    shown = lines[: _MAX_LINES - len(last)] + last
+    print(f"{rank}lit_cifar: error: " + "\n  ".join(shown), file=sys.stderr, flush=True)
+    raise SystemExit(status)
+
+
+def _refuse_arguments_of_name(message: str) -> None:
+    """Exit where `message` is about an argument of a strategy given by a short name, which can take none."""
+    found = _ARGUMENT_OF_NAME.search(message)
+    if found is None:
+        return
+    name, key, value = found.groups()
+    strategy, arguments = "CLASS", {key: value.strip("'\"")}
+    if name in StrategyRegistry:
+        strategy = StrategyRegistry[name]["strategy"].__name__
+        arguments = StrategyRegistry[name]["init_params"] | arguments
+    flags = [f"--trainer.strategy.{key}={'null' if value is None else value}" for key, value in arguments.items()]
+    refuse(
+        f"--trainer.strategy={name} is a short name, and only a class takes arguments",
+        remedy=f"use {shlex.join([f'--trainer.strategy={strategy}', *flags])}",
+    )
+
+
+def _without_alternatives(message: str) -> str:
+    """The complaint about an option that may be one of several types, reduced to the type that was meant."""
+    key, _, rest = message.partition("\n")
+    _, found, meant = rest.partition("- Problem with given class_path ")
+    return f"{key} {meant.partition('Given value type')[0]}" if found else message
+
+
+def _program() -> str:
+    """The command whose help lists what a mistake may have meant."""
+    return " ".join([PROGRAM, *(word for word in sys.argv[1:2] if word in LightningCLI.subcommands())])
