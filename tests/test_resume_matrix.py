@@ -38,8 +38,6 @@ SETTINGS = [
 SHARDS, MICROBATCHES = "--model.batchnorm_chunks.num_shards=2", "--model.batchnorm_chunks.num_microbatches=2"
 PIPELINE = ["--trainer.strategy=PipelineStrategy", "--trainer.strategy.num_microbatches=2"]
 # Flags of a mode, processes it needs (0: it runs in this one, 1: it starts its own), and flags of what it equals.
-pytestmark = pytest.mark.filterwarnings("ignore:the learning rate was planned over")  # by the writer, whose run is shorter
-
 MODES: dict[str, tuple[list[str], int, list[str]]] = {
     "single": (["--trainer.devices=1"], 0, []),
     "dp": (["--trainer.strategy=dp", "--trainer.devices=2"], 0, ["--model.batchnorm_chunks.replicas_per_shard=2"]),
