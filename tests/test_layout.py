@@ -23,6 +23,7 @@ LAYERS = [
     {"module"},
     {"strategies", "callbacks", "run_folder", "analysis"},
     {"commands"},
+    {"cli_errors"},
     {"cli"},
 ]
 
