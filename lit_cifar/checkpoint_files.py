@@ -62,7 +62,7 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: Path, *, make_folder: 
         _read_back(draft, path)
         _put_in_place(draft, path)
     except OSError as error:
-        raise _refusal(error, path) from error
+        raise save_error(error, path, checkpoints=path.parent) from error
     finally:
         with suppress(OSError):
             _remove_drafts(path.parent)
@@ -233,8 +233,8 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _refusal(error: OSError, path: Path) -> SaveError:
-    """What happened, what is left, and what to do."""
+def save_error(error: OSError, path: Path, *, checkpoints: Path) -> SaveError:
+    """That `path` could not be written, what is left in the folder `checkpoints`, and what to do."""
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ESTALE):
         reason, remedy = f"its folder is gone ({reason})", "bring it back"
@@ -245,7 +245,7 @@ def _refusal(error: OSError, path: Path) -> SaveError:
     else:
         remedy = "check the disk"
     return SaveError(
-        f"{path} could not be saved: {reason}\n{what_is_left(path.parent)}",
+        f"{path} could not be saved: {reason}\n{what_is_left(checkpoints)}",
         remedy=f"{remedy}, then continue with the same command and --resume=auto",
     )
 

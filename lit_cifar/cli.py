@@ -218,6 +218,7 @@ class CLI(LightningCLI):
     def _run_subcommand(self, subcommand: str) -> None:
         if process_rank() == 0:
             self._check(subcommand)
+        folder = None
         if self.wants_run_folder:
             mode = str(self._get(self.config, "trainer").strategy)
             label = subcommand if mode == "auto" or not mode.isidentifier() else f"{subcommand}-{mode}"
@@ -227,7 +228,7 @@ class CLI(LightningCLI):
             self.trainer.loggers = run_loggers(folder, kept_rows=self.position.get("rows", 0), first_step=first_step)
         # Lightning does so after it has loaded a checkpoint, whose float64 weights would be rounded by then.
         self.trainer.precision_plugin.convert_module(self.model)
-        with _signals_to_spawned(self.trainer), _reporting_disk(self.trainer):
+        with _signals_to_spawned(self.trainer), _reporting_disk(folder):
             super()._run_subcommand(subcommand)
 
     def _check(self, subcommand: str) -> None:
@@ -350,7 +351,7 @@ def _newest_checkpoint(subcommand: str, config: Namespace) -> str | None:
 
 
 @contextmanager
-def _reporting_disk(trainer: L.Trainer) -> Iterator[None]:
+def _reporting_disk(folder: Path | None) -> Iterator[None]:
     """Say in short that the run folder is gone or its disk full: the loggers write there in many places.
 
     Raises:
@@ -359,9 +360,8 @@ def _reporting_disk(trainer: L.Trainer) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        folder = Path(trainer.log_dir or ".")
-        path = Path(os.fsdecode(error.filename or folder))
-        if not path.is_relative_to(folder) or error.errno not in _DISK:
+        path = Path(os.fsdecode(error.filename or folder or ""))
+        if folder is None or error.errno not in _DISK or not path.absolute().is_relative_to(folder.absolute()):
             raise
         raise save_error(error, path, checkpoints=folder / "checkpoints") from error
 

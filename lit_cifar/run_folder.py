@@ -47,20 +47,21 @@ def create_run_folder(run_dir: str | None, *, label: str, resume: bool = False) 
     return folder
 
 
-def run_loggers(folder: Path, *, kept_rows: int = 0, first_step: int = 0) -> list[Logger]:
+def run_loggers(folder: Path, *, kept_rows: int = 0, first_step: int | None = None) -> list[Logger]:
     """TensorBoard events, `metrics.csv` and `hparams.yaml`, all in `folder` itself.
 
     Args:
         folder: The run folder.
         kept_rows: Lines of `metrics.csv` that a run which goes on has behind it; those after them, which it is going to
             write again, are dropped.
-        first_step: The step from which it writes again; TensorBoard hides what it has read of these.
+        first_step: The step from which it writes again, 0 where it has not come to a checkpoint; TensorBoard hides what
+            it has read of these. None for a run that nothing was written of.
     """
     csv_logger = CSVLogger(save_dir=str(folder), name="", version="")
     if process_rank() == 0:
         csv_logger._experiment = _ContinuedWriter(csv_logger.log_dir, kept_rows=kept_rows)
-    settings: dict[str, Any] = {"purge_step": first_step} if first_step else {}
-    tensorboard = TensorBoardLogger(save_dir=str(folder), name="", version="", default_hp_metric=False, **settings)
+    settings: dict[str, Any] = {"default_hp_metric": False, "purge_step": first_step}
+    tensorboard = TensorBoardLogger(save_dir=str(folder), name="", version="", **settings)
     return [tensorboard, csv_logger]
 
 

@@ -1,8 +1,9 @@
 """Learning-rate schedules that torch does not have."""
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -36,6 +37,17 @@ class WarmupDecay(LRScheduler):
         self.total_steps = total_steps
         for group, lr in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
             group["lr"] = lr
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on at the step of the checkpoint, in the plan of this run: it may be longer than the one before."""
+        planned = self.total_steps
+        super().load_state_dict(state_dict)
+        if planned is not None and planned != self.total_steps:
+            rank_zero_warn(
+                f"the learning rate was planned over {self.total_steps} optimizer steps; this run has {planned}, and "
+                f"from step {self.last_epoch} on the rate follows the plan over these"
+            )
+            self.plan(planned)
 
     def get_lr(self) -> list[float | Tensor]:
         """The rate of each parameter group for the step about to be taken."""

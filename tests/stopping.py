@@ -21,6 +21,14 @@ class SignalAfter(L.Callback):
             os.kill(os.getpid(), self.number)
 
 
+class SignalAtStart(L.Callback):
+    """Asks the process to stop before it has taken a step."""
+
+    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Send SIGTERM."""
+        os.kill(os.getpid(), 15)
+
+
 class NotANumber(L.Callback):
     """Spoils the images of `rank` in optimizer step `step`, so that their loss is not a number."""
 

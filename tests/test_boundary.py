@@ -1,6 +1,9 @@
 """What the processes agree on between two steps: to stop where the loss is no number, and how often to ask."""
 
+import os
 import signal
+import time
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +12,13 @@ import lightning as L
 import pytest
 import torch
 from commands import TINY, launch, mode_flags, run_here
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from recorder import global_steps
 
 from lit_cifar.callbacks import LastCheckpoint, StepBoundary
 from lit_cifar.checkpoints import read_checkpoint
+from lit_cifar.cli import _signals_to_spawned
 
 SETTINGS = [*TINY, "--trainer.num_sanity_val_steps=0", "--trainer.max_epochs=2"]
 
@@ -54,6 +59,20 @@ def test_all_processes_stop_and_name_the_rank_and_its_samples(tmp_path: Path) ->
     assert named < of_step
 
 
+def test_the_samples_are_named_after_another_batch_size(tmp_path: Path) -> None:
+    """Five steps in the first epoch, and four in the second, which a run with larger batches goes on with."""
+    (tmp_path / "ids").mkdir()
+    recording = ["--trainer.callbacks+=recorder.RecordIds", f"--trainer.callbacks.folder={tmp_path / 'ids'}"]
+    schedule = ["--model.lr_scheduler=torch.optim.lr_scheduler.StepLR", "--model.lr_scheduler.step_size=1"]
+    flags = [*SETTINGS, *schedule, f"--run_dir={tmp_path / 'run'}", "--resume=auto"]
+    assert run_here("fit", *flags, "--trainer.max_epochs=1").status == 0
+    result = run_here("fit", *flags, "--data.batch_size=20", *recording, *spoil(7))
+    assert result.status == 1
+    named = next(line for line in result.stderr.splitlines() if "not finite" in line).partition("samples: ")[2]
+    of_step = next(ids for _, step, ids in global_steps(tmp_path / "ids") if step == 7)
+    assert sorted(map(int, named.split(", "))) == of_step
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["pp", "tp", "fsdp2"])
 def test_the_processes_of_a_replica_stop_too(mode: str, tmp_path: Path) -> None:
@@ -72,14 +91,39 @@ def test_a_checkpoint_is_written_when_the_time_has_come(tmp_path: Path) -> None:
     assert 1 <= before["global_step"] < end["global_step"] == 10
 
 
-def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
-    """The loss of the step that ruins them is still finite."""
+@pytest.mark.parametrize("step", [3, 5, 10])
+def test_weights_that_are_no_numbers_are_not_saved(step: int, tmp_path: Path) -> None:
+    """The loss of the step that ruins them is still finite; 5 and 10 are the last steps of their epochs."""
     run = tmp_path / "run"
-    spoiled = ["--trainer.callbacks+=stopping.SpoilWeights", "--trainer.callbacks.step=3"]
+    spoiled = ["--trainer.callbacks+=stopping.SpoilWeights", f"--trainer.callbacks.step={step}"]
     result = run_here("fit", *SETTINGS, "--last_checkpoint.every_n_steps=1", *spoiled, f"--run_dir={run}")
     assert result.status == 1
-    assert "the weights are not finite after 3 optimizer steps" in result.stderr
-    assert read_checkpoint(run / "checkpoints" / "last.ckpt")["global_step"] == 2
+    assert f"the weights are not finite after {step} optimizer steps" in result.stderr
+    saved = {path.name: read_checkpoint(path)["global_step"] for path in (run / "checkpoints").iterdir()}
+    assert saved["last.ckpt"] == step - 1
+    assert saved.get("best.ckpt") == (5 if step > 5 else None)
+
+
+def test_without_validation_the_end_is_not_saved_either(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    spoiled = ["--trainer.callbacks+=stopping.SpoilWeights", "--trainer.callbacks.step=5"]
+    flags = [*SETTINGS, "--trainer.max_epochs=1", "--trainer.limit_val_batches=0", f"--run_dir={run}"]
+    result = run_here("fit", *flags, *spoiled)
+    assert result.status == 1
+    assert "the weights are not finite after 5 optimizer steps; there is no checkpoint yet" in result.stderr
+    assert not (run / "checkpoints").exists()
+
+
+def test_a_signal_before_the_first_step_is_not_lost(tmp_path: Path) -> None:
+    """In the sanity check Lightning would end the run with status 0, as if it were done."""
+    run = tmp_path / "run"
+    flags = [*TINY, "--trainer.callbacks+=stopping.SignalAtStart", "--last_checkpoint.every_n_steps=1"]
+    before = signal.getsignal(signal.SIGTERM)
+    result = run_here("fit", *flags, f"--run_dir={run}")
+    assert result.status == 143
+    assert "stopped by SIGTERM after 1 optimizer steps" in result.stderr
+    assert read_checkpoint(run / "checkpoints" / "last.ckpt")["global_step"] == 1
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 class Strategy:
@@ -105,6 +149,7 @@ def steps_asked(
         strategy=strategy,
         fit_loop=loop,
         accumulate_grad_batches=1,
+        current_epoch=0,
         world_size=2,
         global_rank=0,
         global_step=0,
@@ -153,6 +198,59 @@ def test_ctrl_c_asks_and_the_next_one_insists(monkeypatch: pytest.MonkeyPatch) -
         boundary._note(signal.SIGINT, None)
     boundary._note(signal.SIGTERM, None)
     boundary._note(signal.SIGTERM, None)  # a scheduler and torchrun both send it
+
+
+def test_the_same_under_a_process_that_hands_sigterm_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of `ddp_spawn` does for every Ctrl-C."""
+    now = [100.0]
+    monkeypatch.setattr("lit_cifar.callbacks.boundary.time.monotonic", lambda: now[0])
+    boundary = StepBoundary()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        boundary._note(number, None)
+        now[0] += 2
+    with pytest.raises(KeyboardInterrupt):
+        boundary._note(signal.SIGINT, None)
+
+
+class Launcher(_MultiProcessingLauncher):
+    """Notes what its processes are sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+        self.procs: list[Any] = []
+
+    def kill(self, signum: int) -> None:
+        self.sent.append(signum)
+
+
+def test_a_spawned_run_is_asked_and_the_next_ctrl_c_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("lit_cifar.callbacks.boundary.time.monotonic", lambda: now[0])
+    launcher = Launcher()
+    launcher.procs = [None]
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(launcher=launcher))
+    with _signals_to_spawned(trainer):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert launcher.sent == [signal.SIGTERM] * 2
+        now[0] += 2
+        with pytest.raises(SystemExit) as caught:
+            os.kill(os.getpid(), signal.SIGINT)
+    assert caught.value.code == 128 + signal.SIGINT
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_processes_are_spawned_ends_those_that_are(number: signal.Signals) -> None:
+    """The launcher would not reach them."""
+    process = get_context("spawn").Process(target=time.sleep, args=(60,))
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(launcher=Launcher()))
+    with _signals_to_spawned(trainer):
+        process.start()
+        with pytest.raises(SystemExit) as caught:
+            os.kill(os.getpid(), number)
+    assert caught.value.code == 128 + number
+    process.join(5)
+    assert process.exitcode == -signal.SIGKILL
 
 
 def test_no_checkpoint_is_due_where_none_was_asked_for() -> None:

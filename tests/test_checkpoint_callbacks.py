@@ -1,5 +1,6 @@
 """When `best.ckpt` and `last.ckpt` are written, and who hears of it when they cannot be."""
 
+import errno
 import shutil
 import time
 from pathlib import Path
@@ -15,10 +16,11 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from tiny_task import TinyData, TinyTask, tiny_trainer
 
 from lit_cifar.callbacks.checkpoint import BestCheckpoint, LastCheckpoint
-from lit_cifar.checkpoint_files import BEST, LAST, PREVIOUS, newest_valid, verify_checkpoint
+from lit_cifar.callbacks.exact_resume import ExactResume
+from lit_cifar.checkpoint_files import BEST, LAST, PREVIOUS, newest_valid, save_error, verify_checkpoint
 from lit_cifar.checkpoint_io import CheckpointFiles
 from lit_cifar.checkpoints import read_checkpoint
-from lit_cifar.errors import CheckpointError, ConfigError
+from lit_cifar.errors import CheckpointError, ConfigError, SaveError
 
 STEPS = 3  # of an epoch of TinyData
 
@@ -171,6 +173,29 @@ def test_a_run_that_goes_on_where_another_was_replaces_its_best(tmp_path: Path) 
     assert steps_in(tmp_path) == {BEST: 2 * STEPS, LAST: 2 * STEPS, PREVIOUS: 2 * STEPS}
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.parametrize("best", [0.9, 0.3])
+def test_a_run_whose_folder_was_moved_knows_its_best(tmp_path: Path, best: float) -> None:
+    """A worse epoch does not replace it, a better one does."""
+    fit(tmp_path / "run", scores=(best,))
+    (tmp_path / "run").rename(tmp_path / "moved")
+    last = tmp_path / "moved" / "checkpoints" / LAST
+    trainer, _ = fit(tmp_path / "moved", scores=(best, 0.5), ckpt_path=last)
+    assert steps_in(tmp_path / "moved")[BEST] == (STEPS if best > 0.5 else 2 * STEPS)
+    assert not (tmp_path / "run").exists()
+    checkpoint: Any = trainer.checkpoint_callback
+    assert checkpoint.best_model_path == str(tmp_path / "moved" / "checkpoints" / BEST)
+    assert float(checkpoint.best_model_score) == pytest.approx(max(best, 0.5))
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed from")
+def test_a_run_that_begins_with_anothers_checkpoint_ranks_its_own(tmp_path: Path) -> None:
+    fit(tmp_path / "run", scores=(0.9,))
+    fit(tmp_path / "other", scores=(0.9, 0.5), ckpt_path=tmp_path / "run" / "checkpoints" / LAST)
+    assert steps_in(tmp_path / "other")[BEST] == 2 * STEPS
+    assert steps_in(tmp_path / "run")[BEST] == STEPS
+
+
 class LosesFolder(Callback):
     """A file takes the place of the checkpoints' folder at the end of an epoch, or of training."""
 
@@ -204,6 +229,45 @@ def test_a_save_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(CheckpointError, match="its folder is gone"):
         fit(tmp_path, callbacks=(LosesFolder(tmp_path, at=at),))
     assert isinstance(told[-1], CheckpointError)
+
+
+@pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("full", "problem", "left"),
+    [
+        (True, "could not be saved: No space left on device", "what was there stays: last.ckpt"),
+        (False, "could not be saved: its folder is gone", "there is no checkpoint in"),
+    ],
+)
+def test_logs_that_cannot_be_written_end_the_run(
+    full: bool, problem: str, left: str, num_processes: int, tmp_path: Path
+) -> None:
+    """They are on the same disk as the checkpoints, and most often the first to notice."""
+    flags = [*TINY, *mode_flags("single" if num_processes == 1 else "ddp"), f"--run_dir={tmp_path / 'run'}"]
+    failing = ["--trainer.callbacks+=checkpoint_faults.LoseRunFolder", f"--trainer.callbacks.full={full}"]
+    result = launch("fit", *flags, "--last_checkpoint.every_n_steps=1", *failing, check=False)
+    assert result.status == 1
+    _, _, message = result.stderr.rpartition("lit_cifar: ")
+    assert problem in message
+    assert left in message
+    if full and num_processes == 1:  # the others show where rank 0 was as well
+        assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_process_hears_that_the_logs_cannot_be_written(rank: int, tmp_path: Path) -> None:
+    """Before they put their counts together: none waits for one that has failed."""
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    heard = save_error(OSError(errno.ENOSPC, "of rank 0"), tmp_path / "metrics.csv", checkpoints=tmp_path)
+    strategy = SimpleNamespace(broadcast=lambda own: own if rank == 0 else heard)
+    logger = SimpleNamespace(save=full if rank == 0 else lambda: None)
+    trainer: Any = SimpleNamespace(loggers=[logger], strategy=strategy, log_dir=str(tmp_path))
+    reason = "No space" if rank == 0 else "of rank 0"
+    with pytest.raises(SaveError, match=rf"metrics\.csv could not be saved: {reason}"):
+        ExactResume().on_save_checkpoint(trainer, TinyTask(), {})
 
 
 def test_no_right_to_write_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

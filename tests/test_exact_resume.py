@@ -10,6 +10,7 @@ import pytest
 import torch
 from commands import TINY, Result, launch, mode_flags, run_here, run_in_one_start
 from comparing import assert_same_checkpoint
+from tiny_task import read_events
 
 from lit_cifar.callbacks.exact_resume import Position
 from lit_cifar.checkpoints import read_checkpoint
@@ -98,6 +99,29 @@ def test_the_middle_of_an_epoch_with_validation_there(tmp_path: Path) -> None:
     assert_same_end(tmp_path / "run", tmp_path / "undisturbed")
 
 
+def test_a_schedule_by_the_validation_loss(tmp_path: Path) -> None:
+    """It counts the epoch in which the run was stopped, too; no epoch is good enough for it here."""
+    schedule = ["--model.lr_scheduler=lightning.pytorch.cli.ReduceLROnPlateau", "--model.lr_scheduler.monitor=val/loss"]
+    settings = ["patience=0", "threshold=1000", "factor=0.5"]
+    flags = [EVERY_STEP, *schedule, *(f"--model.lr_scheduler.{setting}" for setting in settings)]
+    flags.append("--trainer.max_epochs=3")
+    assert fit(tmp_path / "undisturbed", *flags).status == 0
+    for step in (2, 5, 8):
+        assert fit(tmp_path / "run", *flags, *stop_after(step)).status == 143
+    assert fit(tmp_path / "run", *flags, "--resume=auto").status == 0
+    assert_same_end(tmp_path / "run", tmp_path / "undisturbed")
+
+
+def test_a_schedule_whose_metric_the_checkpoint_does_not_have(tmp_path: Path) -> None:
+    """Validation comes after four of the five steps, so that the rest of the epoch knows nothing of it."""
+    schedule = ["--model.lr_scheduler=lightning.pytorch.cli.ReduceLROnPlateau", "--model.lr_scheduler.monitor=val/loss"]
+    flags = [EVERY_STEP, *schedule, "--trainer.val_check_interval=4"]
+    assert fit(tmp_path / "run", *flags, *stop_after(4)).status == 143
+    assert fit(tmp_path / "run", *flags, "--resume=auto").status == 0
+    end = read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")
+    assert (end["global_step"], end["lr_schedulers"][0]["last_epoch"]) == (10, 1)
+
+
 def test_a_schedule_by_epochs_and_a_longer_run(tmp_path: Path) -> None:
     """A finished run goes on when it may have more epochs, and ends at once when it may not."""
     schedule = ["--model.lr_scheduler=torch.optim.lr_scheduler.StepLR", "--model.lr_scheduler.step_size=1"]
@@ -106,6 +130,15 @@ def test_a_schedule_by_epochs_and_a_longer_run(tmp_path: Path) -> None:
     for _ in range(2):
         assert fit(tmp_path / "run", *schedule, "--resume=auto").status == 0
         assert_same_end(tmp_path / "run", tmp_path / "undisturbed")
+
+
+def test_a_longer_run_with_the_default_schedule(tmp_path: Path) -> None:
+    """The rate has fallen to zero in the first plan; the second epoch takes it up in the plan over both."""
+    assert fit(tmp_path / "run", "--trainer.max_epochs=1", "--resume=auto").status == 0
+    with pytest.warns(UserWarning, match="planned over 5 optimizer steps; this run has 10"):
+        assert fit(tmp_path / "run", "--resume=auto").status == 0
+    rates = [float(row["lr-NesterovSGD"]) for row in metrics(tmp_path / "run") if "lr-NesterovSGD" in row]
+    assert rates[5:] == pytest.approx([0.1 * (1 - fallen / 8) for fallen in range(3, 8)])
 
 
 def test_what_was_written_after_the_checkpoint_is_written_again(undisturbed: Path, tmp_path: Path) -> None:
@@ -117,6 +150,16 @@ def test_what_was_written_after_the_checkpoint_is_written_again(undisturbed: Pat
     (run / "checkpoints" / "last.ckpt").write_bytes(kept)
     assert fit(run, EVERY_STEP, "--resume=auto").status == 0
     assert_same_end(run, undisturbed)
+
+
+def test_a_run_that_died_before_its_first_checkpoint_begins_again(undisturbed: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    failing = ["--trainer.callbacks+=recorder.FailOn", "--trainer.callbacks.rank=0", "--trainer.callbacks.step=3"]
+    with pytest.raises(RuntimeError, match="fails at step 3"):
+        fit(run, "--resume=auto", *failing)
+    assert fit(run, EVERY_STEP, "--resume=auto").status == 0
+    assert_same_end(run, undisturbed)
+    assert [event.step for event in read_events(run).Scalars("train/loss_step")] == list(range(10))
 
 
 def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_it_used(undisturbed: Path, tmp_path: Path) -> None:
@@ -176,6 +219,19 @@ def test_the_same_number_of_processes_agrees_bit_for_bit(tmp_path: Path) -> None
         ["fit", *settings, f"--run_dir={tmp_path}/run", "--resume=auto"],
     ]
     run_in_one_start(commands, num_processes=3, folder=tmp_path)
+    assert_same_end(tmp_path / "run", tmp_path / "undisturbed")
+
+
+def test_replicas_of_several_stages_go_on_with_microbatches(tmp_path: Path) -> None:
+    """With the ImageNet stem a single image is a single value per channel in the end, which BatchNorm refuses."""
+    settings = [*SETTINGS, EVERY_STEP, *mode_flags("DDPLayerParallelStrategy")]
+    settings += ["--trainer.strategy.num_stages=2", "--trainer.strategy.num_microbatches=2", "--data.num_train=96"]
+    commands = [
+        ["fit", *settings, f"--run_dir={tmp_path}/undisturbed"],
+        ["fit", *settings, f"--run_dir={tmp_path}/run", *stop_after(3)],
+        ["fit", *settings, f"--run_dir={tmp_path}/run", "--resume=auto"],
+    ]
+    run_in_one_start(commands, num_processes=1, folder=tmp_path)
     assert_same_end(tmp_path / "run", tmp_path / "undisturbed")
 
 

@@ -50,3 +50,22 @@ def test_state_is_primitive_and_restores() -> None:
     other.plan(100)
     other.load_state_dict(state)
     assert other.get_lr() == schedule.get_lr()
+
+
+def test_a_longer_run_goes_on_in_its_own_plan() -> None:
+    """Where the old one has ended, at zero."""
+    optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0) for _ in range(2)]
+    short, long = (WarmupDecay(optimizer, warmup=0, decay="linear") for optimizer in optimizers)
+    short.plan(5)
+    for _ in range(5):
+        optimizers[0].step()
+        short.step()
+    assert optimizers[0].param_groups[0]["lr"] == 0
+    long.plan(10)
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    with pytest.warns(UserWarning, match=r"planned over 5 optimizer steps; this run has 10, and from step 5 on"):
+        long.load_state_dict(short.state_dict())
+    assert optimizers[1].param_groups[0]["lr"] == 1.0
+    optimizers[1].step()
+    long.step()
+    assert optimizers[1].param_groups[0]["lr"] == pytest.approx(0.8)

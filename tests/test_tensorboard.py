@@ -12,6 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 from lit_cifar.callbacks import tensorboard
 from lit_cifar.callbacks.tensorboard import FinalSettings, ModelGraph
 from lit_cifar.models.resnet import build_resnet
+from lit_cifar.run_folder import run_loggers
 
 
 def graph_nodes(events: EventAccumulator) -> list[str]:
@@ -54,6 +55,18 @@ def test_fit_writes_graph_and_settings(tmp_path: Path) -> None:
     summary = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     for setting in (b"tiny", b"batch_size", b"SGD", b"momentum", b"single_device", b"replicas"):
         assert setting in summary
+
+
+@pytest.mark.parametrize("first_step", [0, 2])
+def test_what_a_run_writes_again_is_hidden(tmp_path: Path, first_step: int) -> None:
+    """From the start on too, where it died before its first checkpoint."""
+    for step, logged in ((None, 1.0), (first_step, 2.0)):
+        tensorboard_logger, _ = run_loggers(tmp_path, first_step=step)
+        for at in range(step or 0, 4 if step is None else 3):
+            tensorboard_logger.log_metrics({"loss": logged}, at)
+        tensorboard_logger.finalize("success")
+    values = [(event.step, event.value) for event in read_events(tmp_path).Scalars("loss")]
+    assert values == [(at, 1.0) for at in range(first_step)] + [(at, 2.0) for at in range(first_step, 3)]
 
 
 def test_settings_are_flat(tmp_path: Path) -> None:

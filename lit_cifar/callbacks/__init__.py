@@ -1,6 +1,6 @@
 """What a run shows and leaves: progress, figures, accuracy per rank, throughput, predictions, checkpoints."""
 
-from lit_cifar.callbacks.boundary import EXIT_STOPPED, StepBoundary
+from lit_cifar.callbacks.boundary import EXIT_STOPPED, Keystrokes, StepBoundary
 from lit_cifar.callbacks.checkpoint import BestCheckpoint, LastCheckpoint
 from lit_cifar.callbacks.exact_resume import ExactResume
 from lit_cifar.callbacks.figures import EvaluationFigures
@@ -20,6 +20,7 @@ __all__ = [
     "EvaluationFigures",
     "ExactResume",
     "FinalSettings",
+    "Keystrokes",
     "LastCheckpoint",
     "ModelGraph",
     "PerRankAccuracy",

@@ -44,6 +44,20 @@ class Agreed(NamedTuple):
     first_bad: tuple[int, int] | None
 
 
+class Keystrokes:
+    """Tells a second Ctrl-C from one that arrives twice: from the terminal, and from the process that started this."""
+
+    def __init__(self) -> None:
+        self._first_at = math.inf
+
+    def insist(self, number: int) -> bool:
+        """Whether signal `number`, which has just arrived, is SIGINT, and another one than the first."""
+        now = time.monotonic()
+        if number == signal.SIGINT:
+            self._first_at = min(self._first_at, now)
+        return number == signal.SIGINT and now - self._first_at > _ONE_KEYSTROKE_S
+
+
 class StepBoundary(Callback):
     """Saves when a checkpoint is due, stops when asked to, and stops when a loss is not a finite number.
 
@@ -65,36 +79,43 @@ class StepBoundary(Callback):
         self.agree_every_s = agree_every_s
         self._last: LastCheckpoint | None = None
         self._signal = 0
-        self._noted_at = 0.0
+        self._keystrokes = Keystrokes()
         self._bad = torch.empty(0)
+        self._first_steps: dict[int, int] = {}  # of every epoch, as the steps in one may change where a run goes on
         self._steps_left = 0
         self._asked_at = 0.0
         self._asked_step = 0
         self._step_s = 0.0
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take over from Lightning, which asks at every step, with the host waiting, and has no exit status for it."""
-        self._last = next((c for c in trainer.callbacks if isinstance(c, LastCheckpoint)), None)  # type: ignore[attr-defined]
-        self._bad = torch.full((), -math.inf, dtype=torch.float64, device=pl_module.device)
-        self._signal, self._steps_left = 0, 2  # first after a step, when it is known how long one takes
-        self._asked_at, self._asked_step, self._step_s = time.monotonic(), trainer.global_step, 0.0
+        self._signal, self._keystrokes = 0, Keystrokes()
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
         if threading.current_thread() is threading.main_thread():
-            # Lightning puts the former handlers back when it tears down.
+            # Lightning's turn would come next; having had it, it puts the former handlers back when it tears down.
+            trainer._signal_connector.register_signal_handlers()
+            trainer._signal_connector.register_signal_handlers = _nothing  # type: ignore[method-assign]
             signal.signal(signal.SIGTERM, self._note)
             signal.signal(signal.SIGINT, self._note)
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to count the steps and the time until the processes ask one another."""
+        self._last = next((c for c in trainer.callbacks if isinstance(c, LastCheckpoint)), None)  # type: ignore[attr-defined]
+        self._bad = torch.full((), -math.inf, dtype=torch.float64, device=pl_module.device)
+        self._first_steps = {}
+        self._steps_left = 2  # first after a step, when it is known how long one takes
+        self._asked_at, self._asked_step, self._step_s = time.monotonic(), trainer.global_step, 0.0
+
     def _note(self, number: int, frame: FrameType | None) -> None:
-        # One Ctrl-C may arrive twice: from the terminal, and from the process that started this one.
-        now = time.monotonic()
-        if number == self._signal == signal.SIGINT and now - self._noted_at > _ONE_KEYSTROKE_S:
+        if self._keystrokes.insist(number):
             raise KeyboardInterrupt
-        self._signal, self._noted_at = number, now
+        self._signal = number
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Between two optimizer steps: agree if it is time to, then save, then stop."""
         if batch_idx % trainer.accumulate_grad_batches:
             return
+        self._first_steps[trainer.current_epoch] = trainer.global_step - batch_idx // trainer.accumulate_grad_batches
         by_step = self._last is not None and self._last.due_by_step(trainer)
         self._steps_left -= 1
         if self._steps_left > 0 and not by_step:
@@ -103,7 +124,8 @@ class StepBoundary(Callback):
         if agreed.first_bad:
             self._stop_for_loss(trainer, *agreed.first_bad)
         if self._last is not None and (by_step or agreed.due or agreed.signal):
-            self._save(trainer, pl_module, self._last)
+            self._check_weights(trainer, pl_module)
+            self._save(trainer, self._last)
         if agreed.signal:
             self._stop_for_signal(trainer, agreed.signal)
 
@@ -120,16 +142,24 @@ class StepBoundary(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do not validate, and call best, what has diverged."""
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self._check_losses(trainer)
+            self._check_finite(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do not save as the last what has diverged."""
-        self._check_losses(trainer)
+        self._check_finite(trainer, pl_module)
 
-    def _check_losses(self, trainer: Trainer) -> None:
+    def _check_finite(self, trainer: Trainer, pl_module: LightningModule) -> None:
         agreed = self._agree(trainer)
         if agreed.first_bad:
             self._stop_for_loss(trainer, *agreed.first_bad)
+        self._check_weights(trainer, pl_module)
+
+    def _check_weights(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A step may ruin them whose own loss is still finite; the checkpoint before it then stays the newest."""
+        finite = all(bool(_local(parameter).isfinite().all()) for parameter in pl_module.parameters())
+        if not trainer.strategy.reduce_boolean_decision(finite, all=True):
+            message = f"the weights are not finite after {trainer.global_step} optimizer steps"
+            _end(trainer, f"{message}; {self._newest()}", status=1)
 
     def _agree(self, trainer: Trainer) -> Agreed:
         """Ask all processes; each takes the largest of every number, and the same time until the next."""
@@ -145,12 +175,7 @@ class StepBoundary(Callback):
         first_bad = None if math.isinf(largest[3]) else divmod(round(-largest[3]), trainer.world_size)
         return Agreed(int(largest[0]), bool(largest[1]), first_bad)
 
-    def _save(self, trainer: Trainer, pl_module: LightningModule, last: LastCheckpoint) -> None:
-        """Write the checkpoint, unless the weights are no numbers: then the one before stays the newest."""
-        finite = all(bool(_local(parameter).isfinite().all()) for parameter in pl_module.parameters())
-        if not trainer.strategy.reduce_boolean_decision(finite, all=True):
-            message = f"the weights are not finite after {trainer.global_step} optimizer steps"
-            _end(trainer, f"{message}; {self._newest()}", status=1)
+    def _save(self, trainer: Trainer, last: LastCheckpoint) -> None:
         try:
             last.save(trainer)
         except CheckpointError as error:
@@ -166,7 +191,8 @@ class StepBoundary(Callback):
         )
 
     def _stop_for_loss(self, trainer: Trainer, step: int, rank: int) -> NoReturn:
-        ids = trainer.strategy.broadcast(_ids_of_step(trainer, step), src=rank)
+        epoch, first = max(item for item in self._first_steps.items() if item[1] <= step)
+        ids = trainer.strategy.broadcast(_ids_of_step(trainer, epoch, step - first), src=rank)
         shown = ", ".join(map(str, ids[:_MAX_IDS])) + (
             f" and {len(ids) - _MAX_IDS} more" if len(ids) > _MAX_IDS else ""
         )
@@ -192,15 +218,14 @@ def _local(parameter: Tensor) -> Tensor:
     return parameter.detach() if to_local is None else to_local().detach()
 
 
-def _ids_of_step(trainer: Trainer, step: int) -> list[int]:
-    """The samples that this process read for optimizer step `step` of the run; none if that cannot be told."""
+def _ids_of_step(trainer: Trainer, epoch: int, step: int) -> list[int]:
+    """The samples that this process read for optimizer step `step` of an epoch; none if that cannot be told."""
     datamodule: Any = getattr(trainer, "datamodule", None)
     if not hasattr(datamodule, "train_sampler"):
         return []
-    steps = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
     sampler = datamodule.train_sampler()
-    sampler.set_epoch(step // steps)
-    sampler.start = step % steps
+    sampler.set_epoch(epoch)
+    sampler.start = step
     parts = zip(range(trainer.accumulate_grad_batches), sampler, strict=False)
     return [int(id_) for _, part in parts for id_ in part.ids]
 

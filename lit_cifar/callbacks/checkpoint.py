@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import lightning as L
 from lightning.pytorch import callbacks
@@ -80,6 +80,20 @@ class BestCheckpoint(ModelCheckpoint):
             self.save_top_k = 0
         super().setup(trainer, pl_module, stage)
 
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Know the run's best files again where its folder was moved, or is named in another way.
+
+        Lightning forgets them, and the score to surpass, unless the folder's name is the very same string.
+        """
+        state, folder = checkpoint["callbacks"].get(self.state_key), Path(self.dirpath or "")
+        if state is None:
+            return
+        names = {path: str(folder / Path(path).name) if path else path for path in _paths(state)}
+        if trainer.strategy.broadcast(all(Path(name).exists() for name in names.values() if name)):
+            state["dirpath"] = self.dirpath
+            state["best_k_models"] = {names[path]: score for path, score in state["best_k_models"].items()}
+            state |= {key: names[state[key]] for key in _PATHS}
+
     def _save_checkpoint(self, trainer: L.Trainer, filepath: str) -> None:
         with failing_together(trainer):
             super()._save_checkpoint(trainer, filepath)
@@ -92,9 +106,9 @@ class LastCheckpoint(callbacks.Checkpoint):
     The end of training is saved in any case. Nothing is due until a step has been taken, or taken again.
 
     Args:
-        every_n_epochs: Save where so many epochs have ended; 0 for no such rule.
-        every_n_steps: Save after so many optimizer steps.
-        every_n_seconds: Save when so many seconds have passed since the last time.
+        every_n_epochs: Save after every n epochs; 0: never for this reason.
+        every_n_steps: Save after every n optimizer steps; null: never for this reason.
+        every_n_seconds: Save when n seconds have passed since the last time; null: never for this reason.
 
     Attributes:
         newest: The file that this run has written last, or the one it goes on from; None if there is neither.
@@ -162,6 +176,14 @@ class LastCheckpoint(callbacks.Checkpoint):
         """Save the end, unless it has been."""
         if self.newest != self._folder / LAST or self._saved_step != trainer.global_step:
             self.save(trainer)
+
+
+_PATHS = ("best_model_path", "kth_best_model_path", "last_model_path")
+
+
+def _paths(state: dict[str, Any]) -> list[str]:
+    """The files that the state of a `ModelCheckpoint` names; some may be empty."""
+    return [*state["best_k_models"], *(state[key] for key in _PATHS)]
 
 
 def _check_interval(name: str, value: float | None, *, least: int) -> None:

@@ -17,6 +17,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
+from lit_cifar.callbacks.run_report import run_folder
+from lit_cifar.checkpoint_files import save_error
+from lit_cifar.errors import SaveError
 from lit_cifar.layout import Layout
 
 POSITION, METRICS = "position", "metrics"
@@ -81,9 +84,14 @@ class ExactResume(Callback):
         self._resumed: Position | None = None
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Write both down; the processes that hold the shards of the data put their counts together."""
-        for logger in trainer.loggers:
-            logger.save()
+        """Write both down; the processes that hold the shards of the data put their counts together.
+
+        Raises:
+            SaveError: The logs, which belong to a checkpoint, could not be written; on every process.
+        """
+        failure: SaveError | None = trainer.strategy.broadcast(_save_logs(trainer, run_folder(trainer) or Path()))
+        if failure is not None:
+            raise failure
         checkpoint[POSITION] = asdict(Position.of(trainer))
         checkpoint[METRICS] = _collect(trainer, pl_module)
 
@@ -117,8 +125,11 @@ class ExactResume(Callback):
         self._put_right(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the loggers' step right."""
+        """Put the loggers' step right, and do not leave out ReduceLROnPlateau where its metric is known."""
         self._put_right(trainer)
+        monitors = [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+        if all(monitor in trainer.callback_metrics for monitor in monitors):
+            trainer.fit_loop._restarting = False  # else Lightning leaves it out at the end of this epoch
 
     def _put_right(self, trainer: Trainer) -> None:
         if self._resumed is not None:
@@ -137,7 +148,8 @@ def _settle_buckets(trainer: Trainer, pl_module: LightningModule) -> None:
     if not isinstance(model, DistributedDataParallel):
         return
     buffers = {name: buffer.clone() for name, buffer in pl_module.named_buffers()}
-    blank = torch.zeros(2, 3, 32, 32, device=pl_module.device)
+    num_images = 2 * Layout.of(trainer.strategy).num_microbatches  # BatchNorm refuses one value per channel
+    blank = torch.zeros(num_images, 3, 32, 32, device=pl_module.device)
     with trainer.precision_plugin.train_step_context():
         logits = model(trainer.precision_plugin.convert_input(blank))
     logits.sum().backward()
@@ -145,6 +157,16 @@ def _settle_buckets(trainer: Trainer, pl_module: LightningModule) -> None:
     with torch.no_grad():
         for name, buffer in pl_module.named_buffers():
             buffer.copy_(buffers[name])
+
+
+def _save_logs(trainer: Trainer, folder: Path) -> SaveError | None:
+    """Why they could not be; None where they were, and where another process writes them."""
+    try:
+        for logger in trainer.loggers:
+            logger.save()
+    except OSError as error:
+        return save_error(error, folder / "metrics.csv", checkpoints=folder / "checkpoints")
+    return None
 
 
 def _num_rows(trainer: Trainer) -> int:
