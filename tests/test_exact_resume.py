@@ -79,7 +79,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-@pytest.mark.parametrize("step", [1, 3, 5, 6, 9])
+@pytest.mark.parametrize("step", [1, 5, *(pytest.param(step, marks=pytest.mark.slow) for step in (3, 6, 9))])
 def test_a_stopped_run_goes_on_with_the_very_next_sample(step: int, undisturbed: Path, tmp_path: Path) -> None:
     """Step 5 ends the first epoch."""
     run = tmp_path / "run"
@@ -99,6 +99,7 @@ def test_the_middle_of_an_epoch_with_validation_there(tmp_path: Path) -> None:
     assert_same_end(tmp_path / "run", tmp_path / "undisturbed")
 
 
+@pytest.mark.slow
 def test_a_schedule_by_the_validation_loss(tmp_path: Path) -> None:
     """It counts the epoch in which the run was stopped, too; no epoch is good enough for it here."""
     schedule = ["--model.lr_scheduler=lightning.pytorch.cli.ReduceLROnPlateau", "--model.lr_scheduler.monitor=val/loss"]
@@ -112,6 +113,7 @@ def test_a_schedule_by_the_validation_loss(tmp_path: Path) -> None:
     assert_same_end(tmp_path / "run", tmp_path / "undisturbed")
 
 
+@pytest.mark.slow
 def test_a_schedule_whose_metric_the_checkpoint_does_not_have(tmp_path: Path) -> None:
     """Validation comes after four of the five steps, so that the rest of the epoch knows nothing of it."""
     schedule = ["--model.lr_scheduler=lightning.pytorch.cli.ReduceLROnPlateau", "--model.lr_scheduler.monitor=val/loss"]
@@ -222,6 +224,7 @@ def test_the_same_number_of_processes_agrees_bit_for_bit(tmp_path: Path) -> None
     assert_same_end(tmp_path / "run", tmp_path / "undisturbed")
 
 
+@pytest.mark.slow
 def test_replicas_of_several_stages_go_on_with_microbatches(tmp_path: Path) -> None:
     """With the ImageNet stem a single image is a single value per channel in the end, which BatchNorm refuses."""
     settings = [*SETTINGS, EVERY_STEP, *mode_flags("DDPLayerParallelStrategy")]

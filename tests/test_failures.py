@@ -40,7 +40,7 @@ def test_one_failing_stage_ends_the_whole_pipeline(rank: int, tmp_path: Path, mo
     assert not marked(tmp_path)  # and so no open port
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_verification_that_is_stopped_takes_its_runs_with_it(number: signal.Signals, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lit_cifar", "verify", "--modes", "ddp", "--model.arch=resnet10"]
     environment = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
@@ -132,7 +132,7 @@ def kill(folder: Path, mode: str, rank: int, number: signal.Signals, *flags: str
     assert run.status() in (1, -signal.SIGKILL)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_kill_9_of_a_rank_ends_the_others(rank: int, tmp_path: Path) -> None:
     kill(tmp_path, "ddp", rank, signal.SIGKILL, within_s=30)
 

@@ -299,31 +299,17 @@ def test_what_takes_too_long_is_stopped(tmp_path: Path) -> None:
     assert "time limit" in outcome.last_words
 
 
-# All of them take minutes.
-SHOWN_FIRST = ["pp"]
-
-
-def compared(names: list[str]) -> dict[str, Row]:
-    """With gradients accumulated and clipped and a ragged last batch."""
-    return {row.mode: row for row in verify(names, devices=2, args=TINY)}
-
-
 @pytest.fixture(scope="module")
-def first_rows() -> dict[str, Row]:
-    return compared(SHOWN_FIRST)
+def rows() -> dict[str, Row]:
+    """Of every mode, with gradients accumulated and clipped and a ragged last batch."""
+    return {row.mode: row for row in verify(list(modes(2)), devices=2, args=TINY)}
 
 
-@pytest.fixture(scope="module")
-def other_rows() -> dict[str, Row]:
-    return compared([name for name in modes(2) if name not in SHOWN_FIRST])
-
-
+@pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in SHOWN_FIRST else pytest.mark.slow) for name in modes(2)]
-)
-def test_every_mode_trains_what_one_device_trains(name: str, request: pytest.FixtureRequest) -> None:
-    row = request.getfixturevalue("first_rows" if name in SHOWN_FIRST else "other_rows")[name]
+@pytest.mark.parametrize("name", modes(2))
+def test_every_mode_trains_what_one_device_trains(name: str, rows: dict[str, Row]) -> None:
+    row = rows[name]
     assert row.problems == []
     assert row.differences.keys() == set(KINDS)
     assert max(row.differences.values()) <= EXACT_BOUND
