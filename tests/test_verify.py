@@ -306,7 +306,7 @@ def rows() -> dict[str, Row]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", modes(2))
 def test_every_mode_trains_what_one_device_trains(name: str, rows: dict[str, Row]) -> None:
     row = rows[name]
