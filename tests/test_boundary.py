@@ -73,8 +73,14 @@ def test_the_samples_are_named_after_another_batch_size(tmp_path: Path) -> None:
     assert sorted(map(int, named.split(", "))) == of_step
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["pp", "tp", "fsdp2"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param("pp", marks=pytest.mark.slow),
+        pytest.param("tp", marks=pytest.mark.exhaustive),
+        pytest.param("fsdp2", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_the_processes_of_a_replica_stop_too(mode: str, tmp_path: Path) -> None:
     flags = [*SETTINGS, *mode_flags(mode), f"--run_dir={tmp_path / 'run'}", "--last_checkpoint.every_n_steps=1"]
     result = launch("fit", *flags, *spoil(3), check=False)

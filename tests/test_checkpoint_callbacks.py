@@ -302,8 +302,14 @@ def test_every_process_hears_of_a_failure(tmp_path: Path) -> None:
     assert newest_valid(tmp_path / "below")[0] is not None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["ddp", "pp", "fsdp2"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param("ddp", marks=pytest.mark.slow),
+        pytest.param("pp", marks=pytest.mark.exhaustive),
+        pytest.param("fsdp2", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_run_that_cannot_save_fails_in_every_process(tmp_path: Path, mode: str) -> None:
     flags = [*TINY, *mode_flags(mode), "--trainer.callbacks+=checkpoint_faults.NoFolder"]
     result = launch("fit", *flags, f"--run_dir={tmp_path / 'run'}", check=False)

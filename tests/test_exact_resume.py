@@ -79,7 +79,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-@pytest.mark.parametrize("step", [1, 5, *(pytest.param(step, marks=pytest.mark.slow) for step in (3, 6, 9))])
+@pytest.mark.parametrize("step", [1, 5, *(pytest.param(step, marks=pytest.mark.exhaustive) for step in (3, 6, 9))])
 def test_a_stopped_run_goes_on_with_the_very_next_sample(step: int, undisturbed: Path, tmp_path: Path) -> None:
     """Step 5 ends the first epoch."""
     run = tmp_path / "run"
@@ -90,6 +90,7 @@ def test_a_stopped_run_goes_on_with_the_very_next_sample(step: int, undisturbed:
     assert_same_end(run, undisturbed)
 
 
+@pytest.mark.slow
 def test_the_middle_of_an_epoch_with_validation_there(tmp_path: Path) -> None:
     """Step 2 is followed by a validation, which must not be run again, nor shift what is logged after it."""
     flags = [EVERY_STEP, "--trainer.val_check_interval=2", "--trainer.max_steps=9"]
@@ -113,7 +114,7 @@ def test_a_schedule_by_the_validation_loss(tmp_path: Path) -> None:
     assert_same_end(tmp_path / "run", tmp_path / "undisturbed")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_schedule_whose_metric_the_checkpoint_does_not_have(tmp_path: Path) -> None:
     """Validation comes after four of the five steps, so that the rest of the epoch knows nothing of it."""
     schedule = ["--model.lr_scheduler=lightning.pytorch.cli.ReduceLROnPlateau", "--model.lr_scheduler.monitor=val/loss"]
@@ -212,6 +213,7 @@ def test_a_position_in_lightnings_words(position: Position, accumulation: int) -
     assert json.loads(json.dumps(loops)) == loops
 
 
+@pytest.mark.slow
 def test_the_same_number_of_processes_agrees_bit_for_bit(tmp_path: Path) -> None:
     """Over more than two processes the sums of a ring depend on how DistributedDataParallel has cut its buckets."""
     settings = [*SETTINGS, EVERY_STEP, *mode_flags("ddp", 3), "--data.batch_size=18"]

@@ -40,7 +40,7 @@ def test_one_failing_stage_ends_the_whole_pipeline(rank: int, tmp_path: Path, mo
     assert not marked(tmp_path)  # and so no open port
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)])
 def test_a_verification_that_is_stopped_takes_its_runs_with_it(number: signal.Signals, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lit_cifar", "verify", "--modes", "ddp", "--model.arch=resnet10"]
     environment = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
@@ -149,14 +149,21 @@ def test_kill_9_of_every_rank_ends_the_others(mode: str, rank: int, tmp_path: Pa
 SOON = "--watchdog.timeout_s=6"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "rank", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
+)
 def test_a_stopped_rank_is_found(rank: int, tmp_path: Path) -> None:
     kill(tmp_path, "ddp", rank, signal.SIGSTOP, SOON, within_s=30)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("mode", "rank"), [("ddp", 1), ("ddp_spawn", 0), ("pp", 0)])
+@pytest.mark.parametrize(
+    ("mode", "rank"),
+    [
+        pytest.param("ddp", 1, marks=pytest.mark.exhaustive),
+        pytest.param("ddp_spawn", 0, marks=pytest.mark.slow),
+        pytest.param("pp", 0, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_main_thread_that_hangs_is_found_and_shown(mode: str, rank: int, tmp_path: Path) -> None:
     hanging = ["--trainer.callbacks+=recorder.HangOn", f"--trainer.callbacks.rank={rank}", "--trainer.callbacks.step=8"]
     run = Run(tmp_path, *MODES[mode], SOON, *hanging, num_ranks=2)
@@ -171,8 +178,9 @@ def test_a_main_thread_that_hangs_is_found_and_shown(mode: str, rank: int, tmp_p
     assert run.status() == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["ddp", "ddp_spawn"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("ddp", marks=pytest.mark.slow), pytest.param("ddp_spawn", marks=pytest.mark.exhaustive)]
+)
 def test_an_exception_is_told_once_and_by_its_own_traceback(mode: str, tmp_path: Path) -> None:
     failing = ["--trainer.callbacks+=recorder.FailOn", "--trainer.callbacks.rank=1", "--trainer.callbacks.step=3"]
     run = Run(tmp_path, *MODES[mode], *failing, num_ranks=2)
@@ -189,7 +197,7 @@ def test_an_exception_is_told_once_and_by_its_own_traceback(mode: str, tmp_path:
     assert run.status() == 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_that_ends_well_is_not_taken_for_dead(tmp_path: Path) -> None:
     result = launch("fit", *TINY, *MODES["ddp"], f"--run_dir={tmp_path / 'run'}")
     assert "lit_cifar:" not in result.stderr

@@ -61,10 +61,11 @@ def state_of(run: Path) -> dict[str, Any]:
     return {"epoch": checkpoint["epoch"], **checkpoint["state_dict"], **states, **groups}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.filterwarnings("ignore:the learning rate was planned over")  # by the first run, which is shorter
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case == "both" else pytest.mark.exhaustive) for case in CASES]
+)
 def test_a_mode_goes_on_from_one_device_as_one_device_does(case: str, tmp_path: Path) -> None:
     """Parameters, running statistics and optimizer state, resumed and written; `fsdp2` alone is in `test_verify.py`."""
     mode, alone, shared = CASES[case]
