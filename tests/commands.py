@@ -4,12 +4,12 @@ import contextlib
 import io
 import json
 import os
-import subprocess
-import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from lit_cifar.cli import main
+from lit_cifar.commands.forked import ForkedRun
 
 TINY = [
     "--model.arch=resnet10",
@@ -47,40 +47,26 @@ def run_here(*args: str | Path) -> Result:
     return Result(status, out.getvalue(), err.getvalue())
 
 
-def launch(*args: str | Path, timeout_s: float = 110, check: bool = True) -> Result:
+def launch(*args: str | Path, timeout_s: float = 110, check: bool = True, ranks: int = 1) -> Result:
     """`python -m lit_cifar *args` in a process of its own, with this folder on the path for the tests' callbacks.
 
-    One thread per process: the tests run more processes than there are cores.
+    One thread per process: the tests run more processes than there are cores. With `ranks` it runs in so many
+    processes, as under torchrun; with one the strategy launches the others.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
-    done = subprocess.run(
-        [sys.executable, "-m", "lit_cifar", *map(str, args)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    if check and done.returncode:
-        raise AssertionError(f"exit status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return Result(done.returncode, done.stdout, done.stderr)
-
-
-def run_in_one_start(commands: list[list[str]], *, num_processes: int, folder: Path) -> None:
-    """Every command after the other, in processes that torchrun starts once: that costs more than a tiny training."""
-    file = folder / f"commands{num_processes}.json"
-    file.write_text(json.dumps(commands))
-    program = Path(__file__).with_name("run_commands.py")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
-    done = subprocess.run(
-        [*torchrun, str(program), str(file)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = (Path(folder) / name for name in ("stdout", "stderr"))
+        run = ForkedRun([str(arg) for arg in args], environment=environment, stdout=out, stderr=err, num_ranks=ranks)
+        try:
+            status = run.wait(timeout_s)
+        finally:
+            run.kill()
+        stdout, stderr = (path.read_text() if path.exists() else "" for path in (out, err))
+    if status is None:
+        raise AssertionError(f"no end within {timeout_s:g} s\n{stdout[-2000:]}\n{stderr[-4000:]}")
+    if check and status:
+        raise AssertionError(f"exit status {status}\n{stdout[-2000:]}\n{stderr[-4000:]}")
+    return Result(status, stdout, stderr)
 
 
 def counts(run: Path, split: str = "test") -> dict[str, tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 import ctypes
 import sys
+from multiprocessing import forkserver
 from pathlib import Path
 
 import psutil
@@ -16,10 +17,12 @@ def adopt_orphans() -> None:
 
 
 def children() -> set[int]:
-    """Running processes below this one; multiprocessing keeps its resource tracker for good."""
+    """Running processes below this one, without the two that multiprocessing keeps for good."""
     found = set()
     for process in psutil.Process().children(recursive=True):
         try:
+            if process.pid == forkserver._forkserver._forkserver_pid:
+                continue
             if is_running(process) and "resource_tracker" not in " ".join(process.cmdline()):
                 found.add(process.pid)
         except psutil.NoSuchProcess:

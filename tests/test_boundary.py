@@ -48,7 +48,7 @@ def test_all_processes_stop_and_name_the_rank_and_its_samples(tmp_path: Path) ->
     (tmp_path / "ids").mkdir()
     recording = ["--trainer.callbacks+=recorder.RecordIds", f"--trainer.callbacks.folder={tmp_path / 'ids'}"]
     flags = [*SETTINGS, *mode_flags("ddp"), f"--run_dir={tmp_path / 'run'}", *recording, *spoil(7, rank=1)]
-    result = launch("fit", *flags, check=False)
+    result = launch("fit", *flags, check=False, ranks=2)
     assert result.status == 1
     line = next(line for line in result.stderr.splitlines() if "not finite" in line)
     assert "rank 1" in line
@@ -83,7 +83,7 @@ def test_the_samples_are_named_after_another_batch_size(tmp_path: Path) -> None:
 )
 def test_the_processes_of_a_replica_stop_too(mode: str, tmp_path: Path) -> None:
     flags = [*SETTINGS, *mode_flags(mode), f"--run_dir={tmp_path / 'run'}", "--last_checkpoint.every_n_steps=1"]
-    result = launch("fit", *flags, *spoil(3), check=False)
+    result = launch("fit", *flags, *spoil(3), check=False, ranks=2)
     assert result.status == 1
     assert "rank 0 is not finite in optimizer step 3" in result.stderr
     assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")["global_step"] == 3

@@ -245,7 +245,7 @@ def test_logs_that_cannot_be_written_end_the_run(
     """They are on the same disk as the checkpoints, and most often the first to notice."""
     flags = [*TINY, *mode_flags("single" if num_processes == 1 else "ddp"), f"--run_dir={tmp_path / 'run'}"]
     failing = ["--trainer.callbacks+=checkpoint_faults.LoseRunFolder", f"--trainer.callbacks.full={full}"]
-    result = launch("fit", *flags, "--last_checkpoint.every_n_steps=1", *failing, check=False)
+    result = launch("fit", *flags, "--last_checkpoint.every_n_steps=1", *failing, check=False, ranks=num_processes)
     assert result.status == 1
     _, _, message = result.stderr.rpartition("lit_cifar: ")
     assert problem in message
@@ -312,7 +312,7 @@ def test_every_process_hears_of_a_failure(tmp_path: Path) -> None:
 )
 def test_a_run_that_cannot_save_fails_in_every_process(tmp_path: Path, mode: str) -> None:
     flags = [*TINY, *mode_flags(mode), "--trainer.callbacks+=checkpoint_faults.NoFolder"]
-    result = launch("fit", *flags, f"--run_dir={tmp_path / 'run'}", check=False)
+    result = launch("fit", *flags, f"--run_dir={tmp_path / 'run'}", check=False, ranks=2)
     assert result.status != 0
     assert ".ckpt could not be saved" in result.stderr
     assert "Traceback" not in result.stderr

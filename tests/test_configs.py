@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import TINY, launch, run_here, run_in_one_start
+from commands import TINY, launch, run_here
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 PATHS = sorted(CONFIGS.rglob("*.yaml"))
@@ -14,10 +14,12 @@ SHORT = ["--trainer.max_steps=2", "--trainer.log_every_n_steps=1", "--trainer.li
 
 
 def processes(config: Path) -> int:
-    """Processes that a configuration starts; 0 where it starts none, or its own."""
+    """Processes to start a configuration in; 0 where this one will do."""
     trainer = yaml.safe_load(config.read_text()).get("trainer", {})
-    if trainer.get("strategy") in (None, "dp", "mp", "ddp_spawn"):
+    if trainer.get("strategy") in (None, "dp", "mp"):
         return 0
+    if trainer["strategy"] == "ddp_spawn":  # which starts its own
+        return 1
     return trainer["devices"] // (2 if trainer["strategy"] == "ddp_mp" else 1)
 
 
@@ -26,29 +28,19 @@ def command(config: Path, folder: Path) -> list[str]:
     return ["fit", "--config", str(config), *drawn, *SHORT, f"--run_dir={folder / config.parent.name / config.stem}"]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two steps of every configuration with processes, in one start for each number of them."""
-    folder = tmp_path_factory.mktemp("runs")
-    for num_processes in sorted({processes(config) for config in PATHS} - {0}):
-        commands = [command(config, folder) for config in PATHS if processes(config) == num_processes]
-        run_in_one_start(commands, num_processes=num_processes, folder=folder)
-    return folder
-
-
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "config",
     [pytest.param(path, marks=pytest.mark.exhaustive if path.stem == "ddp_spawn" else []) for path in PATHS],
     ids=lambda path: str(path.relative_to(CONFIGS)),
 )
-def test_config_trains(config: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    folder = request.getfixturevalue("runs") if processes(config) else tmp_path
-    if not processes(config):
-        run = launch if config.stem == "ddp_spawn" else run_here
-        result = run(*command(config, folder))
+def test_config_trains(config: Path, tmp_path: Path) -> None:
+    if ranks := processes(config):
+        launch(*command(config, tmp_path), ranks=ranks)
+    else:
+        result = run_here(*command(config, tmp_path))
         assert result.status == 0, result.stderr
-    assert (folder / config.parent.name / config.stem / "checkpoints" / "last.ckpt").exists()
+    assert (tmp_path / config.parent.name / config.stem / "checkpoints" / "last.ckpt").exists()
 
 
 @pytest.mark.parametrize("config", PATHS, ids=lambda path: str(path.relative_to(CONFIGS)))

@@ -198,7 +198,7 @@ def test_one_process_with_two_stages(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_two_processes_equal_one_device_that_normalises_each_part(tmp_path: Path) -> None:
     """Also the microbatches of each process, the keys and the optimizer's state."""
     flags = [CLASS, "--trainer.strategy.num_microbatches=2", "--trainer.devices=4"]
-    launch("fit", *SETTINGS, *flags, f"--run_dir={tmp_path / 'ddp_mp'}")
+    launch("fit", *SETTINGS, *flags, f"--run_dir={tmp_path / 'ddp_mp'}", ranks=2)
     chunks = ["--model.batchnorm_chunks.num_shards=2", "--model.batchnorm_chunks.num_microbatches=2"]
     alone = run_here("fit", *SETTINGS, *chunks, "--trainer.devices=1", f"--run_dir={tmp_path / 'alone'}")
     assert alone.status == 0, alone.stderr

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import TINY, Result, launch, mode_flags, run_here, run_in_one_start
+from commands import TINY, Result, launch, mode_flags, run_here
 from comparing import assert_same_checkpoint
 from tiny_task import read_events
 
@@ -222,7 +222,8 @@ def test_the_same_number_of_processes_agrees_bit_for_bit(tmp_path: Path) -> None
         ["fit", *settings, f"--run_dir={tmp_path}/run", *stop_after(3, rank=1)],
         ["fit", *settings, f"--run_dir={tmp_path}/run", "--resume=auto"],
     ]
-    run_in_one_start(commands, num_processes=3, folder=tmp_path)
+    for command in commands:
+        launch(*command, check=False, ranks=3)
     assert_same_end(tmp_path / "run", tmp_path / "undisturbed")
 
 
@@ -236,7 +237,8 @@ def test_replicas_of_several_stages_go_on_with_microbatches(tmp_path: Path) -> N
         ["fit", *settings, f"--run_dir={tmp_path}/run", *stop_after(3)],
         ["fit", *settings, f"--run_dir={tmp_path}/run", "--resume=auto"],
     ]
-    run_in_one_start(commands, num_processes=1, folder=tmp_path)
+    for command in commands:
+        launch(*command, check=False)
     assert_same_end(tmp_path / "run", tmp_path / "undisturbed")
 
 
@@ -270,7 +272,8 @@ def test_any_mode_goes_on_from_the_middle_of_an_epoch(tmp_path: Path) -> None:
         for writer in MODES
         for reader in MODES
     ]
-    run_in_one_start([*stops, *reads], num_processes=2, folder=tmp_path)
+    for command in [*stops, *reads]:
+        launch(*command, check=False, ranks=2)
     assert run_here("fit", *settings, f"--run_dir={tmp_path}/alone").status == 0
     expected = read_checkpoint(tmp_path / "alone" / "checkpoints" / "last.ckpt")
     for writer in MODES:

@@ -43,6 +43,7 @@ def train(folder: Path, num_processes: int, *more: str) -> tuple[dict[str, Tenso
         "--trainer.callbacks+=recorder.RecordIds",
         f"--trainer.callbacks.folder={ids}",
         *more,
+        ranks=num_processes,
     )
     return read_checkpoint(run / "checkpoints" / "last.ckpt")["state_dict"], list(global_steps(ids))
 

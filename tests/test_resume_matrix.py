@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import launch, run_here, run_in_one_start
+from commands import launch, run_here
 
 from lit_cifar.checkpoints import read_checkpoint
 
@@ -54,12 +54,8 @@ MODES: dict[str, tuple[list[str], int, list[str]]] = {
 
 def run_all(commands: list[list[str]], *, num_processes: int, folder: Path) -> None:
     """Every command, as `MODES` has it."""
-    if num_processes > 1:
-        run_in_one_start(commands, num_processes=num_processes, folder=folder)
-        return
-    run = launch if num_processes else run_here
     for command in commands:
-        result = run(*command)
+        result = launch(*command, ranks=num_processes) if num_processes else run_here(*command)
         assert result.status == 0, result.stderr
 
 

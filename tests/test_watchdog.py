@@ -398,7 +398,7 @@ def test_a_time_in_which_there_may_be_no_beat_is_refused(timeout_s: float) -> No
 def test_a_process_ends_although_its_launcher_died_while_it_was_importing() -> None:
     noted = "import sys, lit_cifar; modules = list(sys.modules); "
     noted += "assert modules.index('lit_cifar.parent') < modules.index('torch'); "
-    gone = "from lit_cifar.watchdog import launcher as l; l.PARENT_PID, l._GRACE_S = -1, 0; "
+    gone = "from lit_cifar.watchdog import launcher as l; l.parent.PARENT_PID, l._GRACE_S = -1, 0; "
     follower = f"{noted}{gone}l.end_with_launcher(); import time; time.sleep(60)"
     done = subprocess.run([sys.executable, "-c", follower], capture_output=True, text=True)
     assert "pid -1, which started it, is gone" in done.stderr

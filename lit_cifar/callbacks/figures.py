@@ -27,7 +27,8 @@ class EvaluationFigures(Callback):
 
     Args:
         num_wrong: Images in the grid, over all processes.
-        every_n_epochs: Draw after every n-th epoch of a fit and after its last; drawing takes about half a second.
+        every_n_epochs: Draw after every n-th epoch of a fit and after its last, which takes about half a second each
+            time; 0 draws nothing, also in `validate` and `test`.
     """
 
     def __init__(self, *, num_wrong: int = 16, every_n_epochs: int = 1) -> None:
@@ -66,7 +67,8 @@ class EvaluationFigures(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Keep the worst mistakes so far."""
-        self._worst.update(outputs, batch)
+        if self._is_due(trainer):
+            self._worst.update(outputs, batch)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draw, unless this is the sanity check or an epoch without figures."""
@@ -75,10 +77,11 @@ class EvaluationFigures(Callback):
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draw."""
-        self._draw(trainer, pl_module, "test")
+        if self._is_due(trainer):
+            self._draw(trainer, pl_module, "test")
 
     def _is_due(self, trainer: Trainer) -> bool:
-        if trainer.sanity_checking:
+        if trainer.sanity_checking or not self.every_n_epochs:
             return False
         if trainer.state.fn != "fit":
             return True

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 
-from lit_cifar.parent import PARENT_PID
+from lit_cifar import parent
 
 # A watch has found out by then, and says more.
 _GRACE_S = 10.0
@@ -22,7 +22,7 @@ def end_with_launcher() -> None:
     if not _started.is_set():
         _started.set()
         spawned_by = multiprocessing.parent_process()
-        launcher = PARENT_PID if spawned_by is None else spawned_by.pid
+        launcher = parent.PARENT_PID if spawned_by is None else spawned_by.pid
         threading.Thread(target=_follow, args=(launcher,), name="watchdog-launcher", daemon=True).start()
 
 

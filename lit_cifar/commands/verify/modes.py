@@ -77,6 +77,11 @@ class Mode:
         """Processes that it starts on this machine."""
         return int(getattr(self._strategy(), "num_processes", 1))
 
+    @property
+    def num_ranks(self) -> int:
+        """Of these, how many whoever starts the run may start himself: only `ddp_spawn` insists on its own."""
+        return 1 if self.strategy == "ddp_spawn" else self.num_processes
+
     def _strategy(self) -> Any:
         """The strategy itself, on a Trainer that starts nothing: nobody else need know what follows from its sizes."""
         strategy: Any = getattr(strategies, self.strategy)(**self.sizes) if self.sizes else self.strategy

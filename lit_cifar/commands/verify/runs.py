@@ -1,15 +1,13 @@
 """Runs of the command line, as a user starts them, that leave nothing behind."""
 
 import os
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
+from lit_cifar.commands.forked import ForkedRun
 from lit_cifar.errors import ConfigError
 
 TIMEOUT_S = 900.0
@@ -17,7 +15,7 @@ TIMEOUT_S = 900.0
 REFUSED = 2
 """The exit status with which the command line answers what cannot work."""
 
-_running: set["subprocess.Popen[bytes]"] = set()
+_running: set[ForkedRun] = set()
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,9 @@ class Outcome:
         return "\n".join([f"{reason} after {self.seconds:.0f} s", *(f"  {line[:160]}" for line in lines[-6:])])
 
 
-def run(subcommand: str, *flags: str, folder: Path, threads: int = 1, timeout_s: float = TIMEOUT_S) -> Outcome:
+def run(
+    subcommand: str, *flags: str, folder: Path, threads: int = 1, timeout_s: float = TIMEOUT_S, num_ranks: int = 1
+) -> Outcome:
     """`python -m lit_cifar SUBCOMMAND FLAGS` with its output and temporary files in `folder`.
 
     Args:
@@ -53,52 +53,36 @@ def run(subcommand: str, *flags: str, folder: Path, threads: int = 1, timeout_s:
         folder: Exists.
         threads: For each process that the command starts.
         timeout_s: After which it is stopped.
+        num_ranks: Processes to start it in, as torchrun would.
     """
     (folder / "tmp").mkdir(exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TMPDIR": str(folder / "tmp")}
-    command = [sys.executable, "-m", "lit_cifar", subcommand, *flags]
+    files = {name: folder / name for name in ("stdout", "stderr")}
+    for file in files.values():
+        file.write_text("")
     start = perf_counter()
-    status: int | None = None
-    with (
-        (folder / "stdout").open("w") as out,
-        (folder / "stderr").open("w") as err,
-        _session(command, environment, out.fileno(), err.fileno()) as process,
-        suppress(subprocess.TimeoutExpired),
-    ):
-        status = process.wait(timeout_s)
-    stdout, stderr = ((folder / name).read_text(errors="replace") for name in ("stdout", "stderr"))
+    with _ended_at_last(
+        ForkedRun([subcommand, *flags], environment=environment, **files, num_ranks=num_ranks)
+    ) as forked:
+        status = forked.wait(timeout_s)
+    stdout, stderr = (file.read_text(errors="replace") for file in files.values())
     return Outcome(status, stdout, stderr, perf_counter() - start)
 
 
 @contextmanager
-def _session(
-    command: Sequence[str], environment: dict[str, str], stdout: int, stderr: int
-) -> Iterator["subprocess.Popen[bytes]"]:
-    """A process that leads a session of its own; at the end, however it comes, the whole session is killed.
-
-    The processes that the command starts belong to its session. None of them sees a Ctrl-C at this terminal.
-    """
-    process = subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True
-    )
-    _running.add(process)
+def _ended_at_last(forked: ForkedRun) -> Iterator[ForkedRun]:
+    _running.add(forked)
     try:
-        yield process
+        yield forked
     finally:
-        _kill_session(process)
-        process.wait()
-        _running.discard(process)
+        forked.kill()
+        _running.discard(forked)
 
 
 def stop_all() -> None:
     """End every run that other threads of this process wait for."""
-    for process in list(_running):
-        _kill_session(process)
-
-
-def _kill_session(process: "subprocess.Popen[bytes]") -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    for forked in list(_running):
+        forked.kill()
 
 
 def refuse_if_invalid(outcome: Outcome) -> None:

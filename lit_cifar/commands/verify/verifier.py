@@ -67,11 +67,6 @@ class Verifier:
         with quiet():
             return mode.chunks(accumulation=self.settings.accumulation)
 
-    def processes_of(self, mode: Mode) -> int:
-        """How many processes share the cores."""
-        with quiet():
-            return mode.num_processes
-
     def equals(self, mode: Mode) -> str:
         """The mode's single-device computation in words."""
         return in_words(self.chunks_of(mode), batch_size=self.settings.batch_size)
@@ -90,7 +85,9 @@ class Verifier:
         flags = self.settings.length_flags(steps=self.steps, accumulation=self.settings.accumulation)
         trace = {"reload_after": str(self.steps - 1)} | ({} if bug is None else {"bug": bug})
         title = mode.name if bug is None else f"{mode.name} with {bug}"
-        return self._fit(title, folder, [*flags, *mode.flags], trace, processes=self.processes_of(mode))
+        with quiet():
+            processes, ranks = mode.num_processes, mode.num_ranks
+        return self._fit(title, folder, [*flags, *mode.flags], trace, processes=processes, ranks=ranks)
 
     def judge(self, mode: Mode, outcome: Outcome, folder: Path, reference: Reference) -> Row:
         """Compare what `launch` left in `folder` with the reference."""
@@ -161,7 +158,7 @@ class Verifier:
         flags += ["--trainer.strategy=auto", "--trainer.devices=1", "--trainer.sync_batchnorm=false"]
         if chunks != Chunks():
             flags += [f"--model.batchnorm_chunks.{name}={value}" for name, value in asdict(chunks).items()]
-        outcome = self._fit(title, folder, flags, trace, processes=1)
+        outcome = self._fit(title, folder, flags, trace)
         if outcome.status is None:
             raise ConfigError(
                 f"one device is too slow for this configuration: {outcome.last_words}",
@@ -178,7 +175,16 @@ class Verifier:
                 remedy="leave out what does, e.g. --trainer.max_time or --trainer.fast_dev_run",
             )
 
-    def _fit(self, title: str, folder: Path, flags: list[str], trace: dict[str, str], *, processes: int) -> Outcome:
+    def _fit(
+        self,
+        title: str,
+        folder: Path,
+        flags: list[str],
+        trace: dict[str, str],
+        *,
+        processes: int = 1,
+        ranks: int = 1,
+    ) -> Outcome:
         (folder / "trace").mkdir()
         arguments = {"folder": str(folder / "trace")} | trace
         recording = [f"--trainer.callbacks+={TRACE}"]
@@ -193,6 +199,7 @@ class Verifier:
             folder=folder,
             threads=max(1, (cpu_count() or 1) // processes),
             timeout_s=self.timeout_s,
+            num_ranks=ranks,
         )
         self.report(f"{outcome.seconds:5.0f} s  {title}")
         return outcome
