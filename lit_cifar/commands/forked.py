@@ -120,7 +120,7 @@ def _run(words: list[str], environment: Mapping[str, str], stdout: str, stderr: 
     sys.argv = ["lit_cifar", *words]
     # What the imports have read from the environment of the fork server.
     parent.PARENT_PID = os.getppid()
-    rank_zero_only.rank = int(environment.get("RANK", 0))
+    rank_zero_only.rank = int(environment.get("RANK", 0))  # type: ignore[attr-defined]
     tempfile.tempdir = None
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]  # its launcher is no Python process
