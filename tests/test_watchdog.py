@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -10,17 +11,21 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
+from typing import Any
 
 import lightning as L
 import psutil
 import pytest
+import torch
 from torch.distributed import HashStore
 
 from lit_cifar.callbacks.watchdog import PHASES, Watchdog
+from lit_cifar.data import Batch
 from lit_cifar.errors import ConfigError, Stopped
 from lit_cifar.watchdog import Beat, Board, Progress, Verdict, Watch, first_beat, process
-from lit_cifar.watchdog.beat import stack_of
+from lit_cifar.watchdog.beat import stack_of, waits_or_works
+from lit_cifar.watchdog.effort import Effort, Use, look
 from lit_cifar.watchdog.judge import Peer, judge, updated
 from lit_cifar.watchdog.process import Sight
 from lit_cifar.watchdog.progress import FIRST_TIME_S
@@ -58,6 +63,13 @@ def verdict_of(*peers: Peer, now: float = 100.0, me: int = 0, store_host: int | 
         (peer(0, over=True), peer(1, over=True)),
         (peer(0, idle_s=90), peer(1, idle_s=3)),  # waits for one that gets on
         (peer(0, idle_s=90), peer(1, idle_s=90, patience_s=600.0)),  # which compiles, or writes its first checkpoint
+        # One that is behind, or in the same phase, computes for longer than ever: compiles again, has a slow disk.
+        (peer(0, idle_s=90, events=8, waits=True), peer(1, idle_s=90, events=7, works=True)),
+        (peer(0, idle_s=90, waits=True), peer(1, idle_s=90, works=True), peer(2, idle_s=90, waits=True)),
+        (peer(0, idle_s=90, works=True), peer(1, idle_s=90, works=True)),
+        # Aborted, perhaps because of another process: what has become of the others is not known yet.
+        (peer(0), peer(1, state="gone", ending="SIGABRT"), peer(2, heard_at=95, state="unseen")),
+        (peer(0, idle_s=30), peer(1, state="gone", ending="SIGTERM", idle_s=30), peer(2, state="unseen", idle_s=30)),
         (peer(0, failure="E", order=1), peer(1)),  # the other has not answered yet: it may be the cause
         (peer(0, failure="E", order=1), peer(1, heard_at=95)),
     ],
@@ -71,6 +83,44 @@ def test_nobody_is_to_blame(peers: tuple[Peer, ...]) -> None:
     [
         ((peer(0), peer(1, state="gone")), 1, "killed", 0),
         ((peer(0, state="gone"), peer(1), peer(2)), 0, "killed", 1),
+        # Who is killed takes the others along: NCCL aborts those that survive, launchers terminate them.
+        ((peer(0, state="gone", ending="SIGABRT"), peer(1, state="gone", ending="SIGKILL"), peer(2)), 1, "killed", 2),
+        ((peer(0, state="gone", ending="SIGTERM"), peer(1, state="gone", ending="SIGSEGV"), peer(2)), 1, "killed", 2),
+        (
+            (
+                peer(0, state="gone", ending="SIGABRT", heard_at=97),
+                peer(1, state="gone", ending="SIGBUS", heard_at=98),
+                peer(2),
+            ),
+            1,
+            "killed",
+            2,
+        ),
+        ((peer(0, state="gone", ending="SIGABRT"), peer(1, state="gone"), peer(2)), 1, "killed", 2),
+        # Of equals the one that was not heard of for longest, then the lowest.
+        ((peer(0, state="gone", heard_at=99), peer(1, state="gone", heard_at=97), peer(2)), 1, "killed", 2),
+        (
+            (
+                peer(0, state="gone", ending="SIGABRT", heard_at=99),
+                peer(1, state="gone", ending="SIGABRT", heard_at=97),
+                peer(2),
+            ),
+            1,
+            "killed",
+            2,
+        ),
+        (
+            (peer(0, state="gone", ending="SIGKILL"), peer(1, state="gone", ending="SIGKILL"), peer(2)),
+            0,
+            "killed",
+            2,
+        ),
+        # One that was aborted by itself, once the others have answered, or can no more.
+        ((peer(0), peer(1, state="gone", ending="SIGABRT"), peer(2, answered=True)), 1, "killed", 0),
+        ((peer(0, state="gone", ending="SIGABRT"), peer(1), peer(2, heard_at=95)), 0, "killed", 1),
+        ((peer(0, failure="closed", order=1), peer(1, state="gone", ending="SIGABRT")), 1, "killed", 0),
+        # One that was aborted because a machine was lost.
+        ((peer(0), peer(1, state="gone", ending="SIGABRT"), peer(2, heard_at=93, state="unseen")), 2, "silent", 0),
         # A broken connection is the consequence of a death, and not its cause.
         ((peer(0, failure="closed by peer", order=1), peer(1, state="gone")), 1, "killed", 0),
         ((peer(0, failure="E", order=1), peer(1, state="gone", failure="closed", order=2)), 0, "failed", 0),
@@ -91,6 +141,11 @@ def test_nobody_is_to_blame(peers: tuple[Peer, ...]) -> None:
         ((peer(0, idle_s=30, events=8), peer(1, idle_s=21, events=7)), 1, "hung", 0),
         ((peer(0, idle_s=30, events=8, waits=True), peer(1, idle_s=21, events=8)), 1, "hung", 0),
         ((peer(0, idle_s=30), peer(1, idle_s=30)), 0, "hung", 1),
+        # What spins while it waits, or sleeps where others work, or works for more than ten minutes.
+        ((peer(0, idle_s=30, events=8, works=True), peer(1, idle_s=21, events=7)), 1, "hung", 0),
+        ((peer(0, idle_s=30, works=True), peer(1, idle_s=21), peer(2, idle_s=30, waits=True)), 1, "hung", 0),
+        ((peer(0, idle_s=30, waits=True), peer(1, idle_s=30, waits=True)), 0, "hung", 1),
+        ((peer(0, idle_s=601, waits=True), peer(1, idle_s=601, works=True)), 1, "hung", 0),
         ((peer(0, over=True), peer(1, idle_s=30), peer(2, idle_s=30, waits=True)), 1, "hung", 2),
     ],
 )
@@ -148,6 +203,13 @@ def test_an_answer_is_a_beat_that_was_heard_after_the_failure() -> None:
     assert peers[1].sight.state == "stopped"
 
 
+def test_an_answer_to_an_end_is_a_beat_that_was_heard_after_it() -> None:
+    peers = updated({0: peer(0), 1: peer(1)}, [replace(peer(1).beat, number=1)], {0: Sight("gone")}, now=101.0)
+    assert not peers[1].answered
+    peers = updated(peers, [replace(peer(1).beat, number=2)], {}, now=102.0)
+    assert peers[1].answered
+
+
 def test_beats_and_verdicts_survive_the_store() -> None:
     beat = Beat(rank=1, pid=2, started="3", host="a", failure='E: "x"\n', over=True)
     assert Beat.from_json(beat.to_json()) == beat
@@ -193,6 +255,28 @@ def test_patience_is_five_times_the_longest_of_the_phase() -> None:
     progress.enter("step")
     assert progress.patience_s() == 50
     assert progress.moment.step == 7
+
+
+def test_a_batch_of_another_shape_has_a_first_time_of_its_own() -> None:
+    """As the last one of an epoch, for which a compiled network is compiled again; in backward as well."""
+    clock = Clock()
+    progress = Progress(timeout_s=TIMEOUT_S, clock=clock)
+    for shape in (32, 32, 32, 32, 32, 20, 32, 20):
+        for phase in ("step", "backward"):
+            progress.enter(phase, shape=shape if phase == "step" else None)
+            clock.now += 100 if shape == 20 else 1
+    progress.enter("step", shape=32)
+    assert progress.patience_s() == TIMEOUT_S
+    progress.enter("backward")
+    assert progress.patience_s() == TIMEOUT_S
+    progress.enter("step", shape=20)
+    progress.enter("backward")
+    assert progress.patience_s() == 500
+    progress.enter("step", shape=7)
+    assert progress.patience_s() == FIRST_TIME_S
+    progress.enter("backward")
+    assert progress.patience_s() == FIRST_TIME_S
+    assert progress.moment.shape == 7
 
 
 def test_a_suspended_process_has_not_been_idle() -> None:
@@ -310,6 +394,22 @@ def test_the_one_that_does_not_get_on_is_found(capsys: pytest.CaptureFixture[str
     assert __file__ in capsys.readouterr().err  # where the main thread is
 
 
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_one_that_waits_for_a_disk_does_not_hang(on_disk: bool) -> None:
+    pair = Pair()
+    for progress, phases in zip(pair.progress, ["abab", "aba"], strict=True):
+        for phase in phases:
+            progress.enter(phase)
+        progress.moment = progress.moment._replace(since=progress.moment.since - 2 * TIMEOUT_S)
+        progress._awake_since -= 2 * TIMEOUT_S
+    for watch in pair.watches:
+        watch._effort = Effort(peers=(), memory_s=TIMEOUT_S / 2, use=lambda peers: Use({}, on_disk))
+    verdicts = [watch._tick() for _ in range(3) for watch in pair.watches]
+    assert [verdict and verdict.rank for verdict in verdicts[-2:]] == ([None, None] if on_disk else [1, 1])
+    for watch in pair.watches:
+        watch._board.close()
+
+
 def test_a_stopped_process_is_named_and_killed(capsys: pytest.CaptureFixture[str]) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
@@ -357,9 +457,16 @@ def acquire(lock: Lock) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "waits"), [("torch.distributed.distributed_c10d", True), ("lit_cifar.data.loader", False)]
+    ("module", "waits", "works"),
+    [
+        ("torch.distributed.distributed_c10d", True, False),  # it may spin there
+        ("torch.autograd.graph", False, True),
+        ("lit_cifar.data.loader", False, True),
+    ],
 )
-def test_a_thread_that_waits_for_other_processes_is_told_from_one_that_does_not(module: str, waits: bool) -> None:
+def test_a_thread_that_waits_for_other_processes_is_told_from_one_that_does_not(
+    module: str, waits: bool, works: bool
+) -> None:
     lock = threading.Lock()
     lock.acquire()
     in_module = FunctionType(acquire.__code__, {"__name__": module})
@@ -369,8 +476,68 @@ def test_a_thread_that_waits_for_other_processes_is_told_from_one_that_does_not(
         time.sleep(0.01)
     lock.release()
     thread.join()
-    assert found[1] == waits
-    assert stack_of(-1) == ("", False)
+    assert found[1] == module
+    assert waits_or_works(module, effort=False) == (module.startswith("torch."), False)
+    assert waits_or_works(module, effort=True) == (waits, works)
+    assert stack_of(-1) == ("", "")
+
+
+def test_effort_is_a_share_of_a_processor_or_a_disk_waited_for() -> None:
+    clock, use = Clock(), Use({1: 50.0}, False)
+    effort = Effort(peers=(), memory_s=10, clock=clock, use=lambda peers: use)
+
+    def seen_after(seconds: float, cpu_s: dict[int, float], *, on_disk: bool = False) -> bool:
+        nonlocal use
+        clock.now += seconds
+        use = Use(cpu_s, on_disk)
+        effort.look()
+        return effort.seen
+
+    effort.look()
+    assert not effort.seen  # what it has used before counts for nothing
+    assert not seen_after(1, {1: 50.02})
+    assert seen_after(1, {1: 50.1})
+    assert seen_after(10, {1: 50.1})
+    assert not seen_after(1, {1: 50.1})
+    assert seen_after(1, {1: 50.1, 2: 0.5})  # a compiler that it has started
+    assert not seen_after(11, {1: 50.1})  # which has ended
+    assert seen_after(1, {1: 50.1}, on_disk=True)
+    effort.forget()
+    assert not effort.seen
+
+
+def test_what_this_process_uses_is_its_main_threads_and_its_childrens_but_not_its_peers() -> None:
+    spin = [sys.executable, "-c", "while True: pass"]
+    with subprocess.Popen(spin) as child, subprocess.Popen(spin) as peer:
+        try:
+            while look(()).cpu_s.get(child.pid, 0.0) < 0.1:
+                time.sleep(0.05)
+            assert look(()).cpu_s.keys() >= {os.getpid(), child.pid, peer.pid}
+            assert peer.pid not in look({peer.pid}).cpu_s
+            thread = threading.Thread(target=lambda: sum(range(10_000_000)))
+            before = look(()).cpu_s[os.getpid()]
+            thread.start()
+            thread.join()
+            between = look(()).cpu_s[os.getpid()]
+            while look(()).cpu_s[os.getpid()] < between + 0.1:
+                pass
+            assert between - before < 0.1
+        finally:
+            child.kill()
+            peer.kill()
+
+
+def test_the_hooks_note_phase_step_and_shape() -> None:
+    callback, trainer = Watchdog(), SimpleNamespace(global_step=3)
+    progress = callback._progress = Progress(timeout_s=TIMEOUT_S)
+    batch = Batch(torch.empty(5, 3, 2, 2), torch.empty(5), torch.arange(5), 1.0)
+    hooks: Any = callback
+    hooks.on_train_batch_start(trainer, None, batch, 0)
+    assert (progress.moment.phase, progress.moment.step, progress.moment.shape) == ("training step", 3, (5, 3, 2, 2))
+    hooks.on_before_backward(trainer, None, torch.empty(()))
+    assert (progress.moment.phase, progress.moment.shape) == ("backward", (5, 3, 2, 2))
+    hooks.on_validation_batch_start(trainer, None, batch._replace(images=torch.empty(1, 3, 2, 2)), 0, dataloader_idx=0)
+    assert progress.moment.shape == (1, 3, 2, 2)
 
 
 def test_every_phase_begins_with_a_hook_of_lightning() -> None:

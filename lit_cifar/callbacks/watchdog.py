@@ -65,9 +65,9 @@ class Watchdog(Callback):
 
     Args:
         timeout_s: Seconds without a sign of life after which a process counts as dead. A phase counts as hung after
-            the same time, or after five times its longest duration so far if that is longer; the first time it may take
-            ten minutes, as compiling, tuning and loading happen there. At least 5; 0 turns the watchdog off, as for a
-            debugger.
+            the same time, or after five times its longest duration so far if that is longer. It may take ten minutes
+            the first time and with batches of a new shape, as compiling, tuning and loading happen there, and where
+            its process computes or waits for a disk. At least 5; 0 turns the watchdog off, as for a debugger.
     """
 
     def __init__(self, timeout_s: float = 20.0) -> None:
@@ -139,9 +139,11 @@ class Watchdog(Callback):
 
 
 def _noting(phase: str) -> Callable[..., None]:
-    def hook(self: Watchdog, trainer: Trainer, *_: Any, **__: Any) -> None:
+    def hook(self: Watchdog, trainer: Trainer, *args: Any, **__: Any) -> None:
         if self._progress is not None:
-            self._progress.enter(phase, step=trainer.global_step)
+            batch = args[1] if len(args) > 1 else None  # of the hooks that begin a step
+            images = getattr(batch, "images", None)
+            self._progress.enter(phase, step=trainer.global_step, shape=getattr(images, "shape", None))
 
     return hook
 

@@ -9,6 +9,8 @@ from types import FrameType
 _NUM_FRAMES = 4
 # The main thread is in one of these while it waits for other processes, in backward too.
 _WAITING_MODULES = ("torch.distributed", "torch.nn.parallel", "torch.autograd")
+# In the calls of this one it may spin meanwhile.
+_COLLECTIVES = "torch.distributed.distributed_c10d"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,7 @@ class Beat:
         patience_s: How long it may be.
         stack: The main thread's innermost frames, outermost first, once it has been idle for some time.
         waits: Whether these show it waiting for other processes.
+        works: Whether it does not wait but has computed or used a disk, itself or by processes that it has started.
         failure: The end of the traceback with which the main thread failed, or "".
         quiet: Whether the process itself says what is to be said about its failure.
         order: How many failures there were when this one was told, itself included; 0 without one.
@@ -46,6 +49,7 @@ class Beat:
     patience_s: float = 0.0
     stack: str = ""
     waits: bool = False
+    works: bool = False
     failure: str = ""
     quiet: bool = False
     order: int = 0
@@ -62,10 +66,19 @@ class Beat:
         return cls(**{name: value for name, value in json.loads(text).items() if name in known})
 
 
-def stack_of(thread_id: int) -> tuple[str, bool]:
-    """A thread's innermost frames as text, and whether they show it waiting for other processes."""
+def stack_of(thread_id: int) -> tuple[str, str]:
+    """A thread's innermost frames as text, and the module of the last of them."""
     frame: FrameType | None = sys._current_frames().get(thread_id)
     if frame is None:
-        return "", False
+        return "", ""
     text = "".join(traceback.format_stack(frame)[-_NUM_FRAMES:]).rstrip()
-    return text, frame.f_globals.get("__name__", "").startswith(_WAITING_MODULES)
+    return text, frame.f_globals.get("__name__", "")
+
+
+def waits_or_works(module: str, *, effort: bool) -> tuple[bool, bool]:
+    """Whether a main thread that is in `module` waits for other processes, and whether it works.
+
+    In backward and in the layers of some modes the same module computes and waits. The effort tells which.
+    """
+    works = effort and module != _COLLECTIVES
+    return module.startswith(_WAITING_MODULES) and not works, works

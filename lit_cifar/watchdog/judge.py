@@ -7,9 +7,12 @@ from typing import Literal
 
 from lit_cifar.watchdog.beat import Beat
 from lit_cifar.watchdog.process import Sight
+from lit_cifar.watchdog.progress import FIRST_TIME_S
 
 # After a failure somewhere: a process that is silent for so long has not failed in consequence, it came first.
 SILENT_AFTER_FAILURE_S = 6.0
+# How libraries end a process that has lost another one, and launchers those that are left.
+_CONSEQUENCES = ("SIGABRT", "SIGTERM")
 _MAX_LINES = 12
 
 
@@ -67,7 +70,7 @@ class Peer:
         heard_at: When, on one's own clock, in seconds.
         sight: What is seen of it, looked at before its latest beat was read: the last words of one that is gone are
             then known.
-        answered: Whether a beat was heard since a failure has been known.
+        answered: Whether a beat was heard since a failure or an end has been known.
     """
 
     beat: Beat
@@ -80,12 +83,12 @@ def updated(
     peers: Mapping[int, Peer], beats: Iterable[Beat], sights: Mapping[int, Sight], *, now: float
 ) -> dict[int, Peer]:
     """`peers` with what was seen and then heard."""
-    failure_known = any(peer.beat.failure for peer in peers.values())
+    known = any(peer.beat.failure or peer.sight.state == "gone" for peer in peers.values())
     found = {rank: replace(peer, sight=sights.get(rank, peer.sight)) for rank, peer in peers.items()}
     for beat in beats:
         peer = found[beat.rank]
         if beat.number > peer.beat.number:
-            found[beat.rank] = replace(peer, beat=beat, heard_at=now, answered=failure_known)
+            found[beat.rank] = replace(peer, beat=beat, heard_at=now, answered=known)
     return found
 
 
@@ -96,7 +99,8 @@ def judge(
 
     The first cause is looked for: a process that is gone without a word makes others fail, and a failure makes others
     wait. Of several failures the one that was told first is the cause, as a process tells before it lets go of its
-    connections.
+    connections. Of several that are gone it is the one of which nothing was heard for longest; one that was ended by
+    SIGABRT or SIGTERM only if all of them were, and all others have answered since.
 
     Args:
         peers: By rank.
@@ -108,18 +112,20 @@ def judge(
     watched = {rank: peer for rank, peer in peers.items() if not peer.beat.over}
     others = {rank: peer for rank, peer in watched.items() if rank != me and not peer.beat.failure}
     failed = [peer for peer in watched.values() if peer.beat.failure]
-    patience_s = min(timeout_s, SILENT_AFTER_FAILURE_S) if failed else timeout_s
     gone = [peer for peer in others.values() if peer.sight.state == "gone"]
-    silent = [peer for peer in others.values() if now - peer.heard_at > patience_s]
+    left = [peer for peer in others.values() if peer not in gone]
+    patience_s = min(timeout_s, SILENT_AFTER_FAILURE_S) if failed or gone else timeout_s
+    silent = [peer for peer in left if now - peer.heard_at > patience_s]
+    heard = all(peer.answered for peer in left)
     verdict = None
-    if gone:
-        verdict = _verdict(gone[0], "killed", _how_it_went(gone[0].sight))
+    if gone and (heard or _is_clear(gone, store_host)):
+        verdict = _of_gone(gone)
     elif silent:
         verdict = _of_silent(silent, now=now, store_host=store_host)
-    elif failed and all(peer.answered for peer in others.values()):
+    elif failed and heard:
         first = min(failed, key=lambda peer: (peer.beat.order or len(peers) + 1, peer.beat.rank))
         verdict = replace(_verdict(first, "failed", "failed", lines=first.beat.failure), quiet=first.beat.quiet)
-    elif not failed and watched and all(_is_late(peer, now) for peer in watched.values()):
+    elif not failed and not gone and watched and all(_is_late(peer, now) for peer in watched.values()):
         verdict = _of_late(watched, now)
     return verdict and replace(verdict, reporter=_reporter(peers, verdict, now=now, patience_s=patience_s))
 
@@ -136,6 +142,16 @@ def _verdict(peer: Peer, kind: Literal["killed", "silent", "failed", "hung"], wh
         what=what,
         lines=lines,
     )
+
+
+def _is_clear(gone: list[Peer], store_host: int | None) -> bool:
+    """Whether nothing further can show one of these to be a consequence; without the store nothing is heard."""
+    return any(peer.sight.ending not in _CONSEQUENCES or peer.beat.rank == store_host for peer in gone)
+
+
+def _of_gone(gone: list[Peer]) -> Verdict:
+    first = min(gone, key=lambda peer: (peer.sight.ending in _CONSEQUENCES, peer.heard_at, peer.beat.rank))
+    return _verdict(first, "killed", _how_it_went(first.sight))
 
 
 def _how_it_went(sight: Sight) -> str:
@@ -165,9 +181,15 @@ def _idle_s(peer: Peer, now: float) -> float:
     return peer.beat.idle_s + now - peer.heard_at
 
 
-def _of_late(late: Mapping[int, Peer], now: float) -> Verdict:
-    """The one that is behind the others; of equals the one that does not wait for others."""
-    culprit = min(late.values(), key=lambda peer: (peer.beat.events, peer.beat.waits, peer.beat.rank))
+def _of_late(late: Mapping[int, Peer], now: float) -> Verdict | None:
+    """The one that is behind the others; of equals the one that does not wait for others, nor works.
+
+    One that works is what the others wait for, whatever its phase has taken before: None for ten minutes. What spins
+    looks the same.
+    """
+    culprit = min(late.values(), key=lambda peer: (peer.beat.events, peer.beat.waits, peer.beat.works, peer.beat.rank))
+    if culprit.beat.works and _idle_s(culprit, now) <= FIRST_TIME_S:
+        return None
     others = ", ".join(f"rank {rank}: {peer.beat.phase}" for rank, peer in late.items() if peer is not culprit)
     what = f"hangs: no progress for {_idle_s(culprit, now):.0f} s (it is behind or not waiting; {others})"
     return _verdict(culprit, "hung", what, lines=culprit.beat.stack)

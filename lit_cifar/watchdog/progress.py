@@ -1,11 +1,11 @@
 """How far the main thread is, and how long it may take for what it does now."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
-# What happens for the first time may compile, tune or load anything, and nothing is known of how long it takes. Ten
-# minutes are torch's own limit for a collective operation of NCCL.
+# What happens for the first time may compile, tune or load anything, and nothing is known of how long it takes; nor is
+# it of what computes or waits for a disk. Ten minutes are torch's own limit for a collective operation of NCCL.
 FIRST_TIME_S = 600.0
 # What is longer than this many times the longest of its kind is not late but stuck.
 FACTOR = 5.0
@@ -21,12 +21,19 @@ class Moment(NamedTuple):
         step: Optimizer steps that are done.
         events: How many phases have begun so far: what two processes are compared by.
         since: When this one began, on this process's monotonic clock, in seconds.
+        shape: Of the newest batch. For another one the same phase may compile again.
     """
 
     phase: str
     step: int
     events: int
     since: float
+    shape: Hashable = None
+
+    @property
+    def kind(self) -> Hashable:
+        """What a duration is expected by."""
+        return self.phase, self.shape
 
 
 class Progress:
@@ -41,17 +48,23 @@ class Progress:
         self.timeout_s = timeout_s
         self.clock = clock
         self.moment = Moment("starting", 0, 0, clock())
-        self._durations: dict[str, _Durations] = {}
+        self._durations: dict[Hashable, _Durations] = {}
         self._awake_since = self.moment.since
 
-    def enter(self, phase: str, *, step: int | None = None) -> None:
-        """The main thread begins `phase`; `step` if it has changed."""
+    def enter(self, phase: str, *, step: int | None = None, shape: Hashable = None) -> None:
+        """The main thread begins `phase`; `step` and `shape` if they have changed."""
         last, now = self.moment, self.clock()
-        durations = self._durations.get(last.phase)
+        durations = self._durations.get(last.kind)
         if durations is None:
-            durations = self._durations[last.phase] = _Durations()
+            durations = self._durations[last.kind] = _Durations()
         durations.add(now - max(last.since, self._awake_since))
-        self.moment = Moment(phase, last.step if step is None else step, last.events + 1, now)
+        self.moment = Moment(
+            phase,
+            last.step if step is None else step,
+            last.events + 1,
+            now,
+            last.shape if shape is None else shape,
+        )
 
     def forgive(self) -> None:
         """Count from now on: the whole process was suspended, so that nothing could happen."""
@@ -63,13 +76,13 @@ class Progress:
 
     def patience_s(self) -> float:
         """How long it may be."""
-        durations = self._durations.get(self.moment.phase)
+        durations = self._durations.get(self.moment.kind)
         expected = FIRST_TIME_S if durations is None else FACTOR * durations.longest()
         return max(self.timeout_s, expected)
 
 
 class _Durations:
-    """Of one phase, in seconds."""
+    """Of one kind, in seconds."""
 
     def __init__(self) -> None:
         self._first = 0.0

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lit_cifar.watchdog import process
-from lit_cifar.watchdog.beat import Beat, stack_of
+from lit_cifar.watchdog.beat import Beat, stack_of, waits_or_works
 from lit_cifar.watchdog.board import Board
+from lit_cifar.watchdog.effort import Effort
 from lit_cifar.watchdog.judge import SILENT_AFTER_FAILURE_S, Peer, Verdict, judge, updated
 from lit_cifar.watchdog.process import Sight
 from lit_cifar.watchdog.progress import FIRST_TIME_S, Progress
@@ -66,6 +67,8 @@ class Watch(threading.Thread):
         self._grace_s = grace_s
         self._end = end
         self._main_thread = threading.main_thread().ident or 0
+        peers = {beat.pid for beat in everyone if beat.host == self._own.host}
+        self._effort = Effort(peers=peers, memory_s=timeout_s / 2, clock=progress.clock)
         self._failure = ""
         self._quiet = False
         self._over = False
@@ -125,6 +128,10 @@ class Watch(threading.Thread):
 
     def _tick(self) -> Verdict | None:
         self._forgive_suspension()
+        if self._progress.idle_s() > self._timeout_s / 2:
+            self._effort.look()
+        else:
+            self._effort.forget()
         sights = self._sights()
         if self._store_host in sights and sights[self._store_host].state == "gone":
             self._board.give_up()
@@ -144,7 +151,8 @@ class Watch(threading.Thread):
     def _beat(self) -> Beat:
         self._number += 1
         moment, idle_s = self._progress.moment, self._progress.idle_s()
-        stack, waits = stack_of(self._main_thread) if idle_s > self._timeout_s / 2 else ("", False)
+        stack, module = stack_of(self._main_thread) if idle_s > self._timeout_s / 2 else ("", "")
+        waits, works = waits_or_works(module, effort=self._effort.seen)
         return replace(
             self._own,
             number=self._number,
@@ -155,6 +163,7 @@ class Watch(threading.Thread):
             patience_s=self._progress.patience_s(),
             stack=stack,
             waits=waits,
+            works=works,
             failure=self._failure,
             quiet=self._quiet,
             over=self._over,
