@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -23,9 +22,8 @@ from torch.distributed import HashStore
 from lit_cifar.callbacks.watchdog import PHASES, Watchdog
 from lit_cifar.data import Batch
 from lit_cifar.errors import ConfigError, Stopped
-from lit_cifar.watchdog import Beat, Board, Progress, Verdict, Watch, first_beat, process
-from lit_cifar.watchdog.beat import stack_of, waits_or_works
-from lit_cifar.watchdog.effort import Effort, Use, look
+from lit_cifar.watchdog import Beat, Board, Progress, Verdict, Watch, activity, first_beat, process
+from lit_cifar.watchdog.beat import stack_of
 from lit_cifar.watchdog.judge import Peer, judge, updated
 from lit_cifar.watchdog.process import Sight
 from lit_cifar.watchdog.progress import FIRST_TIME_S
@@ -395,15 +393,15 @@ def test_the_one_that_does_not_get_on_is_found(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_one_that_waits_for_a_disk_does_not_hang(on_disk: bool) -> None:
+def test_one_that_waits_for_a_disk_does_not_hang(on_disk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activity, "main_thread_s", lambda: 0.0)
+    monkeypatch.setattr(activity, "children_s", lambda peers: ({}, on_disk))
     pair = Pair()
     for progress, phases in zip(pair.progress, ["abab", "aba"], strict=True):
         for phase in phases:
             progress.enter(phase)
         progress.moment = progress.moment._replace(since=progress.moment.since - 2 * TIMEOUT_S)
         progress._awake_since -= 2 * TIMEOUT_S
-    for watch in pair.watches:
-        watch._effort = Effort(peers=(), memory_s=TIMEOUT_S / 2, use=lambda peers: Use({}, on_disk))
     verdicts = [watch._tick() for _ in range(3) for watch in pair.watches]
     assert [verdict and verdict.rank for verdict in verdicts[-2:]] == ([None, None] if on_disk else [1, 1])
     for watch in pair.watches:
@@ -456,75 +454,107 @@ def acquire(lock: Lock) -> None:
     lock.acquire()
 
 
-@pytest.mark.parametrize(
-    ("module", "waits", "works"),
-    [
-        ("torch.distributed.distributed_c10d", True, False),  # it may spin there
-        ("torch.autograd.graph", False, True),
-        ("lit_cifar.data.loader", False, True),
-    ],
-)
-def test_a_thread_that_waits_for_other_processes_is_told_from_one_that_does_not(
-    module: str, waits: bool, works: bool
-) -> None:
+def test_a_threads_innermost_frames_and_their_module_are_found() -> None:
     lock = threading.Lock()
     lock.acquire()
-    in_module = FunctionType(acquire.__code__, {"__name__": module})
+    in_module = FunctionType(acquire.__code__, {"__name__": "some.module"})
     thread = threading.Thread(target=in_module, args=(lock,))
     thread.start()
     while "lock.acquire()" not in (found := stack_of(thread.ident or 0))[0]:
         time.sleep(0.01)
     lock.release()
     thread.join()
-    assert found[1] == module
-    assert waits_or_works(module, effort=False) == (module.startswith("torch."), False)
-    assert waits_or_works(module, effort=True) == (waits, works)
+    assert found[1] == "some.module"
     assert stack_of(-1) == ("", "")
 
 
-def test_effort_is_a_share_of_a_processor_or_a_disk_waited_for() -> None:
-    clock, use = Clock(), Use({1: 50.0}, False)
-    effort = Effort(peers=(), memory_s=10, clock=clock, use=lambda peers: use)
+def activity_of(clock: Clock, *, memory_s: float = 10.0) -> activity.Activity:
+    return activity.Activity(peers=(), memory_s=memory_s, clock=clock)
 
-    def seen_after(seconds: float, cpu_s: dict[int, float], *, on_disk: bool = False) -> bool:
-        nonlocal use
+
+def test_who_uses_a_processor_or_waits_for_a_disk_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    found = activity_of(clock)
+
+    def works_after(seconds: float, main_s: float, children_s: dict[int, float], *, on_disk: bool = False) -> bool:
         clock.now += seconds
-        use = Use(cpu_s, on_disk)
-        effort.look()
-        return effort.seen
+        monkeypatch.setattr(activity, "main_thread_s", lambda: main_s)
+        monkeypatch.setattr(activity, "children_s", lambda peers: (children_s, on_disk))
+        found.look("lit_cifar.module")
+        assert not found.waits
+        return found.works
 
-    effort.look()
-    assert not effort.seen  # what it has used before counts for nothing
-    assert not seen_after(1, {1: 50.02})
-    assert seen_after(1, {1: 50.1})
-    assert seen_after(10, {1: 50.1})
-    assert not seen_after(1, {1: 50.1})
-    assert seen_after(1, {1: 50.1, 2: 0.5})  # a compiler that it has started
-    assert not seen_after(11, {1: 50.1})  # which has ended
-    assert seen_after(1, {1: 50.1}, on_disk=True)
-    effort.forget()
-    assert not effort.seen
+    assert not works_after(0, 50.0, {2: 9.0})  # what was used before counts for nothing
+    assert not works_after(1, 50.02, {2: 9.02})
+    assert works_after(1, 50.1, {2: 9.02})
+    assert works_after(10, 50.1, {2: 9.02})
+    assert not works_after(1, 50.1, {2: 9.02, 3: 5.0})
+    assert works_after(1, 50.1, {3: 5.1})  # a compiler
+    assert not works_after(11, 50.1, {})
+    assert works_after(1, 50.1, {}, on_disk=True)
+    found.forget()
+    assert not found.works
 
 
-def test_what_this_process_uses_is_its_main_threads_and_its_childrens_but_not_its_peers() -> None:
+@pytest.mark.parametrize(
+    ("module", "busy", "waits", "works"),
+    [
+        ("torch.distributed.distributed_c10d", False, True, False),
+        ("torch.distributed.distributed_c10d", True, True, False),  # it spins
+        ("torch.autograd.graph", False, True, False),
+        ("torch.autograd.graph", True, False, True),
+        ("lit_cifar.data.loader", False, False, False),
+        ("lit_cifar.data.loader", True, False, True),
+    ],
+)
+def test_a_thread_that_waits_for_other_processes_is_told_from_one_that_works_or_hangs(
+    module: str, busy: bool, waits: bool, works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    found = activity_of(clock)
+    monkeypatch.setattr(activity, "main_thread_s", lambda: clock.now * busy)
+    for _ in range(2):
+        clock.now += 1
+        found.look(module)
+    assert (found.waits, found.works) == (waits, works)
+    monkeypatch.setattr(activity, "main_thread_s", lambda: 0.0)
+    clock.now += 1
+    found.look("lit_cifar.module")  # it has just got on, and has used nothing yet
+    assert (found.waits, found.works) == (waits, works)
+    clock.now += 10
+    found.look("lit_cifar.module")
+    assert (found.waits, found.works) == (False, False)
+
+
+def test_a_busy_main_thread_is_not_kept_waiting_for_a_look_at_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, looks = Clock(), []
+    monkeypatch.setattr(activity, "main_thread_s", lambda: clock.now)
+    monkeypatch.setattr(activity, "children_s", lambda peers: looks.append(clock.now) or ({}, False))
+    found = activity_of(clock)
+    for _ in range(3):
+        found.look("")
+        clock.now += 1
+    assert found.works
+    assert looks == [0.0]
+
+
+def test_the_main_threads_time_is_its_own_and_that_of_children_without_peers() -> None:
     spin = [sys.executable, "-c", "while True: pass"]
     with subprocess.Popen(spin) as child, subprocess.Popen(spin) as peer:
         try:
-            while look(()).cpu_s.get(child.pid, 0.0) < 0.1:
+            while activity.children_s(())[0].get(child.pid, 0.0) < 0.1:
                 time.sleep(0.05)
-            assert look(()).cpu_s.keys() >= {os.getpid(), child.pid, peer.pid}
-            assert peer.pid not in look({peer.pid}).cpu_s
-            thread = threading.Thread(target=lambda: sum(range(10_000_000)))
-            before = look(()).cpu_s[os.getpid()]
-            thread.start()
-            thread.join()
-            between = look(()).cpu_s[os.getpid()]
-            while look(()).cpu_s[os.getpid()] < between + 0.1:
-                pass
-            assert between - before < 0.1
+            assert activity.children_s(())[0].keys() >= {child.pid, peer.pid}
+            assert peer.pid not in activity.children_s({peer.pid})[0]
         finally:
             child.kill()
             peer.kill()
+    before, thread = activity.main_thread_s(), threading.Thread(target=lambda: sum(range(10_000_000)))
+    thread.start()
+    thread.join()
+    between = activity.main_thread_s()
+    sum(range(10_000_000))
+    assert between - before < 0.5 * (activity.main_thread_s() - between)
 
 
 def test_the_hooks_note_phase_step_and_shape() -> None:

@@ -7,10 +7,6 @@ from dataclasses import asdict, dataclass, fields
 from types import FrameType
 
 _NUM_FRAMES = 4
-# The main thread is in one of these while it waits for other processes, in backward too.
-_WAITING_MODULES = ("torch.distributed", "torch.nn.parallel", "torch.autograd")
-# In the calls of this one it may spin meanwhile.
-_COLLECTIVES = "torch.distributed.distributed_c10d"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +25,8 @@ class Beat:
         idle_s: How long it has been in this one.
         patience_s: How long it may be.
         stack: The main thread's innermost frames, outermost first, once it has been idle for some time.
-        waits: Whether these show it waiting for other processes.
-        works: Whether it does not wait but has computed or used a disk, itself or by processes that it has started.
+        waits: Whether it then waited for other processes, see `Activity`.
+        works: Whether it computed, or used a disk.
         failure: The end of the traceback with which the main thread failed, or "".
         quiet: Whether the process itself says what is to be said about its failure.
         order: How many failures there were when this one was told, itself included; 0 without one.
@@ -73,12 +69,3 @@ def stack_of(thread_id: int) -> tuple[str, str]:
         return "", ""
     text = "".join(traceback.format_stack(frame)[-_NUM_FRAMES:]).rstrip()
     return text, frame.f_globals.get("__name__", "")
-
-
-def waits_or_works(module: str, *, effort: bool) -> tuple[bool, bool]:
-    """Whether a main thread that is in `module` waits for other processes, and whether it works.
-
-    In backward and in the layers of some modes the same module computes and waits. The effort tells which.
-    """
-    works = effort and module != _COLLECTIVES
-    return module.startswith(_WAITING_MODULES) and not works, works

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lit_cifar.watchdog import process
-from lit_cifar.watchdog.beat import Beat, stack_of, waits_or_works
+from lit_cifar.watchdog.activity import Activity
+from lit_cifar.watchdog.beat import Beat, stack_of
 from lit_cifar.watchdog.board import Board
-from lit_cifar.watchdog.effort import Effort
 from lit_cifar.watchdog.judge import SILENT_AFTER_FAILURE_S, Peer, Verdict, judge, updated
 from lit_cifar.watchdog.process import Sight
 from lit_cifar.watchdog.progress import FIRST_TIME_S, Progress
@@ -68,11 +68,12 @@ class Watch(threading.Thread):
         self._end = end
         self._main_thread = threading.main_thread().ident or 0
         peers = {beat.pid for beat in everyone if beat.host == self._own.host}
-        self._effort = Effort(peers=peers, memory_s=timeout_s / 2, clock=progress.clock)
+        self._activity = Activity(peers=peers, memory_s=timeout_s / 2, clock=progress.clock)
         self._failure = ""
         self._quiet = False
         self._over = False
         self._number = 0
+        self._stack = ""
         self._wake, self._closed, self._concluded = threading.Event(), threading.Event(), threading.Event()
         now = progress.clock()
         self._ticked_at = now
@@ -128,10 +129,7 @@ class Watch(threading.Thread):
 
     def _tick(self) -> Verdict | None:
         self._forgive_suspension()
-        if self._progress.idle_s() > self._timeout_s / 2:
-            self._effort.look()
-        else:
-            self._effort.forget()
+        self._look()
         sights = self._sights()
         if self._store_host in sights and sights[self._store_host].state == "gone":
             self._board.give_up()
@@ -148,22 +146,29 @@ class Watch(threading.Thread):
         verdict = judge(self._peers, me=self._own.rank, now=now, timeout_s=self._timeout_s, store_host=self._store_host)
         return verdict and self._board.publish(verdict, wait_s=BEAT_S)
 
+    def _look(self) -> None:
+        """See what the main thread does, once it has been idle for some time."""
+        if self._progress.idle_s() > self._timeout_s / 2:
+            self._stack, module = stack_of(self._main_thread)
+            self._activity.look(module)
+        else:
+            self._stack = ""
+            self._activity.forget()
+
     def _beat(self) -> Beat:
         self._number += 1
-        moment, idle_s = self._progress.moment, self._progress.idle_s()
-        stack, module = stack_of(self._main_thread) if idle_s > self._timeout_s / 2 else ("", "")
-        waits, works = waits_or_works(module, effort=self._effort.seen)
+        moment = self._progress.moment
         return replace(
             self._own,
             number=self._number,
             phase=moment.phase,
             step=moment.step,
             events=moment.events,
-            idle_s=idle_s,
+            idle_s=self._progress.idle_s(),
             patience_s=self._progress.patience_s(),
-            stack=stack,
-            waits=waits,
-            works=works,
+            stack=self._stack,
+            waits=self._activity.waits,
+            works=self._activity.works,
             failure=self._failure,
             quiet=self._quiet,
             over=self._over,
