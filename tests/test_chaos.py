@@ -484,6 +484,13 @@ def test_stopped_and_orphaned_processes_of_a_job_are_ended(tmp_path: Path) -> No
     assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE
 
 
+def test_torchrun_runs_as_users_start_it(tmp_path: Path) -> None:
+    """Nothing is set by which torchrun would start its processes again in another way than a user's."""
+    assert not [
+        name for name in Job(lambda size: [], folder=tmp_path, max_restarts=0)._environment() if "TORCH" in name
+    ]
+
+
 # The command.
 
 

@@ -68,8 +68,6 @@ class Job:
         return {
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(self.folder / "tmp"),
-            # Else restarted ranks may meet the addresses of their predecessors, and wait for ever.
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             LAUNCH: str(self.launches),
             _MARK: self._mark,
         }
