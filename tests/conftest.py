@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
+from parts import in_part
 from processes import adopt_orphans, children
 
 # Left by Lightning: the seed for worker processes, their threads, and the place at which they met; by us: the interface
@@ -30,6 +31,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 adopt_orphans()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", metavar="K/N", help="run every Nth of the chosen tests, from the Kth on")
+
+
+@pytest.hookimpl(trylast=True)  # of the tests that -m and -k have left
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if part := config.getoption("--part"):
+        chosen = in_part({item.nodeid for item in items}, part)
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
+        items[:] = [item for item in items if item.nodeid in chosen]
 
 
 @pytest.fixture(autouse=True)
