@@ -1,7 +1,10 @@
 """`pp` and `ddp_pp` below the command line: schedules as tables, then two real processes against one device."""
 
 import os
+from copy import deepcopy
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import lightning as L
@@ -9,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import TINY, run_here
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch import multiprocessing as mp
 from torch.nn import functional as F
@@ -20,14 +24,17 @@ from lit_cifar.layout import Chunks, Layout
 from lit_cifar.models import build_resnet
 from lit_cifar.models.partition import Partition
 from lit_cifar.module import LitResNet
-from lit_cifar.strategies import PipelineStrategy
+from lit_cifar.strategies import PipelineStrategy, mesh
+from lit_cifar.strategies.mesh import make_mesh
 from lit_cifar.strategies.pipeline import HandOver, Pipeline, Schedule, ScheduleName
-from lit_cifar.strategies.state import merge_optimizer_states, only_parameters
+from lit_cifar.strategies.state import only_parameters
 
 SCHEDULES: list[ScheduleName] = ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
 MICROBATCHES = 4
 TRAINED = [16, 8]  # samples of the training steps: a full batch and a ragged one
 EVALUATED = [7, 2, 0]
+TIMEOUT = timedelta(seconds=77)
+OPTIMIZERS = {"GPipe": "SGD", "1F1B": "Adagrad", "Interleaved1F1B": "Adam", "ZBVZeroBubble": "Adagrad"}
 
 
 @pytest.mark.parametrize(
@@ -180,7 +187,7 @@ def test_a_pipeline_of_one_process_fits_as_one_device_does(name: ScheduleName, t
 
 def network_of() -> nn.Module:
     torch.manual_seed(0)
-    return build_resnet("resnet18", stem="imagenet").double()
+    return build_resnet("resnet10", stem="imagenet").double()
 
 
 def batch_of(num_samples: int) -> tuple[Tensor, Tensor]:
@@ -198,10 +205,19 @@ def run_schedules(rank: int, folder: str) -> None:
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    results = {name: run_schedule(name, rank) for name in SCHEDULES}
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT)
+    results: dict[str, Any] = {name: run_schedule(name, rank) for name in SCHEDULES}
+    meshes = {size: make_mesh("cpu", model_size=size, timeout=TIMEOUT) for size in (1, 2)}
+    results["groups"] = {
+        (size, axis): describe(made.get_group(axis)) for size, made in meshes.items() for axis in ("data", "model")
+    }
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
+
+
+def describe(group: dist.ProcessGroup) -> tuple[list[int], timedelta]:
+    """Its processes, and how long one waits for the others."""
+    return dist.get_process_group_ranks(group), group._get_backend(torch.device("cpu")).options._timeout
 
 
 def run_schedule(name: ScheduleName, rank: int) -> dict[str, object]:
@@ -224,15 +240,31 @@ def run_schedule(name: ScheduleName, rank: int) -> dict[str, object]:
         logits += [pipeline.evaluate(batch_of(n)[0]) for n in EVALUATED]
     own = [stage for index, stage in enumerate(partition.stages) if index in pipeline.stages]
     held = {key for key in network.state_dict() if any(stage.holds(key) for stage in own)}
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
-    optimizer.step()
     return {
         "logits": logits,
         "gradients": {key: p.grad for key, p in network.named_parameters() if p.grad is not None},
         "buffers": {key: buffer for key, buffer in network.named_buffers() if key in held},
         "held": held,
-        "optimizer": merge_optimizer_states(optimizer.state_dict(), group=group),
+        "optimizer": saved_after_a_step(OPTIMIZERS[name], network, pipeline),
     }
+
+
+def optimizer_of(kind: str, network: nn.Module) -> torch.optim.Optimizer:
+    settings = {"momentum": 0.9} if kind == "SGD" else {}
+    return getattr(torch.optim, kind)(network.parameters(), lr=0.0, **settings)
+
+
+def saved_after_a_step(kind: str, network: nn.Module, pipeline: Pipeline) -> list[dict[str, Any]]:
+    """What the strategy puts into a checkpoint, and what it does again once another optimizer has loaded that."""
+    strategy = PipelineStrategy()
+    strategy.parallel_devices = [torch.device("cpu")]
+    strategy._pipeline, strategy._mesh = pipeline, make_mesh("cpu", model_size=2, timeout=TIMEOUT)
+    optimizer, resumed = (optimizer_of(kind, network) for _ in range(2))
+    optimizer.step()
+    saved = strategy.optimizer_state(optimizer)
+    strategy.optimizers = [resumed]
+    strategy.load_optimizer_state_dict({"optimizer_states": [deepcopy(saved)]})
+    return [saved, strategy.optimizer_state(resumed)]
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +279,7 @@ def by_processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dic
 def alone() -> tuple[nn.Module, list[Tensor]]:
     """The same steps on one device that normalises each microbatch by itself."""
     torch.manual_seed(0)
-    network = build_resnet("resnet18", stem="imagenet", batchnorm_chunks=Chunks(num_microbatches=MICROBATCHES)).double()
+    network = build_resnet("resnet10", stem="imagenet", batchnorm_chunks=Chunks(num_microbatches=MICROBATCHES)).double()
     logits = []
     for num_samples in TRAINED:
         images, labels = batch_of(num_samples)
@@ -289,9 +321,37 @@ def test_each_process_trains_its_own_stages_alone(name: str, by_processes: list)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_merged_optimizer_state_has_every_parameter_in_order(name: str, by_processes: list, alone: tuple) -> None:
-    optimizer = torch.optim.SGD(alone[0].parameters(), lr=0.1, momentum=0.9)
+def test_an_optimizer_state_is_saved_and_loaded_as_on_one_device(name: str, by_processes: list, alone: tuple) -> None:
+    """Adagrad has a state for every parameter from the beginning, of other stages' parameters too."""
+    optimizer = optimizer_of(OPTIMIZERS[name], alone[0])
+    optimizer.step()
+    expected = optimizer.state_dict()
     for process in by_processes:
-        state = process[name]["optimizer"]
-        assert list(state["state"]) == list(range(len(list(alone[0].parameters()))))
-        optimizer.load_state_dict(state)
+        for state in process[name]["optimizer"]:
+            assert list(state["state"]) == list(expected["state"])
+            assert state["param_groups"] == expected["param_groups"]
+            for index, entry in expected["state"].items():
+                torch.testing.assert_close(state["state"][index], entry, rtol=1e-9, atol=1e-9)
+
+
+def test_the_groups_of_both_axes_have_the_time_limit_of_the_run(by_processes: list) -> None:
+    for rank, process in enumerate(by_processes):
+        alone, all_ranks = ([rank], TIMEOUT), ([0, 1], TIMEOUT)
+        expected = {(1, "data"): all_ranks, (1, "model"): alone, (2, "data"): alone, (2, "model"): all_ranks}
+        assert process["groups"] == expected
+
+
+def test_a_strategy_hands_its_time_limit_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = mock.Mock()
+    monkeypatch.setattr(mesh, "make_mesh", made)
+    monkeypatch.setattr(DDPStrategy, "setup_environment", lambda self: None)
+    strategy = trainer(2, PipelineStrategy(timeout=TIMEOUT)).strategy
+    strategy.setup_environment()
+    made.assert_called_once_with("cpu", model_size=2, timeout=TIMEOUT)
+
+
+def test_a_network_that_is_no_resnet_is_refused() -> None:
+    module = LitResNet("resnet10")
+    module.network = nn.Flatten()
+    with pytest.raises(ConfigError, match="=pp cuts a torchvision ResNet between its blocks, not a Flatten"):
+        trainer(2, "pp").strategy.connect(module)

@@ -10,6 +10,8 @@ from lit_cifar.cli import CLI
 # Cut evenly by every number of devices and microbatches below; two full batches.
 BATCHES = ["--data.num_train=496", "--data.batch_size=240"]
 
+FUSED = ["--model.optimizer=SGD", "--model.optimizer.lr=0.1", "--model.optimizer.fused=true"]
+
 REFUSED = {
     "too few for 1F1B": ["strategy=PipelineStrategy", "devices=5", "strategy.num_microbatches=4"],
     "too few for a V": [
@@ -36,6 +38,7 @@ REFUSED = {
     "synchronised pipeline": ["strategy=pp", "devices=2", "sync_batchnorm=true"],
     "uneven stages": ["strategy=LayerParallelStrategy", "strategy.num_stages=3", "devices=2"],
     "uneven tensors": ["strategy=tp", "devices=3"],
+    "parts of tensors in one kernel": ["strategy=fsdp2", "devices=2", *FUSED],
     "another product": [
         *("strategy=ShardedStrategy", "devices=2"),
         *("strategy.data_parallel_size=2", "strategy.tensor_parallel_size=2"),
@@ -46,7 +49,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_every_remedy_is_accepted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CLI, "_run_subcommand", CLI._check)  # all that is found before processes are started
-    command = [*TINY, *BATCHES, *(f"--trainer.{flag}" for flag in REFUSED[name])]
+    command = [*TINY, *BATCHES, *(flag if flag.startswith("--") else f"--trainer.{flag}" for flag in REFUSED[name])]
     refused = run_here("fit", *command)
     assert refused.status == 2
     remedy = refused.stderr.strip().splitlines()[-1]

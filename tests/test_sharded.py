@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -252,3 +253,50 @@ def test_a_process_holds_as_much_as_the_plan_says() -> None:
     # Input and output of each of the four blocks: 64 x 8 x 8, then twice the channels on a quarter of the pixels.
     values = sum(before + after for before, after in [(4096, 4096), (4096, 2048), (2048, 1024), (1024, 512)])
     assert f"{values / 1e6:.2f} M values" in plan(network, num_replicas=1, each=2, num_bytes=4)[-1]
+
+
+# ---------------------------------------------------------------- optimizers
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+@pytest.mark.parametrize("mode", ["fsdp2", "tp"])
+def test_a_fused_optimizer_that_cannot_step_parts_is_refused_before_the_start(
+    mode: str, kind: type[torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    model = LitResNet("resnet10", optimizer=partial(kind, lr=0.1, fused=True))
+    with pytest.raises(ConfigError, match=f"{mode}.*\n.*fused=false") as refused:
+        trainer(tmp_path, strategy=mode, devices=2).strategy.connect(model)
+    assert kind.__name__ in refused.value.problem
+
+
+@pytest.mark.usefixtures("_one_process")
+def test_the_optimizer_of_any_module_is_looked_at(tmp_path: Path) -> None:
+    class Other(Watched):
+        """Says nowhere but here what its optimizer is."""
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.network.parameters(), lr=0.1, fused=True)
+
+    with pytest.raises(ConfigError, match="fused SGD"):
+        trainer(tmp_path, strategy="fsdp2").fit(Other("resnet10", stem="imagenet"), data())
+
+
+@pytest.mark.usefixtures("_one_process")
+@pytest.mark.parametrize("mode", ["fsdp2", "tp"])
+@pytest.mark.parametrize(
+    "make", [partial(torch.optim.AdamW, lr=1e-3, fused=True), partial(torch.optim.Adagrad, lr=1e-3)]
+)
+def test_other_optimizers_step_parts_as_they_step_the_whole(mode: str, make: Any, tmp_path: Path) -> None:
+    """Adagrad too, whose state is there before the first step; so are the states that are saved."""
+    runs = {}
+    for strategy in (mode, "auto"):
+        L.seed_everything(0, verbose=False)
+        model = LitResNet("resnet10", stem="imagenet", optimizer=make)
+        run = trainer(tmp_path, strategy=strategy, precision="64-true")
+        run.fit(model, data())
+        run.save_checkpoint(tmp_path / f"{strategy}.ckpt")
+        runs[strategy] = read_checkpoint(tmp_path / f"{strategy}.ckpt")
+    found, expected = runs[mode], runs["auto"]
+    torch.testing.assert_close(found["state_dict"], expected["state_dict"], rtol=1e-9, atol=1e-9)
+    states = [run["optimizer_states"][0]["state"] for run in (found, expected)]
+    torch.testing.assert_close(*states, rtol=1e-9, atol=1e-9)

@@ -16,13 +16,12 @@ from typing import Any, Literal, cast
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
@@ -42,7 +41,7 @@ class MeshStrategy(RunnerStrategy, DDPStrategy):
 
     Args:
         process_group_backend: Of the process group; by default NCCL on GPUs and gloo on the CPU.
-        timeout: Of the process group.
+        timeout: Of the process group and of the groups of both axes.
         start_method: How Lightning starts the processes.
     """
 
@@ -124,8 +123,7 @@ class MeshStrategy(RunnerStrategy, DDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._failed = False
-        shape = (dist.get_world_size() // self.processes_per_replica, self.processes_per_replica)
-        self._mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("data", "model"))
+        self._mesh = make_mesh(self.root_device.type, model_size=self.processes_per_replica, timeout=self._timeout)
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
@@ -148,8 +146,6 @@ class MeshStrategy(RunnerStrategy, DDPStrategy):
         self.setup_precision_plugin()
         # Lightning leaves clipping to the precision plugin, which sees this process's gradients only.
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
-        if fitting:
-            _optimizers_to_device(self.optimizers, self.root_device)
 
     # Each replica moves its own running statistics. Those of the first one count: where evaluation starts, for all.
 
@@ -233,6 +229,30 @@ class MeshStrategy(RunnerStrategy, DDPStrategy):
             total = total + self.share_of_norm(gradient) * local_part(gradient).square().sum()
         dist.all_reduce(total)
         return total.sqrt()
+
+
+def make_mesh(device_type: str, *, model_size: int, timeout: timedelta | None) -> DeviceMesh:
+    """The mesh of all processes; each of them must call this.
+
+    `init_device_mesh` would give the groups of the axes torch's own time limit, ten minutes under NCCL.
+
+    Args:
+        device_type: As "cpu".
+        model_size: Processes along "model", a divisor of their number.
+        timeout: Of the groups of both axes.
+    """
+    ranks = torch.arange(dist.get_world_size()).view(-1, model_size)
+    groups = [_own_group(lines.tolist(), timeout=timeout) for lines in (ranks.T, ranks)]
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("data", "model"))
+
+
+def _own_group(lines: list[list[int]], *, timeout: timedelta | None) -> dist.ProcessGroup:
+    """This process's of the groups that the ranks in `lines` make; the one of all processes is there already."""
+    world = dist.group.WORLD
+    if len(lines) == 1 and world is not None:
+        return world
+    own, _ = dist.new_subgroups_by_enumeration(lines, timeout=timeout)
+    return cast(dist.ProcessGroup, own)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Protocol, cast
 
 from torch import Tensor, nn
+from torchvision.models.resnet import ResNet
 
 from lit_cifar.errors import ConfigError
 
@@ -61,3 +62,18 @@ def as_computes_loss(module: object, *, strategy: str) -> ComputesLoss:
             remedy="Use lit_cifar.module.LitResNet, or --trainer.strategy=ddp for any LightningModule.",
         )
     return cast(ComputesLoss, network)
+
+
+def as_resnet(network: nn.Module, *, strategy: str) -> ResNet:
+    """`network`, once it is known to be one that can be cut between its blocks.
+
+    Raises:
+        ConfigError: It is none of torchvision's ResNets.
+    """
+    if not isinstance(network, ResNet):
+        raise ConfigError(
+            f"--trainer.strategy={strategy} cuts a torchvision ResNet between its blocks, not a "
+            f"{type(network).__name__}.",
+            remedy="Use lit_cifar.module.LitResNet, or --trainer.strategy=ddp for any network.",
+        )
+    return network

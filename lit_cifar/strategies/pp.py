@@ -16,7 +16,7 @@ from typing_extensions import override
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.partition import Partition
 from lit_cifar.strategies.mesh import MeshStrategy
-from lit_cifar.strategies.network import ComputesLoss, Runner, RunsNetwork, as_computes_loss
+from lit_cifar.strategies.network import ComputesLoss, Runner, RunsNetwork, as_computes_loss, as_resnet
 from lit_cifar.strategies.pipeline import HandOver, Pipeline, Schedule, ScheduleName, stages_per_process
 from lit_cifar.strategies.state import merge_optimizer_states, only_parameters
 
@@ -128,9 +128,10 @@ class PipelineStrategy(MeshStrategy):
         """Cut the module's network into stages.
 
         Raises:
-            ConfigError: A module without `network`, `use_runner` and `loss`, more stages than blocks, unknown cuts.
+            ConfigError: A module without `network`, `use_runner` and `loss`, a network that is no ResNet, more
+                stages than blocks, unknown cuts.
         """
-        network = as_computes_loss(model, strategy=self.strategy_name).network
+        network = as_resnet(as_computes_loss(model, strategy=self.strategy_name).network, strategy=self.strategy_name)
         self._partition = Partition.of(network, num_stages=self.schedule.num_stages, cuts=self.cuts)
         super().connect(model)
 
@@ -233,7 +234,9 @@ class PipelineStrategy(MeshStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of all parameters, as one device would save it; every process must call this."""
-        return merge_optimizer_states(super().optimizer_state(optimizer), group=self.model_group)
+        # Adagrad begins with a state of every parameter; here it moves on for this process's parameters alone.
+        own = self.part_of_state(super().optimizer_state(optimizer), optimizer)
+        return merge_optimizer_states(own, group=self.model_group)
 
     @override
     def part_of_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:

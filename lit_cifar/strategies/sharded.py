@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Adagrad, Optimizer
 from torchvision.models.resnet import BasicBlock, ResNet
 from typing_extensions import override
 
@@ -36,6 +36,9 @@ from lit_cifar.strategies.network import Runner, RunsNetwork
 from lit_cifar.strategies.sharded_plan import plan
 from lit_cifar.strategies.sync_batchnorm import synchronise_along
 from lit_cifar.strategies.tensor_parallel import NUM_CHANNELS, split_tensors
+
+# Their fused kernels have no sharding strategy for DTensors up to torch 2.15; those of Adam and AdamW have.
+_NOT_FUSED = (SGD, Adagrad)
 
 
 class ShardedStrategy(MeshStrategy):
@@ -137,7 +140,7 @@ class ShardedStrategy(MeshStrategy):
         """Accept a module whose network is one of torchvision's ResNets of basic blocks.
 
         Raises:
-            ConfigError: It is not.
+            ConfigError: It is not, or its optimizer cannot step parts of tensors.
         """
         super().connect(model)
         network = cast(RunsNetwork, model).network
@@ -146,6 +149,30 @@ class ShardedStrategy(MeshStrategy):
                 f"--trainer.strategy={self.strategy_name} splits the basic blocks of a torchvision ResNet, not a "
                 f"{type(network).__name__}.",
                 remedy="Use lit_cifar.module.LitResNet, or --trainer.strategy=ddp for any network.",
+            )
+        make_optimizer = getattr(model, "make_optimizer", None)
+        if make_optimizer is not None:  # LitResNet's: known before any process has been started
+            self._check_optimizer(make_optimizer(network.parameters()))
+
+    @override
+    def setup_optimizers(self, trainer: L.Trainer) -> None:
+        """As Lightning does; any module's optimizers are looked at before the first step.
+
+        Raises:
+            ConfigError: One of them cannot step parts of tensors.
+        """
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            self._check_optimizer(optimizer)
+
+    def _check_optimizer(self, optimizer: Optimizer) -> None:
+        fused = any(group.get("fused") for group in optimizer.param_groups)
+        if fused and isinstance(optimizer, _NOT_FUSED):
+            name = type(optimizer).__name__
+            raise ConfigError(
+                f"--model.optimizer.fused=true: torch cannot step parts of tensors with a fused {name}, and "
+                f"--trainer.strategy={self.strategy_name} makes such parts",
+                remedy="pass --model.optimizer.fused=false, or --model.optimizer=AdamW, which can",
             )
 
     @override

@@ -14,12 +14,11 @@ import torch
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchvision.models.resnet import ResNet
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.partition import Partition
-from lit_cifar.strategies.network import Runner, RunsNetwork
+from lit_cifar.strategies.network import Runner, RunsNetwork, as_resnet
 from lit_cifar.strategies.runner import RunnerStrategy
 
 
@@ -99,20 +98,6 @@ class StagedStrategy(RunnerStrategy, ABC):
             raise RuntimeError("the partition is known only after a module has been connected")
         return self._partition
 
-    def partition_of(self, network: nn.Module) -> Partition:
-        """How `network` would be cut.
-
-        Raises:
-            ConfigError: Not a ResNet, more stages than blocks, or unknown cuts.
-        """
-        if not isinstance(network, ResNet):
-            raise ConfigError(
-                f"--trainer.strategy={self.strategy_name} cuts a torchvision ResNet between its blocks, "
-                f"not a {type(network).__name__}.",
-                remedy="Use lit_cifar.module.LitResNet, or --trainer.strategy=ddp for any network.",
-            )
-        return Partition.of(network, num_stages=self.num_stages, cuts=self.cuts)
-
     @override
     def check(self) -> None:
         """Find contradicting sizes and flags.
@@ -140,11 +125,13 @@ class StagedStrategy(RunnerStrategy, ABC):
         """Accept a module and cut its network into stages.
 
         Raises:
-            ConfigError: A module without `network` and `use_runner`, or a network that cannot be cut so.
+            ConfigError: A module without `network` and `use_runner`, a network that is no ResNet, more stages than
+                blocks, unknown cuts.
         """
         super().connect(model)
+        network = as_resnet(cast(RunsNetwork, model).network, strategy=self.strategy_name)
         # Here and not in `setup`, which may first put layers into the network that only run among processes.
-        self._partition = self.partition_of(cast(RunsNetwork, model).network)
+        self._partition = Partition.of(network, num_stages=self.num_stages, cuts=self.cuts)
 
     @override
     def model_to_device(self) -> None:

@@ -13,7 +13,7 @@ def merge_optimizer_states(state: dict[str, Any], *, group: dist.ProcessGroup) -
     """The states of all parameters, from processes each of which has those of its own; every process must call this.
 
     Args:
-        state: An optimizer's `state_dict()`; its keys are the same in all processes.
+        state: An optimizer's `state_dict()` with the entries of this process's parameters alone.
         group: The processes that have all parameters between them.
 
     Returns:
