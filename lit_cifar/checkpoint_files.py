@@ -16,10 +16,12 @@ import shutil
 import struct
 from collections.abc import Mapping
 from contextlib import suppress
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, UntypedStorage
 
 from lit_cifar.checkpoints import read_checkpoint
 from lit_cifar.errors import CheckpointError, SaveError
@@ -122,7 +124,7 @@ def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
 def _serialise(checkpoint: Mapping[str, Any]) -> bytes:
     """The bytes of the file, in memory: what is then compared is what should have been written."""
     buffer = io.BytesIO()
-    torch.save(checkpoint, buffer)
+    torch.save(_on_cpu(dict(checkpoint), {}), buffer)
     buffer.seek(-_END_RECORD_BYTES, os.SEEK_END)
     if buffer.read(len(_END_RECORD)) != _END_RECORD:
         raise RuntimeError("torch.save has not written a zip archive that ends without a comment")
@@ -130,6 +132,36 @@ def _serialise(checkpoint: Mapping[str, Any]) -> bytes:
     buffer.write(struct.pack("<H", _COMMENT_BYTES))
     content = buffer.getvalue()  # not getbuffer(): Python 3.12.1 was seen to crash when it collected that
     return content + _LABEL + hashlib.sha256(content).hexdigest().encode()
+
+
+def _on_cpu(content: Any, moved: dict[int, UntypedStorage]) -> Any:
+    """`content` with its tensors on the CPU; torch would note the device of each, and look for it when it loads.
+
+    Tensors that share memory go on sharing it, and those that are on the CPU already are not copied.
+
+    Args:
+        content: Tensors and primitives, in dicts, lists and tuples.
+        moved: What has been moved so far, by its former address.
+    """
+    if isinstance(content, Tensor):
+        return content if content.device.type == "cpu" else _tensor_on_cpu(content, moved)
+    if isinstance(content, dict):
+        moved_dict = copy(content)  # of its own class
+        moved_dict.update({key: _on_cpu(value, moved) for key, value in content.items()})
+        return moved_dict
+    if type(content) in (list, tuple):
+        return type(content)(_on_cpu(value, moved) for value in content)
+    return content
+
+
+def _tensor_on_cpu(tensor: Tensor, moved: dict[int, UntypedStorage]) -> Tensor:
+    storage = tensor.untyped_storage()
+    address = storage.data_ptr()
+    if address not in moved:
+        moved[address] = storage.cpu()  # type: ignore[no-untyped-call]
+    return torch.empty(0, dtype=tensor.dtype).set_(
+        moved[address], tensor.storage_offset(), tensor.shape, tensor.stride()
+    )
 
 
 def _hashes(path: Path, *, compute: bool = True) -> tuple[str | None, str | None]:

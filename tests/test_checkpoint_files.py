@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,6 +74,46 @@ def test_a_file_carries_its_hash_and_is_read_like_any_other(tmp_path: Path) -> N
         assert found["weights"].eq(7).all()
     with path.open("rb") as file:
         assert torch.load(file, weights_only=True)["name"] == "tiny"
+
+
+class OnGPU(torch.Tensor):
+    """A tensor of the CPU that says it were on another device."""
+
+    device = property(lambda self: torch.device("cuda", 3))  # type: ignore[assignment]
+
+
+def test_a_file_holds_tensors_of_the_cpu_wherever_they_were(tmp_path: Path) -> None:
+    """Weights, an optimizer's nested state, and a view that shares memory with another tensor."""
+    weights = torch.arange(12.0).view(3, 4).as_subclass(OnGPU)
+    momentum, step = torch.ones(3).as_subclass(OnGPU), torch.tensor(7.0)
+    checkpoint = {
+        "state_dict": OrderedDict(weights=weights, row=weights[1], column=weights[:, 2]),
+        "optimizer_states": [
+            {"state": {0: {"momentum_buffer": momentum, "step": step}}, "param_groups": [{"lr": 0.1}]}
+        ],
+        "position": (1, None, "cifar"),
+    }
+    write_checkpoint(checkpoint, tmp_path / "a.ckpt")  # which reads it back, and refuses tensors of another class
+    found = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    loaded = found["state_dict"]
+    assert [type(tensor) for tensor in loaded.values()] == [torch.Tensor] * 3
+    assert loaded["weights"].tolist() == torch.arange(12.0).view(3, 4).tolist()
+    assert (loaded["row"].tolist(), loaded["column"].tolist()) == ([4.0, 5.0, 6.0, 7.0], [2.0, 6.0, 10.0])
+    assert len({tensor.untyped_storage().data_ptr() for tensor in loaded.values()}) == 1
+    assert found["optimizer_states"][0]["state"][0]["momentum_buffer"].tolist() == [1.0, 1.0, 1.0]
+    assert found["optimizer_states"][0]["param_groups"] == [{"lr": 0.1}]
+    assert found["position"] == (1, None, "cifar")
+    assert checkpoint_files._on_cpu([step], {})[0] is step  # no copy
+    assert type(weights) is OnGPU
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_file_written_on_a_gpu_is_read_without_one(tmp_path: Path) -> None:
+    weights = torch.arange(6.0, device="cuda:0")
+    write_checkpoint({"weights": weights, "half": weights[3:]}, tmp_path / "a.ckpt")
+    found = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    assert {tensor.device.type for tensor in found.values()} == {"cpu"}
+    assert found["half"].data_ptr() == found["weights"].data_ptr() + 12
 
 
 def test_the_rights_of_a_file_are_those_of_any_other(tmp_path: Path) -> None:
