@@ -1,234 +1,285 @@
 """Mistakes that are made in training on several devices, to be planted one by one: `verify --self-test` must see each.
 
-Each is planted in every process of a run, before the strategy touches the network.
+Here those that all processes of a run make, as they run the same wrong code; in `bugs_of_one` those of one process.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
+from torchmetrics import Metric
 
+from lit_cifar.callbacks import PerRankAccuracy
+from lit_cifar.commands.verify.bugs_of_one import BUGS_OF_ONE
+from lit_cifar.commands.verify.planting import PIPELINE, Bug, Site
+from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.datamodule import CIFAR10DataModule
 from lit_cifar.data.samplers import EvaluationSampler, Part, TrainSampler
-from lit_cifar.module import LitResNet
+from lit_cifar.module import EvaluationMetrics
 from lit_cifar.schedules import WarmupDecay
-from lit_cifar.strategies import tensor_parallel
+from lit_cifar.strategies import ProcessSyncBatchNorm, tensor_parallel
 from lit_cifar.strategies.mesh import local_part
 from lit_cifar.strategies.pipeline import Pipeline
 from lit_cifar.strategies.replicate import VirtualReplicas
 from lit_cifar.strategies.staged import StagedRunner
 
-Plant = Callable[[Any, Any], None]
+
+def plant(name: str, trainer: Any, module: Any, folder: Path) -> None:
+    """Make the mistake called `name`, and note in `folder` when its wrong code runs."""
+    BUGS[name].plant(Site(trainer, module, folder))
 
 
-@dataclass(frozen=True)
-class Bug:
-    """A mistake.
+def _no_all_reduce(site: Site) -> None:
+    def without_sync(configure: Any, strategy: Any) -> None:
+        configure(strategy)
+        site.set(strategy.model, "require_backward_grad_sync", False)
 
-    Attributes:
-        name: What `Trace` is told.
-        imitates: What someone forgot or misunderstood.
-        mode: The mode in which it is planted.
-        plant: Makes it, given the trainer and the module.
-        args: Further flags of `fit` that it needs to show.
-    """
-
-    name: str
-    imitates: str
-    mode: str
-    plant: Plant
-    args: tuple[str, ...] = ()
+    site.replace(DDPStrategy, "configure_ddp", without_sync)
 
 
-def plant(name: str, trainer: Any, module: Any) -> None:
-    """Make the mistake called `name`."""
-    BUGS[name].plant(trainer, module)
+def _summed_gradients(site: Site) -> None:
+    def summed(backward: Any, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        backward(loss * site.trainer.world_size, *args, **kwargs)
+
+    site.replace(site.trainer.strategy, "backward", summed)
 
 
-def _no_all_reduce(trainer: Any, module: Any) -> None:
-    configure = DDPStrategy.configure_ddp
-
-    def configure_without_sync(self: Any) -> None:
-        configure(self)
-        self.model.require_backward_grad_sync = False
-
-    DDPStrategy.configure_ddp = configure_without_sync  # type: ignore[method-assign]
+def _scaled_loss(site: Site) -> None:
+    site.replace(site.module, "training_step", lambda step, *args: step(*args) / site.trainer.world_size)
 
 
-def _summed_gradients(trainer: Any, module: Any) -> None:
-    backward = trainer.strategy.backward
-    trainer.strategy.backward = lambda loss, *args, **kwargs: backward(loss * trainer.world_size, *args, **kwargs)
+def _summed_accumulation(site: Site) -> None:
+    times = site.trainer.accumulate_grad_batches
+    site.replace(site.module, "training_step", lambda step, *args: step(*args) * times)
 
 
-def _scaled_loss(trainer: Any, module: Any) -> None:
-    step = module.training_step
-    module.training_step = lambda *args: step(*args) / trainer.world_size
+def _lost_accumulation(site: Site) -> None:
+    def from_zero(backward: Any, loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        site.module.zero_grad()
+        backward(loss, optimizer, *args, **kwargs)
+
+    site.replace(site.trainer.strategy, "backward", from_zero)
 
 
-def _unweighted_ragged_batch(trainer: Any, module: Any) -> None:
-    iterate = TrainSampler.__iter__
-
-    def unweighted(self: TrainSampler) -> Iterator[Part]:
-        for part in iterate(self):
+def _unweighted_ragged_batch(site: Site) -> None:
+    def unweighted(iterate: Any, sampler: TrainSampler) -> Iterator[Part]:
+        for part in iterate(sampler):
             yield part._replace(weight=1.0)
 
-    TrainSampler.__iter__ = unweighted  # type: ignore[method-assign]
+    site.replace(TrainSampler, "__iter__", unweighted)
 
 
-def _duplicated_shard(trainer: Any, module: Any) -> None:
-    make = CIFAR10DataModule.train_sampler
-
-    def first_shard(self: CIFAR10DataModule) -> TrainSampler:
-        sampler = make(self)
+def _duplicated_shard(site: Site) -> None:
+    def first_shard(make: Any, datamodule: CIFAR10DataModule) -> TrainSampler:
+        sampler: TrainSampler = make(datamodule)
         return replace(sampler, layout=replace(sampler.layout, shard=0))
 
-    CIFAR10DataModule.train_sampler = first_shard  # type: ignore[method-assign]
+    site.replace(CIFAR10DataModule, "train_sampler", first_shard)
 
 
-def _augmentation_by_rank(trainer: Any, module: Any) -> None:
-    augmentation = trainer.datamodule.augmentation
-    trainer.datamodule.augmentation = replace(augmentation, seed=augmentation.seed + trainer.global_rank)
+def _augmentation_by_rank(site: Site) -> None:
+    def of_rank(augment: Any, augmentation: Augmentation, *args: Any, **kwargs: Any) -> Tensor:
+        keyed_by_rank = replace(augmentation, seed=augmentation.seed + site.rank)
+        images: Tensor = augment(keyed_by_rank, *args, **kwargs)
+        return images
+
+    site.replace(Augmentation, "__call__", of_rank)
 
 
-def _frozen_order(trainer: Any, module: Any) -> None:
-    trainer.datamodule.frozen_order = True
+def _frozen_order(site: Site) -> None:
+    site.replace(TrainSampler, "set_epoch", lambda set_epoch, sampler, epoch: set_epoch(sampler, 0))
 
 
-def _no_batchnorm_sync(trainer: Any, module: Any) -> None:
-    trainer.strategy._layer_sync = None
+def _no_batchnorm_sync(site: Site) -> None:
+    site.replace(ProcessSyncBatchNorm, "apply", lambda apply, plugin, network: network)
 
 
-def _padded_evaluation(trainer: Any, module: Any) -> None:
-    trainer.datamodule.pad_eval = True
+def _own_statistics(site: Site) -> None:
+    def without_broadcast(configure: Any, strategy: Any) -> None:
+        configure(strategy)
+        site.set(strategy.model, "broadcast_buffers", False)
+
+    site.replace(DDPStrategy, "configure_ddp", without_broadcast)
 
 
-def _one_sample_twice(trainer: Any, module: Any) -> None:
-    ids = EvaluationSampler._ids
+def _padded_evaluation(site: Site) -> None:
+    def padded(ids: Any, sampler: EvaluationSampler) -> Tensor:
+        order: Tensor = ids(sampler)
+        return torch.cat([order, order[: -len(order) % sampler.layout.num_shards]])
 
-    def first_in_place_of_last(self: EvaluationSampler) -> Tensor:
-        order = ids(self)
+    site.replace(EvaluationSampler, "_ids", padded)
+
+
+def _one_sample_twice(site: Site) -> None:
+    def first_in_place_of_last(ids: Any, sampler: EvaluationSampler) -> Tensor:
+        order: Tensor = ids(sampler)
         return torch.cat([order[:-1], order[:1]])
 
-    EvaluationSampler._ids = first_in_place_of_last  # type: ignore[method-assign]
+    site.replace(EvaluationSampler, "_ids", first_in_place_of_last)
 
 
-def _lost_optimizer_state(trainer: Any, module: Any) -> None:
-    trainer.strategy.load_optimizer_state_dict = lambda checkpoint: None
+def _twice(original: Any, *args: Any) -> None:
+    original(*args)
+    original(*args)
 
 
-def _schedule_per_process(trainer: Any, module: Any) -> None:
-    step = WarmupDecay.step
-
-    def once_for_each_process(self: WarmupDecay, *args: Any) -> None:
-        for _ in range(trainer.world_size):
-            step(self, *args)
-
-    WarmupDecay.step = once_for_each_process  # type: ignore[method-assign,assignment]
+def _predictions_twice(site: Site) -> None:
+    site.replace(PerRankAccuracy, "_count", _twice)
 
 
-def _scaled_learning_rate(trainer: Any, module: Any) -> None:
-    scale = module._scale_lr
+def _metrics_twice(site: Site) -> None:
+    site.replace(EvaluationMetrics, "update", _twice)
 
-    def scaled_once_more(optimizer: Any) -> None:
+
+def _metrics_of_each(site: Site) -> None:
+    site.replace(Metric, "sync", lambda sync, metric, *args, **kwargs: None)
+
+
+def _lost_optimizer_state(site: Site) -> None:
+    site.replace(site.trainer.strategy, "load_optimizer_state_dict", lambda load, checkpoint: None)
+
+
+def _lost_schedule(site: Site) -> None:
+    site.replace(WarmupDecay, "load_state_dict", lambda load, schedule, state: None)
+
+
+def _schedule_per_process(site: Site) -> None:
+    def once_for_each_process(step: Any, schedule: WarmupDecay, *args: Any) -> None:
+        for _ in range(site.trainer.world_size):
+            step(schedule, *args)
+
+    site.replace(WarmupDecay, "step", once_for_each_process)
+
+
+def _scaled_learning_rate(site: Site) -> None:
+    def scaled_once_more(scale: Any, optimizer: Any) -> None:
         scale(optimizer)
         for group in optimizer.param_groups:
-            group["lr"] *= trainer.world_size
+            group["lr"] *= site.trainer.world_size
 
-    module._scale_lr = scaled_once_more
-
-
-def _statistics_of_last_replica(trainer: Any, module: Any) -> None:
-    def run(self: VirtualReplicas, images: Tensor) -> Tensor:
-        *others, last = images.chunk(self.num_replicas)
-        copies = [{name: buffer.clone() for name, buffer in self.network.named_buffers()} for _ in others]
-        outputs = [functional_call(self.network, copy, (part,)) for copy, part in zip(copies, others, strict=True)]
-        return torch.cat([*outputs, self.network(last)])
-
-    VirtualReplicas.__call__ = run  # type: ignore[method-assign]
+    site.replace(site.module, "_scale_lr", scaled_once_more)
 
 
-def _stale_buffers(trainer: Any, module: LitResNet) -> None:
-    old = {name: buffer.clone() for name, buffer in module.network.named_buffers()}
-    save = module.on_save_checkpoint
+def _statistics_of_last_replica(site: Site) -> None:
+    def last_on_own_buffers(run: Any, replicas: VirtualReplicas, images: Tensor) -> Tensor:
+        *others, last = images.chunk(replicas.num_replicas)
+        copies = [{name: buffer.clone() for name, buffer in replicas.network.named_buffers()} for _ in others]
+        outputs = [functional_call(replicas.network, copy, (part,)) for copy, part in zip(copies, others, strict=True)]
+        return torch.cat([*outputs, replicas.network(last)])
 
-    def save_with_old_buffers(checkpoint: dict[str, Any]) -> None:
+    site.replace(VirtualReplicas, "__call__", last_on_own_buffers)
+
+
+def _stale_buffers(site: Site) -> None:
+    old = {name: buffer.clone() for name, buffer in site.module.network.named_buffers()}
+
+    def with_old_buffers(save: Any, checkpoint: dict[str, Any]) -> None:
         save(checkpoint)
         checkpoint["state_dict"] |= old
 
-    module.on_save_checkpoint = save_with_old_buffers  # type: ignore[method-assign]
+    site.replace(site.module, "on_save_checkpoint", with_old_buffers)
 
 
-def _stale_stage(trainer: Any, module: Any) -> None:
-    trainer.strategy._refresh_copies = lambda: None
+def _dropped_microbatch(site: Site) -> None:
+    def without_last(run: Any, runner: StagedRunner, images: Tensor) -> Tensor:
+        output: Tensor = run(runner, images)
+        if not output.requires_grad:
+            return output
+        *others, last = output.tensor_split(runner.num_microbatches)
+        return torch.cat([*others, last.detach()])
+
+    site.replace(StagedRunner, "__call__", without_last)
 
 
-def _local_norm(trainer: Any, module: Any) -> None:
-    def norm(gradients: list[Tensor]) -> Tensor:
+def _copied_stage(site: Site) -> None:
+    def with_copy(make: Any, runner: StagedRunner, stages: Any, *args: Any, **kwargs: Any) -> None:
+        *others, last = stages
+        make(runner, [*others, deepcopy(last)], *args, **kwargs)
+
+    site.replace(StagedRunner, "__init__", with_copy)
+
+
+def _unaveraged_stage(site: Site) -> None:
+    def without_last_stage(configure: Any, strategy: Any) -> None:
+        ddp: Any = DistributedDataParallel
+        ddp._set_params_and_buffers_to_ignore_for_model(site.module, ["network.fc.weight", "network.fc.bias"])
+        configure(strategy)
+
+    site.replace(DDPStrategy, "configure_ddp", without_last_stage)
+
+
+def _stale_stage(site: Site) -> None:
+    site.replace(site.trainer.strategy, "_refresh_copies", lambda refresh: None)
+
+
+def _local_norm(site: Site) -> None:
+    def norm(of_all: Any, gradients: list[Tensor]) -> Tensor:
         squares: Tensor = torch.stack([local_part(gradient).square().sum() for gradient in gradients])
         return squares.sum().sqrt()
 
-    trainer.strategy.gradient_norm = norm
+    site.replace(site.trainer.strategy, "gradient_norm", norm)
 
 
-def _dropped_microbatch(trainer: Any, module: Any) -> None:
-    run = StagedRunner.__call__
-
-    def without_last(self: StagedRunner, images: Tensor) -> Tensor:
-        output = run(self, images)
-        if not output.requires_grad:
-            return output
-        *others, last = output.tensor_split(self.num_microbatches)
-        return torch.cat([*others, last.detach()])
-
-    StagedRunner.__call__ = without_last  # type: ignore[method-assign]
-
-
-def _dropped_microbatch_of_pipeline(trainer: Any, module: Any) -> None:
-    loss = Pipeline._scaled_loss
+def _lost_microbatch_of_pipeline(site: Site) -> None:
     calls = count()
 
-    def without_every_second(self: Pipeline, logits: Tensor, labels: Tensor) -> Tensor:
-        weight = next(calls) % 2
-        return loss(self, logits, labels) * weight
+    def without_every_second(loss: Any, pipeline: Pipeline, logits: Tensor, labels: Tensor) -> Tensor:
+        scaled: Tensor = loss(pipeline, logits, labels)
+        return scaled * (next(calls) % 2)
 
-    Pipeline._scaled_loss = without_every_second  # type: ignore[method-assign]
-
-
-def _unsummed_input_gradient(trainer: Any, module: Any) -> None:
-    tensor_parallel._SumGradients.backward = staticmethod(lambda ctx, grad: (grad, None))  # type: ignore[method-assign]
+    site.replace(Pipeline, "_scaled_loss", without_every_second)
 
 
-# Microbatches must be equal, so no ragged batch; clipped, so that the norm matters.
-_PIPELINE = ("--data.drop_last=true", "--trainer.gradient_clip_val=0.5")
+def _unaveraged_pipelines(site: Site) -> None:
+    site.replace(site.trainer.strategy, "post_backward", lambda average, loss: None)
+
+
+def _unsummed_input_gradient(site: Site) -> None:
+    site.replace(tensor_parallel._SumGradients, "backward", lambda backward, ctx, grad: (grad, None))
+
 
 BUGS: dict[str, Bug] = {
     bug.name: bug
     for bug in [
+        Bug("lost-schedule", "the learning rate begins anew on resume", "single", _lost_schedule),
+        Bug("last-replica", "running statistics of the last replica stay", "dp", _statistics_of_last_replica),
+        Bug("stale-buffers", "a checkpoint has the first running statistics", "dp", _stale_buffers),
         Bug("no-all-reduce", "gradients are never averaged", "ddp", _no_all_reduce),
         Bug("summed-gradients", "gradients are summed, not averaged", "ddp", _summed_gradients),
         Bug("scaled-loss", "the loss is divided by the number of processes as well", "ddp", _scaled_loss),
+        Bug("summed-accumulation", "accumulated gradients are summed, not averaged", "ddp", _summed_accumulation),
         Bug("unweighted-batch", "parts of a ragged batch count alike", "ddp", _unweighted_ragged_batch),
         Bug("duplicated-shard", "every process reads the first part of the data", "ddp", _duplicated_shard),
         Bug("augmentation-by-rank", "each process augments with a seed of its own", "ddp", _augmentation_by_rank),
         Bug("frozen-order", "set_epoch is forgotten", "ddp", _frozen_order),
-        Bug("no-batchnorm-sync", "BatchNorm is not synchronised", "ddp-sync", _no_batchnorm_sync),
+        Bug("own-statistics", "each process evaluates with its own running statistics", "ddp", _own_statistics),
         Bug("padded-evaluation", "samples are repeated until they divide", "ddp", _padded_evaluation),
         Bug("one-sample-twice", "one sample is evaluated twice, another never", "ddp", _one_sample_twice),
+        Bug("predictions-twice", "every prediction is counted twice", "ddp", _predictions_twice),
+        Bug("metrics-twice", "every batch is counted twice in the logged val/ metrics", "ddp", _metrics_twice),
+        Bug("metrics-of-each", "metrics are not summed over the processes", "ddp", _metrics_of_each),
         Bug("lost-optimizer-state", "momentum is not restored on resume", "ddp", _lost_optimizer_state),
         Bug("schedule-per-process", "the schedule steps once for each process", "ddp", _schedule_per_process),
         Bug("scaled-learning-rate", "the rate is multiplied by the processes", "ddp", _scaled_learning_rate),
-        Bug("last-replica", "running statistics of the last replica stay", "dp", _statistics_of_last_replica),
-        Bug("stale-buffers", "a checkpoint has the first running statistics", "dp", _stale_buffers),
-        Bug("dropped-microbatch", "the last microbatch has no gradient", "mp-micro", _dropped_microbatch, _PIPELINE),
-        Bug("stale-stage", "another stage's first weights are saved", "pp", _stale_stage, _PIPELINE),
-        Bug("local-norm", "each stage clips by its own norm", "pp", _local_norm, _PIPELINE),
-        Bug("lost-microbatch", "every second is lost", "pp", _dropped_microbatch_of_pipeline, _PIPELINE),
+        Bug("no-batchnorm-sync", "BatchNorm is not synchronised", "ddp-sync", _no_batchnorm_sync),
+        Bug("copied-stage", "a device computes with a copy that nobody trains", "mp", _copied_stage),
+        Bug("dropped-microbatch", "the last microbatch has no gradient", "mp-micro", _dropped_microbatch, PIPELINE),
+        Bug("unaveraged-stage", "the last layer's gradient is not averaged", "ddp_mp", _unaveraged_stage, devices=4),
+        Bug("stale-stage", "another stage's first weights are saved", "pp", _stale_stage, PIPELINE),
+        Bug("local-norm", "each stage clips by its own norm", "pp", _local_norm, PIPELINE),
+        Bug("lost-microbatch", "every second is lost", "pp", _lost_microbatch_of_pipeline, PIPELINE),
+        Bug("lone-pipelines", "pipelines do not average", "ddp_pp", _unaveraged_pipelines, PIPELINE, devices=4),
         Bug("summed-shards", "sharded gradients are summed, not averaged", "fsdp2", _summed_gradients),
+        Bug("lost-accumulation", "gradients are zeroed between accumulation steps", "fsdp2", _lost_accumulation),
         Bug("partial-gradient", "the input's gradient is not summed", "tp", _unsummed_input_gradient),
+        *BUGS_OF_ONE,
     ]
 }

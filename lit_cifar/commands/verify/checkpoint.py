@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ def checkpoint_problems(path: Path, last: Step, *, config: Mapping[str, Any]) ->
     configuration's class.
     """
     checkpoint = read_checkpoint(path)
-    network = LitResNet(**checkpoint["lit_cifar"]).to(_dtype(last)).network
+    network = LitResNet(**checkpoint["lit_cifar"]).to(_dtype(last["state"])).network
     optimizer = _optimizer(config["model"]["optimizer"], network)
     try:
         network.load_state_dict(checkpoint["state_dict"], strict=True)
@@ -42,11 +43,24 @@ def checkpoint_problems(path: Path, last: Step, *, config: Mapping[str, Any]) ->
     ][:1]
 
 
-def evaluated_alone(path: Path, *, config: Mapping[str, Any]) -> tuple[int, int]:
-    """Right and seen validation samples of one device with the checkpoint's weights."""
+@dataclass(frozen=True)
+class Evaluation:
+    """What came out of one.
+
+    Attributes:
+        counts: Right and seen samples.
+        metrics: By the names under which they are logged.
+    """
+
+    counts: tuple[int, int]
+    metrics: dict[str, float]
+
+
+def evaluated_alone(path: Path, *, config: Mapping[str, Any]) -> Evaluation:
+    """The validation of one device with the checkpoint's weights."""
     checkpoint = read_checkpoint(path)
-    module = LitResNet(**checkpoint["lit_cifar"])
-    module.network.load_state_dict(checkpoint["state_dict"])
+    module = LitResNet(**checkpoint["lit_cifar"], label_smoothing=config["model"]["label_smoothing"])
+    module.network.to(_dtype(checkpoint["state_dict"])).load_state_dict(checkpoint["state_dict"])
     accuracy = _SilentAccuracy()
     settings = {name: config["trainer"][name] for name in ("accelerator", "precision", "limit_val_batches")}
     with quiet(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # as `Trace`
@@ -61,7 +75,8 @@ def evaluated_alone(path: Path, *, config: Mapping[str, Any]) -> tuple[int, int]
         )
         trainer.validate(module, CIFAR10DataModule(**config["data"]), verbose=False)
     count = pooled(accuracy.counts["val"])
-    return count.correct, count.total
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return Evaluation((count.correct, count.total), metrics)
 
 
 class _SilentAccuracy(PerRankAccuracy):
@@ -83,8 +98,8 @@ def quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _dtype(step: Step) -> torch.dtype:
-    dtype: torch.dtype = next(iter(step["state"].values())).dtype
+def _dtype(state: Mapping[str, Any]) -> torch.dtype:
+    dtype: torch.dtype = next(iter(state.values())).dtype
     return dtype
 
 

@@ -87,5 +87,7 @@ def _of_finding(finding: Finding) -> dict[str, Any]:
         "mode": finding.mode,
         "problems": finding.problems,
         "finished": finding.finished,
+        "acted": finding.acted,
+        "caught_by": finding.caught_by,
         "right": finding.right,
     }

@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 
+from lit_cifar.checkpoints import read_checkpoint
 from lit_cifar.commands.verify.compare import Step, sample_problems
+from lit_cifar.commands.verify.logged import Logged, logged
+from lit_cifar.commands.verify.replicas import Snapshot, change_problems, peer_problems, saved_problems
 
 
 @dataclass(frozen=True)
@@ -45,13 +48,22 @@ class Record:
         """The one that the run wrote at its end."""
         return self.folder / "run" / "checkpoints" / "last.ckpt"
 
+    @property
+    def logged(self) -> Logged:
+        """What its loggers were given."""
+        return logged(self.folder / "run")
+
+    @property
+    def acted(self) -> bool:
+        """Whether the wrong code of a planted mistake has run in any process."""
+        return any((self.folder / "trace").glob("acted*"))
+
     @cached_property
     def samples(self) -> dict[str, dict[int, list[list[int]]]]:
-        """Ids by moment ("step 1", "evaluation") and shard: a list for every process that reads this shard."""
+        """Ids by moment ("step 1", "epoch 0", "evaluation") and shard: a list for every process that reads this."""
         found: dict[str, dict[int, list[list[int]]]] = {}
-        for path in sorted((self.folder / "trace").glob("samples*.jsonl")):
-            for line in map(json.loads, path.read_text().splitlines()):
-                found.setdefault(line["when"], {}).setdefault(line["shard"], []).append(line["ids"])
+        for line in self._lines("samples"):
+            found.setdefault(line["when"], {}).setdefault(line["shard"], []).append(line["ids"])
         return found
 
     def sample_problems(self, reference: "Record") -> list[str]:
@@ -65,3 +77,24 @@ class Record:
             found = sample_problems([readers[0] for readers in mine.values()], expected)
             problems += [f"{when}: {problem}" for problem in found]
         return problems
+
+    def count_problems(self) -> list[str]:
+        """Where the metrics of a process have not counted each sample that it read once."""
+        return [
+            f"{line['when']}: {name} has counted {count} samples in a process that read {len(line['ids'])}"
+            for line in self._lines("samples")
+            for name, count in line["counted"].items()
+            if count != len(line["ids"])
+        ]
+
+    def own_problems(self) -> list[str]:
+        """Where a process has not itself what its peers have, what it had before, or what the checkpoint says."""
+        snapshots = [Snapshot(**line) for line in self._lines("own")]
+        whole = [snapshot for snapshot in snapshots if snapshot.when == "whole network"]
+        saved = read_checkpoint(self.checkpoint)["state_dict"]
+        return [*peer_problems(snapshots), *change_problems(snapshots), *saved_problems(whole, saved)]
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        """Of every process."""
+        paths = sorted((self.folder / "trace").glob(f"{name}*.jsonl"))
+        return [json.loads(line) for path in paths for line in path.read_text().splitlines()]

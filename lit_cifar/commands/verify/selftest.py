@@ -9,51 +9,71 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
-from lit_cifar.commands.verify.bugs import BUGS, Bug
-from lit_cifar.commands.verify.modes import modes
+from lit_cifar.commands.verify.bugs import BUGS
+from lit_cifar.commands.verify.modes import Mode, modes
+from lit_cifar.commands.verify.planting import Bug
+from lit_cifar.commands.verify.records import Record
 from lit_cifar.commands.verify.runs import Outcome, stop_all
 from lit_cifar.commands.verify.settings import Settings
 from lit_cifar.commands.verify.verifier import Report, Verifier
 
 DEVICES = 2
 STEPS = 3
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
 
 # A small net, in float64 where the bound is sharp. 27 images in batches of 16 make a full step, a ragged one, and one
 # of the second epoch; 15 images to evaluate do not divide among two processes.
 ARGS = (
     "--model.arch=resnet10",
+    "--model.stem=imagenet",
     "--model.optimizer.lr=0.02",
     "--data.num_train=42",
     "--data.val_size=15",
     "--data.batch_size=16",
+    "--trainer.accumulate_grad_batches=2",
     "--trainer.precision=64-true",
     "--trainer.accelerator=cpu",
 )
 
+COMPARISON = "comparison"
+GUARDS = {"ReceiptError: ": "data receipt"}
+"""What of the product itself stops a run in which something is wrong, by what it says on stderr."""
+
 
 @dataclass(frozen=True)
 class Finding:
-    """What the comparison said of a planted mistake.
+    """What came of a planted mistake.
 
     Attributes:
         bug: The mistake; None where none was planted, which must pass.
         mode: The mode.
-        problems: What the comparison complained about.
-        finished: Whether the run came to its end: one that breaks down says nothing about the comparison.
+        problems: What the comparison complained about, or the last words of a run that did not end well.
+        finished: Whether the run came to its end.
+        acted: Whether the wrong code has run.
+        guard: What of the product stopped the run; None if nothing did.
     """
 
     bug: Bug | None
     mode: str
     problems: list[str]
     finished: bool
+    acted: bool = False
+    guard: str | None = None
+
+    @property
+    def caught_by(self) -> str | None:
+        """What has seen that something is wrong; a run that breaks down for another reason says nothing."""
+        return COMPARISON if self.finished and self.problems else self.guard
 
     @property
     def right(self) -> bool:
-        """A mistake was caught, or its absence was seen."""
-        return self.finished and bool(self.problems) == (self.bug is not None)
+        """A mistake was made and caught, or its absence was seen."""
+        if self.bug is None:
+            return self.finished and not self.problems
+        return self.acted and self.caught_by is not None
 
 
 def self_test(*, bugs: Sequence[Bug] | None = None, report: Report = lambda line: None) -> list[Finding]:
@@ -73,23 +93,36 @@ def self_test(*, bugs: Sequence[Bug] | None = None, report: Report = lambda line
 
 def _findings(verifier: Verifier, bugs: Sequence[Bug]) -> list[Finding]:
     """Several runs at a time: with so small a net most of a run is its start, which uses one core."""
-    known = modes(DEVICES)
-    cases: list[tuple[str, Bug | None]] = [(mode, None) for mode in dict.fromkeys(bug.mode for bug in bugs)]
-    cases += [(bug.mode, bug) for bug in bugs]
-    references = {mode: verifier.reference(verifier.chunks_of(known[mode])) for mode, bug in cases if bug is None}
-    found: dict[tuple[str, Bug | None], Finding] = {}
+    cases: list[tuple[Mode, Bug | None]] = []
+    for name, devices in dict.fromkeys((bug.mode, bug.devices) for bug in bugs):
+        mode = modes(devices)[name]
+        cases += [(mode, None), *((mode, bug) for bug in bugs if (bug.mode, bug.devices) == (name, devices))]
+    chunks = [verifier.chunks_of(mode) for mode, _ in cases]
     with ExitStack() as stack, _workers() as pool:
-        launched: dict[Future[Outcome], tuple[str, Bug | None, Path]] = {}
-        for mode, bug in cases:
-            folder = stack.enter_context(verifier.run_folder(mode))
-            name = None if bug is None else bug.name
-            launched[pool.submit(verifier.launch, known[mode], folder, bug=name)] = (mode, bug, folder)
+        references = dict(zip(dict.fromkeys(chunks), pool.map(verifier.reference, dict.fromkeys(chunks)), strict=True))
+        launched: dict[Future[Outcome], tuple[int, Path]] = {}
+        for number, (mode, bug) in enumerate(cases):
+            folder = stack.enter_context(verifier.run_folder(mode.name))
+            planted = None if bug is None else bug.name
+            launched[pool.submit(verifier.launch, mode, folder, bug=planted)] = number, folder
+        found: dict[int, Finding] = {}
         for future in as_completed(launched):
-            mode, bug, folder = launched[future]
+            number, folder = launched[future]
+            mode, bug = cases[number]
             outcome = future.result()
-            row = verifier.judge(known[mode], outcome, folder, references[mode])
-            found[mode, bug] = Finding(bug, mode, row.problems, finished=outcome.status == 0)
-    return [found[case] for case in cases]
+            row = verifier.judge(mode, outcome, folder, references[chunks[number]])
+            found[number] = _finding(mode, bug, row.problems, outcome, folder)
+    return [found[number] for number in range(len(cases))]
+
+
+def _finding(mode: Mode, bug: Bug | None, problems: list[str], outcome: Outcome, folder: Path) -> Finding:
+    finished = outcome.status == 0
+    said = (
+        [] if finished else [(line, words) for line in outcome.stderr.splitlines() for words in GUARDS if words in line]
+    )
+    guard = GUARDS[said[-1][1]] if said else None
+    seen = [said[-1][0].strip()] if said else problems
+    return Finding(bug, mode.name, seen, finished, acted=Record(folder).acted, guard=guard)
 
 
 @contextmanager
@@ -107,22 +140,26 @@ def _workers() -> Iterator[ThreadPoolExecutor]:
 def findings_table(findings: Sequence[Finding], *, title: str) -> Table:
     """A row for each planted mistake, with the first thing that gave it away."""
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title_justify="left")
-    table.add_column("planted", max_width=44)
+    table.add_column("planted", max_width=40)
     table.add_column("mode", no_wrap=True)
-    table.add_column("seen in", max_width=54)
+    table.add_column("seen in", max_width=46)
+    table.add_column("caught by", no_wrap=True)
     table.add_column("", no_wrap=True)
     for finding in findings:
         planted = "nothing" if finding.bug is None else f"{finding.bug.name}\n[dim]{finding.bug.imitates}[/]"
         seen = finding.problems[0] if finding.problems else "-"
-        table.add_row(planted, finding.mode, seen, _verdict(finding))
+        caught_by = "-" if finding.bug is None else finding.caught_by or "-"
+        table.add_row(planted, finding.mode, escape(seen), caught_by, _verdict(finding))
     return table
 
 
 def _verdict(finding: Finding) -> str:
-    if not finding.finished:
+    if finding.bug is not None and not finding.acted and finding.finished:
+        word = "did not act"
+    elif not finding.finished and finding.guard is None:
         word = "broke"
     elif finding.bug is None:
         word = "passed" if finding.right else "FAIL"
     else:
-        word = "caught" if finding.problems else "missed"
+        word = "caught" if finding.right else "missed"
     return f"[bold {'green' if finding.right else 'red'}]{word}[/]"

@@ -125,8 +125,8 @@ class Settings:
         return int(self.config["data"]["val_size"]) > 0 and self.config["trainer"]["limit_val_batches"] != 0
 
     def length_flags(self, *, steps: int, accumulation: int) -> list[str]:
-        """So many optimizer steps, over as many epochs as it takes, then an evaluation and a checkpoint."""
-        flags = [f"--trainer.max_steps={steps}", "--trainer.max_epochs=-1"]
+        """So many optimizer steps, each logged, in as many epochs as it takes, then an evaluation and a checkpoint."""
+        flags = [f"--trainer.max_steps={steps}", "--trainer.max_epochs=-1", "--trainer.log_every_n_steps=1"]
         flags += [f"--trainer.accumulate_grad_batches={accumulation}"]
         if self.evaluates:
             flags += [

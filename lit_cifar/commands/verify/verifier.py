@@ -1,5 +1,6 @@
 """Runs modes and the single-device computations that they equal, and compares them step by step."""
 
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from lit_cifar.commands.verify.compare import (
     largest,
     measured_bounds,
 )
+from lit_cifar.commands.verify.logged import METRIC_BOUND, logged_problems
 from lit_cifar.commands.verify.modes import Mode, chosen, in_words
 from lit_cifar.commands.verify.records import Record
 from lit_cifar.commands.verify.rows import Row
@@ -105,14 +107,37 @@ class Verifier:
         row.processes = record.about["world_size"]
         self._compare_steps(row, record, reference)
         row.problems += record.sample_problems(reference.record)
+        row.problems += record.own_problems()
         row.problems += checkpoint_problems(record.checkpoint, record.step(self.steps), config=self.settings.config)
+        row.problems += record.count_problems()
+        row.problems += logged_problems(
+            record.logged, reference.record.logged, bounds=self._bounds_of_metrics(reference), source="one device has"
+        )
         if self.settings.evaluates:
-            row.counts = record.counts
-            alone = evaluated_alone(record.checkpoint, config=self.settings.config)
-            if row.counts != alone:
-                row.problems.append(
-                    f"evaluation: {_of(row.counts)} right, one device with the same weights has {_of(alone)}"
-                )
+            self._compare_evaluation(row, record)
+
+    def _bounds_of_metrics(self, reference: Reference) -> Bounds:
+        """By the beginnings of their names."""
+        exact = self.settings.precision == "64-true"
+        return {
+            "train/loss": reference.bounds[-1]["loss"] + METRIC_BOUND,
+            "train/acc": METRIC_BOUND if exact else 2 / self.settings.batch_size,  # rounding may turn two answers
+            "val/": math.inf,  # that they are there; their values are those of the mode's own weights, see below
+            "lr-": 0.0,
+        }
+
+    def _compare_evaluation(self, row: Row, record: Record) -> None:
+        """With one device that has the same weights."""
+        row.counts = record.counts
+        alone = evaluated_alone(record.checkpoint, config=self.settings.config)
+        if row.counts != alone.counts:
+            row.problems.append(
+                f"evaluation: {_of(row.counts)} right, one device with the same weights has {_of(alone.counts)}"
+            )
+        found = {key: value for key, value in record.logged.items() if key[0] in alone.metrics}
+        expected = {key: alone.metrics[key[0]] for key in found}
+        source = "one device with the same weights has"
+        row.problems += logged_problems(found, expected, bounds={"val/": METRIC_BOUND}, source=source)
 
     def _compare_steps(self, row: Row, record: Record, reference: Reference) -> None:
         for number, bounds in enumerate(reference.bounds, 1):
