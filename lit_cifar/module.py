@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from lit_cifar.checkpoints import Header, add_prefix, strip_prefix
@@ -72,6 +72,16 @@ class LitResNet(L.LightningModule):
         self.train_acc = MulticlassAccuracy(num_classes, average="micro")
         self.val_metrics = EvaluationMetrics("val", num_classes)
         self.test_metrics = EvaluationMetrics("test", num_classes)
+
+    def setup(self, stage: str) -> None:
+        """Count in this process's own memory.
+
+        A process that was spawned has got the metrics as memory shared with all others, and Lightning gives it copies
+        of parameters and buffers only: until they are reset, all would add to the same sums at the same time.
+        """
+        for metric in self.modules():
+            if isinstance(metric, Metric):
+                metric.reset()
 
     def use_runner(self, runner: Callable[[Tensor], Tensor] | None) -> None:
         """Let `forward` go through `runner`, a callable that runs `self.network`, or through the network itself again.

@@ -1,16 +1,21 @@
 """`verify`: the comparison as plain functions, every mode compared for real, and a planted mistake that is caught."""
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from commands import TINY as TINY_FIT
 from commands import run_here
-from torch import Tensor
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
 
-from lit_cifar.commands.verify import bugs, verify
+from lit_cifar.commands.verify import bugs, bugs_of_one, verify
 from lit_cifar.commands.verify.compare import (
     EXACT_BOUND,
     KINDS,
@@ -22,11 +27,30 @@ from lit_cifar.commands.verify.compare import (
     measured_bounds,
     sample_problems,
 )
+from lit_cifar.commands.verify.logged import counted, logged, logged_problems
 from lit_cifar.commands.verify.modes import chosen, in_words, modes
+from lit_cifar.commands.verify.planting import Site
 from lit_cifar.commands.verify.records import Record
+from lit_cifar.commands.verify.replicas import (
+    Snapshot,
+    State,
+    change_problems,
+    digest,
+    own_state,
+    peer_problems,
+    saved_problems,
+)
 from lit_cifar.commands.verify.rows import Row
 from lit_cifar.commands.verify.runs import Outcome, run
-from lit_cifar.commands.verify.selftest import ARGS, _findings, _verdict, self_test
+from lit_cifar.commands.verify.selftest import (
+    COMPARISON,
+    Finding,
+    _finding,
+    _findings,
+    _verdict,
+    findings_table,
+    self_test,
+)
 from lit_cifar.commands.verify.settings import Settings
 from lit_cifar.commands.verify.trace import Trace
 from lit_cifar.commands.verify.verifier import Reference, Verifier, _possible
@@ -247,6 +271,221 @@ def test_no_run_uses_tf32(tf32: list[Any], tmp_path: Path) -> None:
     assert [user.allow_tf32 for user in tf32] == [False, False]
 
 
+def snapshots(*states: State, when: str = "step 1", same_as: str | None = None) -> list[Snapshot]:
+    """Of processes 0, 1, ... at one moment."""
+    return [Snapshot(when=when, rank=rank, same_as=same_as, state=state) for rank, state in enumerate(states)]
+
+
+def test_equal_parts_must_be_equal_in_all_processes() -> None:
+    here, there = {"fc.bias (parameters)": ("", "a")}, {"fc.bias (parameters)": ("", "b")}
+    assert peer_problems(snapshots(here, here)) == []
+    assert peer_problems(snapshots(here, here, there)) == [
+        "step 1: fc.bias (parameters) of process 2 is not that of process 0"
+    ]
+
+
+def test_other_parts_and_what_only_one_process_holds_may_differ() -> None:
+    states: list[State] = [
+        {"fc.weight (parameters)": ("part [0]", "a"), "bn.running_mean (buffers)": ("replica 0", "a")},
+        {"fc.weight (parameters)": ("part [1]", "b"), "bn.running_mean (buffers)": ("replica 1", "b")},
+        {"conv1.weight (parameters)": ("", "c")},
+    ]
+    assert peer_problems(snapshots(*states)) == []
+
+
+def test_a_process_may_not_change_between_two_moments_that_must_be_the_same() -> None:
+    before: State = {"fc.bias (parameters)": ("", "a"), "bn.running_mean (buffers)": ("replica 1", "a")}
+    # Another replica is given the first one's statistics.
+    after: State = {"fc.bias (parameters)": ("", "a"), "bn.running_mean (buffers)": ("", "b")}
+    changed: State = {**after, "fc.bias (parameters)": ("", "b")}
+    moments = snapshots(before, before)
+    assert change_problems([*moments, *snapshots(after, after, when="end", same_as="step 1")]) == []
+    assert change_problems([*moments, *snapshots(after, changed, when="end", same_as="step 1")]) == [
+        "end: fc.bias (parameters) of process 1 is not that of step 1"
+    ]
+    first: State = {"bn.running_mean (buffers)": ("replica 0", "a")}
+    moved: State = {"bn.running_mean (buffers)": ("", "b")}
+    assert change_problems([*snapshots(first), *snapshots(moved, when="end", same_as="step 1")]) != []
+
+
+def test_every_whole_network_must_be_the_checkpoint_s() -> None:
+    saved = {"fc.bias": torch.ones(2)}
+    right: State = {"fc.bias (parameters)": ("", digest(torch.ones(2)))}
+    wrong: State = {"fc.bias (parameters)": ("", digest(torch.zeros(2)))}
+    assert saved_problems(snapshots(right, right), saved) == []
+    assert saved_problems(snapshots(right, wrong), saved) == [
+        "step 1: fc.bias (parameters) of process 1 is not the checkpoint's"
+    ]
+
+
+def trained() -> tuple[nn.Module, SimpleNamespace]:
+    """Two layers after a step, and what stands for the trainer of process 1 of 2."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).double()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    module(torch.eye(2, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    strategy = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 2, "rank": 1}, _layer_sync=None)
+    return module, SimpleNamespace(strategy=strategy, optimizers=[optimizer])
+
+
+def _no_momentum(module: Any, trainer: Any) -> None:
+    del trainer.optimizers[0].state[module[0].bias]
+
+
+def _zero_momentum(module: Any, trainer: Any) -> None:
+    trainer.optimizers[0].state[module[1].bias]["momentum_buffer"].zero_()
+
+
+def _other_rate(module: Any, trainer: Any) -> None:
+    trainer.optimizers[0].param_groups[0]["lr"] = 0.2
+
+
+def _stranger(module: Any, trainer: Any) -> None:
+    trainer.optimizers[0].param_groups[0]["params"][1] = nn.Parameter(module[0].bias.detach().clone())
+
+
+def _last_bit(module: Any, trainer: Any) -> None:
+    module[0].bias.data.copy_(torch.nextafter(module[0].bias.data, torch.tensor(math.inf)))
+
+
+def _one_batch_more(module: Any, trainer: Any) -> None:
+    module[1].num_batches_tracked.add_(1)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (_last_bit, "0.bias (parameters)"),
+        (_one_batch_more, "1.num_batches_tracked (buffers)"),
+        (_zero_momentum, "1.bias:momentum_buffer (optimizer)"),
+        (_no_momentum, "0.bias:entries (optimizer)"),
+        (_other_rate, "group 0:lr (optimizer)"),
+        (_stranger, "group 0:params (optimizer)"),
+    ],
+)
+def test_a_change_in_one_process_is_seen(change: Any, name: str) -> None:
+    torch.manual_seed(0)
+    module, trainer = trained()
+    before: Any = own_state(trainer, module, one_model=False)
+    change(module, trainer)
+    (problem,) = peer_problems(snapshots(before, own_state(trainer, module, one_model=False)))
+    assert name in problem
+
+
+def test_running_statistics_are_a_replica_s_own_until_they_are_made_one() -> None:
+    module, trainer = trained()
+    name = "1.running_mean (buffers)"
+    assert own_state(trainer, module, one_model=False)[name][0] == "replica 1"
+    assert own_state(trainer, module, one_model=True)[name][0] == ""
+    trainer.strategy._layer_sync = object()
+    assert own_state(trainer, module, one_model=False)[name][0] == ""
+
+
+def test_of_a_pipeline_a_process_answers_for_its_own_stages() -> None:
+    module, trainer = trained()
+    trainer.strategy.pipeline = SimpleNamespace(stages={1: module[1]})  # type: ignore[index]
+    held = own_state(trainer, module, one_model=False)
+    assert {name.split(".")[0] for name in held if "group" not in name} == {"1"}
+
+
+def test_metrics_are_read_by_step_without_those_of_one_process(tmp_path: Path) -> None:
+    assert logged(tmp_path) == {}
+    (tmp_path / "metrics.csv").write_text("epoch,lr-SGD,step,train/loss,train/loss_step\n,0.1,0,,\n0,,1,2.5,2.0\n")
+    assert logged(tmp_path) == {("lr-SGD", 0): 0.1, ("train/loss", 1): 2.5}
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({("val/loss", 1): 2.0}, []),
+        ({("val/loss", 1): 2.0 + 1e-6}, []),
+        ({("val/loss", 1): 2.1}, ["val/loss of step 1 is 2.1, one device has 2"]),
+        ({("val/loss", 1): math.nan}, ["is nan"]),
+        ({("val/loss", 2): 2.0}, ["only in one device has", "only in the run"]),
+        ({("val/loss", 1): 2.0, ("other", 1): 1.0}, []),
+    ],
+)
+def test_logged_metrics_are_compared_name_by_name(found: dict[tuple[str, int], float], words: list[str]) -> None:
+    problems = logged_problems(found, {("val/loss", 1): 2.0}, bounds={"val/": 1e-5}, source="one device has")
+    assert len(problems) == len(words)
+    assert all(word in problem for word, problem in zip(words, problems, strict=True))
+
+
+def test_a_batch_that_is_counted_twice_shows_in_the_metrics_themselves() -> None:
+    metrics = nn.ModuleDict({"loss": MeanMetric(), "acc": MulticlassAccuracy(3, average="micro")})
+    metrics["loss"].update(torch.ones(4))
+    for _ in range(2):
+        metrics["acc"].update(torch.eye(3), torch.arange(3))
+    assert counted(metrics) == {"loss": 4, "acc": 6}
+
+
+def test_one_process_holds_what_it_held_and_what_it_saved(tf32: list[Any], tmp_path: Path) -> None:
+    (tmp_path / "trace").mkdir()
+    callback = ["--trainer.callbacks+=lit_cifar.commands.verify.trace.Trace", "--trainer.callbacks.reload_after=2"]
+    callback += [f"--trainer.callbacks.folder={tmp_path / 'trace'}"]
+    length = ["--trainer.max_steps=3", "--trainer.num_sanity_val_steps=0"]
+    length += ["--trainer.check_val_every_n_epoch=null", "--trainer.val_check_interval=3"]
+    result = run_here("fit", *TINY_FIT, *length, f"--run_dir={tmp_path / 'run'}", *callback)
+    assert result.status == 0, result.stderr
+    record = Record(tmp_path)
+    path = tmp_path / "trace" / "own0.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    moments = ["step 1", "step 2", "step 2, loaded back", "step 3", "evaluation", "end", "whole network"]
+    assert [line["when"] for line in lines] == moments
+    assert record.own_problems() == []
+    assert record.count_problems() == []
+    assert {name for name, _ in record.logged} >= {"train/loss", "train/acc", "val/loss", "val/acc", "lr-NesterovSGD"}
+    assert "train/loss (metrics)" in lines[-2]["state"]
+    for line, words in ((lines[2], "step 2"), (lines[4], "step 3"), (lines[5], "step 3"), (lines[6], "checkpoint")):
+        state = {**line["state"], "fc.bias (parameters)": ("", "other")}
+        path.write_text("\n".join(json.dumps(line | {"state": state} if line is other else other) for other in lines))
+        (problem,) = record.own_problems()
+        assert words in problem
+
+
+class Original:
+    """What mistakes are planted in."""
+
+    calls = 0
+
+    def method(self) -> str:
+        return "right"
+
+    @staticmethod
+    def static(value: str) -> str:
+        return value
+
+
+def site(folder: Path) -> Site:
+    return Site(SimpleNamespace(global_rank=1, callbacks=[]), None, folder)
+
+
+def test_wrong_code_is_known_to_have_run_only_when_it_has(tmp_path: Path) -> None:
+    class Owner(Original):
+        pass
+
+    (tmp_path / "trace").mkdir()
+    planted = site(tmp_path / "trace")
+    planted.replace(Owner, "method", lambda original, self: f"not {original(self)}")
+    planted.replace(Owner, "static", lambda original, value: f"not {original(value)}")
+    planted.at("on_train_end", lambda: None)
+    assert not Record(tmp_path).acted
+    assert Owner().method() == "not right"
+    assert Record(tmp_path).acted
+    assert Owner().static("right") == "not right"
+
+
+def test_a_mistake_whose_name_is_gone_cannot_be_planted(tmp_path: Path) -> None:
+    planted = site(tmp_path)
+    for plant in (
+        lambda: planted.replace(Original, "renamed", print),
+        lambda: planted.set(Original(), "renamed", 1),
+        lambda: planted.at("on_renamed", print),
+    ):
+        with pytest.raises(AttributeError, match="renamed"):
+            plant()
+
+
 @pytest.mark.parametrize("status", [1, 2, None])
 def test_a_run_that_breaks_down_has_caught_nothing(
     status: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -259,14 +498,51 @@ def test_a_run_that_breaks_down_has_caught_nothing(
     assert all("broke" in _verdict(finding) for finding in findings)
 
 
+def test_what_a_guard_of_the_product_stops_is_caught_by_it(tmp_path: Path) -> None:
+    (tmp_path / "trace").mkdir()
+    (tmp_path / "trace" / "acted1").touch()
+    stderr = "Traceback\nlit_cifar.errors.ReceiptError: 5 samples are missing\n[rank1]: connection closed"
+    mode, bug = modes(2)["ddp"], bugs.BUGS["duplicated-shard"]
+    stopped = _finding(mode, bug, ["exit status 1"], Outcome(1, "", stderr, 1.0), tmp_path)
+    assert (stopped.right, stopped.caught_by, stopped.acted) == (True, "data receipt", True)
+    assert stopped.problems == ["lit_cifar.errors.ReceiptError: 5 samples are missing"]
+    assert not _finding(mode, None, [], Outcome(1, "", stderr, 1.0), tmp_path).right
+
+
+@pytest.mark.parametrize(
+    ("finding", "right", "word"),
+    [
+        (Finding(None, "ddp", [], True), True, "passed"),
+        (Finding(None, "ddp", ["off"], True), False, "FAIL"),
+        (Finding(bugs.BUGS["scaled-loss"], "ddp", ["off"], True, acted=True), True, "caught"),
+        (Finding(bugs.BUGS["scaled-loss"], "ddp", [], True, acted=True), False, "missed"),
+        (Finding(bugs.BUGS["scaled-loss"], "ddp", [], True), False, "did not act"),
+        (Finding(bugs.BUGS["scaled-loss"], "ddp", ["off"], True), False, "did not act"),
+        (Finding(bugs.BUGS["scaled-loss"], "ddp", ["exit status 1"], False, acted=True), False, "broke"),
+        (Finding(bugs.BUGS["scaled-loss"], "ddp", ["x"], False, acted=True, guard="data receipt"), True, "caught"),
+        (Finding(bugs.BUGS["scaled-loss"], "ddp", ["x"], False, guard="data receipt"), False, "did not act"),
+    ],
+)
+def test_a_mistake_must_act_and_be_caught(finding: Finding, right: bool, word: str) -> None:
+    assert finding.right == right
+    assert word in _verdict(finding)
+    assert findings_table([finding], title="one").row_count == 1
+
+
 def test_all_and_chosen_modes_come_in_the_order_of_the_table() -> None:
     assert [mode.name for mode in chosen(["ddp", "dp"], devices=2)] == ["dp", "ddp"]
     assert [mode.name for mode in chosen(["all"], devices=2)] == list(modes(2))
 
 
-def test_every_planted_mistake_has_a_mode_and_a_name_of_its_own() -> None:
-    assert len(bugs.BUGS) >= 12
-    assert {bug.mode for bug in bugs.BUGS.values()} <= set(modes(2))
+def test_every_mode_has_mistakes_of_its_own() -> None:
+    planted = {(bug.mode, bug.devices) for bug in bugs.BUGS.values()}
+    assert {mode for mode, _ in planted} == set(modes(4))
+    assert all(mode in modes(devices) for mode, devices in planted)
+
+
+def test_every_mode_of_several_processes_has_a_mistake_that_one_of_them_makes() -> None:
+    of_one = {bug.mode for bug in bugs_of_one.BUGS_OF_ONE}
+    assert of_one == {name for name, mode in modes(4).items() if mode.num_processes > 1}
 
 
 @pytest.mark.parametrize(
@@ -320,8 +596,20 @@ def test_every_mode_trains_what_one_device_trains(name: str, rows: dict[str, Row
 
 
 @pytest.mark.timeout(300)
-def test_a_planted_mistake_is_caught_and_its_absence_passes() -> None:
-    findings = self_test(bugs=[bugs.BUGS["last-replica"]])
-    assert [(finding.bug is None, finding.right) for finding in findings] == [(True, True), (False, True)]
-    assert "running_mean" in findings[1].problems[0]
-    assert "--trainer.precision=64-true" in ARGS
+def test_planted_mistakes_are_caught_and_their_absence_passes() -> None:
+    shifted, duplicated = bugs.BUGS["shifted-bias"], bugs.BUGS["duplicated-shard"]
+    found = {finding.bug: finding for finding in self_test(bugs=[shifted, duplicated])}
+    assert found[None].right, found[None].problems
+    assert (found[shifted].right, found[shifted].caught_by) == (True, COMPARISON)
+    assert (
+        found[shifted].problems[0] == "step 1: fc.bias (parameters) of process 1 is not that of process 0, and 1 more"
+    )
+    assert (found[duplicated].right, found[duplicated].caught_by) == (True, "data receipt")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_whole_self_test() -> None:
+    findings = self_test()
+    assert [(f.mode, f.bug and f.bug.name, f.problems[:1]) for f in findings if not f.right] == []
+    assert {finding.bug.name for finding in findings if finding.bug is not None} == set(bugs.BUGS)

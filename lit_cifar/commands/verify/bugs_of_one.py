@@ -139,7 +139,7 @@ def _stale_copies(site: Site) -> None:
 
 
 BUGS_OF_ONE = [
-    Bug("shifted-bias", "one process's fc.bias moves after every step", "ddp", _in_last(_shifted_bias)),
+    Bug("shifted-bias", "one process's fc.bias moves after every batch", "ddp", _in_last(_shifted_bias)),
     Bug("changed-at-end", "one process's weights change after the last step", "ddp", _in_last(_changed_at_end)),
     Bug("lost-momentum", "one process loses the momentum of a tensor", "ddp", _in_last(_lost_momentum)),
     Bug("batch-twice", "one process counts a batch twice in val/", "ddp", _in_last(_metrics_twice)),
@@ -149,7 +149,7 @@ BUGS_OF_ONE = [
     Bug("other-weights", "one process evaluates other weights", "ddp", _in_last(_other_weights_evaluated)),
     Bug("unmoved-statistics", "one process's statistics stay", "ddp-sync", _in_last(_unmoved_statistics)),
     Bug("other-rate", "one process has another learning rate", "ddp_spawn", _in_last(_other_rate)),
-    Bug("lone-replica", "one replica's weights move after every step", "ddp_mp", _in_last(_shifted_bias), devices=4),
+    Bug("lone-replica", "one replica's weights move after every batch", "ddp_mp", _in_last(_shifted_bias), devices=4),
     Bug("stale-copies", "one process keeps old copies of other stages", "pp", _in_last(_stale_copies), PIPELINE),
     Bug("lone-pipeline", "one pipeline diverges", "ddp_pp", _in_last(_shifted_bias), PIPELINE, devices=4),
     Bug("stale-shard", "one process's shard is not updated", "fsdp2", _in_last(_stale_shard)),

@@ -147,8 +147,11 @@ def saved_problems(snapshots: Sequence[Snapshot], saved: Mapping[str, Any]) -> l
     wanted = {name: digest(value) for name, value in saved.items()}
     found = []
     for snapshot in snapshots:
-        whole = {name.split()[0]: value for name, (part, value) in snapshot.state.items() if _of_first_replica(part)}
-        other = [name for name, value in whole.items() if value != wanted.get(name)]
+        other = [
+            name
+            for name, (part, value) in snapshot.state.items()
+            if _of_first_replica(part) and value != wanted.get(name.split()[0])
+        ]
         found += _first(
             [f"{snapshot.when}: {name} of process {snapshot.rank} is not the checkpoint's" for name in other]
         )

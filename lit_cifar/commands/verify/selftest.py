@@ -154,12 +154,12 @@ def findings_table(findings: Sequence[Finding], *, title: str) -> Table:
 
 
 def _verdict(finding: Finding) -> str:
-    if finding.bug is not None and not finding.acted and finding.finished:
-        word = "did not act"
-    elif not finding.finished and finding.guard is None:
+    if not finding.finished and finding.guard is None:
         word = "broke"
     elif finding.bug is None:
         word = "passed" if finding.right else "FAIL"
+    elif not finding.acted:
+        word = "did not act"
     else:
         word = "caught" if finding.right else "missed"
     return f"[bold {'green' if finding.right else 'red'}]{word}[/]"
