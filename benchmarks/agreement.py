@@ -4,7 +4,7 @@
         --config configs/quickstart.yaml --trainer.callbacks+=agreement.Timing --trainer.callbacks.path=agreement.json
 
 Lets them ask at every step, in place of once a second. Rank 0 writes, as JSON, the median seconds of asking, of noting
-whether a loss is finite, and of a whole step.
+whether a loss is finite, and of a whole step, with commit, versions and hardware.
 """
 
 import json
@@ -18,6 +18,7 @@ import lightning as L
 import torch
 
 from lit_cifar.callbacks import StepBoundary
+from lit_cifar.commands.terminal import about
 
 WARMUP = 20
 
@@ -47,7 +48,8 @@ class Timing(L.Callback):
         """Write the medians."""
         if trainer.is_global_zero:
             medians = {name: statistics.median(seconds[WARMUP:]) for name, seconds in self.seconds.items()}
-            self.path.write_text(json.dumps({"n": len(self.seconds["asking_s"]) - WARMUP, **medians}, indent=2) + "\n")
+            record = about() | {"n": len(self.seconds["asking_s"]) - WARMUP, **medians}
+            self.path.write_text(json.dumps(record, indent=2) + "\n")
 
 
 def timed(method: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:

@@ -1,9 +1,12 @@
 """Draw the README's figures from the recorded runs: `python benchmarks/figures.py [OUTPUT_DIR]`."""
 
+import argparse
+import hashlib
 import json
-import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -74,12 +77,43 @@ def loss_curves(record: Path) -> Figure:
     return figure
 
 
+FIGURES = {"articles_run": (articles_run, ARTICLES_RUN), "loss_curves": (loss_curves, REAL_DATA)}
+
+
+def content(figure: Figure) -> Iterator[Any]:
+    """The data, texts and styles that a figure shows; fonts and releases of Matplotlib do not change them."""
+    for axes in figure.axes:
+        yield axes.get_title(), axes.get_xlabel(), axes.get_ylabel(), axes.get_yscale()
+        for line in axes.lines:
+            yield line.get_label(), line.get_color(), line.get_linestyle(), line.get_linewidth(), line.get_marker()
+            yield line.get_xydata().tolist()
+        for patch in axes.patches:
+            yield patch.get_label(), patch.get_facecolor(), patch.get_bbox().bounds
+
+
+def digest(figure: Figure) -> str:
+    """SHA-256 of `content`, which each file keeps: so a test can tell a picture of an older record."""
+    return hashlib.sha256(repr(list(content(figure))).encode()).hexdigest()
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a PNG that says what it shows."""
+    figure.savefig(path, dpi=120, metadata={"Content": digest(figure)})
+
+
+def parser() -> argparse.ArgumentParser:
+    """The script's arguments."""
+    parser = argparse.ArgumentParser(description="Draw the README's figures from the recorded runs.")
+    parser.add_argument("output", nargs="?", type=Path, default=HERE.parent / "docs" / "figures", help="folder")
+    return parser
+
+
 def main(output: Path) -> None:
     """Write every figure into `output`."""
     output.mkdir(parents=True, exist_ok=True)
-    articles_run(ARTICLES_RUN).savefig(output / "articles_run.png", dpi=120)
-    loss_curves(REAL_DATA).savefig(output / "loss_curves.png", dpi=120)
+    for name, (draw, record) in FIGURES.items():
+        save(draw(record), output / f"{name}.png")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE.parent / "docs" / "figures")
+    main(parser().parse_args().output)

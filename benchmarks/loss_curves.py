@@ -3,6 +3,7 @@
 FLAGS go to `fit`, e.g. `--data.root=/datasets`. Writes the loss of the global batch, step by step, as JSON.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -11,6 +12,8 @@ import tempfile
 from pathlib import Path
 
 import lightning as L
+
+from lit_cifar.commands.terminal import about
 
 STEPS = 20
 # In float64 and with small steps: a network with fresh weights magnifies rounding, the more the larger its steps are
@@ -67,16 +70,25 @@ def losses(flags: list[str]) -> list[float]:
         return [float(line) for line in path.read_text().splitlines()]
 
 
+def parser() -> argparse.ArgumentParser:
+    """The script's own arguments; the others go to `fit`."""
+    parser = argparse.ArgumentParser(description="Train every mode, and the one device that it equals, for 20 steps.")
+    parser.add_argument("output", type=Path, help="JSON file to write")
+    return parser
+
+
 def main(output: Path, flags: list[str]) -> None:
     """Run everything."""
+    record = about() | {"steps": STEPS}
     alone = {tuple(equals): losses([*flags, *equals]) for equals in map(list, {tuple(e) for e in EQUALS.values()})}
     rows = []
     for mode, equals in EQUALS.items():
         print(mode, flush=True)
         found = losses([*flags, "--config", str(HERE.parent / "configs" / "modes" / f"{mode}.yaml")])
         rows.append({"mode": mode, "losses": found, "expected_losses": alone[tuple(equals)]})
-        output.write_text(json.dumps({"steps": STEPS, "rows": rows}, indent=2) + "\n")
+        output.write_text(json.dumps(record | {"rows": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    options, rest = parser().parse_known_args()
+    main(options.output, rest)

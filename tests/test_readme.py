@@ -1,65 +1,185 @@
-"""What the documents print is true: commands parse, files exist, figures come from the recorded runs."""
+"""What the documents print can be typed: every command is one that the program of today takes, every link leads somewhere.
 
+A block that begins with `git checkout COMMIT` is for the program as it was at that commit, as the settings of old
+records need it.
+"""
+
+import os
 import re
-import shlex
-import sys
+import tomllib
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import run_here
+from documents import BENCHMARKS, PAGES, ROOT, blocks, commit_of, exists_at, inline_commands, is_in_history
+from torch.distributed.run import get_args_parser
 
+from lit_cifar.cli import CLI
 from lit_cifar.commands.chaos.command import chaos_parser
 from lit_cifar.commands.verify.command import verify_parser
 
-ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+OF_TODAY = sorted(
+    {tuple(c) for page in PAGES for block in blocks(page) if not commit_of(block) for c in block}
+    | {tuple(c) for page in PAGES for c in inline_commands(page)}
+)
+OF_A_COMMIT = sorted(
+    {(commit, tuple(words)) for page in PAGES for block in blocks(page) if (commit := commit_of(block)) for words in block}
+)
+SETTING = re.compile(r"[A-Z_]+=")
 
 
-def commands() -> list[str]:
-    """Every command line of the program in a code block of the documents, without its launcher."""
-    found = []
-    for page in PAGES:
-        for block in re.findall(r"```bash\n(.*?)```", page.read_text(), flags=re.DOTALL):
-            lines = block.replace("\\\n", " ").splitlines()
-            found += [line.split("lit_cifar ", 1)[1] for line in lines if "-m lit_cifar " in line]
-    return sorted({command.split(" #")[0].strip() for command in found})
+@cache
+def fit_parser() -> Any:
+    """The parser of fit, validate, test and predict: to build it takes longer than to parse a command."""
+    found: list[Any] = []
+
+    def keep(cli: CLI, parser: Any, args: Any) -> None:
+        found.append(parser)
+        raise SystemExit
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CLI, "parse_arguments", keep)
+        run_here("fit")
+    return found[0]
 
 
-@pytest.mark.parametrize("command", commands())
-def test_commands_parse(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_command(words: Sequence[str]) -> None:
+    """Fails where a command names a program, file or option that does not exist."""
+    while SETTING.match(words[0]):
+        words = words[1:]
+    match words:
+        case ["python", "-m", "lit_cifar", *args]:
+            check_program(args)
+        case ["torchrun", *args]:
+            options = get_args_parser().parse_args(args)
+            assert (options.module, options.training_script) == (True, "lit_cifar")
+            check_program(options.training_script_args)
+        case ["python", script, *args] if Path(script).parent == Path("benchmarks"):
+            check_benchmark(Path(script).stem, args)
+        case ["sbatch", script, *args] | [script, *args] if script.startswith("configs/cluster/"):
+            assert os.access(script, os.X_OK)
+            check_program(["fit", *args])
+        case ["pip", "install", "-e", checkout]:
+            check_extras(checkout.removeprefix("."))
+        case ["pytest", *args]:
+            check_pytest(args)
+        case ["bash", script]:
+            assert Path(script).exists()
+        case _:
+            pytest.fail(f"{words[0]}: which options does this program take?")
+
+
+def check_program(args: list[str]) -> None:
+    match args[0]:
+        case "modes":
+            assert args == ["modes"]
+        case "chaos":
+            chaos_parser().parse_args(args[1:])
+        case "verify":
+            _, rest = verify_parser().parse_known_args(args[1:])
+            fit_parser().parse_args(["fit", *rest])
+        case _:
+            fit_parser().parse_args([arg.replace("RUN/config.yaml", "configs/quickstart.yaml") for arg in args])
+
+
+def check_benchmark(script: str, args: list[str]) -> None:
+    parser: ArgumentParser = import_module(script).parser()
+    _, rest = parser.parse_known_args(args)
+    if script == "loss_curves":
+        fit_parser().parse_args(["fit", *rest])
+    else:
+        assert rest == []
+
+
+def check_extras(extras: str) -> None:
+    known = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(extras.strip("[]").split(",")) <= {*known, ""}
+
+
+def check_pytest(args: list[str]) -> None:
+    options = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    match args:
+        case []:
+            pass
+        case ["-m", marker]:
+            assert marker in {line.split(":")[0] for line in options["markers"]}
+        case [path]:
+            assert Path(path).exists()
+        case _:
+            pytest.fail(f"pytest {args}: teach this test what it means")
+
+
+@pytest.fixture
+def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    words = shlex.split(command.replace("RUN/config.yaml", "configs/quickstart.yaml"))
-    if words[0] == "modes":
-        assert words == ["modes"]
-        return
-    if words[0] == "chaos":
-        chaos_parser().parse_args(words[1:])
-        return
-    if words[0] == "verify":
-        _, passed_on = verify_parser().parse_known_args(words[1:])
-        words = ["fit", *passed_on]
-    result = run_here(words[0], *words[1:], "--print_config")
-    assert result.status == 0, result.stderr
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.usefixtures("at_root")
+@pytest.mark.parametrize("words", OF_TODAY, ids=" ".join)
+def test_commands_parse(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        check_command(words)
+    except SystemExit as stop:
+        assert stop.code == 0, capsys.readouterr().err  # after --help
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python -m lit_cifar fit --trainer.max_epoch=3 --data.no_such=1",
+        "python -m lit_cifar verify --modes all --no_such=1",
+        "python -m lit_cifar chaos --kill 20",
+        "python -m lit_cifar modes all",
+        "torchrun --standalone --nproc=2 --no-such -m lit_cifar fit",
+        "torchrun --standalone --nproc-per-node=2 -m lit_cifar fit --model.no_such=1",
+        "python benchmarks/figures.py a b",
+        "python benchmarks/no_such.py",
+        "python benchmarks/loss_curves.py losses.json --model.no_such=1",
+        "INTERFACE=ib0 sbatch configs/cluster/no_such.sh",
+        "INTERFACE=ib0 sbatch configs/cluster/slurm.sh --model.no_such=1",
+        "pip install -e .[no_such]",
+        "pytest -m no_such",
+        "pytest tests/no_such.py",
+        "bash no_such",
+        "make all",
+    ],
+)
+@pytest.mark.usefixtures("at_root")
+def test_a_command_that_does_not_work_is_found(command: str) -> None:
+    with pytest.raises((SystemExit, AssertionError, ImportError, pytest.fail.Exception)):
+        check_command(command.split())
+
+
+@pytest.mark.parametrize(("commit", "words"), OF_A_COMMIT, ids=lambda value: value if isinstance(value, str) else None)
+def test_what_an_old_command_names_was_there(commit: str, words: tuple[str, ...]) -> None:
+    assert is_in_history(commit)
+    named = [path for word in words for path in re.findall(r"(?:configs|benchmarks)/[\w./-]+", word)]
+    assert [path for path in named if not exists_at(commit, path)] == []
+
+
+def test_every_block_and_every_program_is_looked_at() -> None:
+    """No command is hidden where this test does not look: in a block of another name."""
+    for page in PAGES:
+        fences = re.findall(r"^```(\w*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        assert set(fences) <= {"bash", "text", ""}
+    assert len(OF_TODAY) > 40
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    targets = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8"))
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
-def test_the_readme_names_files_that_exist() -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_name_files_that_exist(page: Path) -> None:
     named = re.findall(
-        r"`((?:lit_cifar|configs|tests|notebooks|benchmarks|docs)/[\w./-]*)`", (ROOT / "README.md").read_text()
+        r"`((?:lit_cifar|configs|tests|notebooks|benchmarks|docs)/[\w./-]*)`", page.read_text(encoding="utf-8")
     )
     assert [name for name in named if not (ROOT / name).exists()] == []
-
-
-def test_the_figures_are_drawn_from_the_recorded_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import figures
-
-    figures.main(tmp_path)
-    for name in ("articles_run.png", "loss_curves.png"):
-        assert (tmp_path / name).stat().st_size > 10_000
-    del sys.modules["figures"]

@@ -1,0 +1,76 @@
+"""What the documents and the records are: pages, the blocks of commands in them, and the commits that they name."""
+
+import re
+import shlex
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+RECORDS = sorted(page.parent for page in BENCHMARKS.glob("*/README.md"))
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    BENCHMARKS / "README.md",
+    *(record / "README.md" for record in RECORDS),
+]
+
+
+def blocks(page: Path) -> list[list[list[str]]]:
+    """The commands in each block of a page, as words."""
+    found = []
+    for block in re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
+        lines = [shlex.split(line, comments=True) for line in block.replace("\\\n", " ").splitlines()]
+        found.append([command for line in lines for command in _joined_by_and(line) if command])
+    return found
+
+
+def inline_commands(page: Path) -> list[list[str]]:
+    """Commands of the program within the text, and the flags of a table whose header is one."""
+    text = page.read_text(encoding="utf-8")
+    commands = re.findall(r"`((?:python|torchrun|pytest) [^`]+)`", text)
+    commands += [f"python -m lit_cifar fit {flags}" for flags in re.findall(r"\| `(--[^`]+)` \|", text)]
+    return [shlex.split(command) for command in commands]
+
+
+def commit_of(block: list[list[str]]) -> str | None:
+    """The commit that a block checks out first: what follows is for the program as it was there."""
+    return block[0][2] if block[0][:2] == ["git", "checkout"] else None
+
+
+def _joined_by_and(words: list[str]) -> list[list[str]]:
+    commands: list[list[str]] = [[]]
+    for word in words:
+        if word == "&&":
+            commands.append([])
+        else:
+            commands[-1].append(word)
+    return commands
+
+
+@cache
+def history() -> tuple[str, ...]:
+    """Every commit up to this one; the calling test is skipped where there are not all of them."""
+    done = subprocess.run(
+        ["git", "rev-parse", "--show-toplevel", "--is-shallow-repository"], cwd=ROOT, capture_output=True, text=True
+    )
+    if done.returncode or done.stdout.split() != [str(ROOT), "false"]:
+        pytest.skip("needs a git repository with its whole history")
+    return tuple(git("rev-list", "HEAD").split())
+
+
+def git(*args: str) -> str:
+    return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def is_in_history(commit: str) -> bool:
+    return any(known.startswith(commit) for known in history())
+
+
+def exists_at(commit: str, path: str) -> bool:
+    """Whether the repository had that file then."""
+    return not subprocess.run(["git", "cat-file", "-e", f"{commit}:{path}"], cwd=ROOT, capture_output=True).returncode
