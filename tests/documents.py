@@ -1,12 +1,16 @@
-"""What the documents and the records are: pages, the blocks of commands in them, and the commits that they name."""
+"""What the documents are made of: pages, the commands in them, what parses these, and the commits that are named."""
 
 import re
 import shlex
 import subprocess
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+from commands import run_here
+
+from lit_cifar.cli import CLI
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -50,6 +54,21 @@ def _joined_by_and(words: list[str]) -> list[list[str]]:
         else:
             commands[-1].append(word)
     return commands
+
+
+@cache
+def fit_parser() -> Any:
+    """The parser of fit, validate, test and predict: to build it takes longer than to parse a command."""
+    found: list[Any] = []
+
+    def keep(cli: CLI, parser: Any, args: Any) -> None:
+        found.append(parser)
+        raise SystemExit
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CLI, "parse_arguments", keep)
+        run_here("fit")
+    return found[0]
 
 
 @cache

@@ -9,43 +9,31 @@ import re
 import tomllib
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
-from commands import run_here
-from documents import BENCHMARKS, PAGES, ROOT, blocks, commit_of, exists_at, inline_commands, is_in_history
+from documents import BENCHMARKS, PAGES, ROOT, blocks, commit_of, exists_at, fit_parser, inline_commands, is_in_history
 from torch.distributed.run import get_args_parser
 
-from lit_cifar.cli import CLI
 from lit_cifar.commands.chaos.command import chaos_parser
 from lit_cifar.commands.verify.command import verify_parser
+from lit_cifar.errors import ConfigError
 
 OF_TODAY = sorted(
     {tuple(c) for page in PAGES for block in blocks(page) if not commit_of(block) for c in block}
     | {tuple(c) for page in PAGES for c in inline_commands(page)}
 )
 OF_A_COMMIT = sorted(
-    {(commit, tuple(words)) for page in PAGES for block in blocks(page) if (commit := commit_of(block)) for words in block}
+    {
+        (commit, tuple(words))
+        for page in PAGES
+        for block in blocks(page)
+        if (commit := commit_of(block))
+        for words in block
+    }
 )
 SETTING = re.compile(r"[A-Z_]+=")
-
-
-@cache
-def fit_parser() -> Any:
-    """The parser of fit, validate, test and predict: to build it takes longer than to parse a command."""
-    found: list[Any] = []
-
-    def keep(cli: CLI, parser: Any, args: Any) -> None:
-        found.append(parser)
-        raise SystemExit
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CLI, "parse_arguments", keep)
-        run_here("fit")
-    return found[0]
 
 
 def check_command(words: Sequence[str]) -> None:
@@ -152,7 +140,7 @@ def test_commands_parse(words: tuple[str, ...], capsys: pytest.CaptureFixture[st
 )
 @pytest.mark.usefixtures("at_root")
 def test_a_command_that_does_not_work_is_found(command: str) -> None:
-    with pytest.raises((SystemExit, AssertionError, ImportError, pytest.fail.Exception)):
+    with pytest.raises((SystemExit, AssertionError, ImportError, ConfigError, pytest.fail.Exception)):
         check_command(command.split())
 
 

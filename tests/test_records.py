@@ -1,0 +1,344 @@
+"""What the documents say of a measurement is in its record: commit, machine, numbers and pictures.
+
+Tables are written here anew from the files in `benchmarks/`, and must be in the pages line by line.
+"""
+
+import csv
+import json
+import re
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from commands import counts
+from documents import BENCHMARKS, RECORDS, ROOT, blocks, fit_parser, is_in_history
+from PIL import Image
+
+README = ROOT / "README.md"
+ARTICLES = BENCHMARKS / "2026-11-20-articles-stem"
+ARTICLES_BEFORE = BENCHMARKS / "2026-11-20-articles-run"
+DEFAULT = BENCHMARKS / "2026-11-20-default-recipe"
+EVALUATION = BENCHMARKS / "2026-11-20-evaluation"
+FOUR_MODES = BENCHMARKS / "2026-11-20-modes"
+VERIFY = BENCHMARKS / "2026-11-20-verify"
+AGREEMENT = BENCHMARKS / "2026-11-20-agreement"
+CHAOS = BENCHMARKS / "2026-11-21-chaos"
+CURVES = BENCHMARKS / "2026-11-21-loss-curves"
+# Written before these commands noted commit and machine; their pages say so.
+WITHOUT_COMMIT = {
+    *(VERIFY / f"devices{n}_float{bits}.json" for n in (2, 4) for bits in (32, 64)),
+    VERIFY / "self_test.json",
+    AGREEMENT / "agreement.json",
+    CURVES / "losses.json",
+    CURVES / "losses_float32.json",
+}
+
+
+def page(record: Path) -> str:
+    """A record's page, or another, in one line."""
+    path = record / "README.md" if record.is_dir() else record
+    return " ".join(path.read_text(encoding="utf-8").split())
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def logged(run: Path, name: str) -> list[float]:
+    """The values of a metric in the order in which they were logged."""
+    with (run / "metrics.csv").open(encoding="utf-8") as file:
+        return [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
+
+
+def brief(value: float) -> str:
+    """A difference with one digit, 0 where there is none."""
+    return "0" if value == 0 else f"{value:.0e}"
+
+
+# Every record ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
+def test_a_record_names_command_hardware_versions_and_n(record: Path) -> None:
+    text = page(record)
+    assert blocks(record / "README.md")
+    assert re.search(r"cores? of an (AMD|Intel)|NVIDIA", text)
+    assert re.search(r"torch \d+\.\d+\.\d+, lightning \d+\.\d+\.\d+", text)
+    assert re.search(r"\bn = \d", text)
+    assert re.search(r"\bcommit [0-9a-f]{7}\b", text)
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
+def test_the_commits_that_a_record_names_are_in_the_history(record: Path) -> None:
+    named = re.findall(r"\b(?:commit|checkout) ([0-9a-f]{7,40})\b", page(record))
+    assert [commit for commit in named if not is_in_history(commit)] == []
+
+
+@pytest.mark.parametrize(
+    "file",
+    [file for record in RECORDS for file in record.rglob("*.json")],
+    ids=lambda f: str(f.relative_to(BENCHMARKS)),
+)
+def test_a_page_says_of_commit_and_machine_what_its_files_say(file: Path) -> None:
+    content, text = read(file), page(next(record for record in RECORDS if record in file.parents))
+    assert file in WITHOUT_COMMIT or content["git"]["modified"] is False
+    if "git" in content:
+        assert f"commit {content['git']['commit'][:7]}" in text
+    if "versions" in content:
+        assert f"torch {content['versions']['torch'].split('+')[0]}" in text
+        assert f"lightning {content['versions']['lightning']}" in text
+        assert content["cpu"]["model"].replace("(R)", "").removesuffix(" Processor") in text
+        assert bool(content["gpus"]) != ("no GPU" in text)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [config for record in RECORDS for config in record.rglob("config.yaml")],
+    ids=lambda file: str(file.relative_to(BENCHMARKS)),
+)
+def test_settings_that_are_refused_today_name_the_program_that_reads_them(config: Path) -> None:
+    try:
+        fit_parser().parse_args([_subcommand(config), "--config", str(config)])
+    except SystemExit:
+        record = next(record for record in RECORDS if record in config.parents)
+        assert re.search(r"git checkout [0-9a-f]{7}", page(record))
+
+
+def _subcommand(config: Path) -> str:
+    return "test" if config.parent.name == "test" else "fit"
+
+
+# Figures -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import figures
+
+    yield figures
+
+
+@pytest.mark.parametrize("name", ["articles_run", "loss_curves"])
+def test_a_figure_shows_its_record(name: str, figures: ModuleType, tmp_path: Path) -> None:
+    """By what it says that it shows; and by its pixels, where the same release of Matplotlib draws them."""
+    draw, record = figures.FIGURES[name]
+    figures.save(draw(record), tmp_path / "new.png")
+    with Image.open(ROOT / "docs" / "figures" / f"{name}.png") as old, Image.open(tmp_path / "new.png") as new:
+        assert old.text["Content"] == new.text["Content"], "draw it again: python benchmarks/figures.py"
+        if old.text["Software"] == new.text["Software"]:
+            assert old.size == new.size
+            assert np.abs(np.asarray(old.convert("L"), float) - np.asarray(new.convert("L"), float)).mean() < 0.1
+
+
+def test_every_figure_is_drawn_from_a_record(figures: ModuleType) -> None:
+    assert {path.stem for path in (ROOT / "docs" / "figures").iterdir()} == set(figures.FIGURES)
+
+
+def test_one_other_number_in_the_record_is_another_figure(figures: ModuleType, tmp_path: Path) -> None:
+    draw, record = figures.FIGURES["loss_curves"]
+    content = read(record)
+    content["rows"][4]["losses"][7] += 1e-9
+    (tmp_path / "losses.json").write_text(json.dumps(content))
+    assert figures.digest(draw(tmp_path / "losses.json")) != figures.digest(draw(record))
+
+
+# Numbers -----------------------------------------------------------------------------------------------------------
+
+
+def verify_rows() -> dict[str, list[dict[str, Any]]]:
+    """For each mode its rows: float64 on 2 and 4 devices, float32 on 2 and 4; none where the mode does not fit."""
+    found: dict[str, list[Any]] = {}
+    names = ("devices2_float64", "devices4_float64", "devices2_float32", "devices4_float32")
+    for place, name in enumerate(names):
+        content = read(VERIFY / f"{name}.json")
+        assert content["passed"]
+        for row in content["rows"]:
+            found.setdefault(row["mode"], [None] * len(names))[place] = row
+    return found
+
+
+def test_what_verify_found() -> None:
+    text = page(VERIFY)
+    for mode, rows in verify_rows().items():
+        cells = [brief(max(row["differences"].values())) if row else "-" for row in rows[:2]]
+        cells += [_of_what_it_may(row) if row else "-" for row in rows[2:]]
+        assert f"| `{mode}` | {' | '.join(cells)} |" in text
+
+
+def _of_what_it_may(row: dict[str, Any]) -> str:
+    difference = brief(row["differences"]["parameters"])
+    return difference if difference == "0" else f"{difference} of {row['tolerance']['parameters']:.0e}"
+
+
+def test_the_readme_s_differences_from_one_device() -> None:
+    found = re.findall(r"^\| `(\w+)` \|.*\| ([^|]+) \|$", README.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    differences = {mode: brief(max(rows[1]["differences"].values())) for mode, rows in verify_rows().items()}
+    shown = {mode: cell.split(",")[0] for mode, cell in found if mode in differences}
+    assert shown == {mode: differences[mode] for mode in shown}
+    assert set(differences) - set(shown) == {"single", "ddp-sync", "mp-micro", "fsdp2-tp"}
+
+
+def test_what_one_device_differs_from_itself() -> None:
+    """Of the bounds, a factor of 4 on both kinds."""
+    tolerances = [row["tolerance"] for rows in verify_rows().values() for row in rows[2:] if row]
+    text = page(VERIFY)
+    for kind, shape in (("parameters", "{:.1e} to {:.1e}"), ("optimizer", "{:.2f} to {:.2f}")):
+        noise = sorted(tolerance[kind] / 4 for tolerance in tolerances)
+        assert shape.format(noise[0], noise[-1]).replace("e-04", "e-4") in text
+
+
+def test_how_many_mistakes_the_self_test_caught() -> None:
+    content = read(VERIFY / "self_test.json")
+    planted = [finding for finding in content["findings"] if finding["bug"]]
+    said = re.search(r"self-test caught all of (\d+) planted mistakes and passed the (\d+) modes", page(VERIFY))
+    assert said is not None
+    assert tuple(map(int, said.groups())) == (len(planted), len(content["findings"]) - len(planted))
+    assert content["passed"]
+    assert all(finding["right"] for finding in content["findings"])
+
+
+KINDS = {
+    "kill": "SIGKILL",
+    "term": "SIGTERM",
+    "stop": "SIGSTOP",
+    "truncate": "truncated checkpoints",
+    "disk": "full disk",
+}
+
+
+def chaos_row(row: dict[str, Any]) -> str:
+    faults = Counter(event["fault"]["kind"] for event in row["events"])
+    resizes = faults.pop("resize", 0)
+    kinds = ", ".join(f"{faults[kind]} {word}" for kind, word in KINDS.items() if faults[kind])
+    kinds += f"; and {resizes} orderly resizes" if resizes else ""
+    sizes = [row["sizes"][0], *(e["fault"]["size"] for e in row["events"] if e["fault"]["kind"] == "resize")]
+    job = f"{', '.join(map(str, sizes))} processes, float{row['precision'][:2]}"
+    end = f"{row['difference']:.1e}" if row["difference"] else "0, bit for bit"
+    numbers = [str(row[name]) for name in ("restarts", "repeated", "missing", "doubled")]
+    return f"| {' | '.join([job, f'{faults.total()}: {kinds}', *numbers, end])} |"
+
+
+@pytest.mark.parametrize("path", [README, ROOT / "docs" / "nothing-lost.md", CHAOS], ids=lambda path: path.name)
+def test_what_chaos_found(path: Path) -> None:
+    content = read(CHAOS / "chaos.json")
+    assert content["passed"]
+    assert [row for row in map(chaos_row, content["rows"]) if row not in page(path)] == []
+
+
+def test_how_many_faults_came_when_and_how_long_it_took() -> None:
+    rows = read(CHAOS / "chaos.json")["rows"]
+    events = [event for row in rows for event in row["events"]]
+    resizes = sum(event["fault"]["kind"] == "resize" for event in events)
+    during = sum(event["during_save"] for event in events)
+    undisturbed = re.findall(r"^ *([\d.]+) s  \w+: \d+ steps without faults$", (CHAOS / "output.txt").read_text(), re.M)
+    apart = sum(map(float, undisturbed))
+    minutes, seconds = divmod(round(apart + sum(row["seconds"] for row in rows)), 60)
+    faults = f"{len(events) - resizes} faults and {resizes} orderly resizes at random moments, {during} of them during a save"
+    assert f"{faults}, in {minutes} min {seconds} s on two cores" in page(README)
+    assert f"{minutes} min {seconds} s on two cores, {apart:.0f} s of them for the two undisturbed jobs" in page(CHAOS)
+    assert f"{during} of them came during a save" in page(CHAOS)
+    assert f"sum to {sum(event['repeated'] for event in rows[0]['events'])} in the first job" in page(CHAOS)
+
+
+def articles_row(name: str, run: Path, correct: str) -> str:
+    losses = " ".join(f"{loss:.2f}" for loss in logged(run / "fit", "train/loss")[:6])
+    return f"| {name} | {losses} | {logged(run / 'fit', 'train/acc')[-1]:.1%} | {correct} |".replace("%", " %")
+
+
+def test_the_articles_recipe() -> None:
+    right = {run: counts(run / "test")["all"] for run in (ARTICLES / "seed0", *ARTICLES_BEFORE.glob("seed*"))}
+    assert {total for _, total in right.values()} == {10_000}
+    ours = right.pop(ARTICLES / "seed0")[0]
+    assert f"reaches {ours / 100:.2f} % on the 10,000 test images after 15 epochs (n = 1" in page(README)
+    assert articles_row("seed 0", ARTICLES / "seed0", f"**{ours:,}**") in page(ARTICLES)
+    mean = statistics.mean(correct for correct, _ in right.values()) / 100
+    assert f"reaches [{mean:.1f} %](benchmarks/2026-11-20-articles-run/README.md) (n = {len(right)})" in page(README)
+    assert f"Mean of n = {len(right)}: {mean:.2f} %" in page(ARTICLES_BEFORE)
+    for run, (correct, _) in right.items():
+        assert articles_row(run.name.replace("seed", "seed "), run, f"{correct:,}") in page(ARTICLES_BEFORE)
+    slow, fast = (logged(ARTICLES_BEFORE / name / "fit", "train/loss") for name in ("seed0", "seed1"))
+    assert all(a > b for a, b in zip(slow, fast, strict=True))  # "in every epoch"
+
+
+def test_the_default_recipe() -> None:
+    tested, validated = counts(DEFAULT / "test")["all"], counts(DEFAULT / "fit", split="val")["all"]
+    speed = statistics.median(logged(DEFAULT / "fit", "train/images_per_s"))
+    assert f"Shortened to one epoch it reaches {tested[0] / tested[1]:.1%}".replace("%", " %") in page(README)
+    said = f"validation accuracy {validated[0] / validated[1]:.2%}, **test accuracy {tested[0] / tested[1]:.2%}**"
+    assert said.replace("%", " %") in page(DEFAULT)
+    assert f"({tested[0]:,} of {tested[1]:,}), 14 minutes, {speed:.0f} images/s" in page(DEFAULT)
+
+
+def test_one_checkpoint_counts_the_same_on_any_number_of_processes() -> None:
+    exact = {run: counts(run)["all"] for run in EVALUATION.iterdir() if re.fullmatch(r"ddp\d", run.name)}
+    ((correct, total),) = set(exact.values())
+    assert (correct, total) == counts(ARTICLES_BEFORE / "seed1" / "test")["all"]
+    for run in exact:
+        assert f"| {run.name.removeprefix('ddp')} | {correct:,} | {total:,} |" in page(EVALUATION)
+    sizes = sorted(int(run.name.removeprefix("ddp")) for run in exact)
+    listed = f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]} processes find the same {correct:,} of {total:,}"
+    assert listed in page(README)
+    padded = counts(EVALUATION / "ddp3-padded")["all"]
+    assert f"| 3, `--data.pad_eval=true` | {padded[0]:,} | {padded[1]:,} = " in page(EVALUATION)
+    shown = re.findall(r"^│ (\w+) +│ +([\d,]+) │ +([\d,]+) │", README.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    printed = {rank: (int(a.replace(",", "")), int(b.replace(",", ""))) for rank, a, b in shown}
+    assert printed == counts(EVALUATION / "ddp3")
+
+
+def test_four_modes_on_the_real_data() -> None:
+    text = page(FOUR_MODES)
+    for mode in ("single", "dp", "ddp", "ddp_spawn"):
+        run = FOUR_MODES / mode
+        steps = ", ".join(f"{loss:.2f}" for loss in logged(run / "fit", "train/loss_step")[::2])
+        speed = statistics.median(logged(run / "fit", "train/images_per_s"))
+        (mean,), (correct, _) = logged(run / "fit", "train/loss"), counts(run / "test")["all"]
+        name = "one device" if mode == "single" else f"`{mode}`"
+        assert f"| {name} | {steps} | {mean:.3f} | {correct:,} | {speed:.0f} |" in text
+    one, two = (statistics.median(logged(FOUR_MODES / m / "fit", "train/images_per_s")) for m in ("single", "ddp"))
+    assert f"{two:.0f} images/s, not {one:.0f}" in page(README)
+
+
+def test_ddp_and_ddp_spawn_computed_the_same() -> None:
+    forked, spawned = (FOUR_MODES / mode for mode in ("ddp", "ddp_spawn"))
+    assert logged(forked / "fit", "train/loss_step") == logged(spawned / "fit", "train/loss_step")
+    assert counts(forked / "test") == counts(spawned / "test")
+    assert counts(forked / "fit", split="val") == counts(spawned / "fit", split="val")
+    (a,), (b,) = (logged(run / "fit", "train/loss") for run in (forked, spawned))
+    assert 1e-7 < abs(a - b) / a < 1e-6  # "in the seventh digit"
+
+
+def gaps(row: dict[str, Any]) -> list[float]:
+    return [abs(a - b) for a, b in zip(row["losses"], row["expected_losses"], strict=True)]
+
+
+def test_the_loss_curves() -> None:
+    text = page(CURVES)
+    rows = read(CURVES / "losses.json")["rows"]
+    for row in rows:
+        cells = [f"{loss:.3f}" for loss in (row["losses"][0], row["losses"][-1], row["expected_losses"][-1])]
+        cells += [brief(max(gaps(row)[:2])), brief(max(gaps(row)))]
+        assert f"| `{row['mode']}` | {' | '.join(cells)} |" in text
+    farthest = brief(max(max(gaps(row)) for row in rows))
+    assert f"follows the one device that it equals, to {farthest}" in page(README)
+    assert f"follows the one device to {farthest}" in text
+    float32 = [gaps(row) for row in read(CURVES / "losses_float32.json")["rows"]]
+    assert f"agree to {max(max(gap[:2]) for gap in float32):.0e} for two".replace("e-05", "e-5") in text
+    assert f"part by up to {max(map(max, float32)):.2f}" in text
+
+
+def test_what_agreeing_costs() -> None:
+    content = read(AGREEMENT / "agreement.json")
+    asking, noting, step = (content[f"{name}_s"] * 1000 for name in ("asking", "noting", "step"))
+    for cell in (f"{asking:.1f} ms", f"{noting:.2f} ms", f"{step:.1f} ms"):
+        assert f" | {cell} |" in page(AGREEMENT)
+    assert f"spends {asking / 1000:.1%} of its time on it, and noting takes {noting / step:.2%}".replace(
+        "%", " %"
+    ) in page(AGREEMENT)
+    assert f"medians over {content['n']} steps" in page(AGREEMENT)
+    assert f"asking takes {asking:.1f} ms" in page(ROOT / "docs" / "nothing-lost.md")
