@@ -1,4 +1,4 @@
-"""What can go wrong: the mistakes that a user can make, and the ends of a run that are none.
+"""What can go wrong: errors that users can fix, and deliberate early exits.
 
 A mistake says what was received, which rule it breaks and what to type instead. The command line prints it without a
 traceback and exits with status 2 (see `lit_cifar.cli`).

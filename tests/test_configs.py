@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import TINY, launch, run_here
+from commands import TINY, environment_of, launch, run_here
+
+from lit_cifar.checkpoints import read_checkpoint
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 PATHS = sorted(CONFIGS.rglob("*.yaml"))
@@ -40,7 +42,14 @@ def test_config_trains(config: Path, tmp_path: Path) -> None:
     else:
         result = run_here(*command(config, tmp_path))
         assert result.status == 0, result.stderr
-    assert (tmp_path / config.parent.name / config.stem / "checkpoints" / "last.ckpt").exists()
+    run = tmp_path / config.parent.name / config.stem
+    assert read_checkpoint(run / "checkpoints" / "last.ckpt")["global_step"] == 2
+    environment = environment_of(run)
+    expected = {0: 1, 1: 2}.get(ranks, ranks)  # of those in one process, only ddp_spawn starts others
+    assert environment["world_size"] == expected
+    assert environment["strategy"] == {"single": "single_device", "quickstart": "single_device"}.get(
+        config.stem, config.stem
+    )
 
 
 @pytest.mark.parametrize("config", PATHS, ids=lambda path: str(path.relative_to(CONFIGS)))

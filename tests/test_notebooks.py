@@ -40,7 +40,11 @@ def test_every_notebook_has_sizes_and_checks() -> None:
 def test_a_committed_notebook_shows_its_output_and_no_path_of_a_machine(name: str) -> None:
     notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
     text = (NOTEBOOKS / name).read_text(encoding="utf-8")
-    executed = [cell["execution_count"] for cell in notebook.cells if cell["cell_type"] == "code"]
+    code = [cell for cell in notebook.cells if cell["cell_type"] == "code"]
+    executed = [cell["execution_count"] for cell in code]
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
+    assert [output for output in outputs if "image/png" in output.get("data", {})]
     assert executed == list(range(1, len(executed) + 1)), "run it from top to bottom in a fresh kernel, then save it"
     assert not [piece for piece in ("/tmp", "/home/", "/root/", "/Users/", "site-packages") if piece in text]
 

@@ -139,7 +139,9 @@ def test_a_command_that_does_not_work_is_found(command: str) -> None:
         check_command(command.split())
 
 
-@pytest.mark.parametrize(("commit", "words"), OF_A_COMMIT, ids=lambda value: value if isinstance(value, str) else None)
+@pytest.mark.parametrize(
+    ("commit", "words"), OF_A_COMMIT, ids=lambda value: value if isinstance(value, str) else " ".join(value)
+)
 def test_what_an_old_command_names_was_there(commit: str, words: tuple[str, ...]) -> None:
     assert is_in_history(commit)
     named = [path for word in words for path in re.findall(r"(?:configs|benchmarks)/[\w./-]+", word)]

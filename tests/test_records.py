@@ -18,7 +18,7 @@ from commands import counts
 from documents import BENCHMARKS, RECORDS, ROOT, blocks, fit_parser, is_in_history
 from PIL import Image
 
-README = ROOT / "README.md"
+README, DOCS = ROOT / "README.md", ROOT / "docs"
 ARTICLES = BENCHMARKS / "2026-11-20-articles-stem"
 ARTICLES_BEFORE = BENCHMARKS / "2026-11-20-articles-run"
 DEFAULT = BENCHMARKS / "2026-11-20-default-recipe"
@@ -124,7 +124,7 @@ def test_a_figure_shows_its_record(name: str, figures: ModuleType, tmp_path: Pat
     """By what it says that it shows; and by its pixels, where the same release of Matplotlib draws them."""
     draw, record = figures.FIGURES[name]
     figures.save(draw(record), tmp_path / "new.png")
-    with Image.open(ROOT / "docs" / "figures" / f"{name}.png") as old, Image.open(tmp_path / "new.png") as new:
+    with Image.open(DOCS / "figures" / f"{name}.png") as old, Image.open(tmp_path / "new.png") as new:
         assert old.text["Content"] == new.text["Content"], "draw it again: python benchmarks/figures.py"
         if old.text["Software"] == new.text["Software"]:
             assert old.size == new.size
@@ -132,7 +132,7 @@ def test_a_figure_shows_its_record(name: str, figures: ModuleType, tmp_path: Pat
 
 
 def test_every_figure_is_drawn_from_a_record(figures: ModuleType) -> None:
-    assert {path.stem for path in (ROOT / "docs" / "figures").iterdir()} == set(figures.FIGURES)
+    assert {path.stem for path in (DOCS / "figures").iterdir()} == set(figures.FIGURES)
 
 
 def test_one_other_number_in_the_record_is_another_figure(figures: ModuleType, tmp_path: Path) -> None:
@@ -182,10 +182,11 @@ def test_the_readme_s_differences_from_one_device() -> None:
 def test_what_one_device_differs_from_itself() -> None:
     """Of the bounds, a factor of 4 on both kinds."""
     tolerances = [row["tolerance"] for rows in verify_rows().values() for row in rows[2:] if row]
-    text = page(VERIFY)
     for kind, shape in (("parameters", "{:.1e} to {:.1e}"), ("optimizer", "{:.2f} to {:.2f}")):
         noise = sorted(tolerance[kind] / 4 for tolerance in tolerances)
-        assert shape.format(noise[0], noise[-1]).replace("e-04", "e-4") in text
+        said = shape.format(noise[0], noise[-1]).replace("e-04", "e-4")
+        assert said in page(VERIFY)
+        assert said in page(DOCS / "verify.md")
 
 
 def test_how_many_mistakes_the_self_test_caught() -> None:
@@ -219,7 +220,7 @@ def chaos_row(row: dict[str, Any]) -> str:
     return f"| {' | '.join([job, f'{faults.total()}: {kinds}', *numbers, end])} |"
 
 
-@pytest.mark.parametrize("path", [README, ROOT / "docs" / "nothing-lost.md", CHAOS], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [README, DOCS / "nothing-lost.md", CHAOS], ids=lambda path: path.name)
 def test_what_chaos_found(path: Path) -> None:
     content = read(CHAOS / "chaos.json")
     assert content["passed"]
@@ -325,7 +326,9 @@ def test_the_loss_curves() -> None:
     assert f"follows the one device to {farthest}" in text
     float32 = [gaps(row) for row in read(CURVES / "losses_float32.json")["rows"]]
     assert f"agree to {max(max(gap[:2]) for gap in float32):.0e} for two".replace("e-05", "e-5") in text
-    assert f"part by up to {max(map(max, float32)):.2f}" in text
+    apart = f"part by up to {max(map(max, float32)):.2f}"
+    assert apart in text
+    assert apart in page(DOCS / "verify.md")
 
 
 def test_what_agreeing_costs() -> None:
@@ -336,4 +339,4 @@ def test_what_agreeing_costs() -> None:
     shares = f"spends {asking / 1000:.1%} of its time on it, and noting takes {noting / step:.2%}"
     assert shares.replace("%", " %") in text
     assert f"medians over {content['n']} steps" in text
-    assert f"asking takes {asking:.1f} ms" in page(ROOT / "docs" / "nothing-lost.md")
+    assert f"asking takes {asking:.1f} ms" in page(DOCS / "nothing-lost.md")

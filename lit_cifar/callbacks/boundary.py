@@ -1,7 +1,7 @@
-"""What the processes of a run agree on between two optimizer steps: to save, to stop, that the loss is a number.
+"""Ranks agree between optimizer steps whether to save, to stop, or to abort on a loss that is not finite.
 
 Between two optimizer steps everything that belongs to the first is done, validation included, and nothing of the second
-has begun. A checkpoint written there holds a state that an undisturbed run passes through as well.
+has begun. A checkpoint written there holds exactly the state of an uninterrupted run.
 """
 
 import math

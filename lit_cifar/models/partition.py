@@ -26,7 +26,7 @@ class Block:
         name: "stem", "layer1.0" and so on, "head".
         flop: Floating-point operations of one image's forward pass, as torch's flop counter counts them; backward takes
             twice as many, so that shares are the same.
-        num_parameters: Numbers to learn.
+        num_parameters: Trainable parameters.
         output_shape: Of one image, without the batch axis.
     """
 
@@ -54,7 +54,7 @@ class Stage:
 
     @property
     def num_parameters(self) -> int:
-        """Numbers to learn."""
+        """Trainable parameters."""
         return sum(block.num_parameters for block in self.blocks)
 
     @property
