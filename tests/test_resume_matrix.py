@@ -4,10 +4,9 @@ Every mode trains for an epoch. Every mode then resumes each of the checkpoints 
 one device ends that resumes the same checkpoint and normalises as the mode does; in float64, so that the bound is
 sharp.
 
-The modes with processes run their commands in one start of torchrun; `ddp_spawn`, which starts its own, cannot. The
-checkpoint of each mode is a test by itself, so that a part of them can be run: `pytest -m exhaustive --part=1/11`. That
-each mode resumes its own checkpoint, and that one device can load it, is also in `test_verify.py`; the middle of an
-epoch is in `test_exact_resume.py`.
+The checkpoint of each mode is a test by itself, so that a part of them can be run: `pytest -m exhaustive --part=1/11`.
+That each mode resumes its own checkpoint, and that one device can load it, is also in `test_verify.py`; the middle of
+an epoch is in `test_exact_resume.py`.
 """
 
 from pathlib import Path
@@ -54,17 +53,10 @@ MODES: dict[str, tuple[list[str], int, list[str]]] = {
 }
 
 
-def run_all(commands: list[list[str]], *, num_processes: int, folder: Path) -> None:
-    """Every command, as `MODES` has it."""
-    for command in commands:
-        result = launch(*command, ranks=num_processes) if num_processes else run_here(*command)
-        assert result.status == 0, result.stderr
-
-
-def by_processes(modes: dict[str, list[list[str]]]) -> list[tuple[int, list[list[str]]]]:
-    """The commands of all modes that need equally many processes together."""
-    sizes = sorted({MODES[mode][1] for mode in modes})
-    return [(size, [c for mode in modes if MODES[mode][1] == size for c in modes[mode]]) for size in sizes]
+def run(command: list[str], *, num_processes: int = 0) -> None:
+    """In so many processes; in this one for 0."""
+    result = launch(*command, ranks=num_processes) if num_processes else run_here(*command)
+    assert result.status == 0, result.stderr
 
 
 def checkpoint(folder: Path, *names: str) -> Path:
@@ -84,14 +76,11 @@ def command(folder: Path, flags: list[str], *names: str) -> list[str]:
 @pytest.mark.parametrize("writer", MODES)
 def test_what_one_mode_wrote_every_mode_resumes(writer: str, tmp_path: Path) -> None:
     """Every reader ends where one device ends that resumed the same checkpoint."""
-    run_all([command(tmp_path, MODES[writer][0], writer)], num_processes=MODES[writer][1], folder=tmp_path)
-    reads = {reader: [command(tmp_path, MODES[reader][0], writer, reader)] for reader in MODES}
-    for num_processes, commands in by_processes(reads):
-        run_all(commands, num_processes=num_processes, folder=tmp_path)
-    alone = sorted({tuple(MODES[reader][2]) for reader in MODES})
-    run_all(
-        [command(tmp_path, [*equals], writer, "alone", *equals) for equals in alone], num_processes=0, folder=tmp_path
-    )
+    run(command(tmp_path, MODES[writer][0], writer), num_processes=MODES[writer][1])
+    for reader, (flags, num_processes, _) in MODES.items():
+        run(command(tmp_path, flags, writer, reader), num_processes=num_processes)
+    for equals in sorted({tuple(equals) for _, _, equals in MODES.values()}):
+        run(command(tmp_path, [*equals], writer, "alone", *equals))
     for reader in MODES:
         found = read_checkpoint(checkpoint(tmp_path, writer, reader))
         wanted = read_checkpoint(checkpoint(tmp_path, writer, "alone", *MODES[reader][2]))
