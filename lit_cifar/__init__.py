@@ -1,7 +1,5 @@
 """One ResNet34 trainer for CIFAR-10, and every way to parallelise it with PyTorch and Lightning."""
 
-from importlib.metadata import version
-
 from lit_cifar import parent as _parent  # before everything that takes time
 from lit_cifar import strategies as _strategies  # registers the names that --trainer.strategy knows
 from lit_cifar.data import CIFAR10DataModule
@@ -9,7 +7,7 @@ from lit_cifar.errors import CheckpointError, ConfigError, DataError
 from lit_cifar.module import LitResNet
 from lit_cifar.schedules import WarmupDecay
 
-__version__ = version("lit-cifar")
+__version__ = "0.1.0"  # of the distribution too: pyproject.toml reads it here
 __all__ = ["CIFAR10DataModule", "CheckpointError", "ConfigError", "DataError", "LitResNet", "WarmupDecay"]
 
 del _parent, _strategies

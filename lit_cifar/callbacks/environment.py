@@ -15,9 +15,10 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
+from lit_cifar import __version__
 from lit_cifar.layout import Layout
 
-PACKAGES = ("lit-cifar", "torch", "torchvision", "lightning", "torchmetrics", "numpy")
+PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "numpy")
 SOURCE = Path(__file__).resolve().parents[1]
 
 
@@ -56,7 +57,7 @@ def strategy_name(trainer: Trainer) -> str:
 
 def versions() -> dict[str, str]:
     """Python's and the packages' versions, torch's with its build; a package without metadata is left out."""
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "lit-cifar": __version__}
     for package in PACKAGES:
         try:
             found[package] = metadata.version(package)

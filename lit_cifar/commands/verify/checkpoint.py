@@ -88,14 +88,20 @@ class _SilentAccuracy(PerRankAccuracy):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without Lightning's lines about the hardware."""
+    """Without Lightning's lines about the hardware.
+
+    By a filter of its own: threads that are here at the same time would put back each other's level.
+    """
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+
+    def is_grave(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR
+
+    logger.addFilter(is_grave)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logger.removeFilter(is_grave)
 
 
 def _dtype(state: Mapping[str, Any]) -> torch.dtype:
