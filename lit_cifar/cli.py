@@ -8,10 +8,11 @@ import logging
 import os
 import signal
 import sys
+import threading
 import warnings
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from multiprocessing import active_children
 from pathlib import Path
 from types import FrameType
@@ -20,7 +21,7 @@ from typing import Any, Literal
 import lightning as L
 from jsonargparse import DefaultHelpFormatter, Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -52,13 +53,14 @@ from lit_cifar.checkpoints import Header, read_checkpoint
 from lit_cifar.cli_errors import PROGRAM, Parser, as_config_error, check_command, check_trainer, refuse
 from lit_cifar.commands import COMMANDS
 from lit_cifar.data import CIFAR10DataModule
-from lit_cifar.data.receipt import Receipt
+from lit_cifar.data.receipt import Receipt, order_settings
 from lit_cifar.errors import CheckpointError, ConfigError, SaveError
 from lit_cifar.layout import Layout
 from lit_cifar.module import LitResNet
-from lit_cifar.run_folder import create_run_folder, process_rank, run_loggers
+from lit_cifar.output import outlast_readers
+from lit_cifar.run_folder import create_run_folder, logger_below, process_rank, run_loggers
 from lit_cifar.strategies import ProcessSyncBatchNorm
-from lit_cifar.strategies.launch import as_list, settle_processes
+from lit_cifar.strategies.launch import as_list, check_processes, settle_processes
 from lit_cifar.watchdog import end_with_launcher
 
 _DESCRIPTION = "Train ResNets on CIFAR-10 and similar data, in any mode of parallelism."
@@ -85,34 +87,40 @@ def main(args: Sequence[str] | None = None) -> None:
         SystemExit: With status 2 and at most five lines on stderr, where the user's input cannot work; with the
             status of a command that is not Lightning's.
     """
-    _quieten()
+    words = sys.argv[1:] if args is None else list(args)
     if process_rank() or is_torchelastic_launched():
         end_with_launcher()
-    words = sys.argv[1:] if args is None else list(args)
-    try:
-        if words and words[0] in COMMANDS:
-            raise SystemExit(COMMANDS[words[0]](words[1:]))
-        check_command(words)
-        CLI(
-            LitResNet,
-            CIFAR10DataModule,
-            args=None if args is None else list(args),
-            parser_class=Parser,
-            parser_kwargs={
-                "prog": PROGRAM,
-                "description": _DESCRIPTION,
-                "epilog": _EPILOG,
-                "formatter_class": _HelpFormatter,
-                "version": __version__,
-            },
-            save_config_callback=_SaveConfig,
-            seed_everything_default=0,
-            trainer_defaults={"max_epochs": 15, "enable_model_summary": False, "callbacks": _callbacks()},
-            auto_configure_optimizers=False,
-            load_from_checkpoint_support=False,
-        )
-    except ConfigError as error:
-        refuse(str(error), status=1 if isinstance(error, SaveError) else 2)
+    with _quiet_and_left_as_found():
+        outlast_readers()
+        try:
+            _run(words, args=None if args is None else words)
+        except ConfigError as error:
+            refuse(str(error), status=1 if isinstance(error, SaveError) else 2)
+
+
+def _run(words: list[str], *, args: list[str] | None) -> None:
+    """The command that `words` name; `args` are the same if they are not the process's own."""
+    if words and words[0] in COMMANDS:
+        raise SystemExit(COMMANDS[words[0]](words[1:]))
+    check_command(words)
+    CLI(
+        LitResNet,
+        CIFAR10DataModule,
+        args=args,
+        parser_class=Parser,
+        parser_kwargs={
+            "prog": PROGRAM,
+            "description": _DESCRIPTION,
+            "epilog": _EPILOG,
+            "formatter_class": _HelpFormatter,
+            "version": __version__,
+        },
+        save_config_callback=_SaveConfig,
+        seed_everything_default=0,
+        trainer_defaults={"max_epochs": 15, "enable_model_summary": False, "callbacks": _callbacks()},
+        auto_configure_optimizers=False,
+        load_from_checkpoint_support=False,
+    )
 
 
 class CLI(LightningCLI):
@@ -120,9 +128,13 @@ class CLI(LightningCLI):
 
     Attributes:
         position: Where the run stands that this one goes on with in the same folder; empty for a new one.
+        receipt: Of the checkpoint that a fit goes on from.
+        own_loggers: Those that the user has asked for, as the parser has them.
     """
 
     position: dict[str, Any] = {}  # noqa: RUF012  # replaced, never changed
+    receipt: Receipt | None = None
+    own_loggers: list[Namespace] = []  # noqa: RUF012  # likewise
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """What belongs to neither trainer, model nor data."""
@@ -176,6 +188,8 @@ class CLI(LightningCLI):
         header = Header(arch=model.arch, stem=model.stem, num_classes=model.num_classes)
         checkpoint = read_checkpoint(Path(path))
         header.check(checkpoint)
+        if subcommand == "fit":
+            self.receipt = Receipt.read(checkpoint)
         if subcommand == "predict":
             _check_classes(checkpoint, config.data.dataset)
         if config.resume is not None:
@@ -183,22 +197,26 @@ class CLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Refuse what the Trainer would accept, and a run folder cannot do with."""
-        check_trainer(self._get(self.config, "trainer"))
+        check_trainer(self._get(self.config, "trainer"), trains=self.config["subcommand"] == "fit")
 
     def instantiate_classes(self) -> None:
-        """Build data, model and trainer; what their constructors refuse is the user's input."""
-        try:
+        """Build data, model and trainer; what their constructors refuse is the user's input.
+
+        The loggers are left out until the run is known to be possible: they make folders, in that of the run.
+        """
+        trainer = self._get(self.config, "trainer")
+        self.has_run_folder = not trainer.fast_dev_run
+        given = trainer.logger
+        if self.has_run_folder:
+            self.own_loggers = [] if given in (None, True) else as_list(given)
+            trainer.logger = False
+        self.save_config_kwargs = {"logger": given}
+        with _refusing():
             super().instantiate_classes()
-        except ConfigError:
-            raise
-        except (MisconfigurationException, ValueError) as error:
-            raise as_config_error(error) from error
+        trainer.logger = given
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[L.Callback]) -> L.Trainer:
-        """Leave the loggers out until the run is known to be possible: they make its folder."""
-        self.wants_run_folder = config["logger"] in (None, True) and not config["fast_dev_run"]
-        if self.wants_run_folder:
-            config["logger"] = False
+        """Add what every run has, and what belongs to its processes."""
         if config["enable_progress_bar"] is not False:
             callbacks = [ProgressBar(), *callbacks]
         config["plugins"] = [*as_list(config["plugins"]), CheckpointFiles()]
@@ -216,20 +234,34 @@ class CLI(LightningCLI):
         return trainer
 
     def _run_subcommand(self, subcommand: str) -> None:
+        check_processes(self.trainer, rank=process_rank())
         if process_rank() == 0:
             self._check(subcommand)
-        folder = None
-        if self.wants_run_folder:
-            mode = str(self._get(self.config, "trainer").strategy)
-            label = subcommand if mode == "auto" or not mode.isidentifier() else f"{subcommand}-{mode}"
-            resume = self._get(self.config, "resume") is not None
-            folder = create_run_folder(self._get(self.config, "run_dir"), label=label, resume=resume)
-            first_step = self.position.get("global_step", 0) if resume else None
-            self.trainer.loggers = run_loggers(folder, kept_rows=self.position.get("rows", 0), first_step=first_step)
+        folder = self._make_run_folder(subcommand) if self.has_run_folder else None
+        if process_rank() == 0:
+            report = next(c for c in self.trainer.callbacks if isinstance(c, RunReport))  # type: ignore[attr-defined]
+            report.announce(self.trainer, self.model, self.datamodule, stage=subcommand)
         # Lightning does so after it has loaded a checkpoint, whose float64 weights would be rounded by then.
         self.trainer.precision_plugin.convert_module(self.model)
         with _signals_to_spawned(self.trainer), _reporting_disk(folder):
             super()._run_subcommand(subcommand)
+
+    def _make_run_folder(self, subcommand: str) -> Path:
+        """The folder, with the loggers that write into it: ours first, as theirs is the folder of all else."""
+        mode = str(self._get(self.config, "trainer").strategy)
+        label = subcommand if mode == "auto" or not mode.isidentifier() else f"{subcommand}-{mode}"
+        resume = self._get(self.config, "resume") is not None
+        folder = create_run_folder(self._get(self.config, "run_dir"), label=label, resume=resume)
+        first_step = self.position.get("global_step", 0) if resume else None
+        ours = run_loggers(folder, kept_rows=self.position.get("rows", 0), first_step=first_step)
+        try:
+            with _refusing():
+                self.trainer.loggers = [*ours, *(logger_below(folder, given) for given in self.own_loggers)]
+        except ConfigError:
+            with suppress(OSError):
+                folder.rmdir()  # nothing was written
+            raise
+        return folder
 
     def _check(self, subcommand: str) -> None:
         """Find in one process, before others are started, what `Trainer` would find in each of them."""
@@ -241,12 +273,20 @@ class CLI(LightningCLI):
                 f"--model.batchnorm_chunks imitates a mode on one device, and this is one: {layout}",
                 remedy="leave it out, or drop --trainer.strategy and pass --trainer.devices=1",
             )
+        if subcommand == "fit":
+            with _refusing():  # what a rate below zero is answered with, and the like; they are made again in the fit
+                self.model.make_lr_scheduler(self.model.make_optimizer(self.model.network.parameters()))
         self.trainer.strategy.connect(self.model)  # where it cuts the network, if it does
         self.datamodule.trainer = self.trainer
         self.datamodule.prepare_data()
         self.datamodule.setup(subcommand)
         if subcommand == "fit":
-            self.datamodule.train_sampler().check()
+            sampler = self.datamodule.train_sampler()
+            sampler.check()
+            if self.receipt is not None:
+                sampler.set_epoch(self.receipt.epoch)
+                data = self.datamodule
+                self.receipt.check(sampler, order_settings(sampler, dataset=data.dataset, val_size=data.val_size))
 
 
 class _HelpFormatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
@@ -254,12 +294,30 @@ class _HelpFormatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
 
 
 class _SaveConfig(SaveConfigCallback):
-    """Saves the resolved configuration without `run_dir`, so that `test --config` writes to a folder of its own."""
+    """Saves the resolved configuration, without what would make the next command go on with this run.
 
-    def __init__(self, parser: LightningArgumentParser, config: Namespace, **kwargs: Any) -> None:
+    That is `run_dir` and, of a fit, `ckpt_path`: a command that reads the file writes to a folder of its own, and names
+    its checkpoint itself. A run that goes on replaces the file when it takes its first step, not when it is refused or
+    has nothing left to do.
+    """
+
+    def __init__(self, parser: LightningArgumentParser, config: Namespace, *, logger: Any, **kwargs: Any) -> None:
         super().__init__(parser, config.clone(), **kwargs)
         self.overwrite = config.resume is not None  # what the run went on with last
+        self._goes_on = self.overwrite and config.ckpt_path is not None
         self.config.run_dir = self.config.resume = None
+        self.config.trainer.logger = logger
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Save, unless the run goes on."""
+        if stage == "fit":
+            self.config.ckpt_path = None
+        if not self._goes_on:
+            super().setup(trainer, pl_module, stage)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Save, if that is still to be done."""
+        super().setup(trainer, pl_module, "fit")
 
 
 def _callbacks() -> list[L.Callback]:
@@ -280,9 +338,13 @@ def _callbacks() -> list[L.Callback]:
 
 
 def _place(callback: L.Callback) -> int:
-    """What acts between two steps comes first, then what notes the phase that a step is in, then all that is in it."""
-    first: tuple[Any, ...] = (StepBoundary, Watchdog)
-    return next((place for place, kind in enumerate(first) if isinstance(callback, kind)), len(first))
+    """What acts between two steps comes first, then what notes the phase that a step is in, then all that is in it.
+
+    Of those that save, whose state must be the last to change, ours come first: the summary names their files.
+    """
+    kinds: tuple[Any, ...] = (StepBoundary, Watchdog, BestCheckpoint, LastCheckpoint, Checkpoint)
+    places = (0, 1, 3, 4, 5)
+    return next((place for place, kind in zip(places, kinds, strict=True) if isinstance(callback, kind)), 2)
 
 
 # Said by Lightning in every run, and nothing that the user could change.
@@ -293,18 +355,58 @@ _NOISE = (
     r"Checkpoint directory .* exists and is not empty",  # of a run that goes on; others begin in an empty folder
     r"The dirpath has changed from",  # a test writes to a folder of its own, and ranks no checkpoints
 )
+_NOISY_LOGGERS = (
+    "lightning.fabric.utilities.seed",
+    "lightning.pytorch.utilities.rank_zero",
+    "lightning.pytorch.trainer.connectors.checkpoint_connector",
+)
+_NOISY_WORDS = (
+    "litlogger",
+    "to estimate number of",
+    "`weights_only` was not set",
+    # Before the user's mistakes are found; the plan of the run says what it runs on.
+    "Seed set to ",
+    "GPU available: ",
+    "TPU available: ",
+)
 
 
-def _quieten() -> None:
-    for message in _NOISE:
-        warnings.filterwarnings("ignore", message=message)
-    for name in ("utilities.rank_zero", "trainer.connectors.checkpoint_connector"):
-        logging.getLogger(f"lightning.pytorch.{name}").addFilter(_is_news)
+@contextmanager
+def _quiet_and_left_as_found() -> Iterator[None]:
+    """Leave out that noise, and put this process's warnings, loggers, streams and signal handlers back at the end."""
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: handler for number in signals if (handler := signal.getsignal(number)) is not None}
+    with warnings.catch_warnings(), redirect_stdout(sys.stdout), redirect_stderr(sys.stderr), ExitStack() as stack:
+        for message in _NOISE:
+            warnings.filterwarnings("ignore", message=message)
+        for logger in map(logging.getLogger, _NOISY_LOGGERS):
+            logger.addFilter(_is_news)
+            stack.callback(logger.removeFilter, _is_news)
+        try:
+            yield
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    message = record.getMessage()
-    return not any(words in message for words in ("litlogger", "to estimate number of", "`weights_only` was not set"))
+    return not any(words in record.getMessage() for words in _NOISY_WORDS)
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Take what a class refuses for a mistake of the user's, who has chosen it or its arguments.
+
+    Raises:
+        ConfigError: It has refused something.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ImportError, MisconfigurationException, ValueError) as error:
+        raise as_config_error(error) from error
 
 
 def _check_classes(checkpoint: dict[str, Any], dataset: str) -> None:

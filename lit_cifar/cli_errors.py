@@ -4,7 +4,8 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from difflib import get_close_matches
+from typing import Any, NoReturn
 
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -25,11 +26,35 @@ _ARGUMENT_OF_NAME = re.compile(  # in what jsonargparse says of it
 class Parser(LightningArgumentParser):
     """Short errors: what is wrong, not the three hundred options that there are."""
 
+    def __init__(self, *args: Any, version: str | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+        if version is not None:  # not by the program's name, which is a command here
+            self.add_argument("--version", action="version", version=f"lit_cifar {version}", help="Print and exit.")
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:
             super().error(message, ex)
         _refuse_arguments_of_name(message)
-        refuse(_without_alternatives(message), remedy=f"see {_program()} --help")
+        refuse(_without_alternatives(message), remedy=f"{self._nearest(message)}see {_program()} --help")
+
+    def parse_path(self, cfg_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As jsonargparse does.
+
+        Raises:
+            ConfigError: The file is not text.
+        """
+        try:
+            return super().parse_path(cfg_path, *args, **kwargs)
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"--config={cfg_path} is not text: {error}", remedy="pass a YAML file, e.g. --config=RUN/config.yaml"
+            ) from error
+
+    def _nearest(self, message: str) -> str:
+        """What an option that does not exist may have meant, as the beginning of a remedy; empty if nothing is near."""
+        found = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
+        near = get_close_matches(found[1], self._option_string_actions, n=1, cutoff=0.75) if found else []
+        return f"did you mean {near[0]}? " if near else ""
 
 
 def check_command(words: Sequence[str]) -> None:
@@ -45,21 +70,26 @@ def check_command(words: Sequence[str]) -> None:
     raise ConfigError(f"{problem}; choose from {', '.join(known)}", remedy=f"see {PROGRAM} --help")
 
 
-def check_trainer(trainer: Namespace) -> None:
-    """Refuse the Trainer's own ways to write less, or elsewhere: a run has a folder, and all that belongs there.
+def check_trainer(trainer: Namespace, *, trains: bool) -> None:
+    """Refuse the Trainer's own ways to do nothing, to write less, or elsewhere: a run has a folder for all it leaves.
 
     Args:
-        trainer: Its arguments. A logger of the user's own takes the place of the run folder.
+        trainer: Its arguments.
+        trains: Whether it is to fit.
 
     Raises:
-        ConfigError: There would be no logger or no checkpoint, or a folder is named that nothing is written to.
+        ConfigError: There would be no training, no logger or no checkpoint, or a folder is named that nothing is
+            written to.
     """
-    if trainer.default_root_dir is not None and trainer.logger in (None, True):
+    if trainer.default_root_dir is not None:
         folder = trainer.default_root_dir
         raise ConfigError(
             f"--trainer.default_root_dir={folder} has no effect: everything goes to the run folder",
             remedy=f"pass --run_dir={folder}",
         )
+    for name in ("limit_train_batches", "max_epochs", "max_steps"):
+        if trains and trainer[name] == 0:
+            raise ConfigError(f"--trainer.{name}=0 would train nothing", remedy=f"leave it out, or pass another {name}")
     for name, refused in (("logger", (False, [])), ("enable_checkpointing", (False,)), ("barebones", (True,))):
         if trainer[name] in refused:
             raise ConfigError(

@@ -5,6 +5,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import Namespace
+from lightning.pytorch.cli import instantiate_class
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import rank_zero_only
@@ -63,6 +65,20 @@ def run_loggers(folder: Path, *, kept_rows: int = 0, first_step: int | None = No
     settings: dict[str, Any] = {"default_hp_metric": False, "purge_step": first_step}
     tensorboard = TensorBoardLogger(save_dir=str(folder), name="", version="", **settings)
     return [tensorboard, csv_logger]
+
+
+def logger_below(folder: Path, given: Namespace) -> Logger:
+    """A logger of the user's own; what it writes goes below the run folder, where it says in which folder it writes.
+
+    Args:
+        folder: The run folder.
+        given: Its class and arguments. A `save_dir` is taken as relative to the run folder; an absolute one stays.
+    """
+    arguments = {**given.get("init_args", {}), **given.get("dict_kwargs", {})}
+    if "save_dir" in arguments:
+        arguments["save_dir"] = str(folder / (arguments["save_dir"] or ""))
+    logger: Logger = instantiate_class((), {"class_path": given.class_path, "init_args": arguments})
+    return logger
 
 
 class _ContinuedWriter(ExperimentWriter):

@@ -1,9 +1,11 @@
-"""What holds for every test: it leaves no process, no process group and no environment variable behind."""
+"""What holds for every test: it leaves no process, no process group and nothing that is set for this one behind."""
 
+import logging
 import os
 import signal
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -45,11 +47,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item.nodeid in chosen]
 
 
+def settings() -> dict[str, Any]:
+    """What tests of one process share: who deals with a signal, and what Lightning's loggers leave out."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    found: dict[str, Any] = {f"handler of {number.name}": signal.getsignal(number) for number in numbers}
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("lightning") and isinstance(logger, logging.Logger):
+            found[f"logger {name}"] = (logger.level, logger.disabled, logger.propagate, [*logger.filters])
+    return found
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
     """Fail the test that leaks, not the one that suffers from it."""
     before, variables, rank = children(), dict(os.environ), getattr(rank_zero_only, "rank", 0)
+    set_before = settings()
     yield
+    set_now = settings()
+    altered = [name for name, value in set_before.items() if set_now[name] != value]
     left_rank, rank_zero_only.rank = getattr(rank_zero_only, "rank", 0), rank
     changed = {name for name in os.environ.keys() | variables if os.environ.get(name) != variables.get(name)}
     for name in changed - {"PYTEST_CURRENT_TEST"}:
@@ -62,4 +77,5 @@ def nothing_is_left_behind() -> Iterator[None]:
     while (left := children() - before) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left, f"processes are left running: {left}"
+    assert not altered, f"left as the test has set them: {altered}"
     assert left_rank == rank, f"later tests would take this process for rank {left_rank}"

@@ -1,9 +1,15 @@
 """The command line as a user meets it: what bad input is answered with, and what a run leaves behind."""
 
+import contextlib
 import csv
+import os
+import runpy
 import shlex
 import sys
+import tomllib
+from importlib import metadata
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -11,8 +17,11 @@ import yaml
 from commands import TINY, Result, counts, environment_of, launch, mode_flags, run_here
 from PIL import Image
 
+import lit_cifar
 from lit_cifar import __version__
+from lit_cifar.callbacks.environment import versions
 from lit_cifar.checkpoints import read_checkpoint
+from lit_cifar.cli import main
 from lit_cifar.commands import COMMANDS
 
 
@@ -25,8 +34,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_refused(result: Result, *words: str) -> None:
-    """Exit status 2 and at most five lines that say `words`; Lightning's own remark on the seed aside."""
-    lines = [line for line in result.stderr.splitlines() if line.strip() and "Seed set" not in line]
+    """Exit status 2 and at most five lines that say `words`."""
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
     assert result.status == 2, result.stderr
     assert len(lines) <= 5
     assert "Traceback" not in result.stderr
@@ -38,7 +47,11 @@ REFUSED = {
     "indivisible batch": (["--trainer.strategy=dp", "--trainer.devices=3"], ["--data.batch_size=15 or"]),
     "indivisible accumulation": (["--trainer.accumulate_grad_batches=3"], ["3 accumulation steps", "=15 or"]),
     "unknown strategy": (["--trainer.strategy=dpp"], ["dpp", "ddp_spawn", "dp"]),
-    "unknown flag": (["--data.batchsize=3"], ["batchsize", "--help"]),
+    "unknown flag": (["--data.batchsize=3"], ["batchsize", "did you mean --data.batch_size?", "--help"]),
+    "abbreviated flag": (["--trainer.max_epoch=3"], ["--trainer.max_epoch=3", "did you mean --trainer.max_epochs?"]),
+    "negative rate": (["--model.optimizer.lr=-1"], ["learning rate: -1"]),
+    "no batches": (["--trainer.limit_train_batches=0"], ["--trainer.limit_train_batches=0 would train nothing"]),
+    "no steps": (["--trainer.max_steps=0"], ["--trainer.max_steps=0 would train nothing"]),
     "wrong type": (["--data.batch_size=many"], ["batch_size"]),
     "unknown stem": (["--model.stem=tiny"], ["stem", "imagenet"]),
     "no gpu": (["--trainer.accelerator=cuda"], ["CUDA"]),
@@ -69,26 +82,81 @@ REFUSED = {
     "no loggers": (["--trainer.logger=[]"], ["--trainer.logger=[]", "--trainer.fast_dev_run=N"]),
     "no checkpoints": (["--trainer.enable_checkpointing=false"], ["--trainer.fast_dev_run=N"]),
     "nothing but steps": (["--trainer.barebones=true"], ["--trainer.barebones=true", "--trainer.fast_dev_run=N"]),
+    "logger that is not installed": (["--trainer.logger=CometLogger"], ["comet"]),
     "Lightning's folder": (["--trainer.default_root_dir=x"], ["--trainer.default_root_dir=x", "--run_dir=x"]),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_bad_input_is_refused_before_anything_is_written(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """And before Lightning says on what it runs, and with which seed."""
     if name in ("no gpu", "gpu strategy") and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     flags, words = REFUSED[name]
     monkeypatch.chdir(tmp_path)
-    assert_refused(run_here("fit", *TINY, *flags), *words)
-    assert list(tmp_path.iterdir()) == []
+    with caplog.at_level("INFO"):
+        assert_refused(run_here("fit", *TINY, *flags), *words)
+    assert caplog.text == ""
+    assert [path for path in tmp_path.rglob("*") if path.name != "runs"] == []
+
+
+@pytest.mark.parametrize("content", [b"\x8d\xff\x00", b"trainer: {}\0"])
+def test_a_config_that_is_not_text_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_bytes(content)
+    assert_refused(run_here("fit", f"--config={tmp_path / 'config.yaml'}"), "config")
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK"])
+def test_a_stray_rank_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another rank than 0 the only process would write nothing."""
+    monkeypatch.setenv(name, "1")
+    monkeypatch.setattr("lightning.pytorch.utilities.rank_zero_only.rank", 1)  # as Lightning's import finds it
+    monkeypatch.setattr("lit_cifar.cli.end_with_launcher", list)
+    result = run_here("fit", *TINY, f"--run_dir={tmp_path / 'run'}")
+    assert_refused(result, f"{name}=1 in the environment", f"unset {name}")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"MASTER_PORT": "abc"}, ["MASTER_PORT=abc", "export MASTER_PORT="]),
+        ({"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"}, ["no MASTER_PORT", "unset LOCAL_RANK", "export MASTER"]),
+    ],
+)
+def test_processes_that_could_not_meet_are_refused(
+    variables: dict[str, str], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert_refused(run_here("fit", *TINY, *mode_flags("ddp"), f"--run_dir={tmp_path / 'run'}"), *words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_training_goes_on_when_nobody_reads_any_more(tmp_path: Path) -> None:
+    """As in `fit ... | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe, contextlib.redirect_stdout(pipe), contextlib.redirect_stderr(pipe):
+        main(["fit", *TINY, f"--run_dir={tmp_path / 'run'}"])
+        print("flushed at the end", flush=True)
+    assert (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
+
+
+def test_a_run_that_ends_before_it_is_validated_warns_of_nothing(tmp_path: Path) -> None:
+    result = run_here("fit", *TINY, "--trainer.max_steps=2", f"--run_dir={tmp_path / 'run'}")
+    assert result.status == 0
+    assert "best " not in result.stdout
+    assert "checkpoints/last.ckpt" in result.stdout
 
 
 def test_a_trial_run_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the errors promise; the folder is that of loggers of the user's own, and no mistake beside them."""
+    """As the errors promise; nor do loggers of the user's own."""
     monkeypatch.chdir(tmp_path)
-    own = ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=logs", "--trainer.default_root_dir=x"]
+    own = ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=logs"]
     for flags in ([], own):
         result = run_here("fit", *TINY, "--trainer.fast_dev_run=1", *flags)
         assert result.status == 0, result.stderr
@@ -255,10 +323,14 @@ def test_a_checkpoint_holds_plain_keys_and_no_code(trained: Path) -> None:
 
 
 def test_the_printed_commands_work(trained: Path, tmp_path: Path) -> None:
-    """`fit` prints how to test its checkpoint; the saved config serves that command, in a folder of its own."""
-    result = run_here("fit", *TINY, f"--run_dir={tmp_path / 'fit'}")
+    """`fit` prints how to test its best checkpoint, whatever others the user keeps; its config serves that command."""
+    own = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.monitor=train/loss"]
+    result = run_here("fit", *TINY, *own, "--trainer.callbacks.filename=own", f"--run_dir={tmp_path / 'fit'}")
+    assert "best val/acc " in result.stdout
+    assert (tmp_path / "fit" / "checkpoints" / "own.ckpt").exists()
     line = next(line for line in result.stdout.splitlines() if "lit_cifar test" in line)
     arguments = line.split("lit_cifar ")[1].split()
+    assert arguments[-1].endswith("checkpoints/best.ckpt")
     tested = run_here(*arguments, f"--run_dir={tmp_path / 'test'}")
     assert tested.status == 0
     assert counts(tmp_path / "test")["all"][1] == 100
@@ -338,7 +410,22 @@ def test_help_names_the_commands_and_says_what_they_do() -> None:
 def test_version() -> None:
     result = run_here("--version")
     assert result.status == 0
-    assert result.stdout.strip() == f"python -m lit_cifar {__version__}"
+    assert result.stdout.strip() == f"lit_cifar {__version__}"
+
+
+def test_the_version_is_known_without_an_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the package, and so to the runs of a checkout; the distribution takes it from there."""
+
+    def unknown(name: str) -> NoReturn:
+        raise metadata.PackageNotFoundError(name)
+
+    for asked in ("distribution", "version"):
+        monkeypatch.setattr(metadata, asked, unknown)
+    fresh = runpy.run_path(lit_cifar.__file__)
+    assert fresh["__version__"] == versions()["lit-cifar"] == __version__
+    project = tomllib.loads(Path(__file__).parents[1].joinpath("pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["hatch"]["version"]["path"] == "lit_cifar/__init__.py"
 
 
 @pytest.mark.parametrize("subcommand", ["fit", "test"])

@@ -3,11 +3,13 @@
 import csv
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from commands import TINY, Result, launch, mode_flags, run_here
 from comparing import assert_same_checkpoint
 from tiny_task import read_events
@@ -88,6 +90,39 @@ def test_a_stopped_run_goes_on_with_the_very_next_sample(step: int, undisturbed:
     assert f"stopped by SIGTERM after {step} optimizer steps" in stopped.stderr
     assert fit(run, EVERY_STEP, "--resume=auto").status == 0
     assert_same_end(run, undisturbed)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["ckpt_path"] is None  # or a command that reads this file would go on from there too
+
+
+def test_settings_that_have_had_no_effect_are_not_written_down(undisturbed: Path, tmp_path: Path) -> None:
+    """Neither of a run that is refused, which changes nothing, nor of one that has nothing left to do."""
+    run = tmp_path / "stopped"
+    assert fit(run, EVERY_STEP, *stop_after(2)).status == 143
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    refused = fit(run, EVERY_STEP, "--resume=auto", "--data.batch_size=8")
+    assert refused.status == 2
+    assert "--data.batch_size=16" in refused.stderr
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+    done = shutil.copytree(undisturbed, tmp_path / "done")
+    assert fit(done, EVERY_STEP, "--resume=auto", "--data.seed=7", "--data.val_size=32").status == 0
+    assert_same_end(done, undisturbed)
+    assert (done / "config.yaml").read_bytes() == (undisturbed / "config.yaml").read_bytes()
+
+
+def test_a_run_with_a_logger_of_the_users_own_goes_on(undisturbed: Path, tmp_path: Path) -> None:
+    """That one writes below the run folder, beside all that every run has."""
+    own = [EVERY_STEP, "--trainer.logger=CSVLogger", "--trainer.logger.save_dir=own", "--trainer.logger.name=mine"]
+    run = tmp_path / "run"
+    assert fit(run, *own, *stop_after(7)).status == 143
+    assert fit(run, *own, "--resume=auto").status == 0
+    assert_same_end(run, undisturbed)
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+    assert {path.name for path in undisturbed.iterdir() if "tfevents" not in path.name} < {
+        p.name for p in run.iterdir()
+    }
+    assert [path.name for path in (run / "own" / "mine").iterdir()] == ["version_0", "version_1"]
+    assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["logger"]["init_args"]["save_dir"] == "own"
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_task import TinyData, TinyTask, tiny_trainer
 
-from lit_cifar.callbacks import ProgressBar, Throughput
+from lit_cifar.callbacks import ProgressBar, Throughput, progress
 
 
 def fit(folder: Path, bar: ProgressBar, **settings: Any) -> None:
@@ -79,6 +80,25 @@ def test_resumed_in_the_middle_of_an_epoch(
 
     assert second.global_step == max_steps
     assert ("epoch 2 " in capsys.readouterr().out) == shown
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")  # both fits write there
+def test_the_time_of_an_epoch_that_is_resumed_in_its_middle(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins with the run, not with the machine, on a clock as of one that has been up for long."""
+    monkeypatch.setattr(progress, "perf_counter", lambda: 1e6 + perf_counter())
+    checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="middle", every_n_train_steps=2)
+    settings: dict[str, Any] = {"enable_checkpointing": True, "enable_progress_bar": True, "logger": False}
+    first = tiny_trainer(tmp_path, callbacks=[checkpoint, ProgressBar()], max_steps=2, **settings)
+    first.fit(TinyTask(), datamodule=TinyData())
+    capsys.readouterr()
+    second = tiny_trainer(tmp_path, callbacks=[ProgressBar()], **settings)
+    second.fit(TinyTask(), datamodule=TinyData(), ckpt_path=tmp_path / "middle.ckpt")
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line.startswith("epoch 1/1  done")
+    assert float(line.split()[-2]) < 1000
 
 
 def test_other_callbacks_can_print_when_no_bar_is_open(

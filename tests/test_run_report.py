@@ -85,6 +85,7 @@ def test_evaluation_prints_the_folder_and_no_checkpoint(
     trainer = tiny_trainer(tmp_path, callbacks=[RunReport()])
     getattr(trainer, stage)(TinyTask(), datamodule=TinyData(), verbose=False)
     out = capsys.readouterr().out
+    assert out.startswith("mode        single_device: 1 process, cpu, 32-true\n")
     assert f"tensorboard --logdir {tmp_path} --host localhost" in out
     assert "lit_cifar test" not in out
     assert "result" not in out

@@ -1,6 +1,7 @@
 """`verify`: the comparison as plain functions, every mode compared for real, and a planted mistake that is caught."""
 
 import json
+import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lit_cifar.commands.verify import bugs, bugs_of_one, verify
+from lit_cifar.commands.verify.checkpoint import quiet
 from lit_cifar.commands.verify.compare import (
     EXACT_BOUND,
     KINDS,
@@ -248,6 +250,19 @@ def test_a_run_that_ends_early_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="after 1 of 2 steps"):
         Verifier(shortened, 2, tmp_path, print).reference(Chunks())
+
+
+def test_threads_that_want_quiet_at_the_same_time_leave_none() -> None:
+    """The first to come is the first to go, so that the other one puts back what it has found."""
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    before = logger.level, [*logger.filters]
+    first, second = quiet(), quiet()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not logger.filter(logger.makeRecord(logger.name, logging.INFO, "", 0, "GPU", (), None))
+    second.__exit__(None, None, None)
+    assert (logger.level, [*logger.filters]) == before
 
 
 def test_runs_are_as_long_as_their_steps_take() -> None:

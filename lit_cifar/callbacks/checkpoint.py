@@ -10,6 +10,7 @@ import lightning as L
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 
 from lit_cifar.callbacks.run_report import run_folder
 from lit_cifar.checkpoint_files import BEST, LAST
@@ -93,6 +94,11 @@ class BestCheckpoint(ModelCheckpoint):
             state["dirpath"] = self.dirpath
             state["best_k_models"] = {names[path]: score for path, score in state["best_k_models"].items()}
             state |= {key: names[state[key]] for key in _PATHS}
+
+    def _save_topk_checkpoint(self, trainer: L.Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+        """Nothing is the best where `max_steps` ends a run before it has been validated: no reason for a warning."""
+        if self.monitor in monitor_candidates or trainer.fit_loop.epoch_loop.val_loop._has_run:
+            super()._save_topk_checkpoint(trainer, monitor_candidates)
 
     def _save_checkpoint(self, trainer: L.Trainer, filepath: str) -> None:
         with failing_together(trainer):

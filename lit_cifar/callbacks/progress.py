@@ -46,7 +46,8 @@ class ProgressBar(TQDMProgressBar):
             self.disable()
 
     def on_train_start(self, *_: Any) -> None:
-        """Show nothing yet: each epoch opens its own bar."""
+        """Show nothing yet: each epoch opens its own bar. One that is resumed in its middle counts from here."""
+        self._epoch_at = self._line_at = perf_counter()
         self.train_progress_bar = Tqdm(disable=True)
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:

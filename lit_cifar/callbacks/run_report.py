@@ -1,6 +1,7 @@
 """What a run says about itself: its plan at the start, its folder and the next commands at the end."""
 
 import json
+import multiprocessing
 import shlex
 from datetime import timedelta
 from pathlib import Path
@@ -11,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_cifar.callbacks.environment import environment, strategy_name
 from lit_cifar.layout import Layout
+from lit_cifar.output import outlast_readers
 
 FILE_NAME = "environment.json"
 PREDICTIONS = "predictions.csv"
@@ -19,17 +21,34 @@ PREDICTIONS = "predictions.csv"
 class RunReport(Callback):
     """Writes `environment.json` and prints, on rank 0, what a person wants to know before and after a run.
 
-    Before a fit: the model, the data set, how the global batch is divided, the mode and what it splits. After any
-    subcommand: the run folder and what opens it: TensorBoard's command, or the file with the predictions; after a fit
-    also its result and the command that tests its checkpoint. A run that fails prints none of these.
+    Before a fit: the model, the data set, how the global batch is divided, the mode and what it splits; before any
+    other subcommand the mode. After any subcommand: the run folder and what opens it: TensorBoard's command, or the
+    file with the predictions; after a fit also its result and the command that tests its checkpoint. A run that fails
+    prints none of these.
     """
 
     def __init__(self) -> None:
         self._folder: Path | None = None
         self._started_at = 0.0
+        self._announced = False
+
+    def announce(self, trainer: Trainer, pl_module: LightningModule, datamodule: Any, *, stage: str) -> None:
+        """Print what is going to run, on rank 0, if that was not done; possible before the processes have met.
+
+        Args:
+            trainer: Need not have the data module yet.
+            pl_module: The model.
+            datamodule: Has read its sets.
+            stage: "fit", "validate", "test" or "predict".
+        """
+        if not self._announced:
+            self._announced = True
+            print(*(plan(trainer, pl_module, datamodule) if stage == "fit" else [_mode(trainer)]), sep="\n", flush=True)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write the environment and print the plan."""
+        if multiprocessing.parent_process() is not None:
+            outlast_readers()  # as `lit_cifar.cli` has in the process that spawned this one
         self._started_at = perf_counter()
         self._folder = run_folder(trainer)
         if not trainer.is_global_zero:
@@ -37,11 +56,11 @@ class RunReport(Callback):
         datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission
         if self._folder is not None:
             _write_once(self._folder / FILE_NAME, environment(trainer, data_name=datamodule.name))
-        if stage == "fit":
-            print(*plan(trainer, pl_module, datamodule), sep="\n", flush=True)
+        self.announce(trainer, pl_module, datamodule, stage=stage)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Print the outcome; Lightning comes here only when nothing failed."""
+        self._announced = False
         if not trainer.is_global_zero:
             return
         lines = []
@@ -76,15 +95,19 @@ def plan(trainer: Trainer, pl_module: LightningModule, datamodule: Any) -> list[
         for name, purpose in purposes.items()
         if len(datamodule.sets.get(name, ()))
     )
-    processes = _count(trainer.world_size, "process", "processes")
-    device = trainer.strategy.root_device.type
     return [
         _line("model", f"{model}, {num_parameters / 1e6:.2f} M parameters"),
         _line("data", f"{datamodule.name}: {sizes}"),
         _line("batch", _division(datamodule.batch_size, layout, trainer.accumulate_grad_batches)),
-        _line("mode", f"{strategy_name(trainer)}: {processes}, {device}, {trainer.precision}"),
+        _mode(trainer),
         *_split(trainer.strategy),
     ]
+
+
+def _mode(trainer: Trainer) -> str:
+    processes = _count(trainer.world_size, "process", "processes")
+    device = trainer.strategy.root_device.type
+    return _line("mode", f"{strategy_name(trainer)}: {processes}, {device}, {trainer.precision}")
 
 
 def _division(batch_size: int, layout: Layout, accumulated: int) -> str:

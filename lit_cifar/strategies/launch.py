@@ -9,14 +9,16 @@ from typing import Any
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.strategies.ddp_mp import DDPLayerParallelStrategy
 from lit_cifar.strategies.one_process import OneProcessStrategy
-from lit_cifar.strategies.rendezvous import cluster_environment
+from lit_cifar.strategies.rendezvous import LocalEnvironment, cluster_environment
 
 _UNSET = ("auto", 1, "1")
+_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")  # where Lightning looks, in this order
 
 
 def settle_processes(config: dict[str, Any]) -> None:
@@ -38,6 +40,29 @@ def settle_processes(config: dict[str, Any]) -> None:
     given = [*plugins, getattr(strategy, "cluster_environment", None)]
     if not any(isinstance(plugin, ClusterEnvironment) for plugin in given):
         config["plugins"] = [*plugins, cluster_environment(num_nodes=config["num_nodes"])]
+
+
+def check_processes(trainer: Trainer, *, rank: int) -> None:
+    """Compare what the environment says of this process with the processes that `trainer` has.
+
+    Args:
+        trainer: Made from what `settle_processes` has settled.
+        rank: This process's, as the environment says.
+
+    Raises:
+        ConfigError: It says that this is another process than the first, and there is but one: nothing would be
+            logged. Or it does not say where those that somebody else has started meet.
+    """
+    if rank and trainer.world_size == 1:
+        given = [name for name in _RANKS if os.environ.get(name) == str(rank)]
+        raise ConfigError(
+            f"{' '.join(f'{name}={rank}' for name in given) or f'rank {rank}'} in the environment, and this run has "
+            "one process, which is rank 0",
+            remedy=f"unset {' '.join(given or _RANKS)}, or pass --trainer.strategy=ddp and --trainer.devices=N",
+        )
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    if trainer.world_size > 1 and isinstance(environment, LocalEnvironment):
+        environment.check()
 
 
 def _follow_torchrun(config: dict[str, Any], strategy: Strategy | None) -> None:

@@ -30,6 +30,7 @@ from lit_cifar.strategies.interfaces import LOOPBACK, address_of, listen_only_on
 
 _PLACE = "lit_cifar/place"  # key in the store of torchrun's agent: where rank 0 listens
 _MEETING_TIMEOUT_S = 300.0
+_LAST_PORT = 65535
 # Stores of this process under torchrun: the process group that uses one outlives the Trainer that has opened it.
 _KEPT: list[TCPStore] = []
 
@@ -86,11 +87,24 @@ class LocalEnvironment(LightningEnvironment):
         another program may take it in the meantime.
         """
         if self._main_port == -1:
-            self._main_port = self._open() if self.local_rank() == 0 else int(os.environ["MASTER_PORT"])
+            self._main_port = self._open() if self.local_rank() == 0 else _given_port()
         return self._main_port
 
+    def check(self) -> None:
+        """See that the processes can find each other.
+
+        Raises:
+            ConfigError: They were started one by one and not told at which port, or that is none.
+        """
+        if not _given_port() and self.creates_processes_externally:
+            raise ConfigError(
+                f"LOCAL_RANK={self.local_rank()} says that each process was started by hand, and there is no "
+                "MASTER_PORT at which they meet",
+                remedy="unset LOCAL_RANK RANK WORLD_SIZE, or export MASTER_PORT=29500 for all of them",
+            )
+
     def _open(self) -> int:
-        wanted = int(os.environ.get("MASTER_PORT", 0))
+        wanted = _given_port()
         # Whoever started this process by hand has told the same port to others.
         self._store = open_store(LOOPBACK, port=wanted, only_there=wanted > 0 and self.creates_processes_externally)
         self._keeper = os.getpid()
@@ -222,6 +236,20 @@ def _is_kept(address: str, port: int, token: str) -> bool:
         return store.check([token])
     except (OSError, DistError):
         return False
+
+
+def _given_port() -> int:
+    """The port that the environment names; 0 if it names none.
+
+    Raises:
+        ConfigError: It names something else.
+    """
+    text = os.environ.get("MASTER_PORT", "0")
+    if not text.isdecimal() or int(text) > _LAST_PORT:
+        raise ConfigError(
+            f"MASTER_PORT={text} in the environment is no port", remedy="unset MASTER_PORT, or export MASTER_PORT=29500"
+        )
+    return int(text)
 
 
 def _num_cluster_tasks() -> int:
