@@ -105,7 +105,7 @@ def test_settings_that_have_had_no_effect_are_not_written_down(undisturbed: Path
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
     done = shutil.copytree(undisturbed, tmp_path / "done")
-    assert fit(done, EVERY_STEP, "--resume=auto", "--data.seed=7", "--data.val_size=32").status == 0
+    assert fit(done, EVERY_STEP, "--resume=auto", "--data.seed=7", "--data.eval_batch_size=7").status == 0
     assert_same_end(done, undisturbed)
     assert (done / "config.yaml").read_bytes() == (undisturbed / "config.yaml").read_bytes()
 

@@ -94,7 +94,7 @@ def test_the_time_of_an_epoch_that_is_resumed_in_its_middle(
     first = tiny_trainer(tmp_path, callbacks=[checkpoint, ProgressBar()], max_steps=2, **settings)
     first.fit(TinyTask(), datamodule=TinyData())
     capsys.readouterr()
-    second = tiny_trainer(tmp_path, callbacks=[ProgressBar()], **settings)
+    second = tiny_trainer(tmp_path, callbacks=[checkpoint, ProgressBar()], **settings)
     second.fit(TinyTask(), datamodule=TinyData(), ckpt_path=tmp_path / "middle.ckpt")
     line = capsys.readouterr().out.splitlines()[0]
     assert line.startswith("epoch 1/1  done")
