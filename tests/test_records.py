@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import counts
-from documents import BENCHMARKS, RECORDS, ROOT, blocks, fit_parser, is_in_history
+from documents import BENCHMARKS, PAGES, RECORDS, ROOT, blocks, fit_parser, is_in_history
 from PIL import Image
 
 README, DOCS = ROOT / "README.md", ROOT / "docs"
@@ -76,9 +76,9 @@ def test_a_record_names_command_hardware_versions_and_n(record: Path) -> None:
     assert re.search(r"\bcommit [0-9a-f]{7}\b", text)
 
 
-@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
-def test_the_commits_that_a_record_names_are_in_the_history(record: Path) -> None:
-    named = re.findall(r"\b(?:commit|checkout) ([0-9a-f]{7,40})\b", page(record))
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_commits_that_a_page_names_are_in_the_history(path: Path) -> None:
+    named = re.findall(r"\b(?:commit|checkout) ([0-9a-f]{7,40})\b", page(path))
     assert [commit for commit in named if not is_in_history(commit)] == []
 
 
