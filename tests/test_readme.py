@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from documents import BENCHMARKS, PAGES, ROOT, blocks, commit_of, exists_at, fit_parser, inline_commands, is_in_history
+from parts import in_part
 from torch.distributed.run import get_args_parser
 
 from lit_cifar.commands.chaos.command import chaos_parser
@@ -88,8 +89,10 @@ def check_pytest(args: list[str]) -> None:
     match args:
         case []:
             pass
-        case ["-m", marker]:
+        case ["-m", marker, *part]:
             assert marker in {line.split(":")[0] for line in options["markers"]}
+            for option in part:
+                in_part([], option.removeprefix("--part="))
         case [path]:
             assert Path(path).exists()
         case _:
@@ -128,6 +131,8 @@ def test_commands_parse(words: tuple[str, ...], capsys: pytest.CaptureFixture[st
         "INTERFACE=ib0 sbatch configs/cluster/slurm.sh --model.no_such=1",
         "pip install -e .[no_such]",
         "pytest -m no_such",
+        "pytest -m slow --part=12/11",
+        "pytest -m slow --no-such",
         "pytest tests/no_such.py",
         "bash no_such",
         "make all",
@@ -135,7 +140,9 @@ def test_commands_parse(words: tuple[str, ...], capsys: pytest.CaptureFixture[st
 )
 @pytest.mark.usefixtures("at_root")
 def test_a_command_that_does_not_work_is_found(command: str) -> None:
-    with pytest.raises((SystemExit, AssertionError, ImportError, ConfigError, pytest.fail.Exception)):
+    with pytest.raises(
+        (SystemExit, AssertionError, ImportError, ConfigError, pytest.UsageError, pytest.fail.Exception)
+    ):
         check_command(command.split())
 
 
