@@ -1,17 +1,24 @@
 """What a checkpoint holds beside Lightning's own entries, and how one is opened: never by running code from it."""
 
 import re
-from dataclasses import asdict, dataclass
+import warnings
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
 
 from lit_cifar.errors import CheckpointError
+from lit_cifar.models.resnet import BLOCKS
 
 _KEY = "lit_cifar"
 _PREFIX = "network."
 _T = TypeVar("_T")
+_OTHER = "pass weights of torchvision's resnet18 or resnet34, or a checkpoint of `python -m lit_cifar fit`"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,24 +33,95 @@ class Header:
         """Put the header into `checkpoint`."""
         checkpoint[_KEY] = asdict(self)
 
-    def check(self, checkpoint: dict[str, Any]) -> None:
-        """Compare with the header of `checkpoint`.
+    @classmethod
+    def of(cls, checkpoint: dict[str, Any]) -> "Header":
+        """The header of `checkpoint`.
 
         Raises:
-            CheckpointError: There is none, or it names another network.
+            CheckpointError: There is none.
         """
         found = checkpoint.get(_KEY)
-        if not isinstance(found, dict) or found.keys() != asdict(self).keys():
+        if not isinstance(found, dict) or found.keys() != {field.name for field in fields(cls)}:
             raise CheckpointError(
                 "this checkpoint has no lit_cifar header that says which network it holds",
                 remedy="pass one that `python -m lit_cifar fit` wrote",
             )
-        if found != asdict(self):
-            flags = " ".join(f"--model.{name}={value}" for name, value in found.items())
+        return cls(**found)
+
+    def check(self, checkpoint: dict[str, Any]) -> None:
+        """Compare with the header of `checkpoint`.
+
+        Raises:
+            CheckpointError: There is none, or it is of another network.
+        """
+        self._compare(Header.of(checkpoint))
+
+    def check_weights(self, weights: Mapping[str, Tensor], *, any_classes: bool) -> None:
+        """Compare with what the shapes of `weights`, a file of weights alone, say.
+
+        Args:
+            weights: A network's `state_dict()`.
+            any_classes: Whether their number may be another: a training begins with a classifier of its own.
+
+        Raises:
+            CheckpointError: They are of another network.
+        """
+        found = self._of_weights(weights)
+        if not any_classes and found.num_classes != self.num_classes:
             raise CheckpointError(
-                f"the checkpoint holds {_describe(found)}, the model is {_describe(asdict(self))}",
-                remedy=f"to use this checkpoint pass {flags}",
+                f"these weights tell {found.num_classes} classes apart, the model {self.num_classes}",
+                remedy="train a classifier of your own on them first: python -m lit_cifar fit --ckpt_path=FILE",
             )
+        self._compare(replace(found, num_classes=self.num_classes))
+
+    def _compare(self, found: "Header") -> None:
+        if found != self:
+            flags = " ".join(f"--model.{name}={value}" for name, value in asdict(found).items())
+            raise CheckpointError(
+                f"the checkpoint holds {found}, the model is {self}", remedy=f"to use this checkpoint pass {flags}"
+            )
+
+    def _of_weights(self, weights: Mapping[str, Tensor]) -> "Header":
+        """What the shapes say; of two stems with equal shapes, this one's."""
+        num_blocks = [len({key.split(".")[1] for key in weights if key.startswith(f"layer{i}.")}) for i in range(1, 5)]
+        archs = [arch for arch, blocks in BLOCKS.items() if blocks == num_blocks]
+        if not archs or "layer1.0.conv3.weight" in weights or not {"conv1.weight", "fc.weight"} <= weights.keys():
+            raise CheckpointError(
+                f"these weights are not those of {', '.join(BLOCKS)}",
+                remedy=_OTHER,
+            )
+        large = weights["conv1.weight"].shape[-1] == 7
+        stem = "imagenet" if large else ("cifar" if self.stem == "imagenet" else self.stem)
+        return Header(arch=archs[0], stem=stem, num_classes=len(weights["fc.weight"]))
+
+    def __str__(self) -> str:
+        return f"{self.arch} with the {self.stem} stem and {self.num_classes} classes"
+
+
+def holds_weights_alone(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether a file holds a network's `state_dict()` and nothing else, as those of torchvision do."""
+    return bool(checkpoint) and all(isinstance(value, Tensor) for value in checkpoint.values())
+
+
+def load_weights(network: nn.Module, weights: dict[str, Tensor]) -> None:
+    """`network.load_state_dict`, with a classifier of another number of classes left out.
+
+    Raises:
+        CheckpointError: Other names or shapes.
+    """
+    own = network.state_dict()
+    fitting = copy(weights)  # with what torch notes beside them: files of its first releases lack some buffers
+    num_classes = len(weights["fc.weight"])
+    if num_classes != len(own["fc.weight"]):
+        rank_zero_info(f"the classifier of the weights, for {num_classes} classes, is left out: a new one is trained")
+        fitting |= {name: own[name] for name in ("fc.weight", "fc.bias")}
+    try:
+        network.load_state_dict(fitting)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"these weights do not fit: {' '.join(str(error).split())[:300]}",
+            remedy=_OTHER,
+        ) from error
 
 
 def read_checkpoint(path: Path, *, mmap: bool = True) -> dict[str, Any]:
@@ -59,10 +137,13 @@ def read_checkpoint(path: Path, *, mmap: bool = True) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"there is no checkpoint {path}", remedy="look under RUN_FOLDER/checkpoints/")
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected pickle protocol")  # of a file that is then refused
+            # Torch can leave the tensors of its old format, as torchvision's first files have it, in no file.
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and _is_archive(path))
     except Exception as error:  # torch raises half a dozen types here, by what is broken
         raise CheckpointError(
-            f"{path} is not a readable checkpoint: {_reason(error)}",
+            f"{path} is not a readable checkpoint: {_reason(error, path)}",
             remedy="use another one of the run's checkpoints; files that need more than tensors are refused",
         ) from error
     if not isinstance(checkpoint, dict):
@@ -70,12 +151,25 @@ def read_checkpoint(path: Path, *, mmap: bool = True) -> dict[str, Any]:
     return checkpoint
 
 
-def _reason(error: Exception) -> str:
+def _is_archive(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+def _reason(error: Exception, path: Path) -> str:
     """Torch's complaint in a line, without its advice to trust the file."""
     message = str(error)
     code = re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", message)
     if code:
         return f"it needs the code of {code[1]}"
+    if isinstance(error, OSError):
+        return error.strerror or message
+    if not path.stat().st_size:
+        return "it is empty"
+    if not _is_archive(path):
+        return "torch has not written it, or not to its end"
+    if "central directory" in message:
+        return "it is cut short"
     lines = [line.strip() for line in message.rpartition("WeightsUnpickler error:")[2].splitlines() if line.strip()]
     return lines[0][:160] if lines else type(error).__name__
 
@@ -88,7 +182,3 @@ def strip_prefix(state_dict: dict[str, _T]) -> dict[str, _T]:
 def add_prefix(state_dict: dict[str, _T]) -> dict[str, _T]:
     """Keys of the plain network to those of the LightningModule."""
     return {_PREFIX + key: value for key, value in state_dict.items()}
-
-
-def _describe(header: dict[str, Any]) -> str:
-    return f"{header['arch']} with the {header['stem']} stem and {header['num_classes']} classes"

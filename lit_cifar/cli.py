@@ -49,7 +49,7 @@ from lit_cifar.callbacks import (
 )
 from lit_cifar.checkpoint_files import newest_valid, save_error
 from lit_cifar.checkpoint_io import CheckpointFiles
-from lit_cifar.checkpoints import Header, read_checkpoint
+from lit_cifar.checkpoints import Header, holds_weights_alone, load_weights, read_checkpoint
 from lit_cifar.cli_errors import PROGRAM, Parser, as_config_error, check_command, check_trainer, refuse
 from lit_cifar.commands import COMMANDS
 from lit_cifar.data import CIFAR10DataModule
@@ -129,11 +129,13 @@ class CLI(LightningCLI):
     Attributes:
         position: Where the run stands that this one goes on with in the same folder; empty for a new one.
         receipt: Of the checkpoint that a fit goes on from.
+        weights: What the network begins with, where the checkpoint holds weights alone.
         own_loggers: Those that the user has asked for, as the parser has them.
     """
 
     position: dict[str, Any] = {}  # noqa: RUF012  # replaced, never changed
     receipt: Receipt | None = None
+    weights: dict[str, Any] | None = None
     own_loggers: list[Namespace] = []  # noqa: RUF012  # likewise
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -187,6 +189,10 @@ class CLI(LightningCLI):
             )
         header = Header(arch=model.arch, stem=model.stem, num_classes=model.num_classes)
         checkpoint = read_checkpoint(Path(path))
+        if holds_weights_alone(checkpoint):
+            header.check_weights(checkpoint, any_classes=subcommand == "fit")
+            self.weights = checkpoint
+            return
         header.check(checkpoint)
         if subcommand == "fit":
             self.receipt = Receipt.read(checkpoint)
@@ -213,7 +219,14 @@ class CLI(LightningCLI):
         self.save_config_kwargs = {"logger": given}
         with _refusing():
             super().instantiate_classes()
+        if self.weights is not None:
+            load_weights(self.model.network, self.weights)
         trainer.logger = given
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        kwargs = super()._prepare_subcommand_kwargs(subcommand)
+        # There is nothing to go on with, and the model has its weights.
+        return kwargs if self.weights is None else kwargs | {"ckpt_path": None}
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[L.Callback]) -> L.Trainer:
         """Add what every run has, and what belongs to its processes."""
@@ -272,6 +285,12 @@ class CLI(LightningCLI):
             raise ConfigError(
                 f"--model.batchnorm_chunks imitates a mode on one device, and this is one: {layout}",
                 remedy="leave it out, or drop --trainer.strategy and pass --trainer.devices=1",
+            )
+        num_classes, known = self.model.header.num_classes, len(self.datamodule.classes)
+        if num_classes != known:
+            raise ConfigError(
+                f"--model.num_classes={num_classes}, but {self.datamodule.name} has {known}",
+                remedy=f"pass --model.num_classes={known}",
             )
         if subcommand == "fit":
             with _refusing():  # what a rate below zero is answered with, and the like; they are made again in the fit

@@ -3,16 +3,21 @@
 import re
 import shlex
 import sys
+from ast import literal_eval
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from jsonargparse import Namespace
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lit_cifar.commands import COMMANDS
-from lit_cifar.errors import ConfigError
+from lit_cifar.errors import ConfigError, nearest
 from lit_cifar.run_folder import process_rank
 
 PROGRAM = "python -m lit_cifar"
@@ -21,6 +26,21 @@ _ARGUMENT_OF_NAME = re.compile(  # in what jsonargparse says of it
     r"""key "trainer\.strategy":.* import path string: (\S+)\n.*NestedArg\(key='(.+?)', val=(.*)\)""",
     flags=re.DOTALL,
 )
+
+# What a class given for an option derives from, and a type in words.
+_BASES: dict[str, type[Any]] = {
+    "model.optimizer": Optimizer,
+    "model.lr_scheduler": LRScheduler,
+    "trainer.callbacks": Callback,
+    "trainer.logger": Logger,
+}
+_TYPES = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a word",
+    "datetime.timedelta": "a duration, as 0:10:00",
+}
 
 
 class Parser(LightningArgumentParser):
@@ -35,7 +55,10 @@ class Parser(LightningArgumentParser):
         if not self.exit_on_error:
             super().error(message, ex)
         _refuse_arguments_of_name(message)
-        refuse(_without_alternatives(message), remedy=f"{self._nearest(message)}see {_program()} --help")
+        problem, guess = _explained(_without_alternatives(message))
+        guess = guess or self._nearest(message)
+        help = f"see {_program()} --help"
+        refuse(problem, remedy=help if guess is None else f"did you mean {guess}? {help}")
 
     def parse_path(self, cfg_path: Any, *args: Any, **kwargs: Any) -> Any:
         """As jsonargparse does.
@@ -50,11 +73,11 @@ class Parser(LightningArgumentParser):
                 f"--config={cfg_path} is not text: {error}", remedy="pass a YAML file, e.g. --config=RUN/config.yaml"
             ) from error
 
-    def _nearest(self, message: str) -> str:
-        """What an option that does not exist may have meant, as the beginning of a remedy; empty if nothing is near."""
+    def _nearest(self, message: str) -> str | None:
+        """What an option that does not exist may have meant; None if nothing is near."""
         found = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
         near = get_close_matches(found[1], self._option_string_actions, n=1, cutoff=0.75) if found else []
-        return f"did you mean {near[0]}? " if near else ""
+        return near[0] if near else None
 
 
 def check_command(words: Sequence[str]) -> None:
@@ -103,7 +126,10 @@ def as_config_error(error: Exception) -> ConfigError:
     if "invalid strategy name" in str(error):
         variants = re.compile("find_unused|offload|stage|xla|tpu|single")
         known = ", ".join(name for name in StrategyRegistry.available_strategies() if not variants.search(name))
-        return ConfigError(str(error).split(". ")[0], remedy=f"the known ones: {known}")
+        problem = str(error).split(". ")[0]
+        meant = nearest(problem.split("'")[-2], _subclasses(Strategy))
+        guess = "" if meant is None else f"did you mean --trainer.strategy={meant}? "
+        return ConfigError(problem, remedy=f"{guess}the known ones: {known}")
     return ConfigError(str(error), remedy=f"see {_program()} --help")
 
 
@@ -138,7 +164,37 @@ def _without_alternatives(message: str) -> str:
     """The complaint about an option that may be one of several types, reduced to the type that was meant."""
     key, _, rest = message.partition("\n")
     _, found, meant = rest.partition("- Problem with given class_path ")
-    return f"{key} {meant.partition('Given value type')[0]}" if found else message
+    return f"{key} {meant.rpartition('Given value type')[0]}" if found else message
+
+
+def _explained(message: str) -> tuple[str, str | None]:
+    """A complaint of jsonargparse about a value in a line, and what may have been meant; others as they are."""
+    keys = re.findall(r'Parser key "(.+?)"', message)
+    flag = f"--{'.'.join(keys)}"
+    missing = re.search(r"import path string: (\S+)|has no attribute '\w+'\. Got value: (\S+)", message)
+    if keys and missing:
+        name = missing[1] or missing[2]
+        meant = nearest(name.rpartition(".")[2], _subclasses(_BASES.get(keys[-1], type(None))))
+        return f"{flag}={name}: there is no such class", None if meant is None else f"{flag}={meant}"
+    given = re.search(r"(?:Got|Given) value: (.*?)(?:\. Got value|$)", message, flags=re.MULTILINE)
+    union = re.search(r"Subtypes: (.*)", message)
+    kinds = re.findall(r"<class '(.+?)'>|typing\.Literal(\[.*?\])", union[1] if union else message)
+    if not (keys and given and kinds) or "is not accepted" in message:
+        return message, None
+    words = [str(word) for _, choices in kinds if choices for word in literal_eval(choices)]
+    allowed = [*(_TYPES.get(kind, kind) for kind, _ in kinds if kind not in ("", "NoneType")), *words]
+    allowed += ["null"] if ("NoneType", "") in kinds else []
+    *most, last = dict.fromkeys(allowed)
+    meant = nearest(given[1], words)
+    problem = f"{flag}={given[1]} must be {', '.join(most)}{' or ' if most else ''}{last}"
+    return problem, None if meant is None else f"{flag}={meant}"
+
+
+def _subclasses(base: type[Any]) -> list[str]:
+    """The names of all known ones that are no implementation detail."""
+    children: list[type[Any]] = base.__subclasses__()
+    below = [name for child in children for name in (child.__name__, *_subclasses(child))]
+    return [name for name in below if not name.startswith("_")]
 
 
 def _program() -> str:

@@ -4,6 +4,16 @@ A mistake says what was received, which rule it breaks and what to type instead.
 traceback and exits with status 2 (see `lit_cifar.cli`).
 """
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """Which of `known` a misspelt `word` may have meant."""
+    spelt = {name.lower(): name for name in known}
+    found = get_close_matches(word.lower(), spelt, n=1)
+    return spelt[found[0]] if found else None
+
 
 class ConfigError(ValueError):
     """A setting, or a combination of settings, that cannot work.

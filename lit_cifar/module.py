@@ -1,6 +1,9 @@
 """The training task: a ResNet, its loss, metrics and optimizer. Nothing here knows how it is parallelised."""
 
 from collections.abc import Callable
+from dataclasses import asdict
+from inspect import signature
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
@@ -14,7 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
-from lit_cifar.checkpoints import Header, add_prefix, strip_prefix
+from lit_cifar.checkpoints import Header, add_prefix, read_checkpoint, strip_prefix
 from lit_cifar.data.images import Batch
 from lit_cifar.errors import ConfigError
 from lit_cifar.layout import Chunks
@@ -181,6 +184,34 @@ class LitResNet(L.LightningModule):
             )
         return int(total)
 
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> "LitResNet":
+        """The network that the file's header describes, with the file's weights.
+
+        Args:
+            checkpoint_path: A file that `fit` wrote.
+            map_location: As Lightning's.
+            hparams_file: As Lightning's; the header comes before it.
+            strict: As Lightning's.
+            weights_only: Nothing to choose: only tensors and primitives are read.
+            **kwargs: Arguments of the constructor, which come before the header.
+
+        Raises:
+            CheckpointError: It cannot be read, or `kwargs` ask for another network.
+        """
+        header = asdict(Header.of(read_checkpoint(Path(checkpoint_path))))
+        return super().load_from_checkpoint(
+            checkpoint_path, map_location, hparams_file, strict, weights_only=True, **header | kwargs
+        )
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Write the plain network's keys and a header that says which network it is."""
         checkpoint["state_dict"] = strip_prefix(checkpoint["state_dict"])
@@ -194,6 +225,14 @@ class LitResNet(L.LightningModule):
         """
         self.header.check(checkpoint)
         checkpoint["state_dict"] = add_prefix(checkpoint["state_dict"])
+
+
+# jsonargparse reads the defaults from the source of the signature, where they must be lambdas. Pickle finds a function
+# by its name, which a lambda lacks; a module of defaults goes to the processes of ddp_spawn.
+for _argument in ("optimizer", "lr_scheduler"):
+    _default = signature(LitResNet).parameters[_argument].default
+    _default.__qualname__ = f"_default_{_argument}"
+    globals()[_default.__qualname__] = _default
 
 
 class EvaluationMetrics(nn.Module):

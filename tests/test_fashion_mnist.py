@@ -108,5 +108,6 @@ def test_a_failed_download_leaves_nothing(small_sizes, site, tmp_path):
     (site / FashionMNIST.resources[3][0]).write_bytes(b"something else")
     message = refusal(tmp_path / "root")
     assert "FashionMNIST cannot be downloaded" in message
+    assert "--data.download=true" not in message
     assert "--data.dataset=synthetic" in message
     assert list((tmp_path / "root").iterdir()) == []

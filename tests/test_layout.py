@@ -17,8 +17,9 @@ PACKAGE = Path(lit_cifar.__file__).parent
 # Each part may import the parts before it.
 LAYERS = [
     {"errors", "parent", "layout", "accuracy", "csv_files"},
+    {"models"},
     {"checkpoints"},
-    {"data", "models", "optimizers", "schedules", "checkpoint_files", "watchdog"},
+    {"data", "optimizers", "schedules", "checkpoint_files", "watchdog"},
     {"checkpoint_io"},
     {"module"},
     {"strategies", "callbacks", "run_folder", "analysis"},

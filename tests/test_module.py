@@ -1,6 +1,7 @@
 """The training task by itself and under a plain Trainer, without the command line."""
 
 import copy
+import pickle
 from pathlib import Path
 
 import lightning as L
@@ -10,12 +11,13 @@ from torch.nn import functional as F
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
-from lit_cifar import CIFAR10DataModule, LitResNet
+from lit_cifar import CIFAR10DataModule, LitResNet, WarmupDecay
 from lit_cifar.checkpoints import read_checkpoint
 from lit_cifar.data import Batch
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.module import EvaluationMetrics
+from lit_cifar.optimizers import NesterovSGD
 
 
 def data(**settings: object) -> CIFAR10DataModule:
@@ -135,7 +137,9 @@ def test_checkpoints_load_by_python_too(tmp_path: Path) -> None:
     module, run = LitResNet("resnet10", stem="imagenet"), trainer(tmp_path)
     run.fit(module, datamodule=data())
     run.save_checkpoint(tmp_path / "a.ckpt")
-    restored = LitResNet.load_from_checkpoint(tmp_path / "a.ckpt", arch="resnet10", stem="imagenet", map_location="cpu")
+    restored = LitResNet.load_from_checkpoint(tmp_path / "a.ckpt", label_smoothing=0.1)
+    assert restored.header == module.header
+    assert restored.label_smoothing == 0.1
     for name, value in module.state_dict().items():
         assert restored.state_dict()[name].equal(value)
     assert "fc.weight" in read_checkpoint(tmp_path / "a.ckpt")["state_dict"]
@@ -185,3 +189,27 @@ def test_a_spawned_process_is_not_sent_the_images() -> None:
     module.setup("fit")
     assert module.__getstate__()["sets"] == {}
     assert module.sets
+
+
+def test_a_module_of_defaults_can_be_sent_to_spawned_processes() -> None:
+    module = LitResNet("resnet10", stem="imagenet")
+    copied = pickle.loads(pickle.dumps(module))
+    optimizer = copied.make_optimizer(copied.network.parameters())
+    assert type(optimizer) is NesterovSGD
+    assert type(copied.make_lr_scheduler(optimizer)) is WarmupDecay
+    assert copied.network.conv1.weight.equal(module.network.conv1.weight)
+
+
+def test_the_data_are_read_without_a_trainer(tmp_path: Path) -> None:
+    """As a notebook does; the batches are those of a run on one device."""
+    alone, of_run = data(), data()
+    alone.prepare_data()
+    for stage in ("fit", "test"):
+        alone.setup(stage)
+    trainer(tmp_path).fit(LitResNet("resnet10", stem="imagenet"), of_run)
+    for found, expected in zip(alone.train_dataloader(), of_run.train_dataloader(), strict=True):
+        assert found.ids.equal(expected.ids)
+        assert found.images.equal(expected.images)
+    assert sum(len(batch.labels) for batch in alone.val_dataloader()) == 16
+    assert sum(len(batch.labels) for batch in alone.test_dataloader()) == 40
+    assert alone.on_after_batch_transfer(found, 0).images.dtype == torch.float32

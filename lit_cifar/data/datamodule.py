@@ -162,14 +162,18 @@ class CIFAR10DataModule(L.LightningDataModule):
             raise ConfigError("predict classifies a folder of images", remedy="pass --data.predict_dir=FOLDER")
         return read_folder(self.predict_dir, classes=self.classes)
 
+    @property
+    def layout(self) -> Layout:
+        """The trainer's strategy's; without a trainer, as in a notebook, there is one replica."""
+        return Layout() if self.trainer is None else Layout.of(self.trainer.strategy)
+
     def train_sampler(self) -> TrainSampler:
-        """The sampler of this process's part of the training set; its layout is the trainer's strategy's."""
-        assert self.trainer is not None
+        """The sampler of this process's part of the training set."""
         return TrainSampler(
             num_samples=len(self.sets["train"]),
             batch_size=self.batch_size,
-            layout=Layout.of(self.trainer.strategy),
-            accumulation=self.trainer.accumulate_grad_batches,
+            layout=self.layout,
+            accumulation=1 if self.trainer is None else self.trainer.accumulate_grad_batches,
             seed=self.seed,
             shuffle=self.shuffle,
             frozen=self.frozen_order,
@@ -195,20 +199,19 @@ class CIFAR10DataModule(L.LightningDataModule):
         return self._evaluation_loader("predict")
 
     def _evaluation_loader(self, split: str) -> BatchLoader:
-        assert self.trainer is not None
         images = self._resident(split)
         sampler = EvaluationSampler(
             num_samples=len(images),
             batch_size=self.eval_batch_size,
-            layout=Layout.of(self.trainer.strategy),
+            layout=self.layout,
             pad=self.pad_eval and split != "predict",
         )
         return BatchLoader(images, sampler)
 
     def _resident(self, split: str) -> ImageSet:
         """The images of `split` where `resident` wants them."""
-        assert self.trainer is not None
-        images, device = self.sets[split], self.trainer.strategy.root_device
+        images = self.sets[split]
+        device = images.images.device if self.trainer is None else self.trainer.strategy.root_device
         if self.resident == "device" and device.type == "cpu":
             rank_zero_warn("--data.resident=device has no effect on the CPU: the host's memory is the device's")
         if self.resident == "host" or (self.resident == "auto" and not _has_room(images.images, device)):

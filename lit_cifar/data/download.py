@@ -72,11 +72,12 @@ def install(archive: Archive, root: Path, *, download: bool) -> None:
         put_in_place(scratch / archive.folder, root / archive.folder)
 
 
-def remedies(archive: Archive, root: Path) -> str:
-    """The three ways out when CIFAR-10 cannot be had, in three lines."""
+def remedies(archive: Archive, root: Path, *, tried: bool = False) -> str:
+    """The three ways out when CIFAR-10 cannot be had, in three lines; `tried` says that a download has failed."""
+    allow = "" if tried else "allow the download with --data.download=true, or "
     return (
         f"pass --data.root=FOLDER where FOLDER holds {archive.folder} or cifar-10-batches-py,\n"
-        f"or allow the download with --data.download=true, or put {archive.url} into {root} by hand,\n"
+        f"or {allow}put {archive.url} into {root} by hand,\n"
         "or use images drawn by code instead: --data.dataset=synthetic"
     )
 
@@ -125,7 +126,8 @@ def _fetch(archive: Archive, target: Path, root: Path) -> None:
         if isinstance(error, HTTPError):
             error.close()  # it is the response too, with an open connection
         raise DataError(
-            f"{archive.url} cannot be downloaded to {root}: {_one_line(error)}", remedy=remedies(archive, root)
+            f"{archive.url} cannot be downloaded to {root}: {_one_line(error)}",
+            remedy=remedies(archive, root, tried=True),
         ) from error
 
 
@@ -144,7 +146,7 @@ def _check_hash(archive: Archive, path: Path, root: Path) -> None:
         )
     raise DataError(
         f"what {archive.url} sent is not the official archive: its md5 is {found}, not {archive.md5}",
-        remedy=remedies(archive, root),
+        remedy=remedies(archive, root, tried=True),
     )
 
 
@@ -158,7 +160,9 @@ def _unpack(archive: Archive, source: Path, scratch: Path) -> None:
             remedy="make room on the disk, or pass another folder: --data.root=FOLDER",
         ) from error
     if not (scratch / archive.folder).is_dir():
-        raise DataError(f"{source.name} holds no folder {archive.folder}", remedy=remedies(archive, scratch.parent))
+        raise DataError(
+            f"{source.name} holds no folder {archive.folder}", remedy=remedies(archive, scratch.parent, tried=True)
+        )
 
 
 def _one_line(error: Exception) -> str:

@@ -31,11 +31,13 @@ def prepare(root: Path, *, download: bool) -> None:
         return
     remedy = (
         "pass --data.root=FOLDER where FOLDER holds FashionMNIST/raw,\n"
-        "or allow the download with --data.download=true,\n"
         "or use images drawn by code instead: --data.dataset=synthetic"
     )
     if not download:
-        raise DataError(f"there is no FashionMNIST in {root}, and --data.download=false", remedy=remedy)
+        raise DataError(
+            f"there is no FashionMNIST in {root}, and --data.download=false",
+            remedy=f"allow the download with --data.download=true,\nor {remedy}",
+        )
     with staging(root) as scratch:
         try:
             FashionMNIST(scratch, download=True)

@@ -112,6 +112,11 @@ class TrainSampler:
         size, parts, least = self.batch_size, self._num_equal_parts, self._least_batch
         if size >= least and size % parts == 0:
             return
+        if size < 1:
+            raise ConfigError(
+                f"--data.batch_size={size} is the global batch, and one has at least a sample",
+                remedy=f"pass --data.batch_size={least} or more",
+            )
         nearest = sorted({max(size // parts * parts, least), max(-(-size // parts) * parts, least)})
         raise ConfigError(
             f"--data.batch_size={size} is the global batch and does not divide among {self._cut}",

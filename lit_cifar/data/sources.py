@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 from lit_cifar.data import cifar10, fashion_mnist, synthetic
 from lit_cifar.data.cifar10 import Split
 from lit_cifar.data.images import ImageSet
-from lit_cifar.errors import ConfigError
+from lit_cifar.errors import ConfigError, nearest
 
 DatasetName: TypeAlias = Literal["cifar10", "fashion_mnist", "synthetic"]
 
@@ -65,7 +65,9 @@ def dataset_info(name: DatasetName) -> DatasetInfo:
         ConfigError: If there is no data set of that name.
     """
     if name not in _INFO:
-        raise ConfigError(f"there is no data set {name!r}", remedy=f"choose one of {', '.join(_INFO)}")
+        meant = nearest(name, _INFO)
+        guess = "" if meant is None else f"did you mean {meant}? "
+        raise ConfigError(f"there is no data set {name!r}", remedy=f"{guess}choose one of {', '.join(_INFO)}")
     return _INFO[name]
 
 

@@ -14,7 +14,7 @@ Stem = Literal["cifar", "strided", "imagenet"]
 
 # Blocks per stage: He et al., "Deep residual learning for image recognition", 2016, table 1. ResNet10, with one block
 # a stage, is not in the paper: it is the small net for tests.
-_BLOCKS: dict[str, list[int]] = {"resnet10": [1, 1, 1, 1], "resnet18": [2, 2, 2, 2], "resnet34": [3, 4, 6, 3]}
+BLOCKS: dict[str, list[int]] = {"resnet10": [1, 1, 1, 1], "resnet18": [2, 2, 2, 2], "resnet34": [3, 4, 6, 3]}
 
 _STRIDES: dict[str, int] = {"cifar": 1, "strided": 2}
 
@@ -37,7 +37,7 @@ def build_resnet(
         A network from float (n, 3, 32, 32) to logits (n, num_classes).
     """
     norm_layer = None if batchnorm_chunks is None else partial(ChunkedBatchNorm2d, chunks=batchnorm_chunks)
-    network = ResNet(BasicBlock, _BLOCKS[arch], num_classes=num_classes, norm_layer=norm_layer)
+    network = ResNet(BasicBlock, BLOCKS[arch], num_classes=num_classes, norm_layer=norm_layer)
     if stem != "imagenet":
         network.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=_STRIDES[stem], padding=1, bias=False)
         nn.init.kaiming_normal_(network.conv1.weight, mode="fan_out", nonlinearity="relu")  # as ResNet's own
