@@ -37,7 +37,7 @@ REFUSED = {
         ["did you mean --trainer.strategy=PipelineStrategy?", "the known ones: ddp, "],
     ),
     "nothing alike": (["--model.optimizer=qqq"], ["--model.optimizer=qqq: there is no such class", "--help"]),
-    "no batch": (["--data.batch_size=0"], ["--data.batch_size=0 is the global batch", "--data.batch_size=1 or more"]),
+    "no batch": (["--data.batch_size=0"], ["--data.batch_size=0 is the global batch", "pass --data.batch_size=128"]),
     "classes": (["--model.num_classes=11"], ["synthetic has 10", "--model.num_classes=10"]),
 }
 

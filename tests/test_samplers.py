@@ -166,8 +166,6 @@ def test_a_step_beyond_the_epoch_is_refused(step: int) -> None:
         (100, Layout(num_shards=2, replicas_per_shard=4), 1, "--data.batch_size=96 or --data.batch_size=104"),
         (100, Layout(num_shards=4), 3, "--data.batch_size=96 or --data.batch_size=108"),
         (2, Layout(num_shards=4), 1, "--data.batch_size=4"),
-        (0, Layout(num_shards=4), 1, "--data.batch_size=4"),
-        (-3, Layout(num_shards=4), 1, "--data.batch_size=4"),
     ],
 )
 def test_a_batch_that_does_not_divide_names_the_nearest_that_do(
@@ -203,6 +201,14 @@ def test_four_replicas_in_one_process_cut_a_ragged_batch_unevenly(rest: int, fin
             sampler.check()
 
 
+@pytest.mark.parametrize("batch_size", [0, -3])
+@pytest.mark.parametrize(("layout", "usual"), [(Layout(), 128), (Layout(num_shards=3, num_microbatches=2), 132)])
+def test_a_batch_of_none_is_answered_with_one_that_can_be_cut(batch_size: int, layout: Layout, usual: int) -> None:
+    with pytest.raises(ConfigError, match=rf"at least a sample\n.*--data.batch_size={usual}$"):
+        TrainSampler(num_samples=1344, batch_size=batch_size, layout=layout).check()
+    TrainSampler(num_samples=1344, batch_size=usual, layout=layout, drop_last=True).check()
+
+
 @pytest.mark.parametrize(
     ("batch_size", "layout", "accumulation", "cut", "nearest"),
     [
@@ -212,7 +218,6 @@ def test_four_replicas_in_one_process_cut_a_ragged_batch_unevenly(rest: int, fin
         (4, Layout(num_microbatches=4), 1, "1 replica x 4 microbatches of at least 2 samples", "8"),
         (9, Layout(num_microbatches=4), 1, "1 replica x 4 microbatches of at least 2 samples", "8 12"),
         (3, Layout(num_shards=2, num_microbatches=4), 1, "2 replicas x 4 microbatches", "16"),
-        (0, Layout(num_microbatches=4), 1, "1 replica x 4 microbatches", "8"),
     ],
 )
 def test_a_batch_that_does_not_divide_among_microbatches_names_the_nearest_that_do(

@@ -11,6 +11,8 @@ from lit_cifar.data.keyed import Purpose, keyed_permutation
 from lit_cifar.errors import ConfigError
 from lit_cifar.layout import Layout
 
+_USUAL_BATCH = 128  # the data module's default
+
 
 class Part(NamedTuple):
     """One process's samples of one step: `ids` is int64, (n,); `weight` as in `lit_cifar.data.images.Batch`."""
@@ -115,7 +117,7 @@ class TrainSampler:
         if size < 1:
             raise ConfigError(
                 f"--data.batch_size={size} is the global batch, and one has at least a sample",
-                remedy=f"pass --data.batch_size={least} or more",
+                remedy=f"pass --data.batch_size={-(-_USUAL_BATCH // parts) * parts}",
             )
         nearest = sorted({max(size // parts * parts, least), max(-(-size // parts) * parts, least)})
         raise ConfigError(
