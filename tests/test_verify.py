@@ -274,9 +274,11 @@ def tf32() -> Iterator[list[Any]]:
     """Allowed during the test; what has the switches."""
     users = [torch.backends.cudnn, torch.backends.cuda.matmul]
     before = [user.allow_tf32 for user in users]
+    deterministic = torch.backends.cudnn.deterministic
     for user in users:
         user.allow_tf32 = True
     yield users
+    torch.backends.cudnn.deterministic = deterministic
     for user, allowed in zip(users, before, strict=True):
         user.allow_tf32 = allowed
 

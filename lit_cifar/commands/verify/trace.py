@@ -59,6 +59,7 @@ class Trace(L.Callback):
         """Before the strategy has touched the network: plant the bug, choose the kernels."""
         # TF32 has 10 bits: the plain kernels do not, and the tolerance would be the distance between the two.
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.deterministic = True  # processes of `tp` that compute the same must get the same bits
         if self.bug is not None:
             plant(self.bug, trainer, pl_module, self.folder)
         if self.order == "plain_kernels":
