@@ -17,8 +17,9 @@ from lit_cifar.errors import ConfigError
 
 _DESCRIPTION = """\
 Train a configuration for a few steps in each mode, and compare it step by step with the single-device computation that
-the mode is equal to: losses, parameters, BatchNorm buffers, optimizer state, sample ids, evaluation counts, and the
-checkpoint loaded back. The tolerance is measured: the same run with sums in another order, in the same precision.
+the mode is equal to: losses, parameters, BatchNorm buffers, optimizer state, sample ids, logged metrics, evaluation
+counts, and the checkpoint loaded back; and every process with those that must hold the same, bit for bit. The
+tolerance is measured: the same run with sums in another order, in the same precision.
 Every other argument is passed on to `fit`, e.g. --config FILE, --model.stem=strided, --trainer.precision=64-true.
 Without --config: ResNet34 on synthetic images."""
 
