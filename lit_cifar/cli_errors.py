@@ -76,6 +76,8 @@ class Parser(LightningArgumentParser):
     def _nearest(self, message: str) -> str | None:
         """What an option that does not exist may have meant; None if nothing is near."""
         found = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
+        # Options are long and begin alike: near is what differs in less than words do.
+        near = get_close_matches(found[1], self._option_string_actions, n=1, cutoff=0.75) if found else []
         near = get_close_matches(found[1], self._option_string_actions, n=1, cutoff=0.75) if found else []
         return near[0] if near else None
 
