@@ -103,24 +103,7 @@ def _run(words: list[str], *, args: list[str] | None) -> None:
     if words and words[0] in COMMANDS:
         raise SystemExit(COMMANDS[words[0]](words[1:]))
     check_command(words)
-    CLI(
-        LitResNet,
-        CIFAR10DataModule,
-        args=args,
-        parser_class=Parser,
-        parser_kwargs={
-            "prog": PROGRAM,
-            "description": _DESCRIPTION,
-            "epilog": _EPILOG,
-            "formatter_class": _HelpFormatter,
-            "version": __version__,
-        },
-        save_config_callback=_SaveConfig,
-        seed_everything_default=0,
-        trainer_defaults={"max_epochs": 15, "enable_model_summary": False, "callbacks": _callbacks()},
-        auto_configure_optimizers=False,
-        load_from_checkpoint_support=False,
-    )
+    CLI(words, args=args)
 
 
 class CLI(LightningCLI):
@@ -138,6 +121,27 @@ class CLI(LightningCLI):
     weights: dict[str, Any] | None = None
     own_loggers: list[Namespace] = []  # noqa: RUF012  # likewise
 
+    def __init__(self, words: Sequence[str], *, args: list[str] | None) -> None:
+        self._named = next((word for word in words[:1] if word in self.subcommands()), None)
+        super().__init__(
+            LitResNet,
+            CIFAR10DataModule,
+            args=args,
+            parser_class=Parser,
+            parser_kwargs={
+                "prog": PROGRAM,
+                "description": _DESCRIPTION,
+                "epilog": _EPILOG,
+                "formatter_class": _HelpFormatter,
+                "version": __version__,
+            },
+            save_config_callback=_SaveConfig,
+            seed_everything_default=0,
+            trainer_defaults={"max_epochs": 15, "enable_model_summary": False, "callbacks": _callbacks()},
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+        )
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """What belongs to neither trainer, model nor data."""
         parser.add_argument(
@@ -154,9 +158,12 @@ class CLI(LightningCLI):
         )
         parser.add_lightning_class_args(BestCheckpoint, "best_checkpoint")
         parser.add_lightning_class_args(LastCheckpoint, "last_checkpoint")
+        parser.add_lightning_class_args(EvaluationFigures, "figures")
         parser.add_lightning_class_args(Watchdog, "watchdog")
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        if self._named not in (None, subcommand):
+            return self.init_parser(**kwargs)  # the options of the others take long to find, and nobody asks for them
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         for action in parser._actions:
             action.help = _HELP.get(action.dest, action.help)
@@ -348,7 +355,6 @@ def _callbacks() -> list[L.Callback]:
         LearningRateMonitor(),
         Throughput(),
         PerRankAccuracy(),
-        EvaluationFigures(),
         ModelGraph(),
         FinalSettings(),
         PredictionWriter(),

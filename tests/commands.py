@@ -23,6 +23,7 @@ TINY = [
     "--trainer.accelerator=cpu",
     "--trainer.enable_progress_bar=false",
     "--trainer.log_every_n_steps=1",
+    "--figures.every_n_epochs=0",
 ]
 
 

@@ -57,8 +57,8 @@ def _joined_by_and(words: list[str]) -> list[list[str]]:
 
 
 @cache
-def fit_parser() -> Any:
-    """The parser of fit, validate, test and predict: to build it takes longer than to parse a command."""
+def parser_of(subcommand: str) -> Any:
+    """The parser of fit, validate, test or predict: to build it takes longer than to parse a command."""
     found: list[Any] = []
 
     def keep(cli: CLI, parser: Any, args: Any) -> None:
@@ -67,7 +67,7 @@ def fit_parser() -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CLI, "parse_arguments", keep)
-        run_here("fit")
+        run_here(subcommand)
     return found[0]
 
 

@@ -10,8 +10,8 @@ TESTED = ["--data.num_test=10000"]
 
 def run_mode(mode: str, subcommand: str, *args: str | Path, devices: int = 2) -> None:
     """One process is enough for `single` and `dp`: they run here, which saves the start of a process."""
-    run = run_here if mode in ("single", "dp") else launch
-    result = run(subcommand, *TINY, *mode_flags(mode, devices), *args)
+    command = [subcommand, *TINY, *mode_flags(mode, devices), *args]
+    result = run_here(*command) if mode in ("single", "dp") else launch(*command, ranks=devices)
     assert result.status == 0, result.stderr
 
 

@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from documents import BENCHMARKS, PAGES, ROOT, blocks, commit_of, exists_at, fit_parser, inline_commands, is_in_history
+from documents import BENCHMARKS, PAGES, ROOT, blocks, commit_of, exists_at, inline_commands, is_in_history, parser_of
 from parts import in_part
 from torch.distributed.run import get_args_parser
 
@@ -65,16 +65,16 @@ def check_program(args: list[str]) -> None:
             chaos_parser().parse_args(args[1:])
         case "verify":
             _, rest = verify_parser().parse_known_args(args[1:])
-            fit_parser().parse_args(["fit", *rest])
+            parser_of("fit").parse_args(["fit", *rest])
         case _:
-            fit_parser().parse_args([arg.replace("RUN/config.yaml", "configs/quickstart.yaml") for arg in args])
+            parser_of(args[0]).parse_args([arg.replace("RUN/config.yaml", "configs/quickstart.yaml") for arg in args])
 
 
 def check_benchmark(script: str, args: list[str]) -> None:
     parser: ArgumentParser = import_module(script).parser()
     _, rest = parser.parse_known_args(args)
     if script == "loss_curves":
-        fit_parser().parse_args(["fit", *rest])
+        parser_of("fit").parse_args(["fit", *rest])
     else:
         assert rest == []
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import counts
-from documents import BENCHMARKS, PAGES, RECORDS, ROOT, blocks, fit_parser, is_in_history
+from documents import BENCHMARKS, PAGES, RECORDS, ROOT, blocks, is_in_history, parser_of
 from PIL import Image
 
 README, DOCS = ROOT / "README.md", ROOT / "docs"
@@ -102,7 +102,7 @@ def test_settings_that_are_refused_today_name_the_program_that_reads_them(config
     subcommand = "test" if config.parent.name == "test" else "fit"
     refused = False
     try:
-        fit_parser().parse_args([subcommand, "--config", str(config)])
+        parser_of(subcommand).parse_args([subcommand, "--config", str(config)])
     except SystemExit:
         refused = True
     assert not refused or re.search(r"git checkout [0-9a-f]{7}", page(record_of(config)))
