@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
 from parts import in_part
@@ -33,6 +34,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 adopt_orphans()
+# Several processes run the tests, and those of a run share the cores as well: more threads only wait for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -21,13 +21,17 @@ def children() -> set[int]:
     found = set()
     for process in psutil.Process().children(recursive=True):
         try:
-            if process.pid == forkserver._forkserver._forkserver_pid:
-                continue
-            if is_running(process) and "resource_tracker" not in " ".join(process.cmdline()):
+            if is_running(process) and not _is_kept(process):
                 found.add(process.pid)
         except psutil.NoSuchProcess:
             continue
     return found
+
+
+def _is_kept(process: psutil.Process) -> bool:
+    """Whether multiprocessing keeps it for good: the process from which others are forked, and one that tidies up."""
+    kept = process.pid == forkserver._forkserver._forkserver_pid
+    return kept or "resource_tracker" in " ".join(process.cmdline())
 
 
 def marked(folder: Path) -> list[psutil.Process]:
@@ -35,7 +39,8 @@ def marked(folder: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get("TMPDIR", "").startswith(str(folder)) and is_running(process):
+            mine = process.environ().get("TMPDIR", "").startswith(str(folder))
+            if mine and is_running(process) and not _is_kept(process):
                 found.append(process)
         except psutil.Error:
             continue

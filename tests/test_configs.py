@@ -18,7 +18,7 @@ SHORT = ["--trainer.max_steps=2", "--trainer.log_every_n_steps=1", "--trainer.li
 def processes(config: Path) -> int:
     """Processes to start a configuration in; 0 where this one will do."""
     trainer = yaml.safe_load(config.read_text()).get("trainer", {})
-    if trainer.get("strategy") in (None, "dp", "mp"):
+    if trainer.get("strategy") in (None, "auto", "dp", "mp"):
         return 0
     if trainer["strategy"] == "ddp_spawn":  # which starts its own
         return 1

@@ -16,7 +16,7 @@ from lit_cifar.strategies.replicate import replica_of
 PACKAGE = Path(lit_cifar.__file__).parent
 # Each part may import the parts before it.
 LAYERS = [
-    {"errors", "parent", "layout", "accuracy", "csv_files"},
+    {"errors", "parent", "layout", "accuracy", "csv_files", "output"},
     {"models"},
     {"checkpoints"},
     {"data", "optimizers", "schedules", "checkpoint_files", "watchdog"},
