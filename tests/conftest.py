@@ -1,6 +1,7 @@
 """What holds for every test: it leaves no process, no process group and nothing that is set for this one behind."""
 
 import logging
+import multiprocessing
 import os
 import signal
 import time
@@ -34,6 +35,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 adopt_orphans()
+# `torch.multiprocessing.start_processes` may fork its processes too, as `lit_cifar.commands.forked` does.
+multiprocessing.set_forkserver_preload(["lit_cifar.cli"])
 # Several processes run the tests, and those of a run share the cores as well: more threads only wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
@@ -41,6 +44,13 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="K/N", help="run every Nth of the chosen tests, from the Kth on")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Let one process run what shares a fixture of its module: else each that runs tests makes it for itself."""
+    fixtures = [fixture for found in item._fixtureinfo.name2fixturedefs.values() for fixture in found]
+    if any(fixture.scope == "module" for fixture in fixtures):
+        item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.hookimpl(trylast=True)  # of the tests that -m and -k have left

@@ -271,7 +271,7 @@ def saved_after_a_step(kind: str, network: nn.Module, pipeline: Pipeline) -> lis
 def by_processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, object]]]:
     """What the two processes found, by schedule. One start of processes serves all tests."""
     folder = tmp_path_factory.mktemp("pipeline")
-    mp.spawn(run_schedules, args=(str(folder),), nprocs=2)
+    mp.start_processes(run_schedules, args=(str(folder),), nprocs=2, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 

@@ -105,7 +105,7 @@ def refuses_one_value(rank: int) -> bool:
 def by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
     """What each of three gloo processes found for each case."""
     folder = tmp_path_factory.mktemp("cases")
-    mp.spawn(run_cases, args=(3, str(folder)), nprocs=3)
+    mp.start_processes(run_cases, args=(3, str(folder)), nprocs=3, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(3)]
 
 

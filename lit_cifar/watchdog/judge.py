@@ -196,12 +196,12 @@ def _of_late(late: Mapping[int, Peer], now: float) -> Verdict | None:
 
 
 def _reporter(peers: Mapping[int, Peer], verdict: Verdict, *, now: float, patience_s: float) -> int:
-    """The lowest rank that can still speak."""
+    """The lowest rank that can still speak, of those that have not finished if there are any."""
     able = [
         rank
         for rank, peer in peers.items()
-        if not peer.beat.over and (peer.sight.state == "running" or now - peer.heard_at <= patience_s)
+        if peer.sight.state == "running" or now - peer.heard_at <= patience_s
         if peer.sight.state not in ("gone", "stopped")
         if rank != verdict.rank or verdict.kind == "failed"
     ]
-    return min(able, default=verdict.rank)
+    return min(able, key=lambda rank: (peers[rank].beat.over, rank), default=verdict.rank)

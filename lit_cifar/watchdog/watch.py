@@ -71,7 +71,7 @@ class Watch(threading.Thread):
         self._activity = Activity(peers=peers, memory_s=timeout_s / 2, clock=progress.clock)
         self._failure = ""
         self._quiet = False
-        self._over = False
+        self._over = self._told = False
         self._number = 0
         self._stack = ""
         self._wake, self._closed, self._concluded = threading.Event(), threading.Event(), threading.Event()
@@ -121,7 +121,8 @@ class Watch(threading.Thread):
                 return verdict
             if self._over:
                 farewell_at = farewell_at or time.monotonic()
-                if not self._is_needed() or time.monotonic() - farewell_at > _FAREWELL_S:
+                done = self._told and not self._is_needed()
+                if done or time.monotonic() - farewell_at > _FAREWELL_S:
                     return None
             self._wake.wait(BEAT_S / 10 if self._over else BEAT_S)
             self._wake.clear()
@@ -133,7 +134,10 @@ class Watch(threading.Thread):
         sights = self._sights()
         if self._store_host in sights and sights[self._store_host].state == "gone":
             self._board.give_up()
-        news = self._board.exchange(self._beat(), wait_s=BEAT_S)
+        beat = self._beat()
+        news = self._board.exchange(beat, wait_s=BEAT_S)
+        # Else the others would take the end of this process for that of one that was killed.
+        self._told = beat.over and (news is not None or self._board.lost)
         if news is not None and news.verdict is not None:
             return news.verdict
         if news is None and not self._board.lost:
