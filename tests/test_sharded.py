@@ -73,7 +73,8 @@ def test_a_mode_goes_on_from_one_device_as_one_device_does(case: str, tmp_path: 
     assert run_here("fit", *SETTINGS, *alone, *shared, f"--run_dir={tmp_path / 'first'}").status == 0
     resume = [*SETTINGS, *shared, "--trainer.max_epochs=2", f"--ckpt_path={tmp_path}/first/checkpoints/last.ckpt"]
     assert run_here("fit", *resume, *alone, f"--run_dir={tmp_path / 'alone'}").status == 0
-    result = launch("fit", *resume, *mode, f"--run_dir={tmp_path / 'mode'}", timeout_s=200, ranks=2)
+    num_processes = int(next(flag for flag in mode if "devices" in flag).partition("=")[2])
+    result = launch("fit", *resume, *mode, f"--run_dir={tmp_path / 'mode'}", timeout_s=200, ranks=num_processes)
     assert ("has no effect" in result.stderr) == (case == "tp")
     found, expected, before = (state_of(tmp_path / run) for run in ("mode", "alone", "first"))
     assert list(found) == list(expected)
