@@ -24,6 +24,7 @@ from lit_cifar.data import Batch
 from lit_cifar.errors import ConfigError, Stopped
 from lit_cifar.watchdog import Beat, Board, Progress, Verdict, Watch, activity, first_beat, process
 from lit_cifar.watchdog.beat import stack_of
+from lit_cifar.watchdog.board import News
 from lit_cifar.watchdog.judge import Peer, judge, updated
 from lit_cifar.watchdog.process import Sight
 from lit_cifar.watchdog.progress import FIRST_TIME_S
@@ -378,6 +379,26 @@ def test_processes_that_leave_end_nothing(capsys: pytest.CaptureFixture[str]) ->
         assert not thread.is_alive()
     assert not pair.ended
     assert not capsys.readouterr().err
+
+
+def test_who_leaves_waits_until_its_last_beat_has_arrived() -> None:
+    """The store of a crowded machine answers late; a process that ends before would be taken for killed."""
+    pair = Pair().start()
+    board = pair.watches[1]._board
+    exchange, delays_s = board._exchange, [1.5]
+
+    def answer_late(beat: Beat) -> News:
+        if beat.over and delays_s:
+            time.sleep(delays_s.pop())
+        return exchange(beat)
+
+    board._exchange = answer_late
+    pair.watches[1].leave()
+    assert not delays_s
+    assert Beat.from_json(board._store.get("beat1")).over
+    pair.watches[0].leave()
+    pair.join()
+    assert not pair.ended
 
 
 def test_the_one_that_does_not_get_on_is_found(capsys: pytest.CaptureFixture[str]) -> None:
