@@ -14,6 +14,8 @@ import pytest
 from commands import TINY, launch
 from processes import is_running, marked
 
+from lit_cifar.commands.chaos.job import wait_until
+
 LONG = ["--trainer.max_epochs=1000", "--trainer.check_val_every_n_epoch=1000"]
 MODES = {
     "ddp": ["--trainer.strategy=ddp", "--trainer.devices=2"],
@@ -37,7 +39,7 @@ def test_one_failing_stage_ends_the_whole_pipeline(rank: int, tmp_path: Path, mo
     assert result.status == 1
     assert f"rank {rank} fails at step 1" in result.stderr
     assert not list((tmp_path / "tmp").iterdir())
-    assert not marked(tmp_path)  # and so no open port
+    assert wait_until(lambda: not marked(tmp_path), limit_s=10, poll_s=0.1)  # and so no open port
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)])
