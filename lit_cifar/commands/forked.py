@@ -72,8 +72,13 @@ class ForkedRun:
         for process in self._processes:
             process.kill()  # which may not lead its session yet
             with suppress(ProcessLookupError):
-                os.killpg(process.pid or 0, signal.SIGKILL)
+                os.killpg(_pid(process), signal.SIGKILL)
             process.join()
+
+
+def _pid(process: ForkServerProcess) -> int:
+    assert process.pid is not None, "it has been started"  # 0 would be the group of this very process
+    return process.pid
 
 
 def _start(words: Sequence[str], environment: Mapping[str, str], *, stdout: Path, stderr: Path) -> ForkServerProcess:
