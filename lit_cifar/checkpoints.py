@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lit_cifar.errors import CheckpointError
-from lit_cifar.models.resnet import BLOCKS
+from lit_cifar.models.resnet import BLOCKS, NUM_FEATURES
 
 _KEY = "lit_cifar"
 _PREFIX = "network."
@@ -84,8 +84,9 @@ class Header:
     def _of_weights(self, weights: Mapping[str, Tensor]) -> "Header":
         """What the shapes say; of two stems with equal shapes, this one's."""
         num_blocks = [len({key.split(".")[1] for key in weights if key.startswith(f"layer{i}.")}) for i in range(1, 5)]
-        archs = [arch for arch, blocks in BLOCKS.items() if blocks == num_blocks]
-        if not archs or "layer1.0.conv3.weight" in weights or not {"conv1.weight", "fc.weight"} <= weights.keys():
+        num_features = weights["fc.weight"].shape[-1] if "fc.weight" in weights else 0
+        archs = [arch for arch in BLOCKS if BLOCKS[arch] == num_blocks and NUM_FEATURES[arch] == num_features]
+        if not archs or "layer1.0.conv3.weight" in weights or "conv1.weight" not in weights:
             raise CheckpointError(
                 f"these weights are not those of {', '.join(BLOCKS)}",
                 remedy=_OTHER,

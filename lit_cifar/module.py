@@ -34,7 +34,7 @@ class LitResNet(L.LightningModule):
     The default recipe is meant for 15 epochs of CIFAR-10 at a global batch of 128.
 
     Args:
-        arch: Depth of the network; "resnet10" is the small one for tests.
+        arch: Depth of the network; "tiny" and "resnet10" are small ones for tests.
         stem: "cifar" keeps the full 32 x 32 resolution; "strided" halves it, 4 times cheaper; "imagenet" is
             torchvision's own, 16 times cheaper.
         num_classes: Size of the logits.

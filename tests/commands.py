@@ -12,7 +12,7 @@ from lit_cifar.cli import main
 from lit_cifar.commands.forked import ForkedRun
 
 TINY = [
-    "--model.arch=resnet10",
+    "--model.arch=tiny",
     "--model.stem=imagenet",
     "--data.dataset=synthetic",
     "--data.num_train=96",

@@ -100,6 +100,12 @@ def test_weights_of_torchvision_are_known_by_their_shapes(arch: str) -> None:
             asked.check_weights(weights, any_classes=True)
 
 
+@pytest.mark.parametrize("arch", ["tiny", "resnet10"])
+def test_networks_of_equal_depth_are_told_apart_by_their_width(arch: str) -> None:
+    weights = build_resnet(arch, stem="imagenet").state_dict()
+    Header(arch=arch, stem="imagenet", num_classes=10).check_weights(weights, any_classes=False)
+
+
 def test_weights_of_other_networks_are_refused() -> None:
     with torch.device("meta"):
         others = [torchvision.models.resnet50().state_dict(), torchvision.models.alexnet().state_dict()]
@@ -116,7 +122,7 @@ def test_weights_without_some_names_do_not_fit() -> None:
 
 
 def test_a_training_begins_with_given_weights_and_a_classifier_of_its_own(tmp_path: Path) -> None:
-    given = build_resnet("resnet10", stem="imagenet", num_classes=1000).state_dict()
+    given = build_resnet("tiny", stem="imagenet", num_classes=1000).state_dict()
     torch.save(given, tmp_path / "given.pth")
     flags = [*TINY, f"--ckpt_path={tmp_path / 'given.pth'}"]
     keep = ["--trainer.callbacks+=recorder.KeepFirstWeights", f"--trainer.callbacks.path={tmp_path / 'first.pt'}"]
@@ -124,7 +130,7 @@ def test_a_training_begins_with_given_weights_and_a_classifier_of_its_own(tmp_pa
     first = torch.load(tmp_path / "first.pt", weights_only=True)
     assert first.keys() == given.keys()
     assert all(first[name].equal(given[name]) for name in given if not name.startswith("fc."))
-    assert first["fc.weight"].shape == (10, 512)
+    assert first["fc.weight"].shape == (10, 64)
     position = read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")["position"]
     assert (position["epoch"], position["global_step"]) == (1, 5)
     refused = run_here("test", *flags)
@@ -133,7 +139,7 @@ def test_a_training_begins_with_given_weights_and_a_classifier_of_its_own(tmp_pa
 
 
 def test_given_weights_are_tested(tmp_path: Path) -> None:
-    torch.save(build_resnet("resnet10", stem="imagenet").state_dict(), tmp_path / "given.pth")
+    torch.save(build_resnet("tiny", stem="imagenet").state_dict(), tmp_path / "given.pth")
     result = run_here("test", *TINY, f"--ckpt_path={tmp_path / 'given.pth'}", f"--run_dir={tmp_path / 'run'}")
     assert result.status == 0, result.stderr
     assert counts(tmp_path / "run")["all"][1] == 100

@@ -9,8 +9,8 @@ from tiny_task import TinyData, TinyTask, fake_trainer, read_events, tiny_traine
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
-from lit_cifar.callbacks import tensorboard
-from lit_cifar.callbacks.tensorboard import FinalSettings, ModelGraph
+from lit_cifar.callbacks import EvaluationFigures, FinalSettings, ModelGraph, model_graph
+from lit_cifar.callbacks.tensorboard import main_settings
 from lit_cifar.models.resnet import build_resnet
 from lit_cifar.run_folder import run_loggers
 
@@ -29,9 +29,9 @@ def test_graph_shows_the_network_and_leaves_it_alone(
     before = {name: value.clone() for name, value in network.state_dict().items()}
     random_state = torch.get_rng_state()
     writer = SummaryWriter(str(tmp_path))
-    monkeypatch.setattr(tensorboard, "tensorboard_writer", lambda trainer: writer)
+    monkeypatch.setattr(model_graph, "tensorboard_writer", lambda trainer: writer)
 
-    ModelGraph().setup(fake_trainer(), module, "fit")
+    ModelGraph().setup(fake_trainer(callbacks=[EvaluationFigures()]), module, "fit")
     writer.close()
 
     operations = graph_nodes(read_events(tmp_path))
@@ -40,6 +40,13 @@ def test_graph_shows_the_network_and_leaves_it_alone(
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(child.training for child in network.modules())
     assert all(torch.equal(before[name], value) for name, value in network.state_dict().items())
+
+
+def test_no_graph_is_drawn_where_no_figures_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = SummaryWriter(str(tmp_path))
+    monkeypatch.setattr(model_graph, "tensorboard_writer", lambda trainer: writer)
+    ModelGraph().setup(fake_trainer(callbacks=[EvaluationFigures(every_n_epochs=0)]), nn.Module(), "fit")
+    writer.close()
 
 
 def test_fit_writes_graph_and_settings(tmp_path: Path) -> None:
@@ -72,7 +79,7 @@ def test_what_a_run_writes_again_is_hidden(tmp_path: Path, first_step: int) -> N
 def test_settings_are_flat(tmp_path: Path) -> None:
     trainer = tiny_trainer(tmp_path, logger=False)
     trainer.fit(TinyTask(), datamodule=TinyData())
-    assert tensorboard.main_settings(trainer, trainer.lightning_module) == {
+    assert main_settings(trainer, trainer.lightning_module) == {
         "data": "tiny",
         "batch_size": 8,
         "arch": "TinyTask",

@@ -1,10 +1,7 @@
-"""TensorBoard's writer, the network's graph, and the settings of a run beside its final metric."""
+"""TensorBoard's writer, and the settings of a run beside its final metric."""
 
-import copy
-import warnings
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.tensorboard import SummaryWriter
@@ -20,27 +17,6 @@ def tensorboard_writer(trainer: Trainer) -> SummaryWriter | None:
     """The run's TensorBoard writer; None on every rank but 0, and in runs that keep no TensorBoard events."""
     loggers = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
     return loggers[0].experiment if loggers and trainer.is_global_zero else None
-
-
-class ModelGraph(Callback):
-    """Draws `pl_module.network` into TensorBoard's Graphs tab before a fit starts.
-
-    A copy of the network is traced, on the CPU and in evaluation mode: BatchNorm statistics, training mode, device
-    and random state of the real one stay as they are. Before: some strategies then split the network.
-    """
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Trace and write, on rank 0."""
-        writer = tensorboard_writer(trainer) if stage == "fit" else None
-        if writer is None:
-            return
-        network = copy.deepcopy(pl_module.network).cpu().eval()  # type: ignore[union-attr]
-        example = torch.zeros(1, 3, 32, 32, dtype=next(network.parameters()).dtype)
-        with warnings.catch_warnings():
-            # add_graph knows no other tracer than the deprecated one.
-            warnings.filterwarnings("ignore", r"`torch\.jit\.trace", FutureWarning)
-            warnings.filterwarnings("ignore", r"`torch\.jit\.trace", DeprecationWarning)
-            writer.add_graph(network, example)
 
 
 class FinalSettings(Callback):

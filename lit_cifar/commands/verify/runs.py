@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,10 +80,17 @@ def _ended_at_last(forked: ForkedRun) -> Iterator[ForkedRun]:
         _running.discard(forked)
 
 
-def stop_all() -> None:
-    """End every run that other threads of this process wait for."""
-    for forked in list(_running):
-        forked.kill()
+@contextmanager
+def workers(num_at_once: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that wait for runs; whatever goes wrong inside, the runs end at once."""
+    pool = ThreadPoolExecutor(max_workers=num_at_once)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for forked in list(_running):
+            forked.kill()
+        pool.shutdown(wait=True)
 
 
 def refuse_if_invalid(outcome: Outcome) -> None:

@@ -1,10 +1,7 @@
 """Proof that `verify` can fail: mistakes are planted one by one, and each must be seen."""
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from os import cpu_count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,7 +13,7 @@ from lit_cifar.commands.verify.bugs import BUGS
 from lit_cifar.commands.verify.modes import Mode, modes
 from lit_cifar.commands.verify.planting import Bug
 from lit_cifar.commands.verify.records import Record
-from lit_cifar.commands.verify.runs import Outcome, stop_all
+from lit_cifar.commands.verify.runs import Outcome
 from lit_cifar.commands.verify.settings import Settings
 from lit_cifar.commands.verify.verifier import Report, Verifier
 
@@ -27,7 +24,7 @@ TIMEOUT_S = 300.0
 # A small net, in float64 where the bound is sharp. 27 images in batches of 16 make a full step, a ragged one, and one
 # of the second epoch; 15 images to evaluate do not divide among two processes.
 ARGS = (
-    "--model.arch=resnet10",
+    "--model.arch=tiny",
     "--model.stem=imagenet",
     "--model.optimizer.lr=0.02",
     "--data.num_train=42",
@@ -98,20 +95,13 @@ def _findings(verifier: Verifier, bugs: Sequence[Bug]) -> list[Finding]:
         mode = modes(devices)[name]
         cases += [(mode, None), *((mode, bug) for bug in bugs if (bug.mode, bug.devices) == (name, devices))]
     chunks = [verifier.chunks_of(mode) for mode, _ in cases]
-    with ExitStack() as stack, _workers() as pool:
-        references = dict(zip(dict.fromkeys(chunks), pool.map(verifier.reference, dict.fromkeys(chunks)), strict=True))
-        launched: dict[Future[Outcome], tuple[int, Path]] = {}
-        for number, (mode, bug) in enumerate(cases):
-            folder = stack.enter_context(verifier.run_folder(mode.name))
-            planted = None if bug is None else bug.name
-            launched[pool.submit(verifier.launch, mode, folder, bug=planted)] = number, folder
-        found: dict[int, Finding] = {}
-        for future in as_completed(launched):
-            number, folder = launched[future]
-            mode, bug = cases[number]
-            outcome = future.result()
-            row = verifier.judge(mode, outcome, folder, references[chunks[number]])
-            found[number] = _finding(mode, bug, row.problems, outcome, folder)
+    references = {key: verifier.reference(key) for key in dict.fromkeys(chunks)}
+    found: dict[int, Finding] = {}
+    planted = [(mode, None if bug is None else bug.name) for mode, bug in cases]
+    for number, outcome, folder in verifier.outcomes(planted):
+        mode, bug = cases[number]
+        row = verifier.judge(mode, outcome, folder, references[chunks[number]])
+        found[number] = _finding(mode, bug, row.problems, outcome, folder)
     return [found[number] for number in range(len(cases))]
 
 
@@ -123,18 +113,6 @@ def _finding(mode: Mode, bug: Bug | None, problems: list[str], outcome: Outcome,
     guard = GUARDS[said[-1][1]] if said else None
     seen = [said[-1][0].strip()] if said else problems
     return Finding(bug, mode.name, seen, finished, acted=Record(folder).acted, guard=guard)
-
-
-@contextmanager
-def _workers() -> Iterator[ThreadPoolExecutor]:
-    """Threads that wait for runs; whatever goes wrong here, the runs end at once."""
-    pool = ThreadPoolExecutor(max_workers=cpu_count())
-    try:
-        yield pool
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        stop_all()
-        pool.shutdown(wait=True)
 
 
 def findings_table(findings: Sequence[Finding], *, title: str) -> Table:

@@ -1,6 +1,7 @@
 """What the user's own flags and files amount to, as the command line itself resolves them."""
 
 from dataclasses import dataclass
+from os import cpu_count
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,16 @@ _OWNED = (
     "--resume",
 )
 
+_MAX_AT_ONCE = 8  # each holds some copies of the network on disk
+
+# What nobody looks at here; each of these takes longer than a step.
+_LEFT_OUT = (
+    "--trainer.enable_progress_bar=false",
+    "--trainer.num_sanity_val_steps=0",
+    "--figures.every_n_epochs=0",
+    "--best_checkpoint.save_top_k=0",
+)
+
 # Where rounding is one unit of the parameters. In mixed precision it is that of the computation, far coarser.
 _PRECISIONS = {"32": "32-true", "64": "64-true", "32-true": "32-true", "64-true": "64-true"}
 
@@ -66,7 +77,7 @@ class Settings:
             raise ConfigError(f"verify sets {owned[0].split('=')[0]} itself, for each mode", remedy="leave it out")
         own_config = any(arg.split("=")[0] in ("--config", "-c") for arg in args)
         flags = [*args] if own_config else [*DEFAULTS, *args]
-        flags += ["--trainer.enable_progress_bar=false", "--trainer.num_sanity_val_steps=0"]
+        flags += _LEFT_OUT
         outcome = run("fit", *flags, "--print_config", folder=folder)
         refuse_if_invalid(outcome)
         config = yaml.safe_load(outcome.stdout)
@@ -84,6 +95,11 @@ class Settings:
     def precision(self) -> str:
         """In full: "32-true" or "64-true"."""
         return _PRECISIONS[str(self.config["trainer"]["precision"] or "32-true")]
+
+    @property
+    def num_at_once(self) -> int:
+        """Runs that may share the machine: on the CPU most of a short one is its start, which uses one core."""
+        return min(cpu_count() or 1, _MAX_AT_ONCE) if self.config["trainer"]["accelerator"] == "cpu" else 1
 
     @property
     def accumulation(self) -> int:

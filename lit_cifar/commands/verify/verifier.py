@@ -4,7 +4,8 @@ import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future, as_completed
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from os import cpu_count
@@ -26,7 +27,7 @@ from lit_cifar.commands.verify.logged import METRIC_BOUND, logged_problems
 from lit_cifar.commands.verify.modes import Mode, chosen, in_words
 from lit_cifar.commands.verify.records import Record
 from lit_cifar.commands.verify.rows import Row
-from lit_cifar.commands.verify.runs import REFUSED, TIMEOUT_S, Outcome, refuse_if_invalid, run
+from lit_cifar.commands.verify.runs import REFUSED, TIMEOUT_S, Outcome, refuse_if_invalid, run, workers
 from lit_cifar.commands.verify.settings import Settings
 from lit_cifar.errors import ConfigError
 from lit_cifar.layout import Chunks
@@ -73,14 +74,22 @@ class Verifier:
         """The mode's single-device computation in words."""
         return in_words(self.chunks_of(mode), batch_size=self.settings.batch_size)
 
-    def row(self, mode: Mode) -> Row:
-        """Run the mode and compare it with its reference."""
-        reference = self.reference(self.chunks_of(mode))
-        with self.run_folder(mode.name) as folder:
-            outcome = self.launch(mode, folder)
-            if outcome.status == REFUSED:  # what only the mode itself could find: no failed proof
-                refuse_if_invalid(outcome)
-            return self.judge(mode, outcome, folder, reference)
+    def outcomes(self, cases: Sequence[tuple[Mode, str | None]]) -> Iterator[tuple[int, Outcome, Path]]:
+        """Run each mode, with its planted mistake if it has one; several at a time, as `Settings.num_at_once` says.
+
+        Yields:
+            As they end: the case's number, how it ended, and its folder, which is removed afterwards.
+        """
+        with ExitStack() as stack, workers(self.settings.num_at_once) as pool:
+            launched: dict[Future[Outcome], tuple[int, Path, ExitStack]] = {}
+            for number, (mode, bug) in enumerate(cases):
+                own = stack.enter_context(ExitStack())
+                folder = own.enter_context(self.run_folder(mode.name))
+                launched[pool.submit(self.launch, mode, folder, bug=bug)] = number, folder, own
+            for future in as_completed(launched):
+                number, folder, own = launched[future]
+                with own:
+                    yield number, future.result(), folder
 
     def launch(self, mode: Mode, folder: Path, *, bug: str | None = None) -> Outcome:
         """Run the mode in `folder`, with a planted mistake if there shall be one."""
@@ -163,20 +172,25 @@ class Verifier:
 
     def _measure(self, chunks: Chunks) -> Reference:
         name = in_words(chunks, batch_size=self.settings.batch_size)
-        record = Record(Path(tempfile.mkdtemp(prefix="reference-", dir=self.folder)))
-        self._fit_alone(f"reference: {name}", record.folder, chunks, {})
-        if self.settings.precision == "64-true":
+        exact = self.settings.precision == "64-true"
+        with ExitStack() as stack, workers(self.settings.num_at_once) as pool:
+            record = Record(Path(tempfile.mkdtemp(prefix="reference-", dir=self.folder)))
+            runs = [pool.submit(self._fit_alone, f"reference: {name}", record.folder, chunks, {})]
+            others = [] if exact else [Record(stack.enter_context(self.run_folder(order))) for order in OTHER_ORDERS]
+            for order, other in zip(OTHER_ORDERS, others, strict=False):
+                title = f"tolerance: {name}, {order.replace('_', ' ')}"
+                runs.append(pool.submit(self._fit_alone, title, other.folder, chunks, {"order": order}))
+            for run_alone in runs:
+                run_alone.result()
+            noise = [self._noise(other, record) for other in others]
+        if exact:
             return Reference(record, [dict.fromkeys(KINDS, EXACT_BOUND)] * self.steps)
-        noise = [list(self._noise(name, record, chunks, order)) for order in OTHER_ORDERS]
         dtype = next(iter(record.step(1)["state"].values())).dtype
         return Reference(record, measured_bounds(noise, eps=torch.finfo(dtype).eps))
 
-    def _noise(self, name: str, reference: Record, chunks: Chunks, order: str) -> Iterator[Bounds]:
-        """The largest differences of the reference from itself with sums in another order, step by step."""
-        with self.run_folder(order) as folder:
-            self._fit_alone(f"tolerance: {name}, {order.replace('_', ' ')}", folder, chunks, {"order": order})
-            for number in range(1, self.steps + 1):
-                yield largest(differences(Record(folder).step(number), reference.step(number)))
+    def _noise(self, other: Record, reference: Record) -> list[Bounds]:
+        """The largest differences of a run with sums in another order from the reference, step by step."""
+        return [largest(differences(other.step(k), reference.step(k))) for k in range(1, self.steps + 1)]
 
     def _fit_alone(self, title: str, folder: Path, chunks: Chunks, trace: dict[str, str]) -> None:
         flags = self.settings.length_flags(steps=self.steps, accumulation=1)
@@ -222,7 +236,7 @@ class Verifier:
             f"--run_dir={folder / 'run'}",
             *recording,
             folder=folder,
-            threads=max(1, (cpu_count() or 1) // processes),
+            threads=max(1, (cpu_count() or 1) // (processes * self.settings.num_at_once)),
             timeout_s=self.timeout_s,
             num_ranks=ranks,
         )
@@ -273,11 +287,15 @@ def verify(
 
 
 def verify_modes(verifier: Verifier, wanted: Sequence[Mode]) -> list[Row]:
-    """Rows in the order of `wanted`; the modes of one reference run one after the other, then it is forgotten."""
+    """Rows in the order of `wanted`; the modes of one reference run together, then it is forgotten."""
     chunks = {mode.name: verifier.chunks_of(mode) for mode in wanted}
     rows: dict[str, Row] = {}
     for key, group in groupby(sorted(wanted, key=lambda mode: repr(chunks[mode.name])), lambda m: chunks[m.name]):
-        rows |= {mode.name: verifier.row(mode) for mode in group}
+        reference, modes = verifier.reference(key), list(group)
+        for number, outcome, folder in verifier.outcomes([(mode, None) for mode in modes]):
+            if outcome.status == REFUSED:  # what only the mode itself could find: no failed proof
+                refuse_if_invalid(outcome)
+            rows[modes[number].name] = verifier.judge(modes[number], outcome, folder, reference)
         verifier.forget(key)
     return [rows[mode.name] for mode in wanted]
 
