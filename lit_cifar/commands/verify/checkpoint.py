@@ -27,10 +27,11 @@ def checkpoint_problems(path: Path, last: Step, *, config: Mapping[str, Any]) ->
     configuration's class.
     """
     checkpoint = read_checkpoint(path)
-    network = LitResNet(**checkpoint["lit_cifar"]).to(_dtype(last["state"])).network
-    optimizer = _optimizer(config["model"]["optimizer"], network)
+    with torch.device("meta"):  # to draw weights takes longer than to read these
+        network = LitResNet(**checkpoint["lit_cifar"]).network
     try:
-        network.load_state_dict(checkpoint["state_dict"], strict=True)
+        network.load_state_dict(checkpoint["state_dict"], strict=True, assign=True)
+        optimizer = _optimizer(config["model"]["optimizer"], network)
         optimizer.load_state_dict(checkpoint["optimizer_states"][0])
     except (RuntimeError, ValueError, KeyError, IndexError) as error:
         return [f"checkpoint: one device cannot load it: {str(error).splitlines()[0][:160]}"]

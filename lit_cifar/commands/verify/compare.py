@@ -50,9 +50,15 @@ def difference(found: Tensor, expected: Tensor) -> float:
         return math.inf
     if not expected.numel():
         return 0.0
-    a, b = found.detach().to("cpu", torch.float64), expected.detach().to("cpu", torch.float64)
-    gap = float((a - b).abs().max() / b.abs().max().clamp(min=1.0))
+    dtype = torch.promote_types(torch.promote_types(found.dtype, expected.dtype), torch.float32)
+    a, b = found.detach().to("cpu", dtype), expected.detach().to("cpu", dtype)
+    gap = _largest_size(a - b) / max(1.0, _largest_size(b))
     return gap if math.isfinite(gap) else math.inf
+
+
+def _largest_size(tensor: Tensor) -> float:
+    """NaN if any element is; `abs().max()` would make a copy."""
+    return max(abs(float(extreme)) for extreme in torch.aminmax(tensor))
 
 
 def tensors(step: Step, *, like: Step) -> dict[str, dict[str, Tensor]]:
