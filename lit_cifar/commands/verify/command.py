@@ -7,6 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lit_cifar.commands.terminal import CommandParser, about, console, exit_orderly_when_terminated, say, writable
 from lit_cifar.commands.verify.compare import EXACT_BOUND, FLOOR_ULP, NOISE_FACTOR
 from lit_cifar.commands.verify.rows import Row
@@ -38,6 +40,7 @@ def main(args: list[str]) -> int:
     rules = {"noise_factor": NOISE_FACTOR, "floor_ulp": FLOOR_ULP, "float64": EXACT_BOUND}
     record = about() | {"rules": rules}
     exit_orderly_when_terminated()
+    torch.set_num_threads(1)  # the other cores belong to the runs, beside which this process compares
     try:
         content = _self_test() if options.self_test else _verify(options, rest)
     except KeyboardInterrupt:
