@@ -7,6 +7,7 @@ Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, give the 
 """
 
 from enum import IntEnum
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -40,10 +41,10 @@ def keyed_bits(ids: Tensor, *, seed: int, epoch: int, purpose: Purpose) -> Tenso
     Returns:
         int64, the shape and device of `ids`; all 64 bits are random.
     """
-    key = torch.zeros((), dtype=torch.int64)
+    key = 0  # of Python, as no device need know it
     for word in (seed, epoch, int(purpose)):
-        key = _mix((key ^ word) + _GOLDEN)
-    return _mix((ids + 1) * _GOLDEN + int(key))
+        key = _int64(_mix((key ^ word) + _GOLDEN))
+    return _mix((ids + 1) * _GOLDEN + key)
 
 
 def keyed_integers(ids: Tensor, bound: int, *, seed: int, epoch: int, purpose: Purpose) -> Tensor:
@@ -58,13 +59,21 @@ def keyed_permutation(num_samples: int, *, seed: int, epoch: int, purpose: Purpo
     return torch.argsort(bits, stable=True)
 
 
-def _mix(z: Tensor) -> Tensor:
-    """SplitMix64's finaliser, on int64."""
+_Word = TypeVar("_Word", int, Tensor)
+
+
+def _mix(z: _Word) -> _Word:
+    """SplitMix64's finaliser, on int64, or on the low 64 bits of Python's unbounded integers."""
     z = (z ^ _shift_right(z, 30)) * _MULTIPLIERS[0]
     z = (z ^ _shift_right(z, 27)) * _MULTIPLIERS[1]
     return z ^ _shift_right(z, 31)
 
 
-def _shift_right(z: Tensor, places: int) -> Tensor:
+def _shift_right(z: _Word, places: int) -> _Word:
     """Logical shift: int64's own is arithmetic and drags the sign bit along."""
     return (z >> places) & ((1 << (64 - places)) - 1)
+
+
+def _int64(z: int) -> int:
+    """The low 64 bits of `z`, as an int64 has them."""
+    return (z + 2**63) % 2**64 - 2**63
