@@ -1,11 +1,15 @@
 """Augmentation is a function of (seed, epoch, sample id), and integer work throughout."""
 
+from hashlib import sha256
+
 import pytest
 import torch
+from counting import Operators
 from torch import Tensor
+from torch.nn import functional as F
 
-from lit_cifar.data.augment import Augmentation
-from lit_cifar.data.keyed import Purpose, keyed_bits, keyed_integers
+from lit_cifar.data.augment import Augmentation, crop_by_gather, crop_by_slices
+from lit_cifar.data.keyed import Purpose, keyed_bits, keyed_integers, keyed_permutation
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -43,6 +47,52 @@ def test_the_whole_batch_equals_one_image_at_a_time(images: Tensor, augmentation
     augmented = augmentation(images.to(device), ids.to(device), epoch=2).cpu()
     for image, sample, result in zip(images, ids.tolist(), augmented, strict=True):
         assert result.equal(reference(image, sample, augmentation, epoch=2))
+
+
+def digest(tensor: Tensor) -> str:
+    return sha256(tensor.numpy().tobytes()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize(
+    ("augmentation", "expected"),
+    [
+        (Augmentation(seed=5), "44edf9e5b545b3ce"),
+        (Augmentation(seed=5, flip=False, cutout=9), "8343261e24483fee"),
+        (Augmentation(seed=5, cutout=16, padding=2), "74cd95c8dc744600"),
+    ],
+)
+def test_the_bytes_of_every_version_are_the_same(augmentation: Augmentation, expected: str) -> None:
+    """Digests of 0.1.0: who goes on with a run of then goes on with its images."""
+    images = (torch.arange(64 * 3 * 32 * 32) * 2654435761 >> 7 & 255).to(torch.uint8).reshape(64, 3, 32, 32)
+    augmented = augmentation(images, torch.arange(1000, 1064), epoch=2)
+    assert augmented.is_contiguous()
+    assert digest(augmented) == expected
+
+
+def test_the_draws_of_every_version_are_the_same() -> None:
+    bits = keyed_bits(torch.arange(1000), seed=2**62 - 1, epoch=7, purpose=Purpose.FLIP)
+    assert digest(bits) == "8c700d0a4a8e82c4"
+    assert digest(keyed_permutation(50_000, seed=0, epoch=3, purpose=Purpose.ORDER)) == "3c0ac495f207b92d"
+
+
+def test_a_gpu_crops_as_the_host_does(images: Tensor) -> None:
+    """Windows of another height than width, so that no axis is taken for the other."""
+    generator = torch.Generator().manual_seed(1)
+    rows, columns = (torch.randint(0, bound, (64,), generator=generator) for bound in (17, 9))
+    mirrored = torch.randint(0, 2, (64,), generator=generator).bool()
+    arguments = (F.pad(images, [4] * 4), rows, columns, mirrored, (24, 32))
+    with Operators() as operators:
+        found = crop_by_gather(*arguments)
+    assert found.equal(crop_by_slices(*arguments))
+    assert not operators.waits
+
+
+def test_a_draw_starts_few_operators_and_reads_nothing() -> None:
+    """Its key is made of integers of Python: as a tensor it took 41 operators more, and was read."""
+    with Operators() as operators:
+        keyed_integers(torch.arange(64), 9, seed=1, epoch=2, purpose=Purpose.FLIP)
+    assert not operators.waits
+    assert operators.counts.total() <= 20
 
 
 def test_a_sample_is_augmented_alike_in_any_batch(images: Tensor) -> None:

@@ -4,11 +4,13 @@ from collections.abc import Iterable
 
 import pytest
 import torch
+from counting import Operators
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
+from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.images import Batch, ImageSet
-from lit_cifar.data.loader import BatchLoader
+from lit_cifar.data.loader import _BLOCK_ON_DEVICE, BatchLoader
 from lit_cifar.data.samplers import EvaluationSampler, Part, TrainSampler
 from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.layout import Layout
@@ -139,6 +141,42 @@ def test_a_loader_goes_on_as_lightning_uses_it() -> None:
     loader.sampler.set_epoch(3)
     iter(fetcher)
     assert ids_of(batch for batch, _, _ in fetcher) == ids_of(whole)
+
+
+@pytest.mark.parametrize("images_at_a_time", [1, 30, 1000])
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        TrainSampler(num_samples=50, batch_size=12, accumulation=2, layout=Layout(num_shards=2, shard=1), epoch=3),
+        TrainSampler(num_samples=50, batch_size=12, layout=Layout(), start=1),
+        EvaluationSampler(num_samples=50, batch_size=12, layout=Layout(num_shards=3, shard=2)),
+        EvaluationSampler(num_samples=1, batch_size=12, layout=Layout(num_shards=3, shard=2)),  # nothing for this shard
+    ],
+)
+def test_batches_that_are_made_together_are_those_made_one_by_one(
+    images_at_a_time: int, sampler: TrainSampler | EvaluationSampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lit_cifar.data.loader._BLOCK_ON_HOST", images_at_a_time)
+    images = torch.randint(0, 256, (50, 3, 32, 32), dtype=torch.uint8)
+    labels, augment = torch.randint(0, 10, (50,)), Augmentation(seed=1)
+    loader = BatchLoader(ImageSet(images, labels, ("a",), ""), sampler, augmentation=augment)
+    for batch, (ids, weight) in zip(loader, sampler, strict=True):
+        assert batch.images.equal(augment(images[ids], ids, epoch=getattr(sampler, "epoch", 0)))
+        assert batch.labels.equal(labels[ids])
+        assert batch.ids.equal(ids)
+        assert batch.weight == weight
+
+
+def test_a_gpu_is_asked_a_few_times_in_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is resident is augmented in few blocks: no step starts an operator, but for the first of a block."""
+    monkeypatch.setattr("lit_cifar.data.loader._BLOCK_ON_HOST", _BLOCK_ON_DEVICE)
+    data = ImageSet(torch.zeros(1000, 3, 8, 8, dtype=torch.uint8), torch.zeros(1000, dtype=torch.int64), ("a",), "")
+    sampler = TrainSampler(num_samples=1000, batch_size=10, layout=Layout())
+    loader = iter(BatchLoader(data, sampler, augmentation=Augmentation(seed=1)))
+    next(loader)
+    with Operators() as operators:
+        assert sum(1 for _ in loader) == 99
+    assert not operators.counts
 
 
 def test_a_loader_does_not_say_where_training_stands() -> None:

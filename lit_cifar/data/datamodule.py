@@ -222,7 +222,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         """Normalise on the device: uint8 to float32 to the precision of the run."""
         device = batch.images.device
         mean, std = _channel_values(self.info.mean, device), _channel_values(self.info.std, device)
-        images = (batch.images.float() - mean) / std
+        images = batch.images.to(torch.float32, copy=True).sub_(mean).div_(std)
         # Lightning converted the batch before the transfer, when there was no float in it yet.
         converted: Any = self._precision(images)
         return batch._replace(images=converted)

@@ -1,4 +1,4 @@
-"""A loader for images that fit in memory: an index batch and one gather a step, on the host or on the GPU.
+"""A loader for images that fit in memory: one gather for some batches, on the host or on the GPU.
 
 torch's DataLoader exists to hide slow decoding behind worker processes. 180 MB of uint8 images need no decoding: the
 gather below feeds a GPU without any worker, and Lightning leaves an iterable that is no DataLoader as it is.
@@ -7,10 +7,15 @@ gather below feeds a GPU without any worker, and Lightning leaves an iterable th
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.images import Batch, ImageSet
-from lit_cifar.data.samplers import EvaluationSampler, TrainSampler
+from lit_cifar.data.samplers import EvaluationSampler, Part, TrainSampler
 from lit_cifar.errors import CheckpointError
+
+# Images that are made at a time: what a core's cache holds, and so many that a GPU is rarely asked.
+_BLOCK_ON_HOST, _BLOCK_ON_DEVICE = 512, 16384
 
 
 class BatchLoader:
@@ -41,12 +46,21 @@ class BatchLoader:
     def __iter__(self) -> Iterator[Batch]:
         epoch = getattr(self.sampler, "epoch", 0)
         device = self.images.images.device
-        for ids, weight in self.sampler:
-            ids = ids.to(device, non_blocking=True)
-            images = self.images.images[ids]
+        for parts in self._blocks(list(self.sampler)):
+            ids = torch.cat([part.ids for part in parts]).to(device, non_blocking=True)
+            images, labels = self.images.images.index_select(0, ids), self.images.labels.index_select(0, ids)
             if self.augmentation is not None:
                 images = self.augmentation(images, ids, epoch=epoch)
-            yield Batch(images, self.images.labels[ids], ids, weight)
+            sizes, weights = [len(part.ids) for part in parts], [part.weight for part in parts]
+            for batch in zip(*(torch.split(whole, sizes) for whole in (images, labels, ids)), weights, strict=True):
+                yield Batch(*batch)
+
+    def _blocks(self, parts: list[Part]) -> Iterator[list[Part]]:
+        """Batches that are made together, as the host starts as many operators for one image as for a thousand."""
+        num_images = _BLOCK_ON_HOST if self.images.images.device.type == "cpu" else _BLOCK_ON_DEVICE
+        largest = max((len(part.ids) for part in parts), default=0)
+        length = max(1, num_images // max(1, largest))
+        return (parts[start : start + length] for start in range(0, len(parts), length))
 
     # By these two methods Lightning knows a loader that can go on in the middle of an epoch.
 

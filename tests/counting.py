@@ -1,0 +1,29 @@
+"""Which operators the host starts, and for which of them it would wait for a GPU."""
+
+from collections import Counter
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+WAITING = ("_local_scalar_dense", "bincount", "nonzero", "unique")
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that are started inside, by name.
+
+    Attributes:
+        counts: How often each was.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def waits(self) -> Counter[str]:
+        """Those whose result decides what the host does next: a number that is read, or a shape."""
+        return Counter({name: self.counts[name] for name in WAITING if name in self.counts})
