@@ -10,17 +10,17 @@ import lightning as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import MeanMetric, Metric, MetricCollection
-from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from lit_cifar.checkpoints import Header, add_prefix, read_checkpoint, strip_prefix
 from lit_cifar.data.images import Batch
 from lit_cifar.errors import ConfigError
 from lit_cifar.layout import Chunks
+from lit_cifar.metrics import EvaluationMetrics, TopAccuracy
 from lit_cifar.models import Arch, Stem, build_resnet
 from lit_cifar.optimizers import NesterovSGD
 from lit_cifar.schedules import WarmupDecay
@@ -72,7 +72,7 @@ class LitResNet(L.LightningModule):
         self._runner: Callable[[Tensor], Tensor] | None = None
 
         self.train_loss = MeanMetric(nan_strategy="disable")  # looking for them makes the host wait for a GPU
-        self.train_acc = MulticlassAccuracy(num_classes, average="micro")
+        self.train_acc = TopAccuracy(num_classes)
         self.val_metrics = EvaluationMetrics("val", num_classes)
         self.test_metrics = EvaluationMetrics("test", num_classes)
 
@@ -141,7 +141,7 @@ class LitResNet(L.LightningModule):
         metrics = self.val_metrics if split == "val" else self.test_metrics
         return metrics.details
 
-    def _evaluate(self, batch: Batch, metrics: "EvaluationMetrics") -> Tensor:
+    def _evaluate(self, batch: Batch, metrics: EvaluationMetrics) -> Tensor:
         logits: Tensor = self(batch.images)
         losses = self.loss(logits, batch.labels)
         metrics.update(logits, batch.labels, losses)
@@ -233,40 +233,3 @@ for _argument in ("optimizer", "lr_scheduler"):
     _default = signature(LitResNet).parameters[_argument].default
     _default.__qualname__ = f"_default_{_argument}"
     globals()[_default.__qualname__] = _default
-
-
-class EvaluationMetrics(nn.Module):
-    """The metrics of one evaluation split; counts are integers, so that their sum over processes is exact.
-
-    Attributes:
-        split: "val" or "test".
-        loss: Mean over samples.
-        scores: Top-1 and top-5 accuracy.
-        details: Accuracy per class and the confusion matrix.
-    """
-
-    def __init__(self, split: Literal["val", "test"], num_classes: int) -> None:
-        super().__init__()
-        self.split = split
-        self.loss = MeanMetric(nan_strategy="disable")
-        self.scores = MetricCollection(
-            {
-                "acc": MulticlassAccuracy(num_classes, average="micro"),
-                "acc_top5": MulticlassAccuracy(num_classes, average="micro", top_k=min(5, num_classes)),
-            },
-            prefix=f"{split}/",
-        )
-        self.details = MetricCollection(
-            {
-                "acc_per_class": MulticlassAccuracy(num_classes, average="none"),
-                "confusion": MulticlassConfusionMatrix(num_classes),
-            }
-        )
-
-    def update(self, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
-        """Count a batch; `logits` (n, C), `labels` (n,), `losses` (n,). In an empty one there is nothing to count."""
-        if not len(labels):
-            return
-        self.loss.update(losses)
-        self.scores.update(logits, labels)
-        self.details.update(logits, labels)

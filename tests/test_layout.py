@@ -19,7 +19,7 @@ LAYERS = [
     {"errors", "parent", "layout", "accuracy", "csv_files", "output"},
     {"models"},
     {"checkpoints"},
-    {"data", "optimizers", "schedules", "checkpoint_files", "watchdog"},
+    {"data", "metrics", "optimizers", "schedules", "checkpoint_files", "watchdog"},
     {"checkpoint_io"},
     {"module"},
     {"strategies", "callbacks", "run_folder", "analysis"},

@@ -7,16 +7,19 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from counting import Operators
 from torch.nn import functional as F
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from lit_cifar import CIFAR10DataModule, LitResNet, WarmupDecay
 from lit_cifar.checkpoints import read_checkpoint
 from lit_cifar.data import Batch
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.errors import CheckpointError, ConfigError
-from lit_cifar.module import EvaluationMetrics
+from lit_cifar.metrics import EvaluationMetrics
 from lit_cifar.optimizers import NesterovSGD
 
 
@@ -67,6 +70,38 @@ def test_metrics_count_batches_of_any_size() -> None:
     assert metrics.scores.compute()["val/acc"] == 0.75
     torch.testing.assert_close(metrics.loss.compute(), losses.mean())
     assert metrics.details.compute()["confusion"].tolist() == [[1, 0, 1], [0, 1, 0], [0, 0, 1]]
+
+
+@pytest.mark.parametrize("num_classes", [3, 10])
+def test_metrics_are_those_of_torchmetrics_bit_for_bit(num_classes: int) -> None:
+    """On batches with ties, and a class without samples."""
+    theirs = MetricCollection(
+        {
+            "val/acc": MulticlassAccuracy(num_classes, average="micro"),
+            "val/acc_top5": MulticlassAccuracy(num_classes, average="micro", top_k=min(5, num_classes)),
+            "acc_per_class": MulticlassAccuracy(num_classes, average="none"),
+            "confusion": MulticlassConfusionMatrix(num_classes),
+        },
+        compute_groups=False,  # else those whose counts of the first batch are equal are taken for the same
+    )
+    metrics, generator = EvaluationMetrics("val", num_classes), torch.Generator().manual_seed(0)
+    for size in (1, 64, 7):
+        logits = torch.randint(0, 5, (size, num_classes), generator=generator).float()
+        labels = torch.randint(0, num_classes - 1, (size,), generator=generator)
+        metrics.update(logits, labels, logits[:, 0])
+        theirs.update(logits, labels)
+    ours = metrics.scores.compute() | metrics.details.compute()
+    for name, expected in theirs.compute().items():
+        assert ours[name].dtype == expected.dtype
+        assert ours[name].equal(expected), name
+
+
+def test_no_batch_of_an_evaluation_makes_the_host_wait() -> None:
+    metrics = EvaluationMetrics("val", 10)
+    with Operators() as operators:
+        for _ in range(2):
+            metrics.update(torch.zeros(16, 10), torch.zeros(16, dtype=torch.int64), torch.zeros(16))
+    assert not operators.waits
 
 
 @pytest.mark.parametrize(("scaling", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])

@@ -23,7 +23,7 @@ from lit_cifar.commands.verify.planting import PIPELINE, Bug, Site
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.datamodule import CIFAR10DataModule
 from lit_cifar.data.samplers import EvaluationSampler, Part, TrainSampler
-from lit_cifar.module import EvaluationMetrics
+from lit_cifar.metrics import EvaluationMetrics
 from lit_cifar.schedules import WarmupDecay
 from lit_cifar.strategies import ProcessSyncBatchNorm, tensor_parallel
 from lit_cifar.strategies.mesh import local_part

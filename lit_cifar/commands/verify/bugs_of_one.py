@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_cifar.commands.verify.planting import PIPELINE, Bug, Site
-from lit_cifar.module import EvaluationMetrics
+from lit_cifar.metrics import EvaluationMetrics
 from lit_cifar.strategies.mesh import local_part
 from lit_cifar.strategies.sync_batchnorm import _Synchronised
 

@@ -1,0 +1,87 @@
+"""What training and evaluation count: whole numbers on the device, for which the host never waits.
+
+torchmetrics' own updates count with `torch.bincount`, which reads the largest number of its argument, or with vectors
+of zeros and ones, some dozens of operators. States and results of these are the same.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+
+
+class TopAccuracy(MulticlassAccuracy):
+    """Share of the samples whose class is among the `top_k` most probable; it counts into `tp` and `fn` alone.
+
+    Args:
+        num_classes: C, the size of the logits.
+        top_k: From 1 to C.
+    """
+
+    tp: Tensor
+    fn: Tensor
+
+    def __init__(self, num_classes: int, top_k: int = 1) -> None:
+        super().__init__(num_classes, average="micro", top_k=top_k)
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        """Count a batch; `preds` (n, C), `target` int64, (n,)."""
+        if self.top_k == 1:
+            right = (preds.argmax(dim=1) == target).sum()
+        else:
+            right = (preds.topk(self.top_k, dim=1).indices == target[:, None]).sum()
+        self.tp += right
+        self.fn += len(target) - right
+
+
+class ConfusionMatrix(MulticlassConfusionMatrix):
+    """How many samples of each class were taken for each, int64, (C, C); rows are the truth."""
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        """Count a batch; `preds` (n, C), `target` int64, (n,)."""
+        cells = target * self.num_classes + preds.argmax(dim=1)
+        self.confmat.view(-1).index_add_(0, cells, torch.ones_like(cells))
+
+
+class ClassAccuracy(ConfusionMatrix):
+    """Share of each class that was recognised, float, (C,); 0 for a class without samples."""
+
+    def compute(self) -> Tensor:
+        """From the counts so far."""
+        return self.confmat.diagonal() / self.confmat.sum(dim=1).clamp(min=1)
+
+
+class EvaluationMetrics(nn.Module):
+    """The metrics of one evaluation split; counts are integers, so that their sum over processes is exact.
+
+    Attributes:
+        split: "val" or "test".
+        loss: Mean over samples.
+        scores: Top-1 and top-5 accuracy.
+        details: Accuracy per class and the confusion matrix, which count once for both.
+    """
+
+    def __init__(self, split: Literal["val", "test"], num_classes: int) -> None:
+        super().__init__()
+        self.split = split
+        self.loss = MeanMetric(nan_strategy="disable")
+        # Which metrics have the same counts torchmetrics would find out by reading them.
+        self.scores = MetricCollection(
+            {"acc": TopAccuracy(num_classes), "acc_top5": TopAccuracy(num_classes, top_k=min(5, num_classes))},
+            prefix=f"{split}/",
+            compute_groups=False,
+        )
+        self.details = MetricCollection(
+            {"acc_per_class": ClassAccuracy(num_classes), "confusion": ConfusionMatrix(num_classes)},
+            compute_groups=[["acc_per_class", "confusion"]],
+        )
+
+    def update(self, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
+        """Count a batch; `logits` (n, C), `labels` (n,), `losses` (n,). In an empty one there is nothing to count."""
+        if not len(labels):
+            return
+        self.loss.update(losses)
+        self.scores.update(logits, labels)
+        self.details.update(logits, labels)
