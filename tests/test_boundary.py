@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections import Counter
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import lightning as L
 import pytest
 import torch
 from commands import TINY, launch, mode_flags, run_here
+from counting import Operators
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from recorder import global_steps
@@ -19,6 +21,7 @@ from recorder import global_steps
 from lit_cifar.callbacks import LastCheckpoint, StepBoundary
 from lit_cifar.checkpoints import read_checkpoint
 from lit_cifar.cli import _signals_to_spawned
+from lit_cifar.errors import Stopped
 
 SETTINGS = [*TINY, "--trainer.num_sanity_val_steps=0", "--trainer.max_epochs=2"]
 
@@ -267,3 +270,44 @@ def test_no_checkpoint_is_due_where_none_was_asked_for() -> None:
     last.on_train_epoch_start(trainer, L.LightningModule())
     assert not last.due_by_step(trainer)
     assert not last.due_by_time(1e9)
+
+
+def alone(**attributes: Any) -> Any:
+    """A trainer of one process."""
+    strategy = SimpleNamespace(reduce=lambda tensor, **_: tensor, barrier=lambda _: None, launcher=None)
+    defaults = {"strategy": strategy, "global_step": 3, "world_size": 1, "global_rank": 0, "is_global_zero": True}
+    return SimpleNamespace(**defaults | attributes)
+
+
+def weights(*spoiled: float) -> Any:
+    """A network of 20 parameters, one of which is empty as a shard may be, with these values in its last."""
+    module = torch.nn.ParameterList([torch.full((3,), -3e38) for _ in range(20)] + [torch.empty(0), torch.ones(4)])
+    module[-1].data[: len(spoiled)] = torch.tensor(spoiled)
+    return module
+
+
+def test_all_weights_are_checked_by_one_read() -> None:
+    """Also large ones, whose squares are not finite."""
+    with Operators() as operators:
+        StepBoundary()._check_weights(alone(), weights())
+    assert operators.waits == {"_local_scalar_dense": 1}
+
+
+@pytest.mark.parametrize("spoiled", [(1.0, torch.nan), (torch.inf,), (-torch.inf, torch.nan)])
+def test_one_weight_that_is_no_number_is_found(spoiled: tuple[float, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Stopped):
+        StepBoundary()._check_weights(alone(), weights(*spoiled))
+    assert "the weights are not finite after 3 optimizer steps" in capsys.readouterr().err
+
+
+def test_a_step_is_noted_without_any_arithmetic() -> None:
+    """Until the processes ask one another a loss only has to be kept."""
+    boundary, trainer = StepBoundary(), alone(accumulate_grad_batches=1)
+    losses = [torch.tensor(loss) for loss in (1.0, torch.nan, torch.inf, 2.0)]
+    with Operators() as operators:
+        for step, loss in enumerate(losses):
+            trainer.global_step = 2**25 + step + 1  # more than a float32 tells apart
+            boundary.on_train_batch_end(trainer, SimpleNamespace(), {"loss": loss}, None, step)
+    assert not operators.counts - Counter(detach=4)
+    assert boundary._agree(trainer).first_bad == (2**25 + 1, 0)
+    assert boundary._agree(trainer).first_bad is None

@@ -20,6 +20,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed import group
+from torch.nn.utils import get_total_norm
 
 from lit_cifar.callbacks.checkpoint import LastCheckpoint
 from lit_cifar.errors import CheckpointError, Stopped
@@ -67,7 +68,7 @@ class StepBoundary(Callback):
 
     Asking takes an all-reduce, and on a GPU the host waits for it. So it is not done at every step, but every
     `agree_every_s` seconds, a number of steps that the processes also agree on, and where a checkpoint is due by its
-    step, which they all know. Until then a process notes what it has to say, on its device.
+    step, which they all know. Until then a process keeps its losses, on its device.
 
     Must come before the callbacks that look at the next batch, as it acts when that has been fetched.
 
@@ -80,7 +81,8 @@ class StepBoundary(Callback):
         self._last: LastCheckpoint | None = None
         self._signal = 0
         self._keystrokes = Keystrokes()
-        self._bad = torch.empty(0)
+        self._losses: list[tuple[int, Tensor]] = []  # since the processes last asked one another
+        self._device = torch.device("cpu")
         self._first_steps: dict[int, int] = {}  # of every epoch, as the steps in one may change where a run goes on
         self._steps_left = 0
         self._asked_at = 0.0
@@ -101,7 +103,8 @@ class StepBoundary(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to count the steps and the time until the processes ask one another."""
         self._last = next((c for c in trainer.callbacks if isinstance(c, LastCheckpoint)), None)  # type: ignore[attr-defined]
-        self._bad = torch.full((), -math.inf, dtype=torch.float64, device=pl_module.device)
+        self._losses.clear()
+        self._device = pl_module.device
         self._first_steps = {}
         self._steps_left = 2  # first after a step, when it is known how long one takes
         self._asked_at, self._asked_step, self._step_s = time.monotonic(), trainer.global_step, 0.0
@@ -132,12 +135,10 @@ class StepBoundary(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Note the step if its loss is not finite; the first one stays, as it has the largest code."""
+        """Keep the loss, on its device, until the processes ask one another."""
         stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         step = trainer.global_step - stepped
-        code = -float(step * trainer.world_size + trainer.global_rank)
-        bad = torch.where(torch.isfinite(outputs["loss"].detach()), -math.inf, code)
-        self._bad = torch.maximum(self._bad, bad.to(self._bad))
+        self._losses.append((step, outputs["loss"].detach()))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do not validate, and call best, what has diverged."""
@@ -156,8 +157,10 @@ class StepBoundary(Callback):
 
     def _check_weights(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A step may ruin them whose own loss is still finite; the checkpoint before it then stays the newest."""
-        finite = all(bool(_local(parameter).isfinite().all()) for parameter in pl_module.parameters())
-        if not trainer.strategy.reduce_boolean_decision(finite, all=True):
+        weights = [part for parameter in pl_module.parameters() if (part := _local(parameter)).numel()]
+        largest = get_total_norm(weights, norm_type=math.inf)  # one number to read: of all weights, and all processes
+        bad = largest.isfinite().logical_not().to(self._device, torch.float64)
+        if trainer.strategy.reduce(bad, group=group.WORLD, reduce_op="max").item():
             message = f"the weights are not finite after {trainer.global_step} optimizer steps"
             _end(trainer, f"{message}; {self._newest()}", status=1)
 
@@ -167,13 +170,22 @@ class StepBoundary(Callback):
         if trainer.global_step > self._asked_step:
             self._step_s = (now - self._asked_at) / (trainer.global_step - self._asked_step)
         due = self._last is not None and self._last.due_by_time(now)
-        own = torch.tensor([self._signal, due, self._step_s, 0.0], dtype=torch.float64).to(self._bad.device)
-        own[3] = self._bad
+        own = torch.tensor([self._signal, due, self._step_s, -math.inf], dtype=torch.float64).to(self._device)
+        if self._losses:
+            own[3] = self._first_bad(trainer)
+            self._losses.clear()
         largest = trainer.strategy.reduce(own, group=group.WORLD, reduce_op="max").tolist()
         self._asked_at, self._asked_step = time.monotonic(), trainer.global_step
         self._steps_left = min(max(1, round(self.agree_every_s / max(largest[2], 1e-6))), _MAX_STEPS)
         first_bad = None if math.isinf(largest[3]) else divmod(round(-largest[3]), trainer.world_size)
         return Agreed(int(largest[0]), bool(largest[1]), first_bad)
+
+    def _first_bad(self, trainer: Trainer) -> Tensor:
+        """A code of this process's first step whose loss is not finite, the larger the earlier; -inf if all are."""
+        steps, losses = zip(*self._losses, strict=True)
+        codes = [-float(step * trainer.world_size + trainer.global_rank) for step in steps]
+        finite = torch.stack(losses).isfinite().to(self._device)
+        return torch.tensor(codes, dtype=torch.float64).to(self._device).masked_fill(finite, -math.inf).max()
 
     def _save(self, trainer: Trainer, last: LastCheckpoint) -> None:
         try:
