@@ -1,11 +1,15 @@
 """Figures of an evaluation: the right images, the right counts, on every number of processes."""
 
 import json
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Callback, Trainer
+from matplotlib.figure import Figure
 from tiny_task import CLASSES, TinyData, TinyTask, fake_trainer, read_events, tiny_trainer
 from torch import Tensor
 
@@ -151,6 +155,59 @@ def test_fit_draws_due_epochs_and_no_sanity_check(tmp_path: Path, every_n_epochs
     trainer.fit(TinyTask(), datamodule=TinyData())
     # Three batches an epoch; the last epoch always has figures.
     assert [image.step for image in read_events(tmp_path).Images("val/wrong")] == steps
+
+
+class Epochs(Callback):
+    """Says when an epoch of training begins behind the first, and may end the run there."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.begun = threading.Event()
+        self.error = error
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.current_epoch:
+            self.begun.set()
+            if self.error:
+                raise self.error
+
+
+def drawing_waits_for(begun: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(figure: Figure) -> Any:
+        assert begun.wait(20), "training has waited for its figures"
+        return render(figure)
+
+    monkeypatch.setattr("lit_cifar.callbacks.figures.render", late)
+
+
+def test_training_does_not_wait_for_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    epochs = Epochs()
+    drawing_waits_for(epochs.begun, monkeypatch)
+    trainer = tiny_trainer(tmp_path, callbacks=[EvaluationFigures(), epochs], max_epochs=2)
+    trainer.fit(TinyTask(), datamodule=TinyData())
+    assert [image.step for image in read_events(tmp_path).Images("val/wrong")] == [3, 6]
+
+
+def test_a_run_that_fails_has_the_figures_that_were_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    epochs = Epochs(ValueError("failed"))
+    drawing_waits_for(epochs.begun, monkeypatch)
+    trainer = tiny_trainer(tmp_path, callbacks=[EvaluationFigures(), epochs], max_epochs=2)
+    with pytest.raises(ValueError, match="failed"):
+        trainer.fit(TinyTask(), datamodule=TinyData())
+    assert [image.step for image in read_events(tmp_path).Images("val/wrong")] == [3]
+
+
+@pytest.mark.parametrize("max_epochs", [1, 2])
+def test_a_figure_that_cannot_be_drawn_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_epochs: int
+) -> None:
+    def broken(figure: Figure) -> Any:
+        raise OSError("no font")
+
+    monkeypatch.setattr("lit_cifar.callbacks.figures.render", broken)
+    trainer = tiny_trainer(tmp_path, callbacks=[EvaluationFigures()], max_epochs=max_epochs)
+    with pytest.raises(OSError, match="no font"):
+        trainer.fit(TinyTask(), datamodule=TinyData())
+    assert trainer.global_step == 3 * max_epochs  # found where the next are due, or the run ends
 
 
 def test_test_has_its_own_tags(tmp_path: Path) -> None:

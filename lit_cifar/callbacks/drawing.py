@@ -71,6 +71,19 @@ def wrong_images_figure(wrong: Sequence[WrongImage], *, title: str) -> Figure:
     return figure
 
 
+def evaluation_figures(
+    confusion: Tensor, wrong: Sequence[WrongImage], classes: Sequence[str], *, title: str
+) -> dict[str, Figure]:
+    """The figures of an evaluation by name, each with its numbers below `title`; arguments as of the two above."""
+    right, total = int(confusion.diagonal().sum()), int(confusion.sum())
+    counted = f"{title}\n{right:,} of {total:,} right" + (f" ({right / total:.2%})" if total else "")
+    listed = f"{title}\nthe {len(wrong)} most confident of {total - right:,} mistakes"
+    return {
+        "confusion": confusion_figure(confusion, classes, title=counted),
+        "wrong": wrong_images_figure(wrong, title=listed),
+    }
+
+
 def render(figure: Figure) -> npt.NDArray[np.uint8]:
     """The figure's pixels, (H, W, 3)."""
     canvas: Any = FigureCanvasAgg(figure)  # matplotlib leaves it untyped

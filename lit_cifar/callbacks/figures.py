@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Literal
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lit_cifar.callbacks.drawing import WrongImage, confusion_figure, render, wrong_images_figure
+from lit_cifar.callbacks.drawing import WrongImage, evaluation_figures, render
 from lit_cifar.callbacks.tensorboard import tensorboard_writer
 from lit_cifar.data.images import Batch, ImageSet
 
@@ -20,21 +21,23 @@ SPLIT_WORDS: dict[Split, str] = {"val": "validation", "test": "test"}
 class EvaluationFigures(Callback):
     """Draws every evaluation into TensorBoard.
 
-    All processes take part in gathering the figures' numbers; only rank 0 draws.
+    All processes take part in gathering the figures' numbers; only rank 0 draws, in a thread beside the training that
+    follows. The end of a run waits for it; of one that is killed the latest figures may be missing.
 
     Tags (`val` or `test` comes first): `val/acc_class/NAME`, the share of a class that was recognised, left out for
     a class without samples; `val/confusion`; `val/wrong`, the images that the network got wrong while it was surest.
 
     Args:
         num_wrong: Images in the grid, over all processes.
-        every_n_epochs: Draw after every n-th epoch of a fit and after its last, which takes about half a second each
-            time; 0 draws nothing, also in `validate` and `test`, and not the network's graph.
+        every_n_epochs: Draw after every n-th epoch of a fit and after its last, which takes a core about half a second
+            each time; 0 draws nothing, also in `validate` and `test`, and not the network's graph.
     """
 
     def __init__(self, *, num_wrong: int = 16, every_n_epochs: int = 1) -> None:
         self.num_wrong = num_wrong
         self.every_n_epochs = every_n_epochs
         self._worst = MostConfidentMistakes(num_wrong)
+        self._drawing: Future[None] | None = None
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget the images of the epoch before."""
@@ -89,26 +92,43 @@ class EvaluationFigures(Callback):
         return epoch % self.every_n_epochs == 0 or epoch == trainer.max_epochs
 
     def _draw(self, trainer: Trainer, pl_module: Any, split: Split) -> None:
+        """Read the numbers here, and leave the drawing to a thread, which training need not wait for."""
         details: dict[str, Tensor] = pl_module.evaluation_metrics(split).compute()
-        confusion = details["confusion"].cpu()
+        confusion = details["confusion"].to("cpu", copy=True)  # counting goes on while it is drawn
         confidence, ids, predictions = self._worst.gather(trainer)
         writer = tensorboard_writer(trainer)
         if writer is None:  # every rank but 0, and runs without TensorBoard
             return
         datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission
-        step, where = trainer.global_step, _title(trainer, datamodule.name, split)
-        right, total = int(confusion.diagonal().sum()), int(confusion.sum())
-
+        step, title = trainer.global_step, _title(trainer, datamodule.name, split)
         for name, accuracy in class_accuracies(details["acc_per_class"], confusion, datamodule.classes).items():
             writer.add_scalar(f"{split}/acc_class/{name}", accuracy, step)
-        title = f"{where}\n{right:,} of {total:,} right" + (f" ({right / total:.2%})" if total else "")
-        matrix = confusion_figure(confusion, datamodule.classes, title=title)
-        writer.add_image(f"{split}/confusion", render(matrix), step, dataformats="HWC")
         wrong = _look_up(datamodule.sets[split], confidence, ids, predictions)
-        grid = wrong_images_figure(
-            wrong, title=f"{where}\nthe {len(wrong)} most confident of {total - right:,} mistakes"
-        )
-        writer.add_image(f"{split}/wrong", render(grid), step, dataformats="HWC")
+
+        def draw() -> None:
+            for name, figure in evaluation_figures(confusion, wrong, datamodule.classes, title=title).items():
+                writer.add_image(f"{split}/{name}", render(figure), step, dataformats="HWC")
+
+        self._finish_drawing()
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="figures")
+        self._drawing = thread.submit(draw)
+        thread.shutdown(wait=False)
+
+    def _finish_drawing(self) -> None:
+        """Wait for the figures before; what went wrong with them is raised here."""
+        drawing, self._drawing = self._drawing, None
+        if drawing is not None:
+            drawing.result()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Finish what is being drawn, while the writer is open."""
+        self._finish_drawing()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Finish too where a run is stopped; what went wrong in drawing is no news beside what went wrong here."""
+        if self._drawing is not None:
+            wait([self._drawing])
+        self._drawing = None
 
 
 class MostConfidentMistakes:
@@ -182,12 +202,9 @@ def _title(trainer: Trainer, name: str, split: Split) -> str:
 def _look_up(
     images: ImageSet, confidences: Sequence[float], ids: Sequence[int], predictions: Sequence[int]
 ) -> list[WrongImage]:
+    chosen = torch.tensor(ids, dtype=torch.int64).to(images.labels.device)
+    pixels, truths = images.images[chosen].cpu(), images.labels[chosen].tolist()
     return [
-        WrongImage(
-            image=images.images[position].cpu(),
-            truth=images.classes[int(images.labels[position])],
-            prediction=images.classes[prediction],
-            confidence=confidence,
-        )
-        for confidence, position, prediction in zip(confidences, ids, predictions, strict=True)
+        WrongImage(image, images.classes[truth], images.classes[prediction], confidence)
+        for image, truth, prediction, confidence in zip(pixels, truths, predictions, confidences, strict=True)
     ]
