@@ -50,6 +50,22 @@ def test_a_terminal_gets_a_bar_with_short_names(
     assert "train/" not in shown
 
 
+@pytest.mark.parametrize(
+    ("step_s", "read"), [(1 / 64, [10, 50, 90, 125]), (1 / 16, [10, 20, 30, 40]), (0.0, [10, 125])]
+)
+def test_fast_steps_are_shown_twice_a_second(step_s: float, read: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each update the host waits for a GPU."""
+    now = [5.0]
+    monkeypatch.setattr(progress, "perf_counter", lambda: now[0])
+    bar, shown = ProgressBar(refresh_rate=10), []
+    for step in range(1, 126):
+        now[0] += step_s
+        if bar._should_update(step, 125):
+            shown.append(step)
+    assert shown[: len(read)] == read
+    assert shown[-1] == 125
+
+
 def test_no_progress_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path, ProgressBar(refresh_rate=0))
     assert capsys.readouterr().out == ""

@@ -1,5 +1,6 @@
 """Progress for people: a bar in a terminal, plain lines in a log file."""
 
+import math
 import sys
 from time import perf_counter
 from typing import Any
@@ -13,6 +14,7 @@ from lit_cifar.callbacks.throughput import METRIC as IMAGES_PER_S
 # Later names win. Within an epoch the bar shows the last step's loss and accuracy, at its end those of the whole epoch.
 EPOCH_NAMES = {"train/loss": "loss", "train/acc": "acc", "val/acc": "val", IMAGES_PER_S: "img/s"}
 STEP_NAMES = EPOCH_NAMES | {"train/loss_step": "loss", "train/acc_step": "acc"}
+_SHOW_EVERY_S = 0.5
 
 
 class ProgressBar(TQDMProgressBar):
@@ -21,10 +23,11 @@ class ProgressBar(TQDMProgressBar):
     Where stdout is not a terminal there is no bar but one line per epoch, and one at least every `line_every_s`.
 
     The figures come from what the run logs anyway, whether or not with `prog_bar=True`: that flag would make
-    Lightning read the value back from the device in every step, here that happens every `refresh_rate` steps.
+    Lightning read the value back from the device in every step, here that happens where the bar is updated.
 
     Args:
-        refresh_rate: Steps between two updates of the bar; 0 for no progress at all.
+        refresh_rate: Update the bar after a multiple of so many steps, but for fast ones not more often than twice a
+            second, as the host waits for a GPU to have the figures; 0 for no progress at all.
         line_every_s: Seconds between two lines in a log file.
     """
 
@@ -37,6 +40,7 @@ class ProgressBar(TQDMProgressBar):
         self.line_every_s = line_every_s
         self._writes_lines = False
         self._epoch_at = self._line_at = 0.0
+        self._shown_at = -math.inf
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Choose between bar and lines."""
@@ -70,6 +74,13 @@ class ProgressBar(TQDMProgressBar):
         elif perf_counter() - self._line_at >= self.line_every_s:
             done = (batch_idx + 1) / trainer.num_training_batches
             self._write_line(trainer, self.get_metrics(trainer, pl_module), f"{done:4.0%}")
+
+    def _should_update(self, current: int, total: int) -> bool:
+        due = super()._should_update(current, total)
+        if not due or (current < total and perf_counter() - self._shown_at < _SHOW_EVERY_S):
+            return False
+        self._shown_at = perf_counter()
+        return True
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show the figures of the whole epoch and leave the line."""
