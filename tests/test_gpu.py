@@ -1,55 +1,194 @@
-"""The command line on one GPU, in every mode that needs no second one; all skips, saying so, where there is none."""
+"""The package on one GPU; where there is none all skips, saying so.
 
+    pytest tests/test_gpu.py            what one process can show
+    pytest -m slow tests/test_gpu.py    what starts processes: every mode that one GPU can run
+
+`LIT_CIFAR_GPU_TESTS=cpu` runs these tests on the CPU, so that they keep working where there is no GPU.
+"""
+
+import os
+from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
-from commands import TINY, counts, launch
+from commands import TINY, counts, launch, run_here
+from torch import Tensor, nn
 
+from lit_cifar.checkpoints import read_checkpoint
 from lit_cifar.commands.verify import verify
 from lit_cifar.commands.verify.compare import EXACT_BOUND
+from lit_cifar.data.augment import Augmentation
+from lit_cifar.data.images import ImageSet
+from lit_cifar.data.loader import BatchLoader
+from lit_cifar.data.receipt import Tally
+from lit_cifar.data.samplers import TrainSampler
+from lit_cifar.layout import Chunks, Layout
+from lit_cifar.models import build_resnet
+from lit_cifar.models.partition import Partition
+from lit_cifar.module import EvaluationMetrics
+from lit_cifar.strategies.replicate import replicate
+from lit_cifar.strategies.staged import StagedRunner
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+ACCELERATOR = os.environ.get("LIT_CIFAR_GPU_TESTS", "cuda")
+DEVICE = torch.device(ACCELERATOR, 0) if ACCELERATOR == "cuda" else torch.device(ACCELERATOR)
 
-CUDA = [flag for flag in TINY if "accelerator" not in flag] + ["--trainer.accelerator=cuda", "--trainer.devices=1"]
+pytestmark = [
+    pytest.mark.skipif(ACCELERATOR == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.timeout(300),  # the first run on a GPU loads its libraries
+]
+
+FLAGS = [flag for flag in TINY if "accelerator" not in flag]
+FLAGS += [f"--trainer.accelerator={ACCELERATOR}", "--trainer.devices=1"]
 
 
-MODES = {
-    **{name: [f"strategy={name}"] for name in ("auto", "dp", "ddp", "ddp_spawn", "pp", "fsdp2", "tp")},
-    "mp": ["strategy=LayerParallelStrategy", "strategy.num_stages=2"],
-    "mp with microbatches": [
-        *("strategy=LayerParallelStrategy", "strategy.num_stages=2"),
-        "strategy.num_microbatches=2",
+def images_of(num_images: int) -> ImageSet:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (num_images, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    return ImageSet(images, torch.arange(num_images) % 10, tuple("abcdefghij"), "random")
+
+
+def sampler_of(images: ImageSet) -> TrainSampler:
+    return TrainSampler(num_samples=len(images), batch_size=16, layout=Layout())
+
+
+def test_augmentation_gives_the_same_bytes() -> None:
+    images = images_of(64)
+    ids = torch.arange(64) * 2**33 + 5
+    augmentation = Augmentation(seed=2**61, cutout=8)
+    expected = augmentation(images.images, ids, epoch=3)
+    assert augmentation(images.images.to(DEVICE), ids.to(DEVICE), epoch=3).cpu().equal(expected)
+
+
+def test_batches_made_on_the_device_are_those_of_the_host() -> None:
+    images = images_of(40)
+    there, here = (
+        list(BatchLoader(place, sampler_of(images), augmentation=Augmentation(seed=1)))
+        for place in (images.to(DEVICE), images)
+    )
+    assert len(there) == len(here) == 3
+    for found, expected in zip(there, here, strict=True):
+        assert found.weight == expected.weight
+        for name in ("images", "labels", "ids"):
+            assert getattr(found, name).device == DEVICE
+            assert getattr(found, name).cpu().equal(getattr(expected, name))
+
+
+def test_a_receipt_counts_the_same() -> None:
+    tallies = [Tally(40, epoch=0, device=device) for device in (DEVICE, torch.device("cpu"))]
+    for part in sampler_of(images_of(40)):
+        for tally in tallies:
+            tally.count(part.ids.to(tally.uses.device), accumulation=1)
+    assert tallies[0].uses.cpu().equal(tallies[1].uses)
+
+
+def test_metrics_count_the_same() -> None:
+    logits = torch.randn(50, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    labels = torch.arange(50) % 10
+    losses = nn.functional.cross_entropy(logits, labels, reduction="none")
+    found = []
+    for device in (DEVICE, torch.device("cpu")):
+        metrics = EvaluationMetrics("val", 10).to(device)
+        metrics.update(logits.to(device), labels.to(device), losses.to(device))
+        found.append([*metrics.scores.compute().values(), *metrics.details.compute().values()])
+    for there, here in zip(*found, strict=True):
+        assert there.cpu().equal(here)
+
+
+def trained(network: nn.Module, run: Callable[[Tensor], Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Logits of a batch with a ragged cut, gradients and running statistics, on the CPU."""
+    images = torch.randn(15, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    logits = run(images.to(device))
+    nn.functional.cross_entropy(logits, torch.arange(15, device=logits.device) % 10).backward()
+    found = {"logits": logits, **dict(network.named_buffers())}
+    found |= {f"{name}.grad": parameter.grad for name, parameter in network.named_parameters()}
+    return {name: value.detach().cpu() for name, value in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("chunks", "runner"),
+    [
+        pytest.param(Chunks(), lambda network: network, id="single"),
+        pytest.param(Chunks(replicas_per_shard=2), lambda network: replicate(network, [DEVICE] * 2), id="two replicas"),
+        pytest.param(
+            Chunks(num_microbatches=2),
+            lambda network: StagedRunner(
+                [stage.module(network) for stage in Partition.of(network, num_stages=2).stages],
+                [DEVICE] * 2,
+                num_microbatches=2,
+            ),
+            id="two stages, two microbatches",
+        ),
+    ],
+)
+def test_a_step_is_that_of_one_cpu(chunks: Chunks, runner: Callable[[nn.Module], Callable[[Tensor], Tensor]]) -> None:
+    torch.manual_seed(0)
+    network = build_resnet("resnet10", stem="imagenet").double()
+    alone = build_resnet("resnet10", stem="imagenet", batchnorm_chunks=chunks).double()
+    alone.load_state_dict(network.state_dict())
+    there = deepcopy(network).to(DEVICE)
+    found = trained(there, runner(there), DEVICE)
+    expected = trained(alone, alone, torch.device("cpu"))
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=EXACT_BOUND, atol=EXACT_BOUND, msg=name)
+
+
+HALF = ["16-mixed"] if ACCELERATOR == "cuda" else []
+RUNS = {
+    "auto": [],
+    "images on the host": ["--data.resident=host"],
+    "mp": ["--trainer.strategy=LayerParallelStrategy", "--trainer.strategy.num_stages=2"],
+    **{precision: [f"--trainer.precision={precision}"] for precision in ["bf16-mixed", "bf16-true", "64-true", *HALF]},
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_run_in_this_process_trains_and_leaves_cpu_tensors(tmp_path: Path, run: str) -> None:
+    result = run_here("fit", *FLAGS, *RUNS[run], f"--run_dir={tmp_path / 'run'}")
+    assert result.status == 0, result.stderr
+    checkpoint = read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")
+    states = checkpoint["optimizer_states"][0]["state"].values()
+    tensors = [*checkpoint["state_dict"].values(), *(value for state in states for value in state.values())]
+    assert {value.device.type for value in tensors if isinstance(value, Tensor)} == {"cpu"}
+
+
+STARTED = {
+    **{name: [f"--trainer.strategy={name}"] for name in ("ddp", "ddp_spawn", "pp", "fsdp2", "tp")},
+    "pp, interleaved": [
+        *("--trainer.strategy=PipelineStrategy", "--trainer.strategy.schedule=Interleaved1F1B"),
+        "--trainer.strategy.num_microbatches=2",
     ],
 }
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Written on the GPU, its images resident there."""
-    run = tmp_path_factory.mktemp("gpu") / "run"
-    launch("fit", *CUDA, "--data.resident=device", f"--run_dir={run}")
-    return run / "checkpoints" / "last.ckpt"
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tuple[int, int]]]:
+    """A checkpoint that one device without a strategy wrote, and how its test counts."""
+    folder = tmp_path_factory.mktemp("gpu")
+    launch("fit", *FLAGS, f"--run_dir={folder / 'run'}")
+    checkpoint = folder / "run" / "checkpoints" / "last.ckpt"
+    launch("test", *FLAGS, f"--ckpt_path={checkpoint}", f"--run_dir={folder / 'test'}")
+    return checkpoint, counts(folder / "test")
 
 
-@pytest.mark.parametrize("resident", ["host", "device"])
-@pytest.mark.parametrize("mode", MODES)
-def test_every_mode_trains_and_counts_as_the_first(checkpoint: Path, tmp_path: Path, mode: str, resident: str) -> None:
-    flags = [*CUDA, *(f"--trainer.{flag}" for flag in MODES[mode]), f"--data.resident={resident}"]
-    launch("fit", *flags, f"--run_dir={tmp_path / 'fit'}")
-    launch("test", *flags, f"--ckpt_path={checkpoint}", f"--run_dir={tmp_path / 'test'}")
-    launch("test", *CUDA, f"--ckpt_path={checkpoint}", f"--run_dir={tmp_path / 'alone'}")
-    assert counts(tmp_path / "test")["all"] == counts(tmp_path / "alone")["all"]
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", STARTED)
+def test_every_mode_goes_on_and_counts_as_one_device(
+    alone: tuple[Path, dict[str, tuple[int, int]]], tmp_path: Path, mode: str
+) -> None:
+    """Through NCCL, with one process: it resumes that checkpoint, and its test counts as that of one device."""
+    checkpoint, expected = alone
+    flags = [*FLAGS, *STARTED[mode], f"--ckpt_path={checkpoint}"]
+    launch("fit", *flags, "--trainer.max_epochs=2", f"--run_dir={tmp_path / 'fit'}")
+    launch("test", *flags, f"--run_dir={tmp_path / 'test'}")
+    assert counts(tmp_path / "test")["all"] == expected["all"]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_run_on_the_gpu_follows_the_one_device() -> None:
     flags = [flag for flag in TINY if not flag.startswith(("--trainer.accelerator", "--trainer.max_epochs"))]
-    (row,) = verify(["single"], args=[*flags, "--trainer.accelerator=cuda", "--trainer.precision=64-true"])
+    (row,) = verify(["single"], args=[*flags, f"--trainer.accelerator={ACCELERATOR}", "--trainer.precision=64-true"])
     assert row.problems == []
     assert max(row.differences.values()) <= EXACT_BOUND
-
-
-@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "bf16-true", "64-true"])
-def test_every_precision_trains(tmp_path: Path, precision: str) -> None:
-    launch("fit", *CUDA, f"--trainer.precision={precision}", f"--run_dir={tmp_path / 'run'}")
