@@ -51,6 +51,10 @@ def check_command(words: Sequence[str]) -> None:
             check_extras(checkout.removeprefix("."))
         case ["pytest", *args]:
             check_pytest(args)
+        case ["bash", "benchmarks/gpu_visit.sh", *args]:
+            import_module("gpu_visit.__main__").parser().parse_args(args)
+        case ["bash", "benchmarks/gpu_wheels.sh", folder]:
+            assert not folder.startswith("-")
         case ["bash", script]:
             assert Path(script).exists()
         case _:
@@ -135,6 +139,8 @@ def test_commands_parse(words: tuple[str, ...], capsys: pytest.CaptureFixture[st
         "pytest -m slow --no-such",
         "pytest tests/no_such.py",
         "bash no_such",
+        "bash benchmarks/gpu_visit.sh visit --no-such",
+        "bash benchmarks/gpu_visit.sh visit --steps 10",
         "make all",
     ],
 )

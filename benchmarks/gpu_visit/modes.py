@@ -62,10 +62,8 @@ TWO_RANKS = (
     OnOneDevice("ddp", _own("TwoRanks"), _SHARDS, quick=True),
     OnOneDevice("ddp-sync", (*_own("TwoRanks"), "--trainer.sync_batchnorm=true")),
     OnOneDevice("tp", _own("TwoRanksTensorParallel")),
-    OnOneDevice("fsdp2", _own("TwoRanksSharded"), _SHARDS),
-    OnOneDevice("pp", _own("TwoRanksPipeline"), _MICROBATCHES),
 )
-"""Two processes that share the device, through gloo: NCCL refuses that."""
+"""Two processes that share the device, through gloo: NCCL refuses that, and gloo lacks what `fsdp2` and `pp` send."""
 
 
 def chosen(modes: tuple[OnOneDevice, ...], *, on_gpu: bool) -> list[OnOneDevice]:

@@ -3,7 +3,7 @@
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
-from lit_cifar.strategies import DataParallelStrategy, PipelineStrategy, ShardedStrategy
+from lit_cifar.strategies import DataParallelStrategy, ShardedStrategy
 
 
 def _twice() -> list[torch.device]:
@@ -30,20 +30,4 @@ class TwoRanksTensorParallel(ShardedStrategy):
 
     def __init__(self) -> None:
         super().__init__(data_parallel_size=1, tensor_parallel_size=None, process_group_backend="gloo")
-        self.parallel_devices = _twice()
-
-
-class TwoRanksSharded(ShardedStrategy):
-    """`fsdp2` with both processes on one device."""
-
-    def __init__(self) -> None:
-        super().__init__(process_group_backend="gloo")
-        self.parallel_devices = _twice()
-
-
-class TwoRanksPipeline(PipelineStrategy):
-    """`pp` with both processes on one device."""
-
-    def __init__(self) -> None:
-        super().__init__(num_microbatches=2, process_group_backend="gloo")
         self.parallel_devices = _twice()

@@ -4,13 +4,29 @@ import json
 import os
 import platform
 import shutil
+import tempfile
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
 import lit_cifar
 
-PACKAGES = ["torch", "torchvision", "lightning", "torchmetrics", "tensorboard", "jsonargparse", "matplotlib", "numpy", "rich", "pillow", "pyyaml", "typing-extensions", "psutil", "triton", "nvidia-nccl-cu13", "nvidia-cudnn-cu13", "pytest", "pytest-timeout", "pytest-xdist"]
+PACKAGES = (
+    *(
+        "torch",
+        "torchvision",
+        "lightning",
+        "torchmetrics",
+        "tensorboard",
+        "jsonargparse",
+        "matplotlib",
+        "numpy",
+        "rich",
+    ),
+    *("pillow", "pyyaml", "typing-extensions", "psutil", "triton", "nvidia-nccl-cu13", "nvidia-cudnn-cu13"),
+    *("pytest", "pytest-timeout", "pytest-xdist"),
+)
 
 
 def about() -> dict[str, object]:
@@ -19,9 +35,9 @@ def about() -> dict[str, object]:
         "python": platform.python_version(),
         "kernel": platform.release(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "lit_cifar": os.path.dirname(lit_cifar.__file__),
-        "shared memory, GB": round(shutil.disk_usage("/dev/shm").free / 1e9, 1) if os.path.isdir("/dev/shm") else 0,
-        "disk, GB": round(shutil.disk_usage(".").free / 1e9, 1),
+        "lit_cifar": str(Path(lit_cifar.__file__).parent),
+        "shared memory, GB": _free_gb("/dev/shm"),
+        "temporary files, GB": _free_gb(tempfile.gettempdir()),
     }
     for package in PACKAGES:
         try:
@@ -29,6 +45,10 @@ def about() -> dict[str, object]:
         except PackageNotFoundError:
             found[package] = None
     return found | _of_gpu()
+
+
+def _free_gb(folder: str) -> float:
+    return round(shutil.disk_usage(folder).free / 1e9, 1) if Path(folder).is_dir() else 0.0
 
 
 def _of_gpu() -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Step 7: what was saved on the device goes on there and on the CPU, and the other way round, in the middle of an epoch."""
+"""Step 7: a run that is stopped in the middle of an epoch goes on, on the device and on the CPU, whichever saved it."""
 
 from functools import partial
 from pathlib import Path
