@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 import time
+import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from documents import BENCHMARKS, ROOT
 sys.path.insert(0, str(BENCHMARKS))
 
 from gpu_visit import __main__ as leader
-from gpu_visit import processes, wheels
+from gpu_visit import host_waits, processes, wheels
 from gpu_visit.report import Finding, Report, StepReport
 from gpu_visit.step import FailedError, Step, Visit
 from gpu_visit.steps import PLANS, Plan
@@ -189,6 +191,20 @@ def test_the_wheels_cover_what_the_package_needs() -> None:
     assert {f"{name}>={floor}" for name, floor in needed if name not in of_the_machine} == {
         word.strip("'") for word in script.split() if ">=" in word
     }
+
+
+def test_warnings_about_waits_are_noted_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch gives them on a GPU."""
+    modes: list[str] = []
+    monkeypatch.setattr("torch.cuda.set_sync_debug_mode", modes.append)
+    places: Counter[str] = Counter()
+    with host_waits._warned_of(places):
+        for text in ("called a synchronizing CUDA operation (Triggered internally ...)", "another") * 2:
+            warnings.warn(text, stacklevel=1)
+    assert modes == ["warn", "default"]
+    ((place, count),) = places.items()
+    assert count == 2
+    assert place.startswith("tests/test_gpu_visit.py:")
 
 
 def test_steps_can_be_chosen_by_number() -> None:

@@ -17,7 +17,8 @@ class EpochClock(L.Callback):
     """Writes to `path`, as JSON, the seconds of every epoch: in training steps, in validation, and in all else.
 
     "All else" are checkpoints, figures, counting, and what Lightning does between epochs. The GPU has finished its
-    work wherever the clock is read. The medians leave out the first epoch, in which memory is allocated.
+    work wherever the clock is read. The medians leave out the first epoch, in which memory is allocated, and the last,
+    in which the run ends.
     """
 
     def __init__(self, path: str) -> None:
@@ -58,12 +59,14 @@ class EpochClock(L.Callback):
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Write."""
         self._close()
-        later = self._epochs[1:] or self._epochs
+        usual = self._epochs[1:-1] or self._epochs
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        on_gpu = trainer.strategy.root_device.type == "cuda"
         content = {
-            "images": len(trainer.datamodule.sets["train"]),  # type: ignore[attr-defined]
-            "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if pl_module.device.type == "cuda" else 0.0,
+            "images": min(len(data.sets["train"]), int(trainer.num_training_batches) * data.batch_size),
+            "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if on_gpu else 0.0,
             "epochs": self._epochs,
-            "median": {name: statistics.median(epoch[name] for epoch in later) for name in later[0]},
+            "median": {name: statistics.median(epoch[name] for epoch in usual) for name in usual[0]},
         }
         self.path.write_text(json.dumps(content, indent=1) + "\n")
 

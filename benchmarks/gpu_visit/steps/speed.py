@@ -10,9 +10,13 @@ from gpu_visit.step import FailedError, Step
 
 _FORWARD_AND_BACKWARD_GFLOP = 6.95  # of an image in ResNet34 with the CIFAR stem
 _CHANNELS_LAST, _COMPILE = "--model.channels_last=true", "--model.compile=true"
-_COMMON = ("--trainer.enable_progress_bar=false", "--trainer.num_sanity_val_steps=0", "--trainer.benchmark=true")
+_COMMON = (
+    *("--trainer.enable_progress_bar=false", "--trainer.num_sanity_val_steps=0", "--trainer.benchmark=true"),
+    "--data.drop_last=true",  # each shape of a batch is compiled anew
+)
+_TRAINING_ALONE = "--trainer.limit_val_batches=0"
 _SIZES = {
-    "cuda": ("--data.batch_size=512", "--trainer.max_epochs=3", "--trainer.precision=bf16-mixed"),
+    "cuda": ("--data.batch_size=512", "--trainer.max_epochs=4", "--trainer.precision=bf16-mixed"),
     "cpu": (
         *("--model.arch=resnet10", "--model.stem=imagenet", "--data.batch_size=16", "--data.val_size=32"),
         *("--trainer.max_epochs=2", "--figures.every_n_epochs=0"),
@@ -31,13 +35,13 @@ def take(step: Step) -> None:
     step.check("where the time goes", partial(_profile, step, [_CHANNELS_LAST]))
     step.check("plain loop, channels_last", partial(_plain, step, "plain", ["--channels-last"]))
     if step.visit.on_gpu:  # on a CPU it takes minutes, for nothing
-        both = [_CHANNELS_LAST, _COMPILE]
+        both = [_CHANNELS_LAST, _COMPILE, _TRAINING_ALONE]
         step.check("channels_last, compiled", partial(_fit, step, "channels-last-compiled", both))
         step.check(
             "plain loop, channels_last, compiled",
             partial(_plain, step, "plain-compiled", ["--channels-last", "--compile"]),
         )
-        step.check("compiled", partial(_fit, step, "compiled", [_COMPILE]))
+        step.check("compiled", partial(_fit, step, "compiled", [_COMPILE, _TRAINING_ALONE]))
 
 
 def _flags(step: Step) -> list[str]:

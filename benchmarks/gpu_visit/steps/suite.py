@@ -2,11 +2,12 @@
 
 import re
 from functools import partial
+from pathlib import Path
 
 from gpu_visit.step import FailedError, Step
 
-_PYTEST = ("pytest", "tests/test_gpu.py", "-q", "-rfEs", "-p", "no:cacheprovider", "--tb=short")
-_SKIPPED = 5  # pytest's exit status where it has run none
+_TESTS = Path(__file__).parents[3] / "tests" / "test_gpu.py"
+_PYTEST = ("pytest", str(_TESTS), "-q", "-rfEs", "-p", "no:cacheprovider", "--tb=short")
 
 
 def take_fast(step: Step) -> None:
