@@ -17,7 +17,6 @@ Check = Callable[[], str | tuple[str, dict[str, Any]]]
 """Says what it has found, and figures if there are any; raises `FailedError` where that is wrong."""
 
 TINY = (
-    "--model.arch=resnet10",
     "--model.stem=imagenet",
     "--data.dataset=synthetic",
     "--data.num_train=96",
@@ -172,8 +171,9 @@ class Step:
 
     def fit_words(self, name: str, *flags: str) -> list[str]:
         """What `fit` runs, for those who look at its exit status themselves; later flags win."""
-        accelerator = f"--trainer.accelerator={self.visit.accelerator}"
-        return ["lit_cifar", "fit", accelerator, "--trainer.devices=1", *flags, f"--run_dir={self.run_folder(name)}"]
+        usual = [f"--trainer.accelerator={self.visit.accelerator}", "--trainer.devices=1"]
+        usual += [f"--model.arch={'resnet10' if self.visit.on_gpu else 'tiny'}"]
+        return ["lit_cifar", "fit", *usual, *flags, f"--run_dir={self.run_folder(name)}"]
 
     def run_folder(self, name: str) -> Path:
         """Of the run of that name."""

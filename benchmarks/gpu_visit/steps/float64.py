@@ -27,8 +27,8 @@ _FLAGS = (
 )
 # The third batch is half as long as the others.
 _SIZES = {
-    "cuda": ("--data.num_train=261", "--data.val_size=101", "--data.batch_size=64"),
-    "cpu": ("--model.arch=resnet10", "--data.num_train=61", "--data.val_size=21", "--data.batch_size=16"),
+    "cuda": ("--model.arch=resnet34", "--data.num_train=261", "--data.val_size=101", "--data.batch_size=64"),
+    "cpu": ("--data.num_train=61", "--data.val_size=21", "--data.batch_size=16"),
 }
 
 

@@ -16,9 +16,12 @@ _COMMON = (
 )
 _TRAINING_ALONE = "--trainer.limit_val_batches=0"
 _SIZES = {
-    "cuda": ("--data.batch_size=512", "--trainer.max_epochs=4", "--trainer.precision=bf16-mixed"),
+    "cuda": (
+        *("--model.arch=resnet34", "--data.batch_size=512", "--trainer.max_epochs=4"),
+        "--trainer.precision=bf16-mixed",
+    ),
     "cpu": (
-        *("--model.arch=resnet10", "--model.stem=imagenet", "--data.batch_size=16", "--data.val_size=32"),
+        *("--model.stem=imagenet", "--data.batch_size=16", "--data.val_size=32"),
         *("--trainer.max_epochs=2", "--figures.every_n_epochs=0"),
     ),
 }
@@ -82,7 +85,7 @@ def _profile(step: Step, flags: Sequence[str]) -> tuple[str, dict[str, Any]]:
 
 
 def _plain(step: Step, name: str, flags: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    size = [] if step.visit.on_gpu else ["--arch=resnet10", "--batch=8", "--steps=3"]
+    size = [] if step.visit.on_gpu else ["--arch=tiny", "--batch=8", "--steps=3"]
     output = step.output_of(name, "gpu_visit.plain_loop", *size, *flags)
     figures: dict[str, Any] = json.loads(output.splitlines()[-1])
     return f"{figures['images_per_s']:,.0f} images/s", figures
