@@ -29,8 +29,8 @@ class EvaluationFigures(Callback):
 
     Args:
         num_wrong: Images in the grid, over all processes.
-        every_n_epochs: Draw after every n-th epoch of a fit and after its last, which takes a core about half a second
-            each time; 0 draws nothing, also in `validate` and `test`, and not the network's graph.
+        every_n_epochs: Draw after every n-th epoch of a fit and after its last, which takes a core some tenths of a
+            second; 0 draws nothing, also in `validate` and `test`, and not the network's graph.
     """
 
     def __init__(self, *, num_wrong: int = 16, every_n_epochs: int = 1) -> None:
