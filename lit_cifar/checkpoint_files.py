@@ -16,14 +16,14 @@ import shutil
 import struct
 from collections.abc import Mapping
 from contextlib import suppress
-from copy import copy
+from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
 
-from lit_cifar.checkpoints import read_checkpoint
+from lit_cifar.checkpoints import read_checkpoint, read_own_checkpoint
 from lit_cifar.errors import CheckpointError, SaveError
 
 LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
@@ -68,6 +68,12 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: Path, *, make_folder: 
     finally:
         with suppress(OSError):
             _remove_drafts(path.parent)
+
+
+def snapshot(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy on the CPU, which later steps do not change; tensors that share memory go on sharing it."""
+    copied: dict[str, Any] = _on_cpu(dict(checkpoint), {}, memo={})
+    return copied
 
 
 def verify_checkpoint(path: Path) -> None:
@@ -130,11 +136,14 @@ def _serialise(checkpoint: Mapping[str, Any]) -> bytes:
         raise RuntimeError("torch.save has not written a zip archive that ends without a comment")
     buffer.seek(-2, os.SEEK_END)
     buffer.write(struct.pack("<H", _COMMENT_BYTES))
-    content = buffer.getvalue()  # not getbuffer(): Python 3.12.1 was seen to crash when it collected that
-    return content + _LABEL + hashlib.sha256(content).hexdigest().encode()
+    # Not getbuffer(): Python 3.12.1 was seen to crash when it collected that. Nor a name for the content: as long as
+    # there is one, writing behind it copies all of it, and other threads wait meanwhile.
+    digest = hashlib.sha256(buffer.getvalue()).hexdigest()
+    buffer.write(_LABEL + digest.encode())
+    return buffer.getvalue()
 
 
-def _on_cpu(content: Any, moved: dict[int, UntypedStorage]) -> Any:
+def _on_cpu(content: Any, moved: dict[int, UntypedStorage], *, memo: dict[int, Any] | None = None) -> Any:
     """`content` with its tensors on the CPU; torch would note the device of each, and look for it when it loads.
 
     Tensors that share memory go on sharing it, and those that are on the CPU already are not copied.
@@ -142,16 +151,19 @@ def _on_cpu(content: Any, moved: dict[int, UntypedStorage]) -> Any:
     Args:
         content: Tensors and primitives, in dicts, lists and tuples.
         moved: What has been moved so far, by its former address.
+        memo: As of `deepcopy`, if what is on the CPU already is to be copied as well.
     """
-    if isinstance(content, Tensor):
-        return content if content.device.type == "cpu" else _tensor_on_cpu(content, moved)
+    if isinstance(content, Tensor) and content.device.type != "cpu":
+        return _tensor_on_cpu(content, moved)
     if isinstance(content, dict):
         moved_dict = copy(content)  # of its own class
-        moved_dict.update({key: _on_cpu(value, moved) for key, value in content.items()})
+        moved_dict.update({key: _on_cpu(value, moved, memo=memo) for key, value in content.items()})
         return moved_dict
     if type(content) in (list, tuple):
-        return type(content)(_on_cpu(value, moved) for value in content)
-    return content
+        return type(content)(_on_cpu(value, moved, memo=memo) for value in content)
+    if memo is None:
+        return content
+    return deepcopy(content.detach() if isinstance(content, Tensor) else content, memo)
 
 
 def _tensor_on_cpu(tensor: Tensor, moved: dict[int, UntypedStorage]) -> Tensor:
@@ -219,12 +231,14 @@ def _read_back(draft: Path, path: Path) -> None:
     try:
         verify_checkpoint(draft)
     except CheckpointError as error:
+        draft.stat()  # raises what it is where the folder has vanished meanwhile
         raise SaveError(
             f"{path} could not be saved: what was written reads back differently", remedy="check the disk"
         ) from error
     try:
-        read_checkpoint(draft)
+        read_own_checkpoint(draft)
     except CheckpointError as error:
+        draft.stat()
         raise SaveError(
             f"{path} could not be saved, since nothing could load it\n{error.problem}",
             remedy="put nothing but tensors and primitives into a checkpoint, in `on_save_checkpoint` and `state_dict`",

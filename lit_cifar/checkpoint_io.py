@@ -1,8 +1,11 @@
 """Lightning's door to checkpoint files: how its Trainer and its strategies write and read them."""
 
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,10 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lit_cifar.checkpoint_files import carries_hash, verify_checkpoint, what_is_left, write_checkpoint
+from lit_cifar.checkpoint_files import carries_hash, snapshot, verify_checkpoint, what_is_left, write_checkpoint
 from lit_cifar.checkpoints import read_checkpoint
 from lit_cifar.errors import CheckpointError, ConfigError, SaveError
+from lit_cifar.watchdog import HELPER
 
 
 class CheckpointFiles(CheckpointIO):
@@ -21,27 +25,53 @@ class CheckpointFiles(CheckpointIO):
     Pass it to the Trainer: `plugins=[CheckpointFiles()]`. Lightning's own `TorchCheckpointIO` goes on in silence where
     it has no right to write, and leaves `weights_only` to an environment variable.
 
+    What is saved under `deferring(behind=True)` is copied at once, and written by a thread while training goes on. At
+    most two copies exist: of the file that is being written, and of the next one. Lightning's `AsyncCheckpointIO`
+    keeps any number of them, cannot say when a file is there, and raises what failed on rank 0 alone.
+
     Attributes:
-        failure: Why the latest save under `deferring` failed; None if it did not.
+        failure: Why a save under `deferring` failed, or one before it; None if none did.
     """
 
     def __init__(self) -> None:
         self.failure: CheckpointError | None = None
-        self._deferring = False
+        self._deferring = self._behind = False
         self._folders: set[Path] = set()
+        self._writer = _Writer()
 
     @contextmanager
-    def deferring(self) -> Iterator[None]:
+    def deferring(self, *, behind: bool = False) -> Iterator[None]:
         """Remember a failure instead of raising it, for who then tells the other processes.
 
         Lightning calls `save_checkpoint` on rank 0 alone, and all ranks meet at a barrier after it. An exception would
         leave the others waiting there.
+
+        Args:
+            behind: Whether to return before the file is written. Its failure is told at the next save or by `settle`.
         """
-        self.failure, self._deferring = None, True
+        self.failure, self._deferring, self._behind = None, True, behind
         try:
             yield
         finally:
-            self._deferring = False
+            self._deferring = self._behind = False
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether something could not be written, and nobody has been told yet."""
+        return self._writer.failure is not None
+
+    def wait(self) -> None:
+        """Return when nothing is left to write."""
+        self._writer.wait()
+
+    def settle(self) -> None:
+        """Return when all that was saved is on disk.
+
+        Raises:
+            CheckpointError: Something could not be written; under `deferring` it is remembered.
+        """
+        with self._raising_or_keeping():
+            self._writer.settle()
 
     @override
     def save_checkpoint(
@@ -49,13 +79,13 @@ class CheckpointFiles(CheckpointIO):
     ) -> None:
         """As `write_checkpoint`; a folder is made for the first save into it, and missed if it vanishes later."""
         path = Path(path)
-        try:
-            write_checkpoint(checkpoint, path, make_folder=path.parent not in self._folders)
-            self._folders.add(path.parent)
-        except Exception as error:  # whatever it is: one silent process makes all others wait
-            if not self._deferring:
-                raise
-            self.failure = error if isinstance(error, CheckpointError) else _unforeseen(error, path)
+        with self._raising_or_keeping(), _as_save_error(path):
+            if self._behind:
+                self._writer.wait_for_room(path)
+                self._writer.write(path, partial(self._write, snapshot(checkpoint), path))
+            else:
+                self._writer.settle()
+                self._write(checkpoint, path)
 
     @override
     def load_checkpoint(
@@ -72,21 +102,130 @@ class CheckpointFiles(CheckpointIO):
                 "--weights_only=false would let a checkpoint run code", remedy="leave it out: no checkpoint needs it"
             )
         path = Path(path)
+        self.settle()
         if path.is_file() and carries_hash(path):
             verify_checkpoint(path)
         return read_checkpoint(path, mmap=False)
 
     @override
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a file; one that cannot be removed stays, with a warning."""
+        """Remove a file; one that cannot be removed stays, with a warning.
+
+        It stays, too, as long as what was saved before is not on disk: it may be all that there is.
+        """
+        self._writer.do(partial(_remove, Path(path)), Path(path))
+
+    @override
+    def teardown(self) -> None:
+        """Return when nothing is left to write, however the run ends.
+
+        Raises:
+            CheckpointError: Something could not be written, and nobody has been told. It is printed instead if another
+                exception is on its way.
+        """
+        on_its_way = sys.exception()
         try:
-            Path(path).unlink(missing_ok=True)
-        except OSError as error:
-            rank_zero_warn(f"{path} could not be removed: {error.strerror}")
+            self.settle()
+        except CheckpointError as failure:
+            if on_its_way is None:
+                raise
+            print(f"lit_cifar: {failure}", file=sys.stderr, flush=True)
+
+    def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
+        write_checkpoint(checkpoint, path, make_folder=path.parent not in self._folders)
+        self._folders.add(path.parent)
+
+    @contextmanager
+    def _raising_or_keeping(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            if not self._deferring:
+                raise
+            self.failure = error
 
 
-def _unforeseen(error: Exception, path: Path) -> SaveError:
-    return SaveError(
-        f"{path} could not be saved: {type(error).__name__}: {error}\n{what_is_left(path.parent)}"[:500],
-        remedy="put nothing but tensors and primitives into a checkpoint, in `on_save_checkpoint` and `state_dict`",
-    )
+class _Writer:
+    """Does one thing after the other in a thread, until one fails; what comes then is left out.
+
+    The thread lives as long as there is something to do. It is none that the end of the program would cut short.
+
+    Attributes:
+        failure: Why that one failed.
+    """
+
+    def __init__(self) -> None:
+        self.failure: CheckpointError | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._unwritten: list[tuple[Path, Future[None]]] = []
+
+    def wait_for_room(self, path: Path) -> None:
+        """Return when at most one other file is still to be written, and `path` is not.
+
+        Raises:
+            CheckpointError: Something could not be written; then nothing is left to do.
+        """
+        while len(self._unwritten) > 1 or any(path == other for other, _ in self._unwritten):
+            self._unwritten.pop(0)[1].result()
+        if self.failure is not None:
+            self.settle()
+
+    def write(self, path: Path, job: Callable[[], None]) -> None:
+        """Have `job`, which writes `path`, done by the thread."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=HELPER)
+        self._unwritten.append((path, self._thread.submit(self._run, job, path)))
+
+    def do(self, job: Callable[[], None], path: Path) -> None:
+        """Have `job`, which concerns `path`, done after all before it; at once if there is nothing."""
+        if self._thread is None:
+            job()
+        else:
+            self._thread.submit(self._run, job, path)
+
+    def wait(self) -> None:
+        """Return when all is done, and end the thread."""
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+        self._unwritten.clear()
+
+    def settle(self) -> None:
+        """As `wait`.
+
+        Raises:
+            CheckpointError: Something could not be written; it is then forgotten.
+        """
+        self.wait()
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+
+    def _run(self, job: Callable[[], None], path: Path) -> None:
+        if self.failure is None:
+            try:
+                with _as_save_error(path):
+                    job()
+            except CheckpointError as error:
+                self.failure = error
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        rank_zero_warn(f"{path} could not be removed: {error.strerror}")
+
+
+@contextmanager
+def _as_save_error(path: Path) -> Iterator[None]:
+    """Whatever fails in a save is a `CheckpointError`: one silent process makes all others wait."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise SaveError(
+            f"{path} could not be saved: {type(error).__name__}: {error}\n{what_is_left(path.parent)}"[:500],
+            remedy="put nothing but tensors and primitives into a checkpoint, in `on_save_checkpoint` and `state_dict`",
+        ) from error

@@ -135,13 +135,21 @@ def read_checkpoint(path: Path, *, mmap: bool = True) -> dict[str, Any]:
     Raises:
         CheckpointError: No such file, or not one that torch can read as tensors and primitives.
     """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected pickle protocol")  # of a file that is then refused
+        return read_own_checkpoint(path, mmap=mmap)
+
+
+def read_own_checkpoint(path: Path, *, mmap: bool = True) -> dict[str, Any]:
+    """As `read_checkpoint`, of a file that this process has written, and in any thread.
+
+    To leave out a warning, as a stranger's file may need, changes what all threads share.
+    """
     if not path.is_file():
         raise CheckpointError(f"there is no checkpoint {path}", remedy="look under RUN_FOLDER/checkpoints/")
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Detected pickle protocol")  # of a file that is then refused
-            # Torch can leave the tensors of its old format, as torchvision's first files have it, in no file.
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and _is_archive(path))
+        # Torch can leave the tensors of its old format, as torchvision's first files have it, in no file.
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and _is_archive(path))
     except Exception as error:  # torch raises half a dozen types here, by what is broken
         raise CheckpointError(
             f"{path} is not a readable checkpoint: {_reason(error, path)}",

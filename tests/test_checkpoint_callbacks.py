@@ -262,7 +262,7 @@ def test_every_process_hears_that_the_logs_cannot_be_written(rank: int, tmp_path
         raise OSError(errno.ENOSPC, "No space left on device")
 
     heard = save_error(OSError(errno.ENOSPC, "of rank 0"), tmp_path / "metrics.csv", checkpoints=tmp_path)
-    strategy = SimpleNamespace(broadcast=lambda own: own if rank == 0 else heard)
+    strategy = SimpleNamespace(broadcast=lambda own: own if rank == 0 else heard, checkpoint_io=None)
     logger = SimpleNamespace(save=full if rank == 0 else lambda: None)
     trainer: Any = SimpleNamespace(loggers=[logger], strategy=strategy, log_dir=str(tmp_path))
     reason = "No space" if rank == 0 else "of rank 0"

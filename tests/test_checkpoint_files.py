@@ -247,6 +247,21 @@ def test_a_disk_that_returns_something_else(saved: Path, monkeypatch: pytest.Mon
     assert_nothing_lost(saved)
 
 
+@pytest.mark.parametrize("after", ["_write_synced", "verify_checkpoint"])
+def test_a_folder_that_vanishes_while_it_is_written_to(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, after: str
+) -> None:
+    """Before what was written is read back, or while it is."""
+    do = getattr(checkpoint_files, after)
+
+    def do_and_lose(path: Path, *args: object) -> None:
+        do(path, *args)
+        shutil.rmtree(path.parent)
+
+    monkeypatch.setattr(checkpoint_files, after, do_and_lose)
+    assert "its folder is gone" in refusal(saved / LAST).problem
+
+
 def test_a_file_system_without_hard_links(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, target: Path) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")

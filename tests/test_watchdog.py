@@ -413,10 +413,12 @@ def test_the_one_that_does_not_get_on_is_found(capsys: pytest.CaptureFixture[str
     assert __file__ in capsys.readouterr().err  # where the main thread is
 
 
-@pytest.mark.parametrize("on_disk", [False, True])
-def test_one_that_waits_for_a_disk_does_not_hang(on_disk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("who", [None, "children", "helpers"])
+def test_one_that_waits_for_a_disk_does_not_hang(who: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_disk = who is not None
     monkeypatch.setattr(activity, "main_thread_s", lambda: 0.0)
-    monkeypatch.setattr(activity, "children_s", lambda peers: ({}, on_disk))
+    monkeypatch.setattr(activity, "children_s", lambda peers: ({}, who == "children"))
+    monkeypatch.setattr(activity, "helpers_s", lambda: ({}, who == "helpers"))
     pair = Pair()
     for progress, phases in zip(pair.progress, ["abab", "aba"], strict=True):
         for phase in phases:
@@ -515,6 +517,29 @@ def test_who_uses_a_processor_or_waits_for_a_disk_works(monkeypatch: pytest.Monk
     assert works_after(1, 50.1, {}, on_disk=True)
     found.forget()
     assert not found.works
+
+
+def test_a_main_thread_that_waits_for_its_helper_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for one that writes a checkpoint; other threads spin while they wait."""
+    monkeypatch.setattr(activity, "main_thread_s", lambda: 0.0)
+    monkeypatch.setattr(activity, "children_s", lambda peers: ({}, False))
+    for name, works in ((f"{activity.HELPER}_0", True), ("another", False)):
+        over = threading.Event()
+        thread = threading.Thread(target=lambda over=over: [None for _ in iter(over.is_set, True)], name=name)
+        thread.start()
+        clock = Clock()
+        found = activity_of(clock)
+        try:
+            found.look("threading")
+            begin = time.thread_time()
+            while time.thread_time() - begin < 1.0:  # the other thread's turn comes meanwhile
+                pass
+            clock.now += 1
+            found.look("threading")
+        finally:
+            over.set()
+            thread.join()
+        assert (found.works, found.waits) == (works, False)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
 """Saves one checkpoint over another and dies by SIGKILL at the first line of the code that does so, the second, ...
 
-Run as a program with a folder; `test_checkpoint_files` does. Prints what was found after each death, as JSON.
+Run as a program with a folder; `test_checkpoint_files` does. Prints what was found after each death, as JSON. A thread
+writes it, as in a run.
 """
 
 import json
 import os
 import signal
 import sys
+import threading
 from itertools import count
 from pathlib import Path
 from types import FrameType
@@ -16,6 +18,7 @@ import torch
 
 from lit_cifar import checkpoint_files
 from lit_cifar.checkpoint_files import LAST, newest_valid, write_checkpoint
+from lit_cifar.checkpoint_io import CheckpointFiles
 from lit_cifar.checkpoints import read_checkpoint
 
 
@@ -33,7 +36,7 @@ def step_of(path: Path) -> int:
 
 
 def kill_at(line: int) -> None:
-    """Make this process kill itself at the so many-th line that it runs of `checkpoint_files`."""
+    """Make this process kill itself at the so many-th line that its threads run of `checkpoint_files`."""
     lines = count(1)
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -43,7 +46,16 @@ def kill_at(line: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return trace
 
+    threading.settrace(trace)
     sys.settrace(trace)
+
+
+def save_behind(checkpoint: dict[str, Any], path: Path) -> None:
+    """Let a thread write it, and wait for that."""
+    files = CheckpointFiles()
+    with files.deferring(behind=True):
+        files.save_checkpoint(checkpoint, path)
+    files.settle()
 
 
 def save_and_die(folder: Path, line: int) -> bool:
@@ -53,7 +65,7 @@ def save_and_die(folder: Path, line: int) -> bool:
     process = os.fork()
     if process == 0:
         kill_at(line)
-        write_checkpoint(state(3), folder / LAST)
+        save_behind(state(3), folder / LAST)
         os._exit(0)
     _, status = os.waitpid(process, 0)
     assert os.WIFSIGNALED(status) or os.waitstatus_to_exitcode(status) == 0

@@ -9,7 +9,8 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.distributed import group
 from torch.nn.utils import get_total_norm
 
-from lit_cifar.callbacks.checkpoint import LastCheckpoint
+from lit_cifar.callbacks.checkpoint import LastCheckpoint, has_failed, settle
 from lit_cifar.errors import CheckpointError, Stopped
 
 EXIT_STOPPED = 128 + signal.SIGTERM
@@ -161,6 +162,7 @@ class StepBoundary(Callback):
         largest = get_total_norm(weights, norm_type=math.inf)  # one number to read: of all weights, and all processes
         bad = largest.isfinite().logical_not().to(self._device, torch.float64)
         if trainer.strategy.reduce(bad, group=group.WORLD, reduce_op="max").item():
+            self._settle(trainer)
             message = f"the weights are not finite after {trainer.global_step} optimizer steps"
             _end(trainer, f"{message}; {self._newest()}", status=1)
 
@@ -169,7 +171,8 @@ class StepBoundary(Callback):
         now = time.monotonic()
         if trainer.global_step > self._asked_step:
             self._step_s = (now - self._asked_at) / (trainer.global_step - self._asked_step)
-        due = self._last is not None and self._last.due_by_time(now)
+        # A save that has failed is told by the next one, which is therefore due.
+        due = self._last is not None and (self._last.due_by_time(now) or has_failed(trainer))
         own = torch.tensor([self._signal, due, self._step_s, -math.inf], dtype=torch.float64).to(self._device)
         if self._losses:
             own[3] = self._first_bad(trainer)
@@ -188,12 +191,11 @@ class StepBoundary(Callback):
         return torch.tensor(codes, dtype=torch.float64).to(self._device).masked_fill(finite, -math.inf).max()
 
     def _save(self, trainer: Trainer, last: LastCheckpoint) -> None:
-        try:
+        with _ending_if_not_saved(trainer):
             last.save(trainer)
-        except CheckpointError as error:
-            _end(trainer, str(error), status=1)
 
     def _stop_for_signal(self, trainer: Trainer, number: int) -> NoReturn:
+        self._settle(trainer)
         name = signal.Signals(number).name
         _end(
             trainer,
@@ -202,7 +204,13 @@ class StepBoundary(Callback):
             status=EXIT_STOPPED,
         )
 
+    def _settle(self, trainer: Trainer) -> None:
+        """Before anything is said about the newest checkpoint."""
+        with _ending_if_not_saved(trainer):
+            settle(trainer)
+
     def _stop_for_loss(self, trainer: Trainer, step: int, rank: int) -> NoReturn:
+        self._settle(trainer)
         epoch, first = max(item for item in self._first_steps.items() if item[1] <= step)
         ids = trainer.strategy.broadcast(_ids_of_step(trainer, epoch, step - first), src=rank)
         shown = ", ".join(map(str, ids[:_MAX_IDS])) + (
@@ -240,6 +248,14 @@ def _ids_of_step(trainer: Trainer, epoch: int, step: int) -> list[int]:
     sampler.start = step
     parts = zip(range(trainer.accumulate_grad_batches), sampler, strict=False)
     return [int(id_) for _, part in parts for id_ in part.ids]
+
+
+@contextmanager
+def _ending_if_not_saved(trainer: Trainer) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError as error:
+        _end(trainer, str(error), status=1)
 
 
 def _end(trainer: Trainer, message: str, *, status: int) -> NoReturn:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import lightning as L
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
@@ -18,27 +19,61 @@ from lit_cifar.checkpoint_io import CheckpointFiles
 from lit_cifar.errors import CheckpointError, ConfigError
 
 
-def save_everywhere(trainer: L.Trainer, path: Path) -> None:
+def save_everywhere(trainer: L.Trainer, path: Path, *, behind: bool = False) -> None:
     """Write a checkpoint; every process must call this.
 
+    Args:
+        trainer: Has the state.
+        path: The file.
+        behind: Whether training may go on before the file is there. `settle` waits for it.
+
     Raises:
-        CheckpointError: It could not be written; on every process, with the reason that rank 0 had.
+        CheckpointError: It could not be written, or one before it; on every process, with the reason that rank 0 had.
     """
-    with failing_together(trainer):
+    with failing_together(trainer, behind=behind):
         trainer.save_checkpoint(path)
 
 
+def settle(trainer: L.Trainer) -> None:
+    """Return when all that was saved is on disk; every process must call this.
+
+    Raises:
+        CheckpointError: Something could not be written; on every process.
+    """
+    with failing_together(trainer):
+        files = trainer.strategy.checkpoint_io
+        if isinstance(files, CheckpointFiles):
+            files.settle()
+
+
+def has_failed(trainer: L.Trainer) -> bool:
+    """Whether this process knows that something could not be written, as the next save will say."""
+    files = trainer.strategy.checkpoint_io
+    return isinstance(files, CheckpointFiles) and files.has_failed
+
+
+def wait_for_files(trainer: L.Trainer) -> None:
+    """Return when this process has nothing left to write; what could not be written is told later."""
+    files = trainer.strategy.checkpoint_io
+    if isinstance(files, CheckpointFiles):
+        files.wait()
+
+
 @contextmanager
-def failing_together(trainer: L.Trainer) -> Iterator[None]:
+def failing_together(trainer: L.Trainer, *, behind: bool = False) -> Iterator[None]:
     """Make a failure of rank 0 to write a checkpoint, inside, one of all processes; each must come here.
 
     With another `CheckpointIO` than ours it is raised on rank 0, if that one raises at all.
+
+    Args:
+        trainer: Writes it.
+        behind: As of `save_everywhere`.
     """
     files = trainer.strategy.checkpoint_io
     if not isinstance(files, CheckpointFiles):
         yield
         return
-    with files.deferring():
+    with files.deferring(behind=behind):
         yield
     failure: CheckpointError | None = trainer.strategy.broadcast(files.failure)
     if failure is not None:
@@ -101,8 +136,20 @@ class BestCheckpoint(ModelCheckpoint):
             super()._save_topk_checkpoint(trainer, monitor_candidates)
 
     def _save_checkpoint(self, trainer: L.Trainer, filepath: str) -> None:
-        with failing_together(trainer):
+        # Loggers that then take the file elsewhere must find it.
+        told = [type(logger).after_save_checkpoint for logger in trainer.loggers]
+        with failing_together(trainer, behind=all(hook in _DOES_NOTHING for hook in told)):
             super()._save_checkpoint(trainer, filepath)
+
+    def file_exists(self, filepath: str | Path, trainer: L.Trainer) -> bool:
+        """Whether it does when all that was saved is on disk: names must not depend on how fast that is."""
+        wait_for_files(trainer)
+        return super().file_exists(filepath, trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Let no training end before its files are there."""
+        super().on_train_end(trainer, pl_module)
+        settle(trainer)
 
 
 class LastCheckpoint(callbacks.Checkpoint):
@@ -117,7 +164,8 @@ class LastCheckpoint(callbacks.Checkpoint):
         every_n_seconds: Save when n seconds have passed since the last time; null: never for this reason.
 
     Attributes:
-        newest: The file that this run has written last, or the one it goes on from; None if there is neither.
+        newest: The file that this run has saved last, or the one it goes on from; None if there is neither. It is
+            there after `settle`, before that perhaps not yet.
     """
 
     def __init__(
@@ -169,21 +217,29 @@ class LastCheckpoint(callbacks.Checkpoint):
     def save(self, trainer: L.Trainer) -> None:
         """Write the checkpoint, but none of a test or a trial run; every process must call this.
 
+        Training may go on before the file is there: see `settle`.
+
         Raises:
-            CheckpointError: It could not be written; on every process.
+            CheckpointError: One before it could not be written; on every process.
         """
         if trainer.fast_dev_run or trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:  # type: ignore[attr-defined]
             return
-        save_everywhere(trainer, self._folder / LAST)
+        save_everywhere(trainer, self._folder / LAST, behind=True)
         self.newest = self._folder / LAST
         self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save the end, unless it has been."""
+        """Save the end, unless it has been, and let no training end before its files are there."""
         if self.newest != self._folder / LAST or self._saved_step != trainer.global_step:
             self.save(trainer)
+        settle(trainer)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Let nobody say what is left before all is there: Lightning tears nothing down if a logger fails, too."""
+        wait_for_files(trainer)
 
 
+_DOES_NOTHING = (Logger.after_save_checkpoint, TensorBoardLogger.after_save_checkpoint)
 _PATHS = ("best_model_path", "kth_best_model_path", "last_model_path")
 
 

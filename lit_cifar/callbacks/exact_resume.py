@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
+from lit_cifar.callbacks.checkpoint import wait_for_files
 from lit_cifar.callbacks.run_report import run_folder
 from lit_cifar.checkpoint_files import save_error
 from lit_cifar.errors import SaveError
@@ -165,6 +166,7 @@ def _save_logs(trainer: Trainer, folder: Path) -> SaveError | None:
         for logger in trainer.loggers:
             logger.save()
     except OSError as error:
+        wait_for_files(trainer)  # which it names
         return save_error(error, folder / "metrics.csv", checkpoints=folder / "checkpoints")
     return None
 

@@ -7,6 +7,7 @@ others once a second how far its main thread is (`Beat`), over the store at whic
 hears from them (`judge`). See `Watch`.
 """
 
+from lit_cifar.watchdog.activity import HELPER
 from lit_cifar.watchdog.beat import Beat
 from lit_cifar.watchdog.board import Board, connect, host_of_store
 from lit_cifar.watchdog.judge import Verdict
@@ -15,6 +16,7 @@ from lit_cifar.watchdog.progress import Progress
 from lit_cifar.watchdog.watch import Watch, first_beat
 
 __all__ = [
+    "HELPER",
     "Beat",
     "Board",
     "Progress",

@@ -14,14 +14,16 @@ _COLLECTIVES = "torch.distributed.distributed_c10d"
 # Of one processor. What hangs and looks around once in a while uses less, what computes on a crowded machine more.
 _LEAST_SHARE = 0.05
 _MAIN_THREAD = 0  # in place of a pid
+# How the names of threads begin that do what the main thread would otherwise do itself, and may wait for.
+HELPER = "lit_cifar-helper"
 
 
 class Activity:
     """Of this process, looked at now and then.
 
-    It works if it uses a processor or waits for a disk. Of its own threads only the main one counts, as those of NCCL
-    spin while they wait. Processes count that it has started, as compilers and loaders of data are, but not the other
-    ranks.
+    It works if it uses a processor or waits for a disk. Of its own threads only the main one and its helpers count, as
+    those of NCCL spin while they wait. Processes count that it has started, as compilers and loaders of data are, but
+    not the other ranks.
 
     Args:
         peers: Pids of these.
@@ -67,7 +69,9 @@ class Activity:
         # A main thread that computes in Python makes every file that this thread reads take long: one look is enough.
         if not (much := self._is_much(used, now)):
             children, on_disk = children_s(self._peers)
-            used |= children
+            helpers, helper_on_disk = helpers_s()
+            used |= children | helpers
+            on_disk = on_disk or helper_on_disk
             much = self._is_much(used, now)
         self._last = now, used
         return much or on_disk
@@ -85,6 +89,18 @@ def main_thread_s() -> float:
     if not hasattr(time, "pthread_getcpuclockid"):
         return time.process_time()
     return time.clock_gettime(time.pthread_getcpuclockid(threading.main_thread().ident or 0))
+
+
+def helpers_s() -> tuple[dict[int, float], bool]:
+    """Processor time of this process's helper threads, by number, and whether one waits for a disk."""
+    ids = {thread.native_id for thread in threading.enumerate() if thread.name.startswith(HELPER)}
+    used, on_disk = {}, False
+    with suppress(psutil.Error, OSError):
+        if ids:
+            used = {thread.id: thread.user_time + thread.system_time for thread in psutil.Process().threads()}
+            used = {number: seconds for number, seconds in used.items() if number in ids}
+            on_disk = any(_is_on_disk(psutil.Process(number)) for number in used)
+    return used, on_disk
 
 
 def children_s(peers: Collection[int]) -> tuple[dict[int, float], bool]:

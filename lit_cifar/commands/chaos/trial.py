@@ -24,8 +24,11 @@ BACK_LIMIT_S = 120.0
 _MAX_LAUNCHES_IN_VAIN = 3
 
 _SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
-_REPEATED_SAVES: dict[Kind, int] = {"kill": 1, "stop": 1, "term": 0, "resize": 0, "truncate": 2, "disk": 1}
-"""How many intervals between checkpoints a job may have to repeat: none where it was asked to stop and saves first."""
+_REPEATED_SAVES: dict[Kind, int] = {"kill": 2, "stop": 2, "term": 0, "resize": 0, "truncate": 3, "disk": 2}
+"""How many intervals between checkpoints a job may have to repeat: none where it was asked to stop and saves first.
+
+Training goes on while the newest one is being written, at most until the next one is due.
+"""
 
 
 class TrialError(Exception):
