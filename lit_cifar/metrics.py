@@ -30,10 +30,12 @@ class TopAccuracy(MulticlassAccuracy):
         """Count a batch; `preds` (n, C), `target` int64, (n,)."""
         if self.top_k == 1:
             right = (preds.argmax(dim=1) == target).sum()
-        else:
-            right = (preds.topk(self.top_k, dim=1).indices == target[:, None]).sum()
-        self.tp += right
-        self.fn += len(target) - right
+            self.tp += right
+            self.fn += len(target) - right
+        else:  # torchmetrics then counts each class by itself
+            found = (preds.topk(self.top_k, dim=1).indices == target[:, None]).any(dim=1)
+            self.tp.index_add_(0, target, found.to(self.tp))
+            self.fn.index_add_(0, target, found.logical_not().to(self.fn))
 
 
 class ConfusionMatrix(MulticlassConfusionMatrix):

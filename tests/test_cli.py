@@ -238,7 +238,7 @@ def test_a_checkpoint_of_another_network_is_refused(trained: Path, tmp_path: Pat
     checkpoint = trained / "checkpoints" / "last.ckpt"
     result = run_here("test", *TINY, flag, f"--ckpt_path={checkpoint}", f"--run_dir={tmp_path / 'run'}")
     name = flag.split("=")[0]
-    assert_refused(result, "the checkpoint holds resnet10 with the imagenet stem and 10 classes", name)
+    assert_refused(result, "the checkpoint holds tiny with the imagenet stem and 10 classes", name)
     assert not (tmp_path / "run").exists()
 
 
@@ -317,7 +317,7 @@ def test_a_resumed_run_begins_with_the_very_weights_that_were_saved(tmp_path: Pa
 
 def test_a_checkpoint_holds_plain_keys_and_no_code(trained: Path) -> None:
     checkpoint = read_checkpoint(trained / "checkpoints" / "best.ckpt")
-    assert checkpoint["lit_cifar"] == {"arch": "resnet10", "stem": "imagenet", "num_classes": 10}
+    assert checkpoint["lit_cifar"] == {"arch": "tiny", "stem": "imagenet", "num_classes": 10}
     assert "layer1.0.conv1.weight" in checkpoint["state_dict"]
     assert not [key for key in checkpoint["state_dict"] if "network" in key or "metrics" in key]
 
