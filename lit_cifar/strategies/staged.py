@@ -46,9 +46,14 @@ class StagedRunner:
         pieces = [piece for piece in images.tensor_split(self.num_microbatches) if len(piece)] or [images]
         for microbatch, index in gpipe_order(num_microbatches=len(pieces), num_stages=len(self.stages)):
             stage, device = self.stages[index]
-            pieces[microbatch] = stage(pieces[microbatch].to(device, non_blocking=True))
-        outputs = [piece.to(images.device, non_blocking=True) for piece in pieces]
+            pieces[microbatch] = stage(_sent(pieces[microbatch], device))
+        outputs = [_sent(piece, images.device) for piece in pieces]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor` on `device`; the host waits for what it is going to read itself, which might not have arrived yet."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def gpipe_order(*, num_microbatches: int, num_stages: int) -> Iterator[tuple[int, int]]:
