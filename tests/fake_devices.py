@@ -1,0 +1,272 @@
+"""Devices that compute nothing, `meta:0`, `meta:1` and so on, beside a real host: a Trainer's steps as on several GPUs.
+
+torch's `FakeTensorMode` knows of a tensor on such a device its shape, its type and where it is, and an operator refuses
+tensors of two devices as CUDA does. Fake `cuda:N` fails in backward where there is no CUDA, fake `cpu:N` lets a tensor
+of the host pass.
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.loops import evaluation_loop, fit_loop
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  # makes the backend "fake" known
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lit_cifar.callbacks import EvaluationFigures, ModelGraph, RunReport
+from lit_cifar.callbacks.boundary import Agreed, StepBoundary
+from lit_cifar.cli import _callbacks
+from lit_cifar.data import CIFAR10DataModule
+from lit_cifar.module import LitResNet
+from lit_cifar.strategies import DataParallelStrategy, DDPLayerParallelStrategy, LayerParallelStrategy
+
+SECOND = torch.device("meta", 1)
+
+
+class HostWaitsError(Exception):
+    """The host would wait for a device, or read what has not arrived from there."""
+
+
+class DoneError(Exception):
+    """As many steps as were asked for have been taken."""
+
+
+class FakeDevices(TorchDispatchMode):
+    """Sends what concerns a fake device to `FakeTensorMode`; all else is computed.
+
+    Numbers on a fake device cannot be read at all: torch raises `DataDependentOutputException`, and for an output whose
+    size depends on them `DynamicOutputShapeException`.
+
+    Attributes:
+        steady: Whether also to refuse copies between host and device that are not `non_blocking`, as
+            `torch.cuda.set_sync_debug_mode("error")` does.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steady = False
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = tree_leaves((args, kwargs))
+        if not any(map(_is_fake, leaves)):  # `measure` of lit_cifar.models.partition uses the plain meta device
+            return func(*args, **(kwargs or {}))
+        if torch.is_inference_mode_enabled() and _is_composite(func):  # elsewhere torch takes it apart before
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
+        waits = _copies(func, leaves, kwargs or {})
+        if waits in ("too early", "waits" if self.steady else ""):
+            self.steady = False  # where an error ends a run, it may copy
+            raise HostWaitsError(f"{func} of {[leaf for leaf in leaves if isinstance(leaf, FakeTensor)]}")
+        _refuse_to_write_elsewhere(func, args, leaves)
+        with self._mode:
+            return func(*args, **(kwargs or {}))
+
+
+def _refuse_to_write_elsewhere(func: Any, args: Any, leaves: list[Any]) -> None:
+    """As CUDA does, in inference mode too, where `FakeTensorMode` would let it pass."""
+    if not func._schema.is_mutable or func.overloadpacket is torch.ops.aten.copy_ or not isinstance(args[0], Tensor):
+        return
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    # A scalar of the host may be read anywhere.
+    devices = {args[0].device, *(tensor.device for tensor in tensors if tensor.dim() or tensor.device.type != "cpu")}
+    if len(devices) > 1:
+        raise RuntimeError(f"{func} of tensors on more than one device: {devices}")
+
+
+@contextmanager
+def fake_devices() -> Iterator[FakeDevices]:
+    """Let there be some."""
+    overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
+    # `Module.to` cannot put a fake tensor into a parameter that is there.
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        with FakeDevices() as devices, _Numbers():
+            yield devices
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
+
+
+class _Numbers(TorchFunctionMode):
+    """Sends numbers to a device by a copy, as CUDA gets them; torch would make a plain meta tensor at once."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        device = (kwargs or {}).get("device")
+        if func in (torch.tensor, torch.as_tensor) and device is not None and torch.device(device).index is not None:
+            return func(*args, **kwargs | {"device": "cpu"}).to(device)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_fake(leaf: Any) -> bool:
+    return isinstance(leaf, FakeTensor) or (isinstance(leaf, torch.device) and leaf.index is not None)
+
+
+def _is_composite(func: Any) -> bool:
+    return func.namespace == "aten" and func._can_decompose()
+
+
+def _copies(func: Any, leaves: list[Any], kwargs: dict[str, Any]) -> str | None:
+    """What is wrong with a copy between host and device: the host waits for it, or reads it too early."""
+    if func.overloadpacket not in (torch.ops.aten._to_copy, torch.ops.aten.copy_):
+        return None
+    tensors = [leaf.device for leaf in leaves if isinstance(leaf, Tensor)]
+    source, target = (tensors[0], kwargs.get("device")) if len(tensors) == 1 else (tensors[1], tensors[0])
+    if target is None or source.type == target.type:
+        return None
+    if not (kwargs.get("non_blocking") or any(leaf is True for leaf in leaves)):
+        return "waits"
+    return "too early" if target.type == "cpu" else None
+
+
+class FakeAccelerator(CPUAccelerator):
+    """As many fake devices as a Trainer asks for."""
+
+    def setup_device(self, device: torch.device) -> None: ...
+
+    @staticmethod
+    def get_parallel_devices(devices: Any) -> list[torch.device]:
+        return [torch.device("meta", index) for index in range(int(devices))]
+
+
+class _Replicas(DataParallelStrategy):
+    """`dp` on devices that are neither the CPU nor CUDA, all replicas on the first, as the CPU has them."""
+
+    def check(self) -> None: ...
+
+
+class _Processes(DDPLayerParallelStrategy):
+    """`ddp_mp` in one process; the group of torch's tests hands no gradients back to DistributedDataParallel."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(process_group_backend="fake", **sizes)
+
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        self.model.register_comm_hook(None, _reduced)
+
+
+def _reduced(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+# "single" is what Lightning chooses where a Trainer has one device.
+MODES: dict[str, Any] = {
+    "single": lambda: SingleDeviceStrategy(torch.device("meta", 0)),
+    "dp": _Replicas,
+    "mp": LayerParallelStrategy,
+    "mp with microbatches": lambda: LayerParallelStrategy(num_stages=4, num_microbatches=2),
+    "ddp_mp": lambda: _Processes(num_microbatches=2),
+}
+
+
+class _Steps(L.Callback):
+    """Ends the run after four steps. Two are steady: DistributedDataParallel arranges itself in the second."""
+
+    def __init__(self, devices: FakeDevices) -> None:
+        self.devices = devices
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._taken(trainer.global_step)
+
+    def on_validation_batch_end(
+        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._taken(batch_idx + 1)
+
+    def _taken(self, num_steps: int) -> None:
+        self.devices.steady = 2 <= num_steps < 4
+        if num_steps == 4:
+            raise DoneError
+
+
+class _Boundary(StepBoundary):
+    """The step boundary between two agreements, in which processes wait for each other."""
+
+    def _agree(self, trainer: L.Trainer) -> Agreed:
+        self._steps_left = 1000
+        return Agreed(0, False, None)
+
+
+@contextmanager
+def _without_reading() -> Iterator[None]:
+    """Without what Lightning and torch read from a device before the first step, to compare it between processes."""
+    with ExitStack() as stack:
+        for loop in (fit_loop, evaluation_loop):
+            stack.enter_context(patch.object(loop, "has_len_all_ranks", lambda *_: True))
+        stack.enter_context(patch.object(torch.nn.parallel.distributed, "_verify_param_shape_across_processes"))
+        yield
+
+
+def data_module(*, kind: type[CIFAR10DataModule] = CIFAR10DataModule, **settings: Any) -> CIFAR10DataModule:
+    """Four batches to train on and four to validate with, on the device as on a GPU that has room for them."""
+    sizes: dict[str, Any] = {"num_train": 64, "val_size": 32, "batch_size": 8, "eval_batch_size": 8}
+    data = kind(dataset="synthetic", **sizes | {"resident": "device"} | settings)
+    data.setup("fit")  # on the host
+    return data
+
+
+def lit_resnet(**settings: Any) -> LitResNet:
+    """A small network."""
+    return LitResNet("resnet10", stem="imagenet", **settings)
+
+
+def train(strategy: Any, module: Any, data: Any, **settings: Any) -> None:
+    """Four optimizer steps, in the last two of which nothing may make the host wait."""
+    with _trainer(strategy, **settings) as trainer:
+        trainer.fit(module, data)
+
+
+def validate(strategy: Any, module: Any, data: Any) -> None:
+    """Four batches of validation, in the last two of which nothing may make the host wait."""
+    with _trainer(strategy) as trainer:
+        trainer.validate(module, data, verbose=False)
+
+
+@contextmanager
+def _trainer(strategy: Any, **settings: Any) -> Iterator[L.Trainer]:
+    """A Trainer with the command line's callbacks, on two fake devices; what it has begun must end with `DoneError`."""
+    without = (StepBoundary, LearningRateMonitor, ModelGraph, RunReport)  # `_Boundary` instead; they need loggers
+    callbacks = [callback for callback in _callbacks() if not isinstance(callback, without)]
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    with fake_devices() as devices, patch.dict(os.environ):
+        trainer = L.Trainer(
+            strategy=strategy,
+            accelerator=FakeAccelerator(),
+            devices=1 if isinstance(strategy, SingleDeviceStrategy) else 2,
+            callbacks=[_Boundary(), *callbacks, EvaluationFigures(), _Steps(devices)],
+            num_sanity_val_steps=0,
+            log_every_n_steps=1000,
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **settings,
+        )
+        trainer.strategy.teardown = lambda: None  # `Module.cpu` cannot take fake tensors out of parameters
+        try:
+            with _without_reading():
+                yield trainer
+        except DoneError:
+            return
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+    raise AssertionError("the run ended before its steps were taken")
