@@ -376,6 +376,7 @@ def _place(callback: L.Callback) -> int:
 _NOISE = (
     r".*LeafSpec.* is deprecated",  # Lightning's own use of torch's pytree, from torch 2.15 on
     r"torch.distributed.nn.functional.all_gather is deprecated",  # likewise, in Strategy.all_gather
+    r"barrier\(\): using the device under current context",  # the right one; torch cannot know of `ddp_mp`'s others
     r"Total length of `list` across ranks is zero",  # --data.val_size=0 is meant
     r"Checkpoint directory .* exists and is not empty",  # of a run that goes on; others begin in an empty folder
     r"The dirpath has changed from",  # a test writes to a folder of its own, and ranks no checkpoints
