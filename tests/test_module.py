@@ -94,6 +94,9 @@ def test_metrics_are_those_of_torchmetrics_bit_for_bit(num_classes: int) -> None
     for name, expected in theirs.compute().items():
         assert ours[name].dtype == expected.dtype
         assert ours[name].equal(expected), name
+    for name, metric in metrics.scores.items():
+        for state in ("tp", "fn"):  # `verify` counts samples by them
+            assert getattr(metric, state).equal(getattr(theirs[name], state)), name
 
 
 def test_no_batch_of_an_evaluation_makes_the_host_wait() -> None:
