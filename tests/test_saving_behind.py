@@ -277,6 +277,28 @@ def test_a_run_that_fails_leaves_what_it_had_saved(disk: Disk, tmp_path: Path) -
     assert not helpers()
 
 
+class Unfinished(CSVLogger):
+    """Fails once more when the run has failed."""
+
+    def finalize(self, status: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_it_does_so_where_a_logger_fails_as_well(disk: Disk, tmp_path: Path) -> None:
+    """Lightning then tears nothing down, and the command line says what is left."""
+    last, runs = LastCheckpoint(), []
+
+    def fail(trainer: Trainer) -> None:
+        runs.append(trainer)
+        disk.allow_soon()
+        raise RuntimeError("of the training")
+
+    with pytest.raises(OSError, match="No space left"):
+        fit(tmp_path, At(1, last.save), At(2, fail), last, loggers=[Unfinished(tmp_path, name="", version="")])
+    assert disk.written == [LAST]
+    runs[0]._teardown()
+
+
 def step_of_run(folder: Path) -> int:
     verify_checkpoint(folder / "checkpoints" / LAST)
     return int(read_checkpoint(folder / "checkpoints" / LAST)["global_step"])
@@ -364,7 +386,7 @@ def test_a_logger_that_uploads_checkpoints_finds_them(disk: Disk, tmp_path: Path
 END = {
     "signal": ["--trainer.callbacks+=stopping.SignalAfter", "--trainer.callbacks.step=3"],
     "loss": ["--trainer.callbacks+=stopping.NotANumber", "--trainer.callbacks.step=3"],
-    "weights": ["--trainer.callbacks+=stopping.SpoilWeights", "--trainer.callbacks.step=4"],
+    "weights": ["--trainer.callbacks+=stopping.SpoilWeights", "--trainer.callbacks.step=5"],
 }
 
 
