@@ -243,6 +243,7 @@ class CLI(LightningCLI):
         if config["sync_batchnorm"]:
             config["plugins"].append(ProcessSyncBatchNorm())
         settle_processes(config)
+        precision = config["precision"]
         try:
             trainer = super()._instantiate_trainer(config, callbacks)
         except TypeError as error:
@@ -250,6 +251,12 @@ class CLI(LightningCLI):
                 raise
             given = f"--trainer.devices={config['devices']}"
             raise ConfigError(f"{given}: {error}", remedy="pass a number of them: --trainer.devices=2") from error
+        if str(precision).startswith("16") and trainer.precision == "bf16-mixed":
+            raise ConfigError(
+                f"--trainer.precision={precision} scales the loss for float16, which is for GPUs; on the CPU Lightning "
+                "would compute in bfloat16",
+                remedy="pass --trainer.precision=bf16-mixed",
+            )
         trainer.callbacks.sort(key=_place)  # type: ignore[attr-defined]  # Lightning's own omission
         return trainer
 
@@ -287,6 +294,12 @@ class CLI(LightningCLI):
         """Find in one process, before others are started, what `Trainer` would find in each of them."""
         if self.trainer.world_size == 1 and self._get(self.config, "trainer").sync_batchnorm:
             rank_zero_warn("--trainer.sync_batchnorm=true has no effect on one process: it sees the whole batch")
+        if self.trainer.world_size > 1 and self._get(self.config, "trainer").sync_batchnorm and self.model.compiles:
+            raise ConfigError(
+                "--model.compile=true with --trainer.sync_batchnorm=true: every BatchNorm layer sends messages, which "
+                "torch.compile cannot trace",
+                remedy="leave out one of the two",
+            )
         layout = Layout.of(self.trainer.strategy)
         if self._get(self.config, "model").batchnorm_chunks is not None and layout != Layout():
             raise ConfigError(
@@ -379,6 +392,8 @@ _NOISE = (
     r"barrier\(\): using the device under current context",  # the right one; torch cannot know of `ddp_mp`'s others
     r"Total length of `list` across ranks is zero",  # --data.val_size=0 is meant
     r"Checkpoint directory .* exists and is not empty",  # of a run that goes on; others begin in an empty folder
+    r"Detected call of `lr_scheduler.step\(\)` before",  # 16-mixed leaves out steps until its scale fits
+    r"You passed .* AMP with fp16 is not supported on CPU",  # refused
     r"The dirpath has changed from",  # a test writes to a folder of its own, and ranks no checkpoints
 )
 _NOISY_LOGGERS = (

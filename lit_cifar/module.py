@@ -22,6 +22,8 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.layout import Chunks
 from lit_cifar.metrics import EvaluationMetrics, TopAccuracy
 from lit_cifar.models import Arch, Stem, build_resnet
+from lit_cifar.models.compiled import Compiled
+from lit_cifar.models.memory_format import follow_parameters, plain
 from lit_cifar.optimizers import NesterovSGD
 from lit_cifar.schedules import WarmupDecay
 
@@ -40,6 +42,10 @@ class LitResNet(L.LightningModule):
         num_classes: Size of the logits.
         batchnorm_chunks: On one device, let BatchNorm see the parts of each batch that replicas or microbatches would
             see: what a mode that normalises them by themselves is compared with.
+        channels_last: Keep images, activations and weights in memory with all channels of a pixel together, as
+            convolutions on recent GPUs take them; checkpoints hold torch's own order.
+        compile: Let torch.compile make kernels for the network, which takes a minute or more at the first step. Batches
+            smaller than the largest so far run without them.
         optimizer: Makes the optimizer from the parameters; on the command line a class name and its arguments.
         lr_scheduler: Makes the schedule from the optimizer. `WarmupDecay` steps once per batch, all others per epoch.
         label_smoothing: Share of the target spread over all classes (Szegedy et al., 2016); reported losses have it.
@@ -55,6 +61,8 @@ class LitResNet(L.LightningModule):
         stem: Stem = "cifar",
         num_classes: int = 10,
         batchnorm_chunks: Chunks | None = None,
+        channels_last: bool = False,
+        compile: bool = False,
         optimizer: OptimizerCallable = lambda params: NesterovSGD(params, lr=0.1),
         lr_scheduler: LRSchedulerCallable = lambda optimizer: WarmupDecay(optimizer, warmup=0.2, decay="linear"),
         label_smoothing: float = 0.0,
@@ -64,6 +72,10 @@ class LitResNet(L.LightningModule):
         super().__init__()
         self.header = Header(arch=arch, stem=stem, num_classes=num_classes)
         self.network = build_resnet(arch, stem=stem, num_classes=num_classes, batchnorm_chunks=batchnorm_chunks)
+        if channels_last:
+            self.network.to(memory_format=torch.channels_last)
+        self.channels_last = channels_last
+        self.compiles = compile
         self.make_optimizer = optimizer
         self.make_lr_scheduler = lr_scheduler
         self.label_smoothing = label_smoothing
@@ -85,6 +97,12 @@ class LitResNet(L.LightningModule):
         for metric in self.modules():
             if isinstance(metric, Metric):
                 metric.reset()
+        if self.compiles:  # a strategy that has a runner of its own comes after
+            self.use_runner(Compiled(self.network))
+
+    def teardown(self, stage: str) -> None:
+        """Leave nothing that cannot be pickled."""
+        self.use_runner(None)
 
     def use_runner(self, runner: Callable[[Tensor], Tensor] | None) -> None:
         """Let `forward` go through `runner`, a callable that runs `self.network`, or through the network itself again.
@@ -96,6 +114,8 @@ class LitResNet(L.LightningModule):
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (n, num_classes) of normalised images (n, 3, 32, 32)."""
+        if self.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
         logits: Tensor = self.network(images) if self._runner is None else self._runner(images)
         return logits
 
@@ -153,6 +173,7 @@ class LitResNet(L.LightningModule):
     def configure_optimizers(self) -> Any:
         """The optimizer with its learning rate scaled, and its schedule planned over the whole run."""
         optimizer = self.make_optimizer(self.network.parameters())
+        optimizer.register_load_state_dict_post_hook(follow_parameters)
         self._scale_lr(optimizer)
         scheduler = self.make_lr_scheduler(optimizer)
         if isinstance(scheduler, WarmupDecay):
@@ -214,7 +235,9 @@ class LitResNet(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Write the plain network's keys and a header that says which network it is."""
-        checkpoint["state_dict"] = strip_prefix(checkpoint["state_dict"])
+        checkpoint["state_dict"] = plain(strip_prefix(checkpoint["state_dict"]))
+        if "optimizer_states" in checkpoint:  # not in one of weights alone
+            checkpoint["optimizer_states"] = plain(checkpoint["optimizer_states"])
         self.header.write(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -11,8 +11,15 @@ class NesterovSGD(SGD):
     """SGD with Nesterov momentum 0.9 and weight decay 5e-4, as for Wide ResNets (Zagoruyko and Komodakis, 2016).
 
     A class, as the command line gives the settings of the default optimizer to any other that is chosen instead: one
-    without settings but `lr` has nothing to give.
+    whose settings but `lr` are unset has nothing to give.
+
+    Args:
+        params: As of SGD.
+        lr: As of SGD.
+        fused: As of SGD: all parameters in one kernel.
     """
 
-    def __init__(self, params: Iterable[Tensor] | Iterable[dict[str, Any]], lr: float = 0.1) -> None:
-        super().__init__(params, lr=lr, momentum=0.9, weight_decay=5e-4, nesterov=True)
+    def __init__(
+        self, params: Iterable[Tensor] | Iterable[dict[str, Any]], lr: float = 0.1, *, fused: bool | None = None
+    ) -> None:
+        super().__init__(params, lr=lr, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=fused)

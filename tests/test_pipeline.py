@@ -134,9 +134,10 @@ def test_what_cannot_work_is_refused(flags: list[str], words: list[str], tmp_pat
 def test_a_handed_over_gradient_scales_and_accumulates() -> None:
     used, unused = (nn.Parameter(torch.ones(2)) for _ in range(2))
     used.grad = torch.tensor([10.0, 20.0])
-    loss = HandOver.apply(torch.tensor(3.0), [torch.tensor([1.0, 2.0]), None], used, unused)
+    # Of a loss that was multiplied by 4 in the pipeline, as a gradient scaler then does.
+    loss = HandOver.apply(torch.tensor(3.0), [torch.tensor([1.0, 2.0]), None], 4.0, used, unused)
     assert loss.item() == 3.0
-    (loss / 2).backward()
+    (4.0 * loss / 2).backward()
     assert used.grad.tolist() == [10.5, 21.0]
     assert unused.grad is None
 

@@ -39,6 +39,8 @@ REFUSED = {
     "uneven stages": ["strategy=LayerParallelStrategy", "strategy.num_stages=3", "devices=2"],
     "uneven tensors": ["strategy=tp", "devices=3"],
     "parts of tensors in one kernel": ["strategy=fsdp2", "devices=2", *FUSED],
+    "compiled copies": ["strategy=dp", "devices=2", "--model.compile=true"],
+    "compiled parts of tensors": ["strategy=tp", "devices=2", "--model.compile=true"],
     "another product": [
         *("strategy=ShardedStrategy", "devices=2"),
         *("strategy.data_parallel_size=2", "strategy.tensor_parallel_size=2"),

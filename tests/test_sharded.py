@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import TINY, launch, run_here
-from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchvision.models.resnet import ResNet
@@ -159,6 +158,31 @@ def test_the_module_has_its_plain_network_back_with_the_trained_values(
     )
 
 
+class Narrow(LitResNet):
+    """Notes in which types a block computes, and those of the gradients."""
+
+    def on_train_start(self) -> None:
+        block = self.network.layer1[0]
+        self.types: dict[str, Any] = {}
+        for name, layer in (("conv", block.conv1), ("bn", block.bn1), ("fc", self.network.fc)):
+            layer.register_forward_pre_hook(
+                lambda layer, inputs, name=name: self.types.update({name: layer.weight.dtype})
+            )
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.types["gradients"] = {p.grad.dtype for p in self.network.parameters() if p.grad is not None}
+
+
+@pytest.mark.usefixtures("_one_process")
+@pytest.mark.parametrize(("precision", "computed"), [("bf16-mixed", torch.bfloat16), ("32-true", torch.float32)])
+def test_what_computes_in_bfloat16_is_gathered_so(precision: Any, computed: torch.dtype, tmp_path: Path) -> None:
+    model = Narrow("resnet10", stem="imagenet")
+    trainer(tmp_path, strategy="fsdp2", precision=precision, max_steps=1).fit(model, data())
+    wide = torch.float32
+    assert model.types == {"conv": computed, "fc": computed, "bn": wide, "gradients": {wide}}
+    assert {p.dtype for p in model.network.parameters()} == {wide}
+
+
 @pytest.mark.usefixtures("_one_process")
 def test_a_failure_gives_the_plain_network_back(tmp_path: Path) -> None:
     model = module()
@@ -227,13 +251,6 @@ def test_sizes_that_cannot_work(sizes: tuple[int | None, int | None], devices: i
         L.Trainer(accelerator="cpu", devices=devices, strategy=ShardedStrategy(*sizes), logger=False)
 
 
-def test_a_scaled_loss_is_refused() -> None:
-    strategy = ShardedStrategy()
-    precision = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
-    with pytest.raises(ConfigError, match="bf16-mixed"):
-        L.Trainer(accelerator="cpu", devices=2, strategy=strategy, plugins=[precision], logger=False)
-
-
 def test_a_network_without_basic_blocks_is_refused() -> None:
     model = LitResNet("resnet10")
     model.network = torch.nn.Flatten()
@@ -288,11 +305,11 @@ def test_the_optimizer_of_any_module_is_looked_at(tmp_path: Path) -> None:
     "make", [partial(torch.optim.AdamW, lr=1e-3, fused=True), partial(torch.optim.Adagrad, lr=1e-3)]
 )
 def test_other_optimizers_step_parts_as_they_step_the_whole(mode: str, make: Any, tmp_path: Path) -> None:
-    """Adagrad too, whose state is there before the first step; so are the states that are saved."""
+    """Adagrad too, whose state is there before the first step; so are the states that are saved. In channels_last."""
     runs = {}
     for strategy in (mode, "auto"):
         L.seed_everything(0, verbose=False)
-        model = LitResNet("resnet10", stem="imagenet", optimizer=make)
+        model = LitResNet("resnet10", stem="imagenet", optimizer=make, channels_last=strategy == mode)
         run = trainer(tmp_path, strategy=strategy, precision="64-true")
         run.fit(model, data())
         run.save_checkpoint(tmp_path / f"{strategy}.ckpt")

@@ -579,7 +579,7 @@ def test_every_mode_of_several_processes_has_a_mistake_that_one_of_them_makes() 
         (["--trainer.max_epochs=1"], "--trainer.max_epochs"),
         (["--ckpt_path=last.ckpt"], "--ckpt_path"),
         (["--resume=auto"], "--resume"),
-        (["--trainer.precision=bf16-mixed"], "bf16-mixed"),
+        (["--trainer.precision=bf16-true"], "bf16-true"),
         (["--json=/nowhere/at/all.json"], "--json"),
         (["--self-test", "--model.arch=resnet10"], "--self-test"),
     ],

@@ -11,6 +11,11 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lit_cifar.strategies.ddp_mp import DDPLayerParallelStrategy
 from lit_cifar.strategies.dp import DataParallelStrategy
 from lit_cifar.strategies.mp import LayerParallelStrategy
+from lit_cifar.strategies.one_device import (
+    OneDeviceDDPLayerParallelStrategy,
+    OneDeviceDDPStrategy,
+    OneDeviceShardedStrategy,
+)
 from lit_cifar.strategies.pp import PipelineStrategy
 from lit_cifar.strategies.process_group import destroy_process_group_at_exit
 from lit_cifar.strategies.sharded import ShardedStrategy
@@ -20,6 +25,9 @@ __all__ = [
     "DDPLayerParallelStrategy",
     "DataParallelStrategy",
     "LayerParallelStrategy",
+    "OneDeviceDDPLayerParallelStrategy",
+    "OneDeviceDDPStrategy",
+    "OneDeviceShardedStrategy",
     "PipelineStrategy",
     "ProcessSyncBatchNorm",
     "ShardedStrategy",

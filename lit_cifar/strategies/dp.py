@@ -5,11 +5,14 @@ output on the root device, so everything after the network is the single-device 
 of parameters.
 """
 
+from typing import Any
+
+import lightning as L
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.strategies.network import Runner
+from lit_cifar.strategies.network import Runner, compiles
 from lit_cifar.strategies.one_process import OneProcessStrategy
 from lit_cifar.strategies.replicate import replica_of, replicate
 
@@ -20,15 +23,23 @@ class DataParallelStrategy(OneProcessStrategy):
     On CUDA the replicas run on the trainer's devices through `nn.DataParallel`; on the CPU, `devices=n` means n virtual
     devices that compute the same function. Equal to one device that normalises each chunk by itself: BatchNorm sees a
     replica's samples, and the running statistics are those of replica 0.
+
+    Args:
+        num_replicas: A multiple of the number of devices, each of which gets as many; by default one each.
+        **kwargs: As of Lightning's `ParallelStrategy`.
     """
 
     strategy_name = "dp"
     description = "One process, one replica per local device"
 
+    def __init__(self, num_replicas: int | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.num_replicas = num_replicas
+
     @property
     def replicas_per_shard(self) -> int:
         """Replicas over which the process divides each batch, known once the Trainer is made (see `Layout.of`)."""
-        return len(self.devices)
+        return len(self.devices) if self.num_replicas is None else self.num_replicas
 
     def replica_of(self, num_samples: int) -> Tensor:
         """Which replica processes each sample of a batch of `num_samples`: int64, (num_samples,)."""
@@ -36,16 +47,41 @@ class DataParallelStrategy(OneProcessStrategy):
 
     @override
     def make_runner(self, network: nn.Module) -> Runner:
-        return replicate(network, self.devices)
+        each = self.replicas_per_shard // len(self.devices)
+        return replicate(network, [device for device in self.devices for _ in range(each)])
+
+    @override
+    def connect(self, model: L.LightningModule) -> None:
+        """Accept a module whose network can be replicated.
+
+        Raises:
+            ConfigError: It has none, or it is to be compiled.
+        """
+        super().connect(model)
+        if compiles(model):
+            raise ConfigError(
+                "--model.compile=true: --trainer.strategy=dp runs copies of the network in threads, and torch.compile "
+                "would run the first one in all of them",
+                remedy="leave it out, or use --trainer.strategy=ddp",
+            )
 
     @override
     def check(self) -> None:
         """Find contradicting sizes and flags.
 
         Raises:
-            ConfigError: More than one process or machine, synchronised BatchNorm, or an accelerator without replicas.
+            ConfigError: More than one process or machine, replicas that the devices cannot share evenly, synchronised
+                BatchNorm, or an accelerator without replicas.
         """
         super().check()
+        num_devices = len(self.devices)
+        if self.replicas_per_shard < 1 or self.replicas_per_shard % num_devices:
+            nearest = max(1, round(self.replicas_per_shard / num_devices)) * num_devices
+            raise ConfigError(
+                f"--trainer.strategy.num_replicas={self.num_replicas} do not divide over "
+                f"--trainer.devices={num_devices}",
+                remedy=f"pass --trainer.strategy.num_replicas={nearest}, or leave it out",
+            )
         if self._layer_sync is not None:
             raise ConfigError(
                 "--trainer.sync_batchnorm=true has no effect on --trainer.strategy=dp: each replica normalises its own "

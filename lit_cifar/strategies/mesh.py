@@ -27,6 +27,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
+from lit_cifar.strategies.loss_scaling import agree_on_overflow
 from lit_cifar.strategies.network import RunsNetwork
 from lit_cifar.strategies.runner import RunnerStrategy
 
@@ -144,6 +145,7 @@ class MeshStrategy(RunnerStrategy, DDPStrategy):
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        agree_on_overflow(self.precision_plugin)
         # Lightning leaves clipping to the precision plugin, which sees this process's gradients only.
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
 

@@ -33,6 +33,11 @@ def runs_network(module: object) -> bool:
     return all(hasattr(module, name) for name in ("network", "use_runner"))
 
 
+def compiles(module: object) -> bool:
+    """Whether `module` wants its network compiled."""
+    return bool(getattr(module, "compiles", False))
+
+
 def as_runs_network(module: object, *, strategy: str) -> RunsNetwork:
     """`module`, once it is known to offer what `RunsNetwork` asks for.
 

@@ -11,6 +11,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from lit_cifar.errors import ConfigError
+from lit_cifar.models.compiled import Compiled
+from lit_cifar.models.memory_format import PlainGradient, PlainOutput
 from lit_cifar.models.partition import Partition
 
 ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
@@ -97,6 +99,7 @@ class Pipeline:
         loss: The loss of each sample, from logits (n, C) and labels (n,).
         group: The processes of the pipeline, in its order.
         device: Where this process's stages are.
+        compiles: Whether to compile them, each by itself.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class Pipeline:
         loss: Loss,
         group: dist.ProcessGroup,
         device: torch.device,
+        compiles: bool = False,
     ) -> None:
         self.partition = partition
         self.schedule = schedule
@@ -118,25 +122,27 @@ class Pipeline:
         self._loss = loss
         self._rank = dist.get_rank(group)
         self.stages = {
-            index: stage.module(network)
+            # Layers in channels_last return both so; what is sent must lie as the room that is kept for it elsewhere.
+            index: nn.Sequential(PlainGradient(), *stage.module(network), PlainOutput())
             for index, stage in enumerate(partition.stages)
             if schedule.owner(index) == self._rank
         }
+        self._compiled = {index: Compiled(stage) for index, stage in self.stages.items() if compiles}
         self._runs: dict[tuple[int, torch.dtype], Any] = {}
-        self._scale = 1.0
+        self._scale: Tensor | float = 1.0
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of this process's stages."""
         return [parameter for stage in self.stages.values() for parameter in stage.parameters()]
 
-    def train(self, images: Tensor, labels: Tensor, *, scale: float) -> Tensor:
+    def train(self, images: Tensor, labels: Tensor, *, scale: Tensor | float) -> Tensor:
         """Run forward and backward of every microbatch; the gradients are added to those of this process's parameters.
 
         Args:
             images: (n, ...), n a multiple of the number of microbatches.
             labels: (n,).
-            scale: Factor of the summed loss of the samples.
+            scale: Factor of the summed loss of the samples, a number or a scalar on the device.
 
         Returns:
             Logits, (n, C), without a graph.
@@ -163,7 +169,7 @@ class Pipeline:
     def _relay(self, images: Tensor) -> Tensor | None:
         """Run this process's stages on one microbatch; its logits, if the last stage is here."""
         output: Tensor | None = None
-        for index, stage in self.stages.items():
+        for index in self.stages:
             if index == 0:
                 here = images
             elif self.schedule.owner(index - 1) == self._rank:
@@ -172,10 +178,14 @@ class Pipeline:
             else:
                 here = self._boundary(index, len(images), images.dtype)
                 dist.recv(here, group=self.group, group_src=self.schedule.owner(index - 1))
-            output = stage(here)
+            output = self._callable(index, len(here))(here)
             if index != self._last and self.schedule.owner(index + 1) != self._rank:
                 dist.send(output.contiguous(), group=self.group, group_dst=self.schedule.owner(index + 1))
         return output if self._last in self.stages else None
+
+    def _callable(self, index: int, num_samples: int) -> Any:
+        """What runs stage `index` on so many samples."""
+        return self._compiled[index].for_batch(num_samples) if self._compiled else self.stages[index]
 
     def _from_last(self, logits: Tensor | None, num_samples: int, dtype: torch.dtype) -> Tensor:
         """The logits of the last stage, in every process."""
@@ -206,10 +216,10 @@ class Pipeline:
 
     def _torch_stages(self, num_samples: int, dtype: torch.dtype) -> Iterator[PipelineStage]:
         # With all shapes given torch makes no trial run to infer them, which would move BatchNorm's running statistics.
-        for index, module in self.stages.items():
+        for index in self.stages:
             images = torch.empty(num_samples, 3, 32, 32, dtype=dtype, device=self.device)
             yield _Stage(
-                module,
+                self._callable(index, num_samples),
                 index,
                 self.schedule.num_stages,
                 self.device,
@@ -239,16 +249,25 @@ class HandOver(torch.autograd.Function):
 
     Lightning runs training_step, zero_grad, backward, in this order; a pipeline's schedule runs backward within the
     step. So its gradients are set aside and handed over when Lightning asks for them.
+
+    Args:
+        loss: Without a graph.
+        gradients: Those of the loss times `scale`.
+        scale: What a gradient scaler will multiply the loss by.
+        *parameters: To which the gradients belong.
     """
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: Sequence[Tensor | None], *parameters: nn.Parameter) -> Tensor:
-        ctx.gradients = gradients
+    def forward(
+        ctx: Any, loss: Tensor, gradients: Sequence[Tensor | None], scale: Tensor | float, *parameters: nn.Parameter
+    ) -> Tensor:
+        ctx.gradients, ctx.scale = gradients, scale
         return loss.detach().clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, None, *(None if gradient is None else gradient * grad for gradient in ctx.gradients)
+        factor = grad / ctx.scale
+        return None, None, None, *(None if gradient is None else gradient * factor for gradient in ctx.gradients)
 
 
 def _dtype_between(device: torch.device, dtype: torch.dtype) -> torch.dtype:

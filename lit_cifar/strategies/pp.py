@@ -8,15 +8,15 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.partition import Partition
+from lit_cifar.strategies.loss_scaling import loss_scale
 from lit_cifar.strategies.mesh import MeshStrategy
-from lit_cifar.strategies.network import ComputesLoss, Runner, RunsNetwork, as_computes_loss, as_resnet
+from lit_cifar.strategies.network import ComputesLoss, Runner, RunsNetwork, as_computes_loss, as_resnet, compiles
 from lit_cifar.strategies.pipeline import HandOver, Pipeline, Schedule, ScheduleName, stages_per_process
 from lit_cifar.strategies.state import merge_optimizer_states, only_parameters
 
@@ -94,8 +94,8 @@ class PipelineStrategy(MeshStrategy):
         """Find contradicting sizes and flags.
 
         Raises:
-            ConfigError: Stages that do not divide the processes, too few microbatches for the schedule, synchronised
-                BatchNorm, or a precision that scales the loss.
+            ConfigError: Stages that do not divide the processes, too few microbatches for the schedule, or synchronised
+                BatchNorm.
         """
         each = stages_per_process(self.schedule_name)
         if self.num_stages is not None and (self.num_stages < 1 or self.num_stages % each):
@@ -117,11 +117,6 @@ class PipelineStrategy(MeshStrategy):
                 "normalises each microbatch by itself.",
                 remedy="Drop --trainer.sync_batchnorm, or use --trainer.strategy=ddp.",
             )
-        if isinstance(self.precision_plugin, MixedPrecision) and self.precision_plugin.scaler is not None:
-            raise ConfigError(
-                "--trainer.precision=16-mixed scales the loss after the step; a pipeline has run its backward by then.",
-                remedy="Use --trainer.precision=bf16-mixed.",
-            )
 
     @override
     def connect(self, model: L.LightningModule) -> None:
@@ -129,9 +124,15 @@ class PipelineStrategy(MeshStrategy):
 
         Raises:
             ConfigError: A module without `network`, `use_runner` and `loss`, a network that is no ResNet, more
-                stages than blocks, unknown cuts.
+                stages than blocks, unknown cuts, or a schedule that cannot run compiled stages.
         """
         network = as_resnet(as_computes_loss(model, strategy=self.strategy_name).network, strategy=self.strategy_name)
+        if compiles(model) and self.schedule_name == "ZBVZeroBubble":
+            raise ConfigError(
+                "--model.compile=true: --trainer.strategy.schedule=ZBVZeroBubble cuts backward in two, and that of a "
+                "compiled stage is one piece",
+                remedy="leave it out, or pass --trainer.strategy.schedule=1F1B",
+            )
         self._partition = Partition.of(network, num_stages=self.schedule.num_stages, cuts=self.cuts)
         super().connect(model)
 
@@ -153,6 +154,7 @@ class PipelineStrategy(MeshStrategy):
             loss=cast(ComputesLoss, self.lightning_module).loss,
             group=self.model_group,
             device=self.root_device,
+            compiles=compiles(self.lightning_module),
         )
         for index, stage in enumerate(self._partition.stages):
             if index not in self._pipeline.stages:
@@ -167,15 +169,17 @@ class PipelineStrategy(MeshStrategy):
         kept = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
+        # A scaler multiplies the loss when backward has been run here.
+        scale = loss_scale(self.precision_plugin, self.root_device)
         with self.precision_plugin.train_step_context():
-            logits = self.pipeline.train(batch.images, batch.labels, scale=batch.weight / len(batch.labels))
+            logits = self.pipeline.train(batch.images, batch.labels, scale=scale * batch.weight / len(batch.labels))
         gradients = [parameter.grad for parameter in parameters]
         for parameter, gradient in zip(parameters, kept, strict=True):
             parameter.grad = gradient
         module.use_runner(lambda images: logits)
         loss = super().training_step(batch, *args, **kwargs)
         module.use_runner(self.pipeline.evaluate)
-        handed_over: Tensor = HandOver.apply(loss, gradients, *parameters)
+        handed_over: Tensor = HandOver.apply(loss, gradients, scale, *parameters)
         return handed_over
 
     @contextmanager
@@ -220,7 +224,7 @@ class PipelineStrategy(MeshStrategy):
         """Bring this process's copies of all stages up to date with their owners in the first pipeline."""
         network = cast(RunsNetwork, self.lightning_module).network
         for owner, tensor in self._owned_tensors(network):
-            on_device = tensor.detach().to(self.root_device)
+            on_device = tensor.detach().to(self.root_device, memory_format=torch.contiguous_format)
             dist.broadcast(on_device, src=owner)
             tensor.detach().copy_(on_device)
 

@@ -34,7 +34,7 @@ def replicate(network: nn.Module, devices: Sequence[torch.device]) -> Runner:
 
     Args:
         network: Takes (n, ...) and returns (n, ...); already on `devices[0]`.
-        devices: One for each replica; CUDA devices, or the CPU as often as there shall be replicas.
+        devices: One for each replica; CUDA devices, which several may share, or the CPU for all of them.
 
     Returns:
         A plain callable, never an `nn.Module`: set as an attribute of one, it must not become its child, or every name

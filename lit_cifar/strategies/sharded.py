@@ -14,17 +14,16 @@ from typing import Any, cast
 import lightning as L
 import torch
 from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Optimizer
 from torchvision.models.resnet import BasicBlock, ResNet
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
+from lit_cifar.models.compiled import Compiled
+from lit_cifar.strategies.fsdp import autocast_dtype, residual_blocks, shard
 from lit_cifar.strategies.full_tensors import (
     full_optimizer_state,
     full_state,
@@ -32,7 +31,7 @@ from lit_cifar.strategies.full_tensors import (
     split_optimizer_state,
 )
 from lit_cifar.strategies.mesh import MeshStrategy, local_part
-from lit_cifar.strategies.network import Runner, RunsNetwork
+from lit_cifar.strategies.network import Runner, RunsNetwork, compiles
 from lit_cifar.strategies.sharded_plan import plan
 from lit_cifar.strategies.sync_batchnorm import synchronise_along
 from lit_cifar.strategies.tensor_parallel import NUM_CHANNELS, split_tensors
@@ -88,17 +87,11 @@ class ShardedStrategy(MeshStrategy):
         """Find contradicting sizes and flags.
 
         Raises:
-            ConfigError: Sizes that do not multiply to the number of processes or do not divide the channels, or a
-                precision that scales the loss. Synchronised BatchNorm without a second replica is a warning.
+            ConfigError: Sizes that do not multiply to the number of processes or do not divide the channels.
+                Synchronised BatchNorm without a second replica is a warning.
         """
         self._check_sizes()
         super().check()
-        if isinstance(self.precision_plugin, MixedPrecision) and self.precision_plugin.scaler is not None:
-            raise ConfigError(
-                f"--trainer.precision=16-mixed scales the loss, and under --trainer.strategy={self.strategy_name} no "
-                "process sees all gradients to tell whether they overflowed.",
-                remedy="Use --trainer.precision=bf16-mixed.",
-            )
         if self._layer_sync is not None and self.num_replicas == 1 < self._num_processes:
             rank_zero_warn(
                 f"--trainer.sync_batchnorm=true has no effect on --trainer.strategy={self.strategy_name} with one "
@@ -140,7 +133,7 @@ class ShardedStrategy(MeshStrategy):
         """Accept a module whose network is one of torchvision's ResNets of basic blocks.
 
         Raises:
-            ConfigError: It is not, or its optimizer cannot step parts of tensors.
+            ConfigError: It is not, its optimizer cannot step parts of tensors, or parts of layers are to be compiled.
         """
         super().connect(model)
         network = cast(RunsNetwork, model).network
@@ -149,6 +142,12 @@ class ShardedStrategy(MeshStrategy):
                 f"--trainer.strategy={self.strategy_name} splits the basic blocks of a torchvision ResNet, not a "
                 f"{type(network).__name__}.",
                 remedy="Use lit_cifar.module.LitResNet, or --trainer.strategy=ddp for any network.",
+            )
+        if compiles(model) and self.tensor_parallel_size != 1:
+            raise ConfigError(
+                f"--model.compile=true: the layers of --trainer.strategy={self.strategy_name} exchange their "
+                "parameters for local parts and send messages while they run, which torch.compile cannot trace",
+                remedy="leave it out, or use --trainer.strategy=fsdp2",
             )
         make_optimizer = getattr(model, "make_optimizer", None)
         if make_optimizer is not None:  # LitResNet's: known before any process has been started
@@ -179,14 +178,18 @@ class ShardedStrategy(MeshStrategy):
     def make_runner(self, network: nn.Module) -> Runner:
         """Put a copy in the network's place, and leave each process its parts of it."""
         self._whole = network
-        parts = deepcopy(cast(ResNet, network))
+        # `fully_shard` takes parameters in torch's own order alone; the activations follow the images.
+        parts = deepcopy(cast(ResNet, network)).to(memory_format=torch.contiguous_format)
         self._whole.cpu()
         # By what was asked for, not by the number of processes: one process takes the same path.
         if self.tensor_parallel_size != 1:
             split_tensors(parts, self.mesh["model"])
         synchronise_along(parts, self.data_group)
         if self.data_parallel_size != 1:
-            shard(parts, self.mesh["data"])
+            shard(parts, self.mesh["data"], dtype=autocast_dtype(self.precision_plugin))
+        if compiles(self.lightning_module):
+            for block in residual_blocks(parts):  # without the hooks that gather its parameters
+                block.forward = Compiled(block, block.forward)
         cast(RunsNetwork, self.lightning_module).network = parts
         return _OutsideInferenceMode(parts)
 
@@ -256,21 +259,6 @@ class ShardedStrategy(MeshStrategy):
             data_parallel_size=1,
             tensor_parallel_size=None,
         )
-
-
-def shard(network: ResNet, mesh: DeviceMesh) -> None:
-    """Apply `fully_shard` in place: stem, residual blocks and head are gathered one at a time.
-
-    Args:
-        network: On this process's device; its parameters may be DTensors on another axis of the same mesh.
-        mesh: One axis.
-    """
-    fully_shard([network.conv1, network.bn1], mesh=mesh)
-    for block in network.modules():
-        if isinstance(block, BasicBlock):
-            fully_shard(block, mesh=mesh)
-    fully_shard(network.fc, mesh=mesh)
-    fully_shard(network, mesh=mesh)
 
 
 def _largest_divisor(limit: int) -> int:

@@ -6,7 +6,7 @@ https://arxiv.org/abs/1811.06965).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import lightning as L
@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
+from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.partition import Partition
-from lit_cifar.strategies.network import Runner, RunsNetwork, as_resnet
+from lit_cifar.strategies.network import Runner, RunsNetwork, as_resnet, compiles
 from lit_cifar.strategies.runner import RunnerStrategy
 
 
@@ -36,7 +37,11 @@ class StagedRunner:
     """
 
     def __init__(
-        self, stages: Sequence[nn.Module], devices: Sequence[torch.device], *, num_microbatches: int = 1
+        self,
+        stages: Sequence[Callable[[Tensor], Tensor]],
+        devices: Sequence[torch.device],
+        *,
+        num_microbatches: int = 1,
     ) -> None:
         self.stages = list(zip(stages, devices, strict=True))
         self.num_microbatches = num_microbatches
@@ -155,6 +160,10 @@ class StagedStrategy(RunnerStrategy, ABC):
     @override
     def make_runner(self, network: nn.Module) -> Runner:
         stages = [stage.module(network) for stage in self.partition.stages]
+        if compiles(self.lightning_module):
+            return StagedRunner(
+                [Compiled(stage) for stage in stages], self.stage_devices, num_microbatches=self.num_microbatches
+            )
         return StagedRunner(stages, self.stage_devices, num_microbatches=self.num_microbatches)
 
     @override

@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torchvision.models.resnet import BasicBlock, ResNet
 
+from lit_cifar.models.memory_format import with_plain_gradient
+
 # The channels of every BasicBlock of torchvision's ResNets are multiples of it.
 NUM_CHANNELS = 64
 
@@ -108,7 +110,12 @@ class _ByInputChannel(nn.Module):
 
 
 def _local_parts(tensors: dict[str, Any]) -> dict[str, Any]:
-    return {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
+    parts = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
+    # A channels_last activation makes such gradients, which a DTensor would take for gradients in its own order.
+    return {
+        name: with_plain_gradient(part) if part is not None and part.requires_grad else part
+        for name, part in parts.items()
+    }
 
 
 class _SumGradients(torch.autograd.Function):

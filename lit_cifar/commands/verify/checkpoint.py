@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from lit_cifar.accuracy import pooled
 from lit_cifar.callbacks import PerRankAccuracy
 from lit_cifar.checkpoints import read_checkpoint
-from lit_cifar.commands.verify.compare import Step, differences
+from lit_cifar.commands.verify.compare import NOISE_FACTOR, Step, differences
+from lit_cifar.commands.verify.logged import METRIC_BOUND, Logged, logged_problems
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.module import LitResNet
 
@@ -57,8 +58,34 @@ class Evaluation:
     metrics: dict[str, float]
 
 
-def evaluated_alone(path: Path, *, config: Mapping[str, Any]) -> Evaluation:
-    """The validation of one device with the checkpoint's weights."""
+def evaluation_problems(path: Path, *, counts: tuple[int, int], found: Logged, config: Mapping[str, Any]) -> list[str]:
+    """Where an evaluation is not that of one device with the checkpoint's weights.
+
+    In mixed precision what may differ is measured: one device evaluates in float32, too.
+    """
+    alone = evaluated_alone(path, config=config)
+    turned, bounds = 0, dict.fromkeys(alone.metrics, METRIC_BOUND)
+    if str(config["trainer"]["precision"]).startswith("bf16"):
+        wide = evaluated_alone(path, config=config, precision="32-true")
+        turned = max(2, round(NOISE_FACTOR * abs(wide.counts[0] - alone.counts[0])))
+        bounds = {
+            name: max(turned / alone.counts[1], NOISE_FACTOR * abs(wide.metrics[name] - value))
+            for name, value in sorted(alone.metrics.items(), reverse=True)  # one name begins as another one
+        }
+    problems = []
+    if counts[1] != alone.counts[1] or abs(counts[0] - alone.counts[0]) > turned:
+        problems.append(f"evaluation: {_of(counts)} right, one device with the same weights has {_of(alone.counts)}")
+    own = {key: value for key, value in found.items() if key[0] in alone.metrics}
+    expected = {key: alone.metrics[key[0]] for key in own}
+    return problems + logged_problems(own, expected, bounds=bounds, source="one device with the same weights has")
+
+
+def _of(counts: tuple[int, int]) -> str:
+    return f"{counts[0]} of {counts[1]}"
+
+
+def evaluated_alone(path: Path, *, config: Mapping[str, Any], precision: str | None = None) -> Evaluation:
+    """The validation of one device with the checkpoint's weights, in the configuration's precision or another."""
     checkpoint = read_checkpoint(path)
     module = LitResNet(**checkpoint["lit_cifar"], label_smoothing=config["model"]["label_smoothing"])
     module.network.to(_dtype(checkpoint["state_dict"])).load_state_dict(checkpoint["state_dict"])
@@ -72,7 +99,7 @@ def evaluated_alone(path: Path, *, config: Mapping[str, Any]) -> Evaluation:
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            **settings,
+            **settings if precision is None else settings | {"precision": precision},
         )
         trainer.validate(module, CIFAR10DataModule(**config["data"]), verbose=False)
     count = pooled(accuracy.counts["val"])

@@ -80,7 +80,7 @@ class Mode:
     @property
     def num_ranks(self) -> int:
         """Of these, how many whoever starts the run may start himself: only `ddp_spawn` insists on its own."""
-        return 1 if self.strategy == "ddp_spawn" else self.num_processes
+        return 1 if self.name == "ddp_spawn" else self.num_processes
 
     def _strategy(self) -> Any:
         """The strategy itself, on a Trainer that starts nothing: nobody else need know what follows from its sizes."""

@@ -48,8 +48,9 @@ _LEFT_OUT = (
     "--best_checkpoint.save_top_k=0",
 )
 
-# Where rounding is one unit of the parameters. In mixed precision it is that of the computation, far coarser.
-_PRECISIONS = {"32": "32-true", "64": "64-true", "32-true": "32-true", "64-true": "64-true"}
+# Those that do not round a step away.
+_PRECISIONS = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed"}
+_PRECISIONS |= {name: name for name in ("32-true", "64-true", "bf16-mixed")}
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,8 @@ class Settings:
         """Resolve the user's `args`.
 
         Raises:
-            ConfigError: `fit` refuses them, they are flags that `verify` sets itself, or a precision in which equal
-                computations cannot be told from others.
+            ConfigError: `fit` refuses them, they are flags that `verify` sets itself, or a precision in which a step
+                may change nothing.
         """
         owned = [arg for arg in args if arg.split("=")[0] in _OWNED]
         if owned:
@@ -83,7 +84,8 @@ class Settings:
         config = yaml.safe_load(outcome.stdout)
         if (precision := str(config["trainer"]["precision"] or "32-true")) not in _PRECISIONS:
             raise ConfigError(
-                f"verify compares in 32-true or 64-true, not in --trainer.precision={precision}, which rounds too much",
+                f"verify compares in 32-true, 64-true or bf16-mixed, not in --trainer.precision={precision}, in which "
+                "rounding leaves out steps",
                 remedy="leave it out, or pass --trainer.precision=64-true",
             )
         if config["trainer"]["accelerator"] == "auto" and torch.cuda.device_count() < devices:
@@ -93,13 +95,18 @@ class Settings:
 
     @property
     def precision(self) -> str:
-        """In full: "32-true" or "64-true"."""
+        """In full: "32-true", "64-true" or "bf16-mixed"."""
         return _PRECISIONS[str(self.config["trainer"]["precision"] or "32-true")]
 
     @property
     def num_at_once(self) -> int:
         """Runs that may share the machine: on the CPU most of a short one is its start, which uses one core."""
         return min(cpu_count() or 1, _MAX_AT_ONCE) if self.config["trainer"]["accelerator"] == "cpu" else 1
+
+    @property
+    def num_gpus(self) -> int:
+        """On which the runs may be; 0 on the CPU."""
+        return 0 if self.config["trainer"]["accelerator"] == "cpu" else torch.cuda.device_count()
 
     @property
     def accumulation(self) -> int:

@@ -3,7 +3,7 @@
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from lit_cifar.commands.verify.checkpoint import checkpoint_problems, evaluated_alone, quiet
+from lit_cifar.commands.verify.checkpoint import checkpoint_problems, evaluation_problems, quiet
 from lit_cifar.commands.verify.compare import (
     EXACT_BOUND,
     KINDS,
@@ -25,6 +25,7 @@ from lit_cifar.commands.verify.compare import (
 )
 from lit_cifar.commands.verify.logged import METRIC_BOUND, logged_problems
 from lit_cifar.commands.verify.modes import Mode, chosen, in_words
+from lit_cifar.commands.verify.placing import placed
 from lit_cifar.commands.verify.records import Record
 from lit_cifar.commands.verify.rows import Row
 from lit_cifar.commands.verify.runs import REFUSED, TIMEOUT_S, Outcome, refuse_if_invalid, run, workers
@@ -33,7 +34,18 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.layout import Chunks
 
 TRACE = "lit_cifar.commands.verify.trace.Trace"
-OTHER_ORDERS = ("reversed", "plain_kernels")
+# Runs of one device that only round otherwise: what `Trace` is told, and further flags.
+_ROUNDINGS: dict[str, tuple[dict[str, str], list[str]]] = {
+    "reversed": ({"order": "reversed"}, []),
+    "plain kernels": ({"order": "plain_kernels"}, []),
+    "float32": ({}, ["--trainer.precision=32-true"]),
+}
+_USED: dict[str, list[str]] = {
+    "64-true": [],
+    "32-true": ["reversed", "plain kernels"],
+    "bf16-mixed": ["reversed", "plain kernels", "float32"],
+}
+"""By which of them the tolerance is measured."""
 
 Report = Callable[[str], None]
 
@@ -127,10 +139,11 @@ class Verifier:
 
     def _bounds_of_metrics(self, reference: Reference) -> Bounds:
         """By the beginnings of their names."""
-        exact = self.settings.precision == "64-true"
+        # Rounding may turn two answers, in bfloat16 any number.
+        turned = {"64-true": METRIC_BOUND, "32-true": 2 / self.settings.batch_size, "bf16-mixed": math.inf}
         return {
             "train/loss": reference.bounds[-1]["loss"] + METRIC_BOUND,
-            "train/acc": METRIC_BOUND if exact else 2 / self.settings.batch_size,  # rounding may turn two answers
+            "train/acc": turned[self.settings.precision],
             "val/": math.inf,  # that they are there; their values are those of the mode's own weights, see below
             "lr-": 0.0,
         }
@@ -138,15 +151,9 @@ class Verifier:
     def _compare_evaluation(self, row: Row, record: Record) -> None:
         """With one device that has the same weights."""
         row.counts = record.counts
-        alone = evaluated_alone(record.checkpoint, config=self.settings.config)
-        if row.counts != alone.counts:
-            row.problems.append(
-                f"evaluation: {_of(row.counts)} right, one device with the same weights has {_of(alone.counts)}"
-            )
-        found = {key: value for key, value in record.logged.items() if key[0] in alone.metrics}
-        expected = {key: alone.metrics[key[0]] for key in found}
-        source = "one device with the same weights has"
-        row.problems += logged_problems(found, expected, bounds={"val/": METRIC_BOUND}, source=source)
+        row.problems += evaluation_problems(
+            record.checkpoint, counts=row.counts, found=record.logged, config=self.settings.config
+        )
 
     def _compare_steps(self, row: Row, record: Record, reference: Reference) -> None:
         for number, bounds in enumerate(reference.bounds, 1):
@@ -172,32 +179,35 @@ class Verifier:
 
     def _measure(self, chunks: Chunks) -> Reference:
         name = in_words(chunks, batch_size=self.settings.batch_size)
-        exact = self.settings.precision == "64-true"
+        names = _USED[self.settings.precision]
         with ExitStack() as stack, workers(self.settings.num_at_once) as pool:
             record = Record(Path(tempfile.mkdtemp(prefix="reference-", dir=self.folder)))
-            runs = [pool.submit(self._fit_alone, f"reference: {name}", record.folder, chunks, {})]
-            others = [] if exact else [Record(stack.enter_context(self.run_folder(order))) for order in OTHER_ORDERS]
-            for order, other in zip(OTHER_ORDERS, others, strict=False):
-                title = f"tolerance: {name}, {order.replace('_', ' ')}"
-                runs.append(pool.submit(self._fit_alone, title, other.folder, chunks, {"order": order}))
+            runs = [pool.submit(self._fit_alone, f"reference: {name}", record.folder, chunks)]
+            others = [Record(stack.enter_context(self.run_folder(other.replace(" ", "-")))) for other in names]
+            for other, run_of in zip(names, others, strict=True):
+                title = f"tolerance: {name}, {other}"
+                runs.append(pool.submit(self._fit_alone, title, run_of.folder, chunks, *_ROUNDINGS[other]))
             for run_alone in runs:
                 run_alone.result()
             noise = [self._noise(other, record) for other in others]
-        if exact:
+        if not noise:
             return Reference(record, [dict.fromkeys(KINDS, EXACT_BOUND)] * self.steps)
         dtype = next(iter(record.step(1)["state"].values())).dtype
         return Reference(record, measured_bounds(noise, eps=torch.finfo(dtype).eps))
 
     def _noise(self, other: Record, reference: Record) -> list[Bounds]:
-        """The largest differences of a run with sums in another order from the reference, step by step."""
+        """The largest differences of a run that rounds otherwise from the reference, step by step."""
         return [largest(differences(other.step(k), reference.step(k))) for k in range(1, self.steps + 1)]
 
-    def _fit_alone(self, title: str, folder: Path, chunks: Chunks, trace: dict[str, str]) -> None:
-        flags = self.settings.length_flags(steps=self.steps, accumulation=1)
+    def _fit_alone(
+        self, title: str, folder: Path, chunks: Chunks, trace: Mapping[str, str] | None = None, more: Sequence[str] = ()
+    ) -> None:
+        flags = [*self.settings.length_flags(steps=self.steps, accumulation=1), *more]
         flags += ["--trainer.strategy=auto", "--trainer.devices=1", "--trainer.sync_batchnorm=false"]
+        flags += ["--model.channels_last=false", "--model.compile=false"]  # which the modes are to show equal to it
         if chunks != Chunks():
             flags += [f"--model.batchnorm_chunks.{name}={value}" for name, value in asdict(chunks).items()]
-        outcome = self._fit(title, folder, flags, trace)
+        outcome = self._fit(title, folder, flags, dict(trace or {}))
         if outcome.status is None:
             raise ConfigError(
                 f"one device is too slow for this configuration: {outcome.last_words}",
@@ -312,14 +322,13 @@ def _possible(wanted: Sequence[Mode], settings: Settings, report: Report, *, lea
     for mode in wanted:
         try:
             with quiet():
-                mode.check(module, sampler)
+                on = placed(mode, num_gpus=settings.num_gpus)
+                on.check(module, sampler)
         except ConfigError as error:
             if not leave_out:
                 raise
             report(f"left out {mode.name}: {error.problem}")
         else:
-            yield mode
-
-
-def _of(counts: tuple[int, int]) -> str:
-    return f"{counts[0]} of {counts[1]}"
+            if on != mode:
+                report(f"on one GPU: {mode.name}")
+            yield on

@@ -1,0 +1,46 @@
+"""torch.compile around a network or a part of one, which itself stays as it is: names, weights, checkpoints."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+BACKEND = "inductor"
+
+# torch counts compilations by code, which the stages of a network share, and so do its blocks; beyond its limit, 8 of
+# them, it goes on uncompiled. ResNet34 has 16 blocks, each compiled for training and for evaluation.
+_MAX_COMPILATIONS = 64
+
+
+class Compiled:
+    """Runs a module compiled for the largest batch so far, and smaller batches as they are.
+
+    A ragged last batch would be another compilation, minutes in the middle of an epoch, after which torch would take
+    kernels for any size, slower ones, for all batches. Training and evaluation are compiled apart.
+
+    A plain callable, never an `nn.Module`: set as an attribute of one it does not become its child.
+
+    Args:
+        module: What says whether it trains, and what runs.
+        call: What to compile in its place; by default the module with its hooks.
+    """
+
+    def __init__(self, module: nn.Module, call: Callable[..., Any] | None = None) -> None:
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_COMPILATIONS)
+        self.module = module
+        self._plain: Callable[..., Any] = module if call is None else call
+        self._compiled: Callable[..., Any] = torch.compile(self._plain, backend=BACKEND, dynamic=False)
+        self._largest: dict[bool, int] = {}
+
+    def for_batch(self, num_samples: int) -> Any:
+        """What runs a batch of `num_samples`: the compiled module, or the module itself."""
+        largest = self._largest.setdefault(self.module.training, num_samples)
+        if num_samples < largest:
+            return self._plain
+        self._largest[self.module.training] = num_samples
+        return self._compiled
+
+    def __call__(self, images: Tensor) -> Any:
+        """The output for a batch (n, ...)."""
+        return self.for_batch(len(images))(images)

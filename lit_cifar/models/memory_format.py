@@ -1,0 +1,63 @@
+"""How images, activations and weights lie in memory: channel by channel, torch's own order, or pixel by pixel.
+
+torch.channels_last, NHWC in other words, is what the tensor cores of GPUs take convolutions in. It changes no value.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+class PlainGradient(nn.Module):
+    """The identity, whose gradient lies in memory in torch's own order."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`input`."""
+        return with_plain_gradient(input)
+
+
+class PlainOutput(nn.Module):
+    """The identity, whose output lies in memory in torch's own order."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`input`, copied if it lies otherwise."""
+        return input.contiguous()
+
+
+def with_plain_gradient(tensor: Tensor) -> Tensor:
+    """`tensor`, whose gradient will lie in memory in torch's own order."""
+    output: Tensor = _PlainGradient.apply(tensor)
+    return output
+
+
+class _PlainGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor) -> Tensor:
+        return input.view_as(input)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.contiguous()
+
+
+def plain(content: Any) -> Any:
+    """`content`, in dicts and lists of which there are tensors, with these in torch's own order; nothing is changed."""
+    if isinstance(content, Tensor):
+        return content.contiguous()
+    if isinstance(content, dict):
+        return {key: plain(value) for key, value in content.items()}
+    return [plain(value) for value in content] if isinstance(content, list) else content
+
+
+def follow_parameters(optimizer: Optimizer) -> None:
+    """Let an optimizer's state lie in memory as its parameters do.
+
+    Checkpoints hold everything in torch's own order. Fused kernels read parameter, gradient and state in step, and on
+    the CPU without a look at how each of them lies.
+    """
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)

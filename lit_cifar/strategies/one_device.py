@@ -1,0 +1,47 @@
+"""Processes that share the one device there is, to try on it what several processes compute.
+
+For `verify` on a machine with one GPU, not for speed. NCCL refuses two processes on one device, gloo does not; but it
+neither sends a GPU's tensors from one process to another, which `pp` needs, nor averages them, which `fsdp2` needs.
+"""
+
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+
+from lit_cifar.strategies.ddp_mp import DDPLayerParallelStrategy
+from lit_cifar.strategies.sharded import ShardedStrategy
+
+
+class _OneDevice(DDPStrategy):
+    """Takes the trainer's one device for several.
+
+    Args:
+        num_devices: For how many.
+        **kwargs: As of the strategy that a subclass also derives from.
+    """
+
+    def __init__(self, *, num_devices: int = 2, **kwargs: Any) -> None:
+        self._num_devices = num_devices
+        super().__init__(process_group_backend="gloo", **kwargs)
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The one device, so many times; known once the Trainer is made."""
+        return self._devices and self._devices * self._num_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        self._devices = devices and devices[:1]
+
+
+class OneDeviceDDPStrategy(_OneDevice):
+    """`ddp` and `ddp_spawn`."""
+
+
+class OneDeviceDDPLayerParallelStrategy(_OneDevice, DDPLayerParallelStrategy):
+    """`ddp_mp`."""
+
+
+class OneDeviceShardedStrategy(_OneDevice, ShardedStrategy):
+    """`tp`."""
