@@ -274,7 +274,9 @@ def test_no_checkpoint_is_due_where_none_was_asked_for() -> None:
 
 def alone(**attributes: Any) -> Any:
     """A trainer of one process."""
-    strategy = SimpleNamespace(reduce=lambda tensor, **_: tensor, barrier=lambda _: None, launcher=None)
+    strategy = SimpleNamespace(
+        reduce=lambda tensor, **_: tensor, barrier=lambda _: None, launcher=None, checkpoint_io=None
+    )
     defaults = {"strategy": strategy, "global_step": 3, "world_size": 1, "global_rank": 0, "is_global_zero": True}
     return SimpleNamespace(**defaults | attributes)
 

@@ -532,7 +532,7 @@ def test_a_main_thread_that_waits_for_its_helper_works(monkeypatch: pytest.Monke
         try:
             found.look("threading")
             begin = time.thread_time()
-            while time.thread_time() - begin < 1.0:  # the other thread's turn comes meanwhile
+            while time.thread_time() - begin < 0.3:  # the other thread's turn comes meanwhile
                 pass
             clock.now += 1
             found.look("threading")
