@@ -10,19 +10,19 @@ from lit_cifar.callbacks import EXIT_STOPPED
 DOUBLE = ["--trainer.callbacks+=nccl_double.NCCLDouble"]
 SIZES = ["--data.num_train=64", "--figures.every_n_epochs=1", "--last_checkpoint.every_n_steps=2"]
 # Devices and processes; `ddp_spawn` starts them itself.
-MODES = {"ddp": (2, 2), "ddp_spawn": (2, 1), "ddp_mp": (4, 2), "pp": (2, 2), "fsdp2": (2, 2), "tp": (2, 2)}
-FOUR_RANKS = {"ddp_pp": (4, 4)}
+MODES = {"ddp": (2, 2), "ddp_mp": (4, 2), "pp": (2, 2), "fsdp2": (2, 2), "tp": (2, 2)}
+LONGER = {"ddp_spawn": (2, 1), "ddp_pp": (4, 4)}
 
 
 def run_double(mode: str, run: Path, *flags: str, command: str = "fit", status: int = 0) -> Result:
-    devices, ranks = (MODES | FOUR_RANKS)[mode]
+    devices, ranks = (MODES | LONGER)[mode]
     words = [*TINY, *SIZES, f"--trainer.strategy={mode}", f"--trainer.devices={devices}", *DOUBLE, *flags]
     result = launch(command, *words, f"--run_dir={run}", ranks=ranks, check=False)
     assert result.status == status, result.stderr[-4000:]
     return result
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, *(pytest.param(mode, marks=pytest.mark.slow) for mode in LONGER)])
 def test_a_whole_fit_does_nothing_that_nccl_refuses(mode: str, tmp_path: Path) -> None:
     """With validation, figures, checkpoints and accounts; every habit that it must not have was planted, and caught."""
     run_double(mode, tmp_path, "--trainer.callbacks+=nccl_double.Misbehaves")
@@ -31,7 +31,7 @@ def test_a_whole_fit_does_nothing_that_nccl_refuses(mode: str, tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [*MODES, *FOUR_RANKS])
+@pytest.mark.parametrize("mode", [*MODES, *LONGER])
 def test_neither_does_one_that_is_stopped_and_goes_on_nor_a_test(mode: str, tmp_path: Path) -> None:
     stop = ["--trainer.callbacks+=stopping.SignalAfter", "--trainer.callbacks.step=2", "--trainer.callbacks.rank=1"]
     run = tmp_path / "fit"

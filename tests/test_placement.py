@@ -25,10 +25,9 @@ misplaced = pytest.raises(RuntimeError, match="device")  # FakeTensorDeviceMisma
 
 @every_mode
 def test_training_finds_everything_in_its_place(strategy: Callable[[], Any]) -> None:
-    """Accumulated and clipped, the images in host memory; `test_host_waits` has resident images, and momentum."""
+    """Clipped, the images in host memory; `test_host_waits` has resident images, and momentum."""
     module = lit_resnet(optimizer=partial(Adam, lr=0.1))
-    data = data_module(resident="host", num_train=96, batch_size=16)
-    train(strategy(), module, data, gradient_clip_val=1.0, accumulate_grad_batches=2)
+    train(strategy(), module, data_module(resident="host"), gradient_clip_val=1.0)
 
 
 @staged_modes
