@@ -50,7 +50,16 @@ from lit_cifar.callbacks import (
 from lit_cifar.checkpoint_files import newest_valid, save_error
 from lit_cifar.checkpoint_io import CheckpointFiles
 from lit_cifar.checkpoints import Header, holds_weights_alone, load_weights, read_checkpoint
-from lit_cifar.cli_errors import PROGRAM, Parser, as_config_error, check_command, check_trainer, refuse
+from lit_cifar.cli_errors import (
+    PROGRAM,
+    Parser,
+    as_config_error,
+    check_clipping,
+    check_command,
+    check_kernels,
+    check_trainer,
+    refuse,
+)
 from lit_cifar.commands import COMMANDS
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.receipt import Receipt, order_settings
@@ -243,7 +252,6 @@ class CLI(LightningCLI):
         if config["sync_batchnorm"]:
             config["plugins"].append(ProcessSyncBatchNorm())
         settle_processes(config)
-        precision = config["precision"]
         try:
             trainer = super()._instantiate_trainer(config, callbacks)
         except TypeError as error:
@@ -251,12 +259,6 @@ class CLI(LightningCLI):
                 raise
             given = f"--trainer.devices={config['devices']}"
             raise ConfigError(f"{given}: {error}", remedy="pass a number of them: --trainer.devices=2") from error
-        if str(precision).startswith("16") and trainer.precision == "bf16-mixed":
-            raise ConfigError(
-                f"--trainer.precision={precision} scales the loss for float16, which is for GPUs; on the CPU Lightning "
-                "would compute in bfloat16",
-                remedy="pass --trainer.precision=bf16-mixed",
-            )
         trainer.callbacks.sort(key=_place)  # type: ignore[attr-defined]  # Lightning's own omission
         return trainer
 
@@ -294,12 +296,7 @@ class CLI(LightningCLI):
         """Find in one process, before others are started, what `Trainer` would find in each of them."""
         if self.trainer.world_size == 1 and self._get(self.config, "trainer").sync_batchnorm:
             rank_zero_warn("--trainer.sync_batchnorm=true has no effect on one process: it sees the whole batch")
-        if self.trainer.world_size > 1 and self._get(self.config, "trainer").sync_batchnorm and self.model.compiles:
-            raise ConfigError(
-                "--model.compile=true with --trainer.sync_batchnorm=true: every BatchNorm layer sends messages, which "
-                "torch.compile cannot trace",
-                remedy="leave out one of the two",
-            )
+        check_kernels(self.trainer, self._get(self.config, "trainer"), compiles=self.model.compiles)
         layout = Layout.of(self.trainer.strategy)
         if self._get(self.config, "model").batchnorm_chunks is not None and layout != Layout():
             raise ConfigError(
@@ -314,7 +311,9 @@ class CLI(LightningCLI):
             )
         if subcommand == "fit":
             with _refusing():  # what a rate below zero is answered with, and the like; they are made again in the fit
-                self.model.make_lr_scheduler(self.model.make_optimizer(self.model.network.parameters()))
+                optimizer = self.model.make_optimizer(self.model.network.parameters())
+                self.model.make_lr_scheduler(optimizer)
+            check_clipping(self.trainer, optimizer)
         self.trainer.strategy.connect(self.model)  # where it cuts the network, if it does
         self.datamodule.trainer = self.trainer
         self.datamodule.prepare_data()

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from jsonargparse import Namespace
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
@@ -121,6 +122,47 @@ def check_trainer(trainer: Namespace, *, trains: bool) -> None:
                 f"--trainer.{name}={str(trainer[name]).lower()}: every run keeps logs and checkpoints in its folder",
                 remedy="leave it out; --trainer.fast_dev_run=N runs a few steps and writes nothing",
             )
+
+
+def check_kernels(trainer: Trainer, asked: Namespace, *, compiles: bool) -> None:
+    """Refuse kernels that there are not.
+
+    Args:
+        trainer: As it was made.
+        asked: The arguments it was made from.
+        compiles: Whether the network is to be compiled.
+
+    Raises:
+        ConfigError: Lightning has taken another precision, or what cannot be compiled is to be.
+    """
+    if str(asked.precision).startswith("16") and trainer.precision == "bf16-mixed":
+        raise ConfigError(
+            f"--trainer.precision={asked.precision} scales the loss for float16, which is for GPUs; on the CPU "
+            "Lightning would compute in bfloat16",
+            remedy="pass --trainer.precision=bf16-mixed",
+        )
+    if compiles and asked.sync_batchnorm and trainer.world_size > 1:
+        raise ConfigError(
+            "--model.compile=true with --trainer.sync_batchnorm=true: every BatchNorm layer sends messages, which "
+            "torch.compile cannot trace",
+            remedy="leave out one of the two",
+        )
+
+
+def check_clipping(trainer: Trainer, optimizer: Optimizer) -> None:
+    """Refuse to clip gradients that are still scaled: with a scaler fused kernels scale them back in the step itself.
+
+    Raises:
+        ConfigError: All three are asked for. Lightning finds it in the first step.
+    """
+    scales = getattr(trainer.precision_plugin, "scaler", None) is not None
+    if scales and trainer.gradient_clip_val and getattr(optimizer, "_step_supports_amp_scaling", False):
+        raise ConfigError(
+            f"--trainer.gradient_clip_val={trainer.gradient_clip_val} with --trainer.precision=16-mixed and "
+            f"--model.optimizer.fused=true: a fused {type(optimizer).__name__} scales gradients back when they have "
+            "been clipped",
+            remedy="pass --model.optimizer.fused=false or --trainer.precision=bf16-mixed",
+        )
 
 
 def as_config_error(error: Exception) -> ConfigError:

@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from lit_cifar import CIFAR10DataModule, LitResNet
 from lit_cifar.checkpoints import read_checkpoint
 from lit_cifar.cli import CLI
+from lit_cifar.cli_errors import check_clipping
 from lit_cifar.commands.verify import checkpoint as verified
 from lit_cifar.commands.verify.checkpoint import Evaluation
 from lit_cifar.commands.verify.compare import EXACT_BOUND
@@ -422,6 +424,14 @@ def test_a_scaler_keeps_its_settings_when_it_learns_to_ask() -> None:
     assert isinstance(precision.scaler, AgreedGradScaler)
     assert float(loss_scale(precision, torch.device("cpu"))) == 1024.0
     assert loss_scale(MixedPrecision("bf16-mixed", "cpu"), torch.device("cpu")) == 1.0
+
+
+@pytest.mark.parametrize(("fused", "clip", "refused"), [(True, 1.0, True), (True, None, False), (False, 1.0, False)])
+def test_what_a_fused_kernel_scales_back_is_not_clipped(fused: bool, clip: float | None, refused: bool) -> None:
+    trainer = L.Trainer(accelerator="cpu", plugins=[scaled()], gradient_clip_val=clip, logger=False)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1, fused=fused)
+    with pytest.raises(ConfigError, match=r"clip_val=1\.0.*fused=true") if refused else nullcontext():
+        check_clipping(trainer, optimizer)
 
 
 @pytest.mark.parametrize("elsewhere", [0.0, 1.0])
