@@ -65,7 +65,7 @@ def table() -> dict[tuple[str, str], str]:
 
 def reasons() -> dict[str, str]:
     """By letter, the words that a refusal begins with."""
-    return dict(re.findall(r"^\| \(([a-z])\) \| `(.+?)` \|", PAGE.read_text(), flags=re.MULTILINE))
+    return dict(re.findall(r'^\| \(([a-z])\) \| "(.+?)" \|', PAGE.read_text(), flags=re.MULTILINE))
 
 
 CELLS = table()
