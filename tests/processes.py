@@ -35,12 +35,12 @@ def _is_kept(process: psutil.Process) -> bool:
 
 
 def marked(folder: Path) -> list[psutil.Process]:
-    """Running processes whose temporary files lie in `folder`, whoever has started them."""
+    """Running processes whose temporary files or output lie in `folder`, whoever has started them."""
     found = []
     for process in psutil.process_iter():
         try:
-            mine = process.environ().get("TMPDIR", "").startswith(str(folder))
-            if mine and is_running(process) and not _is_kept(process):
+            mine = [process.environ().get("TMPDIR", ""), *(file.path for file in process.open_files())]
+            if any(path.startswith(str(folder)) for path in mine) and is_running(process) and not _is_kept(process):
                 found.append(process)
         except psutil.Error:
             continue

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from commands import launch, run_here
+from commands import TINY, launch, mode_flags, run_here
 from processes import marked
 from rich.console import Console
 
@@ -24,12 +24,14 @@ from lit_cifar.commands.chaos.disk import LimitedDisk, MountedDisk, SmallDisk, s
 from lit_cifar.commands.chaos.endings import distance, metric_problems, position_problems, receipt_problems
 from lit_cifar.commands.chaos.history import Batches, Line, Start, audit, effective, num_repeated
 from lit_cifar.commands.chaos.job import Job, wait_until
-from lit_cifar.commands.chaos.journal import LAUNCH, Journal, JournalReader
+from lit_cifar.commands.chaos.journal import Journal, JournalReader
 from lit_cifar.commands.chaos.plan import EQUAL_SIZE, Fault, equal_size_cards, plan, resized_cards, shares
 from lit_cifar.commands.chaos.rows import Row, result_table
 from lit_cifar.commands.chaos.runner import plan_for
 from lit_cifar.commands.chaos.settings import Training, chosen_modes
 from lit_cifar.commands.chaos.trial import Event, Trial, TrialError
+from lit_cifar.commands.chaos.workers import ANEW, LAUNCH, WORKERS, Worker, is_anew, read_workers
+from lit_cifar.commands.forked import ForkedRun
 from lit_cifar.data import Batch
 
 FIRST, SECOND, THIRD = (1, 0), (1, 1), (2, 0)
@@ -58,6 +60,7 @@ def test_a_plan_hits_with_every_kind_at_every_part_of_the_training(seed: int) ->
     assert {fault.rank for fault in faults if fault.kind in ("kill", "term", "stop")} == {0, 1}
     assert all((fault.rank is None) == (fault.kind in ("truncate", "disk")) for fault in faults)
     assert all((fault.keep is not None) == (fault.kind == "truncate") for fault in faults)
+    assert all((fault.part is not None) == (fault.aim == "start") for fault in faults)
     assert {fault.size for fault in faults} == {2}
 
 
@@ -371,10 +374,18 @@ class PretendedJob:
         self.status: int | None = None
         self.log_bytes = 0
         self.starts = 0
+        self.newest: list[Worker] = []
 
     def start(self, num_processes: int) -> None:
         self.status = self.statuses.pop(0) if self.statuses else None
         self._run()
+
+    @property
+    def workers(self) -> list[Worker]:
+        return [
+            Worker(start=(launch, 0), rank=0, pid=0, anew=launch == 1, at_s=time.monotonic())
+            for launch in range(1, self.starts + 1)
+        ]
 
     def terminate(self, *, limit_s: float) -> bool:
         return True
@@ -398,7 +409,7 @@ class PretendedJob:
 
 def trial_of(tmp_path: Path, job: PretendedJob) -> Trial:
     pretended: Any = job
-    return Trial(pretended, JournalReader(tmp_path), SmallDisk(tmp_path), tmp_path / "run", 4, lambda line: None)
+    return Trial(pretended, JournalReader(tmp_path), SmallDisk(tmp_path), tmp_path / "run", 4, 1.0, lambda line: None)
 
 
 RESIZE = Fault(number=1, kind="resize", aim="step", step=10, rank=None, size=1, delay_s=0.0)
@@ -409,7 +420,7 @@ def test_who_was_asked_to_stop_may_repeat_nothing(begin: int, repeated: int, tmp
     trial = trial_of(tmp_path, PretendedJob(tmp_path, begins=[0, begin], statuses=(None, 0)))
     trial.run([RESIZE], size=2)
     (event,) = trial.events
-    assert (event.step, event.resumed_step, event.repeated) == (11, begin, repeated)
+    assert (event.step, event.resumed_step, event.repeated, event.anew) == (11, begin, repeated, False)
     assert len(trial.problems) == (repeated > 0)
 
 
@@ -421,8 +432,26 @@ def test_a_job_that_fails_again_and_again_is_given_up(tmp_path: Path) -> None:
 
 def test_a_training_that_ends_before_its_faults_is_a_failure(tmp_path: Path) -> None:
     trial = trial_of(tmp_path, PretendedJob(tmp_path, begins=[], statuses=(0,)))
-    with pytest.raises(TrialError, match="has ended, and step 10 is not reached"):
+    with pytest.raises(TrialError, match="has ended, and the first step is not reached"):
         trial.run([RESIZE], size=2)
+
+
+@pytest.mark.parametrize(("anew", "least_s"), [(False, 0.2), (True, 0.1)])
+def test_a_second_kill_comes_at_a_share_of_what_such_a_start_has_taken(
+    anew: bool, least_s: float, tmp_path: Path
+) -> None:
+    job, sent = PretendedJob(tmp_path, begins=[]), []
+    victim = SimpleNamespace(pid=7, send_signal=sent.append)
+    job.ranks = lambda: {0: victim}  # type: ignore[method-assign]
+    job.newest = [Worker(start=(1, 1), rank=0, pid=7, anew=anew, at_s=time.monotonic())]
+    trial = trial_of(tmp_path, job)
+    trial.start_s, trial._start_s = 0.4, {True: 0.2}  # of forked ones none has been seen yet
+    fault = replace(RESIZE, kind="kill", aim="start", rank=0, part=0.5)
+    event = Event(fault=fault, at_s=0.0, step=9, pids=[3])
+    trial._kill_once_more(fault, event)
+    assert (event.pids, sent) == ([3, 7], [signal.SIGKILL])
+    assert event.again_s is not None
+    assert event.again_s >= least_s
 
 
 # Disks and processes.
@@ -471,24 +500,77 @@ def test_a_limit_on_files_lets_a_write_fail(tmp_path: Path) -> None:
     assert process.returncode == errno.EFBIG
 
 
-def test_stopped_and_orphaned_processes_of_a_job_are_ended(tmp_path: Path) -> None:
-    with Job(lambda size: ["modes", "--wait"], folder=tmp_path, max_restarts=0) as job:
+@pytest.fixture
+def onlooker(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """One that reads a job's log, as `tail -f` of a user does."""
+    log = tmp_path / "log.txt"
+    log.touch()
+    with subprocess.Popen(["tail", "-f", str(log)], stdout=subprocess.DEVNULL) as process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize("anew_every", [0, 1])
+def test_stopped_and_orphaned_processes_of_a_job_are_ended(
+    anew_every: int, onlooker: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    flags = ["fit", *TINY, *mode_flags("ddp"), f"--run_dir={tmp_path / 'run'}"]
+    with Job(lambda size: flags, folder=tmp_path, max_restarts=0, anew_every=anew_every) as job:
         job.start(2)
-        assert wait_until(lambda: job.ranks().keys() == {0, 1}, limit_s=60)
+        assert wait_until(lambda: 1 in job.ranks(), limit_s=60)
         rank = job.ranks()[1]
         rank.send_signal(signal.SIGSTOP)
         psutil.Process(rank.ppid()).kill()
         assert wait_until(lambda: job.status is not None, limit_s=10)
         assert rank in marked(tmp_path), "an orphan"
-    assert marked(tmp_path) == []
+    assert [process.pid for process in marked(tmp_path)] == [onlooker.pid]
     assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE
+
+
+def test_workers_find_the_same_whether_they_are_forked_or_python_starts_for_them(tmp_path: Path) -> None:
+    """They fail twice, and so are started three times."""
+    settings = {LAUNCH: "1", WORKERS: str(tmp_path / "workers"), ANEW: "2", "PYTHONPATH": str(Path(__file__).parent)}
+    torchrun = ForkedRun(
+        ["--standalone", "--nproc-per-node=2", "--max-restarts=2", "-m", "worker_probe", str(tmp_path), "two words"],
+        environment={**os.environ, **settings},
+        stdout=tmp_path / "log",
+        stderr=tmp_path / "log",
+        module="lit_cifar.commands.chaos.agent",
+    )
+    status = torchrun.wait(100)
+    torchrun.kill()
+    assert status == 0, (tmp_path / "log").read_text()
+    assert (tmp_path / "log").read_text().count("once more, says rank") >= 2
+    assert "Traceback" not in (tmp_path / "log").read_text()
+    workers = read_workers(tmp_path / "workers")
+    assert {(worker.start, worker.anew) for worker in workers} == {((1, 0), True), ((1, 1), False), ((1, 2), True)}
+    for rank in (0, 1):
+        found = [json.loads(line) for line in (tmp_path / f"rank{rank}").read_text().splitlines()]
+        assert [line.pop("restart") for line in found] == ["0", "1", "2"]
+        assert [line.pop("pid") for line in found] == [worker.pid for worker in workers if worker.rank == rank]
+        assert found[0] == found[1] == found[2]
+        assert found[0] == {
+            "words": ["two words"],
+            "world_size": "2",
+            "parents": 2 * torchrun.pids,
+            "leads_a_session": True,
+            "default_signals": [True, True, True],
+            "interruptible": True,
+            "sockets": 0,
+        }
+
+
+def test_python_starts_anew_in_the_first_start_and_then_once_in_so_many() -> None:
+    starts = [(1, restart) for restart in range(7)]
+    assert [is_anew(start, 3) for start in starts] == [True, False, False, True, False, False, True]
+    assert all(is_anew(start, 1) for start in starts)
+    assert not any(is_anew(start, 0) for start in starts)
 
 
 def test_torchrun_runs_as_users_start_it(tmp_path: Path) -> None:
     """Nothing is set by which torchrun would start its processes again in another way than a user's."""
-    assert not [
-        name for name in Job(lambda size: [], folder=tmp_path, max_restarts=0)._environment() if "TORCH" in name
-    ]
+    job = Job(lambda size: [], folder=tmp_path, max_restarts=0, anew_every=0)
+    assert not [name for name in job._environment() if "TORCH" in name]
 
 
 # The command.

@@ -23,6 +23,7 @@ from lit_cifar.callbacks.watchdog import PHASES, Watchdog
 from lit_cifar.data import Batch
 from lit_cifar.errors import ConfigError, Stopped
 from lit_cifar.watchdog import Beat, Board, Progress, Verdict, Watch, activity, first_beat, process
+from lit_cifar.watchdog import watch as watch_module
 from lit_cifar.watchdog.beat import stack_of
 from lit_cifar.watchdog.board import News
 from lit_cifar.watchdog.judge import Peer, judge, updated
@@ -444,6 +445,29 @@ def test_a_stopped_process_is_named_and_killed(capsys: pytest.CaptureFixture[str
         child.wait()
     assert f"rank 1 (pid {child.pid} on {beat.host}) is stopped" in capsys.readouterr().err
     assert pair.ended == [1]
+
+
+@pytest.mark.parametrize(
+    ("other", "culprit", "waits"),
+    [
+        (Sight("gone"), peer(1, state="gone"), False),
+        (Sight("stopped"), peer(1, heard_at=79, state="stopped"), False),
+        (Sight("running"), peer(1, failure="E", order=1), True),  # the culprit itself wants to know
+        (Sight("running"), peer(0, failure="E", order=1), True),
+    ],
+)
+def test_who_ends_waits_for_those_that_have_yet_to_read_why(
+    other: Sight, culprit: Peer, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, slept = Pair().watches[0], []
+    watch._peers[1] = replace(watch._peers[1], sight=other)
+    monkeypatch.setattr(watch_module, "time", SimpleNamespace(sleep=slept.append, monotonic=time.monotonic))
+    monkeypatch.setattr(process, "kill", lambda pid, started: None)
+    peers = {0: peer(0), 1: peer(1, answered=True)} | {culprit.beat.rank: culprit}
+    verdict = verdict_of(*peers.values())
+    assert verdict is not None
+    watch._conclude(verdict)
+    assert (2 * watch_module.BEAT_S in slept) == waits
 
 
 def test_the_parent_knows_how_a_process_ended(capsys: pytest.CaptureFixture[str]) -> None:

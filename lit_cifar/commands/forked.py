@@ -44,13 +44,26 @@ class ForkedRun:
         stdout: The file to which they append what they print.
         stderr: Likewise.
         num_ranks: Processes to start. One leaves it to the strategy to start others.
+        module: What Python runs in place of the command line.
     """
 
     def __init__(
-        self, words: Sequence[str], *, environment: Mapping[str, str], stdout: Path, stderr: Path, num_ranks: int = 1
+        self,
+        words: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        stdout: Path,
+        stderr: Path,
+        num_ranks: int = 1,
+        module: str = "lit_cifar",
     ) -> None:
         with _rank_environments(environment, num_ranks) as environments:
-            self._processes = [_start(words, own, stdout=stdout, stderr=stderr) for own in environments]
+            self._processes = [_start(module, words, own, stdout=stdout, stderr=stderr) for own in environments]
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes, by rank."""
+        return [_pid(process) for process in self._processes]
 
     def wait(self, timeout_s: float) -> int | None:
         """The exit status: that of the first rank that fails, or 0; None after `timeout_s` seconds, while any runs."""
@@ -67,6 +80,11 @@ class ForkedRun:
     def _first_failure(self) -> int:
         return next((process.exitcode for process in self._processes if process.exitcode), 0)
 
+    def terminate(self) -> None:
+        """Ask every process to end, by SIGTERM."""
+        for process in self._processes:
+            process.terminate()
+
     def kill(self) -> None:
         """End every process, and what they have started."""
         for process in self._processes:
@@ -81,10 +99,13 @@ def _pid(process: ForkServerProcess) -> int:
     return process.pid
 
 
-def _start(words: Sequence[str], environment: Mapping[str, str], *, stdout: Path, stderr: Path) -> ForkServerProcess:
+def _start(
+    module: str, words: Sequence[str], environment: Mapping[str, str], *, stdout: Path, stderr: Path
+) -> ForkServerProcess:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lit_cifar.cli"])
-    process = context.Process(target=_run, args=(list(words), environment, str(stdout), str(stderr), str(Path.cwd())))
+    settings = (module, list(words), environment, str(stdout), str(stderr), str(Path.cwd()))
+    process = context.Process(target=_run, args=settings)
     with _starting:
         main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
         try:  # else the new process would import this one's program, which it does not need
@@ -111,7 +132,7 @@ def _rank_environments(environment: Mapping[str, str], num_ranks: int) -> Iterat
         ]
 
 
-def _run(words: list[str], environment: Mapping[str, str], stdout: str, stderr: str, folder: str) -> None:
+def _run(module: str, words: list[str], environment: Mapping[str, str], stdout: str, stderr: str, folder: str) -> None:
     """Become the process that a user starts, in one that has been forked."""
     os.setsid()
     for name, stream in ((stdout, 1), (stderr, 2)):
@@ -119,10 +140,15 @@ def _run(words: list[str], environment: Mapping[str, str], stdout: str, stderr: 
         os.dup2(file, stream)
         os.close(file)
     os.chdir(folder)
+    run_module(module, words, environment)
+
+
+def run_module(module: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
+    """`python -m MODULE WORDS` in a process that has just been forked from one with the imports."""
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
-    sys.argv = ["lit_cifar", *words]
+    sys.argv = [module, *words]
     # What the imports have read from the environment of the fork server.
     parent.PARENT_PID = os.getppid()
     rank_zero_only.rank = int(environment.get("RANK", 0))  # type: ignore[attr-defined]
@@ -130,6 +156,9 @@ def _run(words: list[str], environment: Mapping[str, str], stdout: str, stderr: 
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]  # its launcher is no Python process
     try:
-        runpy.run_module("lit_cifar", run_name="__main__", alter_sys=True)
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # which multiprocessing does not ask, and which may have been replaced
+        raise SystemExit(1) from None
     finally:
         atexit._run_exitfuncs()  # which multiprocessing leaves out

@@ -211,8 +211,9 @@ class Watch(threading.Thread):
         self.verdict = verdict
         if verdict.reporter == self._own.rank and not verdict.quiet:
             print(verdict, file=sys.stderr, flush=True)
-        # Nobody leaves before all have read it: of those who had not, one would find the process gone and say so.
-        time.sleep(2 * BEAT_S)
+        if self._has_readers(verdict):
+            # Nobody leaves before all have read it: of those who had not, one would find the process gone and say so.
+            time.sleep(2 * BEAT_S)
         self._concluded.set()
         if verdict.kind == "silent" and verdict.rank != self._store_host:
             # It cannot end itself; its connections close, and main threads that wait for it get on. torch would print
@@ -224,6 +225,14 @@ class Watch(threading.Thread):
         sys.stdout.flush()
         sys.stderr.flush()
         self._end(1)
+
+    def _has_readers(self, verdict: Verdict) -> bool:
+        """Whether there are others that can read it: not who is gone, nor a culprit that is silent."""
+        return any(
+            peer.sight.state != "gone" and (verdict.kind, verdict.rank) != ("silent", rank)
+            for rank, peer in self._peers.items()
+            if rank != self._own.rank
+        )
 
     def _kill(self, rank: int) -> None:
         peer = self._peers[rank]

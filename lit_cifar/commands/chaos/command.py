@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -14,7 +15,7 @@ from typing import Any
 from lit_cifar.commands.chaos.plan import EQUAL_SIZE, shares
 from lit_cifar.commands.chaos.rows import Row, result_table
 from lit_cifar.commands.chaos.runner import chaos
-from lit_cifar.commands.chaos.settings import chosen_modes
+from lit_cifar.commands.chaos.settings import ANEW_EVERY, chosen_modes
 from lit_cifar.commands.terminal import CommandParser, about, console, exit_orderly_when_terminated, say, writable
 from lit_cifar.errors import ConfigError
 
@@ -24,6 +25,7 @@ Train a small job under torchrun without faults, and then again while ranks are 
 newest checkpoint is truncated, the disk is full and the job is resized, at random moments and during saves. In the end
 every sample must have counted exactly once in every epoch, and parameters and optimizer state must be those of the
 undisturbed run: bitwise where the job kept its size, within 1e-5 where it was resized. Everything runs on the CPU.
+Of {ANEW_EVERY} starts of the ranks torchrun starts Python in one; in the others it forks them, without the imports.
 {_ENOUGH} faults or more include every kind."""
 
 
@@ -44,16 +46,18 @@ def main(args: list[str]) -> int:
     target = None if options.json is None else writable(Path(options.json))
     record = about() | {"seed": options.seed, "kills": options.kills, "devices": options.devices}
     exit_orderly_when_terminated()
+    begin = time.monotonic()
     try:
         with _folder(options.dir) as folder:
             rows, ways = chaos(modes, num_faults=options.kills, seed=options.seed, folder=folder, report=say)
     except KeyboardInterrupt:
         print("interrupted; every process of the job was ended", file=sys.stderr)
         return 130
+    seconds = time.monotonic() - begin
     passed = all(row.passed for row in rows)
     _print(rows, ways, options)
     if target is not None:
-        content = {"full_disk": ways, "rows": [_of_row(row) for row in rows], "passed": passed}
+        content = {"full_disk": ways, "rows": [_of_row(row) for row in rows], "passed": passed, "seconds": seconds}
         target.write_text(json.dumps(record | content, indent=2) + "\n")
     return 0 if passed else 1
 
@@ -63,6 +67,7 @@ def _print(rows: list[Row], ways: list[str], options: argparse.Namespace) -> Non
     out.print(result_table(rows, title=f"{options.kills} faults for each mode, seed {options.seed}"))
     for way in ways:
         out.print(f"full disk: {way}", markup=False)
+    out.print(f"restarts: {sum(row.anew for row in rows)} started Python anew for each rank, the others forked them")
     for row in rows:
         for problem in row.problems[:5]:
             out.print(f"{row.mode} on {', '.join(map(str, row.sizes))}: {problem}", markup=False)

@@ -1,10 +1,6 @@
 """A training under torchrun that can be started, looked at and ended, and that never outlives its owner."""
 
 import os
-import secrets
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,31 +9,37 @@ from types import TracebackType
 
 import psutil  # type: ignore[import-untyped]
 
-from lit_cifar.commands.chaos.journal import LAUNCH
+from lit_cifar.commands.chaos.workers import ANEW, LAUNCH, WORKERS, Worker, read_workers
+from lit_cifar.commands.forked import ForkedRun
 
-_MARK = "LIT_CIFAR_CHAOS_JOB"
+_AGENT = "lit_cifar.commands.chaos.agent"
+_STDOUT = 1
 POLL_S = 0.002
 
 
 class Job:
     """torchrun and its ranks. Used in a `with` statement: at its end all of them are killed.
 
-    Every process of the job carries a mark in its environment, by which it is found however it was orphaned.
+    Every process of the job prints to one file, by which it is found however it was orphaned.
 
     Attributes:
-        command: What torchrun runs, from the number of processes.
-        folder: For what the processes print (`log.txt`) and their temporary files.
+        command: What follows `python -m lit_cifar` in every rank, from the number of processes.
+        folder: For what the processes print (`log.txt`), which of them there were, and their temporary files.
         max_restarts: How often torchrun starts the ranks again by itself.
+        anew_every: In every so many starts of the ranks, the first included, Python starts anew for each, as under any
+            torchrun; else they are forked from a process that has imported the package. 0: in none.
         launches: How often torchrun has been started.
     """
 
-    def __init__(self, command: Callable[[int], Sequence[str]], *, folder: Path, max_restarts: int) -> None:
+    def __init__(
+        self, command: Callable[[int], Sequence[str]], *, folder: Path, max_restarts: int, anew_every: int
+    ) -> None:
         self.command = command
         self.folder = folder
         self.max_restarts = max_restarts
+        self.anew_every = anew_every
         self.launches = 0
-        self._torchrun: subprocess.Popen[bytes] | None = None
-        self._mark = secrets.token_hex(8)
+        self._torchrun: ForkedRun | None = None
 
     def __enter__(self) -> "Job":
         (self.folder / "tmp").mkdir(parents=True, exist_ok=True)
@@ -52,81 +54,88 @@ class Job:
         """Start torchrun with so many ranks; it must not be running."""
         assert self.status is not None or self._torchrun is None
         self.launches += 1
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={num_processes}", f"--max-restarts={self.max_restarts}", "-m", "lit_cifar"]
-        with (self.folder / "log.txt").open("ab") as log:
-            self._torchrun = subprocess.Popen(
-                [*command, *self.command(num_processes)],
-                env={**os.environ, **self._environment()},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        flags = ["--standalone", f"--nproc-per-node={num_processes}", f"--max-restarts={self.max_restarts}"]
+        self._torchrun = ForkedRun(
+            [*flags, "-m", "lit_cifar", *self.command(num_processes)],
+            environment={**os.environ, **self._environment()},
+            stdout=self._log,
+            stderr=self._log,
+            module=_AGENT,
+        )
 
     def _environment(self) -> dict[str, str]:
         return {
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(self.folder / "tmp"),
             LAUNCH: str(self.launches),
-            _MARK: self._mark,
+            WORKERS: str(self.folder / "workers.jsonl"),
+            ANEW: str(self.anew_every),
         }
 
     @property
     def status(self) -> int | None:
         """Exit status of torchrun; None while it runs, and before it has been started."""
-        return None if self._torchrun is None else self._torchrun.poll()
+        return None if self._torchrun is None else self._torchrun.wait(0.0)
 
     def ranks(self) -> dict[int, psutil.Process]:
         """The ranks that are alive, by number."""
         found = {}
-        for process in [] if self._torchrun is None else _children(self._torchrun.pid):
-            with suppress(psutil.Error, KeyError):
-                rank = int(process.environ()["RANK"])
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    found[rank] = process
+        for worker in self.newest:
+            with suppress(psutil.Error):
+                process = psutil.Process(worker.pid)
+                if process.ppid() == self._pid and process.status() != psutil.STATUS_ZOMBIE:
+                    found[worker.rank] = process
         return found
+
+    @property
+    def workers(self) -> list[Worker]:
+        """All ranks of all starts so far, the newest last."""
+        return read_workers(self.folder / "workers.jsonl")
+
+    @property
+    def newest(self) -> list[Worker]:
+        """The ranks of the newest start."""
+        workers = self.workers
+        return [worker for worker in workers if worker.start == workers[-1].start]
 
     def terminate(self, *, limit_s: float) -> bool:
         """Ask torchrun to end, which passes SIGTERM on to every rank; whether it has ended within the limit."""
         assert self._torchrun is not None
-        self._torchrun.send_signal(signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            self._torchrun.wait(limit_s)
-        return self.status is not None
+        self._torchrun.terminate()
+        return self._torchrun.wait(limit_s) is not None
 
     def kill(self) -> None:
         """End every process of the job, stopped and orphaned ones as well."""
-        while True:
-            found = list(self._marked())
+        if self._torchrun is not None:
+            self._torchrun.kill()
+        while found := [process for process in psutil.process_iter() if self._is_mine(process)]:
             for process in found:
                 with suppress(psutil.Error):
                     process.kill()
             psutil.wait_procs(found, timeout=5)
-            if self._torchrun is not None:
-                self._torchrun.wait()
-            if not found:
-                return
-
-    def _marked(self) -> list[psutil.Process]:
-        return [process for process in psutil.process_iter() if self._is_mine(process)]
 
     def _is_mine(self, process: psutil.Process) -> bool:
         try:
-            mine: bool = process.environ().get(_MARK) == self._mark
-            return mine and bool(process.status() != psutil.STATUS_ZOMBIE)
+            return any((file.path, file.fd) == (str(self._log), _STDOUT) for file in process.open_files())
         except psutil.Error:  # not ours to look at, or gone
             return False
 
     @property
+    def _pid(self) -> int | None:
+        return None if self._torchrun is None else self._torchrun.pids[0]
+
+    @property
+    def _log(self) -> Path:
+        return self.folder.resolve() / "log.txt"
+
+    @property
     def log_bytes(self) -> int:
         """How much the processes have printed so far."""
-        path = self.folder / "log.txt"
-        return path.stat().st_size if path.exists() else 0
+        return self._log.stat().st_size if self._log.exists() else 0
 
     def log_since(self, offset: int) -> list[str]:
         """The lines printed beyond `offset`, empty ones left out."""
-        with (self.folder / "log.txt").open("rb") as file:
+        with self._log.open("rb") as file:
             file.seek(offset)
             text = file.read().decode(errors="replace")
         return [line for line in text.splitlines() if line.strip()]
@@ -140,10 +149,3 @@ def wait_until(condition: Callable[[], bool], *, limit_s: float, poll_s: float =
             return False
         time.sleep(poll_s)
     return True
-
-
-def _children(pid: int) -> list[psutil.Process]:
-    try:
-        return list(psutil.Process(pid).children())
-    except psutil.Error:
-        return []

@@ -9,11 +9,9 @@ from typing import Any
 import lightning as L
 
 from lit_cifar.commands.chaos.history import Line, Start
+from lit_cifar.commands.chaos.workers import start_of
 from lit_cifar.data.images import Batch
 from lit_cifar.layout import Layout
-
-LAUNCH = "LIT_CIFAR_CHAOS_LAUNCH"
-"""Environment variable: how often the job was launched; torchrun counts its own restarts."""
 
 
 class Journal(L.Callback):
@@ -28,7 +26,7 @@ class Journal(L.Callback):
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
-        self.start = (int(os.environ.get(LAUNCH, "0")), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+        self.start = start_of(os.environ)
         self._step = 0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

@@ -44,7 +44,8 @@ class Fault:
         step: Optimizer step at which it is due, from the start of the whole training.
         rank: Whom it hits, among the processes that run then; None where it hits all of them.
         size: Processes that run after it.
-        delay_s: Seconds that it waits beyond the beginning of the step, of the save, or of the processes' start.
+        delay_s: Seconds that it waits beyond the beginning of the step or of the save.
+        part: "start": the share of the time that the processes need to start after which it comes again, in [0, 1).
         keep: "truncate": the share of the file's bytes that is left, in [0, 1).
     """
 
@@ -55,6 +56,7 @@ class Fault:
     rank: int | None
     size: int
     delay_s: float
+    part: float | None = None
     keep: float | None = None
 
     def __str__(self) -> str:
@@ -71,7 +73,7 @@ class Fault:
 
 
 # Within these seconds after the beginning of what a fault is aimed at, it comes.
-_SPREAD_S: dict[Aim, float] = {"step": 0.1, "save": 0.03, "start": 6.0}
+_SPREAD_S: dict[Aim, float] = {"step": 0.1, "save": 0.03, "start": 0.0}
 _AIMS: dict[Aim, str] = {"step": "", "save": " during a save", "start": ", and once more as it starts again"}
 
 
@@ -125,7 +127,8 @@ def plan(cards: Sequence[Card], *, seed: int, sizes: Sequence[int], first_step: 
                 step=rng.randrange(low, high),
                 rank=next(ranks[hit]) if kind in ("kill", "term", "stop") else None,
                 size=sizes[turn % len(sizes)],
-                delay_s=rng.uniform(0.0, _SPREAD_S[aim]),
+                delay_s=(moment := rng.random()) * _SPREAD_S[aim],
+                part=moment if aim == "start" else None,
                 keep=rng.random() if kind == "truncate" else None,
             )
         )

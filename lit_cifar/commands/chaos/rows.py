@@ -22,6 +22,7 @@ class Row:
         events: The faults.
         restarts: How often its processes were started again.
         own_restarts: How many of these no fault asked for.
+        anew: How many of these started Python anew; the others were forked.
         repeated: Runs of an optimizer step that did not count.
         missing: Samples that an epoch does not count.
         doubled: Samples that an epoch counts too often.
@@ -38,6 +39,7 @@ class Row:
     events: list[Event] = field(default_factory=list)
     restarts: int = 0
     own_restarts: int = 0
+    anew: int = 0
     repeated: int = 0
     missing: int | None = None
     doubled: int | None = None
@@ -79,12 +81,12 @@ def result_table(rows: Sequence[Row], *, title: str) -> Table:
 
 def _cells(rows: Sequence[Row]) -> list[str]:
     kinds = sum((row.kinds for row in rows), Counter[str]())
-    own = sum(row.own_restarts for row in rows)
+    restarts, own, anew = (sum(getattr(row, name) for row in rows) for name in ("restarts", "own_restarts", "anew"))
     during_saves = sum(event.during_save for row in rows for event in row.events)
     faults = ", ".join(f"{count} {_NAMES[kind]}" for kind, count in kinds.items())
     return [
         f"{kinds.total()}: {faults}\n[dim]{during_saves} during a save[/]",
-        str(sum(row.restarts for row in rows)) + (f"\n[dim]{own} unasked[/]" if own else ""),
+        f"{restarts}\n[dim]{anew} anew[/]" + (f"\n[dim]{own} unasked[/]" if own else ""),
         str(sum(row.repeated for row in rows)),
         _sum([row.missing for row in rows]),
         _sum([row.doubled for row in rows]),

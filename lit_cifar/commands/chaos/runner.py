@@ -3,7 +3,7 @@
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from lit_cifar.commands.chaos.job import Job, wait_until
 from lit_cifar.commands.chaos.journal import JournalReader
 from lit_cifar.commands.chaos.plan import Fault, equal_size_cards, plan, resized_cards, shares
 from lit_cifar.commands.chaos.rows import Row
-from lit_cifar.commands.chaos.settings import EVERY_N_STEPS, NUM_SAMPLES, Mode, Training
+from lit_cifar.commands.chaos.settings import ANEW_EVERY, EVERY_N_STEPS, NUM_SAMPLES, Mode, Training
 from lit_cifar.commands.chaos.trial import Report, Trial, TrialError
 from lit_cifar.errors import ConfigError
 
@@ -38,10 +38,12 @@ class Undisturbed:
     Attributes:
         run: Its run folder.
         batches: The ids of the global batch of every step.
+        start_s: Seconds until its processes, which were forked, had done their first step.
     """
 
     run: Path
     batches: Batches
+    start_s: float
 
     @cached_property
     def checkpoint_bytes(self) -> int:
@@ -49,28 +51,63 @@ class Undisturbed:
         return (self.run / _LAST).stat().st_size
 
 
-def undisturbed(training: Training, folder: Path, *, report: Report) -> Undisturbed:
-    """Train at full size.
+class _Alone:
+    """A training that nothing disturbs, under way."""
+
+    def __init__(self, training: Training, job: Job) -> None:
+        self.training, self.job = training, job
+        self._reader = JournalReader(job.folder / "journal")
+        self._begin, self._seconds, self._start_s = time.monotonic(), 0.0, 0.0
+        job.start(training.mode.num_processes)
+
+    def has_ended(self) -> bool:
+        """Whether it has; to be asked often."""
+        self._reader.refresh()
+        if self._reader.newest is not None and not self._start_s:
+            self._start_s = time.monotonic() - self.job.newest[0].at_s
+        if self.job.status is None:
+            return False
+        self._seconds = self._seconds or time.monotonic() - self._begin
+        return True
+
+    def result(self, report: Report) -> Undisturbed:
+        """What it has left.
+
+        Raises:
+            ConfigError: It has failed, or still runs.
+        """
+        name, status = self.training.mode.name, self.job.status
+        if status != 0:
+            what = f"no end within {_UNDISTURBED_LIMIT_S:.0f} s" if status is None else f"exit status {status}"
+            words = [line[:160] for line in self.job.log_since(0) if "lit_cifar: " in line or "Error: " in line][-2:]
+            raise ConfigError(
+                "\n".join([f"{name} cannot train even without faults: {what}", *words]),
+                remedy=f"see that it works: python -m lit_cifar verify --modes {name}",
+            )
+        self._reader.refresh()
+        batches, _ = effective(self._reader.lines)
+        report(f"{self._seconds:6.1f} s  {name}: {self.training.num_steps} steps without faults")
+        return Undisturbed(self.job.folder / "run", batches, self._start_s)
+
+
+def undisturbed(trainings: Sequence[Training], folders: Sequence[Path], *, report: Report) -> list[Undisturbed]:
+    """Train at full size, all side by side.
 
     Raises:
-        ConfigError: It fails without any fault.
+        ConfigError: One of them fails without any fault.
     """
-    begin, size = time.monotonic(), training.mode.num_processes
-    with _job(training, folder / "run", folder, max_restarts=0, saves=False) as job:
-        job.start(size)
-        ended = wait_until(lambda: job.status is not None, limit_s=_UNDISTURBED_LIMIT_S, poll_s=0.1)
-        if job.status != 0:
-            what = f"exit status {job.status}" if ended else f"no end within {_UNDISTURBED_LIMIT_S:.0f} s"
-            words = [line[:160] for line in job.log_since(0) if "lit_cifar: " in line or "Error: " in line][-2:]
-            raise ConfigError(
-                "\n".join([f"{training.mode.name} cannot train even without faults: {what}", *words]),
-                remedy=f"see that it works: python -m lit_cifar verify --modes {training.mode.name}",
-            )
-    reader = JournalReader(folder / "journal")
-    reader.refresh()
-    batches, _ = effective(reader.lines)
-    report(f"{time.monotonic() - begin:6.1f} s  {training.mode.name}: {training.num_steps} steps without faults")
-    return Undisturbed(folder / "run", batches)
+    with ExitStack() as stack:
+        alone = [
+            _Alone(training, stack.enter_context(_job(training, folder / "run", folder, disturbed=False)))
+            for training, folder in zip(trainings, folders, strict=True)
+        ]
+
+        def is_over() -> bool:
+            ended = [one.has_ended() for one in alone]  # each is asked
+            return all(ended) or any(one.job.status for one in alone)
+
+        wait_until(is_over, limit_s=_UNDISTURBED_LIMIT_S, poll_s=0.1)
+        return [one.result(report) for one in sorted(alone, key=lambda one: not one.job.status)]  # the failed first
 
 
 def run_trial(
@@ -87,8 +124,8 @@ def run_trial(
     sizes = tuple(dict.fromkeys([size, *(fault.size for fault in faults)]))
     row = Row(training.mode.name, sizes, training.precision, bound=RESIZED_BOUND if training.resized else 0.0)
     run, reader, begin = disk.folder / "run", JournalReader(folder / "journal"), time.monotonic()
-    with _job(training, run, folder, max_restarts=len(faults) + 5) as job:
-        trial = Trial(job, reader, disk, run / "checkpoints", EVERY_N_STEPS, report)
+    with _job(training, run, folder, max_restarts=len(faults) + 5, anew_every=ANEW_EVERY) as job:
+        trial = Trial(job, reader, disk, run / "checkpoints", EVERY_N_STEPS, reference.start_s, report)
         row.events, row.problems = trial.events, trial.problems
         try:
             trial.run(faults, size=size)
@@ -98,16 +135,19 @@ def run_trial(
         row.seconds = time.monotonic() - begin
         row.restarts = reader.num_starts - 1
         row.own_restarts = max(0, row.restarts - trial.num_planned_restarts)
+        row.anew = len({worker.start for worker in job.workers if worker.anew and worker.start != (1, 0)})
     return row
 
 
-def _job(training: Training, run: Path, folder: Path, *, max_restarts: int, saves: bool = True) -> Job:
+def _job(
+    training: Training, run: Path, folder: Path, *, anew_every: int = 0, max_restarts: int = 0, disturbed: bool = True
+) -> Job:
     (folder / "journal").mkdir(parents=True)
 
     def command(size: int) -> list[str]:
-        return training.arguments(size, run=run, journal=folder / "journal", saves=saves)
+        return training.arguments(size, run=run, journal=folder / "journal", disturbed=disturbed)
 
-    return Job(command, folder=folder, max_restarts=max_restarts)
+    return Job(command, folder=folder, max_restarts=max_restarts, anew_every=anew_every)
 
 
 def _compare(row: Row, reader: JournalReader, run: Path, reference: Undisturbed) -> None:
@@ -145,12 +185,11 @@ def chaos(
     """
     rows, ways = [], set()
     for mode in modes:
-        for resized, count in zip((False, True), shares(num_faults), strict=True):
-            if not count:
-                continue
-            own = folder / mode.name / ("resized" if resized else "equal-size")
-            training = Training.under(mode, count, resized=resized)
-            reference = undisturbed(training, own / "undisturbed", report=report)
+        counts = [count for count in shares(num_faults) if count]
+        trainings = [Training.under(mode, count, resized=number == 1) for number, count in enumerate(counts)]
+        folders = [folder / mode.name / ("resized" if training.resized else "equal-size") for training in trainings]
+        references = undisturbed(trainings, [own / "undisturbed" for own in folders], report=report)
+        for count, training, own, reference in zip(counts, trainings, folders, references, strict=True):
             with _disk(own / "disk", reference) as disk:
                 ways.add(disk.how or "left out, as this system offers no way to fill one")
                 faults = plan_for(training, count, seed=seed, full_disk=disk.how is not None)

@@ -12,14 +12,14 @@ from lit_cifar.layout import Chunks
 JOURNAL = "lit_cifar.commands.chaos.journal.Journal"
 
 EVERY_N_STEPS = 4
+ANEW_EVERY = 4
 NUM_SAMPLES = 628
 _BATCH_SIZE = 32
 STEPS_PER_EPOCH = -(-NUM_SAMPLES // _BATCH_SIZE)
-_STEPS_PER_FAULT = 12  # beyond the few that are repeated after one
+_STEPS_PER_FAULT = 8  # beyond the few that are repeated after one
 
 # Small steps. The last batch of an epoch has 20 images, which divide among two replicas of two microbatches.
 _FLAGS = (
-    "--model.arch=resnet10",
     "--model.stem=imagenet",
     "--model.optimizer.lr=1e-4",
     "--data.dataset=synthetic",
@@ -87,22 +87,29 @@ class Training:
         """As `--trainer.precision` takes it."""
         return "64-true" if self.resized else "32-true"
 
-    def arguments(self, size: int, *, run: Path, journal: Path, saves: bool = True) -> list[str]:
+    @property
+    def arch(self) -> str:
+        """As `--model.arch` takes it: only the disk of the other job is filled, which takes files of some size."""
+        return "tiny" if self.resized else "resnet10"
+
+    def arguments(self, size: int, *, run: Path, journal: Path, disturbed: bool = True) -> list[str]:
         """What follows `python -m lit_cifar`, whether the run is new or goes on.
 
         Args:
             size: Number of processes.
             run: Its run folder.
             journal: Folder of its journal.
-            saves: Whether it saves within epochs, too. What it computes must not depend on it.
+            disturbed: Whether faults will hit it: then it saves within epochs, too, and draws. What it computes must
+                not depend on it.
         """
         return [
             "fit",
             *_FLAGS,
             *self.mode.flags_for(size),
-            *([f"--last_checkpoint.every_n_steps={EVERY_N_STEPS}"] if saves else []),
+            f"--last_checkpoint.every_n_steps={EVERY_N_STEPS}" if disturbed else "--figures.every_n_epochs=0",
             f"--trainer.max_epochs={self.num_epochs}",
             f"--trainer.precision={self.precision}",
+            f"--model.arch={self.arch}",
             f"--run_dir={run}",
             "--resume=auto",
             f"--trainer.callbacks+={JOURNAL}",

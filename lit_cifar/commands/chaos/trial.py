@@ -49,6 +49,8 @@ class Event:
         repeated: Steps that were run again.
         away_s: Seconds until a step was finished again.
         said: What the job said about it, where it must say something.
+        again_s: Where it came a second time as the processes started: seconds after the rank's start.
+        anew: Whether Python started anew for the processes that came back; else they were forked.
     """
 
     fault: Fault
@@ -60,6 +62,8 @@ class Event:
     repeated: int = 0
     away_s: float | None = None
     said: str | None = None
+    again_s: float | None = None
+    anew: bool | None = None
 
 
 @dataclass
@@ -72,6 +76,7 @@ class Trial:
         disk: Where its run folder lies.
         checkpoints: In that folder.
         every_n_steps: Optimizer steps between two checkpoints.
+        start_s: Seconds that forked processes took to their first step, undisturbed.
         report: Called with a line whenever something happens.
         events: The faults so far.
         problems: What is wrong so far.
@@ -82,6 +87,7 @@ class Trial:
     disk: SmallDisk
     checkpoints: Path
     every_n_steps: int
+    start_s: float
     report: Report
     events: list[Event] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -89,6 +95,7 @@ class Trial:
     _begin: float = field(default_factory=time.monotonic)
     _launches_in_vain: int = 0
     _launched_step: int | None = None
+    _start_s: dict[bool, float] = field(default_factory=dict)
 
     def run(self, faults: Sequence[Fault], *, size: int) -> None:
         """Start with `size` processes, go through all faults, and wait for the end.
@@ -98,6 +105,8 @@ class Trial:
         """
         self._size = size
         self.job.start(size)
+        self._await(lambda: self.reader.newest is not None, BACK_LIMIT_S, "the first step is not reached")
+        self._note_start()
         for fault in faults:
             self._await(partial(self._reached, fault.step), BACK_LIMIT_S, f"step {fault.step} is not reached")
             self._go_through(fault, len(faults))
@@ -181,8 +190,11 @@ class Trial:
             return any(rank == fault.rank and p.pid not in event.pids for rank, p in self.job.ranks().items())
 
         self._await(is_new, BACK_LIMIT_S, f"rank {fault.rank} is not started again")
-        time.sleep(fault.delay_s)
-        hit = [] if fault.kind == "resize" else self._ranks(fault.rank)
+        (worker,) = (worker for worker in self.job.newest if worker.rank == fault.rank)
+        planned_s = (fault.part or 0.0) * self._start_s.get(worker.anew, self.start_s)
+        time.sleep(max(0.0, worker.at_s + planned_s - time.monotonic()))
+        hit = self._ranks(fault.rank)
+        event.again_s = time.monotonic() - worker.at_s
         event.pids += [process.pid for process in hit]
         _signal(hit, signal.SIGKILL)
         self.reader.refresh()
@@ -210,13 +222,22 @@ class Trial:
         event.resumed_step = self.reader.first_step(newest)
         assert event.resumed_step is not None
         event.away_s = self._now - event.at_s
+        event.anew = self._note_start()
         event.repeated = max(0, (-1 if last is None else last) + 1 - event.resumed_step)
         allowed = _REPEATED_SAVES[event.fault.kind] * self.every_n_steps
         if event.repeated > allowed:
             self.problems.append(
                 f"{event.fault} at step {event.step}: {event.repeated} steps had to be repeated, {allowed} allowed"
             )
-        self.report(f"{self._now:6.1f} s  step {event.resumed_step}: back, {event.repeated} steps are repeated")
+        how = "Python started anew" if event.anew else "forked"
+        self.report(f"{self._now:6.1f} s  step {event.resumed_step}: back, {event.repeated} steps are repeated ({how})")
+
+    def _note_start(self) -> bool:
+        """Processes have just finished their first step; whether Python was started for them."""
+        workers = [worker for worker in self.job.workers if worker.start == self.reader.newest]
+        anew = workers[0].anew
+        self._start_s[anew] = time.monotonic() - min(worker.at_s for worker in workers)
+        return anew
 
     @property
     def num_planned_restarts(self) -> int:

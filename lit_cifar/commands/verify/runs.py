@@ -58,15 +58,15 @@ def run(
     """
     (folder / "tmp").mkdir(exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TMPDIR": str(folder / "tmp")}
-    files = {name: folder / name for name in ("stdout", "stderr")}
-    for file in files.values():
+    out, err = folder / "stdout", folder / "stderr"
+    for file in (out, err):
         file.write_text("")
     start = perf_counter()
     with _ended_at_last(
-        ForkedRun([subcommand, *flags], environment=environment, **files, num_ranks=num_ranks)
+        ForkedRun([subcommand, *flags], environment=environment, stdout=out, stderr=err, num_ranks=num_ranks)
     ) as forked:
         status = forked.wait(timeout_s)
-    stdout, stderr = (file.read_text(errors="replace") for file in files.values())
+    stdout, stderr = (file.read_text(errors="replace") for file in (out, err))
     return Outcome(status, stdout, stderr, perf_counter() - start)
 
 
