@@ -527,6 +527,7 @@ def test_stopped_and_orphaned_processes_of_a_job_are_ended(
     assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.slow
 def test_workers_find_the_same_whether_they_are_forked_or_python_starts_for_them(tmp_path: Path) -> None:
     """They fail twice, and so are started three times."""
     settings = {LAUNCH: "1", WORKERS: str(tmp_path / "workers"), ANEW: "2", "PYTHONPATH": str(Path(__file__).parent)}

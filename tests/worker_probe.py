@@ -5,6 +5,7 @@ import os
 import signal
 import stat
 import sys
+import time
 from pathlib import Path
 
 HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -27,6 +28,11 @@ def noted_parent() -> int:
     return module.PARENT_PID if module else os.getppid()
 
 
+def num_lines(folder: Path) -> int:
+    """Of all ranks and restarts so far."""
+    return sum(len(path.read_text().splitlines()) for path in folder.glob("rank*"))
+
+
 if __name__ == "__main__":
     folder, *words = sys.argv[1:]
     found = {
@@ -42,6 +48,11 @@ if __name__ == "__main__":
     }
     with (Path(folder) / f"rank{os.environ['RANK']}").open("a") as file:
         file.write(json.dumps(found) + "\n")
-    if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < 2:
+    restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    while num_lines(Path(folder)) < (restart + 1) * int(
+        os.environ["WORLD_SIZE"]
+    ):  # torchrun ends the others of one that fails
+        time.sleep(0.01)
+    if restart < 2:
         sys.excepthook = lambda kind, error, traceback: print(f"{error}, says rank {os.environ['RANK']}")
         raise RuntimeError("once more")
