@@ -214,7 +214,7 @@ def test_steps_can_be_chosen_by_number() -> None:
         leader.parser().parse_args(["out", "--steps=10"])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_all_steps_run_on_a_cpu(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHON": sys.executable, "TMPDIR": str(tmp_path)}

@@ -22,7 +22,7 @@ def run_double(mode: str, run: Path, *flags: str, command: str = "fit", status: 
     return result
 
 
-@pytest.mark.parametrize("mode", [*MODES, *(pytest.param(mode, marks=pytest.mark.slow) for mode in LONGER)])
+@pytest.mark.parametrize("mode", [*MODES, *(pytest.param(mode, marks=pytest.mark.exhaustive) for mode in LONGER)])
 def test_a_whole_fit_does_nothing_that_nccl_refuses(mode: str, tmp_path: Path) -> None:
     """With validation, figures, checkpoints and accounts; every habit that it must not have was planted, and caught."""
     run_double(mode, tmp_path, "--trainer.callbacks+=nccl_double.Misbehaves")

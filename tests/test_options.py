@@ -133,8 +133,7 @@ ROUNDED = ("bf16-true", "16-true")  # too coarse for `verify`
 def cells(*endings: str) -> list[Any]:
     """The option and the mode wherever an option works whose flags end so; the whole table takes many minutes."""
     works = [key for key, cell in CELLS.items() if cell == "yes" and key[0].endswith(endings)]
-    marks = {mode: pytest.mark.slow if mode in ("ddp", "pp") else pytest.mark.exhaustive for _, mode in works}
-    return [pytest.param(*key, id=" ".join(key), marks=marks[key[1]]) for key in works]
+    return [pytest.param(*key, id=" ".join(key), marks=pytest.mark.exhaustive) for key in works]
 
 
 class Verifiers:
