@@ -1,0 +1,38 @@
+"""Fits of a few steps in this process, and what a run has lost."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+
+from lit_cifar import CIFAR10DataModule, LitResNet
+
+# What Lightning says of this run, of few batches and in an old way of torch's.
+short = pytest.mark.filterwarnings("ignore:.*(does not have many workers|smaller than the logging interval|LeafSpec)")
+
+
+def data() -> CIFAR10DataModule:
+    return CIFAR10DataModule(dataset="synthetic", num_train=40, num_test=1, val_size=8, batch_size=16)
+
+
+def fit(model: LitResNet, folder: Path, **settings: Any) -> L.Trainer:
+    trainer = L.Trainer(
+        accelerator="cpu",
+        logger=False,
+        max_epochs=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        default_root_dir=folder,
+        **{"devices": 1} | settings,
+    )
+    trainer.fit(model, data())
+    return trainer
+
+
+def losses(run: Path) -> list[float]:
+    """The mean of every epoch."""
+    header, *lines = [line.split(",") for line in (run / "metrics.csv").read_text().splitlines()]
+    column = header.index("train/loss")
+    return [float(line[column]) for line in lines if line[column]]

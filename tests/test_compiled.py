@@ -1,0 +1,76 @@
+"""`--model.compile`: what is compiled, and what stays as it is."""
+
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from commands import TINY, launch
+from short_fits import fit, losses, short
+from torch import Tensor, nn
+
+from lit_cifar import LitResNet
+from lit_cifar.checkpoints import read_checkpoint
+from lit_cifar.models import compiled
+from lit_cifar.models.compiled import Compiled
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
+    """The shape of the images of every graph that is compiled, by a compiler that only writes that down."""
+    found: list[tuple[int, ...]] = []
+
+    def note(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        found.append(next(tuple(x.shape) for x in inputs if isinstance(x, Tensor) and not x.requires_grad))
+        return graph.forward
+
+    monkeypatch.setattr(compiled, "BACKEND", note)
+    torch._dynamo.reset()
+    limit = torch._dynamo.config.recompile_limit
+    yield found
+    torch._dynamo.reset()
+    torch._dynamo.config.recompile_limit = limit
+
+
+def test_the_largest_batch_is_compiled_and_a_ragged_one_is_not(graphs: list[tuple[int, ...]]) -> None:
+    network = nn.Sequential(nn.Linear(3, 3))
+    run = Compiled(network)
+    for num_samples in (4, 4, 2, 8, 8, 4):
+        images = torch.randn(num_samples, 3)
+        torch.testing.assert_close(run(images), network(images))
+    assert graphs == [(4, 3), (8, 3)]
+    network.eval()
+    for num_samples in (6, 6, 2):
+        run(torch.randn(num_samples, 3))
+    assert graphs == [(4, 3), (8, 3), (6, 3)]
+
+
+@short
+def test_a_compiled_network_keeps_its_names_and_can_be_copied(
+    graphs: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    found = {}
+    for asked in (True, False):
+        L.seed_everything(0, verbose=False)
+        model = LitResNet("tiny", stem="imagenet", compile=asked)
+        before = list(model.state_dict())
+        trainer = fit(model, tmp_path, precision="64-true")
+        assert list(model.state_dict()) == before
+        deepcopy(model)
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+        found[asked] = read_checkpoint(tmp_path / "a.ckpt")["state_dict"]
+    torch.testing.assert_close(found[True], found[False], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_kernels_are_made_for_the_ragged_batch_too(tmp_path: Path) -> None:
+    """With torch's own compiler, in two processes, under a watchdog of short patience."""
+    flags = [*TINY, "--data.num_train=60", "--trainer.strategy=ddp", "--trainer.devices=2", "--watchdog.timeout_s=5"]
+    launch("fit", *flags, "--model.compile=true", f"--run_dir={tmp_path / 'run'}", timeout_s=580, ranks=2)
+    launch("fit", *flags, f"--run_dir={tmp_path / 'plain'}", ranks=2)
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=1e-2)

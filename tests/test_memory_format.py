@@ -1,0 +1,85 @@
+"""channels_last: what lies how in memory, in the run, in messages and in checkpoints."""
+
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from short_fits import fit, short
+from torch import Tensor, nn
+
+from lit_cifar import LitResNet
+from lit_cifar.checkpoints import read_checkpoint
+from lit_cifar.models.memory_format import follow_parameters, plain, with_plain_gradient
+
+
+def channels_last(tensor: Tensor) -> bool:
+    return tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+class Seen(LitResNet):
+    """Notes whether activations and the network's weights lie pixel by pixel."""
+
+    def on_train_start(self) -> None:
+        layer = self.network.layer1[0].conv2
+        self.weight = channels_last(layer.weight)
+        layer.register_forward_hook(lambda layer, inputs, output: setattr(self, "output", channels_last(output)))
+
+
+@short
+@pytest.mark.parametrize(("mode", "weights"), [("auto", True), ("dp", True), ("mp", True)])
+@pytest.mark.parametrize("asked", [True, False])
+def test_activations_and_weights_lie_as_asked(mode: str, weights: bool, asked: bool, tmp_path: Path) -> None:
+    model = Seen("tiny", stem="imagenet", channels_last=asked)
+    fit(model, tmp_path, strategy=mode)
+    assert (model.output, model.weight) == (asked, weights and asked)
+
+
+@short
+def test_checkpoints_lie_in_the_usual_order_and_are_read_into_the_one_asked_for(tmp_path: Path) -> None:
+    paths, optimizers = {}, {}
+    for asked in (True, False):
+        L.seed_everything(0, verbose=False)
+        model = LitResNet("tiny", stem="imagenet", channels_last=asked)
+        trainer = fit(model, tmp_path, precision="64-true")
+        paths[asked], optimizers[asked] = tmp_path / f"{asked}.ckpt", trainer.optimizers[0]
+        trainer.save_checkpoint(paths[asked])
+    found, expected = (read_checkpoint(paths[asked]) for asked in (True, False))
+    assert list(found["state_dict"]) == list(expected["state_dict"])
+    torch.testing.assert_close(found["state_dict"], expected["state_dict"], rtol=1e-9, atol=1e-9)
+    momentum = [entry["momentum_buffer"] for entry in found["optimizer_states"][0]["state"].values()]
+    assert all(tensor.is_contiguous() for tensor in (*found["state_dict"].values(), *momentum))
+
+    optimizer = optimizers[True]
+    optimizer.load_state_dict(found["optimizer_states"][0])
+    assert all(state["momentum_buffer"].stride() == p.stride() for p, state in optimizer.state.items())
+
+
+def test_a_fused_kernel_would_take_what_lies_otherwise_for_other_values() -> None:
+    """Why an optimizer's state follows its parameters."""
+
+    def stepped(*, follow: bool, fused: bool) -> Tensor:
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(8, 4, 3, 3).to(memory_format=torch.channels_last))
+        optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, fused=fused)
+        if follow:
+            optimizer.register_load_state_dict_post_hook(follow_parameters)
+        for _ in range(2):
+            weight.grad = torch.randn(8, 4, 3, 3).to(memory_format=torch.channels_last)
+            optimizer.step()
+            optimizer.load_state_dict(plain(optimizer.state_dict()))
+        return weight.detach()
+
+    expected = stepped(follow=False, fused=False)
+    torch.testing.assert_close(stepped(follow=True, fused=True), expected)
+    assert not torch.allclose(stepped(follow=False, fused=True), expected)  # torch 2.11 to 2.15
+
+
+def test_a_gradient_lies_as_it_is_sent() -> None:
+    x = torch.randn(2, 4, 3, 3, requires_grad=True)
+    seen = []
+    y = with_plain_gradient(x)
+    y.register_hook(lambda grad: seen.append(grad.is_contiguous()))
+    (grad,) = torch.autograd.grad(y, x, torch.ones_like(y).to(memory_format=torch.channels_last))
+    assert grad.is_contiguous()
+    assert seen == [False]
