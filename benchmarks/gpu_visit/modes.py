@@ -11,14 +11,12 @@ class OnOneDevice:
         name: In tables, and as the name of a folder.
         strategy: Flags.
         chunks: Flags by which one device without a strategy normalises as the mode does.
-        scales_loss: Whether it takes --trainer.precision=16-mixed.
         quick: Whether it is part of the small size.
     """
 
     name: str
     strategy: tuple[str, ...] = ()
     chunks: tuple[str, ...] = ()
-    scales_loss: bool = True
     quick: bool = False
 
 
@@ -40,21 +38,15 @@ ONE_PROCESS = (
     OnOneDevice("mp", _sized("LayerParallelStrategy", num_stages=2)),
     OnOneDevice("mp-micro", _sized("LayerParallelStrategy", num_stages=2, num_microbatches=2), _MICROBATCHES),
     OnOneDevice("ddp", _sized("ddp")),
-    OnOneDevice("fsdp2", _sized("fsdp2"), scales_loss=False),
-    OnOneDevice("tp", _sized("tp"), scales_loss=False),
+    OnOneDevice("fsdp2", _sized("fsdp2")),
+    OnOneDevice("tp", _sized("tp")),
     OnOneDevice(
         "pp-interleaved",
         _sized("PipelineStrategy", schedule="Interleaved1F1B", num_microbatches=2),
         _MICROBATCHES,
-        scales_loss=False,
         quick=True,
     ),
-    OnOneDevice(
-        "pp-zbv",
-        _sized("PipelineStrategy", schedule="ZBVZeroBubble", num_microbatches=2),
-        _MICROBATCHES,
-        scales_loss=False,
-    ),
+    OnOneDevice("pp-zbv", _sized("PipelineStrategy", schedule="ZBVZeroBubble", num_microbatches=2), _MICROBATCHES),
 )
 """One process: of those that talk through NCCL it is the only one."""
 
