@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ from lit_cifar.cli import CLI
 from lit_cifar.commands.verify import checkpoint as verified
 from lit_cifar.commands.verify.checkpoint import Evaluation
 from lit_cifar.commands.verify.compare import EXACT_BOUND
+from lit_cifar.commands.verify.launcher import Launcher
 from lit_cifar.commands.verify.modes import Mode, modes
 from lit_cifar.commands.verify.records import Record
+from lit_cifar.commands.verify.reference import References
 from lit_cifar.commands.verify.rows import Row
 from lit_cifar.commands.verify.runs import Outcome
 from lit_cifar.commands.verify.settings import Settings
-from lit_cifar.commands.verify.verifier import Verifier
+from lit_cifar.commands.verify.verifier import Case, Verifier
 from lit_cifar.layout import Chunks
 
 PAGE = Path(__file__).parents[1] / "docs" / "modes.md"
@@ -127,6 +130,7 @@ class Verifiers:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._found: dict[str, Verifier] = {}
+        self._plain: Verifier | None = None
 
     def of(self, option: str) -> Verifier:
         if option not in self._found:
@@ -137,19 +141,15 @@ class Verifiers:
             folder = self.folder / f"{len(self._found)}"
             folder.mkdir()
             settings = Settings.of(flags, devices=4, folder=folder)
-            self._found[option] = Verifier(settings, 3, folder, lambda line: None)
+            self._found[option] = Verifier(Launcher(settings, 3, folder, lambda line: None))
             if not re.search("fused|bf16", option):  # the others change nothing in what one device computes
-                self._found[option]._references = self._references
+                self._plain = self._plain or self._found[option]
+                vars(self._found[option])["references"] = self._plain.references
         return self._found[option]
-
-    _references: dict[Any, Any] = {}  # noqa: RUF012  # of this module's runs
 
 
 def compared(verifier: Verifier, mode: Mode) -> Row:
-    reference = verifier.reference(verifier.chunks_of(mode))
-    (row,) = [
-        verifier.judge(mode, outcome, folder, reference) for _, outcome, folder in verifier.outcomes([(mode, None)])
-    ]
+    (row,) = [compared.row for compared in verifier.compare([Case(mode)])]
     return row
 
 
@@ -192,21 +192,23 @@ def test_the_one_device_goes_without_what_the_modes_are_to_show_equal(
 ) -> None:
     started = []
 
-    def note(self: Verifier, title: str, folder: Path, flags: list[str], trace: dict[str, str]) -> Outcome:
+    def note(self: Launcher, title: str, folder: Path, flags: list[str], trace: dict[str, str]) -> Outcome:
         started.append([*self.settings.flags, *flags])
         return Outcome(0, "", "", 0.0)
 
-    monkeypatch.setattr(Verifier, "_fit", note)
+    monkeypatch.setattr(Launcher, "_fit", note)
     monkeypatch.setattr(Record, "num_steps", 2)
     monkeypatch.setattr(Record, "step", lambda self, number: STEP)
     config = {"trainer": {"precision": precision, "accelerator": "cpu"}, "data": {"batch_size": 8, "val_size": 0}}
     settings = Settings(("--model.compile=true", "--model.channels_last=true", f"--precision={precision}"), config)
-    reference = Verifier(settings, 2, tmp_path, lambda line: None).reference(Chunks())
+    references = References(Launcher(settings, 2, tmp_path, lambda line: None))
+    with ThreadPoolExecutor() as pool:
+        references.start(Chunks(), pool)
     last = [dict(flag.split("=", 1) for flag in flags if "=" in flag) for flags in started]
     assert all((flags["--model.compile"], flags["--model.channels_last"]) == ("false", "false") for flags in last)
     precisions = Counter(flags.get("--trainer.precision") for flags in last)
     assert precisions == {None: 3} | ({} if precision == "32-true" else {"32-true": 1})
-    assert len(reference.bounds) == 2
+    assert len(references.get(Chunks()).bounds) == 2
 
 
 @pytest.mark.parametrize(("right", "passes"), [(50, True), (54, True), (55, False), (45, False)])

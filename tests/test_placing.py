@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lit_cifar.commands.verify.compare import EXACT_BOUND
+from lit_cifar.commands.verify.launcher import Launcher
 from lit_cifar.commands.verify.modes import Mode, modes
 from lit_cifar.commands.verify.placing import placed
 from lit_cifar.commands.verify.selftest import ARGS
@@ -106,7 +107,7 @@ def test_one_device_stands_for_several() -> None:
 def test_parts_on_one_device_train_what_one_device_trains(tmp_path: Path) -> None:
     """On the CPU in place of the GPU, with everything else as it is there."""
     on_one = [placed(modes(2)[name], num_gpus=1) for name, place in places(1).items() if place]
-    verifier = Verifier(Settings.of([*ARGS], devices=2, folder=tmp_path), 3, tmp_path, print)
-    rows = verify_modes(verifier, on_one)
+    launcher = Launcher(Settings.of([*ARGS], devices=2, folder=tmp_path), 3, tmp_path, print)
+    rows = verify_modes(Verifier(launcher), on_one)
     assert {row.mode: row.problems for row in rows} == {mode.name: [] for mode in on_one}
     assert max(max(row.differences.values()) for row in rows) <= EXACT_BOUND

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,10 +30,12 @@ from lit_cifar.commands.verify.compare import (
     measured_bounds,
     sample_problems,
 )
+from lit_cifar.commands.verify.launcher import Launcher
 from lit_cifar.commands.verify.logged import counted, logged, logged_problems
 from lit_cifar.commands.verify.modes import chosen, in_words, modes
 from lit_cifar.commands.verify.planting import Site
 from lit_cifar.commands.verify.records import Record
+from lit_cifar.commands.verify.reference import Reference, References
 from lit_cifar.commands.verify.replicas import (
     Snapshot,
     State,
@@ -55,7 +58,7 @@ from lit_cifar.commands.verify.selftest import (
 )
 from lit_cifar.commands.verify.settings import Settings
 from lit_cifar.commands.verify.trace import Trace
-from lit_cifar.commands.verify.verifier import Reference, Verifier, _possible, verify_modes
+from lit_cifar.commands.verify.verifier import Compared, Verifier, _possible, verify_modes
 from lit_cifar.errors import ConfigError
 from lit_cifar.layout import Chunks
 
@@ -230,21 +233,49 @@ def test_a_batch_that_one_device_cannot_train_on_is_never_left_out() -> None:
 
 def test_what_only_a_run_of_the_mode_finds_is_refused_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = Outcome(2, "", "lit_cifar: error: no such thing\n  pass another", 1.0)
-    verifier = Verifier(settings(), 3, tmp_path, print)
-    monkeypatch.setattr(Verifier, "reference", lambda self, chunks: Reference(Record(tmp_path), [{}]))
-    monkeypatch.setattr(Verifier, "launch", lambda self, mode, folder, bug: refused)
+    monkeypatch.setattr(Launcher, "run_alone", lambda *args: None)
+    monkeypatch.setattr(References, "get", lambda self, chunks: Reference(Record(tmp_path), [{}]))
+    monkeypatch.setattr(Launcher, "run_mode", lambda self, mode, folder, bug: refused)
     with pytest.raises(ConfigError, match="no such thing") as caught:
-        verify_modes(verifier, [modes(2)["ddp"]])
+        verify_modes(Verifier(Launcher(settings(), 3, tmp_path, print)), [modes(2)["ddp"]])
     assert caught.value.remedy == "pass another"
 
 
 def test_a_reference_that_takes_too_long_is_none(tmp_path: Path) -> None:
     said: list[str] = []
-    verifier = Verifier(settings(), 3, tmp_path, said.append, timeout_s=0.2)
+    launcher = Launcher(settings(), 3, tmp_path, said.append, timeout_s=0.2)
     with pytest.raises(ConfigError, match="time limit"):
-        verifier.reference(Chunks())
+        launcher.run_alone("reference: one device", launcher.new_folder("reference"), Chunks())
     assert said[0] == "running  reference: one device"
     assert any(line.endswith(" s  reference: one device") for line in said)
+
+
+def test_a_tolerance_is_measured_once_for_what_is_normalised_alike(tmp_path: Path) -> None:
+    titles: list[str] = []
+
+    def run_alone(title: str, *args: object) -> None:
+        titles.append(title)
+
+    launcher = SimpleNamespace(
+        settings=SimpleNamespace(precision="32-true", batch_size=64),
+        steps=2,
+        run_alone=run_alone,
+        new_folder=lambda name: tmp_path,
+    )
+    references = References(launcher)  # type: ignore[arg-type]
+    with ThreadPoolExecutor(1) as pool:
+        for chunks in (Chunks(num_shards=2), Chunks(num_microbatches=2), Chunks(), Chunks(num_shards=2)):
+            references.start(chunks, pool)
+    apart = "one device, 2 x 32 images normalised apart"
+    assert titles == [
+        f"reference: {apart}",
+        f"tolerance: {apart}, reversed",
+        f"tolerance: {apart}, plain kernels",
+        f"reference: {apart}",
+        "reference: one device",
+        "tolerance: one device, reversed",
+        "tolerance: one device, plain kernels",
+    ]
 
 
 @pytest.mark.timeout(120)
@@ -254,7 +285,7 @@ def test_a_run_that_ends_early_is_refused(tmp_path: Path) -> None:
         (*shortened.flags, "--trainer.fast_dev_run=true", "--trainer.accelerator=cpu"), shortened.config
     )
     with pytest.raises(ConfigError, match="after 1 of 2 steps"):
-        Verifier(shortened, 2, tmp_path, print).reference(Chunks())
+        Launcher(shortened, 2, tmp_path, print).run_alone("reference", tmp_path, Chunks())
 
 
 def test_threads_that_want_quiet_at_the_same_time_leave_none() -> None:
@@ -512,10 +543,12 @@ def test_a_mistake_whose_name_is_gone_cannot_be_planted(tmp_path: Path) -> None:
 def test_a_run_that_breaks_down_has_caught_nothing(
     status: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Verifier, "reference", lambda self, chunks: Reference(Record(tmp_path), [{}]))
-    monkeypatch.setattr(Verifier, "launch", lambda self, mode, folder, bug: Outcome(status, "", "AttributeError", 1.0))
+    broken = Outcome(status, "", "AttributeError", 1.0)
+    monkeypatch.setattr(Launcher, "run_alone", lambda *args: None)
+    monkeypatch.setattr(References, "get", lambda self, chunks: Reference(Record(tmp_path), [{}]))
+    monkeypatch.setattr(Launcher, "run_mode", lambda self, mode, folder, bug: broken)
     planted = bugs.BUGS["last-replica"]
-    findings = _findings(Verifier(settings(), 3, tmp_path, print), [planted])
+    findings = _findings(Verifier(Launcher(settings(), 3, tmp_path, print)), [planted])
     assert [(finding.bug, finding.right) for finding in findings] == [(None, False), (planted, False)]
     assert all("broke" in _verdict(finding) for finding in findings)
 
@@ -524,11 +557,12 @@ def test_what_a_guard_of_the_product_stops_is_caught_by_it(tmp_path: Path) -> No
     (tmp_path / "trace").mkdir()
     (tmp_path / "trace" / "acted1").touch()
     stderr = "Traceback\nlit_cifar.errors.ReceiptError: 5 samples are missing\n[rank1]: connection closed"
-    mode, bug = modes(2)["ddp"], bugs.BUGS["duplicated-shard"]
-    stopped = _finding(mode, bug, ["exit status 1"], Outcome(1, "", stderr, 1.0), tmp_path)
+    row = Row("ddp", "one device", problems=["exit status 1"])
+    compared = Compared(0, row, Outcome(1, "", stderr, 1.0), tmp_path)
+    stopped = _finding(bugs.BUGS["duplicated-shard"], compared)
     assert (stopped.right, stopped.caught_by, stopped.acted) == (True, "data receipt", True)
     assert stopped.problems == ["lit_cifar.errors.ReceiptError: 5 samples are missing"]
-    assert not _finding(mode, None, [], Outcome(1, "", stderr, 1.0), tmp_path).right
+    assert not _finding(None, compared).right
 
 
 @pytest.mark.parametrize(

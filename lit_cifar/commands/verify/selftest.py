@@ -10,12 +10,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from lit_cifar.commands.verify.bugs import BUGS
-from lit_cifar.commands.verify.modes import Mode, modes
+from lit_cifar.commands.verify.launcher import Launcher, Report
+from lit_cifar.commands.verify.modes import modes
 from lit_cifar.commands.verify.planting import Bug
 from lit_cifar.commands.verify.records import Record
-from lit_cifar.commands.verify.runs import Outcome
 from lit_cifar.commands.verify.settings import Settings
-from lit_cifar.commands.verify.verifier import Report, Verifier
+from lit_cifar.commands.verify.verifier import Case, Compared, Verifier
 
 DEVICES = 2
 STEPS = 3
@@ -83,36 +83,30 @@ def self_test(*, bugs: Sequence[Bug] | None = None, report: Report = lambda line
     with TemporaryDirectory(prefix="lit_cifar-verify-") as folder:
         for args in dict.fromkeys(bug.args for bug in chosen):
             settings = Settings.of([*ARGS, *args], devices=DEVICES, folder=Path(folder))
-            verifier = Verifier(settings, STEPS, Path(folder), report, timeout_s=TIMEOUT_S)
-            findings += _findings(verifier, [bug for bug in chosen if bug.args == args])
+            launcher = Launcher(settings, STEPS, Path(folder), report, timeout_s=TIMEOUT_S)
+            findings += _findings(Verifier(launcher), [bug for bug in chosen if bug.args == args])
     return findings
 
 
 def _findings(verifier: Verifier, bugs: Sequence[Bug]) -> list[Finding]:
     """Several runs at a time: with so small a net most of a run is its start, which uses one core."""
-    cases: list[tuple[Mode, Bug | None]] = []
+    planted: list[Bug | None] = []
+    cases: list[Case] = []
     for name, devices in dict.fromkeys((bug.mode, bug.devices) for bug in bugs):
-        mode = modes(devices)[name]
-        cases += [(mode, None), *((mode, bug) for bug in bugs if (bug.mode, bug.devices) == (name, devices))]
-    chunks = [verifier.chunks_of(mode) for mode, _ in cases]
-    references = {key: verifier.reference(key) for key in dict.fromkeys(chunks)}
-    found: dict[int, Finding] = {}
-    planted = [(mode, None if bug is None else bug.name) for mode, bug in cases]
-    for number, outcome, folder in verifier.outcomes(planted):
-        mode, bug = cases[number]
-        row = verifier.judge(mode, outcome, folder, references[chunks[number]])
-        found[number] = _finding(mode, bug, row.problems, outcome, folder)
+        own = [bug for bug in bugs if (bug.mode, bug.devices) == (name, devices)]
+        planted += [None, *own]
+        cases += [Case(modes(devices)[name]), *(Case(modes(devices)[name], bug.name) for bug in own)]
+    found = {compared.number: _finding(planted[compared.number], compared) for compared in verifier.compare(cases)}
     return [found[number] for number in range(len(cases))]
 
 
-def _finding(mode: Mode, bug: Bug | None, problems: list[str], outcome: Outcome, folder: Path) -> Finding:
-    finished = outcome.status == 0
-    said = (
-        [] if finished else [(line, words) for line in outcome.stderr.splitlines() for words in GUARDS if words in line]
-    )
+def _finding(bug: Bug | None, compared: Compared) -> Finding:
+    finished = compared.outcome.status == 0
+    stderr = [] if finished else compared.outcome.stderr.splitlines()
+    said = [(line, words) for line in stderr for words in GUARDS if words in line]
     guard = GUARDS[said[-1][1]] if said else None
-    seen = [said[-1][0].strip()] if said else problems
-    return Finding(bug, mode.name, seen, finished, acted=Record(folder).acted, guard=guard)
+    seen = [said[-1][0].strip()] if said else compared.row.problems
+    return Finding(bug, compared.row.mode, seen, finished, acted=Record(compared.folder).acted, guard=guard)
 
 
 def findings_table(findings: Sequence[Finding], *, title: str) -> Table:
