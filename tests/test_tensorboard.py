@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 from tiny_task import TinyData, TinyTask, fake_trainer, read_events, tiny_trainer
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
@@ -65,8 +66,10 @@ def test_fit_writes_graph_and_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first_step", [0, 2])
-def test_what_a_run_writes_again_is_hidden(tmp_path: Path, first_step: int) -> None:
+def test_what_a_run_writes_again_is_hidden(tmp_path: Path, first_step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the start on too, where it died before its first checkpoint."""
+    # TensorBoard reads files by name. Those of one process and second end with a number, and "10" comes before "9".
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     for step, logged in ((None, 1.0), (first_step, 2.0)):
         tensorboard_logger, _ = run_loggers(tmp_path, first_step=step)
         for at in range(step or 0, 4 if step is None else 3):
