@@ -1,0 +1,176 @@
+"""Train with each planted mistake and without: `python benchmarks/gallery.py OUTPUT [FLAGS]`.
+
+What would a user see of it in the curves of a training? FLAGS go to `fit`, e.g. `--data.root=/datasets`. Writes the
+losses as JSON. `python benchmarks/gallery.py RECORD --page SELF_TEST` writes docs/gallery.md from them and from what
+`verify --self-test` has said of each mistake; `benchmarks/figures.py` draws the page's figure.
+"""
+
+import argparse
+import csv
+import json
+import math
+import shutil
+import statistics
+import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from lit_cifar.commands.terminal import about
+from lit_cifar.commands.verify.bugs import BUGS
+from lit_cifar.commands.verify.launcher import TRACE
+from lit_cifar.commands.verify.modes import modes
+from lit_cifar.commands.verify.runs import run
+
+EPOCHS = 3
+SEEDS = 5
+RELOAD_AFTER = 60  # steps: then weights, optimizer and schedule are read back from a checkpoint, as by a resumed run
+SETTINGS = [
+    "--model.arch=tiny",
+    "--model.stem=imagenet",
+    "--data.val_size=47500",  # 2,500 images to train on
+    "--data.batch_size=64",
+    f"--trainer.max_epochs={EPOCHS}",
+    "--trainer.accumulate_grad_batches=2",
+    "--trainer.limit_val_batches=16",
+    "--trainer.log_every_n_steps=1",
+    "--trainer.enable_progress_bar=false",
+    "--trainer.accelerator=cpu",
+    "--figures.every_n_epochs=0",
+]
+T_95 = 2.776  # 97.5 % quantile of Student's t with SEEDS - 1 degrees of freedom
+PAGE = Path(__file__).parents[1] / "docs" / "gallery.md"
+
+Curves = dict[str, list[float]]
+
+
+def curves(run_folder: Path) -> Curves:
+    """The training loss that rank 0 logs after every step, and the validation loss of every epoch."""
+    with (run_folder / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return {key: [float(row[key]) for row in rows if row.get(key)] for key in ("train/loss_step", "val/loss")}
+
+
+def trained(title: str, flags: list[str], *, num_ranks: int, bug: str | None = None) -> Curves | None:
+    """The curves of one run; None if the trainer itself stopped it."""
+    folder = Path(tempfile.mkdtemp(prefix="gallery-"))
+    (folder / "trace").mkdir()
+    callback = [f"--trainer.callbacks+={TRACE}", f"--trainer.callbacks.folder={folder / 'trace'}"]
+    callback += [f"--trainer.callbacks.reload_after={RELOAD_AFTER}"]
+    callback += [] if bug is None else [f"--trainer.callbacks.bug={bug}"]
+    words = [*SETTINGS, *flags, *callback, f"--run_dir={folder / 'run'}"]
+    outcome = run("fit", *words, folder=folder, num_ranks=num_ranks)
+    found = curves(folder / "run") if outcome.status == 0 else None
+    print(f"{outcome.seconds:4.0f} s  {title}{'' if found else ': ' + outcome.last_words}", flush=True)
+    shutil.rmtree(folder)
+    return found
+
+
+def main(output: Path, flags: list[str]) -> None:
+    """Train everything, two runs at a time."""
+    record: dict[str, Any] = about() | {"settings": SETTINGS, "epochs": EPOCHS, "seeds": SEEDS}
+    with ThreadPoolExecutor(2) as pool:
+
+        def start(
+            mode: str, devices: int, more: tuple[str, ...], what: str, bug: str | None = None
+        ) -> Future[Curves | None]:
+            chosen = modes(devices)[mode]
+            words = [*flags, *chosen.flags, *more]
+            return pool.submit(trained, f"{mode}, {what}", words, num_ranks=chosen.num_ranks, bug=bug)
+
+        of_seeds = [
+            start("ddp", 2, (f"--seed_everything={seed}", f"--data.seed={seed}"), f"seed {seed}")
+            for seed in range(SEEDS)
+        ]
+        kinds = dict.fromkeys((bug.mode, bug.devices, bug.args) for bug in BUGS.values())
+        without = {kind: start(*kind, "no mistake") for kind in kinds}
+        planted = {bug.name: start(bug.mode, bug.devices, bug.args, bug.name, bug.name) for bug in BUGS.values()}
+        rows = [
+            {"bug": bug.name, "imitates": bug.imitates, "mode": bug.mode}
+            | {"without": without[bug.mode, bug.devices, bug.args].result(), "with": planted[bug.name].result()}
+            for bug in BUGS.values()
+        ]
+        record["of_seeds"] = [found.result() for found in of_seeds]
+    output.write_text(json.dumps(record | {"rows": rows}) + "\n")
+
+
+def final(found: Curves) -> dict[str, float]:
+    """Training loss, a mean over the last epoch, and the last validation loss."""
+    steps = found["train/loss_step"]
+    return {"training": statistics.fmean(steps[-len(steps) // EPOCHS :]), "validation": found["val/loss"][-1]}
+
+
+def spread(of_seeds: list[Curves]) -> dict[str, float]:
+    """By less than this two runs differ that differ in their seed alone, in 95 of 100 cases."""
+    of_all = [final(found) for found in of_seeds]
+    return {key: T_95 * math.sqrt(2) * statistics.stdev(found[key] for found in of_all) for key in of_all[0]}
+
+
+def is_seen(row: dict[str, Any], noise: dict[str, float]) -> bool:
+    """Whether a curve differs from the one without the mistake by more than another seed's would."""
+    if row["with"] is None:
+        return True
+    wrong, right = final(row["with"]), final(row["without"])
+    return any(not abs(wrong[key] - right[key]) <= noise[key] for key in right)
+
+
+def in_words(row: dict[str, Any], noise: dict[str, float]) -> str:
+    """What the curves show."""
+    if row["with"] is None:
+        return "the trainer stops the run"
+    wrong, right = final(row["with"]), final(row["without"])
+    differences = ", ".join(f"{key} {wrong[key] - right[key]:+.3f}" for key in right)
+    return f"**another curve**: {differences}" if is_seen(row, noise) else f"nothing: {differences}"
+
+
+def page(record: dict[str, Any], self_test: dict[str, Any]) -> str:
+    """docs/gallery.md."""
+    noise = spread(record["of_seeds"])
+    said = {found["bug"]: found["problems"][0] for found in self_test["findings"] if found["bug"]}
+    rows = record["rows"]
+    num_hidden = sum(not is_seen(row, noise) for row in rows)
+    table = [
+        f"| `{row['bug']}`: {row['imitates']} | `{row['mode']}` | {in_words(row, noise)} | {said[row['bug']]} |"
+        for row in rows
+    ]
+    return f"""\
+# A gallery of mistakes
+
+Of {len(rows)} mistakes that people make in parallel training, {num_hidden} do not show in the loss curves.
+`python -m lit_cifar verify --self-test` plants each of them and finds it.
+
+![The training loss with each mistake and without](figures/gallery.png)
+
+Grey is the training without the mistake, red the one with it: a small ResNet on 2,500 images of the real
+CIFAR-10, {EPOCHS} epochs, the same seed, two processes or devices (four for `ddp_mp`, `ddp_pp` and `fsdp2-tp`).
+After step {RELOAD_AFTER} each run reads its state back from a checkpoint, as a resumed run does.
+
+The third column compares the losses of the last epoch with those of the run without the mistake. Two runs that
+differ in their seed alone differ by less than {noise["training"]:.3f} in the training loss and
+{noise["validation"]:.3f} in the validation loss, in 95 of 100 cases ({SEEDS} seeds). A mistake that changes both by
+less shows *nothing*: its curve could be that of another seed. The last column is the first thing that `verify`
+says of it.
+
+| mistake | mode | in the curves | `verify` says |
+|---|---|---|---|
+{chr(10).join(table)}
+
+The losses are recorded [here](../benchmarks/2026-11-22-gallery/README.md), what `verify` says
+[here](../benchmarks/2026-11-22-self-test/README.md).
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The script's own arguments; the others go to `fit`."""
+    parser = argparse.ArgumentParser(description="Train with each planted mistake and without.")
+    parser.add_argument("output", type=Path, help="JSON file to write, or to read with --page")
+    parser.add_argument("--page", type=Path, metavar="SELF_TEST", help="write docs/gallery.md with this record too")
+    return parser
+
+
+if __name__ == "__main__":
+    options, rest = parser().parse_known_args()
+    if options.page is None:
+        main(options.output, rest)
+    else:
+        PAGE.write_text(page(json.loads(options.output.read_text()), json.loads(options.page.read_text())))
