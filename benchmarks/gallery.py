@@ -18,6 +18,7 @@ from typing import Any
 
 from lit_cifar.commands.terminal import about
 from lit_cifar.commands.verify.bugs import BUGS
+from lit_cifar.commands.verify.checkpoint import quiet
 from lit_cifar.commands.verify.launcher import TRACE
 from lit_cifar.commands.verify.modes import modes
 from lit_cifar.commands.verify.runs import run
@@ -28,7 +29,7 @@ RELOAD_AFTER = 60  # steps: then weights, optimizer and schedule are read back f
 SETTINGS = [
     "--model.arch=tiny",
     "--model.stem=imagenet",
-    "--data.val_size=47500",  # 2,500 images to train on
+    "--data.val_size=47496",  # 2,504 images to train on: the last batch of an epoch has 8
     "--data.batch_size=64",
     f"--trainer.max_epochs={EPOCHS}",
     "--trainer.accumulate_grad_batches=2",
@@ -75,8 +76,10 @@ def main(output: Path, flags: list[str]) -> None:
             mode: str, devices: int, more: tuple[str, ...], what: str, bug: str | None = None
         ) -> Future[Curves | None]:
             chosen = modes(devices)[mode]
+            with quiet():
+                num_ranks = chosen.num_ranks
             words = [*flags, *chosen.flags, *more]
-            return pool.submit(trained, f"{mode}, {what}", words, num_ranks=chosen.num_ranks, bug=bug)
+            return pool.submit(trained, f"{mode}, {what}", words, num_ranks=num_ranks, bug=bug)
 
         of_seeds = [
             start("ddp", 2, (f"--seed_everything={seed}", f"--data.seed={seed}"), f"seed {seed}")
@@ -141,7 +144,7 @@ Of {len(rows)} mistakes that people make in parallel training, {num_hidden} do n
 
 ![The training loss with each mistake and without](figures/gallery.png)
 
-Grey is the training without the mistake, red the one with it: a small ResNet on 2,500 images of the real
+Grey is the training without the mistake, red the one with it: a small ResNet on 2,504 images of the real
 CIFAR-10, {EPOCHS} epochs, the same seed, two processes or devices (four for `ddp_mp`, `ddp_pp` and `fsdp2-tp`).
 After step {RELOAD_AFTER} each run reads its state back from a checkpoint, as a resumed run does.
 

@@ -14,6 +14,8 @@ import psutil
 import pytest
 from documents import BENCHMARKS, ROOT
 
+import lit_cifar
+
 sys.path.insert(0, str(BENCHMARKS))
 
 from gpu_visit import __main__ as leader
@@ -52,6 +54,13 @@ def fails(step: Step) -> None:
 
 def works(step: Step) -> None:
     step.check("number", lambda: ("found", {"n": 1}))
+
+
+def test_a_command_runs_in_a_forked_process(tmp_path: Path) -> None:
+    ended = processes.run(
+        ["lit_cifar", "--version"], environment=dict(os.environ), log=tmp_path / "log", timeout_s=60, forked=True
+    )
+    assert (ended.status, ended.output) == (0, f"lit-cifar {lit_cifar.__version__}\n")
 
 
 def program(visit: Visit, name: str, code: str) -> str:

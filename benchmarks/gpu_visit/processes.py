@@ -149,7 +149,7 @@ class _Forked:
 def _become(words: list[str], environment: dict[str, str], log: str) -> None:
     from lit_cifar.commands import forked
 
-    forked._run(words, environment, log, log, str(Path.cwd()))
+    forked._run("lit_cifar", words, environment, stdout=log, stderr=log, folder=str(Path.cwd()))
 
 
 def _end_marked(mark: str) -> None:
