@@ -60,7 +60,7 @@ def test_a_command_runs_in_a_forked_process(tmp_path: Path) -> None:
     ended = processes.run(
         ["lit_cifar", "--version"], environment=dict(os.environ), log=tmp_path / "log", timeout_s=60, forked=True
     )
-    assert (ended.status, ended.output) == (0, f"lit-cifar {lit_cifar.__version__}\n")
+    assert (ended.status, ended.output) == (0, f"lit_cifar {lit_cifar.__version__}\n")
 
 
 def program(visit: Visit, name: str, code: str) -> str:
