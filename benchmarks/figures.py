@@ -1,13 +1,15 @@
-"""Draw the README's figures from the recorded runs: `python benchmarks/figures.py [OUTPUT_DIR]`."""
+"""Draw the figures of README and docs from the recorded runs: `python benchmarks/figures.py [OUTPUT_DIR]`."""
 
 import argparse
 import hashlib
 import json
+import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from decision import decision
 from matplotlib.figure import Figure
 
 from lit_cifar.analysis import BLUE, GREY, RED, read_metrics, read_per_rank
@@ -15,10 +17,28 @@ from lit_cifar.analysis import BLUE, GREY, RED, read_metrics, read_per_rank
 HERE = Path(__file__).parent
 ARTICLES_RUN = HERE / "2026-11-20-articles-stem"
 REAL_DATA = HERE / "2026-11-21-loss-curves" / "losses.json"
+VERIFIED = HERE / "2026-11-20-verify" / "devices4_float64.json"
+PLANTED = HERE / "2026-11-22-self-test" / "self_test.json"
 # The articles print the mean loss of epochs 0 to 5 of one process, and 74.79 to 76.04 % after 15.
 PRINTED_LOSSES = [2.07, 1.46, 1.21, 0.99, 0.82, 0.55]
 PRINTED_ACCURACIES = [0.7479, 0.7604]
 SAME_BITS = 1e-17  # where a difference of 0 is drawn on a logarithmic axis
+BOUND = 1e-9  # what `verify` allows in float64
+SMALLEST_MISTAKES = {  # of each mode
+    "lost-schedule": "schedule begins again on resume",
+    "stale-buffers": "stale running statistics saved",
+    "other-decay": "one rank: no weight decay",
+    "no-batchnorm-sync": "BatchNorm not synchronised",
+    "copied-stage": "a stage that nobody trains",
+    "unaveraged-stage": "one gradient not averaged",
+    "lost-accumulation": "accumulated gradients lost",
+    "shifted-norm": "one rank's BatchNorm diverges",
+    "other-rate": "one rank has another learning rate",
+    "dropped-microbatch": "a microbatch without gradients",
+    "local-norm": "each stage clips by its own norm",
+    "lone-pipelines": "pipelines not averaged",
+    "other-decay-of-part": "one rank: no weight decay",
+}
 
 
 def articles_run(folder: Path) -> Figure:
@@ -77,7 +97,46 @@ def loss_curves(record: Path) -> Figure:
     return figure
 
 
-FIGURES = {"articles_run": (articles_run, ARTICLES_RUN), "loss_curves": (loss_curves, REAL_DATA)}
+def mistakes(record: Path) -> dict[str, dict[str, float]]:
+    """For each mode the planted mistakes of which the record has a size, and the size."""
+    found: dict[str, dict[str, float]] = {}
+    for finding in json.loads(record.read_text())["findings"]:
+        sizes = re.findall(r"is off by (\S+),", " ".join(finding["problems"]))
+        if sizes:
+            found.setdefault(finding["mode"], {})[finding["bug"]] = float(sizes[0])
+    return found
+
+
+def proof(verified: Path, planted: Path = PLANTED) -> Figure:
+    """How far every mode is from its one device, and how far the same mode is with a planted mistake."""
+    sizes, rows = mistakes(planted), json.loads(verified.read_text())["rows"]
+    figure = Figure(figsize=(9.5, 4.8), layout="constrained")
+    axes = figure.subplots()
+    for y, row in enumerate(rows):
+        right, wrong = max(row["differences"].values()), sizes[row["mode"]]
+        names = ("the mode", "the mode with a planted mistake") if y == 0 else (None, None)
+        axes.plot([max(right, SAME_BITS)], [y], "o", color=BLUE, markersize=8, label=names[0])
+        axes.plot(list(wrong.values()), [y] * len(wrong), "x", color=RED, markersize=7, mew=1.8, label=names[1])
+        bug = min(wrong, key=wrong.__getitem__)
+        beside = {"xytext": (-9, 0), "textcoords": "offset points", "ha": "right", "va": "center", "fontsize": 8}
+        axes.annotate(SMALLEST_MISTAKES[bug], (wrong[bug], y), **beside)
+    axes.axvline(BOUND, color=GREY, linestyle="--", label="allowed by verify: 1e-9")
+    axes.set(xscale="log", xlim=(SAME_BITS / 3, 2), ylim=(len(rows) - 0.4, -0.6), xlabel="difference from one device")
+    ticks = ("1e-15", "1e-12", "1e-9", "1e-6", "1e-3", "1")
+    axes.set_xticks([SAME_BITS, *map(float, ticks)], ["0", *ticks])
+    axes.set_yticks(range(len(rows)), [row["mode"] for row in rows])
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside upper center", ncols=3, frameon=False)
+    return figure
+
+
+FIGURES = {
+    "choosing": (decision, HERE.parent / "docs" / "choosing.md"),
+    "proof": (proof, VERIFIED),
+    "loss_curves": (loss_curves, REAL_DATA),
+    "articles_run": (articles_run, ARTICLES_RUN),
+}
 
 
 def content(figure: Figure) -> Iterator[Any]:
@@ -89,6 +148,8 @@ def content(figure: Figure) -> Iterator[Any]:
             yield line.get_xydata().tolist()
         for patch in axes.patches:
             yield patch.get_label(), patch.get_facecolor(), patch.get_bbox().bounds
+        for text in axes.texts:
+            yield text.get_text(), text.get_position()
 
 
 def digest(figure: Figure) -> str:
@@ -103,7 +164,7 @@ def save(figure: Figure, path: Path) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The script's arguments."""
-    parser = argparse.ArgumentParser(description="Draw the README's figures from the recorded runs.")
+    parser = argparse.ArgumentParser(description="Draw the figures of README and docs.")
     parser.add_argument("output", nargs="?", type=Path, default=HERE.parent / "docs" / "figures", help="folder")
     return parser
 
