@@ -27,7 +27,7 @@ BOUND = 1e-9  # what `verify` allows in float64
 SMALLEST_MISTAKES = {  # of each mode
     "lost-schedule": "schedule begins again on resume",
     "stale-buffers": "stale running statistics saved",
-    "other-decay": "one rank: no weight decay",
+    "other-decay": "a rank without decay",
     "no-batchnorm-sync": "BatchNorm not synchronised",
     "copied-stage": "a stage that nobody trains",
     "unaveraged-stage": "one gradient not averaged",
@@ -37,7 +37,7 @@ SMALLEST_MISTAKES = {  # of each mode
     "dropped-microbatch": "a microbatch without gradients",
     "local-norm": "each stage clips by its own norm",
     "lone-pipelines": "pipelines not averaged",
-    "other-decay-of-part": "one rank: no weight decay",
+    "other-decay-of-part": "a rank without decay",
 }
 
 
@@ -110,7 +110,7 @@ def mistakes(record: Path) -> dict[str, dict[str, float]]:
 def proof(verified: Path, planted: Path = PLANTED) -> Figure:
     """How far every mode is from its one device, and how far the same mode is with a planted mistake."""
     sizes, rows = mistakes(planted), json.loads(verified.read_text())["rows"]
-    figure = Figure(figsize=(9.5, 4.8), layout="constrained")
+    figure = Figure(figsize=(9.5, 3.6), layout="constrained")
     axes = figure.subplots()
     for y, row in enumerate(rows):
         right, wrong = max(row["differences"].values()), sizes[row["mode"]]

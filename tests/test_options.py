@@ -1,4 +1,4 @@
-"""Options for GPUs in every mode: each cell of the table in docs/modes.md works, or is refused with its reason."""
+"""Options for GPUs in every mode: each cell in docs/gpu-options.md works, or is refused with its reason."""
 
 import re
 from collections import Counter
@@ -26,7 +26,7 @@ from lit_cifar.commands.verify.settings import Settings
 from lit_cifar.commands.verify.verifier import Case, Verifier
 from lit_cifar.layout import Chunks
 
-PAGE = Path(__file__).parents[1] / "docs" / "modes.md"
+PAGE = Path(__file__).parents[1] / "docs" / "gpu-options.md"
 DEVICES = {"single": 1, "ddp_mp": 4, "ddp_pp": 4}
 HERE = str(Path(__file__).parent)
 STEP: dict[str, Any] = {
@@ -41,7 +41,7 @@ STEP: dict[str, Any] = {
 
 def table() -> dict[tuple[str, str], str]:
     """What the page says of every option and mode: "yes", "GPU", or the letter of a reason why not."""
-    lines = PAGE.read_text().split("## Options for GPUs")[1].splitlines()
+    lines = PAGE.read_text().splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     (_, *names), _, *rest = rows[: next(i for i, row in enumerate(rows) if row[0] == "reason")]
     return {

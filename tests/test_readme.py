@@ -51,6 +51,8 @@ def check_command(words: Sequence[str]) -> None:
             check_extras(checkout.removeprefix("."))
         case ["pytest", *args]:
             check_pytest(args)
+        case ["mkdocs", "serve"] | ["mkdocs", "build", "--strict"]:
+            assert Path("mkdocs.yml").exists()
         case ["bash", "benchmarks/gpu_visit.sh", *args]:
             import_module("gpu_visit.__main__").parser().parse_args(args)
         case ["bash", "benchmarks/gpu_wheels.sh", folder]:
@@ -141,6 +143,7 @@ def test_commands_parse(words: tuple[str, ...], capsys: pytest.CaptureFixture[st
         "bash no_such",
         "bash benchmarks/gpu_visit.sh visit --no-such",
         "bash benchmarks/gpu_visit.sh visit --steps 10",
+        "mkdocs no_such",
         "make all",
     ],
 )

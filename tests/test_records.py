@@ -119,7 +119,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return figures
 
 
-@pytest.mark.parametrize("name", ["articles_run", "loss_curves"])
+@pytest.mark.parametrize("name", ["articles_run", "choosing", "loss_curves", "proof"])
 def test_a_figure_shows_its_record(name: str, figures: ModuleType, tmp_path: Path) -> None:
     """By what it says that it shows; and by its pixels, where the same release of Matplotlib draws them."""
     draw, record = figures.FIGURES[name]
@@ -177,6 +177,7 @@ def test_the_readme_s_differences_from_one_device() -> None:
     shown = {mode: cell.split(",")[0] for mode, cell in found if mode in differences}
     assert shown == {mode: differences[mode] for mode in shown}
     assert set(differences) - set(shown) == {"single", "ddp-sync", "mp-micro", "fsdp2-tp"}
+    assert f"is {max(differences.values(), key=float)} in float64" in page(README)
 
 
 def test_what_one_device_differs_from_itself() -> None:
@@ -189,9 +190,12 @@ def test_what_one_device_differs_from_itself() -> None:
         assert said in page(DOCS / "verify.md")
 
 
-def test_how_many_mistakes_the_self_test_caught() -> None:
+def test_how_many_mistakes_the_self_test_caught(figures: ModuleType) -> None:
     content = read(SELF_TEST / "self_test.json")
     planted = [finding for finding in content["findings"] if finding["bug"]]
+    shown = sum(map(len, figures.mistakes(figures.PLANTED).values()))
+    for path in (README, DOCS / "verify.md"):
+        assert f"a planted mistake, {shown} of {len(planted)}" in page(path)
     said = re.search(r"self-test caught all of (\d+) planted mistakes and passed the (\d+) modes", page(SELF_TEST))
     assert said is not None
     assert tuple(map(int, said.groups())) == (len(planted), len(content["findings"]) - len(planted))
@@ -220,7 +224,7 @@ def chaos_row(row: dict[str, Any]) -> str:
     return f"| {' | '.join([job, f'{faults.total()}: {kinds}', *numbers, end])} |"
 
 
-@pytest.mark.parametrize("path", [README, DOCS / "nothing-lost.md", CHAOS], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [DOCS / "resume.md", CHAOS], ids=lambda path: path.name)
 def test_what_chaos_found(path: Path) -> None:
     content = read(CHAOS / "chaos.json")
     assert content["passed"]
@@ -252,10 +256,12 @@ def test_the_articles_recipe() -> None:
     right = {run: counts(run / "test")["all"] for run in (ARTICLES / "seed0", *ARTICLES_BEFORE.glob("seed*"))}
     assert {total for _, total in right.values()} == {10_000}
     ours = right.pop(ARTICLES / "seed0")[0]
-    assert f"reaches {ours / 100:.2f} % on the 10,000 test images after 15 epochs (n = 1" in page(README)
+    for path in (README, DOCS / "training.md"):
+        assert f"reaches {ours / 100:.2f} % on the 10,000 test images after 15 epochs (n = 1" in page(path)
     assert articles_row("seed 0", ARTICLES / "seed0", f"**{ours:,}**") in page(ARTICLES)
     mean = statistics.mean(correct for correct, _ in right.values()) / 100
-    assert f"reaches [{mean:.1f} %](benchmarks/2026-11-20-articles-run/README.md) (n = {len(right)})" in page(README)
+    said = f"reaches [{mean:.1f} %](../benchmarks/2026-11-20-articles-run/README.md) (n = {len(right)})"
+    assert said in page(DOCS / "training.md")
     assert f"Mean of n = {len(right)}: {mean:.2f} %" in page(ARTICLES_BEFORE)
     for run, (correct, _) in right.items():
         assert articles_row(run.name.replace("seed", "seed "), run, f"{correct:,}") in page(ARTICLES_BEFORE)
@@ -266,7 +272,8 @@ def test_the_articles_recipe() -> None:
 def test_the_default_recipe() -> None:
     tested, validated = counts(DEFAULT / "test")["all"], counts(DEFAULT / "fit", split="val")["all"]
     speed = statistics.median(logged(DEFAULT / "fit", "train/images_per_s"))
-    assert f"Shortened to one epoch it reaches {tested[0] / tested[1]:.1%}".replace("%", " %") in page(README)
+    reached = f"Shortened to one epoch it reaches {tested[0] / tested[1]:.1%}"
+    assert reached.replace("%", " %") in page(DOCS / "training.md")
     said = f"validation accuracy {validated[0] / validated[1]:.2%}, **test accuracy {tested[0] / tested[1]:.2%}**"
     assert said.replace("%", " %") in page(DEFAULT)
     assert f"({tested[0]:,} of {tested[1]:,}), 14 minutes, {speed:.0f} images/s" in page(DEFAULT)
@@ -281,9 +288,11 @@ def test_one_checkpoint_counts_the_same_on_any_number_of_processes() -> None:
     sizes = sorted(int(run.name.removeprefix("ddp")) for run in exact)
     listed = f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]} processes find the same {correct:,} of {total:,}"
     assert listed in page(README)
+    assert listed in page(DOCS / "run-folder.md")
     padded = counts(EVALUATION / "ddp3-padded")["all"]
     assert f"| 3, `--data.pad_eval=true` | {padded[0]:,} | {padded[1]:,} = " in page(EVALUATION)
-    shown = re.findall(r"^│ (\w+) +│ +([\d,]+) │ +([\d,]+) │", README.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    text = (DOCS / "run-folder.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^│ (\w+) +│ +([\d,]+) │ +([\d,]+) │", text, flags=re.MULTILINE)
     printed = {rank: (int(a.replace(",", "")), int(b.replace(",", ""))) for rank, a, b in shown}
     assert printed == counts(EVALUATION / "ddp3")
 
@@ -298,7 +307,7 @@ def test_four_modes_on_the_real_data() -> None:
         name = "one device" if mode == "single" else f"`{mode}`"
         assert f"| {name} | {steps} | {mean:.3f} | {correct:,} | {speed:.0f} |" in text
     one, two = (statistics.median(logged(FOUR_MODES / m / "fit", "train/images_per_s")) for m in ("single", "ddp"))
-    assert f"{two:.0f} images/s, not {one:.0f}" in page(README)
+    assert f"{two:.0f} images/s, not {one:.0f}" in page(DOCS / "choosing.md")
 
 
 def test_ddp_and_ddp_spawn_computed_the_same() -> None:
@@ -322,7 +331,7 @@ def test_the_loss_curves() -> None:
         cells += [brief(max(gaps(row)[:2])), brief(max(gaps(row)))]
         assert f"| `{row['mode']}` | {' | '.join(cells)} |" in text
     farthest = brief(max(max(gaps(row)) for row in rows))
-    assert f"follows the one device that it equals, to {farthest}" in page(README)
+    assert f"follows the one device that it equals, to {farthest}" in page(DOCS / "training.md")
     assert f"follows the one device to {farthest}" in text
     float32 = [gaps(row) for row in read(CURVES / "losses_float32.json")["rows"]]
     assert f"agree to {max(max(gap[:2]) for gap in float32):.0e} for two".replace("e-05", "e-5") in text
@@ -339,4 +348,4 @@ def test_what_agreeing_costs() -> None:
     shares = f"spends {asking / 1000:.1%} of its time on it, and noting takes {noting / step:.2%}"
     assert shares.replace("%", " %") in text
     assert f"medians over {content['n']} steps" in text
-    assert f"asking takes {asking:.1f} ms" in page(DOCS / "nothing-lost.md")
+    assert f"asking takes {asking:.1f} ms" in page(DOCS / "resume.md")
