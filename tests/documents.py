@@ -18,6 +18,7 @@ RECORDS = sorted(page.parent for page in BENCHMARKS.glob("*/README.md"))
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
     *sorted((ROOT / "docs").glob("*.md")),
     BENCHMARKS / "README.md",
     *(record / "README.md" for record in RECORDS),

@@ -242,6 +242,7 @@ def test_how_many_faults_came_when_and_how_long_it_took() -> None:
     took = f"{minutes} min {seconds} s on two cores"
     faults = f"{len(events) - resizes} faults and {resizes} orderly resizes at random moments"
     assert f"{faults}, {during} of them during a save, in {took}" in page(README)
+    assert f"{sum(row['repeated'] for row in rows)} steps were repeated" in page(README)
     assert f"{took}, {apart:.0f} s of them for the two undisturbed jobs" in page(CHAOS)
     assert f"{during} of them came during a save" in page(CHAOS)
     assert f"sum to {sum(event['repeated'] for event in rows[0]['events'])} in the first job" in page(CHAOS)
