@@ -4,15 +4,13 @@ Exit status: 0 done, 1 failed while running, 2 the user's input, 143 stopped by 
 """
 
 import errno
-import logging
 import os
 import signal
 import sys
 import threading
-import warnings
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from multiprocessing import active_children
 from pathlib import Path
 from types import FrameType
@@ -60,13 +58,14 @@ from lit_cifar.cli_errors import (
     check_trainer,
     refuse,
 )
+from lit_cifar.cli_help import COMMON, SUBCOMMANDS, replace_texts
 from lit_cifar.commands import COMMANDS
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.receipt import Receipt, order_settings
 from lit_cifar.errors import CheckpointError, ConfigError, SaveError
 from lit_cifar.layout import Layout
 from lit_cifar.module import LitResNet
-from lit_cifar.output import outlast_readers
+from lit_cifar.output import outlast_readers, without_banners
 from lit_cifar.run_folder import create_run_folder, logger_below, process_rank, run_loggers
 from lit_cifar.strategies import ProcessSyncBatchNorm
 from lit_cifar.strategies.launch import as_list, check_processes, settle_processes
@@ -79,11 +78,6 @@ further commands, each with a --help of its own:
     verify              Compare modes step by step with the single-device computation that each must equal.
     chaos               Kill, stop and resize small trainings at random, and check that nothing is lost.
 """
-# Of arguments for which Lightning's own text offers what is refused here.
-_HELP = {
-    "ckpt_path": "Checkpoint to go on from (fit) or to use (the others): a file, as RUN_FOLDER/checkpoints/best.ckpt.",
-    "weights_only": "Nothing to choose: only tensors and primitives are read from a checkpoint; false is refused.",
-}
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -99,7 +93,7 @@ def main(args: Sequence[str] | None = None) -> None:
     words = sys.argv[1:] if args is None else list(args)
     if process_rank() or is_torchelastic_launched():
         end_with_launcher()
-    with _quiet_and_left_as_found():
+    with _left_as_found():
         outlast_readers()
         try:
             _run(words, args=None if args is None else words)
@@ -143,6 +137,7 @@ class CLI(LightningCLI):
                 "epilog": _EPILOG,
                 "formatter_class": _HelpFormatter,
                 "version": __version__,
+                **{name: {"description": text} for name, text in SUBCOMMANDS.items()},
             },
             save_config_callback=_SaveConfig,
             seed_everything_default=0,
@@ -157,25 +152,30 @@ class CLI(LightningCLI):
             "--run_dir",
             type=str | None,
             default=None,
-            help="Folder of this run; by default runs/<time>-<subcommand>[-<mode>].",
+            help="Folder that this run writes to. The default is runs/<time>-<subcommand>[-<mode>].",
         )
         parser.add_argument(
             "--resume",
             type=Literal["auto"] | None,
             default=None,
-            help="auto: continue the run in --run_dir from its newest valid checkpoint, or begin it (fit).",
+            help="With auto, resume the run in --run_dir from its newest valid checkpoint; start it if there is none.",
         )
         parser.add_lightning_class_args(BestCheckpoint, "best_checkpoint")
         parser.add_lightning_class_args(LastCheckpoint, "last_checkpoint")
         parser.add_lightning_class_args(EvaluationFigures, "figures")
         parser.add_lightning_class_args(Watchdog, "watchdog")
 
+    def setup_parser(self, *args: Any, **kwargs: Any) -> None:
+        """As Lightning does, with our texts for the subcommands."""
+        super().setup_parser(*args, **kwargs)
+        replace_texts(self.parser)
+
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         if self._named not in (None, subcommand):
             return self.init_parser(**kwargs)  # the options of the others take long to find, and nobody asks for them
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        for action in parser._actions:
-            action.help = _HELP.get(action.dest, action.help)
+        replace_texts(parser)
+        parser.common = COMMON[subcommand]
         return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -384,54 +384,18 @@ def _place(callback: L.Callback) -> int:
     return next((place for place, kind in zip(places, kinds, strict=True) if isinstance(callback, kind)), 2)
 
 
-# Said by Lightning in every run, and nothing that the user could change.
-_NOISE = (
-    r".*LeafSpec.* is deprecated",  # Lightning's own use of torch's pytree, from torch 2.15 on
-    r"torch.distributed.nn.functional.all_gather is deprecated",  # likewise, in Strategy.all_gather
-    r"barrier\(\): using the device under current context",  # the right one; torch cannot know of `ddp_mp`'s others
-    r"Total length of `list` across ranks is zero",  # --data.val_size=0 is meant
-    r"Checkpoint directory .* exists and is not empty",  # of a run that goes on; others begin in an empty folder
-    r"Detected call of `lr_scheduler.step\(\)` before",  # 16-mixed leaves out steps until its scale fits
-    r"You passed .* AMP with fp16 is not supported on CPU",  # refused
-    r"The dirpath has changed from",  # a test writes to a folder of its own, and ranks no checkpoints
-)
-_NOISY_LOGGERS = (
-    "lightning.fabric.utilities.seed",
-    "lightning.pytorch.utilities.rank_zero",
-    "lightning.pytorch.trainer.connectors.checkpoint_connector",
-)
-_NOISY_WORDS = (
-    "litlogger",
-    "to estimate number of",
-    "`weights_only` was not set",
-    # Before the user's mistakes are found; the plan of the run says what it runs on.
-    "Seed set to ",
-    "GPU available: ",
-    "TPU available: ",
-)
-
-
 @contextmanager
-def _quiet_and_left_as_found() -> Iterator[None]:
-    """Leave out that noise, and put this process's warnings, loggers, streams and signal handlers back at the end."""
+def _left_as_found() -> Iterator[None]:
+    """Put this process's loggers, warning filters, streams and signal handlers back at the end."""
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = {number: handler for number in signals if (handler := signal.getsignal(number)) is not None}
-    with warnings.catch_warnings(), redirect_stdout(sys.stdout), redirect_stderr(sys.stderr), ExitStack() as stack:
-        for message in _NOISE:
-            warnings.filterwarnings("ignore", message=message)
-        for logger in map(logging.getLogger, _NOISY_LOGGERS):
-            logger.addFilter(_is_news)
-            stack.callback(logger.removeFilter, _is_news)
+    with without_banners(), redirect_stdout(sys.stdout), redirect_stderr(sys.stderr):
         try:
             yield
         finally:
             if threading.current_thread() is threading.main_thread():
                 for number, handler in handlers.items():
                     signal.signal(number, handler)
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    return not any(words in record.getMessage() for words in _NOISY_WORDS)
 
 
 @contextmanager
@@ -488,7 +452,7 @@ def _newest_checkpoint(subcommand: str, config: Namespace) -> str | None:
         )
     for problem in refused:
         rank_zero_warn(f"not used: {problem}")
-    rank_zero_info(f"{flags}: " + (f"continuing from {path}" if path else f"beginning a new run in {config.run_dir}"))
+    rank_zero_info(f"{flags}: " + (f"resuming from {path}" if path else f"starting a new run in {config.run_dir}"))
     return None if path is None else str(path)
 
 

@@ -4,7 +4,7 @@ import re
 import shlex
 import sys
 from ast import literal_eval
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lit_cifar.cli_help import HelpAction
 from lit_cifar.commands import COMMANDS
 from lit_cifar.errors import ConfigError, nearest
 from lit_cifar.run_folder import process_rank
@@ -48,7 +49,9 @@ class Parser(LightningArgumentParser):
     """Short errors: what is wrong, not the three hundred options that there are."""
 
     def __init__(self, *args: Any, version: str | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, allow_abbrev=False, **kwargs)
+        super().__init__(*args, allow_abbrev=False, add_help=False, **kwargs)
+        self.common: Mapping[str, tuple[str, ...]] | None = None
+        self.add_argument("-h", "--help", action=HelpAction, help="Print this help, or all of it, and exit.")
         if version is not None:  # not by the program's name, which is a command here
             self.add_argument("--version", action="version", version=f"lit_cifar {version}", help="Print and exit.")
 

@@ -36,22 +36,24 @@ class LitResNet(L.LightningModule):
     The default recipe is meant for 15 epochs of CIFAR-10 at a global batch of 128.
 
     Args:
-        arch: Depth of the network; "tiny" and "resnet10" are small ones for tests.
-        stem: "cifar" keeps the full 32 x 32 resolution; "strided" halves it, 4 times cheaper; "imagenet" is
-            torchvision's own, 16 times cheaper.
-        num_classes: Size of the logits.
-        batchnorm_chunks: On one device, let BatchNorm see the parts of each batch that replicas or microbatches would
-            see: what a mode that normalises them by themselves is compared with.
-        channels_last: Keep images, activations and weights in memory with all channels of a pixel together, as
-            convolutions on recent GPUs take them; checkpoints hold torch's own order.
-        compile: Let torch.compile make kernels for the network, which takes a minute or more at the first step. Batches
-            smaller than the largest so far run without them.
-        optimizer: Makes the optimizer from the parameters; on the command line a class name and its arguments.
-        lr_scheduler: Makes the schedule from the optimizer. `WarmupDecay` steps once per batch, all others per epoch.
-        label_smoothing: Share of the target spread over all classes (Szegedy et al., 2016); reported losses have it.
-        lr_scaling: How the learning rate follows the global batch: "linear" (Goyal et al., 2017) and "sqrt" multiply
-            it by (batch_size / base_batch_size) and that ratio's root, "none" leaves it.
-        base_batch_size: The global batch for which the learning rate was chosen.
+        arch: Depth of the network. The small ones, "tiny" and "resnet10", are for tests.
+        stem: First layers of the network. With "cifar" they keep the full 32 x 32 resolution. With "strided" they halve
+            it, which makes the network 4 times cheaper; with torchvision's own, "imagenet", it is 16 times cheaper.
+        num_classes: Number of classes, the size of the logits.
+        batchnorm_chunks: Ghost batch normalisation on one device: BatchNorm normalises each of these parts of a batch
+            on its own. This equals a mode whose replicas or microbatches are normalised separately.
+        channels_last: Keep images, activations and weights in the channels-last memory format, which convolutions on
+            recent GPUs prefer. Checkpoints keep torch's default format.
+        compile: Compile the network with torch.compile, which takes a minute or more at the first step. Batches
+            smaller than the largest so far run uncompiled.
+        optimizer: Optimizer, a class name with its arguments: --model.optimizer=SGD --model.optimizer.lr=0.1.
+        lr_scheduler: Learning rate schedule, a class name with its arguments. `WarmupDecay` steps after every batch,
+            all others after every epoch.
+        label_smoothing: Share of the target that is spread over all classes (Szegedy et al., 2016). The reported losses
+            include it.
+        lr_scaling: How to scale the learning rate with the global batch: "linear" (Goyal et al., 2017) multiplies it by
+            batch_size / base_batch_size, "sqrt" by the square root of that, "none" by 1.
+        base_batch_size: The global batch size that the learning rate was chosen for.
     """
 
     def __init__(

@@ -430,7 +430,7 @@ def test_the_version_is_known_without_an_installation(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("subcommand", ["fit", "test"])
 def test_help_on_checkpoints_offers_nothing_that_is_refused(subcommand: str) -> None:
-    shown = " ".join(run_here(subcommand, "--help").stdout.rpartition("--ckpt_path CKPT_PATH\n")[2].split())
+    shown = " ".join(run_here(subcommand, "--help=all").stdout.rpartition("--ckpt_path CKPT_PATH\n")[2].split())
     assert shown.startswith("Checkpoint to ")
     assert "--weights_only" in shown
     assert "false is refused" in shown

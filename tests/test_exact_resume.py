@@ -338,4 +338,4 @@ def test_ddp_spawn_stops_and_goes_on(tmp_path: Path) -> None:
     settings = [*SETTINGS, EVERY_STEP, *mode_flags("ddp_spawn"), f"--run_dir={tmp_path / 'run'}"]
     assert launch("fit", *settings, *stop_after(3, rank=1), check=False).status == 143
     result = launch("fit", *settings, "--resume=auto")
-    assert "continuing from" in result.stderr
+    assert "resuming from" in result.stderr

@@ -1,7 +1,7 @@
 """What a run says about itself: its plan at the start, its folder and the next commands at the end."""
 
 import json
-import multiprocessing
+import os
 import shlex
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_cifar.callbacks.environment import environment, strategy_name
 from lit_cifar.layout import Layout
-from lit_cifar.output import outlast_readers
+from lit_cifar.output import leave_out_banners, outlast_readers
 
 FILE_NAME = "environment.json"
 PREDICTIONS = "predictions.csv"
@@ -31,6 +31,14 @@ class RunReport(Callback):
         self._folder: Path | None = None
         self._started_at = 0.0
         self._announced = False
+        self._pid = os.getpid()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Prepare the terminal of a spawned process, as `lit_cifar.cli` does in its parent: this is unpickled first."""
+        self.__dict__.update(state)
+        if self._pid != os.getpid():
+            outlast_readers()
+            leave_out_banners()
 
     def announce(self, trainer: Trainer, pl_module: LightningModule, datamodule: Any, *, stage: str) -> None:
         """Print what is going to run, on rank 0, if that was not done; possible before the processes have met.
@@ -47,8 +55,6 @@ class RunReport(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write the environment and print the plan."""
-        if multiprocessing.parent_process() is not None:
-            outlast_readers()  # as `lit_cifar.cli` has in the process that spawned this one
         self._started_at = perf_counter()
         self._folder = run_folder(trainer)
         if not trainer.is_global_zero:
