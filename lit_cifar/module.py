@@ -91,19 +91,19 @@ class LitResNet(L.LightningModule):
         self.test_metrics = EvaluationMetrics("test", num_classes)
 
     def setup(self, stage: str) -> None:
-        """Count in this process's own memory.
+        """Reset the metrics, so that they count in this process's own memory.
 
-        A process that was spawned has got the metrics as memory shared with all others, and Lightning gives it copies
-        of parameters and buffers only: until they are reset, all would add to the same sums at the same time.
+        A spawned process receives the metrics in memory shared with all others. Lightning copies only parameters and
+        buffers, so without a reset all processes would add to the same sums.
         """
         for metric in self.modules():
             if isinstance(metric, Metric):
                 metric.reset()
-        if self.compiles:  # a strategy that has a runner of its own comes after
+        if self.compiles:  # a strategy with a runner of its own sets it later
             self.use_runner(Compiled(self.network))
 
     def teardown(self, stage: str) -> None:
-        """Leave nothing that cannot be pickled."""
+        """Remove the runner, which cannot be pickled."""
         self.use_runner(None)
 
     def use_runner(self, runner: Callable[[Tensor], Tensor] | None) -> None:
@@ -133,17 +133,17 @@ class LitResNet(L.LightningModule):
         self.train_acc.update(logits.detach(), batch.labels)
         self.log("train/loss", self.train_loss, on_step=False, on_epoch=True)
         self.log("train/acc", self.train_acc, on_step=False, on_epoch=True)
-        # This process's share of the step: what the progress bar shows, and cheap, as nothing is sent.
+        # This process's share of the step, without communication: the progress bar shows it.
         self.log("train/loss_step", losses.detach().mean(), batch_size=len(losses))
         self.log("train/acc_step", (logits.argmax(dim=1) == batch.labels).float().mean(), batch_size=len(losses))
         return losses.mean() * batch.weight
 
     def on_validation_epoch_start(self) -> None:
-        """Forget the counts of the epoch before."""
+        """Reset the counts of the previous epoch."""
         self.val_metrics.details.reset()
 
     def on_test_epoch_start(self) -> None:
-        """Forget the counts of the test before."""
+        """Reset the counts of the previous test."""
         self.test_metrics.details.reset()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:

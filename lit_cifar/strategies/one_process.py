@@ -14,7 +14,7 @@ from lit_cifar.strategies.runner import RunnerStrategy
 
 
 class OneProcessStrategy(RunnerStrategy, ABC):
-    """One process on one machine, with nobody to talk to; batches arrive at the first of its devices.
+    """One process on one machine, without communication; batches arrive at the first of its devices.
 
     Attributes:
         with_processes: The mode to use where several processes are wanted.

@@ -74,7 +74,7 @@ class LocalEnvironment(LightningEnvironment):
         """The loopback address; asking for it readies this process to listen there only."""
         listen_only_on(loopback_interface())
         if self._keeper not in (None, os.getpid()):
-            # The word by which torch knows that rank 0, too, is but a client: the store is the parent's.
+            # This tells torch that rank 0 is a client too: the store belongs to the parent.
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         return LOOPBACK
 
@@ -83,7 +83,7 @@ class LocalEnvironment(LightningEnvironment):
     def main_port(self) -> int:
         """The store's port, opened when first asked for.
 
-        From then on it is held. Lightning's own search lets go of the port that it found until the processes come, and
+        From then on it stays open. Lightning's own search closes the port that it found until the processes start, and
         another program may take it in the meantime.
         """
         if self._main_port == -1:
@@ -109,11 +109,11 @@ class LocalEnvironment(LightningEnvironment):
         self._store = open_store(LOOPBACK, port=wanted, only_there=wanted > 0 and self.creates_processes_externally)
         self._keeper = os.getpid()
         if wanted not in (0, self._store.port):
-            rank_zero_info(f"port {wanted} is in use: the processes meet at port {self._store.port}")
+            rank_zero_info(f"port {wanted} is in use: the processes meet at port {self._store.port} instead")
         return int(self._store.port)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the store, which stays with its keeper."""
+        """Without the store, which stays in the process that opened it."""
         return {**self.__dict__, "_store": None}
 
 

@@ -24,7 +24,7 @@ _DESCRIPTION = f"""\
 Train a small job under torchrun without faults, and then again while ranks are killed, terminated and stopped, the
 newest checkpoint is truncated, the disk is full and the job is resized, at random moments and during saves. In the end
 every sample must have counted exactly once in every epoch, and parameters and optimizer state must be those of the
-undisturbed run: bitwise where the job kept its size, within 1e-5 where it was resized. Everything runs on the CPU.
+uninterrupted run: bitwise where the job kept its size, within 1e-5 where it was resized. Everything runs on the CPU.
 Of {ANEW_EVERY} starts of the ranks torchrun starts Python in one; in the others it forks them, without the imports.
 {_ENOUGH} faults or more include every kind."""
 
@@ -67,7 +67,7 @@ def _print(rows: list[Row], ways: list[str], options: argparse.Namespace) -> Non
     out.print(result_table(rows, title=f"{options.kills} faults for each mode, seed {options.seed}"))
     for way in ways:
         out.print(f"full disk: {way}", markup=False)
-    out.print(f"restarts: {sum(row.anew for row in rows)} started Python anew for each rank, the others forked them")
+    out.print(f"restarts: {sum(row.anew for row in rows)} started a new Python for each rank, the others forked them")
     for row in rows:
         for problem in row.problems[:5]:
             out.print(f"{row.mode} on {', '.join(map(str, row.sizes))}: {problem}", markup=False)

@@ -53,7 +53,7 @@ class Audit:
     Attributes:
         missing: Samples of an epoch that no step counts.
         doubled: Samples that an epoch counts too often, or that are not in the data set.
-        moved: Steps whose samples are not those of the same step of the undisturbed run.
+        moved: Steps whose samples are not those of the same step of the uninterrupted run.
         repeated: Runs of an optimizer step that did not count.
         problems: In words, the first step first.
     """
@@ -99,7 +99,7 @@ def num_repeated(lines: Iterable[Line]) -> int:
 
 
 def audit(lines: Iterable[Line], *, undisturbed: Mapping[StepKey, Iterable[int]], num_samples: int) -> Audit:
-    """Compare a job's effective history with the data set and with the undisturbed run.
+    """Compare a job's effective history with the data set and with the uninterrupted run.
 
     Args:
         lines: Of all processes of all starts.
@@ -113,7 +113,7 @@ def audit(lines: Iterable[Line], *, undisturbed: Mapping[StepKey, Iterable[int]]
     for key in sorted(batches.keys() | wanted.keys()):
         if Counter(batches.get(key, ())) != wanted.get(key, Counter()):
             result.moved += 1
-            what = "other samples than in the undisturbed run" if key in wanted else "is not in the undisturbed run"
+            what = "other samples than in the uninterrupted run" if key in wanted else "is not in the uninterrupted run"
             result.problems.append(f"{_words(key)}: {what if key in batches else 'was never run'}")
     for epoch in sorted({epoch for epoch, _ in batches.keys() | wanted.keys()}):
         _count_epoch(result, epoch, batches, num_samples)

@@ -1,4 +1,4 @@
-"""A diary of the samples that every process trains on, which outlives the process."""
+"""A log of the samples that every process trains on, written so that killing the process loses none of it."""
 
 import json
 import os

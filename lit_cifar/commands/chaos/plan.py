@@ -80,7 +80,7 @@ _AIMS: dict[Aim, str] = {"step": "", "save": " during a save", "start": ", and o
 def shares(num_faults: int) -> tuple[int, int]:
     """How many of `num_faults` hit a job that keeps its size, and how many one that is resized: three tenths.
 
-    Only a job that keeps its size can end bitwise where the undisturbed run ends, so it gets the larger part.
+    Only a job that keeps its size can end bitwise where the uninterrupted run ends, so it gets the larger part.
     """
     of_resized = max(1, round(0.3 * num_faults)) if num_faults > 1 else 0
     return num_faults - of_resized, of_resized

@@ -34,7 +34,7 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.layout import Chunks
 
 TRACE = "lit_cifar.commands.verify.trace.Trace"
-# Runs of one device that only round otherwise: what `Trace` is told, and further flags.
+# Runs on one device that differ by rounding only: arguments of `Trace`, and further flags.
 _ROUNDINGS: dict[str, tuple[dict[str, str], list[str]]] = {
     "reversed": ({"order": "reversed"}, []),
     "plain kernels": ({"order": "plain_kernels"}, []),
@@ -104,7 +104,7 @@ class Verifier:
                     yield number, future.result(), folder
 
     def launch(self, mode: Mode, folder: Path, *, bug: str | None = None) -> Outcome:
-        """Run the mode in `folder`, with a planted mistake if there shall be one."""
+        """Run the mode in `folder`, with a planted mistake if `bug` names one."""
         flags = self.settings.length_flags(steps=self.steps, accumulation=self.settings.accumulation)
         trace = {"reload_after": str(self.steps - 1)} | ({} if bug is None else {"bug": bug})
         title = mode.name if bug is None else f"{mode.name} with {bug}"
@@ -196,7 +196,7 @@ class Verifier:
         return Reference(record, measured_bounds(noise, eps=torch.finfo(dtype).eps))
 
     def _noise(self, other: Record, reference: Record) -> list[Bounds]:
-        """The largest differences of a run that rounds otherwise from the reference, step by step."""
+        """The largest differences from the reference of a run with other rounding, step by step."""
         return [largest(differences(other.step(k), reference.step(k))) for k in range(1, self.steps + 1)]
 
     def _fit_alone(
@@ -303,7 +303,7 @@ def verify_modes(verifier: Verifier, wanted: Sequence[Mode]) -> list[Row]:
     for key, group in groupby(sorted(wanted, key=lambda mode: repr(chunks[mode.name])), lambda m: chunks[m.name]):
         reference, modes = verifier.reference(key), list(group)
         for number, outcome, folder in verifier.outcomes([(mode, None) for mode in modes]):
-            if outcome.status == REFUSED:  # what only the mode itself could find: no failed proof
+            if outcome.status == REFUSED:  # a mistake that only the mode could find, not a failed comparison
                 refuse_if_invalid(outcome)
             rows[modes[number].name] = verifier.judge(modes[number], outcome, folder, reference)
         verifier.forget(key)
