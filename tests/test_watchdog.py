@@ -168,8 +168,8 @@ def test_silence_of_all_is_the_silence_of_the_stores_host() -> None:
         (peer(1, state="gone", ending="SIGKILL"), "SIGKILL, as kill -9 does"),
         (peer(1, state="gone", ending="SIGSEGV"), "without a traceback, by SIGSEGV"),
         (peer(1, state="gone"), "as after SIGKILL"),
-        (peer(1, heard_at=70), "silent, nothing heard of it for 30 s"),
-        (peer(1, heard_at=70, state="stopped"), "stopped, as by SIGSTOP, nothing heard of it for 30 s"),
+        (peer(1, heard_at=70), "silent, no heartbeat for 30 s"),
+        (peer(1, heard_at=70, state="stopped"), "stopped, as by SIGSTOP, no heartbeat for 30 s"),
         (peer(1, failure="Traceback\n  ...\nValueError: bad", order=1), "\n  ValueError: bad\n"),
     ],
 )
