@@ -1,7 +1,7 @@
-"""What a job has trained on in the end, from the lines of its journal: pure functions.
+"""The samples that a job has trained on in effect, from the lines of its journal: pure functions.
 
-A job that is killed runs some steps again. Of every optimizer step, the run that counts is the last one: the earlier
-ones went down with the process, after the checkpoint from which the job went on.
+A job that is killed runs some steps again. Of every optimizer step only the last run counts: earlier ones came after
+the checkpoint from which the job resumed, and were lost with the process.
 """
 
 from collections import Counter
@@ -86,7 +86,7 @@ def effective(lines: Iterable[Line]) -> tuple[Batches, list[str]]:
             first, *others = by_rank.values()
             batches[key] += first
             if any(ids != first for ids in others):
-                problems.append(f"{_words(key)}: the processes of shard {shard} read other samples")
+                problems.append(f"{_words(key)}: the processes of shard {shard} read different samples")
     return batches, problems
 
 
@@ -127,7 +127,7 @@ def _count_epoch(result: Audit, epoch: int, batches: Batches, num_samples: int) 
     missing, doubled = sorted((every - seen).elements()), sorted((seen - every).elements())
     result.missing += len(missing)
     result.doubled += len(doubled)
-    for ids, what in ((missing, "are missing"), (doubled, "are foreign or counted too often")):
+    for ids, what in ((missing, "are missing"), (doubled, "are unknown or counted too often")):
         if ids:
             result.problems.append(f"epoch {epoch}: {len(ids)} samples {what}, e.g. {ids[0]}")
 
