@@ -1,4 +1,4 @@
-"""TensorBoard's writer, and the settings of a run beside its final metric."""
+"""TensorBoard's writer, and the settings of a run with its final metrics."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ class FinalSettings(Callback):
 
 
 def main_settings(trainer: Trainer, pl_module: LightningModule) -> dict[str, str | int | float | bool]:
-    """What distinguishes one run from another, as one flat row; the full settings are in `config.yaml`."""
+    """The settings by which runs usually differ, as a flat row; all settings are in `config.yaml`."""
     datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission
     header = getattr(pl_module, "header", None)
     settings: dict[str, Any] = {
