@@ -29,7 +29,7 @@ _NOISE = (
     r"The number of training batches .* is smaller than the logging interval",  # every epoch is logged at its end
 )
 _CHOSEN = ("callbacks", "loggers", "profilers")  # Lightning's folders of classes that a user adds by name
-_LIGHTNING = Path(lightning.__file__).parent
+_LIGHTNING, _PACKAGE = Path(lightning.__file__).parent, Path(__file__).parent
 _ANY_CALLER = "lightning.pytorch.utilities.rank_zero"  # the logger that `rank_zero_info` writes to, also from our code
 _LEVELS = {
     "lightning.pytorch": logging.WARNING,
@@ -40,7 +40,9 @@ _LEVELS = {
 
 
 def leave_out_banners() -> None:
-    """Set Lightning's loggers and the warning filters of this process, for good."""
+    """Set Lightning's loggers, and the filters and the form of warnings, of this process, for good."""
+    form = warnings.formatwarning
+    warnings.formatwarning = lambda *args, **kwargs: _own_form(*args) or form(*args, **kwargs)
     for message in _NOISE:
         warnings.filterwarnings("ignore", message=message)
     for name, level in _LEVELS.items():
@@ -50,16 +52,23 @@ def leave_out_banners() -> None:
 
 @contextmanager
 def without_banners() -> Iterator[None]:
-    """Leave out the banners, and put loggers and warning filters back at the end."""
-    levels = {name: logging.getLogger(name).level for name in _LEVELS}
+    """Leave out the banners, and put loggers and warnings back at the end."""
+    levels, form = {name: logging.getLogger(name).level for name in _LEVELS}, warnings.formatwarning
     with warnings.catch_warnings():
         leave_out_banners()
         try:
             yield
         finally:
+            warnings.formatwarning = form
             logging.getLogger(_ANY_CALLER).removeFilter(_is_no_banner)
             for name, level in levels.items():
                 logging.getLogger(name).setLevel(level)
+
+
+def _own_form(message: Warning | str, category: type[Warning], filename: str, *_: Any) -> str | None:
+    """A warning of ours in a line, without the code that warns; None for any other warning."""
+    is_ours = category is UserWarning and Path(filename).is_relative_to(_PACKAGE)
+    return f"lit_cifar: warning: {message}\n" if is_ours else None
 
 
 def _is_no_banner(record: logging.LogRecord) -> bool:

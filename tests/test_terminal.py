@@ -68,6 +68,12 @@ def test_what_the_user_has_asked_lightning_to_say_is_shown(flags: list[str], wor
     assert words in launch("fit", *TINY, *flags, f"--run_dir={tmp_path / 'run'}").stderr
 
 
+def test_our_warnings_are_shown_in_a_line(tmp_path: Path) -> None:
+    said = launch("fit", *TINY, "--trainer.sync_batchnorm=true", f"--run_dir={tmp_path / 'run'}").stderr
+    expected = "--trainer.sync_batchnorm=true has no effect with one process, which sees the whole batch"
+    assert said == f"lit_cifar: warning: {expected}\n"
+
+
 def test_loggers_are_put_back(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     before = (logger.level, [*logger.filters])
