@@ -165,7 +165,7 @@ def test_silence_of_all_is_the_silence_of_the_stores_host() -> None:
 @pytest.mark.parametrize(
     ("culprit", "words"),
     [
-        (peer(1, state="gone", ending="SIGKILL"), "SIGKILL, as kill -9 does"),
+        (peer(1, state="gone", ending="SIGKILL"), "SIGKILL, as by kill -9"),
         (peer(1, state="gone", ending="SIGSEGV"), "without a traceback, by SIGSEGV"),
         (peer(1, state="gone"), "as after SIGKILL"),
         (peer(1, heard_at=70), "silent, no heartbeat for 30 s"),
