@@ -123,7 +123,10 @@ def test_a_stray_rank_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.
     ("variables", "words"),
     [
         ({"MASTER_PORT": "abc"}, ["MASTER_PORT=abc", "export MASTER_PORT="]),
-        ({"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"}, ["MASTER_PORT does not say", "unset LOCAL_RANK", "export MASTER"]),
+        (
+            {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"},
+            ["MASTER_PORT does not say", "unset LOCAL_RANK", "export"],
+        ),
     ],
 )
 def test_processes_that_could_not_meet_are_refused(

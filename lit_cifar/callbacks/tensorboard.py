@@ -22,7 +22,7 @@ def tensorboard_writer(trainer: Trainer) -> SummaryWriter | None:
 class FinalSettings(Callback):
     """Writes the main settings and the final metrics of a fit into TensorBoard's HParams tab, to compare runs.
 
-    Needs `TensorBoardLogger(default_hp_metric=False)`: otherwise a column `hp_metric` of -1 stands beside them.
+    Needs `TensorBoardLogger(default_hp_metric=False)`; without it there is a column `hp_metric` with the value -1.
     """
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -63,7 +63,7 @@ class Training:
     Attributes:
         mode: How it is parallelised.
         num_epochs: Its length.
-        resized: Whether it is to be compared after a resize. Then it computes in float64: in float32, undisturbed
+        resized: Whether it is to be compared after a resize. Then it computes in float64: in float32, uninterrupted
             trainings on one and on two processes, which round in another order, are 0.3 apart in the optimizer's
             state after 60 steps, so no bound could tell rounding from a mistake. In float64 they are 6e-15 apart.
     """

@@ -76,7 +76,7 @@ class Trial:
         disk: Where its run folder lies.
         checkpoints: In that folder.
         every_n_steps: Optimizer steps between two checkpoints.
-        start_s: Seconds that forked processes took to their first step, undisturbed.
+        start_s: Seconds that forked processes took to their first step, without faults.
         report: Called with a line whenever something happens.
         events: The faults so far.
         problems: What is wrong so far.
