@@ -14,7 +14,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 from multiprocessing import active_children
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import lightning as L
 from jsonargparse import DefaultHelpFormatter, Namespace
@@ -175,7 +175,7 @@ class CLI(LightningCLI):
             return self.init_parser(**kwargs)  # adding the options of the others takes long, and nobody needs them
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         replace_texts(parser)
-        parser.common = COMMON[subcommand]
+        cast(Parser, parser).common = COMMON[subcommand]
         return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:

@@ -1,7 +1,7 @@
-"""What `fit --help` and its like show: the flags that people use. `--help=all` shows every flag.
+"""The help of `fit`, `validate`, `test` and `predict`: the flags that most runs need, or with `--help=all` every flag.
 
-The texts are those of the parser's own actions, so that they are written once, in the docstrings of our classes. Only
-for flags of Lightning's Trainer do we replace the text, where its own is long, or offers what is refused here.
+The texts are those of the parser's actions, which come from the docstrings of our classes, so each is written once. For
+some of Lightning's flags the text is replaced, because Lightning's is very long or offers what is refused here.
 """
 
 import re
@@ -12,7 +12,7 @@ from typing import Any
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 from jsonargparse._common import parser_context
 
-# Titles, and the flags below them; a subcommand that has not a flag leaves it out.
+# The titles in the short help, and the flags below each.
 _RUN = ("config", "run_dir", "seed_everything")
 _WHERE = ("trainer.accelerator", "trainer.strategy", "trainer.devices", "trainer.num_nodes", "trainer.precision")
 _DATA = ("data.dataset", "data.root", "data.batch_size")
@@ -35,20 +35,20 @@ COMMON: dict[str, dict[str, tuple[str, ...]]] = {
 }
 _TEXTS = {
     "config": "Read flags from a YAML file, as RUN_FOLDER/config.yaml. Later files and flags win over earlier ones.",
-    "seed_everything": "Seed of all random numbers but the order of the data, which has --data.seed.",
+    "seed_everything": "Seed of the initial weights. Order, augmentation and split of the data follow --data.seed.",
     "ckpt_path": "Checkpoint to resume from (fit) or to evaluate (the others): a file, as "
     "RUN_FOLDER/checkpoints/best.ckpt.",
     "weights_only": "Has no effect: only tensors and primitives are read from a checkpoint, and false is refused.",
-    "trainer.accelerator": "Kind of device: cpu, gpu, or auto for a GPU where there is one.",
+    "trainer.accelerator": "Kind of device: cpu, gpu, or auto, which takes GPUs if there are any.",
     "trainer.strategy": "Mode of parallelism, as dp, ddp, ddp_spawn, mp, pp, fsdp2 or tp. `python -m lit_cifar modes` "
     "lists them all, and which of them run on this machine.",
-    "trainer.devices": "Number of devices on each machine. In modes with several processes each has its own device.",
-    "trainer.num_nodes": "Number of machines. torchrun must start the processes where there are several.",
-    "trainer.precision": "Floating point format: 32-true, 64-true, bf16-mixed (autocast), or 16-mixed (with loss "
-    "scaling, GPUs only).",
+    "trainer.devices": "Number of devices on each machine: GPUs, or on the CPU processes or virtual devices.",
+    "trainer.num_nodes": "Number of machines. If there are several, torchrun must start the processes.",
+    "trainer.precision": "Floating point format: 32-true (the default), 64-true, bf16-mixed (autocast), or 16-mixed "
+    "(with loss scaling, on GPUs only).",
     "trainer.max_epochs": "Number of epochs. The default learning rate schedule spans all of them.",
-    "trainer.accumulate_grad_batches": "Split each global batch into this many parts, and take an optimizer step after "
-    "the last. It needs less memory for the same step.",
+    "trainer.accumulate_grad_batches": "Split each global batch into this many parts, to need less memory. An optimizer "
+    "step is taken after the last part.",
     "trainer.sync_batchnorm": "Let BatchNorm use the statistics of the batches of all processes together.",
 }
 
@@ -86,7 +86,7 @@ def replace_texts(parser: ArgumentParser) -> None:
 def short_help(parser: ArgumentParser, groups: Mapping[str, tuple[str, ...]]) -> str:
     """The flags in `groups`, under their titles, with their texts and defaults."""
     actions = {action.dest: action for action in parser._actions}
-    formatter = _ShortFormatter(prog=parser.prog, width=100, max_help_position=34)
+    formatter = _ShortFormatter(prog=parser.prog, width=100, max_help_position=34)  # type: ignore[no-untyped-call]
     program = parser.prog.replace(" [options]", "")
     with parser_context(parent_parser=parser, defaults_cache=None):
         formatter.add_usage(f"{program} [--config=FILE] [--FLAG=VALUE ...]", [], [])
