@@ -47,8 +47,8 @@ _TEXTS = {
     "trainer.precision": "Floating point format: 32-true (the default), 64-true, bf16-mixed (autocast), or 16-mixed "
     "(with loss scaling, on GPUs only).",
     "trainer.max_epochs": "Number of epochs. The default learning rate schedule spans all of them.",
-    "trainer.accumulate_grad_batches": "Split each global batch into this many parts, to need less memory. An optimizer "
-    "step is taken after the last part.",
+    "trainer.accumulate_grad_batches": "Split each global batch into this many parts, to need less memory. An "
+    "optimizer step is taken after the last part.",
     "trainer.sync_batchnorm": "Let BatchNorm use the statistics of the batches of all processes together.",
 }
 
