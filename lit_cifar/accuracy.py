@@ -1,6 +1,6 @@
-"""How often a rank was right, how sure that figure is, and whether it differs from the other ranks beyond chance.
+"""The accuracy of a rank, its confidence interval, and whether it differs from the other ranks beyond chance.
 
-Whole numbers go in, so sums over ranks are exact and every figure here can be recomputed from `per_rank.csv`.
+The inputs are integers, so sums over ranks are exact and every figure here can be recomputed from `per_rank.csv`.
 """
 
 import math
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 FAMILY_WISE_LEVEL = 0.01
-"""Chance that one evaluation in which all ranks are equally good flags any rank at all, at most."""
+"""Upper bound of the probability that an evaluation flags any rank although all ranks are equally good."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class AccuracyCount:
         return self.correct / self.total if self.total else math.nan
 
     def interval(self, level: float = 0.95) -> tuple[float, float]:
-        """Wilson's score interval around the accuracy; (0, 1) without samples, because then nothing is known.
+        """Wilson's score interval around the accuracy; (0, 1) without samples.
 
         It stays inside [0, 1] and keeps its level close to 0 and 1, where the textbook p +- z sqrt(p q / n) collapses.
 
@@ -67,11 +67,11 @@ def pooled(counts: Iterable[AccuracyCount]) -> AccuracyCount:
 def deviates(counts: Sequence[AccuracyCount], *, level: float = FAMILY_WISE_LEVEL) -> list[bool]:
     """For each rank, whether it differs from the other ranks together by more than chance explains.
 
-    Each rank is tested at `level / len(counts)` (Bonferroni), so equally good ranks raise a flag in at most a share
-    `level` of all evaluations, however many ranks there are. The most extreme rank is flagged first and the remaining
-    ones are judged anew without it: else one bad rank would make the others look too good. Of two ranks both or none
-    are flagged, each being the other's only comparison. Ranks without samples, and ranks that are all right or all
-    wrong together, are never flagged.
+    Each rank is tested at `level / len(counts)` (Bonferroni). So equally good ranks raise a flag in at most a share
+    `level` of all evaluations, however many ranks there are. The most extreme rank is flagged first, and the remaining
+    ones are tested again without it: otherwise one bad rank would make the others look too good. Of two ranks both or
+    none are flagged, because each is the other's only comparison. Ranks without samples are never flagged, nor ranks
+    that are all right or all wrong together.
     """
     remaining = dict(enumerate(counts))
     while remaining:

@@ -1,4 +1,4 @@
-"""Reads run folders into pandas frames and draws them: what the notebooks use, and usable from any other.
+"""Reads run folders into pandas frames and draws them, for the notebooks here and for others.
 
 Frames are plain; figures are `matplotlib.figure.Figure` objects made without pyplot, so nothing here has global state.
 Needs the extra `notebooks`.
@@ -27,7 +27,7 @@ BLUE, RED, GREY = "#1f6fb4", "#c8321e", "#666666"
 def read_metrics(run: str | Path) -> pd.DataFrame:
     """`metrics.csv` with one row for each step; nan where a metric was not logged at that step.
 
-    The file has a row for each call of the logger, so that training and validation figures of one step are apart.
+    The file has a row for each call of the logger, so that training and validation metrics of a step are in two rows.
 
     Args:
         run: A run folder.

@@ -1,9 +1,9 @@
 """Checkpoint files that survive a kill at any moment, a full disk and damage.
 
-A file proves itself: the sha256 of its content stands in the comment of the zip archive that `torch.save` writes. There
-is no second file that could be of another save, one rename puts content and proof in place together, and `torch.load`
-reads the file like any other. The hash finds damage; it is no signature, so every file is still read as one that a
-stranger may have written, with `weights_only=True`.
+A file carries the sha256 hash of its content, in the comment of the zip archive that `torch.save` writes. So there is
+no second file that could belong to another save. One rename puts content and hash in place together, and `torch.load`
+reads the file like any other. The hash detects damage. It is no signature: every file is still read as untrusted, with
+`weights_only=True`.
 """
 
 import errno
@@ -37,21 +37,21 @@ _DRAFT = ".part"
 
 
 def write_checkpoint(checkpoint: Mapping[str, Any], path: Path, *, make_folder: bool = False) -> None:
-    """Save to `path`, which at every moment is either the file that was there or the whole new one.
+    """Save to `path`, which at every moment is either the old file or the complete new one.
 
-    The content goes to a draft beside `path`, is synced, read back and compared, and only then renamed. The newest
-    checkpoint, `last.ckpt`, leaves the one before as `previous.ckpt` if that was sound. Drafts of killed runs are
-    removed. One process at a time may write to a folder.
+    The content is written to a draft beside `path`, synced, read back and compared, and only then renamed. When
+    `last.ckpt` is replaced, the old file becomes `previous.ckpt` if its hash is right. Drafts of killed runs are
+    removed. Only one process at a time may write to a folder.
 
     Args:
         checkpoint: Tensors and primitives.
         path: On a file system of this machine.
-        make_folder: Whether to make the folder if there is none. Where it has been there before it has vanished, and
-            another one in its place would hide that.
+        make_folder: Whether to make the folder if it is missing. A run that has written to it before must not make it
+            again: that would hide that the folder was removed.
 
     Raises:
-        SaveError: No space, no rights, no folder, a faulty disk, or content that is more than tensors and
-            primitives. What was there before is still there, without a draft.
+        SaveError: There is no space, no permission or no folder, the disk is faulty, or the content is more than
+            tensors and primitives. Earlier files are unchanged and no draft is left.
     """
     content = _serialise(checkpoint)
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_DRAFT}")
@@ -71,35 +71,31 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: Path, *, make_folder: 
 
 
 def snapshot(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy on the CPU, which later steps do not change; tensors that share memory go on sharing it."""
+    """A copy on the CPU, which later steps do not change; tensors that share memory share it in the copy too."""
     copied: dict[str, Any] = _on_cpu(dict(checkpoint), {}, memo={})
     return copied
 
 
 def verify_checkpoint(path: Path) -> None:
-    """Compare a file's content with the hash it carries.
-
-    Raises:
-        CheckpointError: It is missing, cut short or damaged, or carries no hash.
-    """
-    other = "use another one of the run's checkpoints"
+    """Raise a `CheckpointError` if a file is missing, truncated, damaged, or carries no hash."""
+    other = "use another of the run's checkpoints"
     try:
         found, expected = _hashes(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}", remedy=other) from error
     if expected is None and _is_whole_without_comment(path):
         raise CheckpointError(
-            f"{path} carries no hash of its content; something else than this release has written it",
-            remedy=f"if you trust it, name it: --ckpt_path={path}",
+            f"{path} carries no hash of its content: this release has not written it",
+            remedy=f"if you trust it, pass --ckpt_path={path}",
         )
     if expected is None:
-        raise CheckpointError(f"{path} is cut short, or no checkpoint", remedy=other)
+        raise CheckpointError(f"{path} is truncated, or not a checkpoint", remedy=other)
     if found != expected:
-        raise CheckpointError(f"{path} is damaged: its content does not have the hash that it carries", remedy=other)
+        raise CheckpointError(f"{path} is damaged: its content does not match the hash it carries", remedy=other)
 
 
 def carries_hash(path: Path) -> bool:
-    """Whether a file says what its content's hash is; a file cut short does not."""
+    """Whether a file carries a hash of its content; a truncated file does not."""
     return _hashes(path, compute=False)[1] is not None
 
 
@@ -110,8 +106,8 @@ def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
         folder: A run's `checkpoints/`; it need not exist.
 
     Returns:
-        The path of `last.ckpt`, else of `previous.ckpt`, else None. `best.ckpt` may be many epochs old and does not
-        count.
+        The path of `last.ckpt`, else of `previous.ckpt`, else None. `best.ckpt` may be many epochs old and is not
+        considered.
     """
     refused = []
     for path in (folder / LAST, folder / PREVIOUS):
@@ -128,7 +124,7 @@ def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def _serialise(checkpoint: Mapping[str, Any]) -> bytes:
-    """The bytes of the file, in memory: what is then compared is what should have been written."""
+    """The bytes of the file, in memory: what is read back is compared with what should have been written."""
     buffer = io.BytesIO()
     torch.save(_on_cpu(dict(checkpoint), {}), buffer)
     buffer.seek(-_END_RECORD_BYTES, os.SEEK_END)
@@ -136,22 +132,22 @@ def _serialise(checkpoint: Mapping[str, Any]) -> bytes:
         raise RuntimeError("torch.save has not written a zip archive that ends without a comment")
     buffer.seek(-2, os.SEEK_END)
     buffer.write(struct.pack("<H", _COMMENT_BYTES))
-    # Not getbuffer(): Python 3.12.1 was seen to crash when it collected that. Nor a name for the content: as long as
-    # there is one, writing behind it copies all of it, and other threads wait meanwhile.
+    # Not getbuffer(): Python 3.12.1 was seen to crash when it collected that. No variable may refer to the content: the
+    # next write would then copy all of it, while other threads wait.
     digest = hashlib.sha256(buffer.getvalue()).hexdigest()
     buffer.write(_LABEL + digest.encode())
     return buffer.getvalue()
 
 
 def _on_cpu(content: Any, moved: dict[int, UntypedStorage], *, memo: dict[int, Any] | None = None) -> Any:
-    """`content` with its tensors on the CPU; torch would note the device of each, and look for it when it loads.
+    """`content` with its tensors on the CPU; torch would save each tensor's device and need it for loading.
 
-    Tensors that share memory go on sharing it, and those that are on the CPU already are not copied.
+    Tensors that share memory share it in the result too. Those on the CPU are not copied.
 
     Args:
         content: Tensors and primitives, in dicts, lists and tuples.
-        moved: What has been moved so far, by its former address.
-        memo: As of `deepcopy`, if what is on the CPU already is to be copied as well.
+        moved: Storages moved so far, by their former address.
+        memo: The memo of `deepcopy`, if tensors on the CPU are to be copied as well.
     """
     if isinstance(content, Tensor) and content.device.type != "cpu":
         return _tensor_on_cpu(content, moved)
@@ -190,14 +186,14 @@ def _hashes(path: Path, *, compute: bool = True) -> tuple[str | None, str | None
         while num_bytes:
             chunk = file.read(min(num_bytes, _CHUNK_BYTES))
             if not chunk:
-                break  # somebody is shortening it
+                break  # the file is being truncated
             digest.update(chunk)
             num_bytes -= len(chunk)
         return digest.hexdigest(), carried
 
 
 def _is_whole_without_comment(path: Path) -> bool:
-    """As `torch.save` leaves an archive; a file of ours, however short, counts a comment there or ends elsewhere."""
+    """Whether a file ends as `torch.save` ends it; a truncated file of ours ends elsewhere or announces a comment."""
     with path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _END_RECORD_BYTES))
         end = file.read()
@@ -231,7 +227,7 @@ def _read_back(draft: Path, path: Path) -> None:
     try:
         verify_checkpoint(draft)
     except CheckpointError as error:
-        draft.stat()  # raises what it is where the folder has vanished meanwhile
+        draft.stat()  # raises the real error if the folder was removed meanwhile
         raise SaveError(
             f"{path} could not be saved: what was written reads back differently", remedy="check the disk"
         ) from error
@@ -240,7 +236,7 @@ def _read_back(draft: Path, path: Path) -> None:
     except CheckpointError as error:
         draft.stat()
         raise SaveError(
-            f"{path} could not be saved, since nothing could load it\n{error.problem}",
+            f"{path} could not be saved: torch cannot load what was written\n{error.problem}",
             remedy="put nothing but tensors and primitives into a checkpoint, in `on_save_checkpoint` and `state_dict`",
         ) from error
 
@@ -254,7 +250,7 @@ def _put_in_place(draft: Path, path: Path) -> None:
 
 
 def _keep(path: Path, draft: Path) -> Path | None:
-    """A second name for the file at `path`, which is about to be replaced; None if it is not worth keeping."""
+    """A second name for the file at `path`, which is about to be replaced; None if its hash is wrong."""
     try:
         verify_checkpoint(path)
     except CheckpointError:
@@ -262,7 +258,7 @@ def _keep(path: Path, draft: Path) -> Path | None:
     kept = draft.with_name(f"{draft.name}.kept{_DRAFT}")
     try:
         kept.hardlink_to(path)
-    except OSError:  # a file system without hard links: for a moment there is no last checkpoint but the previous one
+    except OSError:  # a file system without hard links: for a moment only previous.ckpt exists
         path.replace(path.with_name(PREVIOUS))
         return None
     return kept
@@ -273,14 +269,14 @@ def _sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems sync no folders
+        if error.errno != errno.EINVAL:  # some network file systems cannot sync folders
             raise
     finally:
         os.close(descriptor)
 
 
 def save_error(error: OSError, path: Path, *, checkpoints: Path) -> SaveError:
-    """That `path` could not be written, what is left in the folder `checkpoints`, and what to do."""
+    """The error that `path` could not be written, with the checkpoints that exist and what to do."""
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ESTALE):
         reason, remedy = f"its folder is gone ({reason})", "bring it back"
@@ -292,14 +288,14 @@ def save_error(error: OSError, path: Path, *, checkpoints: Path) -> SaveError:
         remedy = "check the disk"
     return SaveError(
         f"{path} could not be saved: {reason}\n{what_is_left(checkpoints)}",
-        remedy=f"{remedy}, then continue with the same command and --resume=auto",
+        remedy=f"{remedy}, then resume with the same command and --resume=auto",
     )
 
 
 def what_is_left(folder: Path) -> str:
-    """The checkpoints in `folder`, in half a sentence for an error."""
+    """The checkpoints in `folder`, as a clause of an error message."""
     with suppress(OSError):
         names = [name for name in (LAST, PREVIOUS, BEST) if (folder / name).exists()]
         if names:
-            return f"what was there stays: {', '.join(names)}"
+            return f"earlier checkpoints are unchanged: {', '.join(names)}"
     return f"there is no checkpoint in {folder}"

@@ -1,4 +1,4 @@
-"""Lightning's door to checkpoint files: how its Trainer and its strategies write and read them."""
+"""The plugin by which Lightning's Trainer and strategies write and read checkpoint files."""
 
 import os
 import sys
@@ -20,17 +20,17 @@ from lit_cifar.watchdog import HELPER
 
 
 class CheckpointFiles(CheckpointIO):
-    """Writes files as `write_checkpoint` does, and reads tensors and primitives alone.
+    """Writes files with `write_checkpoint`, and reads tensors and primitives only.
 
-    Pass it to the Trainer: `plugins=[CheckpointFiles()]`. Lightning's own `TorchCheckpointIO` goes on in silence where
-    it has no right to write, and leaves `weights_only` to an environment variable.
+    Pass it to the Trainer: `plugins=[CheckpointFiles()]`. Lightning's own `TorchCheckpointIO` continues silently if it
+    has no permission to write, and leaves `weights_only` to an environment variable.
 
-    What is saved under `deferring(behind=True)` is copied at once, and written by a thread while training goes on. At
+    What is saved under `deferring(behind=True)` is copied at once and written by a thread while training continues. At
     most two copies exist: of the file that is being written, and of the next one. Lightning's `AsyncCheckpointIO`
-    keeps any number of them, cannot say when a file is there, and raises what failed on rank 0 alone.
+    keeps any number of copies, cannot say when a file is complete, and raises errors on rank 0 only.
 
     Attributes:
-        failure: Why a save under `deferring` failed, or one before it; None if none did.
+        failure: Why a save under `deferring`, or one before it, failed; None if none did.
     """
 
     def __init__(self) -> None:
@@ -41,13 +41,13 @@ class CheckpointFiles(CheckpointIO):
 
     @contextmanager
     def deferring(self, *, behind: bool = False) -> Iterator[None]:
-        """Remember a failure instead of raising it, for who then tells the other processes.
+        """Store a failure in `failure` instead of raising it, so that the caller can tell the other processes.
 
-        Lightning calls `save_checkpoint` on rank 0 alone, and all ranks meet at a barrier after it. An exception would
+        Lightning calls `save_checkpoint` on rank 0 only, and all ranks meet at a barrier after it. An exception would
         leave the others waiting there.
 
         Args:
-            behind: Whether to return before the file is written. Its failure is told at the next save or by `settle`.
+            behind: Whether to return before the file is written. A failure is reported at the next save or by `settle`.
         """
         self.failure, self._deferring, self._behind = None, True, behind
         try:
@@ -57,7 +57,7 @@ class CheckpointFiles(CheckpointIO):
 
     @property
     def has_failed(self) -> bool:
-        """Whether something could not be written, and nobody has been told yet."""
+        """Whether a checkpoint could not be written and that has not been reported yet."""
         return self._writer.failure is not None
 
     def wait(self) -> None:
@@ -65,10 +65,10 @@ class CheckpointFiles(CheckpointIO):
         self._writer.wait()
 
     def settle(self) -> None:
-        """Return when all that was saved is on disk.
+        """Return when every checkpoint is on disk.
 
         Raises:
-            CheckpointError: Something could not be written; under `deferring` it is remembered.
+            CheckpointError: One could not be written; under `deferring` the error is stored.
         """
         with self._raising_or_keeping():
             self._writer.settle()
@@ -77,7 +77,7 @@ class CheckpointFiles(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """As `write_checkpoint`; a folder is made for the first save into it, and missed if it vanishes later."""
+        """As `write_checkpoint`; the folder is made for the first save into it, and not again if it is removed."""
         path = Path(path)
         with self._raising_or_keeping(), _as_save_error(path):
             if self._behind:
@@ -91,10 +91,10 @@ class CheckpointFiles(CheckpointIO):
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Tensors on the CPU and primitives; a file that carries a hash must have it.
+        """Read tensors, to the CPU, and primitives; if the file carries a hash, its content must match.
 
         Raises:
-            CheckpointError: The file is missing, damaged, or holds more than that.
+            CheckpointError: The file is missing, damaged, or holds other objects.
             ConfigError: `weights_only` is False.
         """
         if weights_only is False:
@@ -109,9 +109,9 @@ class CheckpointFiles(CheckpointIO):
 
     @override
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a file; one that cannot be removed stays, with a warning.
+        """Remove a file, or warn if that fails.
 
-        It stays, too, as long as what was saved before is not on disk: it may be all that there is.
+        It is removed only when everything saved before is on disk: until then it may be the only checkpoint.
         """
         self._writer.do(partial(_remove, Path(path)), Path(path))
 
@@ -120,14 +120,14 @@ class CheckpointFiles(CheckpointIO):
         """Return when nothing is left to write, however the run ends.
 
         Raises:
-            CheckpointError: Something could not be written, and nobody has been told. It is printed instead if another
-                exception is on its way.
+            CheckpointError: A checkpoint could not be written and that was not reported. If another exception is being
+                raised, the error is printed instead.
         """
-        on_its_way = sys.exception()
+        raised = sys.exception()
         try:
             self.settle()
         except CheckpointError as failure:
-            if on_its_way is None:
+            if raised is None:
                 raise
             print(f"lit_cifar: {failure}", file=sys.stderr, flush=True)
 
@@ -146,12 +146,12 @@ class CheckpointFiles(CheckpointIO):
 
 
 class _Writer:
-    """Does one thing after the other in a thread, until one fails; what comes then is left out.
+    """Runs jobs one after the other in a thread. After one has failed the following ones are skipped.
 
-    The thread lives as long as there is something to do. It is none that the end of the program would cut short.
+    The thread exists while there are jobs. The interpreter waits for it before it exits.
 
     Attributes:
-        failure: Why that one failed.
+        failure: The error of the job that failed.
     """
 
     def __init__(self) -> None:
@@ -160,10 +160,10 @@ class _Writer:
         self._unwritten: list[tuple[Path, Future[None]]] = []
 
     def wait_for_room(self, path: Path) -> None:
-        """Return when at most one other file is still to be written, and `path` is not.
+        """Return when at most one other file, and not `path`, is waiting to be written.
 
         Raises:
-            CheckpointError: Something could not be written; then nothing is left to do.
+            CheckpointError: A file could not be written; then no job is left.
         """
         while len(self._unwritten) > 1 or any(path == other for other, _ in self._unwritten):
             self._unwritten.pop(0)[1].result()
@@ -171,20 +171,20 @@ class _Writer:
             self.settle()
 
     def write(self, path: Path, job: Callable[[], None]) -> None:
-        """Have `job`, which writes `path`, done by the thread."""
+        """Let the thread run `job`, which writes `path`."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=HELPER)
         self._unwritten.append((path, self._thread.submit(self._run, job, path)))
 
     def do(self, job: Callable[[], None], path: Path) -> None:
-        """Have `job`, which concerns `path`, done after all before it; at once if there is nothing."""
+        """Run `job`, which concerns `path`, after all jobs before it; at once if there are none."""
         if self._thread is None:
             job()
         else:
             self._thread.submit(self._run, job, path)
 
     def wait(self) -> None:
-        """Return when all is done, and end the thread."""
+        """Return when all jobs are done, and end the thread."""
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
@@ -194,7 +194,7 @@ class _Writer:
         """As `wait`.
 
         Raises:
-            CheckpointError: Something could not be written; it is then forgotten.
+            CheckpointError: A job has failed; its error is then cleared.
         """
         self.wait()
         failure, self.failure = self.failure, None
@@ -219,7 +219,7 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def _as_save_error(path: Path) -> Iterator[None]:
-    """Whatever fails in a save is a `CheckpointError`: one silent process makes all others wait."""
+    """Turn any error of a save into a `SaveError`, which is reported to the other ranks: else they would wait."""
     try:
         yield
     except CheckpointError:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside Lightning's own entries, and how one is opened: never by running code from it."""
+"""What a checkpoint holds beside Lightning's own entries, and how to open one without running code from it."""
 
 import re
 import warnings
@@ -35,11 +35,7 @@ class Header:
 
     @classmethod
     def of(cls, checkpoint: dict[str, Any]) -> "Header":
-        """The header of `checkpoint`.
-
-        Raises:
-            CheckpointError: There is none.
-        """
+        """The header of `checkpoint`, which must have one."""
         found = checkpoint.get(_KEY)
         if not isinstance(found, dict) or found.keys() != {field.name for field in fields(cls)}:
             raise CheckpointError(
@@ -49,28 +45,21 @@ class Header:
         return cls(**found)
 
     def check(self, checkpoint: dict[str, Any]) -> None:
-        """Compare with the header of `checkpoint`.
-
-        Raises:
-            CheckpointError: There is none, or it is of another network.
-        """
+        """Raise a `CheckpointError` unless `checkpoint` holds this network."""
         self._compare(Header.of(checkpoint))
 
     def check_weights(self, weights: Mapping[str, Tensor], *, any_classes: bool) -> None:
-        """Compare with what the shapes of `weights`, a file of weights alone, say.
+        """Raise a `CheckpointError` unless the shapes of `weights` are those of this network.
 
         Args:
             weights: A network's `state_dict()`.
-            any_classes: Whether their number may be another: a training begins with a classifier of its own.
-
-        Raises:
-            CheckpointError: They are of another network.
+            any_classes: Whether the number of classes may differ, as a training may start with a new classifier.
         """
         found = self._of_weights(weights)
         if not any_classes and found.num_classes != self.num_classes:
             raise CheckpointError(
-                f"these weights tell {found.num_classes} classes apart, the model {self.num_classes}",
-                remedy="train a classifier of your own on them first: python -m lit_cifar fit --ckpt_path=FILE",
+                f"these weights have {found.num_classes} classes, the model has {self.num_classes}",
+                remedy="train a new classifier on them first: python -m lit_cifar fit --ckpt_path=FILE",
             )
         self._compare(replace(found, num_classes=self.num_classes))
 
@@ -82,13 +71,13 @@ class Header:
             )
 
     def _of_weights(self, weights: Mapping[str, Tensor]) -> "Header":
-        """What the shapes say; of two stems with equal shapes, this one's."""
+        """The header that the shapes imply; of two stems with equal shapes, this header's."""
         num_blocks = [len({key.split(".")[1] for key in weights if key.startswith(f"layer{i}.")}) for i in range(1, 5)]
         num_features = weights["fc.weight"].shape[-1] if "fc.weight" in weights else 0
         archs = [arch for arch in BLOCKS if BLOCKS[arch] == num_blocks and NUM_FEATURES[arch] == num_features]
         if not archs or "layer1.0.conv3.weight" in weights or "conv1.weight" not in weights:
             raise CheckpointError(
-                f"these weights are not those of {', '.join(BLOCKS)}",
+                f"these weights do not belong to any of {', '.join(BLOCKS)}",
                 remedy=_OTHER,
             )
         large = weights["conv1.weight"].shape[-1] == 7
@@ -105,16 +94,12 @@ def holds_weights_alone(checkpoint: Mapping[str, Any]) -> bool:
 
 
 def load_weights(network: nn.Module, weights: dict[str, Tensor]) -> None:
-    """`network.load_state_dict`, with a classifier of another number of classes left out.
-
-    Raises:
-        CheckpointError: Other names or shapes.
-    """
+    """`network.load_state_dict`; a classifier with another number of classes is left out."""
     own = network.state_dict()
-    fitting = copy(weights)  # with what torch notes beside them: files of its first releases lack some buffers
+    fitting = copy(weights)  # keeps torch's metadata: files of its first releases lack some buffers
     num_classes = len(weights["fc.weight"])
     if num_classes != len(own["fc.weight"]):
-        rank_zero_info(f"the classifier of the weights, for {num_classes} classes, is left out: a new one is trained")
+        rank_zero_info(f"the classifier in the checkpoint has {num_classes} classes: a new classifier is trained")
         fitting |= {name: own[name] for name in ("fc.weight", "fc.bias")}
     try:
         network.load_state_dict(fitting)
@@ -130,33 +115,35 @@ def read_checkpoint(path: Path, *, mmap: bool = True) -> dict[str, Any]:
 
     Args:
         path: The file.
-        mmap: Whether its tensors stay on disk until they are used; the file must then stay as it is.
+        mmap: Whether its tensors stay on disk until they are used; the file must not change meanwhile.
 
     Raises:
-        CheckpointError: No such file, or not one that torch can read as tensors and primitives.
+        CheckpointError: There is no such file, or torch cannot read it as tensors and primitives.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Detected pickle protocol")  # of a file that is then refused
+        warnings.filterwarnings("ignore", message="Detected pickle protocol")  # such a file is refused
         return read_own_checkpoint(path, mmap=mmap)
 
 
 def read_own_checkpoint(path: Path, *, mmap: bool = True) -> dict[str, Any]:
-    """As `read_checkpoint`, of a file that this process has written, and in any thread.
+    """`read_checkpoint` for a file that this process has written; it may be called in any thread.
 
-    To leave out a warning, as a stranger's file may need, changes what all threads share.
+    Suppressing a warning, as `read_checkpoint` does for other files, would affect all threads.
     """
     if not path.is_file():
         raise CheckpointError(f"there is no checkpoint {path}", remedy="look under RUN_FOLDER/checkpoints/")
     try:
-        # Torch can leave the tensors of its old format, as torchvision's first files have it, in no file.
+        # torch cannot map files of its old format, such as torchvision's first ones.
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and _is_archive(path))
-    except Exception as error:  # torch raises half a dozen types here, by what is broken
+    except Exception as error:  # torch raises half a dozen types here, depending on what is broken
         raise CheckpointError(
             f"{path} is not a readable checkpoint: {_reason(error, path)}",
-            remedy="use another one of the run's checkpoints; files that need more than tensors are refused",
+            remedy="use another of the run's checkpoints; only files of tensors and primitives are read",
         ) from error
     if not isinstance(checkpoint, dict):
-        raise CheckpointError(f"{path} holds no checkpoint but a {type(checkpoint).__name__}", remedy="pass another")
+        raise CheckpointError(
+            f"{path} is not a checkpoint: it holds a {type(checkpoint).__name__}", remedy="pass another"
+        )
     return checkpoint
 
 
@@ -166,7 +153,7 @@ def _is_archive(path: Path) -> bool:
 
 
 def _reason(error: Exception, path: Path) -> str:
-    """Torch's complaint in a line, without its advice to trust the file."""
+    """The error message of torch in a line, without its advice to trust the file."""
     message = str(error)
     code = re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", message)
     if code:
@@ -176,9 +163,9 @@ def _reason(error: Exception, path: Path) -> str:
     if not path.stat().st_size:
         return "it is empty"
     if not _is_archive(path):
-        return "torch has not written it, or not to its end"
+        return "torch has not written it, or it is incomplete"
     if "central directory" in message:
-        return "it is cut short"
+        return "it is truncated"
     lines = [line.strip() for line in message.rpartition("WeightsUnpickler error:")[2].splitlines() if line.strip()]
     return lines[0][:160] if lines else type(error).__name__
 

@@ -4,19 +4,17 @@ Exit status: 0 done, 1 failed while running, 2 the user's input, 143 stopped by 
 """
 
 import errno
-import logging
 import os
 import signal
 import sys
 import threading
-import warnings
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from multiprocessing import active_children
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import lightning as L
 from jsonargparse import DefaultHelpFormatter, Namespace
@@ -60,13 +58,14 @@ from lit_cifar.cli_errors import (
     check_trainer,
     refuse,
 )
+from lit_cifar.cli_help import COMMON, SUBCOMMANDS, replace_texts
 from lit_cifar.commands import COMMANDS
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.receipt import Receipt, order_settings
 from lit_cifar.errors import CheckpointError, ConfigError, SaveError
 from lit_cifar.layout import Layout
 from lit_cifar.module import LitResNet
-from lit_cifar.output import outlast_readers
+from lit_cifar.output import outlast_readers, without_banners
 from lit_cifar.run_folder import create_run_folder, logger_below, process_rank, run_loggers
 from lit_cifar.strategies import ProcessSyncBatchNorm
 from lit_cifar.strategies.launch import as_list, check_processes, settle_processes
@@ -79,11 +78,6 @@ further commands, each with a --help of its own:
     verify              Compare modes step by step with the single-device computation that each must equal.
     chaos               Kill, stop and resize small trainings at random, and check that nothing is lost.
 """
-# Of arguments for which Lightning's own text offers what is refused here.
-_HELP = {
-    "ckpt_path": "Checkpoint to go on from (fit) or to use (the others): a file, as RUN_FOLDER/checkpoints/best.ckpt.",
-    "weights_only": "Nothing to choose: only tensors and primitives are read from a checkpoint; false is refused.",
-}
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -93,13 +87,13 @@ def main(args: Sequence[str] | None = None) -> None:
         args: Arguments as on the command line; by default those of the process.
 
     Raises:
-        SystemExit: With status 2 and at most five lines on stderr, where the user's input cannot work; with the
-            status of a command that is not Lightning's.
+        SystemExit: With status 2 and at most five lines on stderr if the user's input cannot work; with its own
+            status after a command that is not Lightning's.
     """
     words = sys.argv[1:] if args is None else list(args)
     if process_rank() or is_torchelastic_launched():
         end_with_launcher()
-    with _quiet_and_left_as_found():
+    with _left_as_found():
         outlast_readers()
         try:
             _run(words, args=None if args is None else words)
@@ -119,10 +113,10 @@ class CLI(LightningCLI):
     """Adds a run folder, and finds the user's mistakes before any process is started.
 
     Attributes:
-        position: Where the run stands that this one goes on with in the same folder; empty for a new one.
-        receipt: Of the checkpoint that a fit goes on from.
-        weights: What the network begins with, where the checkpoint holds weights alone.
-        own_loggers: Those that the user has asked for, as the parser has them.
+        position: Position of the run that is resumed in its own folder; empty for a new run.
+        receipt: Data receipt of the checkpoint that a fit is resumed from.
+        weights: Initial weights of the network, if the checkpoint holds weights alone.
+        own_loggers: The loggers that the user has asked for, as parsed.
     """
 
     position: dict[str, Any] = {}  # noqa: RUF012  # replaced, never changed
@@ -143,6 +137,7 @@ class CLI(LightningCLI):
                 "epilog": _EPILOG,
                 "formatter_class": _HelpFormatter,
                 "version": __version__,
+                **{name: {"description": text} for name, text in SUBCOMMANDS.items()},
             },
             save_config_callback=_SaveConfig,
             seed_everything_default=0,
@@ -157,25 +152,30 @@ class CLI(LightningCLI):
             "--run_dir",
             type=str | None,
             default=None,
-            help="Folder of this run; by default runs/<time>-<subcommand>[-<mode>].",
+            help="Folder that this run writes to. The default is runs/<time>-<subcommand>[-<mode>].",
         )
         parser.add_argument(
             "--resume",
             type=Literal["auto"] | None,
             default=None,
-            help="auto: continue the run in --run_dir from its newest valid checkpoint, or begin it (fit).",
+            help="With auto, resume the run in --run_dir from its newest valid checkpoint; start it if there is none.",
         )
         parser.add_lightning_class_args(BestCheckpoint, "best_checkpoint")
         parser.add_lightning_class_args(LastCheckpoint, "last_checkpoint")
         parser.add_lightning_class_args(EvaluationFigures, "figures")
         parser.add_lightning_class_args(Watchdog, "watchdog")
 
+    def setup_parser(self, *args: Any, **kwargs: Any) -> None:
+        """As Lightning does, with our texts for the subcommands."""
+        super().setup_parser(*args, **kwargs)
+        replace_texts(self.parser)
+
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         if self._named not in (None, subcommand):
-            return self.init_parser(**kwargs)  # the options of the others take long to find, and nobody asks for them
+            return self.init_parser(**kwargs)  # adding the options of the others takes long, and nobody needs them
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        for action in parser._actions:
-            action.help = _HELP.get(action.dest, action.help)
+        replace_texts(parser)
+        cast(Parser, parser).common = COMMON[subcommand]
         return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -183,13 +183,13 @@ class CLI(LightningCLI):
         self.config = parser.parse_args(args)
 
     def _parse_ckpt_path(self) -> None:
-        """Compare the checkpoint's header with the model asked for; only a fit goes without a checkpoint.
+        """Compare the checkpoint's header with the model asked for; only a fit needs no checkpoint.
 
-        Replaces Lightning's own step, which overrides the user's model flags by the checkpoint's. Its words "best" and
-        "last" for a checkpoint of this very process mean nothing here, where each command has a run folder of its own.
+        Replaces Lightning's own step, which overrides the user's model flags by the checkpoint's. Lightning's words
+        "best" and "last" mean a checkpoint of this process. They have no meaning here: each command has its run folder.
 
         Raises:
-            CheckpointError: None is given, it cannot be read, or it is of another network.
+            CheckpointError: There is none, it cannot be read, or it belongs to another network.
         """
         subcommand = self.config["subcommand"]
         config = self.config[subcommand]
@@ -200,7 +200,7 @@ class CLI(LightningCLI):
             return
         if path is None:
             raise CheckpointError(
-                f"{subcommand} without a checkpoint would run an untrained network",
+                f"{subcommand} needs a checkpoint: without one the network is untrained",
                 remedy="pass --ckpt_path=RUN_FOLDER/checkpoints/best.ckpt",
             )
         header = Header(arch=model.arch, stem=model.stem, num_classes=model.num_classes)
@@ -218,13 +218,13 @@ class CLI(LightningCLI):
             self.position = checkpoint.get("position", {})
 
     def before_instantiate_classes(self) -> None:
-        """Refuse what the Trainer would accept, and a run folder cannot do with."""
+        """Refuse arguments that the Trainer accepts but a run with a folder cannot use."""
         check_trainer(self._get(self.config, "trainer"), trains=self.config["subcommand"] == "fit")
 
     def instantiate_classes(self) -> None:
-        """Build data, model and trainer; what their constructors refuse is the user's input.
+        """Build data, model and trainer; an error of their constructors is a mistake in the user's input.
 
-        The loggers are left out until the run is known to be possible: they make folders, in that of the run.
+        The loggers are made later, when the run is known to be possible: they create folders in the run folder.
         """
         trainer = self._get(self.config, "trainer")
         self.has_run_folder = not trainer.fast_dev_run
@@ -241,11 +241,11 @@ class CLI(LightningCLI):
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
-        # There is nothing to go on with, and the model has its weights.
+        # There is no training state to resume, and the model has its weights.
         return kwargs if self.weights is None else kwargs | {"ckpt_path": None}
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[L.Callback]) -> L.Trainer:
-        """Add what every run has, and what belongs to its processes."""
+        """Add the progress bar, the checkpoint plugin, and what the processes need."""
         if config["enable_progress_bar"] is not False:
             callbacks = [ProgressBar(), *callbacks]
         config["plugins"] = [*as_list(config["plugins"]), CheckpointFiles()]
@@ -258,7 +258,7 @@ class CLI(LightningCLI):
             if "`devices`" not in str(error):
                 raise
             given = f"--trainer.devices={config['devices']}"
-            raise ConfigError(f"{given}: {error}", remedy="pass a number of them: --trainer.devices=2") from error
+            raise ConfigError(f"{given}: {error}", remedy="pass the number of devices: --trainer.devices=2") from error
         trainer.callbacks.sort(key=_place)  # type: ignore[attr-defined]  # Lightning's own omission
         return trainer
 
@@ -270,13 +270,13 @@ class CLI(LightningCLI):
         if process_rank() == 0:
             report = next(c for c in self.trainer.callbacks if isinstance(c, RunReport))  # type: ignore[attr-defined]
             report.announce(self.trainer, self.model, self.datamodule, stage=subcommand)
-        # Lightning does so after it has loaded a checkpoint, whose float64 weights would be rounded by then.
+        # Lightning converts after loading a checkpoint, when its float64 weights have already been rounded.
         self.trainer.precision_plugin.convert_module(self.model)
         with _signals_to_spawned(self.trainer), _reporting_disk(folder):
             super()._run_subcommand(subcommand)
 
     def _make_run_folder(self, subcommand: str) -> Path:
-        """The folder, with the loggers that write into it: ours first, as theirs is the folder of all else."""
+        """Make the folder and the loggers that write into it; ours come first, as the first one names the folder."""
         mode = str(self._get(self.config, "trainer").strategy)
         label = subcommand if mode == "auto" or not mode.isidentifier() else f"{subcommand}-{mode}"
         resume = self._get(self.config, "resume") is not None
@@ -293,15 +293,15 @@ class CLI(LightningCLI):
         return folder
 
     def _check(self, subcommand: str) -> None:
-        """Find in one process, before others are started, what `Trainer` would find in each of them."""
+        """Find mistakes in one process before others are started; `Trainer` would find them in each process."""
         if self.trainer.world_size == 1 and self._get(self.config, "trainer").sync_batchnorm:
-            rank_zero_warn("--trainer.sync_batchnorm=true has no effect on one process: it sees the whole batch")
+            rank_zero_warn("--trainer.sync_batchnorm=true has no effect with one process, which sees the whole batch")
         check_kernels(self.trainer, self._get(self.config, "trainer"), compiles=self.model.compiles)
         layout = Layout.of(self.trainer.strategy)
         if self._get(self.config, "model").batchnorm_chunks is not None and layout != Layout():
             raise ConfigError(
-                f"--model.batchnorm_chunks imitates a mode on one device, and this is one: {layout}",
-                remedy="leave it out, or drop --trainer.strategy and pass --trainer.devices=1",
+                f"--model.batchnorm_chunks computes on one device what a mode does, and this run has a mode: {layout}",
+                remedy="leave it out, or leave out --trainer.strategy and pass --trainer.devices=1",
             )
         num_classes, known = self.model.header.num_classes, len(self.datamodule.classes)
         if num_classes != known:
@@ -310,11 +310,11 @@ class CLI(LightningCLI):
                 remedy=f"pass --model.num_classes={known}",
             )
         if subcommand == "fit":
-            with _refusing():  # what a rate below zero is answered with, and the like; they are made again in the fit
+            with _refusing():  # arguments such as a negative learning rate; the fit makes both anew
                 optimizer = self.model.make_optimizer(self.model.network.parameters())
                 self.model.make_lr_scheduler(optimizer)
             check_clipping(self.trainer, optimizer)
-        self.trainer.strategy.connect(self.model)  # where it cuts the network, if it does
+        self.trainer.strategy.connect(self.model)  # a strategy that splits the network does so here
         self.datamodule.trainer = self.trainer
         self.datamodule.prepare_data()
         self.datamodule.setup(subcommand)
@@ -332,34 +332,34 @@ class _HelpFormatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
 
 
 class _SaveConfig(SaveConfigCallback):
-    """Saves the resolved configuration, without what would make the next command go on with this run.
+    """Saves the resolved configuration, without the flags that tie it to this run.
 
-    That is `run_dir` and, of a fit, `ckpt_path`: a command that reads the file writes to a folder of its own, and names
-    its checkpoint itself. A run that goes on replaces the file when it takes its first step, not when it is refused or
-    has nothing left to do.
+    These are `run_dir`, `resume` and, of a fit, `ckpt_path`: a command that reads the file has a run folder of its own
+    and names its checkpoint itself. A resumed run replaces the file at its first step, so that a run that is refused or
+    has no step left does not.
     """
 
     def __init__(self, parser: LightningArgumentParser, config: Namespace, *, logger: Any, **kwargs: Any) -> None:
         super().__init__(parser, config.clone(), **kwargs)
-        self.overwrite = config.resume is not None  # what the run went on with last
-        self._goes_on = self.overwrite and config.ckpt_path is not None
+        self.overwrite = config.resume is not None  # the file of the run before it was interrupted
+        self._resumed = self.overwrite and config.ckpt_path is not None
         self.config.run_dir = self.config.resume = None
         self.config.trainer.logger = logger
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Save, unless the run goes on."""
+        """Save, unless the run is resumed."""
         if stage == "fit":
             self.config.ckpt_path = None
-        if not self._goes_on:
+        if not self._resumed:
             super().setup(trainer, pl_module, stage)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save, if that is still to be done."""
+        """Save, if that was not done in `setup`."""
         super().setup(trainer, pl_module, "fit")
 
 
 def _callbacks() -> list[L.Callback]:
-    """What every run has; `--trainer.callbacks` adds to it."""
+    """The callbacks of every run; `--trainer.callbacks` adds to them."""
     return [
         StepBoundary(),
         ExactResume(),
@@ -375,53 +375,22 @@ def _callbacks() -> list[L.Callback]:
 
 
 def _place(callback: L.Callback) -> int:
-    """What acts between two steps comes first, then what notes the phase that a step is in, then all that is in it.
+    """Sort key of callbacks: `StepBoundary` first, then the watchdog, which notes phases, then all others.
 
-    Of those that save, whose state must be the last to change, ours come first: the summary names their files.
+    Those that save come last, because their state must be the last to change. Ours come before other checkpoint
+    callbacks, because the run's summary names the first one's files.
     """
     kinds: tuple[Any, ...] = (StepBoundary, Watchdog, BestCheckpoint, LastCheckpoint, Checkpoint)
     places = (0, 1, 3, 4, 5)
     return next((place for place, kind in zip(places, kinds, strict=True) if isinstance(callback, kind)), 2)
 
 
-# Said by Lightning in every run, and nothing that the user could change.
-_NOISE = (
-    r".*LeafSpec.* is deprecated",  # Lightning's own use of torch's pytree, from torch 2.15 on
-    r"torch.distributed.nn.functional.all_gather is deprecated",  # likewise, in Strategy.all_gather
-    r"barrier\(\): using the device under current context",  # the right one; torch cannot know of `ddp_mp`'s others
-    r"Total length of `list` across ranks is zero",  # --data.val_size=0 is meant
-    r"Checkpoint directory .* exists and is not empty",  # of a run that goes on; others begin in an empty folder
-    r"Detected call of `lr_scheduler.step\(\)` before",  # 16-mixed leaves out steps until its scale fits
-    r"You passed .* AMP with fp16 is not supported on CPU",  # refused
-    r"The dirpath has changed from",  # a test writes to a folder of its own, and ranks no checkpoints
-)
-_NOISY_LOGGERS = (
-    "lightning.fabric.utilities.seed",
-    "lightning.pytorch.utilities.rank_zero",
-    "lightning.pytorch.trainer.connectors.checkpoint_connector",
-)
-_NOISY_WORDS = (
-    "litlogger",
-    "to estimate number of",
-    "`weights_only` was not set",
-    # Before the user's mistakes are found; the plan of the run says what it runs on.
-    "Seed set to ",
-    "GPU available: ",
-    "TPU available: ",
-)
-
-
 @contextmanager
-def _quiet_and_left_as_found() -> Iterator[None]:
-    """Leave out that noise, and put this process's warnings, loggers, streams and signal handlers back at the end."""
+def _left_as_found() -> Iterator[None]:
+    """Put this process's loggers, warning filters, streams and signal handlers back at the end."""
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = {number: handler for number in signals if (handler := signal.getsignal(number)) is not None}
-    with warnings.catch_warnings(), redirect_stdout(sys.stdout), redirect_stderr(sys.stderr), ExitStack() as stack:
-        for message in _NOISE:
-            warnings.filterwarnings("ignore", message=message)
-        for logger in map(logging.getLogger, _NOISY_LOGGERS):
-            logger.addFilter(_is_news)
-            stack.callback(logger.removeFilter, _is_news)
+    with without_banners(), redirect_stdout(sys.stdout), redirect_stderr(sys.stderr):
         try:
             yield
         finally:
@@ -430,17 +399,9 @@ def _quiet_and_left_as_found() -> Iterator[None]:
                     signal.signal(number, handler)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    return not any(words in record.getMessage() for words in _NOISY_WORDS)
-
-
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Take what a class refuses for a mistake of the user's, who has chosen it or its arguments.
-
-    Raises:
-        ConfigError: It has refused something.
-    """
+    """Turn what a class raises into a `ConfigError`: the user has chosen the class or its arguments."""
     try:
         yield
     except ConfigError:
@@ -450,55 +411,47 @@ def _refusing() -> Iterator[None]:
 
 
 def _check_classes(checkpoint: dict[str, Any], dataset: str) -> None:
-    """Do not give the images of `predict` the class names and the normalisation of another data set.
-
-    Raises:
-        CheckpointError: The checkpoint is of a run on another one.
-    """
+    """Refuse to `predict` with the class names and the normalisation of another data set than the checkpoint's."""
     receipt = Receipt.read(checkpoint)
     trained_on = dataset if receipt is None else receipt.settings["dataset"]
     if trained_on != dataset:
         raise CheckpointError(
-            f"the checkpoint was trained on {trained_on}, not on {dataset}: other classes, other normalisation",
+            f"the checkpoint was trained on {trained_on}, not on {dataset}: classes and normalisation differ",
             remedy=f"pass --data.dataset={trained_on}, or --config RUN_FOLDER/config.yaml",
         )
 
 
 def _newest_checkpoint(subcommand: str, config: Namespace) -> str | None:
-    """What `--resume=auto` goes on from; None where there is nothing yet.
+    """The checkpoint that `--resume=auto` resumes from; None if there is none yet.
 
     Raises:
-        ConfigError: It is not a fit, there is no folder to look in, or another checkpoint is named as well.
-        CheckpointError: There are checkpoints, and none is whole.
+        ConfigError: The command is not `fit`, names no run folder, or names a checkpoint as well.
+        CheckpointError: There are checkpoints, but none is valid.
     """
     flags = f"--resume={config.resume}"
     if subcommand != "fit":
-        raise ConfigError(f"{flags} continues a training, and this is {subcommand}", remedy="leave it out")
+        raise ConfigError(f"{flags} resumes a training, and this is {subcommand}", remedy="leave it out")
     if config.run_dir is None:
-        raise ConfigError(f"{flags} must know which run to continue", remedy="pass --run_dir=RUN_FOLDER")
+        raise ConfigError(f"{flags} must know which run to resume", remedy="pass --run_dir=RUN_FOLDER")
     if config.ckpt_path is not None:
         raise ConfigError(
-            f"{flags} looks for the newest checkpoint, and --ckpt_path={config.ckpt_path} names one",
+            f"{flags} takes the newest checkpoint, but --ckpt_path={config.ckpt_path} names one",
             remedy="leave one of the two out",
         )
     path, refused = newest_valid(Path(config.run_dir) / "checkpoints")
     if refused and path is None:
         raise CheckpointError(
-            "\n".join(refused), remedy="restore one of them, or begin anew in another folder: --run_dir=FOLDER"
+            "\n".join(refused), remedy="restore one of them, or start a new run in another folder: --run_dir=FOLDER"
         )
     for problem in refused:
-        rank_zero_warn(f"not used: {problem}")
-    rank_zero_info(f"{flags}: " + (f"continuing from {path}" if path else f"beginning a new run in {config.run_dir}"))
+        rank_zero_warn(f"{flags} skips a checkpoint: {problem}")
+    rank_zero_info(f"{flags}: " + (f"resuming from {path}" if path else f"starting a new run in {config.run_dir}"))
     return None if path is None else str(path)
 
 
 @contextmanager
 def _reporting_disk(folder: Path | None) -> Iterator[None]:
-    """Say in short that the run folder is gone or its disk full: the loggers write there in many places.
-
-    Raises:
-        SaveError: It is.
-    """
+    """Turn errors of the disk below the run folder into a short `SaveError`: the loggers write in many places."""
     try:
         yield
     except OSError as error:
@@ -513,9 +466,9 @@ _DISK = (errno.ENOENT, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno
 
 @contextmanager
 def _signals_to_spawned(trainer: L.Trainer) -> Iterator[None]:
-    """Hand a request to stop on to the processes of `ddp_spawn`, and take over the exit status that they end with.
+    """Forward a request to stop to the processes of `ddp_spawn`, and take over their exit status.
 
-    While they are being started, and at another Ctrl-C, they are ended at once.
+    While they are being started, and at a second Ctrl-C, they are killed at once.
     """
     launcher = trainer.strategy.launcher
     if not isinstance(launcher, _MultiProcessingLauncher):
@@ -527,7 +480,7 @@ def _signals_to_spawned(trainer: L.Trainer) -> Iterator[None]:
         if launcher.procs and not keystrokes.insist(number):
             launcher.kill(signal.SIGTERM)
             return
-        for process in active_children():  # the launcher knows none of them before it has started all
+        for process in active_children():  # the launcher knows its processes only when it has started all
             process.kill()
         raise SystemExit(128 + number)
 
@@ -535,7 +488,7 @@ def _signals_to_spawned(trainer: L.Trainer) -> Iterator[None]:
     try:
         yield
     except ProcessExitedException as error:
-        if error.exit_code not in (EXIT_STOPPED, -signal.SIGTERM):  # the latter before it could listen
+        if error.exit_code not in (EXIT_STOPPED, -signal.SIGTERM):  # SIGTERM came before its handler was installed
             raise
         raise SystemExit(EXIT_STOPPED) from None
     finally:

@@ -1,10 +1,10 @@
-"""What the command line answers to a user's mistake: at most five lines, and exit status 2."""
+"""How the command line reports a user's mistake: at most five lines, and exit status 2."""
 
 import re
 import shlex
 import sys
 from ast import literal_eval
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -17,18 +17,19 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lit_cifar.cli_help import HelpAction
 from lit_cifar.commands import COMMANDS
 from lit_cifar.errors import ConfigError, nearest
 from lit_cifar.run_folder import process_rank
 
 PROGRAM = "python -m lit_cifar"
 _MAX_LINES = 5
-_ARGUMENT_OF_NAME = re.compile(  # in what jsonargparse says of it
+_ARGUMENT_OF_NAME = re.compile(  # in jsonargparse's message
     r"""key "trainer\.strategy":.* import path string: (\S+)\n.*NestedArg\(key='(.+?)', val=(.*)\)""",
     flags=re.DOTALL,
 )
 
-# What a class given for an option derives from, and a type in words.
+# The base of the classes that an option takes, and types in words.
 _BASES: dict[str, type[Any]] = {
     "model.optimizer": Optimizer,
     "model.lr_scheduler": LRScheduler,
@@ -45,11 +46,13 @@ _TYPES = {
 
 
 class Parser(LightningArgumentParser):
-    """Short errors: what is wrong, not the three hundred options that there are."""
+    """Reports what is wrong in a few lines, not the three hundred options that exist."""
 
     def __init__(self, *args: Any, version: str | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, allow_abbrev=False, **kwargs)
-        if version is not None:  # not by the program's name, which is a command here
+        super().__init__(*args, allow_abbrev=False, add_help=False, **kwargs)
+        self.common: Mapping[str, tuple[str, ...]] | None = None
+        self.add_argument("-h", "--help", action=HelpAction, help="Print this help, or all of it, and exit.")
+        if version is not None:  # jsonargparse would print the program's name, which is a command here
             self.add_argument("--version", action="version", version=f"lit_cifar {version}", help="Print and exit.")
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -62,11 +65,7 @@ class Parser(LightningArgumentParser):
         refuse(problem, remedy=help if guess is None else f"did you mean {guess}? {help}")
 
     def parse_path(self, cfg_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As jsonargparse does.
-
-        Raises:
-            ConfigError: The file is not text.
-        """
+        """As jsonargparse, with a short error if the file is not text."""
         try:
             return super().parse_path(cfg_path, *args, **kwargs)
         except UnicodeDecodeError as error:
@@ -75,20 +74,16 @@ class Parser(LightningArgumentParser):
             ) from error
 
     def _nearest(self, message: str) -> str | None:
-        """What an option that does not exist may have meant; None if nothing is near."""
+        """The option that an unknown one may have meant; None if none is similar."""
         found = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
-        # Options are long and begin alike: near is what differs in less than words do.
+        # Options are long and begin alike, so the cutoff is higher than for single words.
         near = get_close_matches(found[1], self._option_string_actions, n=1, cutoff=0.75) if found else []
         near = get_close_matches(found[1], self._option_string_actions, n=1, cutoff=0.75) if found else []
         return near[0] if near else None
 
 
 def check_command(words: Sequence[str]) -> None:
-    """Compare the first of `words` with Lightning's commands and ours; it may be an option too.
-
-    Raises:
-        ConfigError: It is none of these, or there is none.
-    """
+    """Refuse `words` if the first is neither one of Lightning's commands and ours nor an option."""
     known = [*LightningCLI.subcommands(), *COMMANDS]
     if words and (words[0] in known or words[0].startswith("-")):
         return
@@ -97,15 +92,11 @@ def check_command(words: Sequence[str]) -> None:
 
 
 def check_trainer(trainer: Namespace, *, trains: bool) -> None:
-    """Refuse the Trainer's own ways to do nothing, to write less, or elsewhere: a run has a folder for all it leaves.
+    """Refuse arguments of the Trainer by which it would not train, log or save, or would write to another folder.
 
     Args:
-        trainer: Its arguments.
-        trains: Whether it is to fit.
-
-    Raises:
-        ConfigError: There would be no training, no logger or no checkpoint, or a folder is named that nothing is
-            written to.
+        trainer: Arguments of the Trainer.
+        trains: Whether the command is `fit`.
     """
     if trainer.default_root_dir is not None:
         folder = trainer.default_root_dir
@@ -119,54 +110,50 @@ def check_trainer(trainer: Namespace, *, trains: bool) -> None:
     for name, refused in (("logger", (False, [])), ("enable_checkpointing", (False,)), ("barebones", (True,))):
         if trainer[name] in refused:
             raise ConfigError(
-                f"--trainer.{name}={str(trainer[name]).lower()}: every run keeps logs and checkpoints in its folder",
+                f"--trainer.{name}={str(trainer[name]).lower()}: every run writes logs and checkpoints to its folder",
                 remedy="leave it out; --trainer.fast_dev_run=N runs a few steps and writes nothing",
             )
 
 
 def check_kernels(trainer: Trainer, asked: Namespace, *, compiles: bool) -> None:
-    """Refuse kernels that there are not.
+    """Refuse a precision that Lightning has replaced by another one, and a network that cannot be compiled.
 
     Args:
-        trainer: As it was made.
-        asked: The arguments it was made from.
+        trainer: The Trainer.
+        asked: The arguments that it was made from.
         compiles: Whether the network is to be compiled.
-
-    Raises:
-        ConfigError: Lightning has taken another precision, or what cannot be compiled is to be.
     """
     if str(asked.precision).startswith("16") and trainer.precision == "bf16-mixed":
         raise ConfigError(
-            f"--trainer.precision={asked.precision} scales the loss for float16, which is for GPUs; on the CPU "
-            "Lightning would compute in bfloat16",
+            f"--trainer.precision={asked.precision} needs a GPU: it scales the loss for float16. On the CPU Lightning "
+            "would compute in bfloat16",
             remedy="pass --trainer.precision=bf16-mixed",
         )
     if compiles and asked.sync_batchnorm and trainer.world_size > 1:
         raise ConfigError(
-            "--model.compile=true with --trainer.sync_batchnorm=true: every BatchNorm layer sends messages, which "
-            "torch.compile cannot trace",
+            "--model.compile=true with --trainer.sync_batchnorm=true: torch.compile cannot trace the communication "
+            "in every BatchNorm layer",
             remedy="leave out one of the two",
         )
 
 
 def check_clipping(trainer: Trainer, optimizer: Optimizer) -> None:
-    """Refuse to clip gradients that are still scaled: with a scaler fused kernels scale them back in the step itself.
+    """Refuse a gradient scaler with clipping and a fused optimizer; Lightning would find it in the first step.
 
-    Raises:
-        ConfigError: All three are asked for. Lightning finds it in the first step.
+    A fused optimizer unscales the gradients in its step, after they have been clipped.
     """
     scales = getattr(trainer.precision_plugin, "scaler", None) is not None
     if scales and trainer.gradient_clip_val and getattr(optimizer, "_step_supports_amp_scaling", False):
         raise ConfigError(
             f"--trainer.gradient_clip_val={trainer.gradient_clip_val} with --trainer.precision=16-mixed and "
-            f"--model.optimizer.fused=true: a fused {type(optimizer).__name__} scales gradients back when they have "
-            "been clipped",
+            f"--model.optimizer.fused=true: a fused {type(optimizer).__name__} unscales the gradients only after they "
+            "have been clipped",
             remedy="pass --model.optimizer.fused=false or --trainer.precision=bf16-mixed",
         )
 
 
 def as_config_error(error: Exception) -> ConfigError:
-    """Lightning's and torch's complaint about an argument, with our remedy where we know one."""
+    """An error of Lightning or torch about an argument, with our remedy where we know one."""
     if "invalid strategy name" in str(error):
         variants = re.compile("find_unused|offload|stage|xla|tpu|single")
         known = ", ".join(name for name in StrategyRegistry.available_strategies() if not variants.search(name))
@@ -178,7 +165,7 @@ def as_config_error(error: Exception) -> ConfigError:
 
 
 def refuse(message: str, *, remedy: str | None = None, status: int = 2) -> NoReturn:
-    """Print `message`, and `remedy` below it, on stderr in at most five lines, and exit."""
+    """Print `message`, and `remedy` below it, in at most five lines on stderr, and exit with `status`."""
     rank = f"[rank {process_rank()}] " if process_rank() else ""
     lines = [line.strip()[:300] for line in message.splitlines() if line.strip()]
     last = [] if remedy is None else [remedy]
@@ -188,7 +175,7 @@ def refuse(message: str, *, remedy: str | None = None, status: int = 2) -> NoRet
 
 
 def _refuse_arguments_of_name(message: str) -> None:
-    """Exit where `message` is about an argument of a strategy given by a short name, which can take none."""
+    """Exit if `message` is about an argument of a strategy that was given by its short name."""
     found = _ARGUMENT_OF_NAME.search(message)
     if found is None:
         return
@@ -199,20 +186,20 @@ def _refuse_arguments_of_name(message: str) -> None:
         arguments = StrategyRegistry[name]["init_params"] | arguments
     flags = [f"--trainer.strategy.{key}={'null' if value is None else value}" for key, value in arguments.items()]
     refuse(
-        f"--trainer.strategy={name} is a short name, and only a class takes arguments",
+        f"--trainer.strategy={name} is a short name, which takes no arguments; a class takes them",
         remedy=f"use {shlex.join([f'--trainer.strategy={strategy}', *flags])}",
     )
 
 
 def _without_alternatives(message: str) -> str:
-    """The complaint about an option that may be one of several types, reduced to the type that was meant."""
+    """The message about an option that may be one of several types, reduced to the type that was meant."""
     key, _, rest = message.partition("\n")
     _, found, meant = rest.partition("- Problem with given class_path ")
     return f"{key} {meant.rpartition('Given value type')[0]}" if found else message
 
 
 def _explained(message: str) -> tuple[str, str | None]:
-    """A complaint of jsonargparse about a value in a line, and what may have been meant; others as they are."""
+    """A message of jsonargparse about a value, in one line, and what may have been meant; others unchanged."""
     keys = re.findall(r'Parser key "(.+?)"', message)
     flag = f"--{'.'.join(keys)}"
     missing = re.search(r"import path string: (\S+)|has no attribute '\w+'\. Got value: (\S+)", message)
@@ -235,12 +222,12 @@ def _explained(message: str) -> tuple[str, str | None]:
 
 
 def _subclasses(base: type[Any]) -> list[str]:
-    """The names of all known ones that are no implementation detail."""
+    """The names of all known subclasses that are public."""
     children: list[type[Any]] = base.__subclasses__()
     below = [name for child in children for name in (child.__name__, *_subclasses(child))]
     return [name for name in below if not name.startswith("_")]
 
 
 def _program() -> str:
-    """The command whose help lists what a mistake may have meant."""
+    """The command whose help lists the options."""
     return " ".join([PROGRAM, *(word for word in sys.argv[1:2] if word in LightningCLI.subcommands())])

@@ -1,4 +1,4 @@
-"""CSV files that nobody ever reads half written."""
+"""CSV files that are replaced as a whole, so that a reader never sees half a table."""
 
 import csv
 from collections.abc import Iterable, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 
 def replace_csv(path: Path, rows: Iterable[Sequence[Any]], *, lineterminator: str = "\n") -> None:
     """Write the file as a whole: `path` is the old one until the new one is complete, also for a run that is killed."""
-    # File names that are no UTF-8 come back as the bytes they were.
+    # File names that are not UTF-8 are written as their original bytes.
     draft = path.with_name(path.name + ".part")
     with draft.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         csv.writer(file, lineterminator=lineterminator).writerows(rows)

@@ -1,7 +1,7 @@
-"""What can go wrong: errors that users can fix, and deliberate early exits.
+"""Errors that users can fix, and deliberate early exits.
 
-A mistake says what was received, which rule it breaks and what to type instead. The command line prints it without a
-traceback and exits with status 2 (see `lit_cifar.cli`).
+The message of a user's mistake says what was received, which rule it breaks and what to type instead. The command line
+prints it without a traceback and exits with status 2 (see `lit_cifar.cli`).
 """
 
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from difflib import get_close_matches
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Which of `known` a misspelt `word` may have meant."""
+    """The one of `known` that a misspelt `word` may have meant."""
     spelt = {name.lower(): name for name in known}
     found = get_close_matches(word.lower(), spelt, n=1)
     return spelt[found[0]] if found else None
@@ -34,7 +34,7 @@ class ConfigError(ValueError):
 
 
 class DataError(ConfigError):
-    """A data set that is missing, incomplete or not what it claims to be."""
+    """A data set that is missing, incomplete or damaged."""
 
 
 class CheckpointError(ConfigError):
@@ -42,20 +42,20 @@ class CheckpointError(ConfigError):
 
 
 class SaveError(CheckpointError):
-    """A checkpoint that could not be written: nothing in the user's command is wrong, and the exit status is 1."""
+    """A checkpoint that could not be written. The user's command is right, so the exit status is 1."""
 
 
 class Stopped(SystemExit):
-    """The end of a run that its processes have agreed on, at a step boundary; what there is to say has been printed.
+    """Ends a run between two optimizer steps, when its processes have agreed on that and rank 0 has printed why.
 
-    A `SystemExit`, so that no traceback is shown and its `code` becomes the exit status, also of a spawned process.
+    It is a `SystemExit`: no traceback is shown, and `code` becomes the exit status, also of a spawned process.
     """
 
 
 class ReceiptError(RuntimeError):
-    """Training has lost samples, used some twice, or some in another step than planned: no mistake of the user's.
+    """Training has lost samples, used some twice, or used some in another step than planned.
 
-    Shown with its traceback, and the run exits with status 1.
+    This is a defect and not a user's mistake, so the traceback is shown and the run exits with status 1.
     """
 
 

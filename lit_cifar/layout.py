@@ -55,7 +55,7 @@ class Layout:
         return self.num_shards * self.replicas_per_shard
 
     def chunks(self, *, accumulation: int = 1) -> "Chunks":
-        """How this layout cuts a global batch that is accumulated over so many steps."""
+        """How this layout cuts a global batch that is accumulated over `accumulation` steps."""
         return Chunks(
             num_shards=self.num_shards,
             accumulation=accumulation,

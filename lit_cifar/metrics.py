@@ -1,4 +1,4 @@
-"""What training and evaluation count: whole numbers on the device, for which the host never waits.
+"""Metrics of training and evaluation: integer counts on the device, for which the host never waits.
 
 torchmetrics' own updates count with `torch.bincount`, which reads the largest number of its argument, or with vectors
 of zeros and ones, some dozens of operators. States and results of these are the same.
@@ -32,14 +32,14 @@ class TopAccuracy(MulticlassAccuracy):
             right = (preds.argmax(dim=1) == target).sum()
             self.tp += right
             self.fn += len(target) - right
-        else:  # torchmetrics then counts each class by itself
+        else:  # here torchmetrics counts each class separately
             found = (preds.topk(self.top_k, dim=1).indices == target[:, None]).any(dim=1)
             self.tp.index_add_(0, target, found.to(self.tp))
             self.fn.index_add_(0, target, found.logical_not().to(self.fn))
 
 
 class ConfusionMatrix(MulticlassConfusionMatrix):
-    """How many samples of each class were taken for each, int64, (C, C); rows are the truth."""
+    """Counts of true and predicted classes, int64, (C, C); rows are the truth."""
 
     def update(self, preds: Tensor, target: Tensor) -> None:
         """Count a batch; `preds` (n, C), `target` int64, (n,)."""
@@ -48,7 +48,7 @@ class ConfusionMatrix(MulticlassConfusionMatrix):
 
 
 class ClassAccuracy(ConfusionMatrix):
-    """Share of each class that was recognised, float, (C,); 0 for a class without samples."""
+    """Accuracy of each class, float, (C,); 0 for a class without samples."""
 
     def compute(self) -> Tensor:
         """From the counts so far."""
@@ -69,7 +69,7 @@ class EvaluationMetrics(nn.Module):
         super().__init__()
         self.split = split
         self.loss = MeanMetric(nan_strategy="disable")
-        # Which metrics have the same counts torchmetrics would find out by reading them.
+        # torchmetrics would read the counts to find out which metrics share them.
         self.scores = MetricCollection(
             {"acc": TopAccuracy(num_classes), "acc_top5": TopAccuracy(num_classes, top_k=min(5, num_classes))},
             prefix=f"{split}/",

@@ -36,22 +36,24 @@ class LitResNet(L.LightningModule):
     The default recipe is meant for 15 epochs of CIFAR-10 at a global batch of 128.
 
     Args:
-        arch: Depth of the network; "tiny" and "resnet10" are small ones for tests.
-        stem: "cifar" keeps the full 32 x 32 resolution; "strided" halves it, 4 times cheaper; "imagenet" is
-            torchvision's own, 16 times cheaper.
-        num_classes: Size of the logits.
-        batchnorm_chunks: On one device, let BatchNorm see the parts of each batch that replicas or microbatches would
-            see: what a mode that normalises them by themselves is compared with.
-        channels_last: Keep images, activations and weights in memory with all channels of a pixel together, as
-            convolutions on recent GPUs take them; checkpoints hold torch's own order.
-        compile: Let torch.compile make kernels for the network, which takes a minute or more at the first step. Batches
-            smaller than the largest so far run without them.
-        optimizer: Makes the optimizer from the parameters; on the command line a class name and its arguments.
-        lr_scheduler: Makes the schedule from the optimizer. `WarmupDecay` steps once per batch, all others per epoch.
-        label_smoothing: Share of the target spread over all classes (Szegedy et al., 2016); reported losses have it.
-        lr_scaling: How the learning rate follows the global batch: "linear" (Goyal et al., 2017) and "sqrt" multiply
-            it by (batch_size / base_batch_size) and that ratio's root, "none" leaves it.
-        base_batch_size: The global batch for which the learning rate was chosen.
+        arch: Depth of the network. The small ones, "tiny" and "resnet10", are for tests.
+        stem: First layers of the network. With "cifar" they keep the full 32 x 32 resolution. With "strided" they halve
+            it, which makes the network 4 times cheaper; with torchvision's own, "imagenet", it is 16 times cheaper.
+        num_classes: Number of classes, the size of the logits.
+        batchnorm_chunks: Ghost batch normalisation on one device: BatchNorm normalises each of these parts of a batch
+            on its own. This equals a mode whose replicas or microbatches are normalised separately.
+        channels_last: Keep images, activations and weights in the channels-last memory format, which convolutions on
+            recent GPUs prefer. Checkpoints keep torch's default format.
+        compile: Compile the network with torch.compile, which takes a minute or more at the first step. Batches
+            smaller than the largest so far run uncompiled.
+        optimizer: Optimizer, a class name with its arguments: --model.optimizer=SGD --model.optimizer.lr=0.1.
+        lr_scheduler: Learning rate schedule, a class name with its arguments. `WarmupDecay` steps after every batch,
+            all others after every epoch.
+        label_smoothing: Share of the target that is spread over all classes (Szegedy et al., 2016). The reported losses
+            include it.
+        lr_scaling: How to scale the learning rate with the global batch: "linear" (Goyal et al., 2017) multiplies it by
+            batch_size / base_batch_size, "sqrt" by the square root of that, "none" by 1.
+        base_batch_size: The global batch size that the learning rate was chosen for.
     """
 
     def __init__(
@@ -89,19 +91,19 @@ class LitResNet(L.LightningModule):
         self.test_metrics = EvaluationMetrics("test", num_classes)
 
     def setup(self, stage: str) -> None:
-        """Count in this process's own memory.
+        """Reset the metrics, so that they count in this process's own memory.
 
-        A process that was spawned has got the metrics as memory shared with all others, and Lightning gives it copies
-        of parameters and buffers only: until they are reset, all would add to the same sums at the same time.
+        A spawned process receives the metrics in memory shared with all others. Lightning copies only parameters and
+        buffers, so without a reset all processes would add to the same sums.
         """
         for metric in self.modules():
             if isinstance(metric, Metric):
                 metric.reset()
-        if self.compiles:  # a strategy that has a runner of its own comes after
+        if self.compiles:  # a strategy with a runner of its own sets it later
             self.use_runner(Compiled(self.network))
 
     def teardown(self, stage: str) -> None:
-        """Leave nothing that cannot be pickled."""
+        """Remove the runner, which cannot be pickled."""
         self.use_runner(None)
 
     def use_runner(self, runner: Callable[[Tensor], Tensor] | None) -> None:
@@ -131,17 +133,17 @@ class LitResNet(L.LightningModule):
         self.train_acc.update(logits.detach(), batch.labels)
         self.log("train/loss", self.train_loss, on_step=False, on_epoch=True)
         self.log("train/acc", self.train_acc, on_step=False, on_epoch=True)
-        # This process's share of the step: what the progress bar shows, and cheap, as nothing is sent.
+        # This process's share of the step, without communication: the progress bar shows it.
         self.log("train/loss_step", losses.detach().mean(), batch_size=len(losses))
         self.log("train/acc_step", (logits.argmax(dim=1) == batch.labels).float().mean(), batch_size=len(losses))
         return losses.mean() * batch.weight
 
     def on_validation_epoch_start(self) -> None:
-        """Forget the counts of the epoch before."""
+        """Reset the counts of the previous epoch."""
         self.val_metrics.details.reset()
 
     def on_test_epoch_start(self) -> None:
-        """Forget the counts of the test before."""
+        """Reset the counts of the previous test."""
         self.test_metrics.details.reset()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:

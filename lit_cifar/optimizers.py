@@ -10,8 +10,8 @@ from torch.optim import SGD
 class NesterovSGD(SGD):
     """SGD with Nesterov momentum 0.9 and weight decay 5e-4, as for Wide ResNets (Zagoruyko and Komodakis, 2016).
 
-    A class, as the command line gives the settings of the default optimizer to any other that is chosen instead: one
-    whose settings but `lr` are unset has nothing to give.
+    It is a class because the command line passes explicit settings of the default optimizer on to any other that is
+    chosen instead. Here only `lr` is explicit.
 
     Args:
         params: As of SGD.

@@ -1,4 +1,4 @@
-"""One folder per run, and the two loggers that write into it; a run that goes on finds its own again."""
+"""One folder per run, and the two loggers that write into it, also for a resumed run."""
 
 import csv
 from datetime import datetime
@@ -21,10 +21,10 @@ def create_run_folder(run_dir: str | None, *, label: str, resume: bool = False) 
     Args:
         run_dir: The folder the user wants, or None for `runs/<time>-<label>`.
         label: Subcommand and mode, e.g. "fit-ddp".
-        resume: Whether the folder may hold a run already, which then goes on.
+        resume: Whether the folder may already hold a run. Otherwise it must be empty.
 
     Raises:
-        ConfigError: The folder already holds something, or cannot be made.
+        ConfigError: The folder is not empty, or cannot be written.
     """
     folder = Path(run_dir) if run_dir else Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{label}"
     if process_rank() != 0:
@@ -43,7 +43,7 @@ def create_run_folder(run_dir: str | None, *, label: str, resume: bool = False) 
         ) from error
     if occupied:
         raise ConfigError(
-            f"the run folder {folder} already holds a run, which stays as it is",
+            f"the run folder {folder} is not empty, and a new run needs an empty one",
             remedy=f"choose another, e.g. --run_dir={_unused(folder)}",
         )
     return folder
@@ -54,10 +54,10 @@ def run_loggers(folder: Path, *, kept_rows: int = 0, first_step: int | None = No
 
     Args:
         folder: The run folder.
-        kept_rows: Lines of `metrics.csv` that a run which goes on has behind it; those after them, which it is going to
-            write again, are dropped.
-        first_step: The step from which it writes again, 0 where it has not come to a checkpoint; TensorBoard hides what
-            it has read of these. None for a run that nothing was written of.
+        kept_rows: Lines of `metrics.csv` that were written before the checkpoint of a resumed run. Later lines are
+            dropped, as the run writes them again.
+        first_step: The step from which a resumed run writes again, 0 without a checkpoint. TensorBoard hides earlier
+            events of these steps. None for a new run.
     """
     csv_logger = CSVLogger(save_dir=str(folder), name="", version="")
     if process_rank() == 0:
@@ -68,11 +68,11 @@ def run_loggers(folder: Path, *, kept_rows: int = 0, first_step: int | None = No
 
 
 def logger_below(folder: Path, given: Namespace) -> Logger:
-    """A logger of the user's own; what it writes goes below the run folder, where it says in which folder it writes.
+    """A logger that the user has added; it writes below the run folder if it has an argument `save_dir`.
 
     Args:
         folder: The run folder.
-        given: Its class and arguments. A `save_dir` is taken as relative to the run folder; an absolute one stays.
+        given: The logger's class and arguments. A relative `save_dir` is relative to the run folder.
     """
     arguments = {**given.get("init_args", {}), **given.get("dict_kwargs", {})}
     if "save_dir" in arguments:
@@ -82,7 +82,7 @@ def logger_below(folder: Path, given: Namespace) -> Logger:
 
 
 class _ContinuedWriter(ExperimentWriter):
-    """Keeps the first lines of a `metrics.csv` that is there, where Lightning's own deletes the file."""
+    """Keeps the first lines of an existing `metrics.csv`, which Lightning's own writer would delete."""
 
     def __init__(self, log_dir: str, *, kept_rows: int) -> None:
         self._kept_rows = kept_rows
@@ -92,10 +92,10 @@ class _ContinuedWriter(ExperimentWriter):
             self.metrics_keys = _keep_rows(path, kept_rows)
 
     def _check_log_dir_exists(self) -> None:
-        """Not to be deleted."""
+        """Do nothing: Lightning would delete the files."""
 
     def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
-        """Add columns, without a moment at which a run that is killed would leave half a table."""
+        """Add columns so that a run that is killed never leaves half a table."""
         path = Path(self.metrics_file_path)
         with path.open(newline="") as file:
             rows = [*csv.DictReader(file)]
@@ -115,12 +115,12 @@ def _keep_rows(path: Path, num_rows: int) -> list[str]:
 
 
 def _replace_metrics(path: Path, rows: list[list[str]]) -> None:
-    """With the line ends that Lightning's writer appends."""
+    """Replace the file, with the line ends that Lightning's writer uses."""
     replace_csv(path, rows, lineterminator="\r\n")
 
 
 def process_rank() -> int:
-    """This process's rank as far as it is known before the processes have met: from the launcher's variables."""
+    """This process's rank; before the process group exists, from the launcher's environment variables."""
     return int(getattr(rank_zero_only, "rank", 0))
 
 
@@ -133,7 +133,7 @@ def _unused(folder: Path) -> Path:
 
 
 def _probe(folder: Path) -> None:
-    """Write and remove a file: the rights of an existing folder say too little (read-only mounts, quotas)."""
+    """Write and remove a file: the permissions of a folder do not show read-only mounts and quotas."""
     probe = folder / ".writable"
     probe.touch()
     probe.unlink()

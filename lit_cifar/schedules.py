@@ -10,42 +10,42 @@ from torch.optim.lr_scheduler import LRScheduler
 
 
 class WarmupDecay(LRScheduler):
-    """A linear rise to the optimizer's learning rate, then a decay to zero at the last step; steps once per batch.
+    """Raises the learning rate linearly to the optimizer's, then decays it to zero at the last step.
 
-    Needs no step count by hand: `LitResNet` calls `plan` with the number of optimizer steps of the run.
+    It steps once per batch. `LitResNet` calls `plan` with the number of optimizer steps of the run.
     Linear warm-up as in Goyal et al., "Accurate, large minibatch SGD", 2017; cosine decay as in Loshchilov and Hutter,
     "SGDR", 2017.
 
     Args:
         optimizer: Its learning rates are the peak.
         warmup: Share of all steps in which the rate rises, in [0, 1).
-        decay: Shape of the fall.
+        decay: Shape of the decay.
     """
 
     def __init__(
         self, optimizer: Optimizer, *, warmup: float = 0.1, decay: Literal["cosine", "linear"] = "cosine"
     ) -> None:
         if not 0 <= warmup < 1:
-            raise ValueError(f"warmup={warmup} is a share of all steps: at least 0, below 1")
+            raise ValueError(f"warmup={warmup} is not a share of all steps: it must be at least 0 and below 1")
         self.warmup = warmup
         self.decay = decay
         self.total_steps: int | None = None
         super().__init__(optimizer)
 
     def plan(self, total_steps: int) -> None:
-        """Set the number of optimizer steps over which the schedule extends, and the rate of the first."""
+        """Set the number of optimizer steps of the schedule, and the learning rate of the first."""
         self.total_steps = total_steps
         for group, lr in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
             group["lr"] = lr
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on at the step of the checkpoint, in the plan of this run: it may be longer than the one before."""
+        """Resume at the checkpoint's step, in the schedule of this run, which may have more steps."""
         planned = self.total_steps
         super().load_state_dict(state_dict)
         if planned is not None and planned != self.total_steps:
             rank_zero_warn(
-                f"the learning rate was planned over {self.total_steps} optimizer steps; this run has {planned}, and "
-                f"from step {self.last_epoch} on the rate follows the plan over these"
+                f"the learning rate schedule of the checkpoint has {self.total_steps} optimizer steps, this run has "
+                f"{planned}: from step {self.last_epoch} on the learning rate follows the schedule of this run"
             )
             self.plan(planned)
 
@@ -54,7 +54,7 @@ class WarmupDecay(LRScheduler):
         return [lr * self.factor(self.last_epoch) for lr in self.base_lrs]
 
     def factor(self, step: int) -> float:
-        """What the peak rate is multiplied with at `step`, from 0 to `total_steps - 1`; 1.0 before `plan`."""
+        """The factor of the peak rate at `step`, from 0 to `total_steps - 1`; 1.0 before `plan`."""
         if self.total_steps is None:
             return 1.0
         rise = round(self.warmup * self.total_steps)

@@ -40,7 +40,7 @@ def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(step: int, new
     run = tmp_path / "run"
     result = run_here("fit", *SETTINGS, "--last_checkpoint.every_n_steps=1", f"--run_dir={run}", *spoil(step))
     assert result.status == 1
-    assert f"rank 0 is not finite in optimizer step {step} (from 0)" in result.stderr
+    assert f"rank 0 is not finite in optimizer step {step} (counted from 0)" in result.stderr
     assert len(result.stderr.splitlines()) <= 5
     checkpoint = read_checkpoint(run / "checkpoints" / "last.ckpt")
     assert checkpoint["global_step"] == newest

@@ -161,7 +161,7 @@ def test_a_loader_that_goes_on_too_early_is_found() -> None:
     lines = training({FIRST: range(1)}) + again + training({SECOND: range(3, 6)})
     found = audit(lines, undisturbed=UNDISTURBED, num_samples=5)
     assert (found.missing, found.doubled, found.moved) == (1, 2, 2)
-    assert "2 samples are foreign or counted too often, e.g. 0" in found.problems[-1]
+    assert "2 samples are unknown or counted too often, e.g. 0" in found.problems[-1]
 
 
 def test_a_batch_that_was_trained_on_twice_in_one_start_is_found() -> None:
@@ -175,7 +175,7 @@ def test_steps_that_changed_places_are_found_though_the_epoch_is_whole() -> None
     lines = [replace(line, step=swapped.get(line.step, line.step)) for line in training({FIRST: range(6)})]
     found = audit(lines, undisturbed=UNDISTURBED, num_samples=5)
     assert (found.missing, found.doubled, found.moved) == (0, 0, 2)
-    assert "other samples than in the undisturbed run" in found.problems[0]
+    assert "other samples than in the uninterrupted run" in found.problems[0]
 
 
 def test_a_foreign_sample_is_found() -> None:
@@ -189,7 +189,7 @@ def test_a_foreign_sample_is_found() -> None:
 def test_a_step_too_many_is_found() -> None:
     lines = [*training({FIRST: range(6)}), Line(start=FIRST, rank=0, shard=0, epoch=2, step=6, ids=(0, 1))]
     found = audit(lines, undisturbed=UNDISTURBED, num_samples=5)
-    assert "epoch 2, step 6: is not in the undisturbed run" in found.problems
+    assert "epoch 2, step 6: is not in the uninterrupted run" in found.problems
 
 
 def test_processes_of_one_shard_must_read_the_same() -> None:
@@ -197,7 +197,7 @@ def test_processes_of_one_shard_must_read_the_same() -> None:
     twins = [replace(line, rank=1) for line in lines]
     assert audit([*lines, *twins], undisturbed=UNDISTURBED, num_samples=5).problems == []
     twins[0] = replace(twins[0], ids=(1, 0))
-    assert effective([*lines, *twins])[1] == ["epoch 0, step 0: the processes of shard 0 read other samples"]
+    assert effective([*lines, *twins])[1] == ["epoch 0, step 0: the processes of shard 0 read different samples"]
 
 
 def test_several_loader_steps_of_one_optimizer_step_belong_together() -> None:

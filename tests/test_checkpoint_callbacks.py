@@ -235,7 +235,7 @@ def test_a_save_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("full", "problem", "left"),
     [
-        (True, "could not be saved: No space left on device", "what was there stays: last.ckpt"),
+        (True, "could not be saved: No space left on device", "earlier checkpoints are unchanged: last.ckpt"),
         (False, "could not be saved: its folder is gone", "there is no checkpoint in"),
     ],
 )

@@ -136,7 +136,7 @@ def test_no_shortened_file_is_taken_for_whole(tmp_path: Path) -> None:
     cut = tmp_path / "cut.ckpt"
     for num_bytes in range(len(content)):
         cut.write_bytes(content[:num_bytes])
-        with pytest.raises(CheckpointError, match="cut short"):
+        with pytest.raises(CheckpointError, match="truncated"):
             verify_checkpoint(cut)
     cut.write_bytes(content + b"\0")
     with pytest.raises(CheckpointError):
@@ -161,7 +161,7 @@ def test_the_previous_is_used_where_the_last_is_damaged(saved: Path) -> None:
     os.truncate(saved / LAST, 5000)
     path, refused = newest_valid(saved)
     assert path == saved / PREVIOUS
-    assert refused == [f"{saved / LAST} is cut short, or no checkpoint"]
+    assert refused == [f"{saved / LAST} is truncated, or not a checkpoint"]
     os.truncate(saved / PREVIOUS, 0)
     assert newest_valid(saved)[0] is None
     assert len(newest_valid(saved)[1]) == 2
@@ -278,7 +278,7 @@ def test_free_space_is_looked_at_before_anything_is_written(saved: Path, monkeyp
     monkeypatch.setattr(checkpoint_files, "_write_synced", lambda *args: pytest.fail("written"))
     error = refusal(saved / LAST)
     assert "No space left on device (1.1 MB needed, 0.1 MB free)" in error.problem
-    assert f"what was there stays: {LAST}, {PREVIOUS}" in error.problem
+    assert f"earlier checkpoints are unchanged: {LAST}, {PREVIOUS}" in error.problem
     assert "free some space" in error.remedy
     assert_nothing_lost(saved)
 

@@ -67,7 +67,7 @@ def test_unreadable_files_are_refused(tmp_path: Path, mmap: bool) -> None:
     (tmp_path / "empty.ckpt").touch()
     torch.save([1, 2], tmp_path / "list.ckpt")
     reasons = {
-        "half": "it is cut short",
+        "half": "it is truncated",
         "text": "torch has not written it",
         "pickle": "torch has not written it",
         "empty": "it is empty",
@@ -135,7 +135,7 @@ def test_a_training_begins_with_given_weights_and_a_classifier_of_its_own(tmp_pa
     assert (position["epoch"], position["global_step"]) == (1, 5)
     refused = run_here("test", *flags)
     assert refused.status == 2
-    assert "tell 1000 classes apart, the model 10" in refused.stderr
+    assert "have 1000 classes, the model has 10" in refused.stderr
 
 
 def test_given_weights_are_tested(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_contradictions_are_refused(given: dict[str, Any], problem: str) -> None
 @pytest.mark.usefixtures("torchrun")
 def test_machines_with_different_numbers_of_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "5")
-    with pytest.raises(ConfigError, match="5 processes on 2 machines, of which this one has 3"):
+    with pytest.raises(ConfigError, match="5 processes on 2 machines, but 3 on this one"):
         settle_processes(trainer())
 
 

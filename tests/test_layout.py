@@ -24,6 +24,7 @@ LAYERS = [
     {"module"},
     {"strategies", "callbacks", "run_folder", "analysis"},
     {"commands"},
+    {"cli_help"},
     {"cli_errors"},
     {"cli"},
 ]

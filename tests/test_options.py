@@ -88,7 +88,7 @@ def test_synchronised_batchnorm_is_not_compiled(monkeypatch: pytest.MonkeyPatch)
     flags = [*TINY, *mode_flags("ddp"), "--model.compile=true", "--trainer.sync_batchnorm=true"]
     result = run_here("fit", *flags)
     assert result.status == 2
-    assert "every BatchNorm layer sends messages" in result.stderr
+    assert "the communication in every BatchNorm layer" in result.stderr
     assert len(result.stderr.splitlines()) == 2
 
 

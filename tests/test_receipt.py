@@ -521,7 +521,7 @@ def test_a_run_that_goes_on_elsewhere_than_its_receipt_ends_is_stopped(saved: Pa
     checkpoint = torch.load(saved / "2.ckpt", weights_only=True)
     checkpoint["position"]["step"] = 1
     torch.save(checkpoint, tmp_path / "behind.ckpt")
-    with pytest.raises(ReceiptError, match="goes on with batch 1 of epoch 1, where batch 2 of epoch 1 comes next"):
+    with pytest.raises(ReceiptError, match="continues with batch 1 of epoch 1, but batch 2 of epoch 1 is next"):
         fit(tmp_path / "run", resume=tmp_path / "behind.ckpt")
 
 
@@ -537,7 +537,7 @@ def test_a_checkpoint_without_a_receipt_leaves_its_epoch_unproven(saved: Path, t
     del checkpoint["receipt"]
     torch.save(checkpoint, tmp_path / "old.ckpt")
     save = SaveAt(tmp_path / "next.ckpt", epoch=1, step=4)
-    with pytest.warns(UserWarning, match="no data receipt: nothing is proven about the epoch"):
+    with pytest.warns(UserWarning, match="no data receipt: the samples of its epoch are not checked"):
         fit(tmp_path / "run", save, resume=tmp_path / "old.ckpt", max_epochs=3)
     assert [row[:3] for row in lines(tmp_path / "run")] == [["2", "5", "80"]]
     assert "receipt" not in torch.load(tmp_path / "next.ckpt", weights_only=True)

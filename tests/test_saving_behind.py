@@ -351,7 +351,7 @@ def test_where_logs_fail_the_file_that_is_being_written_is_named(
     with pytest.raises(Stopped):
         fit(tmp_path, *callbacks, loggers=[log])
     assert (
-        "metrics.csv could not be saved: No space left on device\nwhat was there stays: last.ckpt"
+        "metrics.csv could not be saved: No space left on device\nearlier checkpoints are unchanged: last.ckpt"
         in capsys.readouterr().err
     )
 

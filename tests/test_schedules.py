@@ -63,7 +63,7 @@ def test_a_longer_run_goes_on_in_its_own_plan() -> None:
     assert optimizers[0].param_groups[0]["lr"] == 0
     long.plan(10)
     optimizers[1].load_state_dict(optimizers[0].state_dict())
-    with pytest.warns(UserWarning, match=r"planned over 5 optimizer steps; this run has 10, and from step 5 on"):
+    with pytest.warns(UserWarning, match=r"has 5 optimizer steps, this run has 10: from step 5 on"):
         long.load_state_dict(short.state_dict())
     assert optimizers[1].param_groups[0]["lr"] == 1.0
     optimizers[1].step()

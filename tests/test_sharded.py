@@ -62,7 +62,7 @@ def state_of(run: Path) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.filterwarnings("ignore:the learning rate was planned over")  # by the first run, which is shorter
+@pytest.mark.filterwarnings("ignore:the learning rate schedule of the checkpoint")  # by the first run, which is shorter
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.slow if case == "both" else pytest.mark.exhaustive) for case in CASES]
 )

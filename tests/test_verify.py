@@ -164,7 +164,7 @@ def test_tolerance_is_the_largest_noise_so_far_and_never_below_the_floor() -> No
         ([[4, 3, 2, 1]], []),
         ([[1, 3], [2]], ["missing"]),
         ([[1, 3], [1, 3]], ["missing", "too often"]),
-        ([[1, 3], [2, 4, 5]], ["foreign"]),
+        ([[1, 3], [2, 4, 5]], ["unknown"]),
     ],
 )
 def test_samples_are_compared_as_sets_in_which_each_id_is_once(found: list[list[int]], words: list[str]) -> None:

@@ -165,11 +165,11 @@ def test_silence_of_all_is_the_silence_of_the_stores_host() -> None:
 @pytest.mark.parametrize(
     ("culprit", "words"),
     [
-        (peer(1, state="gone", ending="SIGKILL"), "SIGKILL, as kill -9 does"),
+        (peer(1, state="gone", ending="SIGKILL"), "SIGKILL, as by kill -9"),
         (peer(1, state="gone", ending="SIGSEGV"), "without a traceback, by SIGSEGV"),
         (peer(1, state="gone"), "as after SIGKILL"),
-        (peer(1, heard_at=70), "silent, nothing heard of it for 30 s"),
-        (peer(1, heard_at=70, state="stopped"), "stopped, as by SIGSTOP, nothing heard of it for 30 s"),
+        (peer(1, heard_at=70), "silent, no heartbeat for 30 s"),
+        (peer(1, heard_at=70, state="stopped"), "stopped, as by SIGSTOP, no heartbeat for 30 s"),
         (peer(1, failure="Traceback\n  ...\nValueError: bad", order=1), "\n  ValueError: bad\n"),
     ],
 )
@@ -658,7 +658,7 @@ def test_one_process_is_not_watched() -> None:
 
 @pytest.mark.parametrize("timeout_s", [-1.0, 1.0, math.nan])
 def test_a_time_in_which_there_may_be_no_beat_is_refused(timeout_s: float) -> None:
-    with pytest.raises(ConfigError, match=rf"watchdog\.timeout_s={timeout_s:g}, with signs of life"):
+    with pytest.raises(ConfigError, match=rf"watchdog\.timeout_s={timeout_s:g} is too short"):
         Watchdog(timeout_s=timeout_s)
 
 

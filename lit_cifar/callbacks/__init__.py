@@ -1,4 +1,4 @@
-"""What a run shows and leaves: progress, figures, accuracy per rank, throughput, predictions, checkpoints."""
+"""What a run prints and writes: progress, figures, accuracy per rank, throughput, predictions, checkpoints."""
 
 from lit_cifar.callbacks.boundary import EXIT_STOPPED, Keystrokes, StepBoundary
 from lit_cifar.callbacks.checkpoint import BestCheckpoint, LastCheckpoint

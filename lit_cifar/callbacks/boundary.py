@@ -1,7 +1,7 @@
 """Ranks agree between optimizer steps whether to save, to stop, or to abort on a loss that is not finite.
 
-Between two optimizer steps everything that belongs to the first is done, validation included, and nothing of the second
-has begun. A checkpoint written there holds exactly the state of an uninterrupted run.
+Between two optimizer steps everything that belongs to the first is done, including validation, and nothing of the
+second has begun. A checkpoint written there holds exactly the state of an uninterrupted run.
 """
 
 import math
@@ -33,12 +33,12 @@ _MAX_STEPS = 1000  # between two agreements, however short they are
 
 
 class Agreed(NamedTuple):
-    """What all processes know after they have asked one another.
+    """What all processes have agreed on.
 
     Attributes:
-        signal: Number of a signal by which any of them was asked to stop; 0 for none.
-        due: Whether the time for a checkpoint has come.
-        first_bad: Optimizer step and rank of the first loss that was not finite; None where all were.
+        signal: Number of a signal by which any process was asked to stop; 0 for none.
+        due: Whether a checkpoint is due by the clock.
+        first_bad: Optimizer step and rank of the first loss that was not finite; None if all were finite.
     """
 
     signal: int
@@ -47,13 +47,13 @@ class Agreed(NamedTuple):
 
 
 class Keystrokes:
-    """Tells a second Ctrl-C from one that arrives twice: from the terminal, and from the process that started this."""
+    """Distinguishes a second Ctrl-C from one that arrives twice, from the terminal and from the parent process."""
 
     def __init__(self) -> None:
         self._first_at = math.inf
 
     def insist(self, number: int) -> bool:
-        """Whether signal `number`, which has just arrived, is SIGINT, and another one than the first."""
+        """Whether signal `number`, which has just arrived, is a second Ctrl-C."""
         now = time.monotonic()
         if number == signal.SIGINT:
             self._first_at = min(self._first_at, now)
@@ -63,18 +63,18 @@ class Keystrokes:
 class StepBoundary(Callback):
     """Saves when a checkpoint is due, stops when asked to, and stops when a loss is not a finite number.
 
-    SIGTERM, or SIGINT once, makes all processes save at the same step and exit with status 143; another SIGINT, a
-    second later, ends the process that gets it at once. A loss that is not finite makes all processes exit with
-    status 1, before anything is saved.
+    SIGTERM, or SIGINT once, makes all processes save at the same step and exit with status 143. A second SIGINT, at
+    least a second later, ends the process that receives it at once. A loss that is not finite makes all processes exit
+    with status 1, before anything is saved.
 
-    Asking takes an all-reduce, and on a GPU the host waits for it. So it is not done at every step, but every
-    `agree_every_s` seconds, a number of steps that the processes also agree on, and where a checkpoint is due by its
-    step, which they all know. Until then a process keeps its losses, on its device.
+    To agree takes an all-reduce, and on a GPU the host waits for it. It is therefore not done at every step. It is done
+    about every `agree_every_s` seconds, after a number of steps that the processes also agree on, and when a checkpoint
+    is due by its step, which all processes know. Until then a process keeps its losses on its device.
 
-    Must come before the callbacks that look at the next batch, as it acts when that has been fetched.
+    This callback must come before those that use the next batch, because it acts when that has been fetched.
 
     Args:
-        agree_every_s: Seconds between two agreements, about; 0 for one at every step.
+        agree_every_s: Seconds between two agreements, approximately; 0 for one at every step.
     """
 
     def __init__(self, *, agree_every_s: float = 1.0) -> None:
@@ -82,32 +82,33 @@ class StepBoundary(Callback):
         self._last: LastCheckpoint | None = None
         self._signal = 0
         self._keystrokes = Keystrokes()
-        self._losses: list[tuple[int, Tensor]] = []  # since the processes last asked one another
+        self._losses: list[tuple[int, Tensor]] = []  # since the last agreement
         self._device = torch.device("cpu")
-        self._first_steps: dict[int, int] = {}  # of every epoch, as the steps in one may change where a run goes on
+        self._first_steps: dict[int, int] = {}  # of every epoch: a resumed run may have another number of steps in one
         self._steps_left = 0
         self._asked_at = 0.0
         self._asked_step = 0
         self._step_s = 0.0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take over from Lightning, which asks at every step, with the host waiting, and has no exit status for it."""
+        """Replace Lightning's handling of signals, which synchronises at every step and has no exit status."""
         self._signal, self._keystrokes = 0, Keystrokes()
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
         if threading.current_thread() is threading.main_thread():
-            # Lightning's turn would come next; having had it, it puts the former handlers back when it tears down.
+            # Lightning would register its handlers next. They are registered now, so that its teardown restores the
+            # former ones.
             trainer._signal_connector.register_signal_handlers()
             trainer._signal_connector.register_signal_handlers = _nothing  # type: ignore[method-assign]
             signal.signal(signal.SIGTERM, self._note)
             signal.signal(signal.SIGINT, self._note)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to count the steps and the time until the processes ask one another."""
+        """Start counting steps and time until the next agreement."""
         self._last = next((c for c in trainer.callbacks if isinstance(c, LastCheckpoint)), None)  # type: ignore[attr-defined]
         self._losses.clear()
         self._device = pl_module.device
         self._first_steps = {}
-        self._steps_left = 2  # first after a step, when it is known how long one takes
+        self._steps_left = 2  # the first agreement comes after a step, when the duration of one is known
         self._asked_at, self._asked_step, self._step_s = time.monotonic(), trainer.global_step, 0.0
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -116,7 +117,7 @@ class StepBoundary(Callback):
         self._signal = number
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Between two optimizer steps: agree if it is time to, then save, then stop."""
+        """Between two optimizer steps: agree if that is due, then save, then stop."""
         if batch_idx % trainer.accumulate_grad_batches:
             return
         self._first_steps[trainer.current_epoch] = trainer.global_step - batch_idx // trainer.accumulate_grad_batches
@@ -136,18 +137,18 @@ class StepBoundary(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Keep the loss, on its device, until the processes ask one another."""
+        """Keep the loss on its device until the next agreement."""
         stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         step = trainer.global_step - stepped
         self._losses.append((step, outputs["loss"].detach()))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Do not validate, and call best, what has diverged."""
+        """Stop a diverged run before validation, which could make it the best checkpoint."""
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._check_finite(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Do not save as the last what has diverged."""
+        """Stop a diverged run before the last checkpoint is saved."""
         self._check_finite(trainer, pl_module)
 
     def _check_finite(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -157,9 +158,9 @@ class StepBoundary(Callback):
         self._check_weights(trainer, pl_module)
 
     def _check_weights(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A step may ruin them whose own loss is still finite; the checkpoint before it then stays the newest."""
+        """Stop if a weight is not finite, which a step with a finite loss can cause, before that is saved."""
         weights = [part for parameter in pl_module.parameters() if (part := _local(parameter)).numel()]
-        largest = get_total_norm(weights, norm_type=math.inf)  # one number to read: of all weights, and all processes
+        largest = get_total_norm(weights, norm_type=math.inf)  # one number for all weights, over all processes
         bad = largest.isfinite().logical_not().to(self._device, torch.float64)
         if trainer.strategy.reduce(bad, group=group.WORLD, reduce_op="max").item():
             self._settle(trainer)
@@ -167,11 +168,11 @@ class StepBoundary(Callback):
             _end(trainer, f"{message}; {self._newest()}", status=1)
 
     def _agree(self, trainer: Trainer) -> Agreed:
-        """Ask all processes; each takes the largest of every number, and the same time until the next."""
+        """Agree by an all-reduce of maxima, also on the number of steps until the next agreement."""
         now = time.monotonic()
         if trainer.global_step > self._asked_step:
             self._step_s = (now - self._asked_at) / (trainer.global_step - self._asked_step)
-        # A save that has failed is told by the next one, which is therefore due.
+        # The next save reports that one has failed, so it is due.
         due = self._last is not None and (self._last.due_by_time(now) or has_failed(trainer))
         own = torch.tensor([self._signal, due, self._step_s, -math.inf], dtype=torch.float64).to(self._device)
         if self._losses:
@@ -184,7 +185,7 @@ class StepBoundary(Callback):
         return Agreed(int(largest[0]), bool(largest[1]), first_bad)
 
     def _first_bad(self, trainer: Trainer) -> Tensor:
-        """A code of this process's first step whose loss is not finite, the larger the earlier; -inf if all are."""
+        """A code of this process's first step with a non-finite loss, larger for earlier steps; -inf for none."""
         steps, losses = zip(*self._losses, strict=True)
         codes = [-float(step * trainer.world_size + trainer.global_rank) for step in steps]
         finite = torch.stack(losses).isfinite().to(self._device)
@@ -200,12 +201,12 @@ class StepBoundary(Callback):
         _end(
             trainer,
             f"stopped by {name} after {trainer.global_step} optimizer steps; {self._newest()}\n"
-            "the same command with --resume=auto goes on",
+            "to resume, run the same command with --resume=auto",
             status=EXIT_STOPPED,
         )
 
     def _settle(self, trainer: Trainer) -> None:
-        """Before anything is said about the newest checkpoint."""
+        """Wait for the files, before the newest checkpoint is named."""
         with _ending_if_not_saved(trainer):
             settle(trainer)
 
@@ -218,7 +219,7 @@ class StepBoundary(Callback):
         )
         _end(
             trainer,
-            f"the loss of rank {rank} is not finite in optimizer step {step} (from 0); its samples: {shown}\n"
+            f"the loss of rank {rank} is not finite in optimizer step {step} (counted from 0); its samples: {shown}\n"
             f"{self._newest()}",
             status=1,
         )
@@ -233,13 +234,13 @@ def _nothing() -> None:
 
 
 def _local(parameter: Tensor) -> Tensor:
-    """This process's part of a parameter that may be divided over processes."""
+    """This process's part of a parameter that may be sharded over processes."""
     to_local = getattr(parameter, "to_local", None)
     return parameter.detach() if to_local is None else to_local().detach()
 
 
 def _ids_of_step(trainer: Trainer, epoch: int, step: int) -> list[int]:
-    """The samples that this process read for optimizer step `step` of an epoch; none if that cannot be told."""
+    """The samples that this process read for optimizer step `step` of an epoch; empty if they are unknown."""
     datamodule: Any = getattr(trainer, "datamodule", None)
     if not hasattr(datamodule, "train_sampler"):
         return []
@@ -259,16 +260,16 @@ def _ending_if_not_saved(trainer: Trainer) -> Iterator[None]:
 
 
 def _end(trainer: Trainer, message: str, *, status: int) -> NoReturn:
-    """Say why on rank 0, and end; every process must come here."""
+    """Print `message` on rank 0, and exit; every process must call this."""
     if trainer.is_global_zero:
         print(f"lit_cifar: {message}", file=sys.stderr, flush=True)
-    with suppress(Exception):  # rank 0 has said it; those it waits for need not
+    with suppress(Exception):  # rank 0 has printed the reason; the others need not be reachable
         trainer.strategy.barrier("end")
     raise Stopped(0 if _is_watched(trainer) else status)
 
 
 def _is_watched(trainer: Trainer) -> bool:
-    """Whether this process was started by Lightning's launcher, which kills the user's one when any other one fails."""
+    """Whether Lightning's launcher started this process; it kills the user's process when one that it started fails."""
     launched = isinstance(trainer.strategy.launcher, _SubprocessScriptLauncher)
     environment = getattr(trainer.strategy, "cluster_environment", None)
     return launched and isinstance(environment, LightningEnvironment) and trainer.local_rank != 0

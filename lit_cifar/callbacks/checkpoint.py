@@ -1,4 +1,4 @@
-"""Which checkpoints a run keeps: the best by validation accuracy, and the last two to go on from."""
+"""Which checkpoints a run keeps: the best by validation accuracy, and the last two, to resume from."""
 
 import time
 from collections.abc import Iterator
@@ -23,22 +23,22 @@ def save_everywhere(trainer: L.Trainer, path: Path, *, behind: bool = False) -> 
     """Write a checkpoint; every process must call this.
 
     Args:
-        trainer: Has the state.
+        trainer: Its state is saved.
         path: The file.
-        behind: Whether training may go on before the file is there. `settle` waits for it.
+        behind: Whether training may continue before the file is complete. `settle` waits for it.
 
     Raises:
-        CheckpointError: It could not be written, or one before it; on every process, with the reason that rank 0 had.
+        CheckpointError: On every process, with rank 0's reason, if this checkpoint or one before could not be written.
     """
     with failing_together(trainer, behind=behind):
         trainer.save_checkpoint(path)
 
 
 def settle(trainer: L.Trainer) -> None:
-    """Return when all that was saved is on disk; every process must call this.
+    """Return when every checkpoint is on disk; every process must call this.
 
     Raises:
-        CheckpointError: Something could not be written; on every process.
+        CheckpointError: On every process, if one could not be written.
     """
     with failing_together(trainer):
         files = trainer.strategy.checkpoint_io
@@ -47,13 +47,13 @@ def settle(trainer: L.Trainer) -> None:
 
 
 def has_failed(trainer: L.Trainer) -> bool:
-    """Whether this process knows that something could not be written, as the next save will say."""
+    """Whether this process knows of a checkpoint that could not be written; the next save raises it."""
     files = trainer.strategy.checkpoint_io
     return isinstance(files, CheckpointFiles) and files.has_failed
 
 
 def wait_for_files(trainer: L.Trainer) -> None:
-    """Return when this process has nothing left to write; what could not be written is told later."""
+    """Return when this process has nothing left to write. A failure is raised later."""
     files = trainer.strategy.checkpoint_io
     if isinstance(files, CheckpointFiles):
         files.wait()
@@ -61,13 +61,13 @@ def wait_for_files(trainer: L.Trainer) -> None:
 
 @contextmanager
 def failing_together(trainer: L.Trainer, *, behind: bool = False) -> Iterator[None]:
-    """Make a failure of rank 0 to write a checkpoint, inside, one of all processes; each must come here.
+    """If rank 0 fails to write a checkpoint inside, raise that on every process; each must enter this.
 
-    With another `CheckpointIO` than ours it is raised on rank 0, if that one raises at all.
+    With a `CheckpointIO` other than ours only rank 0 raises, if at all.
 
     Args:
-        trainer: Writes it.
-        behind: As of `save_everywhere`.
+        trainer: Its strategy writes the checkpoint.
+        behind: See `save_everywhere`.
     """
     files = trainer.strategy.checkpoint_io
     if not isinstance(files, CheckpointFiles):
@@ -81,13 +81,14 @@ def failing_together(trainer: L.Trainer, *, behind: bool = False) -> Iterator[No
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """`checkpoints/best.ckpt` by `val/acc`; none where no images are held out (`--data.val_size=0`).
+    """Keeps the best checkpoint by `val/acc`, `best.ckpt`; none without validation images (`--data.val_size=0`).
 
     Args:
-        monitor: Logged metric that ranks checkpoints.
-        mode: Whether its maximum or its minimum is best.
-        save_top_k: How many of the best to keep, the others as `best-v1.ckpt` and so on; -1 for all, 0 for none.
-        every_n_epochs: Epochs between checkpoints.
+        monitor: Logged metric that ranks the checkpoints.
+        mode: Whether the maximum or the minimum of the metric is best.
+        save_top_k: How many of the best checkpoints to keep; from the second on they are called `best-v1.ckpt` and so
+            on. With -1 all are kept, with 0 none.
+        every_n_epochs: Number of epochs between checkpoints.
     """
 
     def __init__(
@@ -110,16 +111,16 @@ class BestCheckpoint(ModelCheckpoint):
         )
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Where nothing will be validated, nothing is the best."""
+        """Keep no best checkpoint in a run that does not validate."""
         datamodule = getattr(trainer, "datamodule", None)
         if trainer.limit_val_batches == 0 or getattr(datamodule, "val_size", None) == 0:
             self.save_top_k = 0
         super().setup(trainer, pl_module, stage)
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Know the run's best files again where its folder was moved, or is named in another way.
+        """Recognise the run's best files if its folder was moved or is given by another name.
 
-        Lightning forgets them, and the score to surpass, unless the folder's name is the very same string.
+        Lightning forgets them and their scores unless the folder's name is the same string.
         """
         state, folder = checkpoint["callbacks"].get(self.state_key), Path(self.dirpath or "")
         if state is None:
@@ -131,41 +132,41 @@ class BestCheckpoint(ModelCheckpoint):
             state |= {key: names[state[key]] for key in _PATHS}
 
     def _save_topk_checkpoint(self, trainer: L.Trainer, monitor_candidates: dict[str, Tensor]) -> None:
-        """Nothing is the best where `max_steps` ends a run before it has been validated: no reason for a warning."""
+        """Do not warn if `max_steps` ends a run before its first validation: it has no best checkpoint."""
         if self.monitor in monitor_candidates or trainer.fit_loop.epoch_loop.val_loop._has_run:
             super()._save_topk_checkpoint(trainer, monitor_candidates)
 
     def _save_checkpoint(self, trainer: L.Trainer, filepath: str) -> None:
-        # Loggers that then take the file elsewhere must find it.
+        # Loggers that upload the file need it complete.
         told = [type(logger).after_save_checkpoint for logger in trainer.loggers]
         with failing_together(trainer, behind=all(hook in _DOES_NOTHING for hook in told)):
             super()._save_checkpoint(trainer, filepath)
 
     def file_exists(self, filepath: str | Path, trainer: L.Trainer) -> bool:
-        """Whether it does when all that was saved is on disk: names must not depend on how fast that is."""
+        """Whether the file exists once every checkpoint is on disk: names must not depend on the disk's speed."""
         wait_for_files(trainer)
         return super().file_exists(filepath, trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Let no training end before its files are there."""
+        """Wait for the files."""
         super().on_train_end(trainer, pl_module)
         settle(trainer)
 
 
 class LastCheckpoint(callbacks.Checkpoint):
-    """`checkpoints/last.ckpt`, from which a run goes on, and `checkpoints/previous.ckpt`, the one before.
+    """Keeps the checkpoint that a run resumes from, `last.ckpt`, and the one before it, `previous.ckpt`.
 
-    Says when one is due, and saves when told to: all processes must agree first, at the start of an optimizer step.
-    The end of training is saved in any case. Nothing is due until a step has been taken, or taken again.
+    This callback says when a checkpoint is due. `StepBoundary` calls `save` once all processes have agreed, at the
+    start of an optimizer step. The end of training is always saved. Nothing is due before the first step of a run.
 
     Args:
-        every_n_epochs: Save after every n epochs; 0: never for this reason.
-        every_n_steps: Save after every n optimizer steps; null: never for this reason.
-        every_n_seconds: Save when n seconds have passed since the last time; null: never for this reason.
+        every_n_epochs: Save after every n epochs. With 0 the number of epochs is no reason to save.
+        every_n_steps: Save after every n optimizer steps. With null the number of steps is no reason to save.
+        every_n_seconds: Save when n seconds have passed since the last checkpoint. With null time is no reason to save.
 
     Attributes:
-        newest: The file that this run has saved last, or the one it goes on from; None if there is neither. It is
-            there after `settle`, before that perhaps not yet.
+        newest: The file that this run saved last, or the one it was resumed from; None if there is neither. It is
+            complete after `settle`.
     """
 
     def __init__(
@@ -190,24 +191,24 @@ class LastCheckpoint(callbacks.Checkpoint):
         self._folder = Path(trainer.strategy.broadcast(str(folder))) / "checkpoints"
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin to count: where a run begins or goes on there is nothing new to save."""
+        """Start counting: at the start of a run, resumed or not, there is nothing new to save."""
         self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
         self.newest = Path(trainer.ckpt_path) if trainer.ckpt_path else None
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Note the step at which as many epochs have ended as `every_n_epochs` says."""
+        """Note the step at which `every_n_epochs` epochs have ended."""
         if self.every_n_epochs and trainer.current_epoch % self.every_n_epochs == 0:
             self._end_of_epochs = trainer.global_step
 
     def due_by_step(self, trainer: L.Trainer) -> bool:
-        """Whether the steps taken say that it is time; the same on every process."""
+        """Whether a checkpoint is due by the number of steps or epochs; the same on every process."""
         step = trainer.global_step
         if step == self._saved_step:
             return False
         return step == self._end_of_epochs or (self.every_n_steps is not None and step % self.every_n_steps == 0)
 
     def due_by_time(self, now: float) -> bool:
-        """Whether the clock says so; processes may differ.
+        """Whether a checkpoint is due by the clock; processes may differ.
 
         Args:
             now: `time.monotonic()`, in seconds.
@@ -215,12 +216,12 @@ class LastCheckpoint(callbacks.Checkpoint):
         return self.every_n_seconds is not None and now - self._saved_at >= self.every_n_seconds
 
     def save(self, trainer: L.Trainer) -> None:
-        """Write the checkpoint, but none of a test or a trial run; every process must call this.
+        """Write the checkpoint, but not in a test or a `fast_dev_run`; every process must call this.
 
-        Training may go on before the file is there: see `settle`.
+        Training may continue before the file is complete: see `settle`.
 
         Raises:
-            CheckpointError: One before it could not be written; on every process.
+            CheckpointError: On every process, if a checkpoint before this one could not be written.
         """
         if trainer.fast_dev_run or trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:  # type: ignore[attr-defined]
             return
@@ -229,13 +230,13 @@ class LastCheckpoint(callbacks.Checkpoint):
         self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save the end, unless it has been, and let no training end before its files are there."""
+        """Save the end of training, unless that was done, and wait for the files."""
         if self.newest != self._folder / LAST or self._saved_step != trainer.global_step:
             self.save(trainer)
         settle(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Let nobody say what is left before all is there: Lightning tears nothing down if a logger fails, too."""
+        """Wait for the files, before an error lists them. Lightning skips the teardown if a logger fails as well."""
         wait_for_files(trainer)
 
 
@@ -244,7 +245,7 @@ _PATHS = ("best_model_path", "kth_best_model_path", "last_model_path")
 
 
 def _paths(state: dict[str, Any]) -> list[str]:
-    """The files that the state of a `ModelCheckpoint` names; some may be empty."""
+    """The files that the state of a `ModelCheckpoint` names; some names may be empty."""
     return [*state["best_k_models"], *(state[key] for key in _PATHS)]
 
 

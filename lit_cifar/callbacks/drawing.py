@@ -16,7 +16,7 @@ _IMAGE_SIDE = 160  # pixels, for 32 of the data
 
 @dataclass(frozen=True)
 class WrongImage:
-    """An image whose most probable class is not its own.
+    """A misclassified image.
 
     Attributes:
         image: uint8, (3, H, W), on the CPU.
@@ -52,14 +52,14 @@ def confusion_figure(confusion: Tensor, classes: Sequence[str], *, title: str) -
     for (row, column), count in np.ndenumerate(counts):
         color = "white" if shares[row, column] > 0.5 else "black" if count else "silver"
         text = axes.text(column, row, f"{count}", ha="center", va="center", color=color, fontsize=9)
-        text.set_in_layout(False)  # it lies inside, and a hundred of them would take half of the time
+        text.set_in_layout(False)  # the layout does not need it, and a hundred texts would take half of the time
     figure.colorbar(image, ax=axes, fraction=0.046, label="share of the true class")
     return figure
 
 
 def wrong_images_figure(wrong: Sequence[WrongImage], *, title: str) -> Figure:
     """A grid of images with their classes, in the given order; one line of text if there are none."""
-    # Pixels and texts without axes, each of which takes as long as all of these.
+    # Pixels and texts without axes: drawing one axes takes as long as all of these.
     columns = min(4, max(1, len(wrong)))
     width, height = max(600, 200 * columns), 80 + 230 * max(1, math.ceil(len(wrong) / columns))
     figure = Figure(figsize=(width / 100, height / 100), dpi=100)
@@ -80,7 +80,7 @@ def wrong_images_figure(wrong: Sequence[WrongImage], *, title: str) -> Figure:
 def evaluation_figures(
     confusion: Tensor, wrong: Sequence[WrongImage], classes: Sequence[str], *, title: str
 ) -> dict[str, Figure]:
-    """The figures of an evaluation by name, each with its numbers below `title`; arguments as of the two above."""
+    """The figures of an evaluation by name, with counts below `title`; for the arguments see the functions above."""
     right, total = int(confusion.diagonal().sum()), int(confusion.sum())
     counted = f"{title}\n{right:,} of {total:,} right" + (f" ({right / total:.2%})" if total else "")
     listed = f"{title}\nthe {len(wrong)} most confident of {total - right:,} mistakes"

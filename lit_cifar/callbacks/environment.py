@@ -23,7 +23,7 @@ SOURCE = Path(__file__).resolve().parents[1]
 
 
 def environment(trainer: Trainer, *, data_name: str) -> dict[str, Any]:
-    """Everything that can be told without naming the machine or its user.
+    """The environment of a run, without names of the machine or its user.
 
     Args:
         trainer: Its strategy's processes have started.
@@ -67,7 +67,7 @@ def versions() -> dict[str, str]:
 
 
 def cpu_model() -> str:
-    """The processor's name as the system tells it; on Linux from /proc/cpuinfo, which Arm leaves without one."""
+    """The processor's name; on Linux from /proc/cpuinfo, which has none on Arm."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text(errors="replace").splitlines():

@@ -1,7 +1,7 @@
-"""A resumed run goes on with the very next sample, in another mode or on another number of processes too.
+"""A resumed run continues with the next sample, also in another mode or on another number of processes.
 
-Order, augmentation and schedule are functions of (seed, epoch, step), so what a checkpoint must say beside weights,
-optimizer and schedule is where in the epoch it was written, and what the epoch's metrics had counted until then.
+Order, augmentation and schedule are functions of (seed, epoch, step). Beside weights, optimizer and schedule a
+checkpoint must therefore hold the position in the epoch, and what the epoch's metrics had counted until then.
 """
 
 from collections.abc import Iterator
@@ -28,14 +28,14 @@ POSITION, METRICS = "position", "metrics"
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where a run stands.
+    """The position of a run.
 
     Attributes:
-        epoch: Epochs that are complete.
-        step: Optimizer steps taken in the epoch after these.
-        started: Whether that epoch has begun.
-        global_step: Optimizer steps taken in all.
-        rows: Lines of `metrics.csv`, without its header, that were written by then.
+        epoch: Number of complete epochs.
+        step: Optimizer steps taken in the current epoch.
+        started: Whether the current epoch has begun.
+        global_step: Optimizer steps taken in all epochs.
+        rows: Lines of `metrics.csv` written so far, without its header.
     """
 
     epoch: int
@@ -46,11 +46,11 @@ class Position:
 
     @classmethod
     def of(cls, trainer: Trainer) -> "Position":
-        """Where `trainer` stands: at a step boundary, or after an epoch or the whole training."""
+        """The position of `trainer`, which is at a step boundary, or after an epoch or the whole training."""
         epochs: Any = trainer.fit_loop.epoch_progress.current
         batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         in_epoch = batches.processed // trainer.accumulate_grad_batches
-        # A fit that `max_steps` ended in the middle of an epoch has run that epoch's last hooks all the same.
+        # A fit that `max_steps` ended in the middle of an epoch has run that epoch's last hooks too.
         complete = epochs.processed == epochs.started and batches.processed >= trainer.num_training_batches
         return cls(
             epoch=epochs.started if complete else max(epochs.started - 1, 0),
@@ -61,9 +61,9 @@ class Position:
         )
 
     def write(self, loops: dict[str, Any], *, accumulation: int) -> None:
-        """Turn the progress in `loops`, the "fit_loop" entry of a checkpoint, into that of this position.
+        """Write this position into `loops`, the "fit_loop" entry of a checkpoint.
 
-        Lightning counts loader batches; how many a step has, the run that resumes decides by its `accumulation`.
+        Lightning counts loader batches. The `accumulation` of the resumed run says how many a step has.
         """
         entered = self.epoch + self.started
         epochs = {"ready": entered, "started": entered, "processed": self.epoch, "completed": self.epoch}
@@ -79,16 +79,16 @@ class Position:
 
 
 class ExactResume(Callback):
-    """Writes the position and the metrics' counts into every checkpoint, and goes on from them."""
+    """Writes the position and the metrics' counts into every checkpoint, and resumes from them."""
 
     def __init__(self) -> None:
         self._resumed: Position | None = None
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Write both down; the processes that hold the shards of the data put their counts together.
+        """Write both; the counts of all processes are gathered.
 
         Raises:
-            SaveError: The logs, which belong to a checkpoint, could not be written; on every process.
+            SaveError: On every process, if the logs, which belong to a checkpoint, could not be written.
         """
         failure: SaveError | None = trainer.strategy.broadcast(_save_logs(trainer, run_folder(trainer) or Path()))
         if failure is not None:
@@ -97,7 +97,7 @@ class ExactResume(Callback):
         checkpoint[METRICS] = _collect(trainer, pl_module)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Let a fit go on from there; a checkpoint that has no position leaves Lightning to its own."""
+        """Resume a fit at the position. A checkpoint without one is left to Lightning."""
         if trainer.state.fn != TrainerFn.FITTING or POSITION not in checkpoint:
             return
         position = Position(**checkpoint[POSITION])
@@ -107,10 +107,10 @@ class ExactResume(Callback):
         self._resumed = position
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let the loader begin where the epoch was left.
+        """Set the loader to the position in the epoch.
 
-        Lightning would restore its state itself, but not where the number of steps has been asked for before: the
-        loader is then made before the checkpoint is read.
+        Lightning restores a loader's state itself, but not if the number of steps was asked for before: then the loader
+        is made before the checkpoint is read.
         """
         if self._resumed is not None:
             loader: Any = trainer.train_dataloader
@@ -118,32 +118,33 @@ class ExactResume(Callback):
             if self._resumed.global_step:
                 _settle_buckets(trainer, pl_module)
 
-    # Where validation comes right before the position, Lightning's loop takes an empty turn instead of validating
-    # again, and counts it as a step: what loggers write would be one step late from there on.
+    # If validation came right before the checkpoint, Lightning's loop makes an empty pass instead of validating again
+    # and counts it as a step: loggers would then write every value one step late.
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Put the loggers' step right."""
-        self._put_right(trainer)
+        """Correct the loggers' step."""
+        self._correct_step(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the loggers' step right, and do not leave out ReduceLROnPlateau where its metric is known."""
-        self._put_right(trainer)
+        """Correct the loggers' step, and let ReduceLROnPlateau step if its metric is known."""
+        self._correct_step(trainer)
         monitors = [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
         if all(monitor in trainer.callback_metrics for monitor in monitors):
-            trainer.fit_loop._restarting = False  # else Lightning leaves it out at the end of this epoch
+            trainer.fit_loop._restarting = False  # else Lightning skips it at the end of this epoch
 
-    def _put_right(self, trainer: Trainer) -> None:
+    def _correct_step(self, trainer: Trainer) -> None:
         if self._resumed is not None:
             trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
             self._resumed = None
 
 
 def _settle_buckets(trainer: Trainer, pl_module: LightningModule) -> None:
-    """Let DistributedDataParallel order its gradient buckets as it has them after the first step.
+    """Let DistributedDataParallel build the gradient buckets that it has after the first step.
 
-    It divides the gradients anew once it has seen in which order they become ready. What is summed with what stays, but
-    over more than two processes a ring sums every place of a bucket in an order of its own, so that the first step
-    would be rounded otherwise than in a run that was not interrupted. One pass on blank images, of which nothing stays.
+    It assigns gradients to new buckets once it has seen the order in which they become ready. With more than two
+    processes, a ring all-reduce sums the elements of a bucket in an order that depends on their place. The first step
+    would then differ by rounding from an uninterrupted run. So this runs one forward and backward pass on blank images,
+    and restores buffers and gradients.
     """
     model = trainer.strategy.model
     if not isinstance(model, DistributedDataParallel):
@@ -161,18 +162,18 @@ def _settle_buckets(trainer: Trainer, pl_module: LightningModule) -> None:
 
 
 def _save_logs(trainer: Trainer, folder: Path) -> SaveError | None:
-    """Why they could not be; None where they were, and where another process writes them."""
+    """Save the logs; the error if that failed, else None."""
     try:
         for logger in trainer.loggers:
             logger.save()
     except OSError as error:
-        wait_for_files(trainer)  # which it names
+        wait_for_files(trainer)  # the error lists them
         return save_error(error, folder / "metrics.csv", checkpoints=folder / "checkpoints")
     return None
 
 
 def _num_rows(trainer: Trainer) -> int:
-    """Lines of `metrics.csv` below its header; only the process that writes it has to know."""
+    """Lines of `metrics.csv` below its header; 0 on processes that do not write it."""
     folder = next((logger.log_dir for logger in trainer.loggers if isinstance(logger, CSVLogger)), None)
     path = Path(folder or ".") / "metrics.csv"
     if folder is None or not trainer.is_global_zero or not path.exists():
@@ -192,7 +193,7 @@ def _metrics(module: torch.nn.Module) -> Iterator[tuple[str, Metric]]:
 def _collect(trainer: Trainer, pl_module: LightningModule) -> dict[str, dict[str, Tensor]]:
     """Every metric's counts, a row for each shard of the data.
 
-    Not their sums: a sum of floats that is taken up again as one number would round otherwise than the undisturbed.
+    Not their sums: continuing from a sum of floats would differ by rounding from an uninterrupted run.
     """
     layout = Layout.of(trainer.strategy)
     collected = {}
@@ -215,7 +216,7 @@ def _row(state: Any, layout: Layout) -> Tensor:
 
 
 def _restore(pl_module: LightningModule, collected: dict[str, dict[str, Tensor]], layout: Layout) -> None:
-    """Give every shard its counts back; on another number of shards, all of them to the first."""
+    """Restore the counts of every shard; if the number of shards has changed, the first one gets all counts."""
     for name, metric in _metrics(pl_module):
         own = {key: _own(rows, layout) for key, rows in collected[name].items()}
         metric._update_count = int(own.pop(_UPDATES))

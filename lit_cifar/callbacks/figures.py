@@ -21,16 +21,16 @@ SPLIT_WORDS: dict[Split, str] = {"val": "validation", "test": "test"}
 class EvaluationFigures(Callback):
     """Draws every evaluation into TensorBoard.
 
-    All processes take part in gathering the figures' numbers; only rank 0 draws, in a thread beside the training that
-    follows. The end of a run waits for it; of one that is killed the latest figures may be missing.
+    All processes gather the numbers. Only rank 0 draws, in a thread beside the training that follows. The end of a run
+    waits for that thread. A run that is killed may lack its latest figures.
 
-    Tags (`val` or `test` comes first): `val/acc_class/NAME`, the share of a class that was recognised, left out for
-    a class without samples; `val/confusion`; `val/wrong`, the images that the network got wrong while it was surest.
+    Tags, with `test` in place of `val` for a test: `val/acc_class/NAME`, the accuracy of a class, left out if it has
+    no samples; `val/confusion`; `val/wrong`, the misclassified images with the highest confidence.
 
     Args:
-        num_wrong: Images in the grid, over all processes.
+        num_wrong: Number of misclassified images to show, over all processes.
         every_n_epochs: Draw after every n-th epoch of a fit and after its last, which takes a core some tenths of a
-            second; 0 draws nothing, also in `validate` and `test`, and not the network's graph.
+            second. With 0 nothing is drawn, also in `validate` and `test`, nor the network's graph.
     """
 
     def __init__(self, *, num_wrong: int = 16, every_n_epochs: int = 1) -> None:
@@ -40,11 +40,11 @@ class EvaluationFigures(Callback):
         self._drawing: Future[None] | None = None
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget the images of the epoch before."""
+        """Drop the images of the previous epoch."""
         self._worst = MostConfidentMistakes(self.num_wrong)
 
     def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget the images of the test before."""
+        """Drop the images of the previous test."""
         self._worst = MostConfidentMistakes(self.num_wrong)
 
     def on_validation_batch_end(
@@ -92,9 +92,9 @@ class EvaluationFigures(Callback):
         return epoch % self.every_n_epochs == 0 or epoch == trainer.max_epochs
 
     def _draw(self, trainer: Trainer, pl_module: Any, split: Split) -> None:
-        """Read the numbers here, and leave the drawing to a thread, which training need not wait for."""
+        """Read the numbers here and draw in a thread, so that training does not wait."""
         details: dict[str, Tensor] = pl_module.evaluation_metrics(split).compute()
-        confusion = details["confusion"].to("cpu", copy=True)  # counting goes on while it is drawn
+        confusion = details["confusion"].to("cpu", copy=True)  # it is drawn while counting continues
         confidence, ids, predictions = self._worst.gather(trainer)
         writer = tensorboard_writer(trainer)
         if writer is None:  # every rank but 0, and runs without TensorBoard
@@ -115,17 +115,17 @@ class EvaluationFigures(Callback):
         thread.shutdown(wait=False)
 
     def _finish_drawing(self) -> None:
-        """Wait for the figures before; what went wrong with them is raised here."""
+        """Wait for the previous figures, and raise what failed in drawing them."""
         drawing, self._drawing = self._drawing, None
         if drawing is not None:
             drawing.result()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Finish what is being drawn, while the writer is open."""
+        """Finish drawing while the writer is open."""
         self._finish_drawing()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Finish too where a run is stopped; what went wrong in drawing is no news beside what went wrong here."""
+        """Finish drawing; an error in it is not raised beside `exception`."""
         if self._drawing is not None:
             wait([self._drawing])
         self._drawing = None
@@ -135,7 +135,7 @@ class MostConfidentMistakes:
     """The k samples that were classified wrongly with the highest softmax probability.
 
     `update` stays on the device and never waits for it. Ties go to the smaller id, so that the choice does not depend
-    on how the samples were dealt to the processes.
+    on which process has which sample.
 
     Args:
         k: How many to keep.
@@ -179,7 +179,7 @@ class MostConfidentMistakes:
 
 
 def class_accuracies(accuracies: Tensor, confusion: Tensor, classes: Sequence[str]) -> dict[str, float]:
-    """Share of each class that was recognised, by a name that is fit for a tag; classes without samples are left out.
+    """The accuracy of each class, by a name that is valid as a tag; classes without samples are left out.
 
     Args:
         accuracies: float, (C,).

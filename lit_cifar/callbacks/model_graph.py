@@ -13,9 +13,9 @@ from lit_cifar.callbacks.tensorboard import tensorboard_writer
 class ModelGraph(Callback):
     """Draws `pl_module.network` into TensorBoard's Graphs tab before a fit starts.
 
-    A copy of the network is traced, on the CPU and in evaluation mode: BatchNorm statistics, training mode, device
-    and random state of the real one stay as they are. Before: some strategies then split the network. Where
-    `EvaluationFigures` draw nothing, this draws nothing either.
+    A copy of the network is traced, on the CPU and in evaluation mode. The network itself does not change. It is traced
+    before the fit, because some strategies then split the network. If `EvaluationFigures` draws nothing, this draws
+    nothing either.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -26,7 +26,7 @@ class ModelGraph(Callback):
         network = copy.deepcopy(pl_module.network).cpu().eval()  # type: ignore[union-attr]
         example = torch.zeros(1, 3, 32, 32, dtype=next(network.parameters()).dtype)
         with warnings.catch_warnings():
-            # add_graph knows no other tracer than the deprecated one.
+            # add_graph uses the deprecated tracer.
             warnings.filterwarnings("ignore", r"`torch\.jit\.trace", FutureWarning)
             warnings.filterwarnings("ignore", r"`torch\.jit\.trace", DeprecationWarning)
             writer.add_graph(network, example)

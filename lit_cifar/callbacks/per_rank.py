@@ -23,10 +23,10 @@ COLUMNS = ("split", "rank", "correct", "total", "accuracy")
 
 
 class PerRankAccuracy(Callback):
-    """Counts right and seen samples on each rank and reports them beside their exact sum.
+    """Counts correct and evaluated samples on each rank, and reports them with their exact sum.
 
-    A rank is a process; where one process holds several replicas (`dp`) a rank is a replica. The counts stay on the
-    device as int64 until the epoch ends; one sum over the processes then combines them. After each evaluation
+    A rank is a process; if one process holds several replicas (`dp`) a rank is a replica. The counts are int64 on the
+    device until the epoch ends. Then they are summed over the processes. After each evaluation
 
     - `per_rank.csv` in the run folder holds a row for each rank and one called `all`; a later evaluation of the same
       split replaces its rows;
@@ -138,7 +138,7 @@ class PerRankAccuracy(Callback):
         console = Console()
         with console.capture() as text:
             console.print(per_rank_table(self.counts[split], title=title))
-        pl_module.print(text.get().rstrip("\n"))  # on rank 0, and past a progress bar that is still open
+        pl_module.print(text.get().rstrip("\n"))  # on rank 0, and above an open progress bar
 
 
 def per_rank_table(counts: list[AccuracyCount], *, title: str) -> Table:
@@ -160,9 +160,9 @@ def _cells(count: AccuracyCount) -> tuple[str, str, str, str]:
 
 
 def write_per_rank(folder: Path, split: str, counts: list[AccuracyCount]) -> None:
-    """Put this split's rows into `folder/per_rank.csv`; rows of other splits stay.
+    """Replace this split's rows in `folder/per_rank.csv`, and keep those of other splits.
 
-    The file is replaced as a whole, so that nobody ever reads half a table.
+    The file is replaced as a whole, so that a reader never sees half a table.
     """
     path = folder / FILE_NAME
     rows = []

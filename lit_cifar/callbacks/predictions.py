@@ -1,4 +1,4 @@
-"""What `predict` leaves: a class and a confidence for each image of the user's folder."""
+"""Writes the results of `predict`: a class and a confidence for each image of the user's folder."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,7 +18,7 @@ COLUMNS = ("file", "class", "confidence", "error")
 class PredictionWriter(Callback):
     """Writes `predictions.csv` (`file,class,confidence,error`) into the run folder, rows in input order.
 
-    A file that could not be read stands there with its error and without a class. Expects `predict_step` to return
+    A file that could not be read has an error and no class. Expects `predict_step` to return
     softmax probabilities (n, C), and `trainer.datamodule.folder` to list the files.
 
     Attributes:
@@ -68,7 +68,7 @@ class PredictionWriter(Callback):
 
 
 def write_rows(path: Path, rows: Iterable[tuple[str, ...]]) -> None:
-    """Write the table with its header; the file is replaced as a whole, so that nobody reads half of it."""
+    """Write the table with its header; the file is replaced as a whole, so that a reader never sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_csv(path, [COLUMNS, *rows])
 
@@ -79,7 +79,7 @@ def _cells(table: Tensor, classes: tuple[str, ...]) -> list[tuple[str, str, str]
     for label, confidence, times in table.tolist():
         if times == 0:
             cells.append(("", "", "not classified: the run was limited to fewer batches"))
-        else:  # more than once where several processes hold one replica; the mean is then each one's answer
+        else:  # several times if several processes hold one replica: their results are equal, and so is the mean
             cells.append((classes[round(label / times)], f"{confidence / times:.6f}", ""))
     return cells
 

@@ -18,16 +18,16 @@ _SHOW_EVERY_S = 0.5
 
 
 class ProgressBar(TQDMProgressBar):
-    """Epoch, loss, accuracy and images per second; a finished epoch's line stays.
+    """Shows epoch, loss, accuracy and images per second; the line of a finished epoch remains.
 
-    Where stdout is not a terminal there is no bar but one line per epoch, and one at least every `line_every_s`.
+    If stdout is not a terminal there is no bar. A line is printed after each epoch, and at least every `line_every_s`.
 
-    The figures come from what the run logs anyway, whether or not with `prog_bar=True`: that flag would make
-    Lightning read the value back from the device in every step, here that happens where the bar is updated.
+    The values are those that the run logs, with or without `prog_bar=True`. That flag would make Lightning read a value
+    back from the device in every step; here it is read when the bar is updated.
 
     Args:
-        refresh_rate: Update the bar after a multiple of so many steps, but for fast ones not more often than twice a
-            second, as the host waits for a GPU to have the figures; 0 for no progress at all.
+        refresh_rate: Number of steps between updates of the bar; 0 for no progress at all. There are at most two
+            updates a second, because the host waits for a GPU to have the values.
         line_every_s: Seconds between two lines in a log file.
     """
 
@@ -50,7 +50,7 @@ class ProgressBar(TQDMProgressBar):
             self.disable()
 
     def on_train_start(self, *_: Any) -> None:
-        """Show nothing yet: each epoch opens its own bar. One that is resumed in its middle counts from here."""
+        """Show nothing yet: each epoch opens its own bar. The time of a resumed epoch counts from here."""
         self._epoch_at = self._line_at = perf_counter()
         self.train_progress_bar = Tqdm(disable=True)
 
@@ -61,14 +61,14 @@ class ProgressBar(TQDMProgressBar):
         self.train_progress_bar.set_description_str(_epoch_of(trainer))
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Open the bar of an epoch that was resumed in its middle and so never started."""
+        """Open the bar of an epoch that was resumed in the middle, for which `on_train_epoch_start` is not called."""
         if self.is_enabled and self.train_progress_bar.disable:
             self.on_train_epoch_start(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Update, or write a line if none was written for long."""
+        """Update the bar, or write a line if the last one is `line_every_s` old."""
         if not self._writes_lines:
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         elif perf_counter() - self._line_at >= self.line_every_s:
@@ -83,8 +83,8 @@ class ProgressBar(TQDMProgressBar):
         return True
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show the figures of the whole epoch and leave the line."""
-        # On every rank: this may be the first to ask for the epoch's accuracy, which the processes compute together.
+        """Show the values of the whole epoch and keep the line."""
+        # On every rank: if this is the first use of the epoch's accuracy, all processes compute it together.
         metrics = _short(trainer, EPOCH_NAMES)
         self.train_progress_bar.bar_format = self.DONE_FORMAT
         self.train_progress_bar.set_postfix(metrics)
@@ -97,7 +97,7 @@ class ProgressBar(TQDMProgressBar):
         return _short(trainer, STEP_NAMES)
 
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
-        """Print above an open bar; Lightning's own bar swallows what is printed when none is open."""
+        """Print above an open bar; if none is open, Lightning's own bar would print nothing."""
         bars = (self._train_progress_bar, self._val_progress_bar, self._test_progress_bar, self._predict_progress_bar)
         if any(bar is not None and not bar.disable for bar in bars):
             super().print(*args, sep=sep, **kwargs)

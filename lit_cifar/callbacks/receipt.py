@@ -1,4 +1,4 @@
-"""The data receipt of a run: in every checkpoint, and a line in `receipt.csv` for every epoch that it has proven."""
+"""The data receipt of a run: an entry in every checkpoint, and a line in `receipt.csv` for every checked epoch."""
 
 import csv
 from pathlib import Path
@@ -21,48 +21,49 @@ COLUMNS = ("epoch", "steps", "samples", "digest")
 
 
 class DataReceipt(Callback):
-    """Proves that every epoch uses each sample of its plan once, and stops a run of which this is not true.
+    """Checks that every epoch uses each sample of the sampler's order once, and stops the run if not.
 
-    What was used is counted on the device; it is summed over the processes and compared with the sampler's order only
-    where a checkpoint is written and where an epoch ends. A checkpoint gets the digest of all samples used so far (see
-    `lit_cifar.data.receipt`), `receipt.csv` in the run folder a line with the digest at the end of each epoch. Runs
-    that have used the same samples in the same steps have the same digests, however they were divided or interrupted.
+    The used samples are counted on the device. Their counts are summed over the processes, and compared with the
+    sampler's order, when a checkpoint is written and when an epoch ends. A checkpoint gets the digest of all samples
+    used so far (see `lit_cifar.data.receipt`). `receipt.csv` in the run folder gets a line with the digest after each
+    epoch. Runs that have used the same samples in the same steps have the same digests, in any mode and however
+    often they were interrupted.
 
     Expects a `Batch`, and a data module with `train_sampler()`, `dataset` and `val_size`. All processes must take part
     when a checkpoint is written.
 
     Raises:
-        ReceiptError: Samples are missing, were used twice or out of turn; the same on every process.
-        ConfigError: A run is resumed in the middle of an epoch with settings that order its samples otherwise.
+        ReceiptError: On every process, if samples are missing, or were used twice or in the wrong step.
+        ConfigError: A run is resumed in the middle of an epoch with settings that change the order of its samples.
     """
 
     def __init__(self) -> None:
-        self._tally: Tally | None = None  # None: not fitting, or in an epoch of whose beginning nothing is known
+        self._tally: Tally | None = None  # None: not fitting, or in an epoch whose first samples are unknown
         self._digest = EMPTY  # before the tally's epoch
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Begin at the epoch that comes next; a checkpoint that is loaded afterwards may know better."""
+        """Start with the next epoch; a checkpoint that is loaded afterwards replaces this."""
         self._digest = EMPTY
         self._tally = _new_tally(trainer, epoch=trainer.current_epoch) if stage == "fit" else None
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Go on where the checkpoint's receipt ends."""
+        """Resume at the end of the checkpoint's receipt."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
         receipt = Receipt.read(checkpoint)
         if receipt is None:
             self._tally = None
-            rank_zero_warn("the checkpoint has no data receipt: nothing is proven about the epoch it was written in")
+            rank_zero_warn("the checkpoint has no data receipt: the samples of its epoch are not checked")
             return
         sampler = _plan(trainer, epoch=receipt.epoch)
         receipt.check(sampler, _settings(trainer))
         self._digest = receipt.start
         self._tally = Tally.resumed(sampler, step=receipt.step, device=trainer.strategy.root_device)
 
-    # Lightning comes here for every epoch but one that is resumed in its middle.
+    # Lightning calls this for every epoch except one that is resumed in the middle.
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """After one of which nothing was known, begin again with this one."""
+        """Start with this epoch if the samples of the previous one were unknown."""
         if self._tally is None:
             self._tally = _new_tally(trainer, epoch=trainer.current_epoch)
 
@@ -73,13 +74,13 @@ class DataReceipt(Callback):
             return
         if (trainer.current_epoch, batch_idx) != (tally.epoch, tally.loader_steps):
             raise ReceiptError(
-                f"broken data receipt: training goes on with batch {batch_idx} of epoch {trainer.current_epoch}, where "
-                f"batch {tally.loader_steps} of epoch {tally.epoch} comes next"
+                f"broken data receipt: training continues with batch {batch_idx} of epoch {trainer.current_epoch}, but "
+                f"batch {tally.loader_steps} of epoch {tally.epoch} is next"
             )
         tally.count(batch.ids, accumulation=trainer.accumulate_grad_batches)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prove the epoch; where the run stops within it, the checkpoint that it leaves is proven as far as it goes."""
+        """Check the epoch. If the run stops within it, its checkpoint is checked instead."""
         tally = self._tally
         if tally is None or tally.epoch != trainer.current_epoch:
             return
@@ -87,7 +88,7 @@ class DataReceipt(Callback):
             self._finish(trainer, tally)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Prove what was used so far, and write it down."""
+        """Check the samples used so far, and write the receipt."""
         tally = self._tally
         if tally is None:
             return
@@ -103,7 +104,7 @@ class DataReceipt(Callback):
         receipt.write(checkpoint)
 
     def _finish(self, trainer: Trainer, tally: Tally) -> None:
-        """Prove a whole epoch, report it, and begin the next."""
+        """Check a whole epoch, write its line, and start the next."""
         num_batches = int(trainer.num_training_batches)
         uses = _proven(trainer, tally, loader_steps=num_batches)
         num_steps = _steps(trainer, num_batches)
@@ -115,9 +116,9 @@ class DataReceipt(Callback):
 
 
 def write_epoch(folder: Path, epoch: int, num_steps: int, num_samples: int, digest: str) -> None:
-    """Put a line into `folder/receipt.csv`; lines of this epoch and later ones are of a run that was cut short.
+    """Write a line into `folder/receipt.csv`, in place of an interrupted run's lines for this epoch and later ones.
 
-    The file is replaced as a whole, so that nobody ever reads half a line.
+    The file is replaced as a whole, so that a reader never sees half a line.
     """
     path = folder / FILE_NAME
     rows: list[list[str]] = []
@@ -129,7 +130,7 @@ def write_epoch(folder: Path, epoch: int, num_steps: int, num_samples: int, dige
 
 
 def _proven(trainer: Trainer, tally: Tally, *, loader_steps: int) -> Tensor:
-    """What all shards have used, seen to be what they should have after so many batches; every process must call it."""
+    """How often all shards have used each sample, checked against the order; every process must call this."""
     # A copy, as the sum is taken in place.
     uses: Tensor = trainer.strategy.reduce(tally.uses.clone(), reduce_op="sum").cpu()
     prove(uses, _plan(trainer, epoch=tally.epoch), loader_steps=loader_steps)
@@ -155,7 +156,7 @@ def _new_tally(trainer: Trainer, *, epoch: int) -> Tally:
 
 
 def _steps(trainer: Trainer, loader_steps: int) -> int:
-    """Optimizer steps in so many batches; a limit on the batches of an epoch may cut its last step short."""
+    """Optimizer steps in `loader_steps` batches; a limit on an epoch's batches may shorten its last step."""
     whole, rest = divmod(loader_steps, trainer.accumulate_grad_batches)
     return whole + (rest > 0 and loader_steps >= trainer.num_training_batches)
 

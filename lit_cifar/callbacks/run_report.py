@@ -1,7 +1,7 @@
-"""What a run says about itself: its plan at the start, its folder and the next commands at the end."""
+"""What a run prints about itself: its settings at the start, its folder and the next commands at the end."""
 
 import json
-import multiprocessing
+import os
 import shlex
 from datetime import timedelta
 from pathlib import Path
@@ -12,33 +12,41 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_cifar.callbacks.environment import environment, strategy_name
 from lit_cifar.layout import Layout
-from lit_cifar.output import outlast_readers
+from lit_cifar.output import leave_out_banners, outlast_readers
 
 FILE_NAME = "environment.json"
 PREDICTIONS = "predictions.csv"
 
 
 class RunReport(Callback):
-    """Writes `environment.json` and prints, on rank 0, what a person wants to know before and after a run.
+    """Writes `environment.json`, and prints on rank 0 what a user wants to know before and after a run.
 
-    Before a fit: the model, the data set, how the global batch is divided, the mode and what it splits; before any
-    other subcommand the mode. After any subcommand: the run folder and what opens it: TensorBoard's command, or the
-    file with the predictions; after a fit also its result and the command that tests its checkpoint. A run that fails
-    prints none of these.
+    Before a fit it prints the model, the data set, how the global batch is divided, the mode and what it splits. Before
+    any other subcommand it prints the mode. Afterwards it prints the run folder, and TensorBoard's command or the file
+    of predictions. After a fit it also prints the result and the command that tests the checkpoint. A run that fails
+    prints no result.
     """
 
     def __init__(self) -> None:
         self._folder: Path | None = None
         self._started_at = 0.0
         self._announced = False
+        self._pid = os.getpid()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Prepare the terminal of a spawned process, as `lit_cifar.cli` does in its parent: this is unpickled first."""
+        self.__dict__.update(state)
+        if self._pid != os.getpid():
+            outlast_readers()
+            leave_out_banners()
 
     def announce(self, trainer: Trainer, pl_module: LightningModule, datamodule: Any, *, stage: str) -> None:
-        """Print what is going to run, on rank 0, if that was not done; possible before the processes have met.
+        """Print the settings of the run, unless that was done. It may be called before the processes have met.
 
         Args:
             trainer: Need not have the data module yet.
             pl_module: The model.
-            datamodule: Has read its sets.
+            datamodule: `setup` was called.
             stage: "fit", "validate", "test" or "predict".
         """
         if not self._announced:
@@ -47,8 +55,6 @@ class RunReport(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write the environment and print the plan."""
-        if multiprocessing.parent_process() is not None:
-            outlast_readers()  # as `lit_cifar.cli` has in the process that spawned this one
         self._started_at = perf_counter()
         self._folder = run_folder(trainer)
         if not trainer.is_global_zero:
@@ -59,7 +65,7 @@ class RunReport(Callback):
         self.announce(trainer, pl_module, datamodule, stage=stage)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Print the outcome; Lightning comes here only when nothing failed."""
+        """Print the result; Lightning calls this only if nothing failed."""
         self._announced = False
         if not trainer.is_global_zero:
             return
@@ -73,7 +79,7 @@ class RunReport(Callback):
 
 
 def run_folder(trainer: Trainer) -> Path | None:
-    """The folder that the run's files go to, None without loggers; every process must call this, they agree on it."""
+    """The folder for the run's files, the same on every process; None without loggers. Every process must call this."""
     log_dir = trainer.log_dir
     return Path(log_dir) if log_dir is not None and trainer.loggers else None
 
@@ -81,9 +87,9 @@ def run_folder(trainer: Trainer) -> Path | None:
 def plan(trainer: Trainer, pl_module: LightningModule, datamodule: Any) -> list[str]:
     """Model, data, global batch and mode of a fit, a line each, and what the mode splits.
 
-    The last is for the strategy to say, in the lines that its `plan()` returns, unlabelled: the first gets the label
-    "split", the others are indented below it. Called on rank 0 alone and before `Strategy.setup`, so `plan()` must
-    neither talk to other processes nor need what `setup` makes.
+    The strategy's `plan()` returns the lines about the split. The first gets the label "split", the others are indented
+    below it. This is called on rank 0 alone and before `Strategy.setup`, so `plan()` must neither communicate nor need
+    what `setup` makes.
     """
     num_parameters = sum(parameter.numel() for parameter in pl_module.parameters())
     header = getattr(pl_module, "header", None)
@@ -152,7 +158,7 @@ def checkpoint_path(trainer: Trainer) -> Path | None:
 
 
 def next_steps(folder: Path, stage: str, *, checkpoint: Path | None = None) -> list[str]:
-    """The run folder and commands to paste, a line each; none of them is ever wrapped."""
+    """The run folder and commands to paste, a line each, never wrapped."""
     lines = [_line("run folder", _shown(folder))]
     if stage == "predict":
         lines.append(_line("predictions", _shown(folder / PREDICTIONS)))
@@ -166,8 +172,8 @@ def next_steps(folder: Path, stage: str, *, checkpoint: Path | None = None) -> l
 
 
 def _shown(path: Path) -> str:
-    """Relative where it lies below the current folder, and quoted for the shell."""
-    absolute = path.absolute()  # not resolve(): a link stays the name the user gave
+    """`path` quoted for the shell, and relative if it is below the current folder."""
+    absolute = path.absolute()  # not resolve(): the user may have named a link
     here = Path.cwd()
     return shlex.quote(str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute))
 
@@ -181,7 +187,7 @@ def _count(number: int, one: str, many: str | None = None) -> str:
 
 
 def _write_once(path: Path, content: dict[str, Any]) -> None:
-    """Write JSON; a file that is there belongs to the run's first stage and stays."""
+    """Write JSON, unless the file exists: it belongs to the run's first stage."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         path.write_text(json.dumps(content, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""TensorBoard's writer, and the settings of a run beside its final metric."""
+"""TensorBoard's writer, and the settings of a run with its final metrics."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def tensorboard_writer(trainer: Trainer) -> SummaryWriter | None:
 class FinalSettings(Callback):
     """Writes the main settings and the final metrics of a fit into TensorBoard's HParams tab, to compare runs.
 
-    Needs `TensorBoardLogger(default_hp_metric=False)`: otherwise a column `hp_metric` of -1 stands beside them.
+    Needs `TensorBoardLogger(default_hp_metric=False)`; without it there is a column `hp_metric` with the value -1.
     """
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -38,7 +38,7 @@ class FinalSettings(Callback):
 
 
 def main_settings(trainer: Trainer, pl_module: LightningModule) -> dict[str, str | int | float | bool]:
-    """What distinguishes one run from another, as one flat row; the full settings are in `config.yaml`."""
+    """The settings by which runs usually differ, as a flat row; all settings are in `config.yaml`."""
     datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission
     header = getattr(pl_module, "header", None)
     settings: dict[str, Any] = {

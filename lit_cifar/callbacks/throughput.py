@@ -20,11 +20,10 @@ class Throughput(Callback):
     optimizer step, and waiting for slower processes. It leaves out validation, checkpoints and figures between
     epochs, and the first steps of the fit, in which memory is allocated and kernels are chosen.
 
-    A GPU is waited for at the log points and where the clock stops, so that the time is that of finished work; nowhere
-    else.
+    The host waits for a GPU only at log points and when the clock stops, so that the time covers finished work.
 
     Args:
-        warmup_steps: Batches at the start of a fit that are not measured.
+        warmup_steps: Number of batches at the start of a fit that are not measured.
     """
 
     def __init__(self, *, warmup_steps: int = 2) -> None:
@@ -36,7 +35,7 @@ class Throughput(Callback):
         self._logged_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget an earlier fit."""
+        """Reset the counts of an earlier fit."""
         self._warmup_left = self.warmup_steps
         self._reset()
         self._started_at = None

@@ -1,4 +1,4 @@
-"""Ends a run of several processes when one of them has died or hangs, and says which."""
+"""Ends a run of several processes when one of them has died or hangs, and reports which."""
 
 import multiprocessing
 import signal
@@ -28,7 +28,7 @@ from lit_cifar.watchdog import (
     host_of_store,
 )
 
-# What the main thread begins with each hook. A hook that is not here belongs to the phase of the one before it.
+# The phase that the main thread enters with each hook. A hook that is not here belongs to the phase before it.
 PHASES = {
     "on_train_start": "starting the training",
     "on_train_epoch_start": "starting an epoch",
@@ -53,27 +53,27 @@ PHASES = {
     "on_predict_end": "ending the prediction",
 }
 _MAX_TRACEBACK_LINES = 12
-_LEAST_TIMEOUT_S = 5.0  # some beats of which one may be late
+_LEAST_TIMEOUT_S = 5.0  # several heartbeats, of which one may be late
 
 
 class Watchdog(Callback):
-    """Watches the processes of a run, where there are several, from a thread in each.
+    """Watches the processes of a run with several, from a thread in each.
 
-    One that is gone, stopped, unreachable or hung, or has failed by an exception, is named with its pid, step, phase
-    and traceback, or signal; then all end, with status 1. What the main threads do is noted in this callback's hooks: a
-    few assignments each, nothing on the device. See `lit_cifar.watchdog`.
+    It reports a process that has died, is stopped, unreachable or hung, or has raised an exception, with its pid, step,
+    phase, and signal or traceback. Then all processes exit with status 1. This callback's hooks note what the main
+    thread does: a few assignments each, nothing on the device. See `lit_cifar.watchdog`.
 
     Args:
-        timeout_s: Seconds without a sign of life after which a process counts as dead. A phase counts as hung after
-            the same time, or after five times its longest duration so far if that is longer. It may take ten minutes
-            the first time and with batches of a new shape, as compiling, tuning and loading happen there, and where
-            its process computes or waits for a disk. At least 5; 0 turns the watchdog off, as for a debugger.
+        timeout_s: Seconds without a heartbeat after which a process counts as dead. A phase counts as hung after the
+            same time, or after five times its longest duration so far if that is longer. It may take ten minutes the
+            first time and with batches of a new shape, when kernels are compiled and tuned, and as long as its process
+            computes or waits for a disk. The least value is 5; with 0 there is no watchdog, as a debugger needs.
     """
 
     def __init__(self, timeout_s: float = 20.0) -> None:
         if timeout_s and not timeout_s >= _LEAST_TIMEOUT_S:
             raise ConfigError(
-                f"--watchdog.timeout_s={timeout_s:g}, with signs of life about once a second",
+                f"--watchdog.timeout_s={timeout_s:g} is too short: heartbeats come about once a second",
                 remedy=f"pass {_LEAST_TIMEOUT_S:g} or more, or 0 for no watchdog",
             )
         self.timeout_s = timeout_s
@@ -81,7 +81,7 @@ class Watchdog(Callback):
         self._progress: Progress | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Start; the processes have met, and none goes on before all have been here."""
+        """Start the watch. The processes have met, and each waits here for all others."""
         if not self.timeout_s or trainer.world_size == 1 or not dist.is_initialized():
             return
         if _was_launched(trainer):
@@ -105,18 +105,18 @@ class Watchdog(Callback):
         self._watch.start()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """The run has ended well."""
+        """Stop the watch: the run has succeeded."""
         self._leave()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Tell the others, and learn whether this exception is only a consequence: then it is not shown."""
+        """Tell the others. If another rank failed first, do not show this exception, which is a consequence."""
         if self._watch is None:
             return
         if isinstance(exception, Stopped | KeyboardInterrupt):  # the user's wish, not a failure
             self._leave()
             return
         if threading.current_thread() is threading.main_thread():
-            # A launcher that has seen another process die sends it, and would interrupt what follows.
+            # A launcher that has seen another process die sends SIGTERM, which would interrupt what follows.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         lines = "".join(traceback.format_exception(exception)).splitlines()
         quiet = isinstance(exception, ConfigError)  # the command line shows it
@@ -153,14 +153,14 @@ for _name, _phase in PHASES.items():
 
 
 def _introduce(rank: int, world_size: int) -> tuple[str, list[Beat]]:
-    """A name for this run that no other has, and the first beat of every rank."""
+    """A unique name for this run, and the first heartbeat of every rank."""
     gathered: list[Any] = [None] * world_size
     dist.all_gather_object(gathered, (uuid.uuid4().hex, first_beat(rank)))
     return gathered[0][0], [beat for _, beat in gathered]
 
 
 def _was_launched(trainer: Trainer) -> bool:
-    """Whether the process that started this one belongs to the run: a shell may well go first."""
+    """Whether the process that started this one belongs to the run; a shell may exit before the run."""
     if dist.is_torchelastic_launched() or multiprocessing.parent_process() is not None:
         return True
     launcher = trainer.strategy.launcher
@@ -168,10 +168,10 @@ def _was_launched(trainer: Trainer) -> bool:
 
 
 def _come_before_observer(watch: Watch) -> None:
-    """Keep Lightning's observer of the processes that it has launched quiet while they are watched.
+    """Suspend Lightning's observer of the processes that it has launched while the watchdog is active.
 
-    It looks every five seconds for one that has failed and kills all others, the one included in which it runs, before
-    these can say anything. Once the watch is over it goes on.
+    It looks every five seconds for a failed process and kills all others, its own included, before they can report
+    anything. It continues when the watch is over.
     """
 
     def look(observer: _ChildProcessObserver) -> bool:
@@ -183,4 +183,4 @@ def _come_before_observer(watch: Watch) -> None:
 
 
 def _show_nothing(*_: object) -> None:
-    """In place of the traceback of a consequence."""
+    """Replaces the traceback of an exception that is only a consequence."""

@@ -34,17 +34,17 @@ _starting = threading.Lock()
 
 
 class ForkedRun:
-    """`python -m lit_cifar WORDS` in one process, or in several ranks that know of each other as torchrun's do.
+    """`python -m lit_cifar WORDS` in one process, or in several ranks with the environment that torchrun sets.
 
-    Each process leads a session of its own, so that a signal to the session reaches all that it starts.
+    Each process leads a session of its own, so that a signal to the session reaches all processes that it starts.
 
     Args:
         words: Subcommand and flags.
         environment: The whole environment of the processes.
-        stdout: The file to which they append what they print.
-        stderr: Likewise.
-        num_ranks: Processes to start. One leaves it to the strategy to start others.
-        module: What Python runs in place of the command line.
+        stdout: The file to which they append their standard output.
+        stderr: The same for standard error.
+        num_ranks: Number of processes to start. With one, the strategy may start others.
+        module: Module to run in place of the command line.
     """
 
     def __init__(

@@ -21,10 +21,10 @@ class Mode:
     Attributes:
         name: As in `--trainer.strategy` and `configs/modes/`; "single" is one device without a strategy.
         splits: What is divided, and over what.
-        processes: How many, from N devices and S stages.
-        min_devices: The fewest of which each does a part of its own.
-        fits: Whether so many devices, at least the fewest, can share the work; what the strategy itself would answer.
-        needs: What of torch it is built on, as "module" or "module.name".
+        processes: Number of processes, from N devices and S stages.
+        min_devices: The smallest number of devices among which the mode divides the work.
+        fits: Whether the strategy accepts a number of devices, which is at least `min_devices`.
+        needs: Parts of torch that it uses, as "module" or "module.name".
     """
 
     name: str
@@ -36,16 +36,16 @@ class Mode:
 
     @property
     def has_processes(self) -> bool:
-        """Whether it starts several."""
+        """Whether the mode has several processes."""
         return self.processes != "1"
 
     def counts(self, num_devices: int) -> list[int]:
-        """Of how many of so many devices it can make use."""
+        """The numbers of devices, up to `num_devices`, that the mode can use."""
         most = 1 if self.name == "single" else num_devices
         return [count for count in range(self.min_devices, most + 1) if self.fits(count)]
 
     def flags(self, num_devices: int) -> list[str]:
-        """What to pass to `fit` for so many devices."""
+        """The flags of `fit` for `num_devices` devices."""
         strategy = [] if self.name == "single" else [f"--trainer.strategy={self.name}"]
         return [*strategy, f"--trainer.devices={num_devices}"]
 
@@ -204,7 +204,7 @@ def main(args: list[str]) -> int:
     machine = Machine.here()
     rows = mode_table(machine)
     console().print(_drawn(rows, title=f"Modes on this machine: {machine}"))
-    print("N: --trainer.devices; S: stages of the network, 2 unless told. To run one:\n")
+    print("N: --trainer.devices; S: stages of the network, 2 by default. To run one:\n")
     print(*(f"  {row.command}" for row in rows if row.command is not None), sep="\n")
     return 0
 

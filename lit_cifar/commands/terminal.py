@@ -1,4 +1,4 @@
-"""What long commands share: lines as they go, a table at the end, a record on disk, an orderly end when interrupted."""
+"""What long commands share: printing lines and tables, a record on disk, and clean exits when interrupted."""
 
 import argparse
 import os
@@ -19,7 +19,7 @@ COLUMNS = 120  # of a table that goes to a file
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Options of `python -m lit_cifar NAME`; what it refuses is a `ConfigError`, shown as the others are."""
+    """Options of `python -m lit_cifar NAME`; it raises a `ConfigError` for options that cannot work."""
 
     def __init__(self, name: str, *, description: str) -> None:
         super().__init__(
@@ -40,7 +40,7 @@ def say(line: str) -> None:
 
 
 def console() -> Console:
-    """For tables: as wide as the terminal, or `COLUMNS` where there is none."""
+    """A console for tables: as wide as the terminal, or `COLUMNS` without one."""
     return Console(width=None if sys.stdout.isatty() else COLUMNS, highlight=False)
 
 
@@ -50,18 +50,14 @@ def exit_orderly_when_terminated() -> None:
     def leave(number: int, frame: object) -> NoReturn:
         raise SystemExit(128 + number)
 
-    with suppress(ValueError):  # not in the main thread: whoever runs us there deals with signals
+    with suppress(ValueError):  # not in the main thread, where the caller handles signals
         for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup wants it
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, leave)
 
 
 def writable(path: Path) -> Path:
-    """`path`, once it is known that a file can be written there: not after ten minutes.
-
-    Raises:
-        ConfigError: It cannot.
-    """
+    """`path`, checked to be writable now and not only at the end of the command."""
     try:
         existed = path.exists()
         with path.open("ab"):
@@ -74,7 +70,7 @@ def writable(path: Path) -> Path:
 
 
 def about() -> dict[str, Any]:
-    """What a record says of the moment and the machine."""
+    """The time, command, versions and hardware, for a record."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command_line(sys.argv),

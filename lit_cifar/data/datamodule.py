@@ -27,25 +27,26 @@ class CIFAR10DataModule(L.LightningDataModule):
     set's channel statistics. Order, augmentation and the validation split follow `seed`, never the global generators.
 
     Args:
-        root: Folder of the data; a download goes here.
-        dataset: "cifar10", "fashion_mnist" (grey repeated to three channels, padded to 32 x 32), or "synthetic"
-            (drawn by code from `seed`, no files).
-        batch_size: Samples per optimizer step over all replicas and accumulation steps.
-        eval_batch_size: Samples per evaluation step over all processes; no effect on any result.
-        val_size: Training images held out for validation by a seeded split; 0 trains on all and validates on none.
-        num_train: Use only the first n training images, before the split; synthetic draws n.
-        num_test: Use only the first n test images; synthetic draws n.
-        augment: Random crops after padding by 4, and random flips.
-        cutout: Side in pixels of a random black square; 0 for none. Needs `augment`.
-        shuffle: A new keyed permutation each epoch; off, every epoch is in the order of the files.
-        frozen_order: Repeat epoch 0's order in every epoch: what forgetting `set_epoch` does. For study.
-        drop_last: Leave out the last batch of an epoch when it is not full, rather than weight it by its size.
+        root: Folder of the data set. A download is stored here.
+        dataset: Data set: "cifar10", "fashion_mnist" (grey repeated to three channels, padded to 32 x 32), or
+            "synthetic" (images drawn by code from `seed`, without files).
+        batch_size: Global batch size: samples per optimizer step over all replicas and accumulation steps.
+        eval_batch_size: Samples per evaluation step over all processes. It does not change any result.
+        val_size: Number of training images held out for validation by a seeded split. With 0 the run trains on all
+            images and does not validate.
+        num_train: Use only the first n training images, before the split. The synthetic data set draws n images.
+        num_test: Use only the first n test images. The synthetic data set draws n images.
+        augment: Augment training images by random crops after padding by 4 pixels, and by random flips.
+        cutout: Side of a random black square in training images, in pixels. With 0 there is none. Needs `augment`.
+        shuffle: Draw a new permutation for each epoch. With false every epoch has the order of the files.
+        frozen_order: Repeat the order of the first epoch in every epoch, as a forgotten `set_epoch` does. For study.
+        drop_last: Leave out the last batch of an epoch if it is not full. With false it is weighted by its size.
         pad_eval: Repeat samples until each process evaluates equally many, as torch's DistributedSampler does, and
             count them twice. For study.
-        resident: Where the uint8 images live: "host", "device" (the GPU makes its batches itself), or "auto": on a
-            GPU with room for four copies of them, else in host memory.
-        download: Whether a missing data set may be downloaded.
-        seed: Key of order, augmentation, split and synthetic images; in [0, 2**62).
+        resident: Where the uint8 images are kept: in "host" memory, or on the "device", where the GPU makes its batches
+            itself. With "auto" they are on the GPU if it has room for four copies of them.
+        download: Download the data set if it is missing.
+        seed: Seed of order, augmentation, split and synthetic images, in [0, 2**62).
         predict_dir: Folder of the images that `predict` classifies.
 
     Attributes:

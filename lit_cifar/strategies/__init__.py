@@ -42,5 +42,5 @@ for _strategy in (
 ):
     _strategy.register_strategies(StrategyRegistry)
 
-# Here, so that every process has it: the launched and the spawned ones import the package as well.
+# Registered here, so that every process does it: those that Lightning starts import the package too.
 atexit.register(destroy_process_group_at_exit)

@@ -14,18 +14,18 @@ from lit_cifar.strategies.staged import StagedStrategy, device_names
 
 
 class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
-    """Processes as Lightning's `ddp` starts them, each with a replica of the network on `num_stages` devices.
+    """Starts processes as Lightning's `ddp` does, each with a replica of the network on `num_stages` devices.
 
     `--trainer.devices` counts the devices of a machine, as always; there is a process for every `num_stages` of them.
-    Equal to `ddp` with as many processes, and with several microbatches to one device that normalises each microbatch
-    of each replica by itself.
+    It equals `ddp` with as many processes. With several microbatches it equals one device that normalises each
+    microbatch of each replica separately.
 
     Args:
-        num_stages: Devices of a process, each with one stage.
-        num_microbatches: Into how many pieces a process cuts its part of the batch.
-        cuts: The blocks with which the second and later stages begin, e.g. ["layer3.1"]; by default stages of about
-            equal FLOP.
-        **kwargs: As of Lightning's `DDPStrategy`: `process_group_backend`, `timeout`, `start_method`.
+        num_stages: Number of stages, and of devices of a process.
+        num_microbatches: Number of microbatches into which a process cuts its part of the batch.
+        cuts: The blocks with which the second and later stages begin, e.g. ["layer3.1"]. By default the stages have
+            about equal FLOP.
+        **kwargs: Arguments of Lightning's `DDPStrategy`: `process_group_backend`, `timeout`, `start_method`.
     """
 
     strategy_name = "ddp_mp"
@@ -70,12 +70,6 @@ class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
 
     @override
     def check(self) -> None:
-        """Find contradicting sizes and flags.
-
-        Raises:
-            ConfigError: Less than one stage or microbatch, stages that do not divide the devices, another number of
-                processes than torchrun or a cluster has started, or synchronised BatchNorm with several microbatches.
-        """
         super().check()
         num_devices, each = len(self.parallel_devices or ()), self.num_stages
         if num_devices % each or not num_devices:
@@ -102,7 +96,7 @@ class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
 
     @override
     def setup_distributed(self) -> None:
-        """As Lightning's, without tying the process group to the root device: NCCL then refuses the other stages'."""
+        """As Lightning does, but without binding the process group to the root device: other stages have others."""
         assert self.cluster_environment is not None
         reset_seed()
         self.set_world_ranks()
@@ -111,7 +105,7 @@ class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
 
     @override
     def determine_ddp_device_ids(self) -> None:
-        """None: DistributedDataParallel leaves a module alone that lives on several devices."""
+        """None: DistributedDataParallel then accepts a module on several devices."""
         return
 
     @override
@@ -119,7 +113,7 @@ class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
         """Wait for all processes."""
         if not dist.is_initialized():
             return
-        # Left to guess, NCCL would take the device of the process's rank, which may be another process's.
+        # Without device ids NCCL would use the device of the process's rank, which may belong to another process.
         device_ids = [self.root_device.index] if dist.get_backend() == "nccl" else None
         dist.barrier(device_ids=device_ids)
 

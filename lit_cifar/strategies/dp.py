@@ -21,12 +21,12 @@ class DataParallelStrategy(OneProcessStrategy):
     """One process, one replica of the network per local device, each with its chunk of every batch.
 
     On CUDA the replicas run on the trainer's devices through `nn.DataParallel`; on the CPU, `devices=n` means n virtual
-    devices that compute the same function. Equal to one device that normalises each chunk by itself: BatchNorm sees a
-    replica's samples, and the running statistics are those of replica 0.
+    devices that compute the same function. It equals one device that normalises each chunk separately: BatchNorm sees
+    a replica's samples, and the running statistics are those of replica 0.
 
     Args:
-        num_replicas: A multiple of the number of devices, each of which gets as many; by default one each.
-        **kwargs: As of Lightning's `ParallelStrategy`.
+        num_replicas: Number of replicas, a multiple of the number of devices; by default one for each device.
+        **kwargs: Arguments of Lightning's `ParallelStrategy`.
     """
 
     strategy_name = "dp"
@@ -52,11 +52,7 @@ class DataParallelStrategy(OneProcessStrategy):
 
     @override
     def connect(self, model: L.LightningModule) -> None:
-        """Accept a module whose network can be replicated.
-
-        Raises:
-            ConfigError: It has none, or it is to be compiled.
-        """
+        """Accept a module whose network can be replicated; one that is to be compiled cannot."""
         super().connect(model)
         if compiles(model):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""From tensors of which each process has a part to plain ones, as a checkpoint holds them, and back.
+"""Gathers tensors that are divided over processes into whole ones, as a checkpoint holds them, and divides them again.
 
 What torch.distributed.checkpoint.state_dict does in general; here in the structure that one device writes: an
 optimizer's states by the number of their parameter. Every process must take part in what gathers.
@@ -16,7 +16,7 @@ from lit_cifar.strategies.mesh import local_part
 
 
 def full(value: Any) -> Any:
-    """The whole of a tensor, plain, on the CPU; anything but a tensor as it is."""
+    """A tensor as a whole, plain one on the CPU; any other object unchanged."""
     if not isinstance(value, Tensor):
         return value
     value = value.detach()
@@ -24,7 +24,7 @@ def full(value: Any) -> Any:
 
 
 def _gather(tensor: DTensor) -> Tensor:
-    """`tensor.full_tensor()`, axis by axis; at once, torch would warn that it cannot merge the messages of two axes."""
+    """`tensor.full_tensor()`, axis by axis: for two axes at once torch warns that it cannot merge the communication."""
     placements = list(tensor.placements)
     for axis in range(len(placements)):
         placements[axis] = Replicate()
@@ -52,7 +52,7 @@ def load_full_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool
 
 
 def split_optimizer_state(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """What `optimizer.load_state_dict` takes where its parameters are parts, from a state of whole tensors."""
+    """A state of whole tensors as `optimizer.load_state_dict` needs it if the parameters are parts."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     entries = {
         index: {name: _part_of(value, parameters[index]) for name, value in entry.items()}
@@ -62,7 +62,7 @@ def split_optimizer_state(state: Mapping[str, Any], optimizer: Optimizer) -> dic
 
 
 def _part_of(whole: Any, like: Tensor) -> Any:
-    """`whole` in parts as those of `like`; what has another shape, the number of steps say, as it is."""
+    """`whole` divided as `like` is; a value of another shape, such as the number of steps, unchanged."""
     if not (isinstance(whole, Tensor) and isinstance(like, DTensor) and whole.shape == like.shape):
         return whole
     part = torch.empty_like(like, dtype=whole.dtype, requires_grad=False)

@@ -16,26 +16,18 @@ def loopback_interface() -> str:
 
 
 def named_interface() -> str:
-    """The interface over which machines talk, as the user named it: `GLOO_SOCKET_IFNAME`.
-
-    Raises:
-        ConfigError: It is not set.
-    """
+    """The interface over which machines communicate, named by `GLOO_SOCKET_IFNAME`, which must be set."""
     name = os.environ.get("GLOO_SOCKET_IFNAME")
     if not name:
         raise ConfigError(
-            "processes on several machines, but no interface is named on which they may listen for each other",
+            "the run has several machines, but GLOO_SOCKET_IFNAME does not name the interface that connects them",
             remedy=f"export GLOO_SOCKET_IFNAME=NAME on every machine; this one has {_known()}",
         )
     return name
 
 
 def address_of(interface: str) -> str:
-    """IPv4 address of an interface.
-
-    Raises:
-        ConfigError: There is no such interface, or it has no IPv4 address.
-    """
+    """IPv4 address of an interface, which must have one."""
     if interface == loopback_interface():
         return LOOPBACK
     address = _addresses().get(interface)
@@ -50,9 +42,9 @@ def address_of(interface: str) -> str:
 def listen_only_on(interface: str) -> None:
     """Bind the ports that gloo and NCCL open in this process from now on to `interface`.
 
-    Over several machines NCCL may be given more interfaces than one: what `NCCL_SOCKET_IFNAME` says stays.
+    On several machines NCCL may use more than one interface: `NCCL_SOCKET_IFNAME` is kept if it is set.
     """
-    exactly = f"={interface}"  # to NCCL the name alone is a prefix: eth1 is eth10, too
+    exactly = f"={interface}"  # NCCL takes a name alone as a prefix: eth1 would match eth10
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     if interface == loopback_interface():
         os.environ["NCCL_SOCKET_IFNAME"] = exactly
@@ -67,7 +59,7 @@ def _known() -> str:
 
 def _addresses() -> dict[str, str]:
     """Interfaces that have an IPv4 address. Linux only, as NCCL is."""
-    import fcntl  # not on every system on which one machine suffices
+    import fcntl  # does not exist on every system that can run on one machine
 
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -1,7 +1,7 @@
-"""What a Trainer is told about its processes: how many torchrun has started, and where they meet.
+"""Sets the number of processes of a Trainer to what torchrun has started, and where they meet.
 
-torchrun may decide otherwise after a restart, so `--trainer.devices` and `--trainer.num_nodes` need not, and over a
-changing number of machines cannot, be repeated on the command line.
+torchrun may start another number after a restart. `--trainer.devices` and `--trainer.num_nodes` need not be repeated on
+the command line, and cannot be if the number of machines changes.
 """
 
 import os
@@ -43,15 +43,15 @@ def settle_processes(config: dict[str, Any]) -> None:
 
 
 def check_processes(trainer: Trainer, *, rank: int) -> None:
-    """Compare what the environment says of this process with the processes that `trainer` has.
+    """Compare the environment variables of this process with the processes of `trainer`.
 
     Args:
-        trainer: Made from what `settle_processes` has settled.
-        rank: This process's, as the environment says.
+        trainer: Made from arguments that `settle_processes` has changed.
+        rank: This process's rank by the environment.
 
     Raises:
-        ConfigError: It says that this is another process than the first, and there is but one: nothing would be
-            logged. Or it does not say where those that somebody else has started meet.
+        ConfigError: The rank is not 0 but there is one process, which would then log nothing. Or the processes were
+            started by hand and the environment does not say where they meet.
     """
     if rank and trainer.world_size == 1:
         given = [name for name in _RANKS if os.environ.get(name) == str(rank)]
@@ -93,7 +93,7 @@ def _refuse_unequal_machines(processes: int, machines: int) -> None:
     total = int(os.environ["WORLD_SIZE"])
     if processes * machines != total:
         raise ConfigError(
-            f"{total} processes on {machines} machines, of which this one has {processes}: they differ",
+            f"{total} processes on {machines} machines, but {processes} on this one: machines must have equally many",
             remedy="start torchrun with the same --nproc-per-node on every machine",
         )
 

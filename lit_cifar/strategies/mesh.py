@@ -1,8 +1,8 @@
-"""What the modes have in common in which several processes hold one replica together: a 2-D mesh of the processes.
+"""Base of the modes in which several processes hold one replica together: a 2-D mesh of the processes.
 
-Its first axis, "data", runs over replicas, its second, "model", over the processes that share one. Process
-`d * processes_per_replica + m` has the coordinates (d, m), so that the processes of a replica are neighbours and mostly
-live on one machine.
+The first axis, "data", runs over replicas, the second, "model", over the processes that hold one replica. Process
+`d * processes_per_replica + m` has the coordinates (d, m). So the processes of a replica are neighbours, mostly on one
+machine.
 
 Every collective that counts or averages samples runs along "data" only: the processes of a replica have read the same
 samples, and a sum over all would count them several times.
@@ -33,16 +33,14 @@ from lit_cifar.strategies.runner import RunnerStrategy
 
 
 class MeshStrategy(RunnerStrategy, DDPStrategy):
-    """Processes as Lightning's `ddp` starts them, several of which hold one replica.
+    """Starts processes as Lightning's `ddp` does; several of them hold one replica.
 
-    A subclass says how many, and splits the network where it makes its runner. `self.model` stays the LightningModule:
-    there is no wrapper.
-
-    What else Lightning's `DDPStrategy` takes is for its wrapper, and so not taken here.
+    A subclass defines how many, and splits the network when it makes its runner. `self.model` is the LightningModule:
+    there is no wrapper, so the arguments of Lightning's `DDPStrategy` that configure its wrapper do not exist here.
 
     Args:
-        process_group_backend: Of the process group; by default NCCL on GPUs and gloo on the CPU.
-        timeout: Of the process group and of the groups of both axes.
+        process_group_backend: Backend of the process group; by default NCCL on GPUs and gloo on the CPU.
+        timeout: Timeout of the process group and of the groups of both axes.
         start_method: How Lightning starts the processes.
     """
 
@@ -63,9 +61,9 @@ class MeshStrategy(RunnerStrategy, DDPStrategy):
 
     @abstractmethod
     def share_of_norm(self, gradient: Tensor) -> float:
-        """What the squares of this process's part of a gradient count in a sum over all processes.
+        """Weight of the squares of this process's part of a gradient in a sum over all processes.
 
-        One over the number of processes that hold the same part.
+        It is one over the number of processes that hold the same part.
         """
 
     @abstractmethod
@@ -74,7 +72,7 @@ class MeshStrategy(RunnerStrategy, DDPStrategy):
 
     @abstractmethod
     def part_of_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-        """What this process needs of an optimizer's whole `state_dict()`."""
+        """The part of an optimizer's whole `state_dict()` that this process needs."""
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -105,11 +103,6 @@ class MeshStrategy(RunnerStrategy, DDPStrategy):
 
     @override
     def check(self) -> None:
-        """Find contradicting sizes and flags; subclasses extend it.
-
-        Raises:
-            ConfigError: The processes cannot be divided into replicas.
-        """
         super().check()
         num_processes, each = self.num_nodes * self.num_processes, self.processes_per_replica
         if num_processes % each or each > num_processes:
@@ -149,7 +142,7 @@ class MeshStrategy(RunnerStrategy, DDPStrategy):
         # Lightning leaves clipping to the precision plugin, which sees this process's gradients only.
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
 
-    # Each replica moves its own running statistics. Those of the first one count: where evaluation starts, for all.
+    # Each replica updates its own running statistics. When evaluation starts, all replicas take those of the first one.
 
     @override
     def on_validation_start(self) -> None:
@@ -164,7 +157,7 @@ class MeshStrategy(RunnerStrategy, DDPStrategy):
         self.use_first_buffers()
 
     def use_first_buffers(self) -> None:
-        """Take over the running statistics of the first replica; every process must call this."""
+        """Copy the running statistics of the first replica; every process must call this."""
         for buffer in self.local_buffers():
             dist.broadcast(buffer, group=self.data_group, group_src=0)
 
@@ -179,7 +172,7 @@ class MeshStrategy(RunnerStrategy, DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Remember that the other processes can no longer be asked for their parts."""
+        """Note that communication with the other processes is no longer possible."""
         self._failed = True
         super().on_exception(exception)
 
@@ -197,12 +190,12 @@ class MeshStrategy(RunnerStrategy, DDPStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Over the replicas, unless another group is named."""
+        """Reduce over the replicas, unless another group is given."""
         return super().reduce(tensor, group or self.data_group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """From the replicas, unless another group is named."""
+        """Gather from the replicas, unless another group is given."""
         return super().all_gather(tensor, group or self.data_group, sync_grads)
 
     @override
@@ -258,5 +251,5 @@ def _own_group(lines: list[list[int]], *, timeout: timedelta | None) -> dist.Pro
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This process's part of a DTensor; a plain tensor as it is. It shares the memory."""
+    """This process's part of a DTensor, or a plain tensor itself; the memory is shared."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -1,7 +1,7 @@
-"""Processes that share the one device there is, to try on it what several processes compute.
+"""Modes whose processes share one device, so that `verify` can run them on a machine with one GPU; not for speed.
 
-For `verify` on a machine with one GPU, not for speed. NCCL refuses two processes on one device, gloo does not; but it
-neither sends a GPU's tensors from one process to another, which `pp` needs, nor averages them, which `fsdp2` needs.
+NCCL refuses two processes on one device, gloo does not. But gloo neither sends a GPU's tensors from one process to
+another, which `pp` needs, nor averages them, which `fsdp2` needs.
 """
 
 from typing import Any
@@ -14,11 +14,11 @@ from lit_cifar.strategies.sharded import ShardedStrategy
 
 
 class _OneDevice(DDPStrategy):
-    """Takes the trainer's one device for several.
+    """Uses the trainer's one device as several devices.
 
     Args:
-        num_devices: For how many.
-        **kwargs: As of the strategy that a subclass also derives from.
+        num_devices: Number of devices to simulate.
+        **kwargs: Arguments of the strategy that a subclass also derives from.
     """
 
     def __init__(self, *, num_devices: int = 2, **kwargs: Any) -> None:
@@ -27,7 +27,7 @@ class _OneDevice(DDPStrategy):
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """The one device, so many times; known once the Trainer is made."""
+        """The one device, repeated `num_devices` times; known once the Trainer is made."""
         return self._devices and self._devices * self._num_devices
 
     @parallel_devices.setter

@@ -1,4 +1,4 @@
-"""What the modes have in common in which one process drives several local devices, `dp` and `mp`."""
+"""Base of the modes in which one process drives several local devices, `dp` and `mp`."""
 
 from abc import ABC
 from typing import Any
@@ -14,10 +14,10 @@ from lit_cifar.strategies.runner import RunnerStrategy
 
 
 class OneProcessStrategy(RunnerStrategy, ABC):
-    """One process on one machine, with nobody to talk to; batches arrive at the first of its devices.
+    """One process on one machine, without communication; batches arrive at the first of its devices.
 
     Attributes:
-        with_processes: The mode to use where several processes are wanted.
+        with_processes: The mode to use instead for several processes.
     """
 
     with_processes = "ddp"
@@ -58,21 +58,16 @@ class OneProcessStrategy(RunnerStrategy, ABC):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The one process reads all the data; what it divides, it divides after loading."""
+        """The one process reads all the data, and divides batches after loading."""
         return {"num_replicas": 1, "rank": 0}
 
     @override
     def check(self) -> None:
-        """Find contradicting sizes and flags.
-
-        Raises:
-            ConfigError: More than one process or machine.
-        """
         super().check()
         self._refuse_other_processes()
 
     def _refuse_other_processes(self) -> None:
-        """Raise if others take part: each would train a whole model of its own, unseen by the rest."""
+        """Raise if there are other processes: each would train a model of its own."""
         name = self.strategy_name
         if self.num_nodes > 1:
             raise ConfigError(

@@ -2,7 +2,7 @@
 
 A process group opens up to three kinds of ports: the store of rank 0, through which the processes find each other, and
 the listeners of gloo and NCCL. None asks who is calling, and torch opens the first on every interface. Here all are on
-the loopback interface where a run has one machine, and on the interface that the user names where it has several.
+the loopback interface if a run has one machine, and on the interface that the user names if it has several.
 
 An environment's `main_address` and `main_port` are read by Lightning in each process right before it calls
 `torch.distributed.init_process_group`. That is the moment at which the ones below open the store, or find it.
@@ -36,7 +36,7 @@ _KEPT: list[TCPStore] = []
 
 
 def cluster_environment(*, num_nodes: int = 1) -> ClusterEnvironment:
-    """What to pass as `Trainer(plugins=[...])`, so that the processes meet where nobody else can reach them.
+    """The plugin for `Trainer(plugins=[...])` by which the processes meet where other machines cannot connect.
 
     Args:
         num_nodes: As of the Trainer.
@@ -74,7 +74,7 @@ class LocalEnvironment(LightningEnvironment):
         """The loopback address; asking for it readies this process to listen there only."""
         listen_only_on(loopback_interface())
         if self._keeper not in (None, os.getpid()):
-            # The word by which torch knows that rank 0, too, is but a client: the store is the parent's.
+            # This tells torch that rank 0 is a client too: the store belongs to the parent.
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         return LOOPBACK
 
@@ -83,7 +83,7 @@ class LocalEnvironment(LightningEnvironment):
     def main_port(self) -> int:
         """The store's port, opened when first asked for.
 
-        From then on it is held. Lightning's own search lets go of the port that it found until the processes come, and
+        From then on it stays open. Lightning's own search closes the port that it found until the processes start, and
         another program may take it in the meantime.
         """
         if self._main_port == -1:
@@ -91,15 +91,11 @@ class LocalEnvironment(LightningEnvironment):
         return self._main_port
 
     def check(self) -> None:
-        """See that the processes can find each other.
-
-        Raises:
-            ConfigError: They were started one by one and not told at which port, or that is none.
-        """
+        """Refuse processes that were started by hand without a port at which they meet."""
         if not _given_port() and self.creates_processes_externally:
             raise ConfigError(
-                f"LOCAL_RANK={self.local_rank()} says that each process was started by hand, and there is no "
-                "MASTER_PORT at which they meet",
+                f"LOCAL_RANK={self.local_rank()} in the environment: each process was started by hand, but MASTER_PORT "
+                "does not say where they meet",
                 remedy="unset LOCAL_RANK RANK WORLD_SIZE, or export MASTER_PORT=29500 for all of them",
             )
 
@@ -109,20 +105,21 @@ class LocalEnvironment(LightningEnvironment):
         self._store = open_store(LOOPBACK, port=wanted, only_there=wanted > 0 and self.creates_processes_externally)
         self._keeper = os.getpid()
         if wanted not in (0, self._store.port):
-            rank_zero_info(f"port {wanted} is in use: the processes meet at port {self._store.port}")
+            rank_zero_info(f"port {wanted} is in use: the processes meet at port {self._store.port} instead")
         return int(self._store.port)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the store, which stays with its keeper."""
+        """Without the store, which stays in the process that opened it."""
         return {**self.__dict__, "_store": None}
 
 
 class TorchrunEnvironment(TorchElasticEnvironment):
     """Processes that torchrun starts, again after each failure: rank 0 opens a new store every time.
 
-    torchrun would have them use its agent's store, which outlives a restart and then still holds the addresses of dead
-    processes: who reads one of those waits for good. The agent's store only serves to find the new one. Under
-    `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` there is none, and torchrun chooses a port for each start.
+    torchrun would let them use its agent's store. That store survives a restart and then still holds the addresses of
+    terminated processes; a process that reads one of those waits forever. Here the agent's store only serves to find
+    the new one. Under `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` there is no agent's store, and torchrun chooses a port for
+    each start.
 
     Raises:
         ConfigError: There are several machines, and no interface is named.
@@ -185,11 +182,8 @@ def open_store(address: str, *, port: int = 0, only_there: bool = False) -> TCPS
 
     Args:
         address: IPv4 address of this machine.
-        port: The one to prefer; 0 for any.
+        port: The preferred port; 0 for any.
         only_there: Whether a port in use is an error. Otherwise another one is taken.
-
-    Raises:
-        ConfigError: The port is in use, and no other will do.
     """
     try:
         listener = socket.create_server((address, port))
@@ -208,11 +202,7 @@ def open_store(address: str, *, port: int = 0, only_there: bool = False) -> TCPS
 
 
 def _find_store(agent: TCPStore, *, timeout_s: float) -> tuple[str, int]:
-    """Wait until the place in the agent's store is that of a living rank 0, not of one before the restart.
-
-    Raises:
-        ConfigError: None came up.
-    """
+    """Wait until the address in the agent's store is that of a running rank 0, not of one before the restart."""
     deadline = monotonic() + timeout_s
     while monotonic() < deadline:
         if agent.check([_PLACE]):
@@ -222,12 +212,12 @@ def _find_store(agent: TCPStore, *, timeout_s: float) -> tuple[str, int]:
         sleep(0.1)
     raise ConfigError(
         f"rank 0 did not open its store within {timeout_s:g} s",
-        remedy="look for its error; where machines come and go, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun",
+        remedy="look for its error; if machines join and leave, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun",
     )
 
 
 def _is_kept(address: str, port: int, token: str) -> bool:
-    """Whether the store there is the one that was announced."""
+    """Whether the store at this address is the one with `token`."""
     try:
         # First without torch, whose client prints a stack for each attempt that fails.
         socket.create_connection((address, port), timeout=1).close()
@@ -239,21 +229,18 @@ def _is_kept(address: str, port: int, token: str) -> bool:
 
 
 def _given_port() -> int:
-    """The port that the environment names; 0 if it names none.
-
-    Raises:
-        ConfigError: It names something else.
-    """
+    """The port in `MASTER_PORT`; 0 if it is not set."""
     text = os.environ.get("MASTER_PORT", "0")
     if not text.isdecimal() or int(text) > _LAST_PORT:
         raise ConfigError(
-            f"MASTER_PORT={text} in the environment is no port", remedy="unset MASTER_PORT, or export MASTER_PORT=29500"
+            f"MASTER_PORT={text} in the environment is not a port",
+            remedy="unset MASTER_PORT, or export MASTER_PORT=29500",
         )
     return int(text)
 
 
 def _num_cluster_tasks() -> int:
-    """Processes that a scheduler has started or will; 1 without one."""
+    """Number of tasks of a scheduler's job; 1 without a scheduler."""
     if SLURMEnvironment.detect():
         return int(os.environ["SLURM_NTASKS"])  # Lightning's class would first refuse how they were asked for
     others = (kind for kind in (LSFEnvironment, MPIEnvironment) if kind.detect())

@@ -30,7 +30,7 @@ def replica_of(num_samples: int, *, num_replicas: int) -> Tensor:
 
 
 def replicate(network: nn.Module, devices: Sequence[torch.device]) -> Runner:
-    """What to call instead of `network` so that a batch is divided over `devices`.
+    """The callable to use in place of `network` so that a batch is divided over `devices`.
 
     Args:
         network: Takes (n, ...) and returns (n, ...); already on `devices[0]`.
@@ -46,14 +46,14 @@ def replicate(network: nn.Module, devices: Sequence[torch.device]) -> Runner:
 
 
 class VirtualReplicas:
-    """What `nn.DataParallel` computes, on one device. `nn.DataParallel` itself would run the plain network on the CPU.
+    """Computes on one device what `nn.DataParallel` computes, which on the CPU would run the plain network.
 
     The replicas run one after the other. `functional_call` swaps the buffers of the one module in place, so threads
     would each need a module of their own, and would gain nothing: on the CPU one operator already uses every core.
 
     Args:
         network: The module whose parameters all replicas share.
-        num_replicas: Into how many chunks a batch is cut at most.
+        num_replicas: The largest number of chunks into which a batch is cut.
     """
 
     def __init__(self, network: nn.Module, *, num_replicas: int) -> None:
@@ -63,7 +63,7 @@ class VirtualReplicas:
     def __call__(self, images: Tensor) -> Tensor:
         """The gathered output (n, ...) for a batch (n, ...); n may be smaller than `num_replicas`, or 0."""
         first, *others = images.chunk(self.num_replicas)
-        # Copied before replica 0 moves its running statistics: all replicas start from the same buffers.
+        # Copied before replica 0 updates its running statistics: all replicas start from the same buffers.
         copies = [{name: buffer.clone() for name, buffer in self.network.named_buffers()} for _ in others]
         outputs = [self.network(first)]
         outputs += [functional_call(self.network, copy, (chunk,)) for copy, chunk in zip(copies, others, strict=True)]
@@ -96,13 +96,13 @@ class _DataParallel(nn.DataParallel[nn.Module]):
     """
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
-        # It only calls them, so functions do in place of modules.
+        # torch only calls the modules, so functions can replace them.
         calls = cast(Sequence[nn.Module], [in_context_of_caller(replica) for replica in replicas])
         return super().parallel_apply(calls, inputs, kwargs)
 
 
 def in_context_of_caller(call: Callable[..., Any], *, device_type: str = "cuda") -> Callable[..., Any]:
-    """`call`, to be run in another thread as if in this one.
+    """`call`, for another thread, with this thread's settings.
 
     Carries over the autocast state of `device_type`, inference mode and whether gradients are recorded.
     """

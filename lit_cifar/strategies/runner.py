@@ -1,4 +1,4 @@
-"""What the modes have in common that run the network in a way of their own."""
+"""Base of the modes that replace the module's forward by a runner of their own."""
 
 from abc import ABC, abstractmethod
 from typing import cast
@@ -13,12 +13,12 @@ from lit_cifar.strategies.network import Runner, RunsNetwork, as_runs_network, r
 
 
 class RunnerStrategy(ParallelStrategy, ABC):
-    """From `setup` to `teardown` the module's `forward` goes through a runner that the subclass makes.
+    """From `setup` to `teardown` the module's `forward` calls a runner that the subclass makes.
 
-    To be named before the Lightning strategy that a subclass also derives from: it extends that one's methods.
+    A subclass must name this before the Lightning strategy that it also derives from, whose methods this one extends.
 
     Attributes:
-        strategy_name: What `--trainer.strategy` takes.
+        strategy_name: Value of `--trainer.strategy`.
         description: What the mode does, for Lightning's registry.
     """
 
@@ -27,28 +27,20 @@ class RunnerStrategy(ParallelStrategy, ABC):
 
     @abstractmethod
     def make_runner(self, network: nn.Module) -> Runner:
-        """What to call in place of `network`, which is where `model_to_device` has put it."""
+        """The callable to use in place of `network`, which is on the device where `model_to_device` has put it."""
 
     def check(self) -> None:
-        """Find contradicting sizes and flags; subclasses extend it.
-
-        Raises:
-            ConfigError: Some of them cannot work.
-        """
+        """Raise a `ConfigError` if sizes and flags contradict each other; subclasses extend this."""
 
     @override
     def _configure_launcher(self) -> None:
-        """Refuse what cannot work. Lightning calls this last while a Trainer is made, when every flag has arrived."""
+        """Check the flags: Lightning calls this last while a Trainer is made, when all of them are known."""
         self.check()
         super()._configure_launcher()
 
     @override
     def connect(self, model: L.LightningModule) -> None:
-        """Accept a module whose network can be run by a strategy.
-
-        Raises:
-            ConfigError: `model` has no `network` and `use_runner`.
-        """
+        """Accept a module with a `network` and `use_runner`; raise a `ConfigError` for any other."""
         as_runs_network(model, strategy=self.strategy_name)
         super().connect(model)
 
@@ -60,7 +52,7 @@ class RunnerStrategy(ParallelStrategy, ABC):
 
     @override
     def teardown(self) -> None:
-        # Also reached when `connect` or `setup` failed, so nothing may be taken for granted.
+        # This is also called when `connect` or `setup` has failed.
         if runs_network(self.lightning_module):
             cast(RunsNetwork, self.lightning_module).use_runner(None)
         super().teardown()
@@ -68,5 +60,5 @@ class RunnerStrategy(ParallelStrategy, ABC):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        """Make the name known; registering again, as a reloaded module does, replaces the entry."""
+        """Register the name; a second registration, by a reloaded module, replaces the first."""
         strategy_registry.register(cls.strategy_name, cls, description=cls.description, override=True)

@@ -1,4 +1,4 @@
-"""Optimizer states in pieces: what one process has of them, and the whole."""
+"""Optimizer states that are divided over processes: one process's part, and the whole."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,11 +10,11 @@ from torch.optim import Optimizer
 
 
 def merge_optimizer_states(state: dict[str, Any], *, group: dist.ProcessGroup) -> dict[str, Any]:
-    """The states of all parameters, from processes each of which has those of its own; every process must call this.
+    """The states of all parameters, gathered from processes with a part each; every process must call this.
 
     Args:
         state: An optimizer's `state_dict()` with the entries of this process's parameters alone.
-        group: The processes that have all parameters between them.
+        group: Processes that together have all parameters.
 
     Returns:
         The same with the states of all parameters, on the CPU and ordered as one process would have them.

@@ -49,14 +49,14 @@ class ProcessSyncBatchNorm(TorchSyncBatchNorm):
 
 
 def synchronise_along(network: nn.Module, group: dist.ProcessGroup) -> None:
-    """Let the synchronised layers of `network` send to the processes of `group` in place of all."""
+    """Let the synchronised layers of `network` communicate with the processes of `group` instead of all."""
     for layer in network.modules():
         if isinstance(layer, _Synchronised | nn.SyncBatchNorm):
             layer.process_group = group
 
 
 class _Synchronised(_BatchNorm):
-    """BatchNorm whose training statistics are those of the batches of several processes together.
+    """BatchNorm with training statistics over the batches of several processes together.
 
     Attributes:
         process_group: These processes; None for all. Named as in `nn.SyncBatchNorm`.
@@ -77,7 +77,7 @@ class _Synchronised(_BatchNorm):
         return output
 
     def _track(self, count: int, mean: Tensor, var: Tensor) -> None:
-        """Move the running statistics as `nn.BatchNorm` does: by `momentum`, or as a plain average if that is None."""
+        """Update the running statistics as `nn.BatchNorm` does: by `momentum`, or as a plain average if it is None."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
@@ -114,7 +114,7 @@ def _synchronised_class(layer: _BatchNorm) -> type[_BatchNorm]:
 
 
 def _device_to_be(model: nn.Module) -> torch.device:
-    """Where `model` will train. DDPStrategy calls `apply` first and moves the model to its device afterwards."""
+    """The device on which `model` will train: DDPStrategy calls `apply` before it moves the model there."""
     if isinstance(model, L.LightningModule) and model._trainer is not None:
         return model.trainer.strategy.root_device
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -202,7 +202,7 @@ class _Normalise(torch.autograd.Function):
 def _evaluate(
     x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float
 ) -> Tensor:
-    """`x_hat * weight + bias` with the kernel of evaluation mode, in one pass; reduced-precision x stays as it is."""
+    """`x_hat * weight + bias` with the kernel of evaluation mode, in one pass; the dtype of x is kept."""
     weight, bias = (None if tensor is None else tensor.to(mean.dtype) for tensor in (weight, bias))
     return F.batch_norm(x, mean, var, weight, bias, training=False, eps=eps)
 

@@ -1,10 +1,10 @@
-"""Finds the process of a run that died or hangs, says which one, and ends the others.
+"""Finds the process of a run that died or hangs, reports which one, and ends the others.
 
-A collective operation waits for every process. Where one has died the others learn it from a broken connection, if at
-all: not from a stopped process, a lost machine or a main thread that hangs, for which torch waits 10 to 30 minutes.
-torchrun's agent restarts what has died but takes what hangs for healthy. So each process has a thread that tells the
-others once a second how far its main thread is (`Beat`), over the store at which they have met, and judges what it
-hears from them (`judge`). See `Watch`.
+A collective operation waits for every process. If one has died, the others may notice a broken connection. They do not
+notice a stopped process, a lost machine or a main thread that hangs: torch then waits 10 to 30 minutes. The agent of
+torchrun restarts processes that have died, but not those that hang. So each process has a thread that sends the others
+a heartbeat once a second, with the progress of its main thread (`Beat`), over the store at which they have met. It also
+judges the heartbeats of the others (`judge`). See `Watch`.
 """
 
 from lit_cifar.watchdog.activity import HELPER

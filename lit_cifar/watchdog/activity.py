@@ -1,4 +1,4 @@
-"""What a main thread does that does not get on: it works, it waits for other processes, or neither."""
+"""What a main thread does that makes no progress: it works, it waits for other processes, or neither."""
 
 import threading
 import time
@@ -9,26 +9,27 @@ import psutil  # type: ignore[import-untyped]
 
 # The main thread is in one of these while it waits for other processes, in backward too, where it computes as well.
 _WAITING_MODULES = ("torch.distributed", "torch.nn.parallel", "torch.autograd")
-# In the calls of this one it may spin meanwhile.
+# In calls of this module it may use the processor while it waits.
 _COLLECTIVES = "torch.distributed.distributed_c10d"
-# Of one processor. What hangs and looks around once in a while uses less, what computes on a crowded machine more.
+# Share of one processor. A thread that hangs but polls uses less, one that computes on a busy machine uses more.
 _LEAST_SHARE = 0.05
 _MAIN_THREAD = 0  # in place of a pid
-# How the names of threads begin that do what the main thread would otherwise do itself, and may wait for.
+# Prefix of the names of threads that work for the main thread, which may wait for them.
 HELPER = "lit_cifar-helper"
 
 
 class Activity:
-    """Of this process, looked at now and then.
+    """The activity of this process, sampled now and then.
 
-    It works if it uses a processor or waits for a disk. Of its own threads only the main one and its helpers count, as
-    those of NCCL spin while they wait. Processes count that it has started, as compilers and loaders of data are, but
-    not the other ranks.
+    The process works if it uses a processor or waits for a disk. Of its threads only the main one and its helpers
+    count, as those of NCCL use a processor while they wait. Processes that it has started count too, such as compilers
+    and data loaders, but not the other ranks.
 
     Args:
-        peers: Pids of these.
-        memory_s: How long what was seen counts: compilers pause, and who has waited needs a moment to be seen working.
-        clock: Seconds; monotonic.
+        peers: Pids of the other ranks.
+        memory_s: How long an observation counts, in seconds: compilers pause, and after waiting it takes a moment until
+            work is observed.
+        clock: Monotonic, in seconds.
     """
 
     def __init__(self, *, peers: Collection[int], memory_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -38,13 +39,13 @@ class Activity:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew: the main thread got on."""
+        """Reset: the main thread has made progress."""
         self._last: tuple[float, dict[int, float]] | None = None
         self._worked_at: float | None = None
         self._waited_at: float | None = None
 
     def look(self, module: str) -> None:
-        """See what was done since the last look; the main thread is in a function of `module`."""
+        """Observe the activity since the last call; the main thread is in a function of `module`."""
         now = self._clock()
         if self._makes_an_effort(now) and module != _COLLECTIVES:
             self._worked_at = now
@@ -53,12 +54,12 @@ class Activity:
 
     @property
     def works(self) -> bool:
-        """Whether it did of late."""
+        """Whether it worked recently."""
         return self._is_recent(self._worked_at)
 
     @property
     def waits(self) -> bool:
-        """Whether it waited for other processes of late, and did not work."""
+        """Whether it waited for other processes recently, and did not work."""
         return self._is_recent(self._waited_at) and not self.works
 
     def _is_recent(self, then: float | None) -> bool:
@@ -66,7 +67,7 @@ class Activity:
 
     def _makes_an_effort(self, now: float) -> bool:
         used, on_disk = {_MAIN_THREAD: main_thread_s()}, False
-        # A main thread that computes in Python makes every file that this thread reads take long: one look is enough.
+        # While the main thread computes in Python, reading files is slow in this thread: do it only if needed.
         if not (much := self._is_much(used, now)):
             children, on_disk = children_s(self._peers)
             helpers, helper_on_disk = helpers_s()
@@ -85,14 +86,14 @@ class Activity:
 
 
 def main_thread_s() -> float:
-    """Processor time of the main thread so far; of the whole process where the system does not tell them apart."""
+    """Processor time of the main thread so far, or of the whole process if the system has no time per thread."""
     if not hasattr(time, "pthread_getcpuclockid"):
         return time.process_time()
     return time.clock_gettime(time.pthread_getcpuclockid(threading.main_thread().ident or 0))
 
 
 def helpers_s() -> tuple[dict[int, float], bool]:
-    """Processor time of this process's helper threads, by number, and whether one waits for a disk."""
+    """Processor time of this process's helper threads, by thread id, and whether one waits for a disk."""
     ids = {thread.native_id for thread in threading.enumerate() if thread.name.startswith(HELPER)}
     used, on_disk = {}, False
     with suppress(psutil.Error, OSError):
@@ -104,7 +105,7 @@ def helpers_s() -> tuple[dict[int, float], bool]:
 
 
 def children_s(peers: Collection[int]) -> tuple[dict[int, float], bool]:
-    """Processor time of the processes that this one has started, by pid, and whether one or this waits for a disk."""
+    """Processor time of the processes started by this one, by pid, and whether this or one of them waits for a disk."""
     used, on_disk = {}, False
     with suppress(psutil.Error, OSError):
         me = psutil.Process()

@@ -1,4 +1,4 @@
-"""What a process tells the others once a second."""
+"""The heartbeat that a process sends to the others once a second."""
 
 import json
 import sys
@@ -11,26 +11,26 @@ _NUM_FRAMES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """A process and how far it is.
+    """A process and its progress.
 
     Attributes:
-        rank: Of the process, among all.
-        pid: On its host.
-        started: When the process was started, as `process.start_time` has it; "" if unknown.
-        host: Its machine's name.
-        number: Counts the beats, from 0.
-        phase: What the main thread does.
+        rank: Global rank of the process.
+        pid: Its process id on its host.
+        started: When the process was started, as returned by `process.start_time`; "" if unknown.
+        host: Name of its machine.
+        number: Number of the heartbeat, from 0.
+        phase: Phase of the main thread.
         step: Optimizer steps that are done.
-        events: Phases that the main thread has begun.
-        idle_s: How long it has been in this one.
-        patience_s: How long it may be.
+        events: Number of phases that the main thread has begun.
+        idle_s: Seconds since this phase began.
+        patience_s: Seconds that this phase may take.
         stack: The main thread's innermost frames, outermost first, once it has been idle for some time.
         waits: Whether it then waited for other processes, see `Activity`.
         works: Whether it computed, or used a disk.
         failure: The end of the traceback with which the main thread failed, or "".
-        quiet: Whether the process itself says what is to be said about its failure.
-        order: How many failures there were when this one was told, itself included; 0 without one.
-        over: Whether the main thread has left in good order and need not be watched any more.
+        quiet: Whether the process itself prints the message about its failure.
+        order: Number of failures when this one was reported, itself included; 0 without one.
+        over: Whether the main thread has finished and need not be watched any more.
     """
 
     rank: int

@@ -1,7 +1,7 @@
-"""Where the processes leave their beats and, once, a verdict: the store of the process group, over a connection apart.
+"""Exchanges heartbeats and a verdict over the process group's store, by a separate connection.
 
-A thread makes the calls. With a stopped or lost host at the other end they do not return, whatever timeout torch's
-`TCPStore` is given, and the one who judges must not wait for that.
+A thread makes the calls. If the host at the other end is stopped or lost they do not return, whatever timeout torch's
+`TCPStore` is given, and the watchdog's thread must not wait for that.
 """
 
 import multiprocessing
@@ -24,11 +24,11 @@ from lit_cifar.watchdog.judge import Verdict
 
 
 class News(NamedTuple):
-    """What an exchange brings.
+    """The result of an exchange.
 
     Attributes:
-        beats: The latest of each rank; empty until every rank has left one.
-        verdict: What one of the processes has found, if any has.
+        beats: The latest heartbeat of each rank; empty until every rank has sent one.
+        verdict: The verdict of one of the processes, if there is one.
     """
 
     beats: list[Beat]
@@ -39,12 +39,12 @@ class Board:
     """A client of a store that all processes can reach.
 
     Args:
-        store: Its own connection, as calls may block it.
+        store: A connection for the board alone, as calls may block it.
         run: Distinguishes this run's entries from those of others in the same store.
-        world_size: Processes that leave beats.
+        world_size: Number of processes that send heartbeats.
 
     Attributes:
-        lost: Whether the store is gone, and no call is made any more.
+        lost: Whether the store is lost, and no more calls are made.
     """
 
     def __init__(self, store: Store, *, run: str, world_size: int) -> None:
@@ -58,16 +58,16 @@ class Board:
         threading.Thread(target=self._make_calls, name="watchdog-board", daemon=True).start()
 
     def exchange(self, beat: Beat, *, wait_s: float) -> News | None:
-        """Leave a beat and read those of the others; None if the store does not answer within `wait_s`."""
+        """Send a heartbeat and read those of the others; None if the store does not answer within `wait_s`."""
         return self._call(lambda: self._exchange(beat), wait_s)
 
     def publish(self, verdict: Verdict, *, wait_s: float) -> Verdict:
-        """Leave a verdict; returns the one that was there first, if there was one."""
+        """Publish a verdict; returns an earlier one of another process if there is one."""
         news = self._call(lambda: self._publish(verdict), wait_s)
         return verdict if news is None or news.verdict is None else news.verdict
 
     def give_up(self) -> None:
-        """Make no more calls, as the store's host is known to be gone: torch would print a page about it."""
+        """Make no more calls: the store's host is gone, and torch would print a page about it."""
         self.lost = True
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class Board:
             self._busy = True
             return None
         self._busy = False
-        return None if late else answer  # a late answer is one to another call
+        return None if late else answer  # a late answer belongs to an earlier call
 
     def _make_calls(self) -> None:
         while not self.lost and (call := self._calls.get()) is not None:
@@ -119,5 +119,5 @@ def connect() -> Store:
 
 
 def host_of_store() -> int | None:
-    """The rank whose process serves that store, and takes it along; None for spawned ones, whose parent does."""
+    """The rank whose process serves the store; None for spawned processes, whose parent serves it."""
     return None if multiprocessing.parent_process() is not None else 0

@@ -1,4 +1,4 @@
-"""Which process is to blame: arithmetic on what was heard and seen, without processes, threads or clocks."""
+"""Which process has caused the end of a run: arithmetic on heartbeats and states, without processes or clocks."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -9,29 +9,29 @@ from lit_cifar.watchdog.beat import Beat
 from lit_cifar.watchdog.process import Sight
 from lit_cifar.watchdog.progress import FIRST_TIME_S
 
-# After a failure somewhere: a process that is silent for so long has not failed in consequence, it came first.
+# A process that is silent this long after a failure elsewhere is the cause of that failure and not a consequence.
 SILENT_AFTER_FAILURE_S = 6.0
-# How libraries end a process that has lost another one, and launchers those that are left.
+# Signals by which libraries end a process that has lost another one, and launchers the remaining processes.
 _CONSEQUENCES = ("SIGABRT", "SIGTERM")
 _MAX_LINES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Who is to blame for the end of a run.
+    """Which process has caused the end of a run.
 
     Attributes:
-        kind: "killed" (its process is gone), "silent" (nothing is heard of it any more), "failed" (an exception) or
-            "hung" (its main thread does not get on).
-        rank: Of the culprit; its last beat has the following four.
-        pid: On its host.
-        host: Its machine's name.
+        kind: "killed" (its process is gone), "silent" (it sends no heartbeats), "failed" (by an exception) or "hung"
+            (its main thread makes no progress).
+        rank: Rank of that process, the culprit. The next four are from its last heartbeat.
+        pid: Its process id.
+        host: Name of its machine.
         step: Optimizer steps that it had done.
-        phase: What its main thread did.
-        what: What happened, a clause.
-        lines: The end of its traceback, or where it hangs.
-        reporter: The rank that says so.
-        quiet: Whether the culprit says it itself.
+        phase: Phase of its main thread.
+        what: What happened, as a clause.
+        lines: The end of its traceback, or the stack where it hangs.
+        reporter: The rank that prints the verdict.
+        quiet: Whether the culprit itself prints the message.
     """
 
     kind: Literal["killed", "silent", "failed", "hung"]
@@ -63,14 +63,14 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """What is known of one process, oneself included.
+    """What this process knows of one process, itself included.
 
     Attributes:
-        beat: The latest that was heard.
-        heard_at: When, on one's own clock, in seconds.
-        sight: What is seen of it, looked at before its latest beat was read: the last words of one that is gone are
-            then known.
-        answered: Whether a beat was heard since a failure or an end has been known.
+        beat: The latest heartbeat.
+        heard_at: When it was received, on this process's clock, in seconds.
+        sight: State of the process, observed before its latest heartbeat was read. So if it is gone, its last heartbeat
+            is known.
+        answered: Whether a heartbeat was received after a failure or an exit became known.
     """
 
     beat: Beat
@@ -82,7 +82,7 @@ class Peer:
 def updated(
     peers: Mapping[int, Peer], beats: Iterable[Beat], sights: Mapping[int, Sight], *, now: float
 ) -> dict[int, Peer]:
-    """`peers` with what was seen and then heard."""
+    """`peers` with new states and then new heartbeats."""
     known = any(peer.beat.failure or peer.sight.state == "gone" for peer in peers.values())
     found = {rank: replace(peer, sight=sights.get(rank, peer.sight)) for rank, peer in peers.items()}
     for beat in beats:
@@ -95,19 +95,19 @@ def updated(
 def judge(
     peers: Mapping[int, Peer], *, me: int, now: float, timeout_s: float, store_host: int | None
 ) -> Verdict | None:
-    """The verdict, if there is one to be given already.
+    """The verdict, or None while there is none.
 
-    The first cause is looked for: a process that is gone without a word makes others fail, and a failure makes others
-    wait. Of several failures the one that was told first is the cause, as a process tells before it lets go of its
-    connections. Of several that are gone it is the one of which nothing was heard for longest; one that was ended by
-    SIGABRT or SIGTERM only if all of them were, and all others have answered since.
+    It names the first cause: a process that has exited makes others fail, and a failure makes others wait. Of several
+    failures the one that was reported first is the cause, because a process reports its failure before it closes its
+    connections. Of several processes that are gone it is the one with the oldest heartbeat. One that was ended by
+    SIGABRT or SIGTERM is the cause only if all of them were, and all others have answered since.
 
     Args:
         peers: By rank.
         me: The rank that judges.
         now: On the clock of `Peer.heard_at`, in seconds.
         timeout_s: How long a process may be silent.
-        store_host: The rank through whose process all beats come; None if that is none of them.
+        store_host: The rank whose process serves the store; None if it is another process.
     """
     watched = {rank: peer for rank, peer in peers.items() if not peer.beat.over}
     others = {rank: peer for rank, peer in watched.items() if rank != me and not peer.beat.failure}
@@ -145,7 +145,7 @@ def _verdict(peer: Peer, kind: Literal["killed", "silent", "failed", "hung"], wh
 
 
 def _is_clear(gone: list[Peer], store_host: int | None) -> bool:
-    """Whether nothing further can show one of these to be a consequence; without the store nothing is heard."""
+    """Whether the cause is certain without further heartbeats; without the store there will be none."""
     return any(peer.sight.ending not in _CONSEQUENCES or peer.beat.rank == store_host for peer in gone)
 
 
@@ -156,18 +156,18 @@ def _of_gone(gone: list[Peer]) -> Verdict:
 
 def _how_it_went(sight: Sight) -> str:
     if sight.ending == "SIGKILL":
-        return "was ended by SIGKILL, as kill -9 does, and the kernel when memory runs out"
+        return "was ended by SIGKILL, as by kill -9 or by the kernel when memory runs out"
     if sight.ending:
         return f"ended without a traceback, by {sight.ending}"
-    return "ended without a traceback, as after SIGKILL (kill -9, or the kernel when memory runs out)"
+    return "ended without a traceback, as after SIGKILL (by kill -9, or by the kernel when memory runs out)"
 
 
 def _of_silent(silent: list[Peer], *, now: float, store_host: int | None) -> Verdict:
-    """If all are, then the one through which they are heard."""
+    """A stopped process if there is one; else the one that serves the store; else the one silent for longest."""
     stopped = [peer for peer in silent if peer.sight.state == "stopped"]
     hosts = [peer for peer in silent if peer.beat.rank == store_host]
     culprit = min(stopped or hosts or silent, key=lambda peer: (peer.heard_at, peer.beat.rank))
-    since = f"nothing heard of it for {now - culprit.heard_at:.0f} s"
+    since = f"no heartbeat for {now - culprit.heard_at:.0f} s"
     if culprit.sight.state == "stopped":
         return _verdict(culprit, "silent", f"is stopped, as by SIGSTOP, {since}")
     return _verdict(culprit, "silent", f"is silent, {since}")
@@ -182,10 +182,10 @@ def _idle_s(peer: Peer, now: float) -> float:
 
 
 def _of_late(late: Mapping[int, Peer], now: float) -> Verdict | None:
-    """The one that is behind the others; of equals the one that does not wait for others, nor works.
+    """The process that is behind the others; of equals one that neither waits for others nor works.
 
-    One that works is what the others wait for, whatever its phase has taken before: None for ten minutes. What spins
-    looks the same.
+    While that one works the others wait for it, however long its phase took before, so there is no verdict for ten
+    minutes. A process that polls in a loop looks the same.
     """
     culprit = min(late.values(), key=lambda peer: (peer.beat.events, peer.beat.waits, peer.beat.works, peer.beat.rank))
     if culprit.beat.works and _idle_s(culprit, now) <= FIRST_TIME_S:
@@ -196,7 +196,7 @@ def _of_late(late: Mapping[int, Peer], now: float) -> Verdict | None:
 
 
 def _reporter(peers: Mapping[int, Peer], verdict: Verdict, *, now: float, patience_s: float) -> int:
-    """The lowest rank that can still speak, of those that have not finished if there are any."""
+    """The lowest rank that can still print, of those that have not finished if there are any."""
     able = [
         rank
         for rank, peer in peers.items()

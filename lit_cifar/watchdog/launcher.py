@@ -1,4 +1,4 @@
-"""A process does not outlive the one that started it to take part in a run."""
+"""Ends a process of a run when the process that started it is gone."""
 
 import multiprocessing
 import os
@@ -8,16 +8,16 @@ import time
 
 from lit_cifar import parent
 
-# A watch has found out by then, and says more.
+# By then a watchdog has noticed it and has reported more.
 _GRACE_S = 10.0
 _started = threading.Event()
 
 
 def end_with_launcher() -> None:
-    """End this process some seconds after the one that started it is gone. To be called early; once is enough.
+    """End this process some seconds after the one that started it is gone. Call it early; a second call has no effect.
 
-    Lightning's launcher, torch.multiprocessing and torchrun's agent end what they have started, unless they are killed
-    themselves. What they leave then goes on or, before the processes have met, waits half an hour for the others.
+    Lightning's launcher, torch.multiprocessing and torchrun's agent end the processes that they have started, unless
+    they are killed themselves. Their processes would then continue, or wait half an hour for others that never start.
     """
     if not _started.is_set():
         _started.set()

@@ -1,4 +1,4 @@
-"""What can be seen of another process of the same machine."""
+"""The state of another process on the same machine."""
 
 import os
 import signal
@@ -11,11 +11,11 @@ _STATE, _START_TIME, _EXIT_CODE = 0, 19, 49
 
 
 class Sight(NamedTuple):
-    """What is seen of a process.
+    """The observed state of a process.
 
     Attributes:
-        state: "unseen" for one that cannot be seen from here, as on another machine.
-        ending: How it ended, e.g. "SIGKILL", where that can be told.
+        state: "unseen" for a process that cannot be observed from here, as on another machine.
+        ending: How the process ended, e.g. "SIGKILL", if that is known.
     """
 
     state: Literal["running", "stopped", "gone", "unseen"]
@@ -23,23 +23,23 @@ class Sight(NamedTuple):
 
 
 def start_time(pid: int) -> str:
-    """When the process was started, as the kernel counts; "" where there is no /proc, or no such process.
+    """When the process was started, in the kernel's units; "" without /proc, or if there is no such process.
 
-    With the pid it names a process for good: pids are used again.
+    Together with the pid it identifies a process: pids are reused.
     """
     fields = _stat(pid)
     return fields[_START_TIME] if fields else ""
 
 
 def look_at(pid: int, started: str) -> Sight:
-    """What is seen of the process `pid` that was started at `started`."""
+    """The state of the process `pid` that was started at `started`."""
     if not started:
         return Sight("running" if _exists(pid) else "gone")
     fields = _stat(pid)
     if not fields or fields[_START_TIME] != started:
         return Sight("gone")
     if fields[_STATE] in "ZX":
-        status = int(fields[_EXIT_CODE])  # 0 also where this user may not know it
+        status = int(fields[_EXIT_CODE])  # 0 also if this user may not read it
         return Sight("gone", ending(os.waitstatus_to_exitcode(status)) if status else "")
     return Sight("stopped" if fields[_STATE] == "T" else "running")
 
@@ -55,7 +55,7 @@ def ending(exit_code: int) -> str:
 
 
 def kill(pid: int, started: str) -> None:
-    """End another process at once, if it is still the one that was started at `started`."""
+    """Kill another process, if it is still the one that was started at `started`."""
     if pid != os.getpid() and look_at(pid, started).state != "gone":
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
@@ -66,7 +66,7 @@ def _stat(pid: int) -> list[str]:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return []
-    return text.rpartition(")")[2].split()  # the name before it may hold anything
+    return text.rpartition(")")[2].split()  # the command's name before it may contain any character
 
 
 def _exists(pid: int) -> bool:

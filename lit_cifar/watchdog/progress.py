@@ -1,27 +1,27 @@
-"""How far the main thread is, and how long it may take for what it does now."""
+"""The progress of the main thread, and how long its current phase may take."""
 
 import time
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
-# What happens for the first time may compile, tune or load anything, and nothing is known of how long it takes; nor is
-# it of what computes or waits for a disk. Ten minutes are torch's own limit for a collective operation of NCCL.
+# A phase that runs for the first time may compile, tune or load, so its duration cannot be predicted. The same holds
+# while a process computes or waits for a disk. Ten minutes are torch's own limit for a collective operation of NCCL.
 FIRST_TIME_S = 600.0
-# What is longer than this many times the longest of its kind is not late but stuck.
+# A phase that takes longer than this multiple of the longest one of its kind counts as hung.
 FACTOR = 5.0
-# The first of a kind is often the longest by far. It counts until so many others are known.
+# The first phase of a kind is often the longest by far. It counts until this many others are known.
 _NUM_SETTLED = 3
 
 
 class Moment(NamedTuple):
-    """What the main thread has begun.
+    """The current phase of the main thread.
 
     Attributes:
-        phase: What it does, e.g. "training step".
+        phase: Its name, e.g. "training step".
         step: Optimizer steps that are done.
-        events: How many phases have begun so far: what two processes are compared by.
-        since: When this one began, on this process's monotonic clock, in seconds.
-        shape: Of the newest batch. For another one the same phase may compile again.
+        events: Number of phases begun so far, by which processes are compared.
+        since: When this phase began, on this process's monotonic clock, in seconds.
+        shape: Shape of the newest batch. With another shape the same phase may compile again.
     """
 
     phase: str
@@ -32,16 +32,16 @@ class Moment(NamedTuple):
 
     @property
     def kind(self) -> Hashable:
-        """What a duration is expected by."""
+        """Key of the phases that should take equally long."""
         return self.phase, self.shape
 
 
 class Progress:
-    """Notes of the main thread, read by another one: a note replaces `moment` as a whole, so there is no lock.
+    """Written by the main thread and read by another one; `moment` is replaced as a whole, so there is no lock.
 
     Args:
-        timeout_s: What every phase may take.
-        clock: Seconds; monotonic.
+        timeout_s: The least time that a phase may take.
+        clock: Monotonic, in seconds.
     """
 
     def __init__(self, *, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -52,7 +52,7 @@ class Progress:
         self._awake_since = self.moment.since
 
     def enter(self, phase: str, *, step: int | None = None, shape: Hashable = None) -> None:
-        """The main thread begins `phase`; `step` and `shape` if they have changed."""
+        """Note that the main thread begins `phase`; pass `step` and `shape` if they have changed."""
         last, now = self.moment, self.clock()
         durations = self._durations.get(last.kind)
         if durations is None:
@@ -67,7 +67,7 @@ class Progress:
         )
 
     def forgive(self) -> None:
-        """Count from now on: the whole process was suspended, so that nothing could happen."""
+        """Restart the timing: the whole process was suspended."""
         self._awake_since = self.clock()
 
     def idle_s(self) -> float:
@@ -75,14 +75,14 @@ class Progress:
         return self.clock() - max(self.moment.since, self._awake_since)
 
     def patience_s(self) -> float:
-        """How long it may be."""
+        """How long the main thread may be in its phase."""
         durations = self._durations.get(self.moment.kind)
         expected = FIRST_TIME_S if durations is None else FACTOR * durations.longest()
         return max(self.timeout_s, expected)
 
 
 class _Durations:
-    """Of one kind, in seconds."""
+    """Durations of one kind of phase, in seconds."""
 
     def __init__(self) -> None:
         self._first = 0.0

@@ -1,4 +1,4 @@
-"""The thread that tells the others, judges, and ends its process."""
+"""The watchdog's thread: it sends heartbeats, judges those of the others, and ends its process."""
 
 import atexit
 import os
@@ -18,29 +18,29 @@ from lit_cifar.watchdog.process import Sight
 from lit_cifar.watchdog.progress import FIRST_TIME_S, Progress
 
 BEAT_S = 1.0
-# For the main thread's own exception to take its way: it closes loggers and files.
+# Time for the main thread to end by its own exception, which closes loggers and files.
 GRACE_S = 4.0
-# Those that are still under way when the one that serves the store has finished.
+# How long the process that serves the store waits, when it has finished, for others that have not.
 _FAREWELL_S = 10.0
 
 
 class Watch(threading.Thread):
-    """Watches all processes of a run for one of them.
+    """Watches all processes of a run, in a thread of one of them.
 
-    A process is to blame if it is gone without a word, if its beats stay away for `timeout_s` (stopped, its machine
-    lost), if it failed by an exception, the first where several did, or if no main thread gets on and its is the one
-    behind. One process says so on stderr. Then each ends: by its main thread's own exception, which a broken connection
-    raises in most, or after `GRACE_S` without asking it.
+    A process has caused the end of a run if it has exited without a message, if it sends no heartbeat for `timeout_s`
+    (it is stopped, or its machine is lost), if it was the first to fail by an exception, or if no main thread makes
+    progress and its own is behind the others. One process reports that on stderr. Then each ends: by an exception of
+    its main thread, which a broken connection raises in most, or after `GRACE_S` without one.
 
     Args:
-        everyone: The first beat of each rank, in order.
-        rank: This process's.
-        board: Where the beats go.
-        progress: This process's main thread writes it.
-        timeout_s: How long a process may be silent, and the least that its main thread may take for anything.
+        everyone: The first heartbeat of each rank, in order.
+        rank: Rank of this process.
+        board: Exchanges the heartbeats.
+        progress: Written by this process's main thread.
+        timeout_s: How long a process may be silent, and the least time that a phase of its main thread may take.
         store_host: The rank whose process serves the store, see `host_of_store`.
-        grace_s: What the main thread gets to end by itself.
-        end: How to end the process, given its exit status.
+        grace_s: How long the main thread may take to end by an exception.
+        end: Ends the process, given its exit status.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Watch(threading.Thread):
     ) -> None:
         super().__init__(name="watchdog", daemon=True)
         self.verdict: Verdict | None = None
-        # How the processes that this one has started ended, by pid, as of `Popen`: the parent knows it for certain.
+        # Exit codes, as of `Popen`, of the processes that this one has started, by pid: only the parent knows them.
         self.exit_codes: Callable[[], dict[int, int]] = dict
         self._own = everyone[rank]
         self._board = board
@@ -84,11 +84,11 @@ class Watch(threading.Thread):
     # For the main thread.
 
     def fail(self, failure: str, *, quiet: bool = False) -> Verdict | None:
-        """Tell that the main thread has failed, and return who is to blame for it, once that is clear.
+        """Report that the main thread has failed, and return the verdict once there is one.
 
         Args:
             failure: The end of its traceback.
-            quiet: Whether it is going to say itself what there is to say.
+            quiet: Whether the main thread prints the message itself.
         """
         self._failure, self._quiet = failure, quiet
         self._wake.set()
@@ -96,7 +96,7 @@ class Watch(threading.Thread):
         return self.verdict
 
     def leave(self) -> None:
-        """Tell that there is nothing left to watch in this process, and stop watching the others."""
+        """Report that this process has finished, and stop watching the others."""
         self._over = True
         self._wake.set()
         self.join(_FAREWELL_S + 2 * BEAT_S)
@@ -105,7 +105,7 @@ class Watch(threading.Thread):
     # The thread.
 
     def run(self) -> None:
-        """Tell and judge until there is a verdict or nothing left to watch."""
+        """Send and judge heartbeats until there is a verdict or the run has ended."""
         # An interpreter that shuts down must not have a thread in torch's C++: that ends in SIGABRT.
         atexit.register(self._close)
         verdict = self._watch()
@@ -136,12 +136,12 @@ class Watch(threading.Thread):
             self._board.give_up()
         beat = self._beat()
         news = self._board.exchange(beat, wait_s=BEAT_S)
-        # Else the others would take the end of this process for that of one that was killed.
+        # Otherwise the others would report this process as killed when it ends.
         self._told = beat.over and (news is not None or self._board.lost)
         if news is not None and news.verdict is not None:
             return news.verdict
         if news is None and not self._board.lost:
-            # Who is gone may have left in good order: wait for its last beat.
+            # A process that is gone may have finished normally: wait for its last heartbeat.
             sights = {rank: sight for rank, sight in sights.items() if sight.state != "gone"}
         now = self._progress.clock()
         own = Peer(beat=self._beat(), heard_at=now, sight=Sight("running"), answered=True)
@@ -151,7 +151,7 @@ class Watch(threading.Thread):
         return verdict and self._board.publish(verdict, wait_s=BEAT_S)
 
     def _look(self) -> None:
-        """See what the main thread does, once it has been idle for some time."""
+        """Observe the main thread, once it has been idle for some time."""
         if self._progress.idle_s() > self._timeout_s / 2:
             self._stack, module = stack_of(self._main_thread)
             self._activity.look(module)
@@ -179,7 +179,7 @@ class Watch(threading.Thread):
         )
 
     def _sights(self) -> dict[int, Sight]:
-        """Of the other processes of this machine."""
+        """The states of the other processes on this machine."""
         codes = self.exit_codes()
         sights = {}
         for rank, peer in self._peers.items():
@@ -191,7 +191,7 @@ class Watch(threading.Thread):
         return sights
 
     def _forgive_suspension(self) -> None:
-        """Where this thread itself did not run (Ctrl-Z, a debugger), nobody's silence means anything."""
+        """Restart all timing if this thread itself did not run, as after Ctrl-Z or in a debugger."""
         now = self._progress.clock()
         if now - self._ticked_at > max(self._timeout_s / 2, 5 * BEAT_S):
             self._progress.forgive()
@@ -199,7 +199,7 @@ class Watch(threading.Thread):
         self._ticked_at = now
 
     def _is_needed(self) -> bool:
-        """Whether this process serves the store to others that are still under way."""
+        """Whether this process serves the store to others that have not finished."""
         return self._store_host == self._own.rank and any(
             not peer.beat.over and not peer.beat.failure and peer.sight.state != "gone"
             for rank, peer in self._peers.items()
@@ -207,17 +207,17 @@ class Watch(threading.Thread):
         )
 
     def _conclude(self, verdict: Verdict) -> None:
-        """Say it, and end the process."""
+        """Print the verdict, and end the process."""
         self.verdict = verdict
         if verdict.reporter == self._own.rank and not verdict.quiet:
             print(verdict, file=sys.stderr, flush=True)
         if self._has_readers(verdict):
-            # Nobody leaves before all have read it: of those who had not, one would find the process gone and say so.
+            # Wait until all have read it: one that had not would find this process gone and report that.
             time.sleep(2 * BEAT_S)
         self._concluded.set()
         if verdict.kind == "silent" and verdict.rank != self._store_host:
-            # It cannot end itself; its connections close, and main threads that wait for it get on. torch would print
-            # a page about a store that is lost, and without one there is nothing to get on with.
+            # It cannot end itself. When it is killed its connections close, and main threads that wait for it continue.
+            # The process that serves the store is not killed now: torch would print a page about the lost store.
             self._kill(verdict.rank)
         if (verdict.kind, verdict.rank) != ("hung", self._own.rank):
             time.sleep(self._grace_s)
@@ -227,7 +227,7 @@ class Watch(threading.Thread):
         self._end(1)
 
     def _has_readers(self, verdict: Verdict) -> bool:
-        """Whether there are others that can read it: not who is gone, nor a culprit that is silent."""
+        """Whether other processes can read the verdict: those that are neither gone nor its silent culprit."""
         return any(
             peer.sight.state != "gone" and (verdict.kind, verdict.rank) != ("silent", rank)
             for rank, peer in self._peers.items()
@@ -247,13 +247,13 @@ class Watch(threading.Thread):
 
 
 def first_beat(rank: int) -> Beat:
-    """Who this process is."""
+    """The first heartbeat of this process."""
     pid = os.getpid()
     started = process.start_time(pid)
     return Beat(rank=rank, pid=pid, started=started, host=socket.gethostname(), patience_s=FIRST_TIME_S)
 
 
 def _first_sight(beat: Beat, own: Beat) -> Sight:
-    """A process that cannot be seen now, though it has just been heard of, is not of this machine or container."""
+    """The first state of a process; one that has sent a heartbeat but is not found runs in another container."""
     sight = process.look_at(beat.pid, beat.started) if beat.host == own.host else Sight("unseen")
     return Sight("unseen") if sight.state == "gone" else sight

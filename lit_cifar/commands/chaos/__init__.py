@@ -1,1 +1,1 @@
-"""`python -m lit_cifar chaos`: a small training is killed, stopped, resized and robbed of its disk; nothing is lost."""
+"""`python -m lit_cifar chaos`: kills, stops and resizes a small training and fills its disk; nothing may be lost."""

@@ -26,7 +26,7 @@ _HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # by torchrun, besid
 
 
 class Handler(SubprocessHandler):
-    """Starts a worker, by a fork unless it is Python's turn, and writes it down."""
+    """Starts a worker, by a fork or as a new Python, and records it."""
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
         start, at_s = start_of(env), time.monotonic()

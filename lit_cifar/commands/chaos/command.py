@@ -24,7 +24,7 @@ _DESCRIPTION = f"""\
 Train a small job under torchrun without faults, and then again while ranks are killed, terminated and stopped, the
 newest checkpoint is truncated, the disk is full and the job is resized, at random moments and during saves. In the end
 every sample must have counted exactly once in every epoch, and parameters and optimizer state must be those of the
-undisturbed run: bitwise where the job kept its size, within 1e-5 where it was resized. Everything runs on the CPU.
+uninterrupted run: bitwise where the job kept its size, within 1e-5 where it was resized. Everything runs on the CPU.
 Of {ANEW_EVERY} starts of the ranks torchrun starts Python in one; in the others it forks them, without the imports.
 {_ENOUGH} faults or more include every kind."""
 
@@ -39,7 +39,7 @@ def main(args: list[str]) -> int:
     options = chaos_parser().parse_args(args)
     if options.kills < 1 or options.seed < 0:
         raise ConfigError(
-            f"--kills={options.kills} --seed={options.seed}: there must be a fault, and seeds are not negative",
+            f"--kills={options.kills} --seed={options.seed}: kills must be 1 or more, and the seed 0 or more",
             remedy="the defaults are 20 and 0",
         )
     modes = chosen_modes(options.modes.split(","), devices=options.devices)
@@ -67,7 +67,7 @@ def _print(rows: list[Row], ways: list[str], options: argparse.Namespace) -> Non
     out.print(result_table(rows, title=f"{options.kills} faults for each mode, seed {options.seed}"))
     for way in ways:
         out.print(f"full disk: {way}", markup=False)
-    out.print(f"restarts: {sum(row.anew for row in rows)} started Python anew for each rank, the others forked them")
+    out.print(f"restarts: {sum(row.anew for row in rows)} started a new Python for each rank, the others forked them")
     for row in rows:
         for problem in row.problems[:5]:
             out.print(f"{row.mode} on {', '.join(map(str, row.sizes))}: {problem}", markup=False)
@@ -78,26 +78,22 @@ def _print(rows: list[Row], ways: list[str], options: argparse.Namespace) -> Non
 def chaos_parser() -> argparse.ArgumentParser:
     """The command's options."""
     parser = CommandParser("chaos", description=_DESCRIPTION)
-    parser.add_argument("--kills", type=int, default=20, metavar="K", help="faults for each mode (default: 20)")
+    parser.add_argument("--kills", type=int, default=20, metavar="K", help="Faults for each mode (default: 20).")
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="seed that decides kinds, moments and ranks (default: 0)"
+        "--seed", type=int, default=0, metavar="S", help="Seed of the kinds, moments and ranks of faults (default: 0)."
     )
-    parser.add_argument("--modes", default="ddp", metavar="A,B", help="modes to hit (default: ddp)")
-    parser.add_argument("--devices", type=int, default=2, metavar="N", help="devices of each mode (default: 2)")
-    parser.add_argument("--json", metavar="FILE", help="write every fault, figures, versions and hardware there")
+    parser.add_argument("--modes", default="ddp", metavar="A,B", help="Modes to train in (default: ddp).")
+    parser.add_argument("--devices", type=int, default=2, metavar="N", help="Devices of each mode (default: 2).")
+    parser.add_argument("--json", metavar="FILE", help="Write all faults, results, versions and hardware to this file.")
     parser.add_argument(
-        "--dir", metavar="FOLDER", help="keep logs, journals and checkpoints there; else nothing is kept"
+        "--dir", metavar="FOLDER", help="Keep logs, journals and checkpoints there. Without it nothing is kept."
     )
     return parser
 
 
 @contextmanager
 def _folder(name: str | None) -> Iterator[Path]:
-    """An empty folder: the user's, or one that is gone afterwards.
-
-    Raises:
-        ConfigError: The user's cannot be made, or holds something.
-    """
+    """An empty folder: the user's, which must be empty, or one that is removed afterwards."""
     if name is None:
         with tempfile.TemporaryDirectory(prefix="lit_cifar-chaos-") as temporary:
             yield Path(temporary)
@@ -107,7 +103,7 @@ def _folder(name: str | None) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         empty = not any(folder.iterdir())
     except OSError as error:
-        raise ConfigError(f"--dir={name} cannot be used: {error.strerror}", remedy="choose another folder") from error
+        raise ConfigError(f"--dir={name} is not writable: {error.strerror}", remedy="choose another folder") from error
     if not empty:
         raise ConfigError(f"--dir={name} is not empty", remedy="choose another folder")
     yield folder.resolve()

@@ -1,4 +1,4 @@
-"""How far a training's end is from that of the undisturbed run."""
+"""Compares the end of a training with that of the uninterrupted run."""
 
 import csv
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ from lit_cifar.checkpoints import read_checkpoint
 from lit_cifar.commands.verify.compare import KINDS, Step, differences
 
 RESIZED_BOUND = 1e-5
-"""What a training that was resized may differ by: sums over another number of processes are rounded otherwise."""
+"""How much a resized training may differ: another number of processes changes the rounding of sums."""
 
 _CLOCKED = "per_s"
-"""What the names of metrics end with that tell how fast the machine was."""
+"""Suffix of the metrics that depend on the speed of the machine."""
 
 
 def distance(found: Path, expected: Path) -> tuple[float, str]:
@@ -31,19 +31,19 @@ def position_problems(found: Path, expected: Path) -> list[str]:
     """Where the counters of two checkpoints differ: epoch, optimizer steps, and the schedule's."""
     mine, theirs = read_checkpoint(found), read_checkpoint(expected)
     return [
-        f"{name} is {mine.get(name)} at the end, {theirs.get(name)} in the undisturbed run"
+        f"{name} is {mine.get(name)} at the end, {theirs.get(name)} in the uninterrupted run"
         for name in ("epoch", "global_step", "lr_schedulers")
         if mine.get(name) != theirs.get(name)
     ]
 
 
 def metric_problems(found: Path, expected: Path) -> list[str]:
-    """Where two `metrics.csv` differ, but for what the clock says: the first difference."""
+    """The first difference between two `metrics.csv`, without metrics that depend on the clock."""
     for mine, theirs in zip(_rows(found), _rows(expected), strict=False):
         for name in sorted(mine.keys() | theirs.keys()):
             if mine.get(name) != theirs.get(name):
                 where = f"step {theirs.get('step')} in metrics.csv"
-                return [f"{name} of {where} is {mine.get(name)}, {theirs.get(name)} in the undisturbed run"]
+                return [f"{name} of {where} is {mine.get(name)}, {theirs.get(name)} in the uninterrupted run"]
     numbers = [len(list(_rows(path))) for path in (found, expected)]
     return [] if numbers[0] == numbers[1] else [f"metrics.csv has {numbers[0]} lines instead of {numbers[1]}"]
 
@@ -55,7 +55,7 @@ def receipt_problems(found: Path, expected: Path) -> list[str]:
         return []
     epochs = [number for number, pair in enumerate(zip_longest(mine[1:], theirs[1:])) if pair[0] != pair[1]]
     where = f"from epoch {epochs[0]} on" if epochs else "in its heading, or missing"
-    return [f"receipt.csv is not that of the undisturbed run {where}"]
+    return [f"receipt.csv differs from that of the uninterrupted run {where}"]
 
 
 def _step(checkpoint: dict[str, Any]) -> Step:

@@ -1,7 +1,7 @@
-"""What a job has trained on in the end, from the lines of its journal: pure functions.
+"""The samples that a job has trained on in effect, from the lines of its journal: pure functions.
 
-A job that is killed runs some steps again. Of every optimizer step, the run that counts is the last one: the earlier
-ones went down with the process, after the checkpoint from which the job went on.
+A job that is killed runs some steps again. Of every optimizer step only the last run counts: earlier ones came after
+the checkpoint from which the job resumed, and were lost with the process.
 """
 
 from collections import Counter
@@ -53,7 +53,7 @@ class Audit:
     Attributes:
         missing: Samples of an epoch that no step counts.
         doubled: Samples that an epoch counts too often, or that are not in the data set.
-        moved: Steps whose samples are not those of the same step of the undisturbed run.
+        moved: Steps whose samples are not those of the same step of the uninterrupted run.
         repeated: Runs of an optimizer step that did not count.
         problems: In words, the first step first.
     """
@@ -86,7 +86,7 @@ def effective(lines: Iterable[Line]) -> tuple[Batches, list[str]]:
             first, *others = by_rank.values()
             batches[key] += first
             if any(ids != first for ids in others):
-                problems.append(f"{_words(key)}: the processes of shard {shard} read other samples")
+                problems.append(f"{_words(key)}: the processes of shard {shard} read different samples")
     return batches, problems
 
 
@@ -99,7 +99,7 @@ def num_repeated(lines: Iterable[Line]) -> int:
 
 
 def audit(lines: Iterable[Line], *, undisturbed: Mapping[StepKey, Iterable[int]], num_samples: int) -> Audit:
-    """Compare a job's effective history with the data set and with the undisturbed run.
+    """Compare a job's effective history with the data set and with the uninterrupted run.
 
     Args:
         lines: Of all processes of all starts.
@@ -113,7 +113,7 @@ def audit(lines: Iterable[Line], *, undisturbed: Mapping[StepKey, Iterable[int]]
     for key in sorted(batches.keys() | wanted.keys()):
         if Counter(batches.get(key, ())) != wanted.get(key, Counter()):
             result.moved += 1
-            what = "other samples than in the undisturbed run" if key in wanted else "is not in the undisturbed run"
+            what = "other samples than in the uninterrupted run" if key in wanted else "is not in the uninterrupted run"
             result.problems.append(f"{_words(key)}: {what if key in batches else 'was never run'}")
     for epoch in sorted({epoch for epoch, _ in batches.keys() | wanted.keys()}):
         _count_epoch(result, epoch, batches, num_samples)
@@ -127,7 +127,7 @@ def _count_epoch(result: Audit, epoch: int, batches: Batches, num_samples: int) 
     missing, doubled = sorted((every - seen).elements()), sorted((seen - every).elements())
     result.missing += len(missing)
     result.doubled += len(doubled)
-    for ids, what in ((missing, "are missing"), (doubled, "are foreign or counted too often")):
+    for ids, what in ((missing, "are missing"), (doubled, "are unknown or counted too often")):
         if ids:
             result.problems.append(f"epoch {epoch}: {len(ids)} samples {what}, e.g. {ids[0]}")
 

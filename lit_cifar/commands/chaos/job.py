@@ -1,4 +1,4 @@
-"""A training under torchrun that can be started, looked at and ended, and that never outlives its owner."""
+"""A training under torchrun that can be started, observed and ended, and that never outlives its owner."""
 
 import os
 import time
@@ -26,8 +26,8 @@ class Job:
         command: What follows `python -m lit_cifar` in every rank, from the number of processes.
         folder: For what the processes print (`log.txt`), which of them there were, and their temporary files.
         max_restarts: How often torchrun starts the ranks again by itself.
-        anew_every: In every so many starts of the ranks, the first included, Python starts anew for each, as under any
-            torchrun; else they are forked from a process that has imported the package. 0: in none.
+        anew_every: In the first start of the ranks, and in every n-th one after it, each rank is a new Python as under
+            torchrun itself. In the others they are forked from a process that has imported the package. 0: all forked.
         launches: How often torchrun has been started.
     """
 
@@ -142,7 +142,7 @@ class Job:
 
 
 def wait_until(condition: Callable[[], bool], *, limit_s: float, poll_s: float = POLL_S) -> bool:
-    """Ask again and again; whether it came true within the limit."""
+    """Poll the condition; whether it became true within the limit."""
     end = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() > end:

@@ -1,4 +1,4 @@
-"""A diary of the samples that every process trains on, which outlives the process."""
+"""A log of the samples that every process trains on, written so that killing the process loses none of it."""
 
 import json
 import os
@@ -17,11 +17,12 @@ from lit_cifar.layout import Layout
 class Journal(L.Callback):
     """Appends one JSON line per loader step and process to `folder/rank<r>.jsonl`, once the step is done.
 
-    It knows nothing of checkpoints and resumption, so that it can testify against them. A line reaches the system in
-    one write, and so outlives its process. The first line of a process has no step: it says that there is a process.
+    It uses neither checkpoints nor the code that resumes, so that it can show mistakes in them. A line is one write to
+    the system, so it is kept when its process is killed. The first line of a process has no step: it announces the
+    process.
 
     Args:
-        folder: Exists, and not on the disk that is filled.
+        folder: An existing folder, not on the disk that is filled.
     """
 
     def __init__(self, folder: str) -> None:

@@ -32,7 +32,7 @@ RESIZED: tuple[Card, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One thing that goes wrong.
+    """One fault.
 
     Attributes:
         number: Its place in the plan, from 1.
@@ -42,7 +42,7 @@ class Fault:
         aim: "step": during the optimizer step `step`; "save": while a checkpoint is being written, at `step` or later;
             "start": during the step, and once more while the processes start again.
         step: Optimizer step at which it is due, from the start of the whole training.
-        rank: Whom it hits, among the processes that run then; None where it hits all of them.
+        rank: The rank that it hits, among the processes that run then; None if it hits all of them.
         size: Processes that run after it.
         delay_s: Seconds that it waits beyond the beginning of the step or of the save.
         part: "start": the share of the time that the processes need to start after which it comes again, in [0, 1).
@@ -80,7 +80,7 @@ _AIMS: dict[Aim, str] = {"step": "", "save": " during a save", "start": ", and o
 def shares(num_faults: int) -> tuple[int, int]:
     """How many of `num_faults` hit a job that keeps its size, and how many one that is resized: three tenths.
 
-    Only a job that keeps its size can end bitwise where the undisturbed run ends, so it gets the larger part.
+    Only a job that keeps its size can end bitwise where the uninterrupted run ends, so it gets the larger part.
     """
     of_resized = max(1, round(0.3 * num_faults)) if num_faults > 1 else 0
     return num_faults - of_resized, of_resized
@@ -136,6 +136,6 @@ def plan(cards: Sequence[Card], *, seed: int, sizes: Sequence[int], first_step: 
 
 
 def _shuffled(deck: Sequence[T], rng: random.Random) -> Iterator[T]:
-    """The cards of `deck` for ever, shuffled anew each time round."""
+    """The cards of `deck`, repeated without end, and shuffled again for each repetition."""
     while True:
         yield from rng.sample(deck, len(deck))

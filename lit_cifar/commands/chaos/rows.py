@@ -1,4 +1,4 @@
-"""What came out for a job, and the table of it."""
+"""The result of a job, and the table of results."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,23 +12,23 @@ from lit_cifar.commands.chaos.trial import Event
 
 @dataclass
 class Row:
-    """What came out for a job.
+    """The result of a job.
 
     Attributes:
-        mode: Its name.
-        sizes: Numbers of processes that it went through, the first one first.
-        precision: In which it computed.
-        bound: What the difference may be.
+        mode: Name of the mode.
+        sizes: Numbers of processes of the job, in order.
+        precision: Its `--trainer.precision`.
+        bound: The largest difference allowed.
         events: The faults.
         restarts: How often its processes were started again.
-        own_restarts: How many of these no fault asked for.
-        anew: How many of these started Python anew; the others were forked.
-        repeated: Runs of an optimizer step that did not count.
-        missing: Samples that an epoch does not count.
+        own_restarts: Restarts that no fault has caused.
+        anew: Restarts that started a new Python; the others were forked.
+        repeated: Optimizer steps that were run again after a restart.
+        missing: Samples that no step of an epoch has counted.
         doubled: Samples that an epoch counts too often.
-        difference: The largest one of the end from that of the undisturbed run; None if there was no end.
-        tensor: Where that is.
-        seconds: Duration, without that of the undisturbed run.
+        difference: The largest difference from the end of the uninterrupted run; None if the job did not end.
+        tensor: The tensor with the largest difference.
+        seconds: Duration, without that of the uninterrupted run.
         problems: What is wrong; empty for a PASS.
     """
 
@@ -86,7 +86,7 @@ def _cells(rows: Sequence[Row]) -> list[str]:
     faults = ", ".join(f"{count} {_NAMES[kind]}" for kind, count in kinds.items())
     return [
         f"{kinds.total()}: {faults}\n[dim]{during_saves} during a save[/]",
-        f"{restarts}\n[dim]{anew} anew[/]" + (f"\n[dim]{own} unasked[/]" if own else ""),
+        f"{restarts}\n[dim]{anew} new[/]" + (f"\n[dim]{own} unplanned[/]" if own else ""),
         str(sum(row.repeated for row in rows)),
         _sum([row.missing for row in rows]),
         _sum([row.doubled for row in rows]),

@@ -1,4 +1,4 @@
-"""Trains undisturbed, trains under faults, and compares the two."""
+"""Trains without faults, trains with faults, and compares the two."""
 
 import shutil
 import time
@@ -52,7 +52,7 @@ class Undisturbed:
 
 
 class _Alone:
-    """A training that nothing disturbs, under way."""
+    """A training without faults, while it runs."""
 
     def __init__(self, training: Training, job: Job) -> None:
         self.training, self.job = training, job
@@ -151,7 +151,7 @@ def _job(
 
 
 def _compare(row: Row, reader: JournalReader, run: Path, reference: Undisturbed) -> None:
-    """Fill in how the samples and the end compare with the undisturbed run."""
+    """Fill in how the samples and the end compare with the uninterrupted run."""
     found = audit(reader.lines, undisturbed=reference.batches, num_samples=NUM_SAMPLES)
     row.repeated, row.missing, row.doubled = found.repeated, found.missing, found.doubled
     row.problems += found.problems

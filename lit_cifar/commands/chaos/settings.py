@@ -63,7 +63,7 @@ class Training:
     Attributes:
         mode: How it is parallelised.
         num_epochs: Its length.
-        resized: Whether it is to be compared after a resize. Then it computes in float64: in float32, undisturbed
+        resized: Whether it is to be compared after a resize. Then it computes in float64: in float32, uninterrupted
             trainings on one and on two processes, which round in another order, are 0.3 apart in the optimizer's
             state after 60 steps, so no bound could tell rounding from a mistake. In float64 they are 6e-15 apart.
     """
@@ -74,7 +74,7 @@ class Training:
 
     @classmethod
     def under(cls, mode: Mode, num_faults: int, *, resized: bool = False) -> "Training":
-        """Long enough to be still running after so many faults."""
+        """A training that is long enough for `num_faults` faults."""
         return cls(mode, -(-_STEPS_PER_FAULT * (num_faults + 2) // STEPS_PER_EPOCH), resized)
 
     @property
@@ -93,14 +93,14 @@ class Training:
         return "tiny" if self.resized else "resnet10"
 
     def arguments(self, size: int, *, run: Path, journal: Path, disturbed: bool = True) -> list[str]:
-        """What follows `python -m lit_cifar`, whether the run is new or goes on.
+        """The arguments of `python -m lit_cifar`, of a new and of a resumed run.
 
         Args:
             size: Number of processes.
             run: Its run folder.
             journal: Folder of its journal.
-            disturbed: Whether faults will hit it: then it saves within epochs, too, and draws. What it computes must
-                not depend on it.
+            disturbed: Whether faults will hit it. It then also saves within epochs, and draws figures. Its results must
+                not depend on that.
         """
         return [
             "fit",
@@ -124,7 +124,7 @@ def chosen_modes(names: Sequence[str], *, devices: int) -> list[Mode]:
         ConfigError: A name that is not known or starts no processes under torchrun, or sizes that do not fit it.
     """
     if devices < 2:
-        raise ConfigError(f"--devices={devices} leaves nobody who could go on", remedy="pass --devices 2 or more")
+        raise ConfigError(f"--devices={devices}: chaos needs several processes", remedy="pass --devices 2 or more")
     known = {"ddp": "ddp-sync", "ddp_mp": "ddp_mp", "pp": "pp", "ddp_pp": "ddp_pp", "fsdp2": "fsdp2", "tp": "tp"}
     wrong = [name for name in names if name not in known]
     if wrong or not names:

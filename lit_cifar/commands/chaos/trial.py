@@ -25,14 +25,14 @@ _MAX_LAUNCHES_IN_VAIN = 3
 
 _SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 _REPEATED_SAVES: dict[Kind, int] = {"kill": 2, "stop": 2, "term": 0, "resize": 0, "truncate": 3, "disk": 2}
-"""How many intervals between checkpoints a job may have to repeat: none where it was asked to stop and saves first.
+"""How many intervals between checkpoints a job may have to repeat: none if it was asked to stop, as it saves first.
 
-Training goes on while the newest one is being written, at most until the next one is due.
+Training continues while a checkpoint is being written, at most until the next one is due.
 """
 
 
 class TrialError(Exception):
-    """The job did not come back, or did not stop; what is wrong is the message."""
+    """The job did not resume, or did not stop; the message says which."""
 
 
 @dataclass(kw_only=True)
@@ -48,9 +48,9 @@ class Event:
         resumed_step: The first step that was run afterwards.
         repeated: Steps that were run again.
         away_s: Seconds until a step was finished again.
-        said: What the job said about it, where it must say something.
-        again_s: Where it came a second time as the processes started: seconds after the rank's start.
-        anew: Whether Python started anew for the processes that came back; else they were forked.
+        said: What the job printed about it, if it must print something.
+        again_s: For a fault that hits again while the processes start: seconds after the rank's start.
+        anew: Whether a new Python was started for the restarted processes; else they were forked.
     """
 
     fault: Fault
@@ -76,7 +76,7 @@ class Trial:
         disk: Where its run folder lies.
         checkpoints: In that folder.
         every_n_steps: Optimizer steps between two checkpoints.
-        start_s: Seconds that forked processes took to their first step, undisturbed.
+        start_s: Seconds that forked processes took to their first step, without faults.
         report: Called with a line whenever something happens.
         events: The faults so far.
         problems: What is wrong so far.
@@ -101,7 +101,7 @@ class Trial:
         """Start with `size` processes, go through all faults, and wait for the end.
 
         Raises:
-            TrialError: It cannot go on.
+            TrialError: The job cannot continue.
         """
         self._size = size
         self.job.start(size)
@@ -204,12 +204,12 @@ class Trial:
         """On a full disk: the next save must fail, say so, and leave what was there."""
         hit = [process for process in self.job.ranks().values() if process.pid in event.pids]
         if not wait_until(lambda: not _alive(hit), limit_s=STOP_LIMIT_S):
-            self.problems.append("the job went on although a checkpoint could not be saved")
+            self.problems.append("the job continued although a checkpoint could not be saved")
             _signal(hit, signal.SIGKILL)
         wait_until(lambda: bool(self._complaints(offset)), limit_s=1.0)
         event.said = next(iter(self._complaints(offset)), None)
         if event.said is None:
-            self.problems.append("the job did not say that a checkpoint could not be saved")
+            self.problems.append("the job did not report that a checkpoint could not be saved")
         if newest_valid(self.checkpoints)[0] is None:
             self.problems.append("a full disk left no valid checkpoint")
 
@@ -229,8 +229,8 @@ class Trial:
             self.problems.append(
                 f"{event.fault} at step {event.step}: {event.repeated} steps had to be repeated, {allowed} allowed"
             )
-        how = "Python started anew" if event.anew else "forked"
-        self.report(f"{self._now:6.1f} s  step {event.resumed_step}: back, {event.repeated} steps are repeated ({how})")
+        how = "new Python" if event.anew else "forked"
+        self.report(f"{self._now:6.1f} s  step {event.resumed_step}: resumed, {event.repeated} steps repeated ({how})")
 
     def _note_start(self) -> bool:
         """Processes have just finished their first step; whether Python was started for them."""

@@ -14,7 +14,7 @@ WORKERS = "LIT_CIFAR_CHAOS_WORKERS"
 """Environment variable: the file to which a line is appended for every worker that is started."""
 
 ANEW = "LIT_CIFAR_CHAOS_ANEW"
-"""Environment variable: in every so many starts Python starts anew, the first included; in none if it is 0."""
+"""Environment variable: the first start and every n-th one after it use a new Python; with 0 none does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ def start_of(environment: Mapping[str, str]) -> Start:
 
 
 def is_anew(start: Start, every: int) -> bool:
-    """Whether Python starts anew for the workers of `start`: in the first one and then once in so many."""
+    """Whether the workers of `start` are new Pythons: those of the first start and of every n-th one after it are."""
     return every > 0 and sum(start) % every == 1 % every
 
 

@@ -1,4 +1,4 @@
-"""The checkpoint that a mode wrote, loaded back by one device that knows nothing of the mode."""
+"""Loads the checkpoint of a mode on one device, without the mode, and compares it."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -38,7 +38,7 @@ def checkpoint_problems(path: Path, last: Step, *, config: Mapping[str, Any]) ->
         return [f"checkpoint: one device cannot load it: {str(error).splitlines()[0][:160]}"]
     loaded = {**last, "state": network.state_dict(), "optimizer": optimizer.state_dict()}
     return [
-        f"checkpoint: {name} is not that of the last step ({kind})"
+        f"checkpoint: {name} differs from the last step ({kind})"
         for kind, by_name in differences(loaded, last).items()
         for name, value in by_name.items()
         if value
@@ -47,7 +47,7 @@ def checkpoint_problems(path: Path, last: Step, *, config: Mapping[str, Any]) ->
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What came out of one.
+    """The result of an evaluation.
 
     Attributes:
         counts: Right and seen samples.

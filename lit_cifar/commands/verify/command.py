@@ -19,11 +19,11 @@ from lit_cifar.errors import ConfigError
 
 _DESCRIPTION = """\
 Train a configuration for a few steps in each mode, and compare it step by step with the single-device computation that
-the mode is equal to: losses, parameters, BatchNorm buffers, optimizer state, sample ids, logged metrics, evaluation
-counts, and the checkpoint loaded back; and every process with those that must hold the same, bit for bit. The
-tolerance is measured: the same run with sums in another order, in the same precision.
+the mode equals. Compared are losses, parameters, BatchNorm buffers, optimizer state, sample ids, logged metrics,
+evaluation counts, and the checkpoint loaded back. Processes that must hold the same values are compared bit for bit.
+The tolerance is measured by the same run with sums in another order, in the same precision.
 Every other argument is passed on to `fit`, e.g. --config FILE, --model.stem=strided, --trainer.precision=64-true.
-Without --config: ResNet34 on synthetic images."""
+Without --config the network is ResNet34, on synthetic images."""
 
 
 def main(args: list[str]) -> int:
@@ -71,11 +71,11 @@ def _self_test() -> dict[str, Any]:
 
 def verify_parser() -> argparse.ArgumentParser:
     parser = CommandParser("verify", description=_DESCRIPTION)
-    parser.add_argument("--modes", default="all", metavar="A,B", help="modes to verify; all of them by default")
-    parser.add_argument("--devices", type=int, default=2, metavar="N", help="devices of each mode (default: 2)")
-    parser.add_argument("--steps", type=int, default=3, metavar="K", help="optimizer steps of each run (default: 3)")
-    parser.add_argument("--json", metavar="FILE", help="write every figure, versions and hardware there")
-    parser.add_argument("--self-test", action="store_true", help="plant mistakes one by one: each must be caught")
+    parser.add_argument("--modes", default="all", metavar="A,B", help="Modes to verify (default: all).")
+    parser.add_argument("--devices", type=int, default=2, metavar="N", help="Devices of each mode (default: 2).")
+    parser.add_argument("--steps", type=int, default=3, metavar="K", help="Optimizer steps of each run (default: 3).")
+    parser.add_argument("--json", metavar="FILE", help="Write all results, versions and hardware to this file.")
+    parser.add_argument("--self-test", action="store_true", help="Plant mistakes one by one; each must be caught.")
     return parser
 
 

@@ -41,7 +41,7 @@ class Excess:
     def __str__(self) -> str:
         if math.isinf(self.difference):
             return f"step {self.step}: {self.name} is missing, not a number or of another shape ({self.kind})"
-        return f"step {self.step}: {self.name} is off by {self.difference:.1e}, allowed {self.bound:.1e} ({self.kind})"
+        return f"step {self.step}: {self.name} differs by {self.difference:.1e}, allowed {self.bound:.1e} ({self.kind})"
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
@@ -157,5 +157,5 @@ def sample_problems(found: Sequence[Sequence[int]], expected: Sequence[int]) -> 
     if missing:
         problems.append(f"{len(missing)} samples are missing, e.g. {missing[0]}")
     if surplus:
-        problems.append(f"{len(surplus)} samples are foreign or seen too often, e.g. {surplus[0]}")
+        problems.append(f"{len(surplus)} samples are unknown or used too often, e.g. {surplus[0]}")
     return problems

@@ -35,7 +35,7 @@ class Mode:
 
     @property
     def flags(self) -> list[str]:
-        """What to add to the user's own flags."""
+        """The mode's flags, to be added to the user's own."""
         return [
             f"--trainer.strategy={self.strategy}",
             *(f"--trainer.strategy.{name}={value}" for name, value in self.sizes.items()),
@@ -44,7 +44,7 @@ class Mode:
         ]
 
     def chunks(self, *, accumulation: int) -> Chunks:
-        """How the mode cuts a global batch into what BatchNorm sees at once.
+        """How the mode cuts a global batch into the chunks that BatchNorm normalises together.
 
         Raises:
             ConfigError: The strategy cannot work with these sizes.
@@ -55,18 +55,15 @@ class Mode:
         return replace(chunks, synchronised=True) if accumulation > 1 else Chunks()
 
     def layout(self) -> Layout:
-        """Which samples its replicas see together."""
+        """The layout of its replicas."""
         return Layout.of(self._strategy())
 
     def check(self, module: LitResNet, sampler: TrainSampler) -> None:
-        """Find out what `fit` would refuse in this mode, before anything runs.
+        """Raise a `ConfigError` before anything runs if `fit` would refuse sizes, network or batches in this mode.
 
         Args:
-            module: Whose network it would train.
-            sampler: What one device would read.
-
-        Raises:
-            ConfigError: The strategy cannot work with these sizes or this network, or not with such batches.
+            module: The module whose network is trained.
+            sampler: The sampler of one device.
         """
         strategy = self._strategy()
         strategy.connect(module)
@@ -74,16 +71,16 @@ class Mode:
 
     @property
     def num_processes(self) -> int:
-        """Processes that it starts on this machine."""
+        """Number of processes of the mode on this machine."""
         return int(getattr(self._strategy(), "num_processes", 1))
 
     @property
     def num_ranks(self) -> int:
-        """Of these, how many whoever starts the run may start himself: only `ddp_spawn` insists on its own."""
+        """Number of processes to start from outside: all but those of `ddp_spawn`, which starts its own."""
         return 1 if self.name == "ddp_spawn" else self.num_processes
 
     def _strategy(self) -> Any:
-        """The strategy itself, on a Trainer that starts nothing: nobody else need know what follows from its sizes."""
+        """The strategy, on a Trainer that starts no processes: it knows best what follows from its sizes."""
         strategy: Any = getattr(strategies, self.strategy)(**self.sizes) if self.sizes else self.strategy
         trainer = L.Trainer(
             accelerator="cpu",

@@ -1,11 +1,11 @@
-"""On which GPUs a mode is verified: on as many as it takes, or with several of its parts on one."""
+"""On which GPUs a mode is verified: each part on its own GPU, or several parts on one."""
 
 from dataclasses import replace
 
 from lit_cifar.commands.verify.modes import Mode
 from lit_cifar.errors import ConfigError
 
-# What a mode's processes need that gloo lacks for tensors of a GPU; NCCL refuses two processes on one GPU.
+# Communication that a mode needs and gloo lacks for tensors on a GPU; NCCL refuses two processes on one GPU.
 _NOT_SHARED = {
     "pp": "sends activations from one to the other",
     "ddp_pp": "sends activations from one to the other",

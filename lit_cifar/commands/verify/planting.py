@@ -1,4 +1,4 @@
-"""How a mistake is planted, so that it is known afterwards whether its wrong code has run."""
+"""Plants a mistake, and records whether its wrong code has run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ class Site:
     """A process in which a mistake is planted, before the strategy touches the network.
 
     Attributes:
-        trainer: The process's.
+        trainer: The Trainer of the process.
         module: The LightningModule.
-        folder: Where to note that the wrong code has run.
+        folder: Folder for the files that record that the wrong code has run.
     """
 
     trainer: Any
@@ -25,19 +25,15 @@ class Site:
 
     @property
     def rank(self) -> int:
-        """Of the process."""
+        """Global rank of the process."""
         return int(self.trainer.global_rank)
 
     def acts(self) -> None:
-        """Note that the wrong code runs now."""
+        """Record that the wrong code runs now."""
         (self.folder / f"acted{self.rank}").touch()
 
     def replace(self, owner: Any, name: str, wrong: Callable[..., Any]) -> None:
-        """Let `owner.name(...)`, of an object or a class, be `wrong(original, ...)`, which notes that it runs.
-
-        Raises:
-            AttributeError: It has no such name, as after a renaming.
-        """
+        """Replace `owner.name(...)`, of an object or a class, by `wrong(original, ...)`, and record when it runs."""
         original = getattr(owner, name)
 
         def replaced(*args: Any, **kwargs: Any) -> Any:
@@ -48,20 +44,12 @@ class Site:
         setattr(owner, name, staticmethod(replaced) if static else replaced)
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Let `owner.name` be `value`; to be used where wrong code runs.
-
-        Raises:
-            AttributeError: It has no such name.
-        """
+        """Set `owner.name`, which must exist, to `value`; to be called in wrong code."""
         getattr(owner, name)
         setattr(owner, name, value)
 
     def at(self, hook: str, wrong: Callable[[], None]) -> None:
-        """Run `wrong` where Lightning calls the hook of this name, after the hooks of all other callbacks.
-
-        Raises:
-            AttributeError: Callbacks have no such hook.
-        """
+        """Run `wrong` when Lightning calls this hook of callbacks, after all other callbacks."""
         callback = L.Callback()
         self.replace(callback, hook, lambda original, *args: wrong())
         self.trainer.callbacks.append(callback)
@@ -72,12 +60,12 @@ class Bug:
     """A mistake.
 
     Attributes:
-        name: What `Trace` is told.
-        imitates: What someone forgot or misunderstood.
+        name: Name of the mistake, an argument of `Trace`.
+        imitates: What a programmer forgot or misunderstood.
         mode: The mode in which it is planted.
-        plant: Makes it.
-        args: Further flags of `fit` that it needs to show.
-        devices: Of the mode; more than two where it takes several replicas of several devices.
+        plant: Plants the mistake.
+        args: Further flags of `fit` without which it has no effect.
+        devices: Devices of the mode; more than two if it needs several replicas of several devices.
     """
 
     name: str

@@ -39,18 +39,18 @@ class Record:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Right and seen samples of the evaluation, over all ranks."""
+        """Correctly classified and evaluated samples, over all ranks."""
         counts = self.about["counts"]
         return sum(right for right, _ in counts), sum(seen for _, seen in counts)
 
     @property
     def checkpoint(self) -> Path:
-        """The one that the run wrote at its end."""
+        """The checkpoint that the run wrote at its end."""
         return self.folder / "run" / "checkpoints" / "last.ckpt"
 
     @property
     def logged(self) -> Logged:
-        """What its loggers were given."""
+        """The metrics that the run logged."""
         return logged(self.folder / "run")
 
     @property
@@ -67,19 +67,19 @@ class Record:
         return found
 
     def sample_problems(self, reference: "Record") -> list[str]:
-        """Where the samples of a step or of the evaluation are not those of the reference, each once."""
+        """Steps and evaluations that did not use each sample of the reference once."""
         problems = []
         for when, shards in reference.samples.items():
             mine = self.samples.get(when, {})
             disagreeing = [shard for shard, readers in mine.items() if any(ids != readers[0] for ids in readers)]
-            problems += [f"{when}: the processes of shard {shard} read other samples" for shard in disagreeing]
+            problems += [f"{when}: the processes of shard {shard} read different samples" for shard in disagreeing]
             expected = [i for readers in shards.values() for i in readers[0]]
             found = sample_problems([readers[0] for readers in mine.values()], expected)
             problems += [f"{when}: {problem}" for problem in found]
         return problems
 
     def count_problems(self) -> list[str]:
-        """Where the metrics of a process have not counted each sample that it read once."""
+        """Metrics of a process that did not count each of its samples once."""
         return [
             f"{line['when']}: {name} has counted {count} samples in a process that read {len(line['ids'])}"
             for line in self._lines("samples")
@@ -88,7 +88,7 @@ class Record:
         ]
 
     def own_problems(self) -> list[str]:
-        """Where a process has not itself what its peers have, what it had before, or what the checkpoint says."""
+        """Values of a process that differ from those of its peers, its own earlier ones, or the checkpoint's."""
         snapshots = [Snapshot(**line) for line in self._lines("own")]
         whole = [snapshot for snapshot in snapshots if snapshot.when == "whole network"]
         saved = read_checkpoint(self.checkpoint)["state_dict"]

@@ -1,4 +1,4 @@
-"""What every process of a run holds itself, and where it is not what those have that must hold the same.
+"""What every process of a run holds, and where processes that must hold the same values differ.
 
 Rank 0 alone would not show what goes wrong elsewhere: softmax hides a shift of all logits, an average the share of one
 process, and a strategy that collects a checkpoint may put right what had diverged.

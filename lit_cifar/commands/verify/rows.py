@@ -1,4 +1,4 @@
-"""What came out for a mode."""
+"""The result of a mode."""
 
 from dataclasses import dataclass, field
 
@@ -7,11 +7,11 @@ from lit_cifar.commands.verify.compare import Bounds
 
 @dataclass
 class Row:
-    """What came out for a mode.
+    """The result of a mode.
 
     Attributes:
-        mode: Its name.
-        processes: How many it ran as; None if that is not known, as it failed.
+        mode: Name of the mode.
+        processes: Number of processes; None if the run failed before that was known.
         equals: The single-device computation that it was compared with.
         losses: The loss of the global batch, step by step.
         expected_losses: Those of the single-device computation.

@@ -14,7 +14,7 @@ from lit_cifar.errors import ConfigError
 TIMEOUT_S = 900.0
 
 REFUSED = 2
-"""The exit status with which the command line answers what cannot work."""
+"""The exit status of the command line after a user's mistake."""
 
 _running: set[ForkedRun] = set()
 
@@ -82,7 +82,7 @@ def _ended_at_last(forked: ForkedRun) -> Iterator[ForkedRun]:
 
 @contextmanager
 def workers(num_at_once: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads that wait for runs; whatever goes wrong inside, the runs end at once."""
+    """A pool of threads that wait for runs; after an error inside, all runs are ended at once."""
     pool = ThreadPoolExecutor(max_workers=num_at_once)
     try:
         yield pool
@@ -94,7 +94,7 @@ def workers(num_at_once: int) -> Iterator[ThreadPoolExecutor]:
 
 
 def refuse_if_invalid(outcome: Outcome) -> None:
-    """Hand on what the command line says about the user's own flags.
+    """Raise the error that the command line has printed about the user's own flags.
 
     Raises:
         ConfigError: The command ended with an error.

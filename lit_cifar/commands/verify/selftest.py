@@ -1,4 +1,4 @@
-"""Proof that `verify` can fail: mistakes are planted one by one, and each must be seen."""
+"""Shows that `verify` can fail: mistakes are planted one by one, and each must be caught."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,20 +37,20 @@ ARGS = (
 
 COMPARISON = "comparison"
 GUARDS = {"ReceiptError: ": "data receipt"}
-"""What of the product itself stops a run in which something is wrong, by what it says on stderr."""
+"""Checks during training that stop a run, by their words on stderr."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What came of a planted mistake.
+    """The result of a planted mistake.
 
     Attributes:
         bug: The mistake; None where none was planted, which must pass.
         mode: The mode.
-        problems: What the comparison complained about, or the last words of a run that did not end well.
-        finished: Whether the run came to its end.
+        problems: Problems that the comparison found, or the last lines of a run that failed.
+        finished: Whether the run ended normally.
         acted: Whether the wrong code has run.
-        guard: What of the product stopped the run; None if nothing did.
+        guard: The check during training that stopped the run; None if none did.
     """
 
     bug: Bug | None
@@ -62,12 +62,12 @@ class Finding:
 
     @property
     def caught_by(self) -> str | None:
-        """What has seen that something is wrong; a run that breaks down for another reason says nothing."""
+        """The check that caught the mistake; None for a run that failed for another reason."""
         return COMPARISON if self.finished and self.problems else self.guard
 
     @property
     def right(self) -> bool:
-        """A mistake was made and caught, or its absence was seen."""
+        """Whether a planted mistake was caught, or a run without one passed."""
         if self.bug is None:
             return self.finished and not self.problems
         return self.acted and self.caught_by is not None

@@ -1,4 +1,4 @@
-"""What the user's own flags and files amount to, as the command line itself resolves them."""
+"""The settings that result from the user's flags and files, as the command line resolves them."""
 
 from dataclasses import dataclass
 from os import cpu_count
@@ -40,7 +40,7 @@ _OWNED = (
 
 _MAX_AT_ONCE = 8  # each holds some copies of the network on disk
 
-# What nobody looks at here; each of these takes longer than a step.
+# Outputs that are not used here; each of them takes longer than a step.
 _LEFT_OUT = (
     "--trainer.enable_progress_bar=false",
     "--trainer.num_sanity_val_steps=0",
@@ -48,7 +48,7 @@ _LEFT_OUT = (
     "--best_checkpoint.save_top_k=0",
 )
 
-# Those that do not round a step away.
+# Precisions in which rounding does not cancel a whole step.
 _PRECISIONS = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed"}
 _PRECISIONS |= {name: name for name in ("32-true", "64-true", "bf16-mixed")}
 
@@ -100,12 +100,12 @@ class Settings:
 
     @property
     def num_at_once(self) -> int:
-        """Runs that may share the machine: on the CPU most of a short one is its start, which uses one core."""
+        """Number of runs at the same time: on the CPU a short run mostly starts up, which uses one core."""
         return min(cpu_count() or 1, _MAX_AT_ONCE) if self.config["trainer"]["accelerator"] == "cpu" else 1
 
     @property
     def num_gpus(self) -> int:
-        """On which the runs may be; 0 on the CPU."""
+        """Number of GPUs for the runs; 0 on the CPU."""
         return 0 if self.config["trainer"]["accelerator"] == "cpu" else torch.cuda.device_count()
 
     @property
@@ -115,16 +115,16 @@ class Settings:
 
     @property
     def batch_size(self) -> int:
-        """The global batch."""
+        """Size of the global batch."""
         return int(self.config["data"]["batch_size"])
 
     def module(self) -> LitResNet:
-        """With the configuration's network."""
+        """A module with the configuration's network."""
         config = self.config["model"]
         return LitResNet(config["arch"], stem=config["stem"], num_classes=config["num_classes"])
 
     def train_sampler(self) -> TrainSampler:
-        """What one device reads; the images themselves are dropped again.
+        """The sampler of one device; the images are not kept.
 
         Raises:
             ConfigError: The data set is missing, or not even one device can train on such batches.
@@ -148,7 +148,7 @@ class Settings:
         return int(self.config["data"]["val_size"]) > 0 and self.config["trainer"]["limit_val_batches"] != 0
 
     def length_flags(self, *, steps: int, accumulation: int) -> list[str]:
-        """So many optimizer steps, each logged, in as many epochs as it takes, then an evaluation and a checkpoint."""
+        """Flags for `steps` optimizer steps, each logged, in any number of epochs, an evaluation and a checkpoint."""
         flags = [f"--trainer.max_steps={steps}", "--trainer.max_epochs=-1", "--trainer.log_every_n_steps=1"]
         flags += [f"--trainer.accumulate_grad_batches={accumulation}"]
         if self.evaluates:

@@ -73,7 +73,7 @@ class Trace(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
-        """Note the samples; turn them round if asked to."""
+        """Record the ids; reverse the samples if asked to."""
         for period in ("step", "epoch"):
             self._ids[period] += batch.ids.tolist()
         if self.order == "reversed":
@@ -154,7 +154,7 @@ class Trace(L.Callback):
     def _write_samples(
         self, trainer: L.Trainer, period: str, when: str, *, counted: dict[str, int] | None = None
     ) -> None:
-        """What was read in this step, epoch or evaluation, which then begins anew."""
+        """Write the ids read in this step, epoch or evaluation, and reset them."""
         line = {"when": when, "shard": Layout.of(trainer.strategy).shard, "ids": self._ids[period]}
         self._append(f"samples{trainer.global_rank}.jsonl", line | {"counted": counted or {}})
         self._ids[period] = []
@@ -188,7 +188,7 @@ def _counted(module: torch.nn.Module, split: str) -> dict[str, int]:
 
 
 def _reverse_chunks(batch: Batch, pl_module: Any) -> None:
-    """Turn the samples round inside each chunk of the batch, in place."""
+    """Reverse the samples inside each chunk of the batch, in place."""
     layers = (layer for layer in pl_module.modules() if isinstance(layer, ChunkedBatchNorm2d))
     chunks = next((layer.chunks for layer in layers), None)
     num_samples = len(batch.ids)
@@ -206,7 +206,7 @@ def _reverse_chunks(batch: Batch, pl_module: Any) -> None:
 def _reload(
     trainer: L.Trainer, pl_module: L.LightningModule, path: Path, *, schedules: Sequence[dict[str, Any]]
 ) -> None:
-    """Save a checkpoint, forget everything that was learned, and restore it, in the steps of Lightning's own resume.
+    """Save a checkpoint, wipe weights, optimizer and schedule, and restore them as Lightning does on resume.
 
     Args:
         trainer: In the middle of a fit.

@@ -1,0 +1,121 @@
+"""The help of `fit`, `validate`, `test` and `predict`: the flags that most runs need, or with `--help=all` every flag.
+
+The texts are those of the parser's actions, which come from the docstrings of our classes, so each is written once. For
+some of Lightning's flags the text is replaced, because Lightning's is very long or offers what is refused here.
+"""
+
+import re
+from argparse import SUPPRESS, Action, _HelpAction
+from collections.abc import Mapping
+from typing import Any
+
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
+from jsonargparse._common import parser_context
+
+# The titles in the short help, and the flags below each.
+_RUN = ("config", "run_dir", "seed_everything")
+_WHERE = ("trainer.accelerator", "trainer.strategy", "trainer.devices", "trainer.num_nodes", "trainer.precision")
+_DATA = ("data.dataset", "data.root", "data.batch_size")
+_NETWORK = ("model.arch", "model.stem")
+_EVALUATION = {"run": (*_RUN, "ckpt_path"), "network": _NETWORK, "data": (*_DATA, "data.val_size"), "devices": _WHERE}
+COMMON: dict[str, dict[str, tuple[str, ...]]] = {
+    "fit": {
+        "run": (*_RUN, "resume", "ckpt_path"),
+        "network": (*_NETWORK, "model.batchnorm_chunks"),
+        "optimization": (
+            *("model.optimizer", "model.lr_scheduler", "model.lr_scaling"),
+            *("trainer.max_epochs", "trainer.accumulate_grad_batches"),
+        ),
+        "data": _DATA,
+        "devices": (*_WHERE, "trainer.sync_batchnorm"),
+    },
+    "validate": _EVALUATION,
+    "test": _EVALUATION,
+    "predict": _EVALUATION | {"data": (*_DATA, "data.predict_dir")},
+}
+_TEXTS = {
+    "config": "Read flags from a YAML file, as RUN_FOLDER/config.yaml. Later files and flags win over earlier ones.",
+    "seed_everything": "Seed of the initial weights. Order, augmentation and split of the data follow --data.seed.",
+    "ckpt_path": "Checkpoint to resume from (fit) or to evaluate (the others): a file, as "
+    "RUN_FOLDER/checkpoints/best.ckpt.",
+    "weights_only": "Has no effect: only tensors and primitives are read from a checkpoint, and false is refused.",
+    "trainer.accelerator": "Kind of device: cpu, gpu, or auto, which takes GPUs if there are any.",
+    "trainer.strategy": "Mode of parallelism, as dp, ddp, ddp_spawn, mp, pp, fsdp2 or tp. `python -m lit_cifar modes` "
+    "lists them all, and which of them run on this machine.",
+    "trainer.devices": "Number of devices on each machine: GPUs, or on the CPU processes or virtual devices.",
+    "trainer.num_nodes": "Number of machines. If there are several, torchrun must start the processes.",
+    "trainer.precision": "Floating point format: 32-true (the default), 64-true, bf16-mixed (autocast), or 16-mixed "
+    "(with loss scaling, on GPUs only).",
+    "trainer.max_epochs": "Number of epochs. The default learning rate schedule spans all of them.",
+    "trainer.accumulate_grad_batches": "Split each global batch into this many parts, to need less memory. An "
+    "optimizer step is taken after the last part.",
+    "trainer.sync_batchnorm": "Let BatchNorm use the statistics of the batches of all processes together.",
+}
+
+
+SUBCOMMANDS = {
+    "fit": "Train a network.",
+    "validate": "Evaluate a checkpoint on the validation images.",
+    "test": "Evaluate a checkpoint on the test images.",
+    "predict": "Classify the images of a folder with a checkpoint.",
+}
+
+
+class HelpAction(_HelpAction):
+    """`--help` shows the common flags where a parser has some, `--help=all` shows every flag."""
+
+    def __init__(self, option_strings: list[str], dest: str = SUPPRESS, default: str = SUPPRESS, **kwargs: Any) -> None:
+        super().__init__(option_strings, dest, default, **kwargs)
+        self.nargs, self.metavar, self.choices = "?", "all", ["all"]
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        """Print and exit."""
+        groups = None if values == "all" else getattr(parser, "common", None)
+        print(parser.format_help().rstrip() if groups is None else short_help(parser, groups))
+        parser.exit()
+
+
+def replace_texts(parser: ArgumentParser) -> None:
+    """Give Lightning's flags and subcommands our own texts."""
+    for action in parser._actions:
+        action.help = _TEXTS.get(action.dest, action.help)
+        for subcommand in getattr(action, "_choices_actions", ()):
+            subcommand.help = SUBCOMMANDS[subcommand.dest]
+
+
+def short_help(parser: ArgumentParser, groups: Mapping[str, tuple[str, ...]]) -> str:
+    """The flags in `groups`, under their titles, with their texts and defaults."""
+    actions = {action.dest: action for action in parser._actions}
+    formatter = _ShortFormatter(prog=parser.prog, width=100, max_help_position=34)  # type: ignore[no-untyped-call]
+    program = parser.prog.replace(" [options]", "")
+    with parser_context(parent_parser=parser, defaults_cache=None):
+        formatter.add_usage(f"{program} [--config=FILE] [--FLAG=VALUE ...]", [], [])
+        formatter.add_text(parser.description)
+        for title, names in groups.items():
+            formatter.start_section(title)
+            formatter.add_arguments([actions[name] for name in names if name in actions])
+            formatter.end_section()
+        formatter.add_text(
+            f"These are the flags that most runs need. `{program} --help=all` shows every flag; with --print_config "
+            "the command prints the configuration that it would use, and exits."
+        )
+        return formatter.format_help().rstrip()
+
+
+class _ShortFormatter(DefaultHelpFormatter):
+    """Without types, lists of known classes, and the forms `--FLAG+` that add to a list."""
+
+    def _get_help_string(self, action: Action) -> str:
+        text = action.help or ""
+        return text if action.default in (None, SUPPRESS) else f"{text} (default: {_in_words(action.default)})"
+
+    def _format_action_invocation(self, action: Action) -> str:
+        return re.sub(r", --\S+\+ \S+", "", super()._format_action_invocation(action))
+
+
+def _in_words(default: Any) -> str:
+    """A default as a user would type it; of a class its name and arguments."""
+    if isinstance(default, dict | Namespace) and "class_path" in default:
+        arguments = ", ".join(f"{name}={value}" for name, value in default.get("init_args", {}).items())
+        return f"{default['class_path'].rpartition('.')[2]} with {arguments}"
+    return str(default).lower() if isinstance(default, bool) else str(default)

@@ -1,0 +1,117 @@
+"""What a user sees of a run: our own lines and nothing of Lightning's, and a help that begins with what people use."""
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from commands import TINY, launch, mode_flags, run_here
+from lightning.pytorch.utilities import rank_zero_info
+
+from lit_cifar import cli_help
+from lit_cifar.cli_help import COMMON
+from lit_cifar.output import without_banners
+
+# Each of these makes Lightning say something.
+TALKATIVE = ["--trainer.log_every_n_steps=50", "--trainer.limit_val_batches=1", "--seed_everything=1"]
+# What a line of a fit begins with.
+OURS = ("model ", "data ", "batch ", "mode ", "split ", "epoch ", "result ", "run folder ", "look at it ", "test it ")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("runs") / "trained"
+    assert run_here("fit", *TINY, f"--run_dir={run}").status == 0
+    return run
+
+
+@pytest.mark.parametrize("mode", ["single", "ddp", "ddp_spawn", "pp"])
+def test_a_fit_prints_our_lines_and_none_of_lightning(mode: str, tmp_path: Path) -> None:
+    """In a process of its own, in those that Lightning starts or spawns, and in those of torchrun."""
+    ranks = 2 if mode == "pp" else 1
+    flags = [*TALKATIVE, *mode_flags(mode), f"--run_dir={tmp_path / 'run'}"]
+    result = launch("fit", *TINY, *flags, ranks=ranks)
+    assert result.stderr == ""
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("model ")
+    assert lines[2].startswith("batch ")
+    assert [line for line in lines if not line.startswith((*OURS, " " * 12))] == []
+
+
+def test_a_resumed_fit_says_from_where_and_nothing_else(trained: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flags = ["fit", *TINY, *TALKATIVE, "--model.lr_scheduler=StepLR", "--model.lr_scheduler.step_size=9"]
+    launch(*flags, f"--run_dir={run}")
+    again = launch(*flags, f"--run_dir={run}", "--resume=auto", "--trainer.max_epochs=2")
+    assert again.stderr == f"--resume=auto: resuming from {run}/checkpoints/last.ckpt\n"
+
+
+@pytest.mark.parametrize("subcommand", ["validate", "test"])
+def test_an_evaluation_begins_with_our_line(subcommand: str, trained: Path, tmp_path: Path) -> None:
+    flags = [f"--ckpt_path={trained / 'checkpoints' / 'best.ckpt'}", f"--run_dir={tmp_path / 'run'}"]
+    result = launch(subcommand, *TINY, *TALKATIVE, *flags)
+    assert result.stderr == ""
+    assert result.stdout.startswith("mode ")
+
+
+_DIVERGING = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val/loss"]
+_DIVERGING += ["--trainer.callbacks.divergence_threshold=0", "--trainer.callbacks.verbose=true"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [(_DIVERGING, "Divergence threshold reached"), (["--trainer.max_time=00:00:00:00"], "Time limit reached")],
+)
+def test_what_the_user_has_asked_lightning_to_say_is_shown(flags: list[str], words: str, tmp_path: Path) -> None:
+    assert words in launch("fit", *TINY, *flags, f"--run_dir={tmp_path / 'run'}").stderr
+
+
+def test_our_warnings_are_shown_in_a_line(tmp_path: Path) -> None:
+    said = launch("fit", *TINY, "--trainer.sync_batchnorm=true", f"--run_dir={tmp_path / 'run'}").stderr
+    expected = "--trainer.sync_batchnorm=true has no effect with one process, which sees the whole batch"
+    assert said == f"lit_cifar: warning: {expected}\n"
+
+
+def test_loggers_are_put_back(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    before = (logger.level, [*logger.filters])
+    with caplog.at_level("INFO"), without_banners():
+        rank_zero_info("ours is shown")
+        logging.getLogger("lightning.fabric.utilities.seed").info("Seed set to 1")
+    assert caplog.messages == ["ours is shown"]
+    assert (logger.level, logger.filters) == before
+
+
+@pytest.mark.parametrize("subcommand", COMMON)
+def test_help_shows_the_common_flags_and_how_to_see_all(subcommand: str) -> None:
+    shown = run_here(subcommand, "--help").stdout
+    flags = set(re.findall(r"^  (?:-c CONFIG, )?--([\w.]+)", shown, flags=re.MULTILINE))
+    assert flags == {flag for group in COMMON[subcommand].values() for flag in group}
+    assert 12 <= len(flags) <= 24
+    assert len(shown.splitlines()) < 90
+    assert f"`python -m lit_cifar {subcommand} --help=all` shows every flag" in shown
+
+
+def test_the_full_help_shows_every_flag() -> None:
+    shown = run_here("fit", "--help=all").stdout
+    settings = yaml.safe_load(run_here("fit", "--print_config").stdout)
+    flags = [f"--{group}.{name}" for group, value in settings.items() if isinstance(value, dict) for name in value]
+    assert len(flags) > 60
+    assert [flag for flag in flags if f"{flag} " not in shown] == []
+
+
+@pytest.mark.parametrize("subcommand", COMMON)
+def test_the_help_of_our_flags_is_made_of_sentences(subcommand: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsers: list[Any] = []
+    monkeypatch.setattr(cli_help, "short_help", lambda parser, groups: parsers.append(parser))
+    assert run_here(subcommand, "--help").status == 0
+    common = {flag for group in COMMON[subcommand].values() for flag in group}
+    texts = {
+        action.dest: action.help
+        for action in parsers[0]._actions
+        if action.dest in common or (not action.dest.startswith("trainer") and "." in action.dest and action.help)
+    }
+    assert len(texts) > 30
+    assert {name: text for name, text in texts.items() if not re.fullmatch(r"[A-Z].*\.", text, flags=re.DOTALL)} == {}
