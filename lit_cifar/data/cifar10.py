@@ -5,17 +5,17 @@ Of the two folders the first that exists counts, even if it is damaged; then it 
 
 import os
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 from torchvision.datasets import CIFAR10
 
+from lit_cifar.data.dataset import Channels, Dataset, Split
 from lit_cifar.data.download import CIFAR10_BINARY, install, remedies
 from lit_cifar.errors import DataError
 
-Split: TypeAlias = Literal["train", "test"]
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -25,6 +25,23 @@ FILES: dict[Split, tuple[str, ...]] = {
 }
 RECORDS_PER_FILE = 10_000
 RECORD_BYTES = 1 + 3 * 32 * 32
+
+
+class Cifar10(Dataset):
+    """60,000 images of 10 classes (A. Krizhevsky, Learning multiple layers of features from tiny images, 2009)."""
+
+    title = "CIFAR-10"
+    classes = CLASSES
+    mean: ClassVar[Channels] = (0.49140, 0.48216, 0.44653)
+    std: ClassVar[Channels] = (0.24703, 0.24349, 0.26159)
+
+    def prepare(self, *, download: bool) -> None:
+        """See `prepare` below."""
+        prepare(self.root, download=download)
+
+    def read(self, split: Split) -> tuple[Tensor, Tensor]:
+        """See `read` below."""
+        return read(self.root, split)
 
 
 def prepare(root: Path, *, download: bool) -> None:

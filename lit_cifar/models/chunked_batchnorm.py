@@ -37,3 +37,17 @@ class ChunkedBatchNorm2d(nn.BatchNorm2d):
 
     def _without_tracking(self, input: Tensor) -> Tensor:
         return F.batch_norm(input, None, None, self.weight, self.bias, training=True, eps=self.eps)
+
+
+def normalise_apart(network: nn.Module, chunks: Chunks) -> nn.Module:
+    """`network`, each `nn.BatchNorm2d` of which now is a `ChunkedBatchNorm2d`, in place."""
+    for layer in network.modules():
+        if type(layer) is nn.BatchNorm2d:
+            layer.__class__ = ChunkedBatchNorm2d
+            layer.chunks = chunks
+    return network
+
+
+def normalises_batches(network: nn.Module) -> bool:
+    """Whether what comes out for an image depends, in training, on those that pass with it."""
+    return any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in network.modules())
