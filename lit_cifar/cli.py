@@ -179,6 +179,7 @@ class CLI(LightningCLI):
         if self._named not in (None, subcommand):
             return self.init_parser(**kwargs)  # the options of the others take long to find, and nobody asks for them
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        action: Any
         for action in parser._actions:
             action.help = _HELP.get(action.dest, action.help)
             if action.dest == "model.network":
@@ -489,7 +490,7 @@ def _check_classes(checkpoint: dict[str, Any], dataset: str) -> None:
     if trained_on != dataset:
         raise CheckpointError(
             f"the checkpoint was trained on {trained_on}, not on {dataset}: other classes, other normalisation",
-            remedy=f"pass --data.dataset={trained_on.partition(' ')[0]}, or --config RUN_FOLDER/config.yaml",
+            remedy=f"pass --data.dataset={str(trained_on).partition(' ')[0]}, or --config RUN_FOLDER/config.yaml",
         )
 
 

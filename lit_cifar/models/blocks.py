@@ -97,5 +97,5 @@ def _counts(module: nn.Module) -> Iterator[int]:
     together: int | None = getattr(module, "tensor_parts", None)
     for layer, part in _own_split(module).items():
         if part in ("columns", "head"):
-            num_outputs, num_inputs = module.get_submodule(layer).weight.shape[:2]  # type: ignore[index, union-attr]
+            num_outputs, num_inputs = module.get_submodule(layer).weight.shape[:2]  # type: ignore[index]
             yield num_inputs if part == "head" else together or num_outputs

@@ -1,6 +1,6 @@
 """BatchNorm that treats one device's batch as several replicas or microbatches would: what modes are compared with."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +44,7 @@ def normalise_apart(network: nn.Module, chunks: Chunks) -> nn.Module:
     for layer in network.modules():
         if type(layer) is nn.BatchNorm2d:
             layer.__class__ = ChunkedBatchNorm2d
-            layer.chunks = chunks
+            cast(ChunkedBatchNorm2d, layer).chunks = chunks
     return network
 
 

@@ -40,7 +40,7 @@ def split_tensors(network: nn.Module, mesh: DeviceMesh) -> None:
             _derive(layer, _ComputesLocally)
         _distribute(layer, own, mesh)
     for name, part in split.items():
-        layer = network.get_submodule(name)
+        layer: Any = network.get_submodule(name)
         if part == "head":
             parallelize_module(layer, mesh, RowwiseParallel(input_layouts=Replicate()))
             # It returns a view, on which the hooks of `fully_shard` could be lost.
