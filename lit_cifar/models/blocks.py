@@ -6,7 +6,11 @@ in `dp`, `ddp`, `ddp_spawn` and `fsdp2`. It may say more of itself:
 - `mp`, `ddp_mp`, `pp` and `ddp_pp` cut it into stages between its blocks. A method `blocks()` returns them by name, in
   order; each takes what the one before returned, and all together are `forward`. An `nn.Sequential` needs no method.
 - `tp` splits the layers that a module of it names in an attribute `tensor_split`, as Megatron does (Shoeybi et al.
-  2019, https://arxiv.org/abs/1909.08053): `{"conv1": "columns", "bn1": "channels", "conv2": "rows"}`.
+  2019, https://arxiv.org/abs/1909.08053): `{"conv1": "columns", "bn1": "channels", "conv2": "rows"}`. Where outputs
+  belong together, as those of a head of attention, they must be consecutive, and `tensor_parts` says how many such
+  groups there are.
+
+Whether what a network says of itself is right, `verify` finds out.
 """
 
 import math

@@ -40,14 +40,14 @@ def split_tensors(network: nn.Module, mesh: DeviceMesh) -> None:
             _derive(layer, _ComputesLocally)
         _distribute(layer, own, mesh)
     for name, part in split.items():
-        layer: Any = network.get_submodule(name)
+        target: Any = network.get_submodule(name)
         if part == "head":
-            parallelize_module(layer, mesh, RowwiseParallel(input_layouts=Replicate()))
+            parallelize_module(target, mesh, RowwiseParallel(input_layouts=Replicate()))
             # It returns a view, on which the hooks of `fully_shard` could be lost.
-            layer.register_forward_hook(lambda layer, inputs, output: output.clone())
+            target.register_forward_hook(lambda layer, inputs, output: output.clone())
         elif part in _SENDING:
-            _derive(layer, _SENDING[part])
-            layer.group = mesh.get_group()
+            _derive(target, _SENDING[part])
+            target.group = mesh.get_group()
 
 
 def placements(network: nn.Module) -> dict[str, Placement]:
