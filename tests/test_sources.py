@@ -6,13 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from data_files import cifar10_records, pack, write_binary_edition
+from data_files import cifar10_records, load, pack, prepare, write_binary_edition
 from torchvision.datasets import CIFAR10
 
 from lit_cifar.data import cifar10, fashion_mnist
 from lit_cifar.data.dataset import Dataset
 from lit_cifar.data.download import Archive
-from lit_cifar.data.images import ImageSet
 from lit_cifar.data.sources import open_dataset
 from lit_cifar.errors import ConfigError, DataError
 
@@ -22,14 +21,6 @@ REAL_ROOT = Path(os.environ.get("LIT_CIFAR_DATA", "data"))
 
 def dataset_info(name: str) -> Dataset:
     return open_dataset(name, "nowhere")
-
-
-def prepare(name: str, root: Path, *, download: bool) -> None:
-    open_dataset(name, root).prepare(download=download)
-
-
-def load(name: str, root: Path, *, split: str, num_images: int | None = None, seed: int = 0) -> ImageSet:
-    return open_dataset(name, root, seed=seed).load(split, num_images=num_images)
 
 
 @pytest.fixture(autouse=True)

@@ -36,44 +36,34 @@ class Cifar10(Dataset):
     std: ClassVar[Channels] = (0.24703, 0.24349, 0.26159)
 
     def prepare(self, *, download: bool) -> None:
-        """See `prepare` below."""
-        prepare(self.root, download=download)
+        """Check the files under `root`, or download them if there are none and `download` allows it.
+
+        Raises:
+            DataError: If they are incomplete or damaged, or absent and cannot be had.
+        """
+        if not _exists(self.root / CIFAR10_BINARY.folder):
+            if _exists(self.root / CIFAR10.base_folder):
+                _open_python_edition(self.root, "test")  # its guard covers the files of both splits
+                return
+            install(CIFAR10_BINARY, self.root, download=download)
+        for split in FILES:
+            _read_records(self.root, split)
 
     def read(self, split: Split) -> tuple[Tensor, Tensor]:
-        """See `read` below."""
-        return read(self.root, split)
+        """Images, uint8, (N, 3, 32, 32), and labels, int64, (N,), of 50,000 "train" or 10,000 "test" images.
 
-
-def prepare(root: Path, *, download: bool) -> None:
-    """Check the files under `root`, or download them if there are none and `download` allows it.
-
-    Raises:
-        DataError: If they are incomplete or damaged, or absent and cannot be had.
-    """
-    if not _exists(root / CIFAR10_BINARY.folder):
-        if _exists(root / CIFAR10.base_folder):
-            _open_python_edition(root, "test")  # its guard covers the files of both splits
-            return
-        install(CIFAR10_BINARY, root, download=download)
-    for split in FILES:
-        _read_records(root, split)
-
-
-def read(root: Path, split: Split) -> tuple[Tensor, Tensor]:
-    """Images, uint8, (N, 3, 32, 32), and labels, int64, (N,), of 50,000 "train" or 10,000 "test" images.
-
-    Raises:
-        DataError: If they are absent, incomplete or damaged.
-    """
-    if _exists(root / CIFAR10_BINARY.folder):
-        records = _read_records(root, split)
-        labels, images = records[:, 0].astype(np.int64), records[:, 1:].reshape(-1, 3, 32, 32)
-    elif _exists(root / CIFAR10.base_folder):
-        dataset = _open_python_edition(root, split)
-        labels, images = np.asarray(dataset.targets), dataset.data.transpose(0, 3, 1, 2)
-    else:
-        raise DataError(f"there is no CIFAR-10 in {root}", remedy=remedies(CIFAR10_BINARY, root))
-    return torch.from_numpy(np.ascontiguousarray(images)), torch.from_numpy(labels)
+        Raises:
+            DataError: If they are absent, incomplete or damaged.
+        """
+        if _exists(self.root / CIFAR10_BINARY.folder):
+            records = _read_records(self.root, split)
+            labels, images = records[:, 0].astype(np.int64), records[:, 1:].reshape(-1, 3, 32, 32)
+        elif _exists(self.root / CIFAR10.base_folder):
+            dataset = _open_python_edition(self.root, split)
+            labels, images = np.asarray(dataset.targets), dataset.data.transpose(0, 3, 1, 2)
+        else:
+            raise DataError(f"there is no CIFAR-10 in {self.root}", remedy=remedies(CIFAR10_BINARY, self.root))
+        return torch.from_numpy(np.ascontiguousarray(images)), torch.from_numpy(labels)
 
 
 def _exists(folder: Path) -> bool:

@@ -29,51 +29,41 @@ class Fashion(Dataset):
     std: ClassVar[Channels] = (0.33181, 0.33181, 0.33181)
 
     def prepare(self, *, download: bool) -> None:
-        """See `prepare` below."""
-        prepare(self.root, download=download)
+        """Check the files under `root/FashionMNIST`, or download them if there are none and `download` allows it.
+
+        Raises:
+            DataError: If they are incomplete or damaged, or absent and cannot be had.
+        """
+        folder = self.root / "FashionMNIST"
+        if folder.exists():
+            for split in NUM_IMAGES:
+                _open(self.root, split)
+            return
+        remedy = (
+            "pass --data.root=FOLDER where FOLDER holds FashionMNIST/raw,\n"
+            "or use images drawn by code instead: --data.dataset=synthetic"
+        )
+        if not download:
+            raise DataError(
+                f"there is no FashionMNIST in {self.root}, and --data.download=false",
+                remedy=f"allow the download with --data.download=true,\nor {remedy}",
+            )
+        with staging(self.root) as scratch:
+            try:
+                FashionMNIST(scratch, download=True)
+            except (RuntimeError, OSError) as error:
+                reason = " ".join(str(error).split())
+                raise DataError(f"FashionMNIST cannot be downloaded to {self.root}: {reason}", remedy=remedy) from error
+            put_in_place(scratch / "FashionMNIST", folder)
 
     def read(self, split: Split) -> tuple[Tensor, Tensor]:
-        """See `read` below."""
-        return read(self.root, split)
+        """Images, uint8, (N, 3, 32, 32), and labels, int64, (N,), of 60,000 "train" or 10,000 "test" images.
 
-
-def prepare(root: Path, *, download: bool) -> None:
-    """Check the files under `root/FashionMNIST`, or download them if there are none and `download` allows it.
-
-    Raises:
-        DataError: If they are incomplete or damaged, or absent and cannot be had.
-    """
-    folder = root / "FashionMNIST"
-    if folder.exists():
-        for split in NUM_IMAGES:
-            _open(root, split)
-        return
-    remedy = (
-        "pass --data.root=FOLDER where FOLDER holds FashionMNIST/raw,\n"
-        "or use images drawn by code instead: --data.dataset=synthetic"
-    )
-    if not download:
-        raise DataError(
-            f"there is no FashionMNIST in {root}, and --data.download=false",
-            remedy=f"allow the download with --data.download=true,\nor {remedy}",
-        )
-    with staging(root) as scratch:
-        try:
-            FashionMNIST(scratch, download=True)
-        except (RuntimeError, OSError) as error:
-            reason = " ".join(str(error).split())
-            raise DataError(f"FashionMNIST cannot be downloaded to {root}: {reason}", remedy=remedy) from error
-        put_in_place(scratch / "FashionMNIST", folder)
-
-
-def read(root: Path, split: Split) -> tuple[Tensor, Tensor]:
-    """Images, uint8, (N, 3, 32, 32), and labels, int64, (N,), of 60,000 "train" or 10,000 "test" images.
-
-    Raises:
-        DataError: If they are absent, incomplete or damaged.
-    """
-    dataset = _open(root, split)
-    return pad(dataset.data, (2, 2, 2, 2))[:, None].repeat(1, 3, 1, 1), dataset.targets
+        Raises:
+            DataError: If they are absent, incomplete or damaged.
+        """
+        dataset = _open(self.root, split)
+        return pad(dataset.data, (2, 2, 2, 2))[:, None].repeat(1, 3, 1, 1), dataset.targets
 
 
 def _open(root: Path, split: Split) -> Any:
