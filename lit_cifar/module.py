@@ -126,7 +126,7 @@ class LitResNet(L.LightningModule):
         self._runner = runner
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits (n, num_classes) of normalised images (n, 3, 32, 32)."""
+        """Logits (n, num_classes) of normalised images (n, 3, height, width)."""
         if self.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
         logits: Tensor = self.network(images) if self._runner is None else self._runner(images)

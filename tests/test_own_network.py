@@ -117,9 +117,8 @@ def test_trained_tested_resumed_and_loaded(pictures: Path, tmp_path: Path) -> No
     ("mode", "name"),
     [
         ("pp", "Chain"),
-        ("tp", "Chain"),
         ("fsdp2", "Opaque"),
-        *(pytest.param(mode, "Chain", marks=pytest.mark.exhaustive) for mode in ("mp", "fsdp2", "ddp_spawn")),
+        *(pytest.param(mode, "Chain", marks=pytest.mark.exhaustive) for mode in ("mp", "tp", "fsdp2", "ddp_spawn")),
         *(pytest.param(mode, "Opaque", marks=pytest.mark.exhaustive) for mode in ("dp", "ddp", "ddp_spawn")),
     ],
 )
