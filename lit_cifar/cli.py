@@ -183,7 +183,7 @@ class CLI(LightningCLI):
         for action in parser._actions:
             action.help = _HELP.get(action.dest, action.help)
             if action.dest == "model.network":
-                action.extra_help = lambda: ""  # the names of all layers that torch has
+                action.extra_help = str  # "" in place of the names of all layers that torch has
         return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
