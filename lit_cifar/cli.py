@@ -261,7 +261,7 @@ class CLI(LightningCLI):
             self.has_weights = True
         else:
             header.check(self.checkpoint)
-            check_shapes(self.model.network, self.checkpoint["state_dict"])
+            check_shapes(self.model.network, self.checkpoint.get("state_dict", {}))
             if self.config["subcommand"] == "predict":
                 _check_classes(self.checkpoint, self.datamodule.dataset)
         self.checkpoint = None  # its file may be replaced from now on

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lit_cifar.errors import ConfigError
 from lit_cifar.layout import Chunks
 from lit_cifar.models.chunked_batchnorm import ChunkedBatchNorm2d, normalise_apart
 from lit_cifar.models.resnet import build_resnet
@@ -134,3 +135,8 @@ def test_a_network_computes_what_its_replicas_compute() -> None:
     for replica, (chunk,) in zip(replicas, chunks.positions(9), strict=True):
         torch.testing.assert_close(logits[chunk], replica(images[chunk]))
     torch.testing.assert_close(chunked.state_dict(), plain.state_dict())
+
+
+def test_another_batchnorm_is_refused() -> None:
+    with pytest.raises(ConfigError, match="and Sequential has a BatchNorm1d"):
+        normalise_apart(nn.Sequential(nn.BatchNorm1d(2)), Chunks(num_shards=2))

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lit_cifar.errors import ConfigError
 from lit_cifar.layout import Chunks
 
 
@@ -40,11 +41,23 @@ class ChunkedBatchNorm2d(nn.BatchNorm2d):
 
 
 def normalise_apart(network: nn.Module, chunks: Chunks) -> nn.Module:
-    """`network`, each `nn.BatchNorm2d` of which now is a `ChunkedBatchNorm2d`, in place."""
+    """`network`, each `nn.BatchNorm2d` of which now is a `ChunkedBatchNorm2d`, in place.
+
+    Raises:
+        ConfigError: It has another kind of BatchNorm.
+    """
     for layer in network.modules():
-        if type(layer) is nn.BatchNorm2d:
-            layer.__class__ = ChunkedBatchNorm2d
-            cast(ChunkedBatchNorm2d, layer).chunks = chunks
+        if not isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            continue
+        if type(layer) is not nn.BatchNorm2d:
+            raise ConfigError(
+                f"a batch can be normalised in parts by nn.BatchNorm2d alone, and {type(network).__name__} has a "
+                f"{type(layer).__name__}",
+                remedy="leave out --model.batchnorm_chunks, or compare modes that need no such parts: "
+                "verify --modes ddp-sync,mp",
+            )
+        layer.__class__ = ChunkedBatchNorm2d
+        cast(ChunkedBatchNorm2d, layer).chunks = chunks
     return network
 
 
