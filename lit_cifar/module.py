@@ -36,8 +36,8 @@ class LitResNet(L.LightningModule):
     The default recipe is meant for 15 epochs of CIFAR-10 at a global batch of 128.
 
     Args:
-        arch: One of this package's networks, "resnet34" by default; "tiny", "tiny_bottleneck", "resnet10" and "vit_micro"
-            are small ones for tests.
+        arch: One of this package's networks, by default "resnet34". "tiny", "tiny_bottleneck", "resnet10" and
+            "vit_micro" are small ones for tests.
         stem: Of a ResNet: "cifar", the default, keeps the full resolution; "strided" halves it, 4 times cheaper;
             "imagenet" is torchvision's own, 16 times cheaper.
         network: A network of your own in place of `arch`, from images (n, 3, image_size, image_size) to logits; on the
