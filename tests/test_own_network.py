@@ -188,9 +188,10 @@ def test_one_picture_of_each_class_in_turn(pictures: Path) -> None:
     assert (by_default.val_size, by_default.image_size) == (1, 32)
 
 
-def test_folders_to_validate_and_to_test_on(tmp_path: Path) -> None:
-    draw_pictures(tmp_path / "train" / "cat", 3)
-    draw_pictures(tmp_path / "train" / "dog", 2)
+@pytest.mark.parametrize("below", ["train", "."])
+def test_folders_to_validate_and_to_test_on(below: str, tmp_path: Path) -> None:
+    draw_pictures(tmp_path / below / "cat", 3)
+    draw_pictures(tmp_path / below / "dog", 2)
     draw_pictures(tmp_path / "val" / "dog", 2)
     data = CIFAR10DataModule(tmp_path, dataset="folder")
     data.setup("fit")

@@ -9,11 +9,11 @@ from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
 from torchvision.datasets import CIFAR10
 
 from lit_cifar.data.dataset import Channels, Dataset, Split
 from lit_cifar.data.download import CIFAR10_BINARY, install, remedies
+from lit_cifar.data.images import ImageSet
 from lit_cifar.errors import DataError
 
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
@@ -49,11 +49,12 @@ class Cifar10(Dataset):
         for split in FILES:
             _read_records(self.root, split)
 
-    def read(self, split: Split) -> tuple[Tensor, Tensor]:
-        """Images, uint8, (N, 3, 32, 32), and labels, int64, (N,), of 50,000 "train" or 10,000 "test" images.
+    def load(self, split: Split, *, num_images: int | None = None) -> ImageSet:
+        """The first `num_images` of the 50,000 "train" or 10,000 "test" images.
 
         Raises:
             DataError: If they are absent, incomplete or damaged.
+            ConfigError: If there are fewer.
         """
         if _exists(self.root / CIFAR10_BINARY.folder):
             records = _read_records(self.root, split)
@@ -63,7 +64,8 @@ class Cifar10(Dataset):
             labels, images = np.asarray(dataset.targets), dataset.data.transpose(0, 3, 1, 2)
         else:
             raise DataError(f"there is no CIFAR-10 in {self.root}", remedy=remedies(CIFAR10_BINARY, self.root))
-        return torch.from_numpy(np.ascontiguousarray(images)), torch.from_numpy(labels)
+        whole = torch.from_numpy(np.ascontiguousarray(images)), torch.from_numpy(labels)
+        return self.first(*whole, split, num_images)
 
 
 def _exists(folder: Path) -> bool:

@@ -66,6 +66,7 @@ class Dataset(ABC):
             DataError: If they are incomplete or damaged, or are absent and cannot be had.
         """
 
+    @abstractmethod
     def load(self, split: Split, *, num_images: int | None = None) -> ImageSet:
         """Read the first `num_images` images of a split, by default all, without ever downloading.
 
@@ -73,13 +74,19 @@ class Dataset(ABC):
             DataError: If they are missing, incomplete or damaged.
             ConfigError: If there are fewer.
         """
-        images, labels = self.read(split)
+
+    def first(self, images: Tensor, labels: Tensor, split: Split, num_images: int | None) -> ImageSet:
+        """The first `num_images` of the whole split.
+
+        Raises:
+            ConfigError: If there are fewer.
+        """
         if num_images is None:
             return ImageSet(images, labels, self.classes, f"{self.title} {split}")
         self.check_number(num_images, split, known=len(labels))
         # Copies, because a view would keep the memory of the whole set.
-        first = images[:num_images].clone(), labels[:num_images].clone()
-        return ImageSet(*first, self.classes, f"{self.title} {split} (first {num_images} images)")
+        images, labels = images[:num_images].clone(), labels[:num_images].clone()
+        return ImageSet(images, labels, self.classes, f"{self.title} {split} (first {num_images} images)")
 
     def check_number(self, num_images: int, split: Split, *, known: int) -> None:
         """Find out whether there are `num_images` among `known`.
@@ -92,7 +99,3 @@ class Dataset(ABC):
                 f"{num_images} {split} images asked of {self.title}, which has {known}",
                 remedy=f"ask for 1 to {known}, e.g. --data.num_{split}={known}",
             )
-
-    @abstractmethod
-    def read(self, split: Split) -> tuple[Tensor, Tensor]:
-        """Images, uint8, (N, 3, image_size, image_size), and labels, int64, (N,)."""

@@ -6,12 +6,12 @@ Source: Xiao, Rasul, Vollgraf, Fashion-MNIST: a novel image dataset for benchmar
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import Tensor
 from torch.nn.functional import pad
 from torchvision.datasets import FashionMNIST
 
 from lit_cifar.data.dataset import Channels, Dataset, Split
 from lit_cifar.data.download import put_in_place, staging
+from lit_cifar.data.images import ImageSet
 from lit_cifar.errors import DataError
 
 CLASSES: tuple[str, ...] = tuple(FashionMNIST.classes)
@@ -56,14 +56,16 @@ class Fashion(Dataset):
                 raise DataError(f"FashionMNIST cannot be downloaded to {self.root}: {reason}", remedy=remedy) from error
             put_in_place(scratch / "FashionMNIST", folder)
 
-    def read(self, split: Split) -> tuple[Tensor, Tensor]:
-        """Images, uint8, (N, 3, 32, 32), and labels, int64, (N,), of 60,000 "train" or 10,000 "test" images.
+    def load(self, split: Split, *, num_images: int | None = None) -> ImageSet:
+        """The first `num_images` of the 60,000 "train" or 10,000 "test" images.
 
         Raises:
             DataError: If they are absent, incomplete or damaged.
+            ConfigError: If there are fewer.
         """
         dataset = _open(self.root, split)
-        return pad(dataset.data, (2, 2, 2, 2))[:, None].repeat(1, 3, 1, 1), dataset.targets
+        images = pad(dataset.data, (2, 2, 2, 2))[:, None].repeat(1, 3, 1, 1)
+        return self.first(images, dataset.targets, split, num_images)
 
 
 def _open(root: Path, split: Split) -> Any:

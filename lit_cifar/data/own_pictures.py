@@ -1,7 +1,7 @@
 """The user's own pictures in folders named after their classes, as torchvision's ImageFolder has them.
 
-`root/train/CLASS/*`, with `root/val/CLASS/*` to validate on and `root/test/CLASS/*` to test, as far as there are any;
-or `root/CLASS/*` alone, of which some are held out to validate on.
+`root/train/CLASS/*` or `root/CLASS/*` to train on, `root/val/CLASS/*` to validate on, `root/test/CLASS/*` to test.
+Without `root/val` some of the first are held out.
 """
 
 from pathlib import Path
@@ -33,9 +33,10 @@ class OwnPictures(Dataset):
         if self.image_size < 1:
             raise ConfigError(f"--data.image_size={image_size} is less than a pixel", remedy="pass one of 32, say")
         super().__init__(root, image_size=image_size, seed=seed)
-        self.classes = tuple(sorted(folder.name for folder in _folders(self._folder("train"))))
+        folder = self._folder("train")
+        others = ("val", "test") if folder == self.root else ()
+        self.classes = tuple(sorted(found.name for found in _folders(folder) if found.name not in others))
         if not self.classes:
-            folder = self._folder("train")
             raise DataError(f"{folder} holds no folders of pictures", remedy=f"put pictures into {folder}/CLASS/")
         self.own_val = (self.root / "val").is_dir()
         self.val_size = len(self._files("val")) if self.own_val else len(self._files("train")) // 10
@@ -54,14 +55,9 @@ class OwnPictures(Dataset):
         files = self._files(split)
         if num_images is not None:
             self.check_number(num_images, split, known=len(files))
-        images = [self._read(file) for file in files[:num_images]]
-        labels = torch.tensor([self.classes.index(file.relative_to(self._folder(split)).parts[0]) for file in files])
-        return ImageSet(torch.stack(images), labels[:num_images], self.classes, f"{self.root} {split}")
-
-    def read(self, split: Split) -> tuple[Tensor, Tensor]:
-        """All pictures of a split."""
-        images = self.load(split)
-        return images.images, images.labels
+        images = torch.stack([self._read(file) for file, _ in files[:num_images]])
+        labels = torch.tensor([label for _, label in files[:num_images]])
+        return ImageSet(images, labels, self.classes, f"{self.root} {split}")
 
     def _read(self, file: Path) -> Tensor:
         image = read_image(file, size=self.image_size)
@@ -70,25 +66,24 @@ class OwnPictures(Dataset):
         return image
 
     def _folder(self, split: Split) -> Path:
-        has_train = (self.root / "train").is_dir()
-        if split == "train" and not has_train:
-            return self.root
-        return self.root / split
+        folder = self.root / split
+        return self.root if split == "train" and not folder.is_dir() else folder
 
-    def _files(self, split: Split) -> list[Path]:
-        """Those of each class in the order of their names; one of each class in turn."""
+    def _files(self, split: Split) -> list[tuple[Path, int]]:
+        """With their labels: those of each class in the order of their names, one of each class in turn."""
         folder = self._folder(split)
-        unknown = [found.name for found in _folders(folder) if found.name not in self.classes]
+        names = [found.name for found in _folders(folder)]
+        unknown = [] if split == "train" else [name for name in names if name not in self.classes]
         if unknown:
             raise DataError(
                 f"{folder / unknown[0]} is a class without pictures to train on",
                 remedy=f"move it away, or put pictures into {self._folder('train') / unknown[0]}",
             )
-        by_class = [(folder / name, label) for label, name in enumerate(self.classes) if (folder / name).is_dir()]
+        by_class = [(folder / name, label) for label, name in enumerate(self.classes) if name in names]
         in_turn = [(turn, label, path / file) for path, label in by_class for turn, file in enumerate(list_files(path))]
         if not in_turn:
             raise DataError(f"{folder} holds no pictures", remedy=f"put some into {folder}/CLASS/")
-        return [file for _, _, file in sorted(in_turn)]
+        return [(file, label) for _, label, file in sorted(in_turn)]
 
 
 def _folders(folder: Path) -> list[Path]:

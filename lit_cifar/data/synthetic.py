@@ -48,10 +48,6 @@ class Synthetic(Dataset):
         images, labels = draw(split, num_images=num_images, seed=self.seed)
         return ImageSet(images, labels, self.classes, f"synthetic {split} ({len(labels)} drawn images)")
 
-    def read(self, split: Split) -> tuple[Tensor, Tensor]:
-        """All that there can be."""
-        return draw(split, seed=self.seed)
-
 
 def draw(split: Split, *, num_images: int | None = None, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Draw the first `num_images` images of a split; every 500 of them hold each class 50 times.
