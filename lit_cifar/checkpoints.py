@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lit_cifar.errors import CheckpointError
-from lit_cifar.models.resnet import BLOCKS, NUM_FEATURES
+from lit_cifar.models import resnet
 
 _KEY = "lit_cifar"
 _PREFIX = "network."
@@ -23,11 +23,22 @@ _OTHER = "pass weights of torchvision's resnet18 or resnet34, or a checkpoint of
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """Which network a checkpoint belongs to; its fields are `build_resnet`'s arguments."""
+    """Which network a checkpoint belongs to; its fields are arguments of `LitResNet`.
 
-    arch: str
-    stem: str
+    Attributes:
+        arch: One of this package's networks; None for the user's own.
+        stem: Of a ResNet.
+        num_classes: Size of the logits.
+        image_size: Height and width of the images that it was trained on, in pixels.
+        network: The class of the user's own network, as "my_package.Net". It is compared, never imported: a checkpoint
+            cannot choose which code is run.
+    """
+
+    arch: str | None
+    stem: str | None
     num_classes: int
+    image_size: int = 32
+    network: str | None = None
 
     def write(self, checkpoint: dict[str, Any]) -> None:
         """Put the header into `checkpoint`."""
@@ -37,7 +48,9 @@ class Header:
     def of(cls, checkpoint: dict[str, Any]) -> "Header":
         """The header of `checkpoint`, which must have one."""
         found = checkpoint.get(_KEY)
-        if not isinstance(found, dict) or found.keys() != {field.name for field in fields(cls)}:
+        names = {field.name for field in fields(cls)}
+        # Checkpoints of version 0.1 have the first three.
+        if not isinstance(found, dict) or not {"arch", "stem", "num_classes"} <= found.keys() <= names:
             raise CheckpointError(
                 "this checkpoint has no lit_cifar header that says which network it holds",
                 remedy="pass one that `python -m lit_cifar fit` wrote",
@@ -55,6 +68,8 @@ class Header:
             weights: A network's `state_dict()`.
             any_classes: Whether the number of classes may differ, as a training may start with a new classifier.
         """
+        if self.arch not in resnet.SHAPES:
+            return  # names and shapes are compared when they are loaded
         found = self._of_weights(weights)
         if not any_classes and found.num_classes != self.num_classes:
             raise CheckpointError(
@@ -65,27 +80,41 @@ class Header:
 
     def _compare(self, found: "Header") -> None:
         if found != self:
-            flags = " ".join(f"--model.{name}={value}" for name, value in asdict(found).items())
             raise CheckpointError(
-                f"the checkpoint holds {found}, the model is {self}", remedy=f"to use this checkpoint pass {flags}"
+                f"the checkpoint holds {found}, the model is {self}",
+                remedy=f"to use this checkpoint pass {found._flags(self)}",
             )
 
     def _of_weights(self, weights: Mapping[str, Tensor]) -> "Header":
         """The header that the shapes imply; of two stems with equal shapes, this header's."""
-        num_blocks = [len({key.split(".")[1] for key in weights if key.startswith(f"layer{i}.")}) for i in range(1, 5)]
-        num_features = weights["fc.weight"].shape[-1] if "fc.weight" in weights else 0
-        archs = [arch for arch in BLOCKS if BLOCKS[arch] == num_blocks and NUM_FEATURES[arch] == num_features]
-        if not archs or "layer1.0.conv3.weight" in weights or "conv1.weight" not in weights:
-            raise CheckpointError(
-                f"these weights do not belong to any of {', '.join(BLOCKS)}",
-                remedy=_OTHER,
-            )
+        arch = resnet.recognised(weights)
+        if arch is None:
+            raise CheckpointError(f"these weights do not belong to any of {', '.join(resnet.SHAPES)}", remedy=_OTHER)
         large = weights["conv1.weight"].shape[-1] == 7
         stem = "imagenet" if large else ("cifar" if self.stem == "imagenet" else self.stem)
-        return Header(arch=archs[0], stem=stem, num_classes=len(weights["fc.weight"]))
+        return replace(self, arch=arch, stem=stem, num_classes=len(weights["fc.weight"]))
+
+    def _flags(self, other: "Header") -> str:
+        """Those that ask for this network where `other` was asked for."""
+        flags = {"--model.arch": self.arch, "--model.stem": self.stem, "--model.network": self.network}
+        flags["--model.num_classes"] = str(self.num_classes)
+        if self.image_size != other.image_size:
+            flags["--data.image_size"] = str(self.image_size)
+        return " ".join(f"{name}={value}" for name, value in flags.items() if value is not None)
+
+    def arguments(self) -> dict[str, Any]:
+        """What to make the network of; the user's own is for the caller to pass."""
+        return {name: value for name, value in asdict(self).items() if name != "network"}
 
     def __str__(self) -> str:
-        return f"{self.arch} with the {self.stem} stem and {self.num_classes} classes"
+        size = "" if self.image_size == 32 else f", {self.image_size} x {self.image_size} images"
+        stem = f"the {self.stem} stem and " if self.stem else ""
+        return f"{self.name} with {stem}{self.num_classes} classes{size}"
+
+    @property
+    def name(self) -> str:
+        """The network's name, that of its class if it is the user's."""
+        return self.arch or self.network or "no network"
 
 
 def holds_weights_alone(checkpoint: Mapping[str, Any]) -> bool:
@@ -94,11 +123,15 @@ def holds_weights_alone(checkpoint: Mapping[str, Any]) -> bool:
 
 
 def load_weights(network: nn.Module, weights: dict[str, Tensor]) -> None:
-    """`network.load_state_dict`; a classifier with another number of classes is left out."""
+    """`network.load_state_dict`; a ResNet's classifier with another number of classes is left out.
+
+    Raises:
+        CheckpointError: Other names or shapes.
+    """
     own = network.state_dict()
     fitting = copy(weights)  # keeps torch's metadata: files of its first releases lack some buffers
-    num_classes = len(weights["fc.weight"])
-    if num_classes != len(own["fc.weight"]):
+    if {"fc.weight", "fc.bias"} <= own.keys() & weights.keys() and len(weights["fc.weight"]) != len(own["fc.weight"]):
+        num_classes = len(weights["fc.weight"])
         rank_zero_info(f"the classifier in the checkpoint has {num_classes} classes: a new classifier is trained")
         fitting |= {name: own[name] for name in ("fc.weight", "fc.bias")}
     try:
@@ -108,6 +141,24 @@ def load_weights(network: nn.Module, weights: dict[str, Tensor]) -> None:
             f"these weights do not fit: {' '.join(str(error).split())[:300]}",
             remedy=_OTHER,
         ) from error
+
+
+def check_shapes(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Find out whether `weights` of a network of the same class have the names and shapes of this one's.
+
+    Raises:
+        CheckpointError: They have not: it was made with other arguments.
+    """
+    own = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    for name in (*own, *found):
+        if own.get(name) != found.get(name):
+            here, there = (shapes.get(name, "missing") for shapes in (own, found))
+            raise CheckpointError(
+                f"the checkpoint's weights are not those of this {type(network).__name__}: {name} is {there} in the "
+                f"checkpoint, {here} in the model",
+                remedy="pass the arguments of its training: --config RUN_FOLDER/config.yaml",
+            )
 
 
 def read_checkpoint(path: Path, *, mmap: bool = True) -> dict[str, Any]:

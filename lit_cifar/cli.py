@@ -47,7 +47,7 @@ from lit_cifar.callbacks import (
 )
 from lit_cifar.checkpoint_files import newest_valid, save_error
 from lit_cifar.checkpoint_io import CheckpointFiles
-from lit_cifar.checkpoints import Header, holds_weights_alone, load_weights, read_checkpoint
+from lit_cifar.checkpoints import check_shapes, holds_weights_alone, load_weights, read_checkpoint
 from lit_cifar.cli_errors import (
     PROGRAM,
     Parser,
@@ -62,8 +62,11 @@ from lit_cifar.cli_help import COMMON, SUBCOMMANDS, replace_texts
 from lit_cifar.commands import COMMANDS
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.receipt import Receipt, order_settings
+from lit_cifar.data.sources import open_dataset
 from lit_cifar.errors import CheckpointError, ConfigError, SaveError
 from lit_cifar.layout import Layout
+from lit_cifar.models import DEFAULT_ARCH
+from lit_cifar.models.blocks import check_network
 from lit_cifar.module import LitResNet
 from lit_cifar.output import outlast_readers, without_banners
 from lit_cifar.run_folder import create_run_folder, logger_below, process_rank, run_loggers
@@ -71,7 +74,7 @@ from lit_cifar.strategies import ProcessSyncBatchNorm
 from lit_cifar.strategies.launch import as_list, check_processes, settle_processes
 from lit_cifar.watchdog import end_with_launcher
 
-_DESCRIPTION = "Train ResNets on CIFAR-10 and similar data, in any mode of parallelism."
+_DESCRIPTION = "Train networks on CIFAR-10 and similar data, in any mode of parallelism."
 _EPILOG = """\
 further commands, each with a --help of its own:
     modes               Which modes run on this machine, and how to start them.
@@ -115,13 +118,15 @@ class CLI(LightningCLI):
     Attributes:
         position: Position of the run that is resumed in its own folder; empty for a new run.
         receipt: Data receipt of the checkpoint that a fit is resumed from.
-        weights: Initial weights of the network, if the checkpoint holds weights alone.
+        checkpoint: What was read from it, until it has been compared with the model.
+        has_weights: Whether the checkpoint holds weights alone, with which the network starts.
         own_loggers: The loggers that the user has asked for, as parsed.
     """
 
     position: dict[str, Any] = {}  # noqa: RUF012  # replaced, never changed
     receipt: Receipt | None = None
-    weights: dict[str, Any] | None = None
+    checkpoint: dict[str, Any] | None = None
+    has_weights = False
     own_loggers: list[Namespace] = []  # noqa: RUF012  # likewise
 
     def __init__(self, words: Sequence[str], *, args: list[str] | None) -> None:
@@ -176,6 +181,10 @@ class CLI(LightningCLI):
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         replace_texts(parser)
         cast(Parser, parser).common = COMMON[subcommand]
+        action: Any
+        for action in parser._actions:
+            if action.dest == "model.network":
+                action.extra_help = str  # "" in place of the names of all layers that torch has
         return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -183,19 +192,19 @@ class CLI(LightningCLI):
         self.config = parser.parse_args(args)
 
     def _parse_ckpt_path(self) -> None:
-        """Compare the checkpoint's header with the model asked for; only a fit needs no checkpoint.
+        """Read the checkpoint, and what it says about the run; only a fit needs none.
 
         Replaces Lightning's own step, which overrides the user's model flags by the checkpoint's. Lightning's words
         "best" and "last" mean a checkpoint of this process. They have no meaning here: each command has its run folder.
 
         Raises:
-            CheckpointError: There is none, it cannot be read, or it belongs to another network.
+            CheckpointError: There is none, it cannot be read, or it belongs to another data set.
         """
         subcommand = self.config["subcommand"]
         config = self.config[subcommand]
         if config.resume is not None:
             config.ckpt_path = _newest_checkpoint(subcommand, config)
-        path, model = config.ckpt_path, config.model
+        path = config.ckpt_path
         if path is None and subcommand == "fit":
             return
         if path is None:
@@ -203,23 +212,23 @@ class CLI(LightningCLI):
                 f"{subcommand} needs a checkpoint: without one the network is untrained",
                 remedy="pass --ckpt_path=RUN_FOLDER/checkpoints/best.ckpt",
             )
-        header = Header(arch=model.arch, stem=model.stem, num_classes=model.num_classes)
-        checkpoint = read_checkpoint(Path(path))
+        self.checkpoint = checkpoint = read_checkpoint(Path(path))
         if holds_weights_alone(checkpoint):
-            header.check_weights(checkpoint, any_classes=subcommand == "fit")
-            self.weights = checkpoint
             return
-        header.check(checkpoint)
         if subcommand == "fit":
             self.receipt = Receipt.read(checkpoint)
-        if subcommand == "predict":
-            _check_classes(checkpoint, config.data.dataset)
         if config.resume is not None:
             self.position = checkpoint.get("position", {})
 
     def before_instantiate_classes(self) -> None:
-        """Refuse arguments that the Trainer accepts but a run with a folder cannot use."""
+        """Refuse arguments that the Trainer accepts but a run folder cannot use; tell the model about the data."""
         check_trainer(self._get(self.config, "trainer"), trains=self.config["subcommand"] == "fit")
+        model, data = self._get(self.config, "model"), self._get(self.config, "data")
+        source = open_dataset(data.dataset, data.root, image_size=data.image_size)
+        if model.network is None:
+            model.arch = model.arch or DEFAULT_ARCH
+        model.num_classes = model.num_classes or len(source.classes)
+        model.image_size = model.image_size or source.image_size
 
     def instantiate_classes(self) -> None:
         """Build data, model and trainer; an error of their constructors is a mistake in the user's input.
@@ -235,14 +244,33 @@ class CLI(LightningCLI):
         self.save_config_kwargs = {"logger": given}
         with _refusing():
             super().instantiate_classes()
-        if self.weights is not None:
-            load_weights(self.model.network, self.weights)
+        self._check_checkpoint()
         trainer.logger = given
+
+    def _check_checkpoint(self) -> None:
+        """Compare it with the model; weights alone are loaded at once.
+
+        Raises:
+            CheckpointError: It is of another network.
+        """
+        if self.checkpoint is None:
+            return
+        header = self.model.header
+        if holds_weights_alone(self.checkpoint):
+            header.check_weights(self.checkpoint, any_classes=self.config["subcommand"] == "fit")
+            load_weights(self.model.network, self.checkpoint)
+            self.has_weights = True
+        else:
+            header.check(self.checkpoint)
+            check_shapes(self.model.network, self.checkpoint.get("state_dict", {}))
+            if self.config["subcommand"] == "predict":
+                _check_classes(self.checkpoint, self.datamodule.dataset)
+        self.checkpoint = None  # its file may be replaced from now on
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
         # There is no training state to resume, and the model has its weights.
-        return kwargs if self.weights is None else kwargs | {"ckpt_path": None}
+        return kwargs | {"ckpt_path": None} if self.has_weights else kwargs
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[L.Callback]) -> L.Trainer:
         """Add the progress bar, the checkpoint plugin, and what the processes need."""
@@ -303,12 +331,15 @@ class CLI(LightningCLI):
                 f"--model.batchnorm_chunks computes on one device what a mode does, and this run has a mode: {layout}",
                 remedy="leave it out, or leave out --trainer.strategy and pass --trainer.devices=1",
             )
-        num_classes, known = self.model.header.num_classes, len(self.datamodule.classes)
-        if num_classes != known:
-            raise ConfigError(
-                f"--model.num_classes={num_classes}, but {self.datamodule.name} has {known}",
-                remedy=f"pass --model.num_classes={known}",
-            )
+        known = {"num_classes": len(self.datamodule.classes), "image_size": self.datamodule.image_size}
+        for name, value in known.items():
+            if (asked := getattr(self.model.header, name)) != value:
+                raise ConfigError(
+                    f"--model.{name}={asked}, but {self.datamodule.name} has {value}",
+                    remedy=f"pass --model.{name}={value}, or leave it out",
+                )
+        if self.model.header.network is not None:
+            check_network(self.model.network, self.model.image_shape, num_classes=known["num_classes"])
         if subcommand == "fit":
             with _refusing():  # arguments such as a negative learning rate; the fit makes both anew
                 optimizer = self.model.make_optimizer(self.model.network.parameters())
@@ -417,7 +448,7 @@ def _check_classes(checkpoint: dict[str, Any], dataset: str) -> None:
     if trained_on != dataset:
         raise CheckpointError(
             f"the checkpoint was trained on {trained_on}, not on {dataset}: classes and normalisation differ",
-            remedy=f"pass --data.dataset={trained_on}, or --config RUN_FOLDER/config.yaml",
+            remedy=f"pass --data.dataset={str(trained_on).partition(' ')[0]}, or --config RUN_FOLDER/config.yaml",
         )
 
 

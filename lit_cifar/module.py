@@ -1,7 +1,6 @@
-"""The training task: a ResNet, its loss, metrics and optimizer. Nothing here knows how it is parallelised."""
+"""The training task: a network, its loss, metrics and optimizer. Nothing here knows how it is parallelised."""
 
 from collections.abc import Callable
-from dataclasses import asdict
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
@@ -10,18 +9,19 @@ import lightning as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import MeanMetric, Metric, MetricCollection
 
-from lit_cifar.checkpoints import Header, add_prefix, read_checkpoint, strip_prefix
+from lit_cifar.checkpoints import Header, add_prefix, check_shapes, read_checkpoint, strip_prefix
 from lit_cifar.data.images import Batch
-from lit_cifar.errors import ConfigError
+from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.layout import Chunks
 from lit_cifar.metrics import EvaluationMetrics, TopAccuracy
-from lit_cifar.models import Arch, Stem, build_resnet
+from lit_cifar.models import DEFAULT_ARCH, Arch, Stem, build_network, stem_of
+from lit_cifar.models.chunked_batchnorm import normalise_apart
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.memory_format import follow_parameters, plain
 from lit_cifar.optimizers import NesterovSGD
@@ -31,15 +31,21 @@ LRScaling = Literal["none", "linear", "sqrt"]
 
 
 class LitResNet(L.LightningModule):
-    """A ResNet that classifies 32 x 32 images.
+    """A network that classifies images: by default a ResNet.
 
     The default recipe is meant for 15 epochs of CIFAR-10 at a global batch of 128.
 
     Args:
-        arch: Depth of the network. The small ones, "tiny" and "resnet10", are for tests.
-        stem: First layers of the network. With "cifar" they keep the full 32 x 32 resolution. With "strided" they halve
-            it, which makes the network 4 times cheaper; with torchvision's own, "imagenet", it is 16 times cheaper.
-        num_classes: Number of classes, the size of the logits.
+        arch: One of this package's networks, by default "resnet34". The small ones, "tiny", "tiny_bottleneck",
+            "resnet10" and "vit_micro", are for tests.
+        stem: First layers of a ResNet. With "cifar", the default, they keep the full 32 x 32 resolution. With "strided"
+            they halve it, which makes the network 4 times cheaper; with torchvision's own, "imagenet", it is 16 times
+            cheaper.
+        network: A network of your own in place of `arch`, from images (n, 3, image_size, image_size) to logits. On the
+            command line a class with its arguments: --model.network=my_package.Net --model.network.width=64.
+            `lit_cifar.models.blocks` says what `mp`, `pp` and `tp` need from it.
+        num_classes: Number of classes, the size of the logits. The default is 10, on the command line that of the data.
+        image_size: Height and width of the images, in pixels. The default is 32, on the command line that of the data.
         batchnorm_chunks: Ghost batch normalisation on one device: BatchNorm normalises each of these parts of a batch
             on its own. This equals a mode whose replicas or microbatches are normalised separately.
         channels_last: Keep images, activations and weights in the channels-last memory format, which convolutions on
@@ -58,10 +64,12 @@ class LitResNet(L.LightningModule):
 
     def __init__(
         self,
-        arch: Arch = "resnet34",
+        arch: Arch | None = None,
         *,
-        stem: Stem = "cifar",
-        num_classes: int = 10,
+        stem: Stem | None = None,
+        network: nn.Module | None = None,
+        num_classes: int | None = None,
+        image_size: int | None = None,
         batchnorm_chunks: Chunks | None = None,
         channels_last: bool = False,
         compile: bool = False,
@@ -72,8 +80,15 @@ class LitResNet(L.LightningModule):
         base_batch_size: int = 128,
     ) -> None:
         super().__init__()
-        self.header = Header(arch=arch, stem=stem, num_classes=num_classes)
-        self.network = build_resnet(arch, stem=stem, num_classes=num_classes, batchnorm_chunks=batchnorm_chunks)
+        num_classes, image_size = num_classes or 10, image_size or 32
+        self.image_shape = (3, image_size, image_size)
+        own = None if network is None else _own_class(network, arch=arch, stem=stem)
+        if network is None:
+            arch = arch or DEFAULT_ARCH
+            stem = stem_of(arch, stem)
+            network = build_network(arch, stem=stem, num_classes=num_classes, image_size=image_size)
+        self.network = network if batchnorm_chunks is None else normalise_apart(network, batchnorm_chunks)
+        self.header = Header(arch=arch, stem=stem, num_classes=num_classes, image_size=image_size, network=own)
         if channels_last:
             self.network.to(memory_format=torch.channels_last)
         self.channels_last = channels_last
@@ -115,7 +130,7 @@ class LitResNet(L.LightningModule):
         self._runner = runner
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits (n, num_classes) of normalised images (n, 3, 32, 32)."""
+        """Logits (n, num_classes) of normalised images (n, 3, height, width)."""
         if self.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
         logits: Tensor = self.network(images) if self._runner is None else self._runner(images)
@@ -225,14 +240,19 @@ class LitResNet(L.LightningModule):
             hparams_file: As Lightning's; the header comes before it.
             strict: As Lightning's.
             weights_only: Nothing to choose: only tensors and primitives are read.
-            **kwargs: Arguments of the constructor, which come before the header.
+            **kwargs: Arguments of the constructor, which come before the header; of your own network, `network`.
 
         Raises:
-            CheckpointError: It cannot be read, or `kwargs` ask for another network.
+            CheckpointError: It cannot be read, `kwargs` ask for another network, or a network of your own is missing.
         """
-        header = asdict(Header.of(read_checkpoint(Path(checkpoint_path))))
+        header = Header.of(read_checkpoint(Path(checkpoint_path)))
+        if header.network is not None and "network" not in kwargs:
+            raise CheckpointError(
+                f"the checkpoint holds {header}, and no code is run because a checkpoint names it",
+                remedy=f"pass network={header.network.rpartition('.')[2]}(...)",
+            )
         return super().load_from_checkpoint(
-            checkpoint_path, map_location, hparams_file, strict, weights_only=True, **header | kwargs
+            checkpoint_path, map_location, hparams_file, strict, weights_only=True, **header.arguments() | kwargs
         )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -249,7 +269,24 @@ class LitResNet(L.LightningModule):
             CheckpointError: The checkpoint is of another network.
         """
         self.header.check(checkpoint)
+        check_shapes(self.network, checkpoint["state_dict"])
         checkpoint["state_dict"] = add_prefix(checkpoint["state_dict"])
+
+
+def _own_class(network: nn.Module, *, arch: Arch | None, stem: Stem | None) -> str:
+    """The name of the class of the user's own network.
+
+    Raises:
+        ConfigError: One of this package's is asked for as well.
+    """
+    name = f"{type(network).__module__}.{type(network).__qualname__}"
+    for flag, value in {"--model.arch": arch, "--model.stem": stem}.items():
+        if value is not None:
+            raise ConfigError(
+                f"--model.network={name} is a network, and {flag}={value} is about another one",
+                remedy="leave one of the two out",
+            )
+    return name
 
 
 # jsonargparse reads the defaults from the source of the signature, where they must be lambdas. Pickle finds a function

@@ -12,6 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from lit_cifar.data.cifar10 import FILES
+from lit_cifar.data.dataset import Split
+from lit_cifar.data.images import ImageSet
+from lit_cifar.data.sources import open_dataset
 
 NUM_CLASSES = 10
 
@@ -64,3 +67,13 @@ def served(folder: Path) -> Iterator[str]:
 class _QuietHandler(http.server.SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing."""
+
+
+def prepare(name: str, root: Path, *, download: bool) -> None:
+    """Check or download the data set."""
+    open_dataset(name, root).prepare(download=download)
+
+
+def load(name: str, root: Path, *, split: Split, num_images: int | None = None, seed: int = 0) -> ImageSet:
+    """The images of a split."""
+    return open_dataset(name, root, seed=seed).load(split, num_images=num_images)

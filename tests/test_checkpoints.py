@@ -88,7 +88,7 @@ def test_torchs_old_format_is_read(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- weights alone, as torchvision's files hold them
 
 
-@pytest.mark.parametrize("arch", ["resnet18", "resnet34"])
+@pytest.mark.parametrize("arch", ["resnet18", "resnet34", "resnet50", "wide_resnet50_2"])
 def test_weights_of_torchvision_are_known_by_their_shapes(arch: str) -> None:
     with torch.device("meta"):
         weights = getattr(torchvision.models, arch)().state_dict()
@@ -100,7 +100,7 @@ def test_weights_of_torchvision_are_known_by_their_shapes(arch: str) -> None:
             asked.check_weights(weights, any_classes=True)
 
 
-@pytest.mark.parametrize("arch", ["tiny", "resnet10"])
+@pytest.mark.parametrize("arch", ["tiny", "tiny_bottleneck", "resnet10"])
 def test_networks_of_equal_depth_are_told_apart_by_their_width(arch: str) -> None:
     weights = build_resnet(arch, stem="imagenet").state_dict()
     Header(arch=arch, stem="imagenet", num_classes=10).check_weights(weights, any_classes=False)
@@ -108,7 +108,7 @@ def test_networks_of_equal_depth_are_told_apart_by_their_width(arch: str) -> Non
 
 def test_weights_of_other_networks_are_refused() -> None:
     with torch.device("meta"):
-        others = [torchvision.models.resnet50().state_dict(), torchvision.models.alexnet().state_dict()]
+        others = [torchvision.models.resnext50_32x4d().state_dict(), torchvision.models.alexnet().state_dict()]
     for weights in others:
         with pytest.raises(CheckpointError, match="resnet10, resnet18, resnet34"):
             HEADER.check_weights(weights, any_classes=True)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lit_cifar.errors import ConfigError
 from lit_cifar.layout import Chunks
-from lit_cifar.models.chunked_batchnorm import ChunkedBatchNorm2d
+from lit_cifar.models.chunked_batchnorm import ChunkedBatchNorm2d, normalise_apart
 from lit_cifar.models.resnet import build_resnet
 
 CUTS = [
@@ -112,7 +113,7 @@ def test_a_network_keeps_names_and_weights() -> None:
     torch.manual_seed(0)
     plain = build_resnet("resnet10", stem="imagenet")
     torch.manual_seed(0)
-    chunked = build_resnet("resnet10", stem="imagenet", batchnorm_chunks=Chunks(num_shards=2))
+    chunked = normalise_apart(build_resnet("resnet10", stem="imagenet"), Chunks(num_shards=2))
     assert sum(isinstance(layer, ChunkedBatchNorm2d) for layer in chunked.modules()) == sum(
         isinstance(layer, nn.BatchNorm2d) for layer in plain.modules()
     )
@@ -125,7 +126,7 @@ def test_a_network_keeps_names_and_weights() -> None:
 def test_a_network_computes_what_its_replicas_compute() -> None:
     torch.manual_seed(0)
     chunks = Chunks(num_shards=2)
-    chunked = build_resnet("resnet10", stem="imagenet", batchnorm_chunks=chunks).double()
+    chunked = normalise_apart(build_resnet("resnet10", stem="imagenet"), chunks).double()
     plain = build_resnet("resnet10", stem="imagenet").double()
     plain.load_state_dict(chunked.state_dict())
     replicas = [plain, deepcopy(plain)]
@@ -134,3 +135,8 @@ def test_a_network_computes_what_its_replicas_compute() -> None:
     for replica, (chunk,) in zip(replicas, chunks.positions(9), strict=True):
         torch.testing.assert_close(logits[chunk], replica(images[chunk]))
     torch.testing.assert_close(chunked.state_dict(), plain.state_dict())
+
+
+def test_another_batchnorm_is_refused() -> None:
+    with pytest.raises(ConfigError, match="and Sequential has a BatchNorm1d"):
+        normalise_apart(nn.Sequential(nn.BatchNorm1d(2)), Chunks(num_shards=2))

@@ -320,7 +320,8 @@ def test_a_resumed_run_begins_with_the_very_weights_that_were_saved(tmp_path: Pa
 
 def test_a_checkpoint_holds_plain_keys_and_no_code(trained: Path) -> None:
     checkpoint = read_checkpoint(trained / "checkpoints" / "best.ckpt")
-    assert checkpoint["lit_cifar"] == {"arch": "tiny", "stem": "imagenet", "num_classes": 10}
+    known = {"arch": "tiny", "stem": "imagenet", "num_classes": 10}
+    assert checkpoint["lit_cifar"] == known | {"image_size": 32, "network": None}
     assert "layer1.0.conv1.weight" in checkpoint["state_dict"]
     assert not [key for key in checkpoint["state_dict"] if "network" in key or "metrics" in key]
 

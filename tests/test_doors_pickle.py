@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from commands import TINY, run_here
+from data_files import load, prepare
 from lightning.pytorch import LightningModule
 from tiny_task import TinyData, TinyTask, tiny_trainer
 from torchvision.datasets import CIFAR10
@@ -24,7 +25,6 @@ from lit_cifar.checkpoint_files import LAST, PREVIOUS, newest_valid, verify_chec
 from lit_cifar.checkpoint_io import CheckpointFiles
 from lit_cifar.checkpoints import read_checkpoint
 from lit_cifar.data import cifar10
-from lit_cifar.data.sources import load, prepare
 from lit_cifar.errors import CheckpointError, DataError
 
 REPOSITORY = Path(lit_cifar.__file__).parents[1]

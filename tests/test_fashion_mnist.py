@@ -4,11 +4,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from data_files import served, write_idx
+from data_files import load, prepare, served, write_idx
 from torchvision.datasets import FashionMNIST
 
 from lit_cifar.data import fashion_mnist
-from lit_cifar.data.sources import load, prepare
 from lit_cifar.errors import DataError
 
 SIZES = {"train": 12, "test": 10}

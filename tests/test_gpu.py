@@ -26,10 +26,13 @@ from lit_cifar.data.receipt import Tally
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.layout import Chunks, Layout
 from lit_cifar.models import build_resnet
+from lit_cifar.models.chunked_batchnorm import normalise_apart
 from lit_cifar.models.partition import Partition
 from lit_cifar.module import EvaluationMetrics
 from lit_cifar.strategies.replicate import replicate
 from lit_cifar.strategies.staged import StagedRunner
+
+IMAGE = (3, 32, 32)
 
 ACCELERATOR = os.environ.get("LIT_CIFAR_GPU_TESTS", "cuda")
 DEVICE = torch.device(ACCELERATOR, 0) if ACCELERATOR == "cuda" else torch.device(ACCELERATOR)
@@ -114,7 +117,7 @@ def trained(network: nn.Module, run: Callable[[Tensor], Tensor], device: torch.d
         pytest.param(
             Chunks(num_microbatches=2),
             lambda network: StagedRunner(
-                [stage.module(network) for stage in Partition.of(network, num_stages=2).stages],
+                [stage.module(network) for stage in Partition.of(network, IMAGE, num_stages=2).stages],
                 [DEVICE] * 2,
                 num_microbatches=2,
             ),
@@ -125,7 +128,7 @@ def trained(network: nn.Module, run: Callable[[Tensor], Tensor], device: torch.d
 def test_a_step_is_that_of_one_cpu(chunks: Chunks, runner: Callable[[nn.Module], Callable[[Tensor], Tensor]]) -> None:
     torch.manual_seed(0)
     network = build_resnet("resnet10", stem="imagenet").double()
-    alone = build_resnet("resnet10", stem="imagenet", batchnorm_chunks=chunks).double()
+    alone = normalise_apart(build_resnet("resnet10", stem="imagenet"), chunks).double()
     alone.load_state_dict(network.state_dict())
     there = deepcopy(network).to(DEVICE)
     found = trained(there, runner(there), DEVICE)

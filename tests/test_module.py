@@ -156,7 +156,7 @@ def test_the_trainer_takes_the_steps_of_a_plain_loop(tmp_path: Path) -> None:
     trainer(tmp_path, precision="64-true", max_epochs=2).fit(module, datamodule=images)
 
     train, order, augment = images.sets["train"], images.train_sampler(), Augmentation(seed=0)
-    mean, std = (torch.tensor(values)[:, None, None] for values in (images.info.mean, images.info.std))
+    mean, std = (torch.tensor(values)[:, None, None] for values in (images.source.mean, images.source.std))
     optimizer = SGD(plain.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
     for epoch, lr in enumerate((0.05, 0.005)):
         optimizer.param_groups[0]["lr"] = lr

@@ -105,7 +105,7 @@ def test_another_network_is_refused() -> None:
 
         def use_runner(self, runner: Any) -> None: ...
 
-    with pytest.raises(ConfigError, match="not a Linear"):
+    with pytest.raises(ConfigError, match="Linear does not say which"):
         trainer_of().strategy.connect(Lit())
 
 

@@ -22,12 +22,15 @@ from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.errors import ConfigError
 from lit_cifar.layout import Chunks, Layout
 from lit_cifar.models import build_resnet
+from lit_cifar.models.chunked_batchnorm import normalise_apart
 from lit_cifar.models.partition import Partition
 from lit_cifar.module import LitResNet
 from lit_cifar.strategies import PipelineStrategy, mesh
 from lit_cifar.strategies.mesh import make_mesh
 from lit_cifar.strategies.pipeline import HandOver, Pipeline, Schedule, ScheduleName
 from lit_cifar.strategies.state import only_parameters
+
+IMAGE = (3, 32, 32)
 
 SCHEDULES: list[ScheduleName] = ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
 MICROBATCHES = 4
@@ -223,7 +226,7 @@ def describe(group: dist.ProcessGroup) -> tuple[list[int], timedelta]:
 
 def run_schedule(name: ScheduleName, rank: int) -> dict[str, object]:
     network, schedule = network_of(), Schedule.of(name, 2)
-    partition = Partition.of(network, num_stages=schedule.num_stages)
+    partition = Partition.of(network, IMAGE, num_stages=schedule.num_stages)
     group = dist.group.WORLD
     assert group is not None
     pipeline = Pipeline(
@@ -240,7 +243,8 @@ def run_schedule(name: ScheduleName, rank: int) -> dict[str, object]:
     with torch.no_grad():
         logits += [pipeline.evaluate(batch_of(n)[0]) for n in EVALUATED]
     own = [stage for index, stage in enumerate(partition.stages) if index in pipeline.stages]
-    held = {key for key in network.state_dict() if any(stage.holds(key) for stage in own)}
+    ids = {id(t) for stage in own for t in stage.module(network).state_dict(keep_vars=True).values()}
+    held = {key for key, tensor in network.state_dict(keep_vars=True).items() if id(tensor) in ids}
     return {
         "logits": logits,
         "gradients": {key: p.grad for key, p in network.named_parameters() if p.grad is not None},
@@ -280,7 +284,7 @@ def by_processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dic
 def alone() -> tuple[nn.Module, list[Tensor]]:
     """The same steps on one device that normalises each microbatch by itself."""
     torch.manual_seed(0)
-    network = build_resnet("resnet10", stem="imagenet", batchnorm_chunks=Chunks(num_microbatches=MICROBATCHES)).double()
+    network = normalise_apart(build_resnet("resnet10", stem="imagenet"), Chunks(num_microbatches=MICROBATCHES)).double()
     logits = []
     for num_samples in TRAINED:
         images, labels = batch_of(num_samples)
@@ -351,8 +355,8 @@ def test_a_strategy_hands_its_time_limit_on(monkeypatch: pytest.MonkeyPatch) -> 
     made.assert_called_once_with("cpu", model_size=2, timeout=TIMEOUT)
 
 
-def test_a_network_that_is_no_resnet_is_refused() -> None:
+def test_a_network_that_does_not_say_its_blocks_is_refused() -> None:
     module = LitResNet("resnet10")
     module.network = nn.Flatten()
-    with pytest.raises(ConfigError, match="=pp cuts a torchvision ResNet between its blocks, not a Flatten"):
+    with pytest.raises(ConfigError, match="=pp cuts a network between its blocks, and Flatten does not say"):
         trainer(2, "pp").strategy.connect(module)

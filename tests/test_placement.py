@@ -17,6 +17,8 @@ from lit_cifar.models.partition import Partition
 from lit_cifar.module import LitResNet
 from lit_cifar.strategies.staged import StagedRunner, StagedStrategy
 
+IMAGE = (3, 32, 32)
+
 STAGED = [mode for mode in MODES if "mp" in mode]
 every_mode = pytest.mark.parametrize("strategy", MODES.values(), ids=MODES)
 staged_modes = pytest.mark.parametrize("strategy", [MODES[mode] for mode in STAGED], ids=STAGED)
@@ -38,7 +40,7 @@ def test_a_state_of_before_the_first_step_follows_its_parameter(strategy: Callab
 def test_the_host_waits_for_what_a_stage_of_its_own_is_going_to_read() -> None:
     with fake_devices(), torch.no_grad():
         network, devices = lit_resnet().network, [torch.device("meta", 0), torch.device("cpu")]
-        partition = Partition.of(network, num_stages=2)
+        partition = Partition.of(network, IMAGE, num_stages=2)
         stages = [stage.module(network).to(device) for stage, device in zip(partition.stages, devices, strict=True)]
         logits = StagedRunner(stages, devices, num_microbatches=2)(torch.zeros(4, 3, 32, 32, device=devices[0]))
         assert logits.device == devices[0]

@@ -20,6 +20,8 @@ from lit_cifar.models.partition import Partition
 from lit_cifar.models.resnet import build_resnet
 from lit_cifar.module import LitResNet
 
+IMAGE = (3, 32, 32)
+
 
 def fit(folder: Path, **settings: Any) -> None:
     checkpoint = ModelCheckpoint(monitor="val/acc", mode="max", filename="best")
@@ -141,7 +143,7 @@ def test_plan_divides_replicas_into_microbatches(accumulation: int, division: st
 
 def test_plan_ends_with_what_the_mode_splits() -> None:
     """The strategy's own lines, below one label and in one column."""
-    table = Partition.of(build_resnet("resnet34"), num_stages=2).table(["process 0", "process 1"])
+    table = Partition.of(build_resnet("resnet34"), IMAGE, num_stages=2).table(["process 0", "process 1"])
     lines = plan_of(batch_size=64, plan=lambda: table)
     assert lines[3].startswith("mode ")
     assert lines[4:] == [f"split       {table[0]}", f"            {table[1]}"]

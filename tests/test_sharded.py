@@ -243,7 +243,6 @@ def test_sizes(sizes: tuple[int | None, int | None], devices: int, num_replicas:
         ((3, None), 4, r"data_parallel_size=3 does not divide 4 processes\n.*--trainer.devices=3"),
         ((None, 0), 4, "tensor_parallel_size=0 is less than one"),
         ((None, None), 4, "both are null"),
-        ((1, None), 3, r"cannot divide 64 channels among 3 processes\n.*--trainer.devices=2"),
     ],
 )
 def test_sizes_that_cannot_work(sizes: tuple[int | None, int | None], devices: int, message: str) -> None:
@@ -251,26 +250,33 @@ def test_sizes_that_cannot_work(sizes: tuple[int | None, int | None], devices: i
         L.Trainer(accelerator="cpu", devices=devices, strategy=ShardedStrategy(*sizes), logger=False)
 
 
-def test_a_network_without_basic_blocks_is_refused() -> None:
+@pytest.mark.parametrize(("arch", "num_parts"), [("resnet10", 64), ("vit_micro", 4)])
+def test_parts_that_cannot_be_divided_among_the_processes(arch: Any, num_parts: int) -> None:
+    strategy = L.Trainer(accelerator="cpu", devices=3, strategy="tp", logger=False).strategy
+    with pytest.raises(ConfigError, match=rf"{num_parts} parts, among 3 processes\n.*--trainer.devices=2"):
+        strategy.connect(LitResNet(arch))
+
+
+def test_a_network_without_layers_to_split_is_refused() -> None:
     model = LitResNet("resnet10")
-    model.network = torch.nn.Flatten()
-    with pytest.raises(ConfigError, match="not a Flatten"):
-        ShardedStrategy().connect(model)
+    model.network = torch.nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match="Linear does not say which can be split"):
+        ShardedStrategy(1, None).connect(model)
 
 
 def test_a_process_holds_as_much_as_the_plan_says() -> None:
     network: ResNet = build_resnet("resnet10", stem="imagenet")
     whole = sum(parameter.numel() for parameter in network.parameters())
-    assert plan(network, num_replicas=1, each=1, num_bytes=4) == [
+    assert plan(network, (3, 32, 32), num_replicas=1, each=1, num_bytes=4) == [
         f"a process holds {whole / 1e6:.2f} of {whole / 1e6:.2f} M parameters ({whole * 4 / 1e6:.1f} MB), and as much "
         "of gradients and of each optimizer state"
     ]
-    held, sent = plan(network, num_replicas=2, each=1, num_bytes=4)
+    held, sent = plan(network, (3, 32, 32), num_replicas=2, each=1, num_bytes=4)
     assert "holds 2.46 of 4.91 M parameters (9.8 MB)" in held
     assert f"{1.5 * whole * 4 / 1e6:.1f} MB sent" in sent
     # Input and output of each of the four blocks: 64 x 8 x 8, then twice the channels on a quarter of the pixels.
     values = sum(before + after for before, after in [(4096, 4096), (4096, 2048), (2048, 1024), (1024, 512)])
-    assert f"{values / 1e6:.2f} M values" in plan(network, num_replicas=1, each=2, num_bytes=4)[-1]
+    assert f"{values / 1e6:.2f} M values" in plan(network, (3, 32, 32), num_replicas=1, each=2, num_bytes=4)[-1]
 
 
 # ---------------------------------------------------------------- optimizers

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from lit_cifar.data import synthetic
-from lit_cifar.data.sources import dataset_info
+from lit_cifar.data.sources import open_dataset
 from lit_cifar.data.synthetic import BLOCK, CLASSES, MAX_IMAGES, draw
 from lit_cifar.errors import ConfigError
 
@@ -63,7 +63,7 @@ def test_negative_seed_is_refused():
 
 
 def test_normalisation_statistics_are_those_of_the_images():
-    info = dataset_info("synthetic")
+    info = open_dataset("synthetic", "nowhere")
     pixels = draw("train", num_images=10 * BLOCK, seed=5)[0].double() / 255
     torch.testing.assert_close(pixels.mean((0, 2, 3)), torch.tensor(info.mean).double(), atol=4e-3, rtol=0)
     torch.testing.assert_close(pixels.std((0, 2, 3)), torch.tensor(info.std).double(), atol=4e-3, rtol=0)

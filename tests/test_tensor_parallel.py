@@ -1,6 +1,9 @@
-"""How tensors are split: the summands of the processes' parts add up to the block, forward and backward."""
+"""How tensors are split: what the processes compute of a network in parts is the network, forward and backward."""
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from threading import Barrier
 from typing import Any, cast
 from unittest import mock
 
@@ -8,50 +11,91 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
-from torchvision.models.resnet import BasicBlock, ResNet
 
+from lit_cifar import LitResNet
 from lit_cifar.models import build_resnet
+from lit_cifar.models.blocks import num_tensor_parts, tensor_split_of
 from lit_cifar.strategies import tensor_parallel
-from lit_cifar.strategies.tensor_parallel import NUM_CHANNELS, placements
+from lit_cifar.strategies.tensor_parallel import placements
 
 
-@pytest.fixture
-def network() -> ResNet:
+def network_of(arch: Any) -> nn.Module:
     torch.manual_seed(0)
-    return build_resnet("resnet10", stem="imagenet").double()
+    network = LitResNet(arch).network.double()
+    for parameter in network.parameters():  # no gradient is zero, no bias either
+        nn.init.normal_(parameter, std=0.1)
+    return network
 
 
-def part_of(block: BasicBlock, name: str, rank: int, size: int, placed: dict[str, Any]) -> BasicBlock:
-    """`block` with the part of process `rank` of every tensor."""
-    part = deepcopy(block)
-    for layer_name, layer in part.named_modules():
-        for key, tensor in [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]:
-            placement = placed[f"{name}.{layer_name}.{key}"]
-            if not placement.is_replicate():
-                kept = tensor.detach().chunk(size, dim=placement.dim)[rank].clone()
+def parts_of(tensor: Tensor, placement: Any, size: int) -> list[Tensor]:
+    """What each of `size` processes has of it."""
+    if placement.is_replicate():
+        return [tensor.detach().clone() for _ in range(size)]
+    return [part.clone() for part in tensor.detach().chunk(size, dim=placement.dim)]
+
+
+def in_parts(network: nn.Module, size: int) -> list[nn.Module]:
+    """The network as each of `size` processes has it, with the process's number for the group that it sends to."""
+    placed = placements(network)
+    networks = [deepcopy(network) for _ in range(size)]
+    for rank, part in enumerate(networks):
+        for name, kind in tensor_split_of(part).items():
+            layer = part.get_submodule(name)
+            if kind == "head":  # torch's own; here it stays whole
+                continue
+            for key, tensor in [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]:
+                kept = parts_of(tensor, placed[f"{name}.{key}"], size)[rank]
                 setattr(layer, key, nn.Parameter(kept) if isinstance(tensor, nn.Parameter) else kept)
-    return part
+            if kind != "channels":
+                tensor_parallel._derive(layer, tensor_parallel._SENDING[kind])
+                layer.group = rank
+    return networks
+
+
+def summing(size: int) -> Callable[[Tensor, int], Tensor]:
+    """An all-reduce among threads."""
+    barrier, given = Barrier(size, timeout=30), [torch.empty(0)] * size
+
+    def all_reduce(tensor: Tensor, rank: int) -> Tensor:
+        given[rank] = tensor
+        barrier.wait()
+        total = torch.stack(given).sum(dim=0)
+        barrier.wait()
+        return total
+
+    return all_reduce
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_parts_of_a_block_add_up(network: ResNet, size: int) -> None:
-    placed = placements(network)
-    block = cast(BasicBlock, network.layer2[0])
-    x = torch.randn(3, 64, 8, 8, dtype=torch.float64, requires_grad=True)
-    parts = [part_of(block, "layer2.0", rank, size, placed) for rank in range(size)]
-    hidden = block.conv2(block.relu(block.bn1(block.conv1(x))))
-    (expected_grad,) = torch.autograd.grad(hidden.square().sum(), x)
-    summands = [part.conv2(part.relu(part.bn1(part.conv1(x)))) for part in parts]
-    total = torch.stack(summands).sum(dim=0)
-    torch.testing.assert_close(total, hidden)
-    grads = [torch.autograd.grad(part, x, 2 * total.detach())[0] for part in summands]
-    torch.testing.assert_close(torch.stack(grads).sum(dim=0), expected_grad)
-    for name in ("running_mean", "running_var"):
-        tracked = torch.cat([getattr(part.bn1, name) for part in parts])
-        torch.testing.assert_close(tracked, getattr(block.bn1, name))
+@pytest.mark.parametrize("arch", ["tiny", "tiny_bottleneck", "vit_micro"])
+def test_the_parts_of_a_network_are_the_network(arch: str, size: int) -> None:
+    network = network_of(arch)
+    placed, networks = placements(network), in_parts(network, size)
+    images = torch.randn(4, 3, 32, 32, dtype=torch.float64)
+
+    def step(part: nn.Module) -> Tensor:
+        logits = cast(Tensor, part(images))
+        logits.square().sum().backward()
+        return logits.detach()
+
+    expected = step(network)
+    with mock.patch.object(tensor_parallel, "_all_reduce", summing(size)), ThreadPoolExecutor(size) as pool:
+        for logits in pool.map(step, networks):
+            torch.testing.assert_close(logits, expected)
+    heads = [name for name, kind in tensor_split_of(network).items() if kind == "head"]
+    for name, tensor in network.state_dict(keep_vars=True).items():
+        placement = Replicate() if name.rpartition(".")[0] in heads else placed[name]
+        for part, whole in zip(networks, parts_of(tensor, placement, size), strict=True):
+            torch.testing.assert_close(part.state_dict()[name], whole)
+        if tensor.requires_grad:
+            assert tensor.grad is not None
+            assert tensor.grad.abs().max() > 0
+            for part, whole in zip(networks, parts_of(tensor.grad, placement, size), strict=True):
+                torch.testing.assert_close(part.get_parameter(name).grad, whole)
 
 
-def test_what_is_split_and_what_every_process_has(network: ResNet) -> None:
+def test_what_is_split_and_what_every_process_has() -> None:
+    network = build_resnet("resnet10", stem="imagenet")
     placed = placements(network)
     assert placed.keys() == network.state_dict().keys()
     split = {name: placement.dim for name, placement in placed.items() if isinstance(placement, Shard)}
@@ -62,10 +106,12 @@ def test_what_is_split_and_what_every_process_has(network: ResNet) -> None:
     assert placed["conv1.weight"] == placed["layer1.0.bn1.num_batches_tracked"] == Replicate()
 
 
-@pytest.mark.parametrize("arch", ["resnet10", "resnet34"])
-def test_every_block_has_a_multiple_of_the_channels(arch: Any) -> None:
-    blocks = [block for block in build_resnet(arch).modules() if isinstance(block, BasicBlock)]
-    assert all(block.conv1.out_channels % NUM_CHANNELS == 0 for block in blocks)
+@pytest.mark.parametrize(
+    ("arch", "num_parts"), [("tiny", 8), ("resnet34", 64), ("resnet50", 64), ("wide_resnet50_2", 128), ("vit_tiny", 12)]
+)
+def test_into_how_many_parts_a_network_can_be_cut(arch: Any, num_parts: int) -> None:
+    with torch.device("meta"):
+        assert num_tensor_parts(LitResNet(arch).network) == num_parts
 
 
 def test_each_sum_is_taken_in_one_direction_only() -> None:

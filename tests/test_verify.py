@@ -669,3 +669,13 @@ def test_the_whole_self_test() -> None:
     findings = self_test()
     assert [(f.mode, f.bug and f.bug.name, f.problems[:1]) for f in findings if not f.right] == []
     assert {finding.bug.name for finding in findings if finding.bug is not None} == set(bugs.BUGS)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("arch", ["tiny_bottleneck", "vit_micro"])
+def test_every_mode_trains_every_kind_of_block(arch: str) -> None:
+    flags = [flag for flag in TINY if not flag.startswith(("--model.arch", "--model.stem"))]
+    rows = verify(list(modes(2)), devices=2, args=[*flags, f"--model.arch={arch}"])
+    assert {row.mode: row.problems for row in rows if row.problems} == {}
+    assert max(value for row in rows for value in row.differences.values()) <= EXACT_BOUND

@@ -151,7 +151,8 @@ def _settle_buckets(trainer: Trainer, pl_module: LightningModule) -> None:
         return
     buffers = {name: buffer.clone() for name, buffer in pl_module.named_buffers()}
     num_images = 2 * Layout.of(trainer.strategy).num_microbatches  # BatchNorm refuses one value per channel
-    blank = torch.zeros(num_images, 3, 32, 32, device=pl_module.device)
+    shape: tuple[int, ...] = pl_module.image_shape  # type: ignore[assignment]
+    blank = torch.zeros(num_images, *shape, device=pl_module.device)
     with trainer.precision_plugin.train_step_context():
         logits = model(trainer.precision_plugin.convert_input(blank))
     logits.sum().backward()

@@ -24,7 +24,8 @@ class ModelGraph(Callback):
         if writer is None or not _draws(trainer):
             return
         network = copy.deepcopy(pl_module.network).cpu().eval()  # type: ignore[union-attr]
-        example = torch.zeros(1, 3, 32, 32, dtype=next(network.parameters()).dtype)
+        shape: tuple[int, ...] = pl_module.image_shape  # type: ignore[assignment]
+        example = torch.zeros(1, *shape, dtype=next(network.parameters()).dtype)
         with warnings.catch_warnings():
             # add_graph uses the deprecated tracer.
             warnings.filterwarnings("ignore", r"`torch\.jit\.trace", FutureWarning)

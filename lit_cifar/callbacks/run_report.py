@@ -93,7 +93,9 @@ def plan(trainer: Trainer, pl_module: LightningModule, datamodule: Any) -> list[
     """
     num_parameters = sum(parameter.numel() for parameter in pl_module.parameters())
     header = getattr(pl_module, "header", None)
-    model = f"{header.arch}, {header.stem} stem" if header is not None else type(pl_module).__name__
+    model = (
+        type(pl_module).__name__ if header is None else header.name + (f", {header.stem} stem" if header.stem else "")
+    )
     layout = Layout.of(trainer.strategy)
     purposes = {"train": "train on", "val": "validate"}
     sizes = ", ".join(

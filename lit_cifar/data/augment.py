@@ -20,7 +20,7 @@ class Augmentation:
 
     Attributes:
         seed: Part of every draw's key.
-        padding: Pixels of black added on each side before a 32 x 32 window is cropped.
+        padding: Pixels of black added on each side before a window of the image's size is cropped.
         flip: Whether half of the images are mirrored left to right.
         cutout: Side in pixels of a black square at a random centre (DeVries and Taylor, 2017); 0 for none.
     """

@@ -5,17 +5,17 @@ Of the two folders the first that exists counts, even if it is damaged; then it 
 
 import os
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
 from torchvision.datasets import CIFAR10
 
+from lit_cifar.data.dataset import Channels, Dataset, Split
 from lit_cifar.data.download import CIFAR10_BINARY, install, remedies
+from lit_cifar.data.images import ImageSet
 from lit_cifar.errors import DataError
 
-Split: TypeAlias = Literal["train", "test"]
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -27,36 +27,45 @@ RECORDS_PER_FILE = 10_000
 RECORD_BYTES = 1 + 3 * 32 * 32
 
 
-def prepare(root: Path, *, download: bool) -> None:
-    """Check the files under `root`, or download them if there are none and `download` allows it.
+class Cifar10(Dataset):
+    """60,000 images of 10 classes (A. Krizhevsky, Learning multiple layers of features from tiny images, 2009)."""
 
-    Raises:
-        DataError: If they are incomplete or damaged, or absent and cannot be had.
-    """
-    if not _exists(root / CIFAR10_BINARY.folder):
-        if _exists(root / CIFAR10.base_folder):
-            _open_python_edition(root, "test")  # its guard covers the files of both splits
-            return
-        install(CIFAR10_BINARY, root, download=download)
-    for split in FILES:
-        _read_records(root, split)
+    title = "CIFAR-10"
+    classes = CLASSES
+    mean: ClassVar[Channels] = (0.49140, 0.48216, 0.44653)
+    std: ClassVar[Channels] = (0.24703, 0.24349, 0.26159)
 
+    def prepare(self, *, download: bool) -> None:
+        """Check the files under `root`, or download them if there are none and `download` allows it.
 
-def read(root: Path, split: Split) -> tuple[Tensor, Tensor]:
-    """Images, uint8, (N, 3, 32, 32), and labels, int64, (N,), of 50,000 "train" or 10,000 "test" images.
+        Raises:
+            DataError: If they are incomplete or damaged, or absent and cannot be had.
+        """
+        if not _exists(self.root / CIFAR10_BINARY.folder):
+            if _exists(self.root / CIFAR10.base_folder):
+                _open_python_edition(self.root, "test")  # its guard covers the files of both splits
+                return
+            install(CIFAR10_BINARY, self.root, download=download)
+        for split in FILES:
+            _read_records(self.root, split)
 
-    Raises:
-        DataError: If they are absent, incomplete or damaged.
-    """
-    if _exists(root / CIFAR10_BINARY.folder):
-        records = _read_records(root, split)
-        labels, images = records[:, 0].astype(np.int64), records[:, 1:].reshape(-1, 3, 32, 32)
-    elif _exists(root / CIFAR10.base_folder):
-        dataset = _open_python_edition(root, split)
-        labels, images = np.asarray(dataset.targets), dataset.data.transpose(0, 3, 1, 2)
-    else:
-        raise DataError(f"there is no CIFAR-10 in {root}", remedy=remedies(CIFAR10_BINARY, root))
-    return torch.from_numpy(np.ascontiguousarray(images)), torch.from_numpy(labels)
+    def load(self, split: Split, *, num_images: int | None = None) -> ImageSet:
+        """The first `num_images` of the 50,000 "train" or 10,000 "test" images.
+
+        Raises:
+            DataError: If they are absent, incomplete or damaged.
+            ConfigError: If there are fewer.
+        """
+        if _exists(self.root / CIFAR10_BINARY.folder):
+            records = _read_records(self.root, split)
+            labels, images = records[:, 0].astype(np.int64), records[:, 1:].reshape(-1, 3, 32, 32)
+        elif _exists(self.root / CIFAR10.base_folder):
+            dataset = _open_python_edition(self.root, split)
+            labels, images = np.asarray(dataset.targets), dataset.data.transpose(0, 3, 1, 2)
+        else:
+            raise DataError(f"there is no CIFAR-10 in {self.root}", remedy=remedies(CIFAR10_BINARY, self.root))
+        whole = torch.from_numpy(np.ascontiguousarray(images)), torch.from_numpy(labels)
+        return self.first(*whole, split, num_images)
 
 
 def _exists(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""CIFAR-10, FashionMNIST or synthetic images as a LightningDataModule whose batch size is the global one."""
+"""A data set as a LightningDataModule whose batch size is the global one."""
 
 from functools import cache
 from pathlib import Path
@@ -10,12 +10,13 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_cifar.data.augment import Augmentation
+from lit_cifar.data.dataset import Split
 from lit_cifar.data.folder import FolderImages, read_folder
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.data.keyed import Purpose, keyed_permutation
 from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.samplers import EvaluationSampler, TrainSampler
-from lit_cifar.data.sources import DatasetName, dataset_info, load, prepare
+from lit_cifar.data.sources import open_dataset
 from lit_cifar.errors import ConfigError
 from lit_cifar.layout import Layout
 
@@ -28,12 +29,14 @@ class CIFAR10DataModule(L.LightningDataModule):
 
     Args:
         root: Folder of the data set. A download is stored here.
-        dataset: Data set: "cifar10", "fashion_mnist" (grey repeated to three channels, padded to 32 x 32), or
-            "synthetic" (images drawn by code from `seed`, without files).
+        dataset: Data set: "cifar10", "fashion_mnist" (grey repeated to three channels, padded to 32 x 32), "synthetic"
+            (images drawn by code from `seed`, without files), or "folder": your own pictures, in ROOT/CLASS or in
+            ROOT/train/CLASS, with ROOT/val/CLASS and ROOT/test/CLASS if there are such.
+        image_size: Height and width to which the pictures of "folder" are resized, in pixels. The default is 32.
         batch_size: Global batch size: samples per optimizer step over all replicas and accumulation steps.
         eval_batch_size: Samples per evaluation step over all processes. It does not change any result.
         val_size: Number of training images held out for validation by a seeded split. With 0 the run trains on all
-            images and does not validate.
+            images and does not validate. The default is 5000; of "folder" a tenth, and none where there is ROOT/val.
         num_train: Use only the first n training images, before the split. The synthetic data set draws n images.
         num_test: Use only the first n test images. The synthetic data set draws n images.
         augment: Augment training images by random crops after padding by 4 pixels, and by random flips.
@@ -64,9 +67,10 @@ class CIFAR10DataModule(L.LightningDataModule):
         root: str | Path = "data",
         batch_size: int = 128,
         *,
-        dataset: DatasetName = "cifar10",
+        dataset: str = "cifar10",
+        image_size: int | None = None,
         eval_batch_size: int = 500,
-        val_size: int = 5000,
+        val_size: int | None = None,
         num_train: int | None = None,
         num_test: int | None = None,
         augment: bool = True,
@@ -83,9 +87,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         super().__init__()
         self.root = Path(root)
         self.batch_size = batch_size
-        self.dataset: DatasetName = dataset
         self.eval_batch_size = eval_batch_size
-        self.val_size = val_size
         self.num_images = {"train": num_train, "test": num_test}
         self.augmentation = Augmentation(seed=seed, cutout=cutout) if augment else None
         self.shuffle = shuffle
@@ -96,20 +98,27 @@ class CIFAR10DataModule(L.LightningDataModule):
         self.download = download
         self.seed = seed
         self.predict_dir = None if predict_dir is None else Path(predict_dir)
-        self.info = dataset_info(dataset)
-        self.name = self.info.title
+        self.source = open_dataset(dataset, root, image_size=image_size, seed=seed)
+        self.dataset = self.source.identity(dataset)
+        self.name = self.source.title
+        self.val_size = self.source.val_size if val_size is None else val_size
         self.sets: dict[str, ImageSet] = {}
         self.folder: FolderImages | None = None
         if cutout and not augment:
             raise ConfigError(f"--data.cutout={cutout} is part of the augmentation", remedy="pass --data.augment=true")
+        if self.source.own_val and val_size is not None:
+            raise ConfigError(
+                f"--data.val_size={val_size} holds out images to validate on, and there are some in {root}/val",
+                remedy="leave it out, or move that folder away",
+            )
         if frozen_order and not shuffle:
             raise ConfigError(
                 "--data.frozen_order=true repeats one shuffled order, and --data.shuffle=false has none",
                 remedy="leave one of the two out",
             )
-        if val_size < 0 or eval_batch_size < 1 or not 0 <= seed < 2**62:
+        if self.val_size < 0 or eval_batch_size < 1 or not 0 <= seed < 2**62:
             raise ConfigError(
-                f"--data.val_size={val_size} --data.eval_batch_size={eval_batch_size} --data.seed={seed}: "
+                f"--data.val_size={self.val_size} --data.eval_batch_size={eval_batch_size} --data.seed={seed}: "
                 "sizes and seeds are not negative",
                 remedy="the defaults are 5000, 500 and 0",
             )
@@ -121,19 +130,27 @@ class CIFAR10DataModule(L.LightningDataModule):
     @property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes, by label."""
-        return self.info.classes
+        return self.source.classes
+
+    @property
+    def image_size(self) -> int:
+        """Height and width of the images, in pixels."""
+        return self.source.image_size
 
     # Lightning calls prepare_data in one process per node, then setup in every process.
 
     def prepare_data(self) -> None:
         """Download the data set if it is missing and may be downloaded."""
         if self.predict_dir is None:
-            prepare(self.dataset, self.root, download=self.download)
+            self.source.prepare(download=self.download)
 
     def setup(self, stage: str) -> None:
         """Read what `stage` ("fit", "validate", "test" or "predict") needs into `self.sets`."""
         if stage in ("fit", "validate") and "train" not in self.sets:
-            self.sets["train"], self.sets["val"] = self._split(self._load("train"))
+            if self.source.own_val:
+                self.sets |= {"train": self._load("train"), "val": self._load("val")}
+            else:
+                self.sets["train"], self.sets["val"] = self._split(self._load("train"))
         if stage == "validate" and not self.val_size:
             raise ConfigError(
                 "--data.val_size=0 holds out no images to validate on",
@@ -145,8 +162,8 @@ class CIFAR10DataModule(L.LightningDataModule):
             self.folder = self._read_folder()
             self.sets["predict"] = self.folder.images
 
-    def _load(self, split: Literal["train", "test"]) -> ImageSet:
-        return load(self.dataset, self.root, split=split, num_images=self.num_images[split], seed=self.seed)
+    def _load(self, split: Split) -> ImageSet:
+        return self.source.load(split, num_images=self.num_images.get(split))
 
     def _split(self, images: ImageSet) -> tuple[ImageSet, ImageSet]:
         if self.val_size >= len(images):
@@ -161,7 +178,7 @@ class CIFAR10DataModule(L.LightningDataModule):
     def _read_folder(self) -> FolderImages:
         if self.predict_dir is None:
             raise ConfigError("predict classifies a folder of images", remedy="pass --data.predict_dir=FOLDER")
-        return read_folder(self.predict_dir, classes=self.classes)
+        return read_folder(self.predict_dir, classes=self.classes, size=self.image_size)
 
     @property
     def layout(self) -> Layout:
@@ -222,7 +239,7 @@ class CIFAR10DataModule(L.LightningDataModule):
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Normalise on the device: uint8 to float32 to the precision of the run."""
         device = batch.images.device
-        mean, std = _channel_values(self.info.mean, device), _channel_values(self.info.std, device)
+        mean, std = (_channel_values(values, device) for values in (self.source.mean, self.source.std))
         images = batch.images.to(torch.float32, copy=True).sub_(mean).div_(std)
         # Lightning converted the batch before the transfer, when there was no float in it yet.
         converted: Any = self._precision(images)

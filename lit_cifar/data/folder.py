@@ -1,4 +1,4 @@
-"""A folder of the user's own images, made into what the network was trained on: 32 x 32 RGB, uint8."""
+"""A folder of the user's own images, made into what the network was trained on: small RGB squares, uint8."""
 
 import warnings
 from dataclasses import dataclass
@@ -11,8 +11,6 @@ from torch import Tensor
 
 from lit_cifar.data.images import ImageSet
 from lit_cifar.errors import DataError
-
-SIZE = 32
 
 
 @dataclass(frozen=True)
@@ -30,19 +28,19 @@ class FolderImages:
     images: ImageSet
 
 
-def read_folder(folder: Path, *, classes: tuple[str, ...]) -> FolderImages:
+def read_folder(folder: Path, *, classes: tuple[str, ...], size: int = 32) -> FolderImages:
     """Read every file of `folder` and its subfolders, whatever its suffix, except hidden ones.
 
     A file that is no image, or a damaged one, gets an entry in `errors`. An image is turned upright as its EXIF
     orientation says, laid on white where it is transparent, cut to its central square and resized by antialiased
-    bicubic interpolation. Of an animation the first frame counts.
+    bicubic interpolation to `size` pixels. Of an animation the first frame counts.
 
     Raises:
         DataError: If the folder is missing, holds no file, or none that can be read.
     """
     folder = folder.expanduser()
-    files = _list_files(folder)
-    outcomes = [_read_image(folder / file) for file in files]
+    files = list_files(folder)
+    outcomes = [read_image(folder / file, size=size) for file in files]
     images = [outcome for outcome in outcomes if isinstance(outcome, Tensor)]
     errors = tuple(outcome if isinstance(outcome, str) else None for outcome in outcomes)
     if not images:
@@ -54,7 +52,7 @@ def read_folder(folder: Path, *, classes: tuple[str, ...]) -> FolderImages:
     return FolderImages(files, errors, ImageSet(torch.stack(images), labels, classes, str(folder)))
 
 
-def _list_files(folder: Path) -> tuple[Path, ...]:
+def list_files(folder: Path) -> tuple[Path, ...]:
     """Regular files and broken links, relative to `folder`; nothing that could block, such as a named pipe."""
     if not folder.is_dir():
         problem = "is a file, not a folder" if folder.exists() else "does not exist"
@@ -71,8 +69,8 @@ def _list_files(folder: Path) -> tuple[Path, ...]:
     return listed
 
 
-def _read_image(path: Path) -> Tensor | str:
-    """The image, uint8, (3, 32, 32), or one line on why there is none."""
+def read_image(path: Path, *, size: int) -> Tensor | str:
+    """The image, uint8, (3, size, size), or one line on why there is none."""
     try:
         with warnings.catch_warnings():
             # What Pillow merely finds odd (broken metadata) is no concern here; what may fill the memory is.
@@ -80,7 +78,7 @@ def _read_image(path: Path) -> Tensor | str:
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path) as image:
                 upright = ImageOps.exif_transpose(image)
-                square = ImageOps.fit(_to_rgb(upright), (SIZE, SIZE), method=Image.Resampling.BICUBIC)
+                square = ImageOps.fit(_to_rgb(upright), (size, size), method=Image.Resampling.BICUBIC)
     except UnidentifiedImageError:
         return "not an image"
     except (Image.DecompressionBombWarning, Image.DecompressionBombError):

@@ -12,7 +12,7 @@ class ImageSet:
     """Labelled images in memory.
 
     Attributes:
-        images: uint8, (N, 3, 32, 32), RGB.
+        images: uint8, (N, 3, height, width), RGB.
         labels: int64, (N,), each in `range(len(classes))`.
         classes: Names of the classes, by label.
         name: The data set's name as logs and tables show it, e.g. "CIFAR-10 train".
@@ -39,7 +39,8 @@ class Batch(NamedTuple):
     """One process's part of a global batch.
 
     Attributes:
-        images: (n, 3, 32, 32); uint8 from the loader, float and normalised once the data module has transferred it.
+        images: (n, 3, height, width); uint8 from the loader, float and normalised once the data module has transferred
+            it.
         labels: int64, (n,).
         ids: int64, (n,); positions in the `ImageSet` that the loader reads.
         weight: What this part's mean loss counts in the mean over replicas and accumulation steps: 1.0 in every full

@@ -9,14 +9,15 @@ The set serves the quickstart, tests and benchmarks. An accuracy on it says noth
 """
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lit_cifar.data.cifar10 import Split
+from lit_cifar.data.dataset import Channels, Dataset, Split
+from lit_cifar.data.images import ImageSet
 from lit_cifar.errors import ConfigError
 
 Floats: TypeAlias = npt.NDArray[np.float32]
@@ -31,6 +32,21 @@ SIZE = 32
 # set is the beginning of a larger one. 500 images of 12 KiB in float32 also stay close to a processor's cache.
 BLOCK = 500
 STREAM: dict[Split, int] = {"train": 0, "test": 1}
+
+
+class Synthetic(Dataset):
+    """Needs no root; `num_images` are drawn."""
+
+    title = "synthetic"
+    classes = CLASSES
+    # Measured on the 50,000 training images of seed 0; all seeds and channels agree to about 0.002.
+    mean: ClassVar[Channels] = (0.376, 0.376, 0.376)
+    std: ClassVar[Channels] = (0.220, 0.220, 0.220)
+
+    def load(self, split: Split, *, num_images: int | None = None) -> ImageSet:
+        """Draw them."""
+        images, labels = draw(split, num_images=num_images, seed=self.seed)
+        return ImageSet(images, labels, self.classes, f"synthetic {split} ({len(labels)} drawn images)")
 
 
 def draw(split: Split, *, num_images: int | None = None, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,47 @@
-"""Single-device networks. They know nothing of data sets or of parallelism."""
+"""Single-device networks, each in a file of its own. They know nothing of data sets or of parallelism.
 
-from lit_cifar.models.resnet import Arch, Stem, build_resnet
+`blocks` says what a mode may ask of them.
+"""
 
-__all__ = ["Arch", "Stem", "build_resnet"]
+from typing import Literal, cast
+
+from torch import nn
+
+from lit_cifar.errors import ConfigError
+from lit_cifar.models import resnet, vit
+from lit_cifar.models.resnet import Stem, build_resnet
+
+Arch = Literal[resnet.Arch, vit.Arch]
+DEFAULT_ARCH: Arch = "resnet34"
+
+__all__ = ["DEFAULT_ARCH", "Arch", "Stem", "build_network", "build_resnet", "stem_of"]
+
+
+def build_network(arch: Arch, *, stem: Stem | None, num_classes: int, image_size: int) -> nn.Module:
+    """One of the networks by name.
+
+    Args:
+        arch: Its name.
+        stem: Of a ResNet, see `stem_of`.
+        num_classes: Size of the logits.
+        image_size: Height and width of the images, in pixels.
+
+    Returns:
+        A network from float (n, 3, image_size, image_size) to logits (n, num_classes).
+    """
+    if arch in vit.SHAPES:
+        return vit.VisionTransformer(cast(vit.Arch, arch), num_classes=num_classes, image_size=image_size)
+    return build_resnet(cast(resnet.Arch, arch), stem=stem or "cifar", num_classes=num_classes)
+
+
+def stem_of(arch: Arch, stem: Stem | None) -> Stem | None:
+    """The stem of a network by name, None of one that is no ResNet.
+
+    Raises:
+        ConfigError: There is no choice of one.
+    """
+    if arch in resnet.SHAPES:
+        return stem or "cifar"
+    if stem is not None:
+        raise ConfigError(f"--model.stem={stem} is of a ResNet, and {arch} is none", remedy="leave it out")
+    return None

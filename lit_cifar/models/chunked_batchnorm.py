@@ -1,11 +1,12 @@
 """BatchNorm that treats one device's batch as several replicas or microbatches would: what modes are compared with."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lit_cifar.errors import ConfigError
 from lit_cifar.layout import Chunks
 
 
@@ -37,3 +38,29 @@ class ChunkedBatchNorm2d(nn.BatchNorm2d):
 
     def _without_tracking(self, input: Tensor) -> Tensor:
         return F.batch_norm(input, None, None, self.weight, self.bias, training=True, eps=self.eps)
+
+
+def normalise_apart(network: nn.Module, chunks: Chunks) -> nn.Module:
+    """`network`, each `nn.BatchNorm2d` of which now is a `ChunkedBatchNorm2d`, in place.
+
+    Raises:
+        ConfigError: It has another kind of BatchNorm.
+    """
+    for layer in network.modules():
+        if not isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            continue
+        if type(layer) is not nn.BatchNorm2d:
+            raise ConfigError(
+                f"a batch can be normalised in parts by nn.BatchNorm2d alone, and {type(network).__name__} has a "
+                f"{type(layer).__name__}",
+                remedy="leave out --model.batchnorm_chunks, or compare modes that need no such parts: "
+                "verify --modes ddp-sync,mp",
+            )
+        layer.__class__ = ChunkedBatchNorm2d
+        cast(ChunkedBatchNorm2d, layer).chunks = chunks
+    return network
+
+
+def normalises_batches(network: nn.Module) -> bool:
+    """Whether what comes out for an image depends, in training, on those that pass with it."""
+    return any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in network.modules())

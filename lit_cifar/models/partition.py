@@ -1,29 +1,25 @@
-"""A ResNet as a chain of blocks, and balanced cuts of that chain into stages, by the FLOP of each block."""
+"""Balanced cuts of a network's chain of blocks into stages, by the FLOP of each block."""
 
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import cast
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from torchvision.models.resnet import ResNet
 
 from lit_cifar.errors import ConfigError
-
-_IMAGE = (3, 32, 32)
-_LAYERS = ("layer1", "layer2", "layer3", "layer4")
+from lit_cifar.models.blocks import blocks_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """What cannot be cut further: a residual block, the stem, or the head.
+    """What cannot be cut further: of a ResNet a residual block, the stem, or the head.
 
     Attributes:
-        name: "stem", "layer1.0" and so on, "head".
+        name: As the network calls it.
         flop: Floating-point operations of one image's forward pass, as torch's flop counter counts them; backward takes
             twice as many, so that shares are the same.
         num_parameters: Trainable parameters.
@@ -34,11 +30,6 @@ class Block:
     flop: int
     num_parameters: int
     output_shape: tuple[int, ...]
-
-    @property
-    def prefixes(self) -> tuple[str, ...]:
-        """How the names of the block's parameters and buffers begin in the network."""
-        return {"stem": ("conv1.", "bn1."), "head": ("fc.",)}.get(self.name, (f"{self.name}.",))
 
 
 @dataclass(frozen=True)
@@ -68,35 +59,45 @@ class Stage:
         first, last = self.blocks[0].name, self.blocks[-1].name
         return first if first == last else f"{first} to {last}"
 
-    def holds(self, name: str) -> bool:
-        """Whether the parameter or buffer `name` of the network is this stage's."""
-        return name.startswith(tuple(prefix for block in self.blocks for prefix in block.prefixes))
-
     def module(self, network: nn.Module) -> nn.Sequential:
         """The stage as a module made of the network's own layers: nothing is copied."""
-        chain = blocks_of(network)
+        chain = chain_of(network)
         return nn.Sequential(*(chain[block.name] for block in self.blocks))
 
 
 @dataclass(frozen=True)
 class Partition:
-    """The stages of a network, in order."""
+    """The stages of a network, in order.
+
+    Attributes:
+        stages: Each takes what the one before returned.
+        image_shape: Of what enters the first, without the batch axis.
+    """
 
     stages: tuple[Stage, ...]
+    image_shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, network: nn.Module, *, num_stages: int, cuts: Sequence[str] | None = None) -> "Partition":
+    def of(
+        cls,
+        network: nn.Module,
+        image_shape: Sequence[int],
+        *,
+        num_stages: int,
+        cuts: Sequence[str] | None = None,
+    ) -> "Partition":
         """Cut `network` so that the stage with the most FLOP has as few as possible.
 
         Args:
-            network: A torchvision ResNet, on any device.
+            network: One that says its blocks, on any device.
+            image_shape: Of what enters, without the batch axis.
             num_stages: How many stages; each has at least one block.
             cuts: The blocks with which the second and later stages begin, to cut there instead.
 
         Raises:
             ConfigError: More stages than blocks, or cuts that are unknown, out of order or not one fewer than stages.
         """
-        blocks = measure(network)
+        blocks = measure(network, image_shape)
         if not 1 <= num_stages <= len(blocks):
             raise ConfigError(
                 f"{num_stages} stages of a network of {len(blocks)} blocks",
@@ -104,7 +105,7 @@ class Partition:
             )
         bounds = _balanced(blocks, num_stages) if cuts is None else _named(blocks, num_stages, cuts)
         edges = (0, *bounds, len(blocks))
-        return cls(tuple(Stage(blocks[a:b]) for a, b in pairwise(edges)))
+        return cls(tuple(Stage(blocks[a:b]) for a, b in pairwise(edges)), tuple(image_shape))
 
     def table(self, places: Sequence[str]) -> list[str]:
         """One line for each stage: its place, blocks, share of FLOP, parameters and bytes sent on (float32)."""
@@ -119,21 +120,19 @@ class Partition:
         return lines
 
 
-def blocks_of(network: nn.Module) -> dict[str, nn.Module]:
-    """The network's own layers as a chain: each block takes what the one before returned."""
-    resnet = cast(ResNet, network)
-    chain: dict[str, nn.Module] = {"stem": nn.Sequential(resnet.conv1, resnet.bn1, resnet.relu, resnet.maxpool)}
-    for layer in _LAYERS:
-        chain |= {f"{layer}.{index}": block for index, block in enumerate(getattr(resnet, layer))}
-    return chain | {"head": nn.Sequential(resnet.avgpool, nn.Flatten(1), resnet.fc)}
+def chain_of(network: nn.Module) -> dict[str, nn.Module]:
+    """The chain of blocks of a network that says it."""
+    chain = blocks_of(network)
+    assert chain is not None
+    return chain
 
 
 @torch.no_grad()
-def measure(network: nn.Module) -> tuple[Block, ...]:
+def measure(network: nn.Module, image_shape: Sequence[int]) -> tuple[Block, ...]:
     """FLOP, parameters and output shape of every block, from a run on the meta device, which computes nothing."""
     # In evaluation: the same FLOP, and no layer that asks for more than one image.
-    chain = blocks_of(deepcopy(network).to("meta", torch.float32).eval())
-    x = torch.empty(1, *_IMAGE, device="meta")
+    chain = chain_of(deepcopy(network).to("meta", torch.float32).eval())
+    x = torch.empty(1, *image_shape, device="meta")
     blocks = []
     for name, block in chain.items():
         with FlopCounterMode(display=False) as counter:

@@ -1,51 +1,122 @@
-"""torchvision's ResNets with a stem for 32 x 32 images, or with their own."""
+"""torchvision's ResNets with a stem for small images, or with their own."""
 
-from functools import partial
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
-from torch import nn
-from torchvision.models.resnet import BasicBlock, ResNet
+from torch import Tensor, nn
+from torchvision.models import resnet as torchvision_resnet
 
-from lit_cifar.layout import Chunks
-from lit_cifar.models.chunked_batchnorm import ChunkedBatchNorm2d
+from lit_cifar.models.blocks import Part
 
-Arch = Literal["tiny", "resnet10", "resnet18", "resnet34"]
+Arch = Literal[
+    "tiny",
+    "tiny_bottleneck",
+    "resnet10",
+    "resnet18",
+    "resnet34",
+    "resnet50",
+    "resnet101",
+    "resnet152",
+    "wide_resnet50_2",
+    "wide_resnet101_2",
+]
 Stem = Literal["cifar", "strided", "imagenet"]
-
-# Blocks per stage: He et al., "Deep residual learning for image recognition", 2016, table 1. The two with one block a
-# stage are not in the paper. They are small networks for tests.
-BLOCKS: dict[str, list[int]] = {
-    "tiny": [1, 1, 1, 1],
-    "resnet10": [1, 1, 1, 1],
-    "resnet18": [2, 2, 2, 2],
-    "resnet34": [3, 4, 6, 3],
-}
-NUM_FEATURES = {"tiny": 64, "resnet10": 512, "resnet18": 512, "resnet34": 512}
-"""What the last stage hands to the classifier."""
 
 _STRIDES: dict[str, int] = {"cifar": 1, "strided": 2}
 
 
-def build_resnet(
-    arch: Arch = "resnet34", *, stem: Stem = "cifar", num_classes: int = 10, batchnorm_chunks: Chunks | None = None
-) -> ResNet:
-    """A ResNet of basic blocks with torchvision's parameter names.
+class BasicBlock(torchvision_resnet.BasicBlock):  # type: ignore[misc]  # torchvision ships no types
+    """Both convolutions are split, the first by output channel. Shortcut and second BatchNorm are not."""
+
+    tensor_split: ClassVar[dict[str, Part]] = {"conv1": "columns", "bn1": "channels", "conv2": "rows"}
+
+
+class Bottleneck(torchvision_resnet.Bottleneck):  # type: ignore[misc]
+    """The last two convolutions are split. They hold 13 of every 17 weights of most blocks of ResNet50.
+
+    Of the two pairs of neighbours it is the one with fewer values to sum where the block has a stride.
+    """
+
+    tensor_split: ClassVar[dict[str, Part]] = {"conv2": "columns", "bn2": "channels", "conv3": "rows"}
+
+
+class ResNet(torchvision_resnet.ResNet):  # type: ignore[misc]
+    """torchvision's, which can be cut between its residual blocks."""
+
+    tensor_split: ClassVar[dict[str, Part]] = {"fc": "head"}
+
+    def blocks(self) -> dict[str, nn.Module]:
+        """The stem, "layer1.0" and all other residual blocks, the head."""
+        chain: dict[str, nn.Module] = {"stem": nn.Sequential(self.conv1, self.bn1, self.relu, self.maxpool)}
+        for name in ("layer1", "layer2", "layer3", "layer4"):
+            chain |= {f"{name}.{index}": block for index, block in enumerate(getattr(self, name))}
+        return chain | {"head": nn.Sequential(self.avgpool, nn.Flatten(1), self.fc)}
+
+
+class _TinyResNet(ResNet):
+    """With an eighth of the channels behind the stem."""
+
+    def __init__(self, block: Any, layers: list[int], *, num_classes: int, **kwargs: Any) -> None:
+        super().__init__(block, layers, num_classes=num_classes, **kwargs)
+        self.fc = nn.Linear(self.inplanes, num_classes)
+
+    def _make_layer(self, block: Any, planes: int, *args: Any, **kwargs: Any) -> nn.Sequential:
+        layer: nn.Sequential = super()._make_layer(block, planes // 8, *args, **kwargs)
+        return layer
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What tells the networks apart.
+
+    Attributes:
+        num_blocks: Of each of the four layers.
+        block: What they are made of.
+        width: Channels of the 3x3 convolutions in the first layer.
+    """
+
+    num_blocks: tuple[int, ...]
+    block: type[nn.Module] = BasicBlock
+    width: int = 64
+
+
+# He et al., "Deep residual learning for image recognition", 2016, table 1; the wide ones: Zagoruyko and Komodakis,
+# "Wide residual networks", 2016. Those with one block a layer are in neither. They are small networks for tests.
+SHAPES: dict[str, _Shape] = {
+    "tiny": _Shape((1, 1, 1, 1), width=8),
+    "tiny_bottleneck": _Shape((1, 1, 1, 1), Bottleneck, width=8),
+    "resnet10": _Shape((1, 1, 1, 1)),
+    "resnet18": _Shape((2, 2, 2, 2)),
+    "resnet34": _Shape((3, 4, 6, 3)),
+    "resnet50": _Shape((3, 4, 6, 3), Bottleneck),
+    "resnet101": _Shape((3, 4, 23, 3), Bottleneck),
+    "resnet152": _Shape((3, 8, 36, 3), Bottleneck),
+    "wide_resnet50_2": _Shape((3, 4, 6, 3), Bottleneck, width=128),
+    "wide_resnet101_2": _Shape((3, 4, 23, 3), Bottleneck, width=128),
+}
+
+
+def build_resnet(arch: Arch = "resnet34", *, stem: Stem = "cifar", num_classes: int = 10) -> ResNet:
+    """A ResNet with torchvision's parameter names.
 
     Args:
-        arch: How many blocks. "tiny" has as many as "resnet10", with an eighth of their channels.
+        arch: Depth, kind of block and width, as torchvision names them. "tiny", "tiny_bottleneck" and "resnet10" are
+            small ones for tests.
         stem: "imagenet" is torchvision's own (7x7 convolution of stride 2, then max-pooling: the blocks see 8 x 8
             pixels of a 32 x 32 image); "cifar" is a 3x3 convolution of stride 1 and no pooling, which keeps all
             32 x 32, at 16 times the arithmetic; "strided" is the same with stride 2, 16 x 16 at 4 times, and the stem
             of Anthony Peng's articles. `conv1.weight` is (64, 3, 7, 7) for "imagenet", else (64, 3, 3, 3).
         num_classes: Size of the logits.
-        batchnorm_chunks: Normalise each of these parts of a training batch by itself; None for the whole batch at once.
 
     Returns:
-        A network from float (n, 3, 32, 32) to logits (n, num_classes).
+        A network from float (n, 3, height, width) to logits (n, num_classes).
     """
-    norm_layer = None if batchnorm_chunks is None else partial(ChunkedBatchNorm2d, chunks=batchnorm_chunks)
-    network_class = _TinyResNet if arch == "tiny" else ResNet
-    network = network_class(BasicBlock, BLOCKS[arch], num_classes=num_classes, norm_layer=norm_layer)
+    shape = SHAPES[arch]
+    network_class = _TinyResNet if shape.width < 64 else ResNet
+    network = network_class(
+        shape.block, list(shape.num_blocks), num_classes=num_classes, width_per_group=max(64, shape.width)
+    )
     if stem != "imagenet":
         network.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=_STRIDES[stem], padding=1, bias=False)
         nn.init.kaiming_normal_(network.conv1.weight, mode="fan_out", nonlinearity="relu")  # as ResNet's own
@@ -53,13 +124,14 @@ def build_resnet(
     return network
 
 
-class _TinyResNet(ResNet):  # type: ignore[misc]  # torchvision ships no types
-    """With an eighth of the channels behind the stem: 0.1 M parameters."""
-
-    def __init__(self, block: Any, layers: list[int], *, num_classes: int, **kwargs: Any) -> None:
-        super().__init__(block, layers, num_classes=num_classes, **kwargs)
-        self.fc = nn.Linear(NUM_FEATURES["tiny"], num_classes)
-
-    def _make_layer(self, block: Any, planes: int, *args: Any, **kwargs: Any) -> nn.Sequential:
-        layer: nn.Sequential = super()._make_layer(block, planes // 8, *args, **kwargs)
-        return layer
+def recognised(weights: Mapping[str, Tensor]) -> str | None:
+    """Which of `SHAPES` has a `state_dict()` of these names and shapes; None if it is none of them."""
+    if not {"conv1.weight", "fc.weight", "layer1.0.conv2.weight"} <= weights.keys():
+        return None
+    layers = (f"layer{index}." for index in range(1, 5))
+    num_blocks = tuple(len({key.split(".")[1] for key in weights if key.startswith(layer)}) for layer in layers)
+    block = Bottleneck if "layer1.0.conv3.weight" in weights else BasicBlock
+    width, num_inputs = weights["layer1.0.conv2.weight"].shape[:2]
+    found = _Shape(num_blocks, block, width=width)
+    # A ResNeXt has fewer inputs.
+    return next((arch for arch, shape in SHAPES.items() if shape == found and width == num_inputs), None)

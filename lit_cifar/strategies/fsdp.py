@@ -1,43 +1,63 @@
 """Where FSDP2 divides the network, and in which types it gathers it."""
 
+from collections.abc import Iterator
+
 import torch
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torchvision.models.resnet import BasicBlock, ResNet
+
+from lit_cifar.models.blocks import blocks_of
+
+# What autocast computes in the narrow type. Of all else it takes the parameters as they are.
+_NARROW = (nn.modules.conv._ConvNd, nn.Linear)
 
 
-def shard(network: ResNet, mesh: DeviceMesh, *, dtype: torch.dtype | None = None) -> None:
-    """Apply `fully_shard` in place: stem, residual blocks and head are gathered one at a time.
+def shard(network: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype | None = None) -> None:
+    """Apply `fully_shard` in place: the network's blocks are gathered one at a time; without blocks, all of it at once.
 
     Args:
         network: On this process's device; its parameters may be DTensors on another axis of the same mesh.
         mesh: One axis.
-        dtype: In which convolutions and classifier compute, and so are gathered; their gradients are summed in the
-            parameters' own. BatchNorm, which computes in that, is then gathered apart.
+        dtype: In which convolutions and linear layers compute, and so are gathered; their gradients are summed in the
+            parameters' own. Other layers of a block, BatchNorm say, are then gathered apart.
     """
-    narrow = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
-    if dtype is not None:
-        for part in (network, *residual_blocks(network)):
-            fully_shard(_own_batchnorm(part), mesh=mesh)
-    fully_shard([network.conv1, network.bn1] if dtype is None else network.conv1, mesh=mesh, mp_policy=narrow)
-    for block in residual_blocks(network):
-        fully_shard(block, mesh=mesh, mp_policy=narrow)
-    fully_shard(network.fc, mesh=mesh, mp_policy=narrow)
-    fully_shard(network, mesh=mesh, mp_policy=narrow)
+    # Autocast casts what layers take, as on one device.
+    reduce_dtype = None if dtype is None else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    for block in (blocks_of(network) or {}).values():
+        wide = [] if dtype is None else list(_wide_layers(block))
+        if wide:
+            fully_shard(wide, mesh=mesh)
+        # A ResNet's stem and head are chains of its layers, and no modules of it.
+        modules = [block] if _is_part(block, network) else list(block.children())
+        rest = [module for module in modules if module not in wide and _has_parameters(module)]
+        if rest:
+            fully_shard(rest if len(rest) > 1 else rest[0], mesh=mesh, mp_policy=policy)
+    fully_shard(network, mesh=mesh)
 
 
-def residual_blocks(network: nn.Module) -> list[BasicBlock]:
-    """In their order."""
-    return [module for module in network.modules() if isinstance(module, BasicBlock)]
+def whole_blocks(network: nn.Module) -> list[nn.Module]:
+    """The blocks that are modules of the network; without any, the network itself."""
+    blocks = (blocks_of(network) or {}).values()
+    return [block for block in blocks if _is_part(block, network)] or [network]
 
 
-def _own_batchnorm(part: ResNet | BasicBlock) -> list[nn.Module]:
-    """Those of a block, or the network's that are in no block."""
-    if isinstance(part, ResNet):
-        return [part.bn1]
-    return [layer for layer in part.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
+def _is_part(block: nn.Module, network: nn.Module) -> bool:
+    return any(block is module for module in network.modules())
+
+
+def _wide_layers(block: nn.Module) -> Iterator[nn.Module]:
+    """Single layers with parameters of their own that autocast leaves as they are."""
+    for layer in block.modules():
+        is_single = not any(True for _ in layer.children())
+        if is_single and _has_parameters(layer) and not isinstance(layer, _NARROW):
+            yield layer
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
 
 
 def autocast_dtype(precision: Precision) -> torch.dtype | None:

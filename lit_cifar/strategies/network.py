@@ -4,17 +4,18 @@ from collections.abc import Callable
 from typing import Protocol, cast
 
 from torch import Tensor, nn
-from torchvision.models.resnet import ResNet
 
 from lit_cifar.errors import ConfigError
+from lit_cifar.models.blocks import blocks_of
 
 Runner = Callable[[Tensor], Tensor]
 
 
 class RunsNetwork(Protocol):
-    """The plain network, and a way to run it differently."""
+    """The plain network, the shape of an image that enters it, and a way to run it differently."""
 
     network: nn.Module
+    image_shape: tuple[int, ...]
 
     def use_runner(self, runner: Runner | None) -> None:
         """From now on `forward` calls `runner` in place of `network`; None restores `network`."""
@@ -69,16 +70,16 @@ def as_computes_loss(module: object, *, strategy: str) -> ComputesLoss:
     return cast(ComputesLoss, network)
 
 
-def as_resnet(network: nn.Module, *, strategy: str) -> ResNet:
-    """`network`, once it is known to be one that can be cut between its blocks.
+def check_chain(network: nn.Module, *, strategy: str) -> None:
+    """Find out whether `network` can be cut between its blocks.
 
     Raises:
-        ConfigError: It is none of torchvision's ResNets.
+        ConfigError: It does not say which blocks it has.
     """
-    if not isinstance(network, ResNet):
+    if blocks_of(network) is None:
         raise ConfigError(
-            f"--trainer.strategy={strategy} cuts a torchvision ResNet between its blocks, not a "
-            f"{type(network).__name__}.",
-            remedy="Use lit_cifar.module.LitResNet, or --trainer.strategy=ddp for any network.",
+            f"--trainer.strategy={strategy} cuts a network between its blocks, and {type(network).__name__} does not "
+            "say which it has.",
+            remedy="Make it an nn.Sequential, or give it a method blocks() that returns them by name (see\n"
+            "lit_cifar.models.blocks); or use --trainer.strategy=ddp, which takes any network.",
         )
-    return network

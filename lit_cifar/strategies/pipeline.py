@@ -7,8 +7,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.func import functional_call
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.compiled import Compiled
@@ -128,6 +130,8 @@ class Pipeline:
             if schedule.owner(index) == self._rank
         }
         self._compiled = {index: Compiled(stage) for index, stage in self.stages.items() if compiles}
+        self._network = network
+        self._dtypes_of: dict[torch.dtype, list[torch.dtype]] = {}
         self._runs: dict[tuple[int, torch.dtype], Any] = {}
         self._scale: Tensor | float = 1.0
 
@@ -198,7 +202,15 @@ class Pipeline:
     def _boundary(self, index: int, num_samples: int, dtype: torch.dtype) -> Tensor:
         """Room for what stage `index` gets from the one before it."""
         shape = self.partition.stages[index - 1].output_shape
-        return torch.empty(num_samples, *shape, dtype=_dtype_between(self.device, dtype), device=self.device)
+        return torch.empty(num_samples, *shape, dtype=self._dtypes(dtype)[index - 1], device=self.device)
+
+    def _dtypes(self, dtype: torch.dtype) -> list[torch.dtype]:
+        """What each stage returns for images of `dtype`, which under autocast depends on its layers."""
+        if not torch.is_autocast_enabled(self.device.type):
+            return [dtype] * len(self.partition.stages)
+        if dtype not in self._dtypes_of:
+            self._dtypes_of[dtype] = output_dtypes(self._network, self.partition, dtype, device=self.device)
+        return self._dtypes_of[dtype]
 
     def _prepared(self, num_samples: int, dtype: torch.dtype) -> Any:
         """The schedule for microbatches of this size; a ragged last batch has one of its own."""
@@ -217,7 +229,7 @@ class Pipeline:
     def _torch_stages(self, num_samples: int, dtype: torch.dtype) -> Iterator[PipelineStage]:
         # With all shapes given torch makes no trial run to infer them, which would move BatchNorm's running statistics.
         for index in self.stages:
-            images = torch.empty(num_samples, 3, 32, 32, dtype=dtype, device=self.device)
+            images = torch.empty(num_samples, *self.partition.image_shape, dtype=dtype, device=self.device)
             yield _Stage(
                 self._callable(index, num_samples),
                 index,
@@ -270,6 +282,17 @@ class HandOver(torch.autograd.Function):
         return None, None, None, *(None if gradient is None else gradient * factor for gradient in ctx.gradients)
 
 
-def _dtype_between(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """What a convolution returns for images of `dtype`: under autocast its type."""
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
+def output_dtypes(
+    network: nn.Module, partition: Partition, dtype: torch.dtype, *, device: torch.device
+) -> list[torch.dtype]:
+    """What each stage of `network` returns for images of `dtype`, here and now; found without computing anything."""
+    modules = [stage.module(network) for stage in partition.stages]
+    states = [module.state_dict() for module in modules]
+    found = []
+    with FakeTensorMode():
+        x = torch.empty(2, *partition.image_shape, dtype=dtype, device=device)
+        for module, state in zip(modules, states, strict=True):
+            unreal = {name: torch.empty(t.shape, dtype=t.dtype, device=device) for name, t in state.items()}
+            x = functional_call(module, unreal, (x,))
+            found.append(x.dtype)
+    return found

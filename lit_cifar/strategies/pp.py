@@ -16,7 +16,7 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.models.partition import Partition
 from lit_cifar.strategies.loss_scaling import loss_scale
 from lit_cifar.strategies.mesh import MeshStrategy
-from lit_cifar.strategies.network import ComputesLoss, Runner, RunsNetwork, as_computes_loss, as_resnet, compiles
+from lit_cifar.strategies.network import ComputesLoss, Runner, RunsNetwork, as_computes_loss, check_chain, compiles
 from lit_cifar.strategies.pipeline import HandOver, Pipeline, Schedule, ScheduleName, stages_per_process
 from lit_cifar.strategies.state import merge_optimizer_states, only_parameters
 
@@ -123,17 +123,20 @@ class PipelineStrategy(MeshStrategy):
         """Cut the module's network into stages.
 
         Raises:
-            ConfigError: A module without `network`, `use_runner` and `loss`, a network that is no ResNet, more
-                stages than blocks, unknown cuts, or a schedule that cannot run compiled stages.
+            ConfigError: A module without `network`, `use_runner` and `loss`, a network that does not say
+                its blocks, more stages than blocks, unknown cuts, or a schedule that cannot run compiled stages.
         """
-        network = as_resnet(as_computes_loss(model, strategy=self.strategy_name).network, strategy=self.strategy_name)
+        module = as_computes_loss(model, strategy=self.strategy_name)
+        check_chain(module.network, strategy=self.strategy_name)
         if compiles(model) and self.schedule_name == "ZBVZeroBubble":
             raise ConfigError(
                 "--model.compile=true: --trainer.strategy.schedule=ZBVZeroBubble cuts backward in two, and that of a "
                 "compiled stage is one piece",
                 remedy="leave it out, or pass --trainer.strategy.schedule=1F1B",
             )
-        self._partition = Partition.of(network, num_stages=self.schedule.num_stages, cuts=self.cuts)
+        self._partition = Partition.of(
+            module.network, module.image_shape, num_stages=self.schedule.num_stages, cuts=self.cuts
+        )
         super().connect(model)
 
     def plan(self) -> list[str]:

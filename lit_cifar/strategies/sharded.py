@@ -18,12 +18,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Optimizer
-from torchvision.models.resnet import BasicBlock, ResNet
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
+from lit_cifar.models.blocks import num_tensor_parts
 from lit_cifar.models.compiled import Compiled
-from lit_cifar.strategies.fsdp import autocast_dtype, residual_blocks, shard
+from lit_cifar.strategies.fsdp import autocast_dtype, shard, whole_blocks
 from lit_cifar.strategies.full_tensors import (
     full_optimizer_state,
     full_state,
@@ -34,7 +34,7 @@ from lit_cifar.strategies.mesh import MeshStrategy, local_part
 from lit_cifar.strategies.network import Runner, RunsNetwork, compiles
 from lit_cifar.strategies.sharded_plan import plan
 from lit_cifar.strategies.sync_batchnorm import synchronise_along
-from lit_cifar.strategies.tensor_parallel import NUM_CHANNELS, split_tensors
+from lit_cifar.strategies.tensor_parallel import split_tensors
 
 # Their fused kernels have no sharding strategy for DTensors up to torch 2.15; those of Adam and AdamW have.
 _NOT_FUSED = (SGD, Adagrad)
@@ -87,8 +87,8 @@ class ShardedStrategy(MeshStrategy):
         """Find contradicting sizes and flags.
 
         Raises:
-            ConfigError: Sizes that do not multiply to the number of processes or do not divide the channels.
-                Synchronised BatchNorm without a second replica is a warning.
+            ConfigError: Sizes that do not multiply to the number of processes. Synchronised BatchNorm without a second
+                replica is a warning.
         """
         self._check_sizes()
         super().check()
@@ -120,29 +120,18 @@ class ShardedStrategy(MeshStrategy):
                 f"--trainer.strategy={self.strategy_name}: {formula} {verb} {self._num_processes} processes",
                 remedy=f"pass --trainer.devices={product}, or other sizes",
             )
-        each = self.processes_per_replica
-        if NUM_CHANNELS % each:
-            raise ConfigError(
-                f"--trainer.strategy={self.strategy_name} cannot divide {NUM_CHANNELS} channels among {each} processes",
-                remedy=f"pass --trainer.devices={_largest_divisor(each) * self.num_replicas}, or another size of the "
-                "model axis",
-            )
 
     @override
     def connect(self, model: L.LightningModule) -> None:
-        """Accept a module whose network is one of torchvision's ResNets of basic blocks.
+        """Accept a module whose network can be split.
 
         Raises:
-            ConfigError: It is not, its optimizer cannot step parts of tensors, or parts of layers are to be compiled.
+            ConfigError: It cannot, its optimizer cannot step parts of tensors, or parts of layers are to be compiled.
         """
         super().connect(model)
         network = cast(RunsNetwork, model).network
-        if not isinstance(network, ResNet) or not isinstance(network.layer1[0], BasicBlock):
-            raise ConfigError(
-                f"--trainer.strategy={self.strategy_name} splits the basic blocks of a torchvision ResNet, not a "
-                f"{type(network).__name__}.",
-                remedy="Use lit_cifar.module.LitResNet, or --trainer.strategy=ddp for any network.",
-            )
+        if self.tensor_parallel_size != 1:
+            self._check_parts(network)
         if compiles(model) and self.tensor_parallel_size != 1:
             raise ConfigError(
                 f"--model.compile=true: the layers of --trainer.strategy={self.strategy_name} exchange their "
@@ -152,6 +141,23 @@ class ShardedStrategy(MeshStrategy):
         make_optimizer = getattr(model, "make_optimizer", None)
         if make_optimizer is not None:  # LitResNet's: known before any process has been started
             self._check_optimizer(make_optimizer(network.parameters()))
+
+    def _check_parts(self, network: nn.Module) -> None:
+        each, num_parts = self.processes_per_replica, num_tensor_parts(network)
+        if not num_parts:
+            raise ConfigError(
+                f"--trainer.strategy={self.strategy_name} splits layers, and {type(network).__name__} does not say "
+                "which can be split.",
+                remedy="Give its blocks an attribute tensor_split (see lit_cifar.models.blocks), or use\n"
+                "--trainer.strategy=fsdp2, which takes any network.",
+            )
+        if num_parts % each:
+            possible = max(size for size in range(1, each + 1) if num_parts % size == 0)
+            raise ConfigError(
+                f"--trainer.strategy={self.strategy_name} cannot divide the layers of {type(network).__name__}, which "
+                f"have {num_parts} parts, among {each} processes",
+                remedy=f"pass --trainer.devices={possible * self.num_replicas}, or another size of the model axis",
+            )
 
     @override
     def setup_optimizers(self, trainer: L.Trainer) -> None:
@@ -179,7 +185,7 @@ class ShardedStrategy(MeshStrategy):
         """Put a copy in the network's place, and leave each process its parts of it."""
         self._whole = network
         # `fully_shard` takes parameters in torch's own order alone; the activations follow the images.
-        parts = deepcopy(cast(ResNet, network)).to(memory_format=torch.contiguous_format)
+        parts = deepcopy(network).to(memory_format=torch.contiguous_format)
         self._whole.cpu()
         # By what was asked for, not by the number of processes: one process takes the same path.
         if self.tensor_parallel_size != 1:
@@ -188,7 +194,7 @@ class ShardedStrategy(MeshStrategy):
         if self.data_parallel_size != 1:
             shard(parts, self.mesh["data"], dtype=autocast_dtype(self.precision_plugin))
         if compiles(self.lightning_module):
-            for block in residual_blocks(parts):  # without the hooks that gather its parameters
+            for block in whole_blocks(parts):  # without the hooks that gather its parameters
                 block.forward = Compiled(block, block.forward)
         cast(RunsNetwork, self.lightning_module).network = parts
         return _OutsideInferenceMode(parts)
@@ -203,10 +209,16 @@ class ShardedStrategy(MeshStrategy):
 
     def plan(self) -> list[str]:
         """What a process holds and what it sends, a line each."""
-        network = cast(ResNet, cast(RunsNetwork, self.lightning_module).network)
+        module = cast(RunsNetwork, self.lightning_module)
         with self.precision_plugin.tensor_init_context():
             num_bytes = torch.get_default_dtype().itemsize
-        return plan(network, num_replicas=self.num_replicas, each=self.processes_per_replica, num_bytes=num_bytes)
+        return plan(
+            module.network,
+            module.image_shape,
+            num_replicas=self.num_replicas,
+            each=self.processes_per_replica,
+            num_bytes=num_bytes,
+        )
 
     @override
     def local_buffers(self) -> Iterator[Tensor]:
@@ -259,11 +271,6 @@ class ShardedStrategy(MeshStrategy):
             data_parallel_size=1,
             tensor_parallel_size=None,
         )
-
-
-def _largest_divisor(limit: int) -> int:
-    """Of the channels, up to `limit`."""
-    return max(size for size in range(1, limit + 1) if NUM_CHANNELS % size == 0)
 
 
 class _OutsideInferenceMode:

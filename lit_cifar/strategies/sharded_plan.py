@@ -1,20 +1,23 @@
 """What a process holds and sends when a network is sharded: plain arithmetic, before any process has its part."""
 
 import math
-from itertools import pairwise
+from collections.abc import Sequence
+from copy import deepcopy
 
+import torch
+from torch import nn
 from torch.distributed.tensor import Placement, Replicate
-from torchvision.models.resnet import ResNet
 
-from lit_cifar.models.partition import measure
+from lit_cifar.models.blocks import tensor_split_of
 from lit_cifar.strategies.tensor_parallel import placements
 
 
-def plan(network: ResNet, *, num_replicas: int, each: int, num_bytes: int) -> list[str]:
+def plan(network: nn.Module, image_shape: Sequence[int], *, num_replicas: int, each: int, num_bytes: int) -> list[str]:
     """What the process with the largest part holds and sends when `network` is split.
 
     Args:
         network: Whole.
+        image_shape: Of what enters, without the batch axis.
         num_replicas: Size of the "data" axis.
         each: Size of the "model" axis.
         num_bytes: Of a parameter.
@@ -38,12 +41,26 @@ def plan(network: ResNet, *, num_replicas: int, each: int, num_bytes: int) -> li
             f"scattered, {sent / 1e6:.1f} MB sent"
         )
     if each > 1:
-        shapes = [block.output_shape for block in measure(network)[:-1]]
-        summed = sum(math.prod(before) + math.prod(after) for before, after in pairwise(shapes))
+        num_sums, num_values = _sums(network, image_shape)
         lines.append(
-            f"over the {each} processes of a replica: two all-reduces a block, {summed / 1e6:.2f} M values an image"
+            f"over the {each} processes of a replica: {num_sums} all-reduces, {num_values / 1e6:.2f} M values an image"
         )
     return lines
+
+
+@torch.no_grad()
+def _sums(network: nn.Module, image_shape: Sequence[int]) -> tuple[int, int]:
+    """How many tensors are summed over the processes in forward and backward, and how large they are for an image."""
+    skeleton = deepcopy(network).to("meta", torch.float32).eval()
+    sizes: list[int] = []
+    for name, part in tensor_split_of(skeleton).items():
+        layer = skeleton.get_submodule(name)
+        if part == "columns":  # in backward: the gradients of its input
+            layer.register_forward_pre_hook(lambda layer, inputs: sizes.append(inputs[0].numel()))
+        if part == "rows":
+            layer.register_forward_hook(lambda layer, inputs, output: sizes.append(output.numel()))
+    skeleton(torch.empty(1, *image_shape, device="meta"))
+    return len(sizes), sum(sizes)
 
 
 def _part_size(shape: tuple[int, ...], placement: Placement, each: int, *, num_replicas: int = 1) -> int:

@@ -19,7 +19,7 @@ from typing_extensions import override
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.partition import Partition
-from lit_cifar.strategies.network import Runner, RunsNetwork, as_resnet, compiles
+from lit_cifar.strategies.network import Runner, RunsNetwork, check_chain, compiles
 from lit_cifar.strategies.runner import RunnerStrategy
 
 
@@ -135,13 +135,14 @@ class StagedStrategy(RunnerStrategy, ABC):
         """Accept a module and cut its network into stages.
 
         Raises:
-            ConfigError: A module without `network` and `use_runner`, a network that is no ResNet, more stages than
-                blocks, unknown cuts.
+            ConfigError: A module without `network` and `use_runner`, a network that does not say its blocks, more
+                stages than blocks, unknown cuts.
         """
         super().connect(model)
-        network = as_resnet(cast(RunsNetwork, model).network, strategy=self.strategy_name)
+        module = cast(RunsNetwork, model)
+        check_chain(module.network, strategy=self.strategy_name)
         # Here and not in `setup`, which may first put layers into the network that only run among processes.
-        self._partition = Partition.of(network, num_stages=self.num_stages, cuts=self.cuts)
+        self._partition = Partition.of(module.network, module.image_shape, num_stages=self.num_stages, cuts=self.cuts)
 
     @override
     def model_to_device(self) -> None:

@@ -1,14 +1,15 @@
-"""How the blocks of a ResNet are split as tensors: Megatron's way with an MLP, for two convolutions.
+"""How a network's layers are split as tensors: Megatron's way with an MLP, for convolutions as for linear layers.
 
 Shoeybi et al. 2019 (https://arxiv.org/abs/1909.08053), section 3: the first layer is cut by output channel, so that
-what follows it channel by channel, here BatchNorm and ReLU, needs nobody else; the second by input channel, so that
-every process computes a summand of the block's output, and one all-reduce adds them up. Backward mirrors this, with
-one all-reduce of the gradient of the first layer's input. Stem, second BatchNorm and shortcut are computed by every
-process; the classifier is split by torch's own `RowwiseParallel`.
+what follows it channel by channel, as BatchNorm, ReLU, or attention within a head, needs nobody else; the last by input
+channel, so that every process computes a summand of the output, and one all-reduce adds them up. Backward mirrors this,
+with one all-reduce of the gradient of the first layer's input. Which layers these are, the network says (see
+`models.blocks`). All others are computed by every process; the classifier is split by torch's own `RowwiseParallel`.
 
 Each parameter and buffer becomes a DTensor. The layers compute with its local part.
 """
 
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -17,45 +18,45 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
-from torchvision.models.resnet import BasicBlock, ResNet
 
+from lit_cifar.models.blocks import Part, tensor_split_of
 from lit_cifar.models.memory_format import with_plain_gradient
 
-# The channels of every BasicBlock of torchvision's ResNets are multiples of it.
-NUM_CHANNELS = 64
+# Of a weight, whose dims begin with outputs and inputs. A tensor with fewer dims, as a bias of outputs, is not split.
+_SPLIT_DIM: dict[Part, int] = {"columns": 0, "channels": 0, "rows": 1, "head": 1}
 
 
-def split_tensors(network: ResNet, mesh: DeviceMesh) -> None:
+def split_tensors(network: nn.Module, mesh: DeviceMesh) -> None:
     """Leave this process its part of every parameter and buffer, in place; nothing is sent.
 
     Args:
         network: The same in all processes, on their devices.
-        mesh: One axis, whose size divides the channels of every block.
+        mesh: One axis, whose size divides `models.blocks.num_tensor_parts`.
     """
-    placed = placements(network)
-    for name, layer in network.named_modules():
-        _distribute(layer, {key: placed[f"{name}.{key}"] for key in _own_tensors(layer)}, mesh)
-    for layer in network.modules():
-        if isinstance(layer, nn.Conv2d | nn.modules.batchnorm._BatchNorm):
+    placed, split = placements(network), tensor_split_of(network)
+    for name, layer in list(network.named_modules()):
+        own = {key: placed[f"{name}.{key}".lstrip(".")] for key in _own_tensors(layer)}
+        if own and split.get(name) != "head":
             _derive(layer, _ComputesLocally)
-    for block in network.modules():
-        if isinstance(block, BasicBlock):
-            for layer, kind in ((block.conv1, _ByOutputChannel), (block.conv2, _ByInputChannel)):
-                _derive(layer, kind)
-                layer.group = mesh.get_group()
-    parallelize_module(network.fc, mesh, RowwiseParallel(input_layouts=Replicate()))
-    # It returns a view, on which the hooks of `fully_shard` could be lost.
-    network.fc.register_forward_hook(lambda layer, inputs, output: output.clone())
+        _distribute(layer, own, mesh)
+    for name, part in split.items():
+        target: Any = network.get_submodule(name)
+        if part == "head":
+            parallelize_module(target, mesh, RowwiseParallel(input_layouts=Replicate()))
+            # It returns a view, on which the hooks of `fully_shard` could be lost.
+            target.register_forward_hook(lambda layer, inputs, output: output.clone())
+        elif part in _SENDING:
+            _derive(target, _SENDING[part])
+            target.group = mesh.get_group()
 
 
-def placements(network: ResNet) -> dict[str, Placement]:
+def placements(network: nn.Module) -> dict[str, Placement]:
     """Along which dim each parameter and buffer is split, by name."""
-    placed: dict[str, Placement] = {name: Replicate() for name in network.state_dict()}
-    placed["fc.weight"] = Shard(1)
-    for name, block in network.named_modules():
-        if isinstance(block, BasicBlock):
-            by_channel = {"conv1.weight", "bn1.weight", "bn1.bias", "bn1.running_mean", "bn1.running_var"}
-            placed |= {f"{name}.{key}": Shard(0) for key in by_channel} | {f"{name}.conv2.weight": Shard(1)}
+    split = tensor_split_of(network)
+    placed: dict[str, Placement] = {}
+    for name, tensor in chain(network.named_parameters(), network.named_buffers()):
+        dim = _SPLIT_DIM.get(split.get(name.rpartition(".")[0]), tensor.ndim)  # type: ignore[arg-type]
+        placed[name] = Shard(dim) if dim < tensor.ndim else Replicate()
     return placed
 
 
@@ -92,7 +93,7 @@ class _ComputesLocally(nn.Module):
 
 
 class _ByOutputChannel(nn.Module):
-    """A convolution with some of the output channels, of which each process has others."""
+    """A layer with some of the output channels, of which each process has others."""
 
     group: dist.ProcessGroup
 
@@ -101,12 +102,23 @@ class _ByOutputChannel(nn.Module):
 
 
 class _ByInputChannel(nn.Module):
-    """A convolution with some of the input channels, of which each process has others."""
+    """A layer with some of the input channels, of which each process has others; the bias is added to the sum, once."""
 
     group: dist.ProcessGroup
 
     def forward(self, input: Tensor) -> Tensor:
-        return cast(Tensor, _Sum.apply(super().forward(input), self.group))
+        bias, self._parameters["bias"] = self._parameters["bias"], None
+        try:
+            total = cast(Tensor, _Sum.apply(super().forward(input), self.group))
+        finally:
+            self._parameters["bias"] = bias
+        if bias is None:
+            return total
+        (local,) = _local_parts({"bias": bias}).values()
+        return total + local.to(total.dtype).view(-1, *([1] * (self._parameters["weight"].ndim - 2)))  # type: ignore
+
+
+_SENDING: dict[Part, type[nn.Module]] = {"columns": _ByOutputChannel, "rows": _ByInputChannel}
 
 
 def _local_parts(tensors: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from lit_cifar.callbacks import PerRankAccuracy
 from lit_cifar.checkpoints import read_checkpoint
 from lit_cifar.commands.verify.compare import NOISE_FACTOR, Step, differences
 from lit_cifar.commands.verify.logged import METRIC_BOUND, Logged, logged_problems
+from lit_cifar.commands.verify.settings import made, module_of
 from lit_cifar.data import CIFAR10DataModule
-from lit_cifar.module import LitResNet
 
 
 def checkpoint_problems(path: Path, last: Step, *, config: Mapping[str, Any]) -> list[str]:
@@ -29,10 +28,12 @@ def checkpoint_problems(path: Path, last: Step, *, config: Mapping[str, Any]) ->
     """
     checkpoint = read_checkpoint(path)
     with torch.device("meta"):  # to draw weights takes longer than to read these
-        network = LitResNet(**checkpoint["lit_cifar"]).network
+        module = module_of(config)
+    network = module.network
     try:
+        module.header.check(checkpoint)
         network.load_state_dict(checkpoint["state_dict"], strict=True, assign=True)
-        optimizer = _optimizer(config["model"]["optimizer"], network)
+        optimizer: Optimizer = made(config["model"]["optimizer"], network.parameters())
         optimizer.load_state_dict(checkpoint["optimizer_states"][0])
     except (RuntimeError, ValueError, KeyError, IndexError) as error:
         return [f"checkpoint: one device cannot load it: {str(error).splitlines()[0][:160]}"]
@@ -87,7 +88,7 @@ def _of(counts: tuple[int, int]) -> str:
 def evaluated_alone(path: Path, *, config: Mapping[str, Any], precision: str | None = None) -> Evaluation:
     """The validation of one device with the checkpoint's weights, in the configuration's precision or another."""
     checkpoint = read_checkpoint(path)
-    module = LitResNet(**checkpoint["lit_cifar"], label_smoothing=config["model"]["label_smoothing"])
+    module = module_of(config, label_smoothing=config["model"]["label_smoothing"])
     module.network.to(_dtype(checkpoint["state_dict"])).load_state_dict(checkpoint["state_dict"])
     accuracy = _SilentAccuracy()
     settings = {name: config["trainer"][name] for name in ("accelerator", "precision", "limit_val_batches")}
@@ -135,9 +136,3 @@ def quiet() -> Iterator[None]:
 def _dtype(state: Mapping[str, Any]) -> torch.dtype:
     dtype: torch.dtype = next(iter(state.values())).dtype
     return dtype
-
-
-def _optimizer(config: Mapping[str, Any], network: torch.nn.Module) -> Optimizer:
-    module, _, name = config["class_path"].rpartition(".")
-    optimizer: Optimizer = getattr(import_module(module), name)(network.parameters(), **config["init_args"])
-    return optimizer

@@ -1,6 +1,8 @@
 """The settings that result from the user's flags and files, as the command line resolves them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from os import cpu_count
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,14 @@ from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import ConfigError
 from lit_cifar.layout import Layout
+from lit_cifar.models import DEFAULT_ARCH
+from lit_cifar.models.resnet import SHAPES
 from lit_cifar.module import LitResNet
 
-# ResNet34 on images that need no files. Batches of 64, 64 and a ragged 32 leave 8 or more to each of four chunks:
-# BatchNorm over few values magnifies rounding, and so does a large learning rate.
+# ResNet34, with torchvision's stem unless another is asked for, on images that need no files. Batches of 64, 64 and a
+# ragged 32 leave 8 or more to each of four chunks: BatchNorm over few values magnifies rounding, and so does a large
+# learning rate.
 DEFAULTS = (
-    "--model.stem=imagenet",
     "--model.optimizer.lr=1e-4",
     "--data.dataset=synthetic",
     "--data.num_train=261",
@@ -91,6 +95,9 @@ class Settings:
         if config["trainer"]["accelerator"] == "auto" and torch.cuda.device_count() < devices:
             flags.append("--trainer.accelerator=cpu")
             config["trainer"]["accelerator"] = "cpu"
+        if not own_config and config["model"]["stem"] is None and (config["model"]["arch"] or DEFAULT_ARCH) in SHAPES:
+            flags.append("--model.stem=imagenet")
+            config["model"]["stem"] = "imagenet"
         return cls(tuple(flags), config)
 
     @property
@@ -119,9 +126,8 @@ class Settings:
         return int(self.config["data"]["batch_size"])
 
     def module(self) -> LitResNet:
-        """A module with the configuration's network."""
-        config = self.config["model"]
-        return LitResNet(config["arch"], stem=config["stem"], num_classes=config["num_classes"])
+        """With the configuration's network."""
+        return module_of(self.config)
 
     def train_sampler(self) -> TrainSampler:
         """The sampler of one device; the images are not kept.
@@ -145,7 +151,9 @@ class Settings:
     @property
     def evaluates(self) -> bool:
         """Whether there are images to validate on."""
-        return int(self.config["data"]["val_size"]) > 0 and self.config["trainer"]["limit_val_batches"] != 0
+        return (
+            CIFAR10DataModule(**self.config["data"]).val_size > 0 and self.config["trainer"]["limit_val_batches"] != 0
+        )
 
     def length_flags(self, *, steps: int, accumulation: int) -> list[str]:
         """Flags for `steps` optimizer steps, each logged, in any number of epochs, an evaluation and a checkpoint."""
@@ -157,3 +165,22 @@ class Settings:
                 f"--trainer.val_check_interval={steps * accumulation}",
             ]
         return flags
+
+
+def module_of(config: Mapping[str, Any], **kwargs: Any) -> LitResNet:
+    """With the network that `fit` would train; `kwargs` are further arguments."""
+    model, data = config["model"], CIFAR10DataModule(**config["data"])
+    return LitResNet(
+        model["arch"],
+        stem=model["stem"],
+        network=None if model["network"] is None else made(model["network"]),
+        num_classes=model["num_classes"] or len(data.classes),
+        image_size=model["image_size"] or data.image_size,
+        **kwargs,
+    )
+
+
+def made(config: Mapping[str, Any], *args: Any) -> Any:
+    """An object of the class that a configuration names, with its arguments there, after `args`."""
+    module, _, name = config["class_path"].rpartition(".")
+    return getattr(import_module(module), name)(*args, **config.get("init_args", {}))

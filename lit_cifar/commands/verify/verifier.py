@@ -21,6 +21,7 @@ from lit_cifar.commands.verify.runs import REFUSED, Outcome, refuse_if_invalid, 
 from lit_cifar.commands.verify.settings import Settings
 from lit_cifar.errors import ConfigError
 from lit_cifar.layout import Chunks
+from lit_cifar.models.chunked_batchnorm import normalises_batches
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,15 @@ class Verifier:
         """The single-device runs so far."""
         return References(self.launcher)
 
+    @cached_property
+    def normalises_batches(self) -> bool:
+        """Whether it matters which images pass the network together."""
+        return normalises_batches(self.launcher.settings.module().network)
+
     def chunks_of(self, mode: Mode) -> Chunks:
-        """What the mode normalises together, as its strategy tells it."""
+        """What the mode normalises together, as its strategy tells it; nothing where the network has no BatchNorm."""
+        if not self.normalises_batches:
+            return Chunks()
         with quiet():
             return mode.chunks(accumulation=self.launcher.settings.accumulation)
 

@@ -1,0 +1,105 @@
+"""What a mode may ask of a network: its chain of blocks, and how their tensors may be split.
+
+A network is a plain `nn.Module` from float images (n, 3, height, width) to logits (n, classes). Any one can be trained
+in `dp`, `ddp`, `ddp_spawn` and `fsdp2`. It may say more of itself:
+
+- `mp`, `ddp_mp`, `pp` and `ddp_pp` cut it into stages between its blocks. A method `blocks()` returns them by name, in
+  order; each takes what the one before returned, and all together are `forward`. An `nn.Sequential` needs no method.
+- `tp` splits the layers that a module of it names in an attribute `tensor_split`, as Megatron does (Shoeybi et al.
+  2019, https://arxiv.org/abs/1909.08053): `{"conv1": "columns", "bn1": "channels", "conv2": "rows"}`. Where outputs
+  belong together, as those of a head of attention, they must be consecutive, and `tensor_parts` says how many such
+  groups there are.
+
+Whether what a network says of itself is right, `verify` finds out.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from typing import Literal
+
+import torch
+from torch import nn
+
+from lit_cifar.errors import ConfigError
+
+Part = Literal["columns", "channels", "rows", "head"]
+"""What each process has of a convolution or linear layer, or of a layer between two of them.
+
+"columns": some of the outputs, computed from the whole input, which is the same in all processes.
+"channels": some of the channels of a layer that treats each by itself, as BatchNorm; it follows on "columns".
+"rows": some of the inputs, those that the layers before have left here; the outputs are summed over the processes.
+"head": likewise, of an input that is the same in all processes.
+"""
+
+
+def blocks_of(network: nn.Module) -> dict[str, nn.Module] | None:
+    """The chain of blocks, made of the network's own layers; None where the network does not say it."""
+    # Of the class: networks keep lists of layers under this name.
+    if callable(getattr(type(network), "blocks", None)):
+        chain: dict[str, nn.Module] = network.blocks()  # type: ignore[operator]
+        return chain
+    if isinstance(network, nn.Sequential) and type(network).forward is nn.Sequential.forward:
+        return {name: network.get_submodule(name) for name in network._modules}
+    return None
+
+
+@torch.no_grad()
+def check_network(network: nn.Module, image_shape: Sequence[int], *, num_classes: int) -> None:
+    """Find out whether `network` returns logits, and whether its blocks do, on two images of noise.
+
+    Raises:
+        ConfigError: It fails, returns something else, or its blocks compute something else than its `forward`.
+    """
+    name = type(network).__name__
+    alone = deepcopy(network).eval()
+    images = torch.randn(2, *image_shape, generator=torch.Generator().manual_seed(0))
+    try:
+        logits = alone(images)
+        outputs = images
+        for block in (blocks_of(alone) or {"forward": alone}).values():
+            outputs = block(outputs)
+    except Exception as error:  # of the user's own code
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ConfigError(
+            f"{name} cannot take images {tuple(image_shape)}: {problem}",
+            remedy="correct it, or its arguments: --model.network.NAME=VALUE",
+        ) from error
+    shape = tuple(getattr(logits, "shape", ()))
+    if shape != (2, num_classes):
+        raise ConfigError(
+            f"{name} returns {shape or type(logits).__name__} for 2 images, not logits of {num_classes} classes",
+            remedy=f"let it return (2, {num_classes}), by --model.network.num_classes={num_classes} if it has such",
+        )
+    if not torch.equal(logits, outputs):
+        raise ConfigError(
+            f"the blocks of {name}, one after the other, do not compute its forward()",
+            remedy="let blocks() return all of them in order, with what happens between them",
+        )
+
+
+def tensor_split_of(network: nn.Module) -> dict[str, Part]:
+    """Which layers `tp` splits, by their names in the network."""
+    return {
+        f"{name}.{layer}" if name else layer: part
+        for name, module in network.named_modules()
+        for layer, part in _own_split(module).items()
+    }
+
+
+def num_tensor_parts(network: nn.Module) -> int:
+    """Into how many parts the split layers can be cut, and into any number that divides it; 0 if there are none."""
+    return math.gcd(*(count for module in network.modules() for count in _counts(module)))
+
+
+def _own_split(module: nn.Module) -> Mapping[str, Part]:
+    return getattr(module, "tensor_split", {})
+
+
+def _counts(module: nn.Module) -> Iterator[int]:
+    """Of each layer that begins a split the channels; of a module whose channels belong together, as heads, these."""
+    together: int | None = getattr(module, "tensor_parts", None)
+    for layer, part in _own_split(module).items():
+        if part in ("columns", "head"):
+            num_outputs, num_inputs = module.get_submodule(layer).weight.shape[:2]  # type: ignore[index]
+            yield num_inputs if part == "head" else together or num_outputs

@@ -1,0 +1,77 @@
+"""Networks as users write them, for `--model.network`."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lit_cifar.models.blocks import Part
+
+
+class Chain(nn.Sequential):
+    """Says its blocks by itself."""
+
+    def __init__(self, width: int = 8, num_classes: int = 2) -> None:
+        super().__init__(
+            nn.Conv2d(3, width, kernel_size=3, stride=2),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            Widening(width),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(width, num_classes),
+        )
+
+
+class Widening(nn.Module):
+    """A block that `tp` can split."""
+
+    tensor_split: ClassVar[dict[str, Part]] = {"up": "columns", "norm": "channels", "down": "rows"}
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Conv2d(width, 2 * width, kernel_size=1)
+        self.norm = nn.BatchNorm2d(2 * width)
+        self.down = nn.Conv2d(2 * width, width, kernel_size=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(self.norm(self.up(x)).relu())
+        return out
+
+
+class Opaque(nn.Module):
+    """Says nothing of itself."""
+
+    def __init__(self, num_classes: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Conv2d(3, 4, kernel_size=3, stride=4), nn.BatchNorm2d(4)])
+        self.head = nn.Linear(4, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x.relu().mean(dim=(2, 3)))
+        return out
+
+
+class Forgetful(Opaque):
+    """Leaves the ReLU out of its blocks."""
+
+    def blocks(self) -> dict[str, nn.Module]:
+        return {"stem": self.stem, "head": nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), self.head)}
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.stem = nn.Conv2d(3, 4, kernel_size=3, stride=4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.stem(x).relu().mean(dim=(2, 3)))
+        return out
+
+
+class Broken(nn.Module):
+    """Takes other images."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.zeros(7, 2)

@@ -1,0 +1,94 @@
+"""Networks of all kinds of blocks: what they compute, and that the modes which split them compute the same."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from commands import TINY, launch, mode_flags, run_here
+from torch import nn
+
+from lit_cifar import LitResNet
+from lit_cifar.checkpoints import read_checkpoint
+from lit_cifar.models import build_resnet
+from lit_cifar.models.blocks import blocks_of
+from lit_cifar.models.partition import Partition
+from lit_cifar.models.vit import Attention
+from lit_cifar.strategies.pipeline import output_dtypes
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("arch", ["resnet50", "resnet101", "resnet152", "wide_resnet50_2", "wide_resnet101_2"])
+def test_names_and_shapes_are_those_of_torchvision(arch: Any) -> None:
+    with torch.device("meta"):
+        ours = build_resnet(arch, stem="imagenet", num_classes=1000).state_dict()
+        theirs = getattr(torchvision.models, arch)().state_dict()
+    assert {name: t.shape for name, t in ours.items()} == {name: t.shape for name, t in theirs.items()}
+
+
+@pytest.mark.parametrize("arch", ["tiny_bottleneck", "vit_micro"])
+def test_the_blocks_are_the_network_bit_for_bit(arch: Any) -> None:
+    network = LitResNet(arch).network
+    x = images = torch.randn(4, 3, 32, 32)
+    for block in (blocks_of(network) or {}).values():
+        x = block(x)
+    assert x.equal(network(images))
+
+
+def test_attention_is_that_of_torch() -> None:
+    """Whose outputs are all queries, all keys, all values; here head by head."""
+    torch.manual_seed(0)
+    ours = Attention(24, num_heads=3).double()
+    theirs = nn.MultiheadAttention(24, 3, batch_first=True, dtype=torch.float64)
+    for parameter, rows in ((theirs.in_proj_weight, ours.qkv.weight), (theirs.in_proj_bias, ours.qkv.bias)):
+        by_head = rows.detach().unflatten(0, (3, 3, 8))  # heads, kinds, values of a head
+        parameter.data = by_head.transpose(0, 1).flatten(0, 2)
+    theirs.out_proj.load_state_dict(ours.projection.state_dict())
+    x = torch.randn(2, 5, 24, dtype=torch.float64)
+    torch.testing.assert_close(ours(x), theirs(x, x, x)[0])
+
+
+@pytest.mark.parametrize("arch", ["tiny", "vit_micro"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_a_stage_returns_is_known_before_it_runs(arch: Any, autocast: bool) -> None:
+    """Under autocast the patches of a ViT are added in float32; what a ResNet's blocks return is bfloat16."""
+    module = LitResNet(arch)
+    partition = Partition.of(module.network, module.image_shape, num_stages=3)
+    before = {name: tensor.clone() for name, tensor in module.network.state_dict().items()}
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        found = output_dtypes(module.network, partition, torch.float32, device=CPU)
+        assert all(tensor.equal(before[name]) for name, tensor in module.network.state_dict().items())
+        x = torch.zeros(2, 3, 32, 32)
+        for stage, dtype in zip(partition.stages, found, strict=True):
+            x = stage.module(module.network)(x)
+            assert x.dtype == dtype
+    assert (found[1] == torch.bfloat16) == (autocast and arch == "tiny")
+
+
+@pytest.mark.parametrize(
+    ("mode", "arch"),
+    [
+        ("mp", "tiny_bottleneck"),
+        ("mp", "vit_micro"),
+        ("pp", "tiny_bottleneck"),
+        ("tp", "vit_micro"),
+        pytest.param("pp", "vit_micro", marks=pytest.mark.exhaustive),
+        pytest.param("tp", "tiny_bottleneck", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_two_devices_train_what_one_trains(arch: str, mode: str, tmp_path: Path) -> None:
+    flags = [flag for flag in TINY if not flag.startswith("--model.")]
+    flags += [f"--model.arch={arch}", "--model.optimizer.lr=0.02", "--trainer.precision=64-true"]
+    flags += ["--trainer.max_steps=3"]
+    apart = ["--model.batchnorm_chunks.num_microbatches=4"] if mode == "pp" else []
+    assert run_here("fit", *flags, *apart, f"--run_dir={tmp_path / 'alone'}").status == 0
+    split = [*flags, *mode_flags(mode), f"--run_dir={tmp_path / mode}"]
+    assert (run_here("fit", *split) if mode == "mp" else launch("fit", *split, ranks=2)).status == 0
+    alone, found = (
+        read_checkpoint(tmp_path / run / "checkpoints" / "last.ckpt")["state_dict"] for run in ("alone", mode)
+    )
+    assert found.keys() == alone.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, alone[name], rtol=1e-9, atol=1e-9)

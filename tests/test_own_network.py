@@ -1,0 +1,243 @@
+"""A network of the user's own, on pictures of the user's own, from the command line."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import own_networks
+import pytest
+import torch
+from commands import Result, launch, mode_flags, run_here
+from PIL import Image
+
+from lit_cifar import CheckpointError, CIFAR10DataModule, ConfigError, DataError, LitResNet
+from lit_cifar.checkpoints import read_checkpoint
+from lit_cifar.models.blocks import blocks_of, tensor_split_of
+
+STEPS = 3
+
+
+def draw_pictures(folder: Path, num: int, *, seed: int = 0) -> None:
+    """`num` pictures of noise, of different sizes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = np.random.default_rng(seed)
+    for index in range(num):
+        pixels = generator.integers(0, 256, (30 + index, 50, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{index}.png")
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """ROOT/CLASS, with 9 cats and 8 dogs."""
+    root = tmp_path_factory.mktemp("pictures")
+    draw_pictures(root / "cat", 9)
+    draw_pictures(root / "dog", 8, seed=1)
+    return root
+
+
+def flags(pictures: Path, *more: str) -> list[str]:
+    """A training in float64 on pictures of 24 x 24."""
+    return [
+        "--data.dataset=folder",
+        f"--data.root={pictures}",
+        "--data.image_size=24",
+        "--data.batch_size=8",
+        "--trainer.precision=64-true",
+        "--model.optimizer.lr=0.01",
+        f"--trainer.max_steps={STEPS}",
+        "--trainer.max_epochs=-1",
+        "--trainer.accelerator=cpu",
+        "--trainer.enable_progress_bar=false",
+        "--trainer.log_every_n_steps=1",
+        "--trainer.num_sanity_val_steps=0",
+        "--figures.every_n_epochs=0",
+        "--last_checkpoint.every_n_steps=1",
+        *more,
+    ]
+
+
+def own(name: str) -> str:
+    return f"--model.network=own_networks.{name}"
+
+
+def trained(run: Path) -> dict[str, Any]:
+    return read_checkpoint(run / "checkpoints" / "last.ckpt")
+
+
+def done(result: Result) -> Result:
+    assert result.status == 0, result.stderr
+    return result
+
+
+def test_trained_tested_resumed_and_loaded(pictures: Path, tmp_path: Path) -> None:
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    width = "--model.network.width=4"
+    done(run_here("fit", *flags(pictures, own("Chain"), width), f"--run_dir={whole}"))
+    earlier = f"--ckpt_path={whole / 'checkpoints' / 'previous.ckpt'}"
+    done(run_here("fit", *flags(pictures, own("Chain"), width), f"--run_dir={run}", earlier))
+    assert trained(run)["lit_cifar"] == {
+        "arch": None,
+        "stem": None,
+        "num_classes": 2,
+        "image_size": 24,
+        "network": "own_networks.Chain",
+    }
+    expected = trained(whole)["state_dict"]
+    assert expected.keys() == own_networks.Chain(width=4).state_dict().keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in trained(run)["state_dict"].items())
+
+    saved = ["--config", run / "config.yaml", "--ckpt_path", run / "checkpoints" / "last.ckpt"]
+    done(run_here("validate", *saved, f"--run_dir={tmp_path / 'validate'}"))
+    predicted = tmp_path / "predict"
+    done(run_here("predict", *saved, f"--run_dir={predicted}", f"--data.predict_dir={pictures}"))
+    assert len((predicted / "predictions.csv").read_text().splitlines()) == 1 + 17
+
+    path = run / "checkpoints" / "last.ckpt"
+    network = own_networks.Chain(width=4).double()
+    assert LitResNet.load_from_checkpoint(path, network=network).network is network
+    assert torch.equal(network[6].bias, expected["6.bias"])
+    with pytest.raises(CheckpointError, match="no code is run because a checkpoint names it\npass network=Chain"):
+        LitResNet.load_from_checkpoint(path)
+    with pytest.raises(CheckpointError, match=r"0.weight is \(4, 3, 3, 3\) in the checkpoint, \(8, 3, 3, 3\)"):
+        LitResNet.load_from_checkpoint(path, network=own_networks.Chain())
+
+    for other, problem in {
+        own("Opaque"): "holds own_networks.Chain with 2 classes, 24 x 24 images, the model is own_networks.Opaque",
+        "--model.arch=tiny": "to use this checkpoint pass --model.network=own_networks.Chain --model.num_classes=2",
+        f"{own('Chain')} --model.network.width=8": "(4, 3, 3, 3) in the checkpoint, (8, 3, 3, 3) in the model",
+    }.items():
+        refused = run_here(
+            "fit", *flags(pictures, *other.split()), f"--ckpt_path={path}", f"--run_dir={tmp_path / 'x'}"
+        )
+        assert refused.status == 2
+        assert problem in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [
+        ("pp", "Chain"),
+        ("fsdp2", "Opaque"),
+        *(pytest.param(mode, "Chain", marks=pytest.mark.exhaustive) for mode in ("mp", "tp", "fsdp2", "ddp_spawn")),
+        *(pytest.param(mode, "Opaque", marks=pytest.mark.exhaustive) for mode in ("dp", "ddp", "ddp_spawn")),
+    ],
+)
+def test_every_mode_computes_what_one_device_does(pictures: Path, tmp_path: Path, mode: str, name: str) -> None:
+    chunks = {"pp": "num_microbatches=4", "dp": "replicas_per_shard=2"}.get(mode)
+    chunks = "num_shards=2" if mode in ("ddp", "ddp_spawn", "fsdp2") else chunks
+    alone = [] if chunks is None else [f"--model.batchnorm_chunks.{chunks}"]
+    done(run_here("fit", *flags(pictures, own(name), *alone), f"--run_dir={tmp_path / 'alone'}"))
+    ranks = 1 if mode in ("mp", "dp", "ddp_spawn") else 2
+    launch("fit", *flags(pictures, own(name)), *mode_flags(mode), f"--run_dir={tmp_path / mode}", ranks=ranks)
+    expected, found = (trained(tmp_path / run)["state_dict"] for run in ("alone", mode))
+    assert found.keys() == expected.keys()
+    for key, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[key], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        ([own("Opaque"), *mode_flags("pp")], "Opaque does not say which it has"),
+        ([own("Opaque"), *mode_flags("mp")], "Make it an nn.Sequential, or give it a method blocks()"),
+        ([own("Opaque"), *mode_flags("tp")], "Opaque does not say which can be split"),
+        ([own("Chain"), "--model.network.width=3", *mode_flags("tp", 4)], "have 6 parts, among 4 processes"),
+        ([own("Chain"), "--model.arch=tiny"], "and --model.arch=tiny is about another one"),
+        ([own("Chain"), "--model.stem=cifar"], "and --model.stem=cifar is about another one"),
+        ([own("Chain"), "--model.network.num_classes=3"], "Chain returns (2, 3) for 2 images, not logits of 2 classes"),
+        ([own("Forgetful")], "the blocks of Forgetful, one after the other, do not compute its forward()"),
+        ([own("Broken")], "Broken cannot take images (3, 24, 24): RuntimeError"),
+        ([own("Chian")], "has no attribute 'Chian'"),
+        (["--model.arch=vit_micro", "--model.stem=cifar"], "--model.stem=cifar is of a ResNet, and vit_micro is none"),
+        (["--model.arch=vit_micro", "--data.image_size=20"], "do not fill 20 x 20\n  pass --data.image_size=16"),
+        (["--data.val_size=3", "--data.dataset=synthetic"], "but the images of synthetic are 32 x 32"),
+    ],
+)
+def test_mistakes_are_named_before_a_process_is_started(
+    pictures: Path, tmp_path: Path, more: list[str], problem: str
+) -> None:
+    result = run_here("fit", *flags(pictures), *more, f"--run_dir={tmp_path / 'run'}")
+    assert result.status == 2
+    assert problem in result.stderr
+    assert len(result.stderr.splitlines()) <= 5
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_network_says_its_blocks_by_a_method_or_as_a_sequence() -> None:
+    chain = own_networks.Chain()
+    assert list(blocks_of(chain) or {}) == [str(index) for index in range(7)]
+    assert blocks_of(own_networks.Opaque()) is None  # a list of layers of this name is no method
+    assert tensor_split_of(chain) == {"3.up": "columns", "3.norm": "channels", "3.down": "rows"}
+    repeated = torch.nn.Sequential(chain[0], chain[2], chain[2])
+    assert list((blocks_of(repeated) or {}).values()) == [chain[0], chain[2], chain[2]]
+
+
+# ---------------------------------------------------------------- pictures of one's own
+
+
+def test_one_picture_of_each_class_in_turn(pictures: Path) -> None:
+    data = CIFAR10DataModule(pictures, dataset="folder", image_size=24, num_train=6, val_size=2)
+    data.setup("fit")
+    assert data.classes == ("cat", "dog")
+    everything = data.source.load("train")
+    assert everything.images.shape == (17, 3, 24, 24)
+    assert everything.labels.tolist() == [0, 1] * 8 + [0]
+    assert sorted(torch.cat([data.sets["train"].labels, data.sets["val"].labels]).tolist()) == [0, 0, 0, 1, 1, 1]
+    assert len(data.sets["val"]) == 2
+    by_default = CIFAR10DataModule(pictures, dataset="folder")
+    assert (by_default.val_size, by_default.image_size) == (1, 32)
+
+
+@pytest.mark.parametrize("below", ["train", "."])
+def test_folders_to_validate_and_to_test_on(below: str, tmp_path: Path) -> None:
+    draw_pictures(tmp_path / below / "cat", 3)
+    draw_pictures(tmp_path / below / "dog", 2)
+    draw_pictures(tmp_path / "val" / "dog", 2)
+    data = CIFAR10DataModule(tmp_path, dataset="folder")
+    data.setup("fit")
+    assert {name: images.labels.tolist() for name, images in data.sets.items()} == {
+        "train": [0, 1, 0, 1, 0],
+        "val": [1, 1],
+    }
+    with pytest.raises(DataError, match=r"there is no folder .*test"):
+        data.setup("test")
+    draw_pictures(tmp_path / "test" / "cat", 1)
+    data.setup("test")
+    assert data.sets["test"].labels.tolist() == [0]
+    with pytest.raises(ConfigError, match=r"--data.val_size=1 holds out images"):
+        CIFAR10DataModule(tmp_path, dataset="folder", val_size=1)
+
+
+def test_what_a_folder_of_pictures_cannot_be(tmp_path: Path) -> None:
+    def problem() -> str:
+        with pytest.raises(DataError) as error:
+            CIFAR10DataModule(tmp_path / "root", dataset="folder").setup("fit")
+        return error.value.problem
+
+    assert problem() == f"there is no folder {tmp_path / 'root'}"
+    (tmp_path / "root" / ".hidden").mkdir(parents=True)
+    assert "holds no folders of pictures" in problem()
+    draw_pictures(tmp_path / "root" / "cat", 12)
+    (tmp_path / "root" / "dog").mkdir()
+    assert problem() == f"{tmp_path / 'root' / 'dog'} holds no files"
+    (tmp_path / "root" / "dog" / "torn.png").write_bytes((tmp_path / "root" / "cat" / "0.png").read_bytes()[:500])
+    assert f"{tmp_path / 'root' / 'dog' / 'torn.png'} cannot be read as a picture" in problem()
+    (tmp_path / "root" / "dog" / "torn.png").rename(tmp_path / "root" / "dog" / ".torn.png")
+    draw_pictures(tmp_path / "root" / "train" / "cat", 12)
+    draw_pictures(tmp_path / "root" / "val" / "fox", 1)
+    assert problem() == f"{tmp_path / 'root' / 'val' / 'fox'} is a class without pictures to train on"
+
+
+def test_a_checkpoint_of_other_classes_names_none_here(pictures: Path, tmp_path: Path) -> None:
+    done(run_here("fit", *flags(pictures, own("Chain")), f"--run_dir={tmp_path / 'run'}"))
+    draw_pictures(tmp_path / "others" / "fox", 1)
+    draw_pictures(tmp_path / "others" / "owl", 1)
+    saved = [
+        "--config",
+        tmp_path / "run" / "config.yaml",
+        "--ckpt_path",
+        tmp_path / "run" / "checkpoints" / "last.ckpt",
+    ]
+    refused = run_here("predict", *saved, f"--data.root={tmp_path / 'others'}", f"--data.predict_dir={pictures}")
+    assert refused.status == 2
+    assert "the checkpoint was trained on folder of cat, dog, not on folder of fox, owl" in refused.stderr
