@@ -12,7 +12,7 @@ from typing import Any
 from decision import decision
 from matplotlib.figure import Figure
 
-from lit_cifar.analysis import BLUE, GREY, RED, read_metrics, read_per_rank
+from lit_cifar.reporting.analysis import BLUE, GREY, RED, read_metrics, read_per_rank
 
 HERE = Path(__file__).parent
 ARTICLES_RUN = HERE / "2026-11-20-articles-stem"

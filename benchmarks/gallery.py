@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from lit_cifar.commands.terminal import about
-from lit_cifar.commands.verify.bugs import BUGS
-from lit_cifar.commands.verify.checkpoint import quiet
-from lit_cifar.commands.verify.launcher import TRACE
-from lit_cifar.commands.verify.modes import modes
-from lit_cifar.commands.verify.runs import run
+from lit_cifar.verify.checkpoint_check import quiet
+from lit_cifar.verify.launcher import TRACE
+from lit_cifar.verify.modes import modes
+from lit_cifar.verify.planted_mistakes import BUGS
+from lit_cifar.verify.runs import run
 
 EPOCHS = 3
 SEEDS = 5

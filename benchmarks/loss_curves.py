@@ -28,7 +28,7 @@ SETTINGS = [
     "--trainer.enable_progress_bar=false",
     "--trainer.accelerator=cpu",
 ]
-CHUNKS = "--model.batchnorm_chunks."
+CHUNKS = "--model.ghost_batchnorm."
 # What each overlay of configs/modes equals.
 EQUALS = {
     "single": [],

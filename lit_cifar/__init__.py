@@ -1,9 +1,9 @@
 """One ResNet34 trainer for CIFAR-10, and every way to parallelise it with PyTorch and Lightning."""
 
-from lit_cifar import parent as _parent  # before everything that takes time
 from lit_cifar import strategies as _strategies  # registers the names that --trainer.strategy knows
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.errors import CheckpointError, ConfigError, DataError
+from lit_cifar.launch import parent as _parent  # before everything that takes time
 from lit_cifar.module import LitResNet
 from lit_cifar.schedules import WarmupDecay
 

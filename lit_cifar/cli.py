@@ -30,7 +30,6 @@ from lit_cifar import __version__
 from lit_cifar.callbacks import (
     EXIT_STOPPED,
     BestCheckpoint,
-    DataReceipt,
     EvaluationFigures,
     ExactResume,
     FinalSettings,
@@ -41,14 +40,29 @@ from lit_cifar.callbacks import (
     PredictionWriter,
     ProgressBar,
     RunReport,
+    SampleAudit,
     StepBoundary,
     Throughput,
     Watchdog,
 )
-from lit_cifar.checkpoint_files import newest_valid, save_error
-from lit_cifar.checkpoint_io import CheckpointFiles
-from lit_cifar.checkpoints import check_shapes, holds_weights_alone, load_weights, read_checkpoint
-from lit_cifar.cli_errors import (
+from lit_cifar.checkpoint.files import newest_valid, save_error
+from lit_cifar.checkpoint.format import check_shapes, holds_weights_alone, load_weights, read_checkpoint
+from lit_cifar.checkpoint.lightning_io import CheckpointFiles
+from lit_cifar.cli_help import COMMON, SUBCOMMANDS, replace_texts
+from lit_cifar.commands import COMMANDS
+from lit_cifar.data import CIFAR10DataModule
+from lit_cifar.data.sources import open_dataset
+from lit_cifar.errors import CheckpointError, ConfigError, SaveError
+from lit_cifar.launch.processes import as_list, check_processes, settle_processes
+from lit_cifar.layout import Layout
+from lit_cifar.models import DEFAULT_ARCH
+from lit_cifar.models.blocks import check_network
+from lit_cifar.module import LitResNet
+from lit_cifar.reporting.output import outlast_readers, without_banners
+from lit_cifar.reporting.run_folder import create_run_folder, logger_below, process_rank, run_loggers
+from lit_cifar.sample_audit.digest import Receipt, order_settings
+from lit_cifar.strategies import ProcessSyncBatchNorm
+from lit_cifar.usage_errors import (
     PROGRAM,
     Parser,
     as_config_error,
@@ -58,20 +72,6 @@ from lit_cifar.cli_errors import (
     check_trainer,
     refuse,
 )
-from lit_cifar.cli_help import COMMON, SUBCOMMANDS, replace_texts
-from lit_cifar.commands import COMMANDS
-from lit_cifar.data import CIFAR10DataModule
-from lit_cifar.data.receipt import Receipt, order_settings
-from lit_cifar.data.sources import open_dataset
-from lit_cifar.errors import CheckpointError, ConfigError, SaveError
-from lit_cifar.layout import Layout
-from lit_cifar.models import DEFAULT_ARCH
-from lit_cifar.models.blocks import check_network
-from lit_cifar.module import LitResNet
-from lit_cifar.output import outlast_readers, without_banners
-from lit_cifar.run_folder import create_run_folder, logger_below, process_rank, run_loggers
-from lit_cifar.strategies import ProcessSyncBatchNorm
-from lit_cifar.strategies.launch import as_list, check_processes, settle_processes
 from lit_cifar.watchdog import end_with_launcher
 
 _DESCRIPTION = "Train networks on CIFAR-10 and similar data, in any mode of parallelism."
@@ -326,9 +326,9 @@ class CLI(LightningCLI):
             rank_zero_warn("--trainer.sync_batchnorm=true has no effect with one process, which sees the whole batch")
         check_kernels(self.trainer, self._get(self.config, "trainer"), compiles=self.model.compiles)
         layout = Layout.of(self.trainer.strategy)
-        if self._get(self.config, "model").batchnorm_chunks is not None and layout != Layout():
+        if self._get(self.config, "model").ghost_batchnorm is not None and layout != Layout():
             raise ConfigError(
-                f"--model.batchnorm_chunks computes on one device what a mode does, and this run has a mode: {layout}",
+                f"--model.ghost_batchnorm computes on one device what a mode does, and this run has a mode: {layout}",
                 remedy="leave it out, or leave out --trainer.strategy and pass --trainer.devices=1",
             )
         known = {"num_classes": len(self.datamodule.classes), "image_size": self.datamodule.image_size}
@@ -394,7 +394,7 @@ def _callbacks() -> list[L.Callback]:
     return [
         StepBoundary(),
         ExactResume(),
-        DataReceipt(),
+        SampleAudit(),
         LearningRateMonitor(),
         Throughput(),
         PerRankAccuracy(),

@@ -52,7 +52,7 @@ class Stopped(SystemExit):
     """
 
 
-class ReceiptError(RuntimeError):
+class SampleAuditError(RuntimeError):
     """Training has lost samples, used some twice, or used some in another step than planned.
 
     This is a defect and not a user's mistake, so the traceback is shown and the run exits with status 1.

@@ -54,9 +54,9 @@ class Layout:
         """Replicas over all processes: the number by which a global batch must be divisible."""
         return self.num_shards * self.replicas_per_shard
 
-    def chunks(self, *, accumulation: int = 1) -> "Chunks":
+    def chunks(self, *, accumulation: int = 1) -> "GhostBatches":
         """How this layout cuts a global batch that is accumulated over `accumulation` steps."""
-        return Chunks(
+        return GhostBatches(
             num_shards=self.num_shards,
             accumulation=accumulation,
             replicas_per_shard=self.replicas_per_shard,
@@ -65,7 +65,7 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chunks:
+class GhostBatches:
     """How a global batch is cut into chunks that pass through the layers together, and so are normalised together.
 
     Attributes:

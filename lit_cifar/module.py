@@ -15,14 +15,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import MeanMetric, Metric, MetricCollection
 
-from lit_cifar.checkpoints import Header, add_prefix, check_shapes, read_checkpoint, strip_prefix
+from lit_cifar.checkpoint.format import Header, add_prefix, check_shapes, read_checkpoint, strip_prefix
 from lit_cifar.data.images import Batch
 from lit_cifar.errors import CheckpointError, ConfigError
-from lit_cifar.layout import Chunks
+from lit_cifar.layout import GhostBatches
 from lit_cifar.metrics import EvaluationMetrics, TopAccuracy
 from lit_cifar.models import DEFAULT_ARCH, Arch, Stem, build_network, stem_of
-from lit_cifar.models.chunked_batchnorm import normalise_apart
 from lit_cifar.models.compiled import Compiled
+from lit_cifar.models.ghost_batchnorm import normalise_apart
 from lit_cifar.models.memory_format import follow_parameters, plain
 from lit_cifar.optimizers import NesterovSGD
 from lit_cifar.schedules import WarmupDecay
@@ -46,7 +46,7 @@ class LitResNet(L.LightningModule):
             `lit_cifar.models.blocks` says what `mp`, `pp` and `tp` need from it.
         num_classes: Number of classes, the size of the logits. The default is 10, on the command line that of the data.
         image_size: Height and width of the images, in pixels. The default is 32, on the command line that of the data.
-        batchnorm_chunks: Ghost batch normalisation on one device: BatchNorm normalises each of these parts of a batch
+        ghost_batchnorm: Ghost batch normalisation on one device: BatchNorm normalises each of these parts of a batch
             on its own. This equals a mode whose replicas or microbatches are normalised separately.
         channels_last: Keep images, activations and weights in the channels-last memory format, which convolutions on
             recent GPUs prefer. Checkpoints keep torch's default format.
@@ -70,7 +70,7 @@ class LitResNet(L.LightningModule):
         network: nn.Module | None = None,
         num_classes: int | None = None,
         image_size: int | None = None,
-        batchnorm_chunks: Chunks | None = None,
+        ghost_batchnorm: GhostBatches | None = None,
         channels_last: bool = False,
         compile: bool = False,
         optimizer: OptimizerCallable = lambda params: NesterovSGD(params, lr=0.1),
@@ -87,7 +87,7 @@ class LitResNet(L.LightningModule):
             arch = arch or DEFAULT_ARCH
             stem = stem_of(arch, stem)
             network = build_network(arch, stem=stem, num_classes=num_classes, image_size=image_size)
-        self.network = network if batchnorm_chunks is None else normalise_apart(network, batchnorm_chunks)
+        self.network = network if ghost_batchnorm is None else normalise_apart(network, ghost_batchnorm)
         self.header = Header(arch=arch, stem=stem, num_classes=num_classes, image_size=image_size, network=own)
         if channels_last:
             self.network.to(memory_format=torch.channels_last)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lit_cifar.callbacks.checkpoint import save_everywhere
-from lit_cifar.callbacks.run_report import run_folder
+from lit_cifar.checkpoint.callbacks import save_everywhere
 from lit_cifar.errors import CheckpointError
+from lit_cifar.reporting.run_report import run_folder
 
 
 class NoFolder(Callback):

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lit_cifar.callbacks import EvaluationFigures, ModelGraph, RunReport
-from lit_cifar.callbacks.boundary import Agreed, StepBoundary
+from lit_cifar.checkpoint.step_boundary import Agreed, StepBoundary
 from lit_cifar.cli import _callbacks
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.module import LitResNet

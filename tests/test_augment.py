@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_cifar.data.augment import Augmentation, crop_by_gather, crop_by_slices
-from lit_cifar.data.keyed import Purpose, keyed_bits, keyed_integers, keyed_permutation
+from lit_cifar.data.counter_rng import Purpose, keyed_bits, keyed_integers, keyed_permutation
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

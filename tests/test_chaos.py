@@ -20,19 +20,19 @@ from commands import TINY, launch, mode_flags, run_here
 from processes import marked
 from rich.console import Console
 
-from lit_cifar.commands.chaos.disk import LimitedDisk, MountedDisk, SmallDisk, small_disk
-from lit_cifar.commands.chaos.endings import distance, metric_problems, position_problems, receipt_problems
-from lit_cifar.commands.chaos.history import Batches, Line, Start, audit, effective, num_repeated
-from lit_cifar.commands.chaos.job import Job, wait_until
-from lit_cifar.commands.chaos.journal import Journal, JournalReader
-from lit_cifar.commands.chaos.plan import EQUAL_SIZE, Fault, equal_size_cards, plan, resized_cards, shares
-from lit_cifar.commands.chaos.rows import Row, result_table
-from lit_cifar.commands.chaos.runner import plan_for
-from lit_cifar.commands.chaos.settings import Training, chosen_modes
-from lit_cifar.commands.chaos.trial import Event, Trial, TrialError
-from lit_cifar.commands.chaos.workers import ANEW, LAUNCH, WORKERS, Worker, is_anew, read_workers
-from lit_cifar.commands.forked import ForkedRun
+from lit_cifar.chaos.audit import distance, metric_problems, position_problems, receipt_problems
+from lit_cifar.chaos.disk_fault import LimitedDisk, MountedDisk, SmallDisk, small_disk
+from lit_cifar.chaos.experiment import plan_for
+from lit_cifar.chaos.fault_schedule import EQUAL_SIZE, Fault, equal_size_cards, plan, resized_cards, shares
+from lit_cifar.chaos.injector import Event, Trial, TrialError
+from lit_cifar.chaos.job import Job, wait_until
+from lit_cifar.chaos.report import Row, result_table
+from lit_cifar.chaos.sample_history import Batches, Line, Start, audit, effective, num_repeated
+from lit_cifar.chaos.sample_log import Journal, JournalReader
+from lit_cifar.chaos.settings import Training, chosen_modes
+from lit_cifar.chaos.workers import ANEW, LAUNCH, WORKERS, Worker, is_anew, read_workers
 from lit_cifar.data import Batch
+from lit_cifar.launch.forked import ForkedRun
 
 FIRST, SECOND, THIRD = (1, 0), (1, 1), (2, 0)
 
@@ -92,7 +92,7 @@ def test_the_training_is_long_enough_for_its_faults(num_faults: int) -> None:
 def test_what_one_process_does_alone_is_what_the_mode_does() -> None:
     """Flags alone: the same number of images normalised together."""
     alone = {mode.name: mode.flags_for(1) for mode in chosen_modes(["ddp", "pp", "fsdp2", "tp"], devices=2)}
-    separate = "--model.batchnorm_chunks."
+    separate = "--model.ghost_batchnorm."
     assert {name: f"{separate}num_shards=2" in flags for name, flags in alone.items()} == {
         "ddp": False,
         "pp": False,
@@ -536,7 +536,7 @@ def test_workers_find_the_same_whether_they_are_forked_or_python_starts_for_them
         environment={**os.environ, **settings},
         stdout=tmp_path / "log",
         stderr=tmp_path / "log",
-        module="lit_cifar.commands.chaos.agent",
+        module="lit_cifar.chaos.agent",
     )
     status = torchrun.wait(100)
     torchrun.kill()

@@ -15,11 +15,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from tiny_task import TinyData, TinyTask, tiny_trainer
 
-from lit_cifar.callbacks.checkpoint import BestCheckpoint, LastCheckpoint
-from lit_cifar.callbacks.exact_resume import ExactResume
-from lit_cifar.checkpoint_files import BEST, LAST, PREVIOUS, newest_valid, save_error, verify_checkpoint
-from lit_cifar.checkpoint_io import CheckpointFiles
-from lit_cifar.checkpoints import read_checkpoint
+from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
+from lit_cifar.checkpoint.exact_resume import ExactResume
+from lit_cifar.checkpoint.files import BEST, LAST, PREVIOUS, newest_valid, save_error, verify_checkpoint
+from lit_cifar.checkpoint.format import read_checkpoint
+from lit_cifar.checkpoint.lightning_io import CheckpointFiles
 from lit_cifar.errors import CheckpointError, ConfigError, SaveError
 
 STEPS = 3  # of an epoch of TinyData

@@ -16,10 +16,10 @@ import pytest
 import torch
 from torn_writes import state, step_of
 
-from lit_cifar import checkpoint_files
-from lit_cifar.checkpoint_files import BEST, LAST, PREVIOUS, newest_valid, verify_checkpoint, write_checkpoint
-from lit_cifar.checkpoint_io import CheckpointFiles
-from lit_cifar.checkpoints import read_checkpoint
+from lit_cifar.checkpoint import files as checkpoint_files
+from lit_cifar.checkpoint.files import BEST, LAST, PREVIOUS, newest_valid, verify_checkpoint, write_checkpoint
+from lit_cifar.checkpoint.format import read_checkpoint
+from lit_cifar.checkpoint.lightning_io import CheckpointFiles
 from lit_cifar.errors import CheckpointError, ConfigError
 
 

@@ -19,10 +19,10 @@ from PIL import Image
 
 import lit_cifar
 from lit_cifar import __version__
-from lit_cifar.callbacks.environment import versions
-from lit_cifar.checkpoints import read_checkpoint
+from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.cli import main
 from lit_cifar.commands import COMMANDS
+from lit_cifar.reporting.environment import versions
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +66,8 @@ REFUSED = {
         ["sync_batchnorm"],
     ),
     "chunks of one device in a mode": (
-        ["--trainer.strategy=dp", "--trainer.devices=2", "--model.batchnorm_chunks.num_shards=2"],
-        ["batchnorm_chunks", "--trainer.devices=1"],
+        ["--trainer.strategy=dp", "--trainer.devices=2", "--model.ghost_batchnorm.num_shards=2"],
+        ["ghost_batchnorm", "--trainer.devices=1"],
     ),
     "too few devices for microbatches": (
         ["--trainer.strategy=pp", "--trainer.devices=2", "--data.batch_size=14"],

@@ -13,7 +13,7 @@ from short_fits import fit, losses, short
 from torch import Tensor, nn
 
 from lit_cifar import LitResNet
-from lit_cifar.checkpoints import read_checkpoint
+from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.models import compiled
 from lit_cifar.models.compiled import Compiled
 

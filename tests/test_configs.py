@@ -6,7 +6,7 @@ import pytest
 import yaml
 from commands import TINY, environment_of, launch, run_here
 
-from lit_cifar.checkpoints import read_checkpoint
+from lit_cifar.checkpoint.format import read_checkpoint
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 PATHS = sorted(CONFIGS.rglob("*.yaml"))

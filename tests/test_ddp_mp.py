@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch.nn.parallel import DistributedDataParallel
 
 import lit_cifar.strategies.ddp_mp
-from lit_cifar.checkpoints import read_checkpoint
+from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.errors import ConfigError
 from lit_cifar.layout import Layout
 from lit_cifar.module import LitResNet
@@ -199,7 +199,7 @@ def test_two_processes_equal_one_device_that_normalises_each_part(tmp_path: Path
     """Also the microbatches of each process, the keys and the optimizer's state."""
     flags = [CLASS, "--trainer.strategy.num_microbatches=2", "--trainer.devices=4"]
     launch("fit", *SETTINGS, *flags, f"--run_dir={tmp_path / 'ddp_mp'}", ranks=2)
-    chunks = ["--model.batchnorm_chunks.num_shards=2", "--model.batchnorm_chunks.num_microbatches=2"]
+    chunks = ["--model.ghost_batchnorm.num_shards=2", "--model.ghost_batchnorm.num_microbatches=2"]
     alone = run_here("fit", *SETTINGS, *chunks, "--trainer.devices=1", f"--run_dir={tmp_path / 'alone'}")
     assert alone.status == 0, alone.stderr
     assert_same_checkpoint(checkpoint_of(tmp_path / "ddp_mp"), checkpoint_of(tmp_path / "alone"), tolerance=1e-9)

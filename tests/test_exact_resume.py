@@ -14,8 +14,8 @@ from commands import TINY, Result, launch, mode_flags, run_here
 from comparing import assert_same_checkpoint
 from tiny_task import read_events
 
-from lit_cifar.callbacks.exact_resume import Position
-from lit_cifar.checkpoints import read_checkpoint
+from lit_cifar.checkpoint.exact_resume import Position
+from lit_cifar.checkpoint.format import read_checkpoint
 
 # 79 images in batches of 16: four steps and a ragged one of 15 an epoch, ten steps in all.
 SETTINGS = [

@@ -14,9 +14,9 @@ from tiny_task import CLASSES, TinyData, TinyTask, fake_trainer, read_events, ti
 from torch import Tensor
 
 from lit_cifar.callbacks import EvaluationFigures, FinalSettings, ModelGraph, ProgressBar, RunReport, Throughput
-from lit_cifar.callbacks.drawing import WrongImage, confusion_figure, render, wrong_images_figure
-from lit_cifar.callbacks.figures import MostConfidentMistakes, class_accuracies
 from lit_cifar.data.images import Batch
+from lit_cifar.reporting.evaluation_plots import WrongImage, confusion_figure, render, wrong_images_figure
+from lit_cifar.reporting.figures import MostConfidentMistakes, class_accuracies
 
 
 def batch_of(ids: Tensor, labels: Tensor) -> Batch:
@@ -178,7 +178,7 @@ def drawing_waits_for(begun: threading.Event, monkeypatch: pytest.MonkeyPatch) -
         assert begun.wait(20), "training has waited for its figures"
         return render(figure)
 
-    monkeypatch.setattr("lit_cifar.callbacks.figures.render", late)
+    monkeypatch.setattr("lit_cifar.reporting.figures.render", late)
 
 
 def test_training_does_not_wait_for_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +205,7 @@ def test_a_figure_that_cannot_be_drawn_is_an_error(
     def broken(figure: Figure) -> Any:
         raise OSError("no font")
 
-    monkeypatch.setattr("lit_cifar.callbacks.figures.render", broken)
+    monkeypatch.setattr("lit_cifar.reporting.figures.render", broken)
     trainer = tiny_trainer(tmp_path, callbacks=[EvaluationFigures()], max_epochs=max_epochs)
     with pytest.raises(OSError, match="no font"):
         trainer.fit(TinyTask(), datamodule=TinyData())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lit_cifar.data.folder import read_folder
+from lit_cifar.data.predict_files import read_folder
 from lit_cifar.errors import DataError
 
 CLASSES = ("a", "b")

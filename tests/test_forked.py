@@ -8,7 +8,7 @@ import psutil
 from commands import TINY, launch, mode_flags
 
 from lit_cifar import __version__
-from lit_cifar.commands.forked import ForkedRun, _rank_environments
+from lit_cifar.launch.forked import ForkedRun, _rank_environments
 
 
 def start(words: list[str], folder: Path, *, num_ranks: int = 1) -> ForkedRun:

@@ -16,21 +16,21 @@ import torch
 from commands import TINY, counts, launch, run_here
 from torch import Tensor, nn
 
-from lit_cifar.checkpoints import read_checkpoint
-from lit_cifar.commands.verify import verify
-from lit_cifar.commands.verify.compare import EXACT_BOUND
+from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.images import ImageSet
 from lit_cifar.data.loader import BatchLoader
-from lit_cifar.data.receipt import Tally
 from lit_cifar.data.samplers import TrainSampler
-from lit_cifar.layout import Chunks, Layout
+from lit_cifar.layout import GhostBatches, Layout
 from lit_cifar.models import build_resnet
-from lit_cifar.models.chunked_batchnorm import normalise_apart
+from lit_cifar.models.ghost_batchnorm import normalise_apart
 from lit_cifar.models.partition import Partition
 from lit_cifar.module import EvaluationMetrics
+from lit_cifar.sample_audit.digest import Tally
+from lit_cifar.strategies.layer_parallel import StagedRunner
 from lit_cifar.strategies.replicate import replicate
-from lit_cifar.strategies.staged import StagedRunner
+from lit_cifar.verify import verify
+from lit_cifar.verify.comparison import EXACT_BOUND
 
 IMAGE = (3, 32, 32)
 
@@ -112,10 +112,12 @@ def trained(network: nn.Module, run: Callable[[Tensor], Tensor], device: torch.d
 @pytest.mark.parametrize(
     ("chunks", "runner"),
     [
-        pytest.param(Chunks(), lambda network: network, id="single"),
-        pytest.param(Chunks(replicas_per_shard=2), lambda network: replicate(network, [DEVICE] * 2), id="two replicas"),
+        pytest.param(GhostBatches(), lambda network: network, id="single"),
         pytest.param(
-            Chunks(num_microbatches=2),
+            GhostBatches(replicas_per_shard=2), lambda network: replicate(network, [DEVICE] * 2), id="two replicas"
+        ),
+        pytest.param(
+            GhostBatches(num_microbatches=2),
             lambda network: StagedRunner(
                 [stage.module(network) for stage in Partition.of(network, IMAGE, num_stages=2).stages],
                 [DEVICE] * 2,
@@ -125,7 +127,9 @@ def trained(network: nn.Module, run: Callable[[Tensor], Tensor], device: torch.d
         ),
     ],
 )
-def test_a_step_is_that_of_one_cpu(chunks: Chunks, runner: Callable[[nn.Module], Callable[[Tensor], Tensor]]) -> None:
+def test_a_step_is_that_of_one_cpu(
+    chunks: GhostBatches, runner: Callable[[nn.Module], Callable[[Tensor], Tensor]]
+) -> None:
     torch.manual_seed(0)
     network = build_resnet("resnet10", stem="imagenet").double()
     alone = normalise_apart(build_resnet("resnet10", stem="imagenet"), chunks).double()

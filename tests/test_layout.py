@@ -10,7 +10,7 @@ import torch
 
 import lit_cifar
 from lit_cifar.data.samplers import TrainSampler
-from lit_cifar.layout import Chunks, Layout
+from lit_cifar.layout import GhostBatches, Layout
 from lit_cifar.strategies.replicate import replica_of
 
 PACKAGE = Path(lit_cifar.__file__).parent
@@ -76,7 +76,7 @@ def test_impossible_layouts_are_refused(fields: dict[str, int]) -> None:
 @pytest.mark.parametrize("field", ["num_shards", "accumulation", "replicas_per_shard", "num_microbatches"])
 def test_impossible_cuts_are_refused(field: str) -> None:
     with pytest.raises(ValueError, match=f"{field}=0"):
-        Chunks(**{field: 0})
+        GhostBatches(**{field: 0})
 
 
 @pytest.mark.parametrize(
@@ -108,12 +108,12 @@ def test_impossible_cuts_are_refused(field: str) -> None:
     ],
 )
 def test_chunks(cut: dict[str, int], num_samples: int, positions: list[list[list[int]]]) -> None:
-    found = Chunks(**cut).positions(num_samples)
+    found = GhostBatches(**cut).positions(num_samples)
     assert [[chunk.tolist() for chunk in chunks] for chunks in found] == positions
 
 
 CUTS = [
-    Chunks(num_shards=shards, accumulation=steps, replicas_per_shard=replicas, num_microbatches=microbatches)
+    GhostBatches(num_shards=shards, accumulation=steps, replicas_per_shard=replicas, num_microbatches=microbatches)
     for shards in (1, 2, 3)
     for steps in (1, 2)
     for replicas in (1, 2, 4)
@@ -122,7 +122,7 @@ CUTS = [
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_every_position_is_in_one_chunk_that_is_not_empty(cut: Chunks) -> None:
+def test_every_position_is_in_one_chunk_that_is_not_empty(cut: GhostBatches) -> None:
     for num_samples in (1, 2, 7, 24, 47):
         chunks = [chunk for replica in cut.positions(num_samples) for chunk in replica]
         assert all(len(chunk) for chunk in chunks)
@@ -158,7 +158,7 @@ def test_chunks_are_the_parts_that_the_replicas_of_a_process_get(num_replicas: i
 
 def test_chunks_of_a_layout_are_those_of_all_its_shards() -> None:
     layout = Layout(num_shards=2, shard=1, replicas_per_shard=3, num_microbatches=4)
-    assert layout.chunks(accumulation=5) == Chunks(
+    assert layout.chunks(accumulation=5) == GhostBatches(
         num_shards=2, accumulation=5, replicas_per_shard=3, num_microbatches=4
     )
 

@@ -12,10 +12,10 @@ from lightning.pytorch.plugins import MixedPrecision
 from short_fits import losses
 from torch import nn
 
-from lit_cifar.checkpoints import read_checkpoint
-from lit_cifar.cli_errors import check_clipping
+from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.errors import ConfigError
 from lit_cifar.strategies.loss_scaling import AgreedGradScaler, agree_on_overflow, loss_scale
+from lit_cifar.usage_errors import check_clipping
 
 
 def scaled(init_scale: float = 1024.0) -> MixedPrecision:
@@ -61,7 +61,7 @@ def test_all_processes_leave_out_a_step_in_which_one_has_overflowed(mode: str, c
     flags += ["--trainer.plugins.precision=16-mixed", "--trainer.plugins.device=cpu"]
     flags += ["--trainer.callbacks+=option_backends.Overflow"]
     paths = {name: tmp_path / name for name in ("run", "alone")}
-    of_mode = {"run": mode_flags(mode), "alone": [f"--model.batchnorm_chunks.{chunks}"] if chunks else []}
+    of_mode = {"run": mode_flags(mode), "alone": [f"--model.ghost_batchnorm.{chunks}"] if chunks else []}
     for name, path in paths.items():
         arguments = [*flags, f"--trainer.callbacks.path={tmp_path / f'{name}_scale'}", *of_mode[name]]
         launch("fit", *arguments, f"--run_dir={path}", ranks=2 if name == "run" else 1)

@@ -9,7 +9,7 @@ from short_fits import fit, short
 from torch import Tensor, nn
 
 from lit_cifar import LitResNet
-from lit_cifar.checkpoints import read_checkpoint
+from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.models.memory_format import follow_parameters, plain, with_plain_gradient
 
 

@@ -15,7 +15,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from lit_cifar import CIFAR10DataModule, LitResNet, WarmupDecay
-from lit_cifar.checkpoints import read_checkpoint
+from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.data import Batch
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.errors import CheckpointError, ConfigError

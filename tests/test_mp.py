@@ -10,7 +10,7 @@ from comparing import assert_same_checkpoint
 from torch import nn
 
 from lit_cifar.callbacks import EXIT_STOPPED
-from lit_cifar.checkpoints import read_checkpoint
+from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.errors import ConfigError
 from lit_cifar.layout import Layout
 from lit_cifar.module import LitResNet
@@ -125,12 +125,12 @@ def fit(folder: Path, *flags: str, status: int = 0) -> dict[str, Any]:
         (["--trainer.strategy=mp"], []),
         (
             [CLASS, "--trainer.strategy.num_microbatches=4", "--trainer.gradient_clip_val=0.5"],
-            ["--model.batchnorm_chunks.num_microbatches=4", "--trainer.gradient_clip_val=0.5"],
+            ["--model.ghost_batchnorm.num_microbatches=4", "--trainer.gradient_clip_val=0.5"],
         ),
         (
             [CLASS, "--trainer.strategy.num_microbatches=2", "--trainer.accumulate_grad_batches=2"],
             [
-                "--model.batchnorm_chunks.num_microbatches=2",
+                "--model.ghost_batchnorm.num_microbatches=2",
                 "--trainer.accumulate_grad_batches=2",
             ],
         ),

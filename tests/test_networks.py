@@ -10,7 +10,7 @@ from commands import TINY, launch, mode_flags, run_here
 from torch import nn
 
 from lit_cifar import LitResNet
-from lit_cifar.checkpoints import read_checkpoint
+from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.models import build_resnet
 from lit_cifar.models.blocks import blocks_of
 from lit_cifar.models.partition import Partition
@@ -82,7 +82,7 @@ def test_two_devices_train_what_one_trains(arch: str, mode: str, tmp_path: Path)
     flags = [flag for flag in TINY if not flag.startswith("--model.")]
     flags += [f"--model.arch={arch}", "--model.optimizer.lr=0.02", "--trainer.precision=64-true"]
     flags += ["--trainer.max_steps=3"]
-    apart = ["--model.batchnorm_chunks.num_microbatches=4"] if mode == "pp" else []
+    apart = ["--model.ghost_batchnorm.num_microbatches=4"] if mode == "pp" else []
     assert run_here("fit", *flags, *apart, f"--run_dir={tmp_path / 'alone'}").status == 0
     split = [*flags, *mode_flags(mode), f"--run_dir={tmp_path / mode}"]
     assert (run_here("fit", *split) if mode == "mp" else launch("fit", *split, ranks=2)).status == 0

@@ -13,18 +13,18 @@ from commands import TINY, launch, mode_flags, run_here
 from short_fits import losses
 
 from lit_cifar.cli import CLI
-from lit_cifar.commands.verify import checkpoint as verified
-from lit_cifar.commands.verify.checkpoint import Evaluation
-from lit_cifar.commands.verify.compare import EXACT_BOUND
-from lit_cifar.commands.verify.launcher import Launcher
-from lit_cifar.commands.verify.modes import Mode, modes
-from lit_cifar.commands.verify.records import Record
-from lit_cifar.commands.verify.reference import References
-from lit_cifar.commands.verify.rows import Row
-from lit_cifar.commands.verify.runs import Outcome
-from lit_cifar.commands.verify.settings import Settings
-from lit_cifar.commands.verify.verifier import Case, Verifier
-from lit_cifar.layout import Chunks
+from lit_cifar.layout import GhostBatches
+from lit_cifar.verify import checkpoint_check as verified
+from lit_cifar.verify.checkpoint_check import Evaluation
+from lit_cifar.verify.comparison import EXACT_BOUND
+from lit_cifar.verify.configuration import Settings
+from lit_cifar.verify.launcher import Launcher
+from lit_cifar.verify.modes import Mode, modes
+from lit_cifar.verify.record import Record
+from lit_cifar.verify.reference import References
+from lit_cifar.verify.row import Row
+from lit_cifar.verify.runs import Outcome
+from lit_cifar.verify.verifier import Case, Verifier
 
 PAGE = Path(__file__).parents[1] / "docs" / "gpu-options.md"
 DEVICES = {"single": 1, "ddp_mp": 4, "ddp_pp": 4}
@@ -203,12 +203,12 @@ def test_the_one_device_goes_without_what_the_modes_are_to_show_equal(
     settings = Settings(("--model.compile=true", "--model.channels_last=true", f"--precision={precision}"), config)
     references = References(Launcher(settings, 2, tmp_path, lambda line: None))
     with ThreadPoolExecutor() as pool:
-        references.start(Chunks(), pool)
+        references.start(GhostBatches(), pool)
     last = [dict(flag.split("=", 1) for flag in flags if "=" in flag) for flags in started]
     assert all((flags["--model.compile"], flags["--model.channels_last"]) == ("false", "false") for flags in last)
     precisions = Counter(flags.get("--trainer.precision") for flags in last)
     assert precisions == {None: 3} | ({} if precision == "32-true" else {"32-true": 1})
-    assert len(references.get(Chunks()).bounds) == 2
+    assert len(references.get(GhostBatches()).bounds) == 2
 
 
 @pytest.mark.parametrize(("right", "passes"), [(50, True), (54, True), (55, False), (45, False)])

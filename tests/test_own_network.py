@@ -11,7 +11,7 @@ from commands import Result, launch, mode_flags, run_here
 from PIL import Image
 
 from lit_cifar import CheckpointError, CIFAR10DataModule, ConfigError, DataError, LitResNet
-from lit_cifar.checkpoints import read_checkpoint
+from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.models.blocks import blocks_of, tensor_split_of
 
 STEPS = 3
@@ -125,7 +125,7 @@ def test_trained_tested_resumed_and_loaded(pictures: Path, tmp_path: Path) -> No
 def test_every_mode_computes_what_one_device_does(pictures: Path, tmp_path: Path, mode: str, name: str) -> None:
     chunks = {"pp": "num_microbatches=4", "dp": "replicas_per_shard=2"}.get(mode)
     chunks = "num_shards=2" if mode in ("ddp", "ddp_spawn", "fsdp2") else chunks
-    alone = [] if chunks is None else [f"--model.batchnorm_chunks.{chunks}"]
+    alone = [] if chunks is None else [f"--model.ghost_batchnorm.{chunks}"]
     done(run_here("fit", *flags(pictures, own(name), *alone), f"--run_dir={tmp_path / 'alone'}"))
     ranks = 1 if mode in ("mp", "dp", "ddp_spawn") else 2
     launch("fit", *flags(pictures, own(name)), *mode_flags(mode), f"--run_dir={tmp_path / mode}", ranks=ranks)

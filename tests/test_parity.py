@@ -15,7 +15,7 @@ from recorder import global_steps
 from torch import Tensor
 
 from lit_cifar import LitResNet
-from lit_cifar.checkpoints import read_checkpoint
+from lit_cifar.checkpoint.format import read_checkpoint
 
 # 303 images in batches of 32 are nine full steps and a ragged one of 15, which no number of processes divides: 20 steps
 # in two epochs.

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.layout import Chunks
+from lit_cifar.layout import GhostBatches
 from lit_cifar.models.blocks import blocks_of
-from lit_cifar.models.chunked_batchnorm import normalise_apart
+from lit_cifar.models.ghost_batchnorm import normalise_apart
 from lit_cifar.models.partition import Block, Partition, _balanced, measure
 from lit_cifar.models.resnet import Stem, build_resnet
 
@@ -100,7 +100,7 @@ def test_shapes_are_those_of_a_forward_pass(stem: Stem) -> None:
         lambda: build_resnet("resnet10", stem="imagenet").bfloat16(),
         lambda: build_resnet("resnet10", stem="imagenet").eval(),
         lambda: build_resnet("resnet10", stem="imagenet").requires_grad_(False),
-        lambda: normalise_apart(build_resnet("resnet10", stem="imagenet"), Chunks(num_shards=2)),
+        lambda: normalise_apart(build_resnet("resnet10", stem="imagenet"), GhostBatches(num_shards=2)),
     ],
     ids=["float64", "bfloat16", "evaluating", "frozen", "chunked"],
 )

@@ -15,9 +15,9 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
-from lit_cifar.accuracy import AccuracyCount
-from lit_cifar.callbacks.per_rank import PerRankAccuracy, write_per_rank
 from lit_cifar.data.images import Batch
+from lit_cifar.reporting.per_rank import PerRankAccuracy, write_per_rank
+from lit_cifar.reporting.rank_statistics import AccuracyCount
 
 NUM_CLASSES = 3
 

@@ -20,9 +20,9 @@ from torchmetrics import Metric
 
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.errors import ConfigError
-from lit_cifar.layout import Chunks, Layout
+from lit_cifar.layout import GhostBatches, Layout
 from lit_cifar.models import build_resnet
-from lit_cifar.models.chunked_batchnorm import normalise_apart
+from lit_cifar.models.ghost_batchnorm import normalise_apart
 from lit_cifar.models.partition import Partition
 from lit_cifar.module import LitResNet
 from lit_cifar.strategies import PipelineStrategy, mesh
@@ -169,9 +169,9 @@ def test_a_pipeline_of_one_process_fits_as_one_device_does(name: ScheduleName, t
     fitted = {}
     watch = WatchesGroups()
     settings = {"max_epochs": 1, "precision": "64-true", "enable_progress_bar": False, "enable_model_summary": False}
-    for chunks in (None, Chunks(num_microbatches=2)):
+    for chunks in (None, GhostBatches(num_microbatches=2)):
         L.seed_everything(0, verbose=False)
-        module = LitResNet("resnet10", stem="imagenet", batchnorm_chunks=chunks)
+        module = LitResNet("resnet10", stem="imagenet", ghost_batchnorm=chunks)
         strategy = PipelineStrategy(schedule=name, num_microbatches=2) if chunks is None else "auto"
         callbacks = [watch] if chunks is None else []
         data = CIFAR10DataModule(dataset="synthetic", num_train=40, num_test=8, val_size=8, batch_size=16)
@@ -284,7 +284,9 @@ def by_processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dic
 def alone() -> tuple[nn.Module, list[Tensor]]:
     """The same steps on one device that normalises each microbatch by itself."""
     torch.manual_seed(0)
-    network = normalise_apart(build_resnet("resnet10", stem="imagenet"), Chunks(num_microbatches=MICROBATCHES)).double()
+    network = normalise_apart(
+        build_resnet("resnet10", stem="imagenet"), GhostBatches(num_microbatches=MICROBATCHES)
+    ).double()
     logits = []
     for num_samples in TRAINED:
         images, labels = batch_of(num_samples)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from tiny_task import CLASSES, Batches, TinyData, TinyTask, fake_trainer, tiny_trainer
 
-from lit_cifar.callbacks.predictions import PredictionWriter
-from lit_cifar.data.folder import FolderImages
+from lit_cifar.data.predict_files import FolderImages
 from lit_cifar.layout import Layout
+from lit_cifar.reporting.predictions import PredictionWriter
 
 NAMES = ("b.png", 'odd, "name".png', "broken.png", "sub/a.jpg", "notes.txt", "z.png")
 ERRORS = (None, None, "truncated, at byte 7", None, "not an image", None)

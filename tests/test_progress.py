@@ -10,7 +10,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_task import TinyData, TinyTask, tiny_trainer
 
-from lit_cifar.callbacks import ProgressBar, Throughput, progress
+from lit_cifar.callbacks import ProgressBar, Throughput
+from lit_cifar.reporting import progress_bar as progress
 
 
 def fit(folder: Path, bar: ProgressBar, **settings: Any) -> None:

@@ -17,8 +17,8 @@ from documents import BENCHMARKS, PAGES, ROOT, blocks, commit_of, exists_at, inl
 from parts import in_part
 from torch.distributed.run import get_args_parser
 
-from lit_cifar.commands.chaos.command import chaos_parser
-from lit_cifar.commands.verify.command import verify_parser
+from lit_cifar.commands.chaos import chaos_parser
+from lit_cifar.commands.verify import verify_parser
 from lit_cifar.errors import ConfigError
 
 OF_TODAY = sorted(

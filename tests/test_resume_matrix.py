@@ -16,7 +16,7 @@ import pytest
 import torch
 from commands import launch, run_here
 
-from lit_cifar.checkpoints import read_checkpoint
+from lit_cifar.checkpoint.format import read_checkpoint
 
 SETTINGS = [
     "fit",
@@ -36,12 +36,12 @@ SETTINGS = [
     "--trainer.log_every_n_steps=1",
     "--trainer.enable_progress_bar=false",
 ]
-SHARDS, MICROBATCHES = "--model.batchnorm_chunks.num_shards=2", "--model.batchnorm_chunks.num_microbatches=2"
+SHARDS, MICROBATCHES = "--model.ghost_batchnorm.num_shards=2", "--model.ghost_batchnorm.num_microbatches=2"
 PIPELINE = ["--trainer.strategy=PipelineStrategy", "--trainer.strategy.num_microbatches=2"]
 # Flags of a mode, processes it needs (0: it runs in this one, 1: it starts its own), and flags of what it equals.
 MODES: dict[str, tuple[list[str], int, list[str]]] = {
     "single": (["--trainer.devices=1"], 0, []),
-    "dp": (["--trainer.strategy=dp", "--trainer.devices=2"], 0, ["--model.batchnorm_chunks.replicas_per_shard=2"]),
+    "dp": (["--trainer.strategy=dp", "--trainer.devices=2"], 0, ["--model.ghost_batchnorm.replicas_per_shard=2"]),
     "mp": (["--trainer.strategy=mp", "--trainer.devices=2"], 0, []),
     "ddp": (["--trainer.strategy=ddp", "--trainer.devices=2"], 2, [SHARDS]),
     "ddp_spawn": (["--trainer.strategy=ddp_spawn", "--trainer.devices=2"], 1, [SHARDS]),

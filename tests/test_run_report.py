@@ -14,11 +14,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from tiny_task import TinyData, TinyTask, tiny_trainer
 
-from lit_cifar.callbacks.environment import command_line, cpu_model, git_state, strategy_name
-from lit_cifar.callbacks.run_report import RunReport, next_steps, plan
 from lit_cifar.models.partition import Partition
 from lit_cifar.models.resnet import build_resnet
 from lit_cifar.module import LitResNet
+from lit_cifar.reporting.environment import command_line, cpu_model, git_state, strategy_name
+from lit_cifar.reporting.run_report import RunReport, next_steps, plan
 
 IMAGE = (3, 32, 32)
 

@@ -18,11 +18,12 @@ from test_checkpoint_callbacks import Score
 from tiny_task import TinyData, tiny_trainer
 from torn_writes import state, step_of
 
-from lit_cifar import checkpoint_io
-from lit_cifar.callbacks import BestCheckpoint, ExactResume, LastCheckpoint, StepBoundary, boundary
-from lit_cifar.checkpoint_files import BEST, LAST, PREVIOUS, save_error, verify_checkpoint, write_checkpoint
-from lit_cifar.checkpoint_io import CheckpointFiles
-from lit_cifar.checkpoints import read_checkpoint
+from lit_cifar.callbacks import BestCheckpoint, ExactResume, LastCheckpoint, StepBoundary
+from lit_cifar.checkpoint import lightning_io as checkpoint_io
+from lit_cifar.checkpoint import step_boundary as boundary
+from lit_cifar.checkpoint.files import BEST, LAST, PREVIOUS, save_error, verify_checkpoint, write_checkpoint
+from lit_cifar.checkpoint.format import read_checkpoint
+from lit_cifar.checkpoint.lightning_io import CheckpointFiles
 from lit_cifar.errors import CheckpointError, Stopped
 from lit_cifar.watchdog import HELPER
 

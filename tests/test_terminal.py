@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lit_cifar import cli_help
 from lit_cifar.cli_help import COMMON
-from lit_cifar.output import without_banners
+from lit_cifar.reporting.output import without_banners
 
 # Each of these makes Lightning say something.
 TALKATIVE = ["--trainer.log_every_n_steps=50", "--trainer.limit_val_batches=1", "--seed_everything=1"]

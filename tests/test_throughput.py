@@ -9,10 +9,10 @@ import torch
 from tiny_task import TinyData, TinyTask, read_events, tiny_trainer
 from torch import Tensor
 
-from lit_cifar.callbacks import throughput
-from lit_cifar.callbacks.throughput import METRIC, Throughput
 from lit_cifar.data.images import Batch
 from lit_cifar.layout import Layout
+from lit_cifar.reporting import throughput
+from lit_cifar.reporting.throughput import METRIC, Throughput
 
 
 class Clock:

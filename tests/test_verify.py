@@ -17,9 +17,13 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lit_cifar.commands.verify import bugs, bugs_of_one, verify
-from lit_cifar.commands.verify.checkpoint import quiet
-from lit_cifar.commands.verify.compare import (
+from lit_cifar.commands.verify import verify
+from lit_cifar.errors import ConfigError
+from lit_cifar.layout import GhostBatches
+from lit_cifar.verify import planted_in_one_rank as bugs_of_one
+from lit_cifar.verify import planted_mistakes as bugs
+from lit_cifar.verify.checkpoint_check import quiet
+from lit_cifar.verify.comparison import (
     EXACT_BOUND,
     KINDS,
     Step,
@@ -30,13 +34,12 @@ from lit_cifar.commands.verify.compare import (
     measured_bounds,
     sample_problems,
 )
-from lit_cifar.commands.verify.launcher import Launcher
-from lit_cifar.commands.verify.logged import counted, logged, logged_problems
-from lit_cifar.commands.verify.modes import chosen, in_words, modes
-from lit_cifar.commands.verify.planting import Site
-from lit_cifar.commands.verify.records import Record
-from lit_cifar.commands.verify.reference import Reference, References
-from lit_cifar.commands.verify.replicas import (
+from lit_cifar.verify.configuration import Settings
+from lit_cifar.verify.launcher import Launcher
+from lit_cifar.verify.logged_metrics import counted, logged, logged_problems
+from lit_cifar.verify.modes import chosen, in_words, modes
+from lit_cifar.verify.planting import Site
+from lit_cifar.verify.rank_state import (
     Snapshot,
     State,
     change_problems,
@@ -45,9 +48,12 @@ from lit_cifar.commands.verify.replicas import (
     peer_problems,
     saved_problems,
 )
-from lit_cifar.commands.verify.rows import Row
-from lit_cifar.commands.verify.runs import Outcome, run
-from lit_cifar.commands.verify.selftest import (
+from lit_cifar.verify.record import Record
+from lit_cifar.verify.recorder import Trace
+from lit_cifar.verify.reference import Reference, References
+from lit_cifar.verify.row import Row
+from lit_cifar.verify.runs import Outcome, run
+from lit_cifar.verify.self_test import (
     COMPARISON,
     Finding,
     _finding,
@@ -56,11 +62,7 @@ from lit_cifar.commands.verify.selftest import (
     findings_table,
     self_test,
 )
-from lit_cifar.commands.verify.settings import Settings
-from lit_cifar.commands.verify.trace import Trace
-from lit_cifar.commands.verify.verifier import Compared, Verifier, _possible, verify_modes
-from lit_cifar.errors import ConfigError
-from lit_cifar.layout import Chunks
+from lit_cifar.verify.verifier import Compared, Verifier, _possible, verify_modes
 
 TINY = [
     "--model.arch=resnet10",
@@ -174,8 +176,8 @@ def test_samples_are_compared_as_sets_in_which_each_id_is_once(found: list[list[
 
 
 def test_words_for_what_a_mode_equals() -> None:
-    assert in_words(Chunks(), batch_size=64) == "one device"
-    words = in_words(Chunks(num_shards=2, num_microbatches=2), batch_size=64)
+    assert in_words(GhostBatches(), batch_size=64) == "one device"
+    words = in_words(GhostBatches(num_shards=2, num_microbatches=2), batch_size=64)
     assert words == "one device, 4 x 16 images normalised apart"
 
 
@@ -245,7 +247,7 @@ def test_a_reference_that_takes_too_long_is_none(tmp_path: Path) -> None:
     said: list[str] = []
     launcher = Launcher(settings(), 3, tmp_path, said.append, timeout_s=0.2)
     with pytest.raises(ConfigError, match="time limit"):
-        launcher.run_alone("reference: one device", launcher.new_folder("reference"), Chunks())
+        launcher.run_alone("reference: one device", launcher.new_folder("reference"), GhostBatches())
     assert said[0] == "running  reference: one device"
     assert any(line.endswith(" s  reference: one device") for line in said)
 
@@ -264,7 +266,12 @@ def test_a_tolerance_is_measured_once_for_what_is_normalised_alike(tmp_path: Pat
     )
     references = References(launcher)  # type: ignore[arg-type]
     with ThreadPoolExecutor(1) as pool:
-        for chunks in (Chunks(num_shards=2), Chunks(num_microbatches=2), Chunks(), Chunks(num_shards=2)):
+        for chunks in (
+            GhostBatches(num_shards=2),
+            GhostBatches(num_microbatches=2),
+            GhostBatches(),
+            GhostBatches(num_shards=2),
+        ):
             references.start(chunks, pool)
     apart = "one device, 2 x 32 images normalised apart"
     assert titles == [
@@ -285,7 +292,7 @@ def test_a_run_that_ends_early_is_refused(tmp_path: Path) -> None:
         (*shortened.flags, "--trainer.fast_dev_run=true", "--trainer.accelerator=cpu"), shortened.config
     )
     with pytest.raises(ConfigError, match="after 1 of 2 steps"):
-        Launcher(shortened, 2, tmp_path, print).run_alone("reference", tmp_path, Chunks())
+        Launcher(shortened, 2, tmp_path, print).run_alone("reference", tmp_path, GhostBatches())
 
 
 def test_threads_that_want_quiet_at_the_same_time_leave_none() -> None:
@@ -474,7 +481,7 @@ def test_a_batch_that_is_counted_twice_shows_in_the_metrics_themselves() -> None
 
 def test_one_process_holds_what_it_held_and_what_it_saved(tf32: list[Any], tmp_path: Path) -> None:
     (tmp_path / "trace").mkdir()
-    callback = ["--trainer.callbacks+=lit_cifar.commands.verify.trace.Trace", "--trainer.callbacks.reload_after=2"]
+    callback = ["--trainer.callbacks+=lit_cifar.verify.recorder.Trace", "--trainer.callbacks.reload_after=2"]
     callback += [f"--trainer.callbacks.folder={tmp_path / 'trace'}"]
     length = ["--trainer.max_steps=3", "--trainer.num_sanity_val_steps=0"]
     length += ["--trainer.check_val_every_n_epoch=null", "--trainer.val_check_interval=3"]
@@ -556,12 +563,12 @@ def test_a_run_that_breaks_down_has_caught_nothing(
 def test_what_a_guard_of_the_product_stops_is_caught_by_it(tmp_path: Path) -> None:
     (tmp_path / "trace").mkdir()
     (tmp_path / "trace" / "acted1").touch()
-    stderr = "Traceback\nlit_cifar.errors.ReceiptError: 5 samples are missing\n[rank1]: connection closed"
+    stderr = "Traceback\nlit_cifar.errors.SampleAuditError: 5 samples are missing\n[rank1]: connection closed"
     row = Row("ddp", "one device", problems=["exit status 1"])
     compared = Compared(0, row, Outcome(1, "", stderr, 1.0), tmp_path)
     stopped = _finding(bugs.BUGS["duplicated-shard"], compared)
     assert (stopped.right, stopped.caught_by, stopped.acted) == (True, "data receipt", True)
-    assert stopped.problems == ["lit_cifar.errors.ReceiptError: 5 samples are missing"]
+    assert stopped.problems == ["lit_cifar.errors.SampleAuditError: 5 samples are missing"]
     assert not _finding(None, compared).right
 
 

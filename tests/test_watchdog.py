@@ -19,16 +19,17 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from lit_cifar.callbacks.watchdog import PHASES, Watchdog
 from lit_cifar.data import Batch
 from lit_cifar.errors import ConfigError, Stopped
-from lit_cifar.watchdog import Beat, Board, Progress, Verdict, Watch, activity, first_beat, process
-from lit_cifar.watchdog import watch as watch_module
-from lit_cifar.watchdog.beat import stack_of
-from lit_cifar.watchdog.board import News
-from lit_cifar.watchdog.judge import Peer, judge, updated
-from lit_cifar.watchdog.process import Sight
-from lit_cifar.watchdog.progress import FIRST_TIME_S
+from lit_cifar.watchdog import Heartbeat, HeartbeatStore, Monitor, PhaseTimer, Verdict, activity, first_heartbeat
+from lit_cifar.watchdog import monitor as watch_module
+from lit_cifar.watchdog import process_info as process
+from lit_cifar.watchdog.callback import PHASES, Watchdog
+from lit_cifar.watchdog.diagnosis import Peer, diagnose, updated
+from lit_cifar.watchdog.heartbeat import stack_of
+from lit_cifar.watchdog.phases import FIRST_TIME_S
+from lit_cifar.watchdog.process_info import Sight
+from lit_cifar.watchdog.store import News
 
 TIMEOUT_S = 20.0
 
@@ -42,13 +43,13 @@ def peer(
     answered: bool = False,
     **beat: object,
 ) -> Peer:
-    told = Beat(rank=rank, pid=1000 + rank, started="1", host="a", **{"patience_s": TIMEOUT_S, **beat})
+    told = Heartbeat(rank=rank, pid=1000 + rank, started="1", host="a", **{"patience_s": TIMEOUT_S, **beat})
     return Peer(beat=told, heard_at=heard_at, sight=Sight(state, ending), answered=answered)
 
 
 def verdict_of(*peers: Peer, now: float = 100.0, me: int = 0, store_host: int | None = 0) -> Verdict | None:
     table = {peer.beat.rank: peer for peer in peers}
-    return judge(table, me=me, now=now, timeout_s=TIMEOUT_S, store_host=store_host)
+    return diagnose(table, me=me, now=now, timeout_s=TIMEOUT_S, store_host=store_host)
 
 
 @pytest.mark.parametrize(
@@ -211,9 +212,9 @@ def test_an_answer_to_an_end_is_a_beat_that_was_heard_after_it() -> None:
 
 
 def test_beats_and_verdicts_survive_the_store() -> None:
-    beat = Beat(rank=1, pid=2, started="3", host="a", failure='E: "x"\n', over=True)
-    assert Beat.from_json(beat.to_json()) == beat
-    assert Beat.from_json(json.dumps({**json.loads(beat.to_json()), "newer": 1})) == beat
+    beat = Heartbeat(rank=1, pid=2, started="3", host="a", failure='E: "x"\n', over=True)
+    assert Heartbeat.from_json(beat.to_json()) == beat
+    assert Heartbeat.from_json(json.dumps({**json.loads(beat.to_json()), "newer": 1})) == beat
     verdict = verdict_of(peer(0), peer(1, state="gone"))
     assert verdict is not None
     assert Verdict.from_json(verdict.to_json().encode()) == verdict
@@ -230,7 +231,7 @@ class Clock:
 
 def test_patience_is_five_times_the_longest_of_the_phase() -> None:
     clock = Clock()
-    progress = Progress(timeout_s=TIMEOUT_S, clock=clock)
+    progress = PhaseTimer(timeout_s=TIMEOUT_S, clock=clock)
 
     def pass_through(*durations: float) -> None:
         for duration in durations:
@@ -260,7 +261,7 @@ def test_patience_is_five_times_the_longest_of_the_phase() -> None:
 def test_a_batch_of_another_shape_has_a_first_time_of_its_own() -> None:
     """As the last one of an epoch, for which a compiled network is compiled again; in backward as well."""
     clock = Clock()
-    progress = Progress(timeout_s=TIMEOUT_S, clock=clock)
+    progress = PhaseTimer(timeout_s=TIMEOUT_S, clock=clock)
     for shape in (32, 32, 32, 32, 32, 20, 32, 20):
         for phase in ("step", "backward"):
             progress.enter(phase, shape=shape if phase == "step" else None)
@@ -281,7 +282,7 @@ def test_a_batch_of_another_shape_has_a_first_time_of_its_own() -> None:
 
 def test_a_suspended_process_has_not_been_idle() -> None:
     clock = Clock()
-    progress = Progress(timeout_s=TIMEOUT_S, clock=clock)
+    progress = PhaseTimer(timeout_s=TIMEOUT_S, clock=clock)
     clock.now = 1000.0
     progress.forgive()
     clock.now += 2
@@ -317,15 +318,15 @@ def test_processes_are_seen_to_stop_and_to_end() -> None:
 class Pair:
     """Two watches in this process, with a store of its memory; they note that they would have ended it."""
 
-    def __init__(self, *, timeout_s: float = TIMEOUT_S, everyone: list[Beat] | None = None) -> None:
+    def __init__(self, *, timeout_s: float = TIMEOUT_S, everyone: list[Heartbeat] | None = None) -> None:
         store = HashStore()
         self.ended: list[int] = []
-        self.progress = [Progress(timeout_s=timeout_s) for _ in range(2)]
+        self.progress = [PhaseTimer(timeout_s=timeout_s) for _ in range(2)]
         self.watches = [
-            Watch(
-                everyone or [first_beat(0), first_beat(1)],
+            Monitor(
+                everyone or [first_heartbeat(0), first_heartbeat(1)],
                 rank=rank,
-                board=Board(store, run="test", world_size=2),
+                board=HeartbeatStore(store, run="test", world_size=2),
                 progress=self.progress[rank],
                 timeout_s=timeout_s,
                 store_host=0,
@@ -388,7 +389,7 @@ def test_who_leaves_waits_until_its_last_beat_has_arrived() -> None:
     board = pair.watches[1]._board
     exchange, delays_s = board._exchange, [1.5]
 
-    def answer_late(beat: Beat) -> News:
+    def answer_late(beat: Heartbeat) -> News:
         if beat.over and delays_s:
             time.sleep(delays_s.pop())
         return exchange(beat)
@@ -396,7 +397,7 @@ def test_who_leaves_waits_until_its_last_beat_has_arrived() -> None:
     board._exchange = answer_late
     pair.watches[1].leave()
     assert not delays_s
-    assert Beat.from_json(board._store.get("beat1")).over
+    assert Heartbeat.from_json(board._store.get("beat1")).over
     pair.watches[0].leave()
     pair.join()
     assert not pair.ended
@@ -435,8 +436,8 @@ def test_one_that_waits_for_a_disk_does_not_hang(who: str | None, monkeypatch: p
 def test_a_stopped_process_is_named_and_killed(capsys: pytest.CaptureFixture[str]) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        beat = replace(first_beat(1), pid=child.pid, started=process.start_time(child.pid))
-        pair = Pair(timeout_s=2, everyone=[first_beat(0), beat]).start(0)
+        beat = replace(first_heartbeat(1), pid=child.pid, started=process.start_time(child.pid))
+        pair = Pair(timeout_s=2, everyone=[first_heartbeat(0), beat]).start(0)
         child.send_signal(signal.SIGSTOP)
         pair.join()
         assert child.wait(5) == -signal.SIGKILL
@@ -472,8 +473,8 @@ def test_who_ends_waits_for_those_that_have_yet_to_read_why(
 
 def test_the_parent_knows_how_a_process_ended(capsys: pytest.CaptureFixture[str]) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    beat = replace(first_beat(1), pid=child.pid, started=process.start_time(child.pid))
-    pair = Pair(everyone=[first_beat(0), beat])
+    beat = replace(first_heartbeat(1), pid=child.pid, started=process.start_time(child.pid))
+    pair = Pair(everyone=[first_heartbeat(0), beat])
     child.kill()
     pair.watches[0].exit_codes = lambda: {child.pid: child.wait()}
     pair.start(0).join()
@@ -487,11 +488,11 @@ def test_a_board_does_not_wait_for_a_store_that_does_not_answer() -> None:
         def set(self, key: str, value: str) -> None:
             release.wait(10)
 
-    board = Board(HashStore(), run="test", world_size=1)
+    board = HeartbeatStore(HashStore(), run="test", world_size=1)
     board._store = Stuck()
     start = time.monotonic()
-    assert board.exchange(first_beat(0), wait_s=0.1) is None
-    assert board.exchange(first_beat(0), wait_s=0.1) is None
+    assert board.exchange(first_heartbeat(0), wait_s=0.1) is None
+    assert board.exchange(first_heartbeat(0), wait_s=0.1) is None
     assert time.monotonic() - start < 2
     assert not board.lost
     release.set()
@@ -629,7 +630,7 @@ def test_the_main_threads_time_is_its_own_and_that_of_children_without_peers() -
 
 def test_the_hooks_note_phase_step_and_shape() -> None:
     callback, trainer = Watchdog(), SimpleNamespace(global_step=3)
-    progress = callback._progress = Progress(timeout_s=TIMEOUT_S)
+    progress = callback._progress = PhaseTimer(timeout_s=TIMEOUT_S)
     batch = Batch(torch.empty(5, 3, 2, 2), torch.empty(5), torch.arange(5), 1.0)
     hooks: Any = callback
     hooks.on_train_batch_start(trainer, None, batch, 0)
@@ -664,7 +665,7 @@ def test_a_time_in_which_there_may_be_no_beat_is_refused(timeout_s: float) -> No
 
 def test_a_process_ends_although_its_launcher_died_while_it_was_importing() -> None:
     noted = "import sys, lit_cifar; modules = list(sys.modules); "
-    noted += "assert modules.index('lit_cifar.parent') < modules.index('torch'); "
+    noted += "assert modules.index('lit_cifar.launch.parent') < modules.index('torch'); "
     gone = "from lit_cifar.watchdog import launcher as l; l.parent.PARENT_PID, l._GRACE_S = -1, 0; "
     follower = f"{noted}{gone}l.end_with_launcher(); import time; time.sleep(60)"
     done = subprocess.run([sys.executable, "-c", follower], capture_output=True, text=True)

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from lit_cifar import checkpoint_files
-from lit_cifar.checkpoint_files import LAST, newest_valid, write_checkpoint
-from lit_cifar.checkpoint_io import CheckpointFiles
-from lit_cifar.checkpoints import read_checkpoint
+from lit_cifar.checkpoint import files as checkpoint_files
+from lit_cifar.checkpoint.files import LAST, newest_valid, write_checkpoint
+from lit_cifar.checkpoint.format import read_checkpoint
+from lit_cifar.checkpoint.lightning_io import CheckpointFiles
 
 
 def state(step: int) -> dict[str, Any]:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import yaml  # type: ignore[import-untyped]
 
-from lit_cifar.checkpoints import read_checkpoint
-from lit_cifar.commands.verify.checkpoint import checkpoint_problems
-from lit_cifar.commands.verify.compare import EXACT_BOUND, KINDS, differences, first_excess, largest
-from lit_cifar.commands.verify.records import Record
+from lit_cifar.checkpoint.format import read_checkpoint
+from lit_cifar.verify.checkpoint_check import checkpoint_problems
+from lit_cifar.verify.comparison import EXACT_BOUND, KINDS, differences, first_excess, largest
+from lit_cifar.verify.record import Record
 
 
 def of_steps(found: Path, expected: Path) -> dict[str, Any]:

@@ -29,12 +29,12 @@ def _sized(name: str, **sizes: int | str) -> tuple[str, ...]:
     return (f"--trainer.strategy={name}", *(f"--trainer.strategy.{key}={value}" for key, value in sizes.items()))
 
 
-_MICROBATCHES = ("--model.batchnorm_chunks.num_microbatches=2",)
-_SHARDS = ("--model.batchnorm_chunks.num_shards=2",)
+_MICROBATCHES = ("--model.ghost_batchnorm.num_microbatches=2",)
+_SHARDS = ("--model.ghost_batchnorm.num_shards=2",)
 
 ONE_PROCESS = (
     OnOneDevice("single", quick=True),
-    OnOneDevice("dp-twice", _own("TwoReplicas"), ("--model.batchnorm_chunks.replicas_per_shard=2",), quick=True),
+    OnOneDevice("dp-twice", _own("TwoReplicas"), ("--model.ghost_batchnorm.replicas_per_shard=2",), quick=True),
     OnOneDevice("mp", _sized("LayerParallelStrategy", num_stages=2)),
     OnOneDevice("mp-micro", _sized("LayerParallelStrategy", num_stages=2, num_microbatches=2), _MICROBATCHES),
     OnOneDevice("ddp", _sized("ddp")),

@@ -119,7 +119,7 @@ class _Started:
 
 
 class _Forked:
-    """A process forked from one that has imported the package; see `lit_cifar.commands.forked`."""
+    """A process forked from one that has imported the package; see `lit_cifar.launch.forked`."""
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         module, *rest = words
@@ -147,7 +147,7 @@ class _Forked:
 
 
 def _become(words: list[str], environment: dict[str, str], log: str) -> None:
-    from lit_cifar.commands import forked
+    from lit_cifar.launch import forked
 
     forked._run("lit_cifar", words, environment, stdout=log, stderr=log, folder=str(Path.cwd()))
 

@@ -1,23 +1,22 @@
 """What a run prints and writes: progress, figures, accuracy per rank, throughput, predictions, checkpoints."""
 
-from lit_cifar.callbacks.boundary import EXIT_STOPPED, Keystrokes, StepBoundary
-from lit_cifar.callbacks.checkpoint import BestCheckpoint, LastCheckpoint
-from lit_cifar.callbacks.exact_resume import ExactResume
-from lit_cifar.callbacks.figures import EvaluationFigures
-from lit_cifar.callbacks.model_graph import ModelGraph
-from lit_cifar.callbacks.per_rank import PerRankAccuracy
-from lit_cifar.callbacks.predictions import PredictionWriter
-from lit_cifar.callbacks.progress import ProgressBar
-from lit_cifar.callbacks.receipt import DataReceipt
-from lit_cifar.callbacks.run_report import RunReport
-from lit_cifar.callbacks.tensorboard import FinalSettings
-from lit_cifar.callbacks.throughput import Throughput
-from lit_cifar.callbacks.watchdog import Watchdog
+from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
+from lit_cifar.checkpoint.exact_resume import ExactResume
+from lit_cifar.checkpoint.step_boundary import EXIT_STOPPED, Keystrokes, StepBoundary
+from lit_cifar.reporting.figures import EvaluationFigures
+from lit_cifar.reporting.model_graph import ModelGraph
+from lit_cifar.reporting.per_rank import PerRankAccuracy
+from lit_cifar.reporting.predictions import PredictionWriter
+from lit_cifar.reporting.progress_bar import ProgressBar
+from lit_cifar.reporting.run_report import RunReport
+from lit_cifar.reporting.tensorboard import FinalSettings
+from lit_cifar.reporting.throughput import Throughput
+from lit_cifar.sample_audit.callback import SampleAudit
+from lit_cifar.watchdog.callback import Watchdog
 
 __all__ = [
     "EXIT_STOPPED",
     "BestCheckpoint",
-    "DataReceipt",
     "EvaluationFigures",
     "ExactResume",
     "FinalSettings",
@@ -28,6 +27,7 @@ __all__ = [
     "PredictionWriter",
     "ProgressBar",
     "RunReport",
+    "SampleAudit",
     "StepBoundary",
     "Throughput",
     "Watchdog",

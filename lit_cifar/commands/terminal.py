@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import torch
 from rich.console import Console
 
-from lit_cifar.callbacks.environment import SOURCE, command_line, cpu_model, git_state, versions
 from lit_cifar.errors import ConfigError
+from lit_cifar.reporting.environment import SOURCE, command_line, cpu_model, git_state, versions
 
 COLUMNS = 120  # of a table that goes to a file
 

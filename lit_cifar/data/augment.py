@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_cifar.data.keyed import Purpose, keyed_integers
+from lit_cifar.data.counter_rng import Purpose, keyed_integers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_cifar.data.augment import Augmentation
+from lit_cifar.data.counter_rng import Purpose, keyed_permutation
 from lit_cifar.data.dataset import Split
-from lit_cifar.data.folder import FolderImages, read_folder
 from lit_cifar.data.images import Batch, ImageSet
-from lit_cifar.data.keyed import Purpose, keyed_permutation
 from lit_cifar.data.loader import BatchLoader
+from lit_cifar.data.predict_files import FolderImages, read_folder
 from lit_cifar.data.samplers import EvaluationSampler, TrainSampler
 from lit_cifar.data.sources import open_dataset
 from lit_cifar.errors import ConfigError

@@ -8,6 +8,7 @@ import atexit
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lit_cifar.launch.process_group import destroy_process_group_at_exit
 from lit_cifar.strategies.ddp_mp import DDPLayerParallelStrategy
 from lit_cifar.strategies.dp import DataParallelStrategy
 from lit_cifar.strategies.mp import LayerParallelStrategy
@@ -17,7 +18,6 @@ from lit_cifar.strategies.one_device import (
     OneDeviceShardedStrategy,
 )
 from lit_cifar.strategies.pp import PipelineStrategy
-from lit_cifar.strategies.process_group import destroy_process_group_at_exit
 from lit_cifar.strategies.sharded import ShardedStrategy
 from lit_cifar.strategies.sync_batchnorm import ProcessSyncBatchNorm
 

@@ -13,11 +13,11 @@ from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.strategies.network import Runner, compiles
-from lit_cifar.strategies.one_process import OneProcessStrategy
 from lit_cifar.strategies.replicate import replica_of, replicate
+from lit_cifar.strategies.single_process import SingleProcessStrategy
 
 
-class DataParallelStrategy(OneProcessStrategy):
+class DataParallelStrategy(SingleProcessStrategy):
     """One process, one replica of the network per local device, each with its chunk of every batch.
 
     On CUDA the replicas run on the trainer's devices through `nn.DataParallel`; on the CPU, `devices=n` means n virtual

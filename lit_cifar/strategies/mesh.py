@@ -27,12 +27,12 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
+from lit_cifar.strategies.custom_forward import CustomForwardStrategy
 from lit_cifar.strategies.loss_scaling import agree_on_overflow
 from lit_cifar.strategies.network import RunsNetwork
-from lit_cifar.strategies.runner import RunnerStrategy
 
 
-class MeshStrategy(RunnerStrategy, DDPStrategy):
+class MeshStrategy(CustomForwardStrategy, DDPStrategy):
     """Starts processes as Lightning's `ddp` does; several of them hold one replica.
 
     A subclass defines how many, and splits the network when it makes its runner. `self.model` is the LightningModule:

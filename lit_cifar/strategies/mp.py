@@ -6,11 +6,11 @@ import torch
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.strategies.one_process import OneProcessStrategy
-from lit_cifar.strategies.staged import StagedStrategy, device_names
+from lit_cifar.strategies.layer_parallel import StagedStrategy, device_names
+from lit_cifar.strategies.single_process import SingleProcessStrategy
 
 
-class LayerParallelStrategy(StagedStrategy, OneProcessStrategy):
+class LayerParallelStrategy(StagedStrategy, SingleProcessStrategy):
     """One process, consecutive layers of the one network on each of its devices.
 
     With one microbatch, the computation of one device, and one of the devices works at a time. With several, the

@@ -32,7 +32,7 @@ from lit_cifar.strategies.full_tensors import (
 )
 from lit_cifar.strategies.mesh import MeshStrategy, local_part
 from lit_cifar.strategies.network import Runner, RunsNetwork, compiles
-from lit_cifar.strategies.sharded_plan import plan
+from lit_cifar.strategies.sharding_plan import plan
 from lit_cifar.strategies.sync_batchnorm import synchronise_along
 from lit_cifar.strategies.tensor_parallel import split_tensors
 

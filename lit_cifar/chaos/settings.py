@@ -1,0 +1,149 @@
+"""The training that is hit: which modes, which flags, how long."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lit_cifar.errors import ConfigError
+from lit_cifar.layout import GhostBatches
+from lit_cifar.verify import modes as verify_modes
+from lit_cifar.verify.checkpoint_check import quiet
+
+JOURNAL = "lit_cifar.chaos.sample_log.Journal"
+
+EVERY_N_STEPS = 4
+ANEW_EVERY = 4
+NUM_SAMPLES = 628
+_BATCH_SIZE = 32
+STEPS_PER_EPOCH = -(-NUM_SAMPLES // _BATCH_SIZE)
+_STEPS_PER_FAULT = 8  # beyond the few that are repeated after one
+
+# Small steps. The last batch of an epoch has 20 images, which divide among two replicas of two microbatches.
+_FLAGS = (
+    "--model.stem=imagenet",
+    "--model.optimizer.lr=1e-4",
+    "--data.dataset=synthetic",
+    "--data.num_train=648",
+    "--data.num_test=1",
+    "--data.val_size=20",
+    f"--data.batch_size={_BATCH_SIZE}",
+    "--trainer.accelerator=cpu",
+    "--trainer.num_sanity_val_steps=0",
+    "--trainer.log_every_n_steps=10",
+    "--trainer.enable_progress_bar=false",
+    "--watchdog.timeout_s=5",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """A mode in which processes meet, and what it can be resized to.
+
+    Attributes:
+        name: As in `--modes` and `--trainer.strategy`.
+        num_processes: At full size.
+        flags: For full size.
+        flags_alone: For one process that computes the same, but for rounding.
+    """
+
+    name: str
+    num_processes: int
+    flags: tuple[str, ...]
+    flags_alone: tuple[str, ...]
+
+    def flags_for(self, size: int) -> tuple[str, ...]:
+        """What to pass to `fit` under torchrun with `size` processes: all of them, or one."""
+        return self.flags if size == self.num_processes else self.flags_alone
+
+
+@dataclass(frozen=True)
+class Training:
+    """A small training.
+
+    Attributes:
+        mode: How it is parallelised.
+        num_epochs: Its length.
+        resized: Whether it is to be compared after a resize. Then it computes in float64: in float32, uninterrupted
+            trainings on one and on two processes, which round in another order, are 0.3 apart in the optimizer's
+            state after 60 steps, so no bound could tell rounding from a mistake. In float64 they are 6e-15 apart.
+    """
+
+    mode: Mode
+    num_epochs: int
+    resized: bool = False
+
+    @classmethod
+    def under(cls, mode: Mode, num_faults: int, *, resized: bool = False) -> "Training":
+        """A training that is long enough for `num_faults` faults."""
+        return cls(mode, -(-_STEPS_PER_FAULT * (num_faults + 2) // STEPS_PER_EPOCH), resized)
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps from begin to end."""
+        return self.num_epochs * STEPS_PER_EPOCH
+
+    @property
+    def precision(self) -> str:
+        """As `--trainer.precision` takes it."""
+        return "64-true" if self.resized else "32-true"
+
+    @property
+    def arch(self) -> str:
+        """As `--model.arch` takes it: only the disk of the other job is filled, which takes files of some size."""
+        return "tiny" if self.resized else "resnet10"
+
+    def arguments(self, size: int, *, run: Path, journal: Path, disturbed: bool = True) -> list[str]:
+        """The arguments of `python -m lit_cifar`, of a new and of a resumed run.
+
+        Args:
+            size: Number of processes.
+            run: Its run folder.
+            journal: Folder of its journal.
+            disturbed: Whether faults will hit it. It then also saves within epochs, and draws figures. Its results must
+                not depend on that.
+        """
+        return [
+            "fit",
+            *_FLAGS,
+            *self.mode.flags_for(size),
+            f"--last_checkpoint.every_n_steps={EVERY_N_STEPS}" if disturbed else "--figures.every_n_epochs=0",
+            f"--trainer.max_epochs={self.num_epochs}",
+            f"--trainer.precision={self.precision}",
+            f"--model.arch={self.arch}",
+            f"--run_dir={run}",
+            "--resume=auto",
+            f"--trainer.callbacks+={JOURNAL}",
+            f"--trainer.callbacks.folder={journal}",
+        ]
+
+
+def chosen_modes(names: Sequence[str], *, devices: int) -> list[Mode]:
+    """The modes called `names` on so many devices.
+
+    Raises:
+        ConfigError: A name that is not known or starts no processes under torchrun, or sizes that do not fit it.
+    """
+    if devices < 2:
+        raise ConfigError(f"--devices={devices}: chaos needs several processes", remedy="pass --devices 2 or more")
+    known = {"ddp": "ddp-sync", "ddp_mp": "ddp_mp", "pp": "pp", "ddp_pp": "ddp_pp", "fsdp2": "fsdp2", "tp": "tp"}
+    wrong = [name for name in names if name not in known]
+    if wrong or not names:
+        raise ConfigError(
+            f"there is no mode {wrong[0]!r} that torchrun starts" if wrong else "no mode is named",
+            remedy=f"pass --modes with some of {','.join(known)}",
+        )
+    with quiet():
+        return [_mode(name, verify_modes.modes(devices)[known[name]]) for name in known if name in names]
+
+
+def _mode(name: str, mode: verify_modes.Mode) -> Mode:
+    if mode.num_processes < 2:
+        raise ConfigError(
+            f"--modes={name} has one process on {mode.devices} devices", remedy=f"pass --devices {2 * mode.devices}"
+        )
+    chunks = mode.chunks(accumulation=1)
+    separate = (
+        [] if chunks == GhostBatches() else [f"--model.ghost_batchnorm.{k}={v}" for k, v in asdict(chunks).items()]
+    )
+    alone = ("--trainer.strategy=auto", "--trainer.devices=1", *separate)
+    return Mode(name=name, num_processes=mode.num_processes, flags=tuple(mode.flags), flags_alone=alone)

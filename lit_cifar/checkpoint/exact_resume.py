@@ -1,0 +1,231 @@
+"""A resumed run continues with the next sample, also in another mode or on another number of processes.
+
+Order, augmentation and schedule are functions of (seed, epoch, step). Beside weights, optimizer and schedule a
+checkpoint must therefore hold the position in the epoch, and what the epoch's metrics had counted until then.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torchmetrics import Metric
+
+from lit_cifar.checkpoint.callbacks import wait_for_files
+from lit_cifar.checkpoint.files import save_error
+from lit_cifar.errors import SaveError
+from lit_cifar.layout import Layout
+from lit_cifar.reporting.run_report import run_folder
+
+POSITION, METRICS = "position", "metrics"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """The position of a run.
+
+    Attributes:
+        epoch: Number of complete epochs.
+        step: Optimizer steps taken in the current epoch.
+        started: Whether the current epoch has begun.
+        global_step: Optimizer steps taken in all epochs.
+        rows: Lines of `metrics.csv` written so far, without its header.
+    """
+
+    epoch: int
+    step: int
+    started: bool
+    global_step: int
+    rows: int = 0
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> "Position":
+        """The position of `trainer`, which is at a step boundary, or after an epoch or the whole training."""
+        epochs: Any = trainer.fit_loop.epoch_progress.current
+        batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+        in_epoch = batches.processed // trainer.accumulate_grad_batches
+        # A fit that `max_steps` ended in the middle of an epoch has run that epoch's last hooks too.
+        complete = epochs.processed == epochs.started and batches.processed >= trainer.num_training_batches
+        return cls(
+            epoch=epochs.started if complete else max(epochs.started - 1, 0),
+            step=0 if complete else in_epoch,
+            started=epochs.started > 0 and not complete,
+            global_step=trainer.global_step,
+            rows=_num_rows(trainer),
+        )
+
+    def write(self, loops: dict[str, Any], *, accumulation: int) -> None:
+        """Write this position into `loops`, the "fit_loop" entry of a checkpoint.
+
+        Lightning counts loader batches. The `accumulation` of the resumed run says how many a step has.
+        """
+        entered = self.epoch + self.started
+        epochs = {"ready": entered, "started": entered, "processed": self.epoch, "completed": self.epoch}
+        loops["epoch_progress"] = {"total": dict(epochs), "current": dict(epochs)}
+        loops["epoch_loop.batch_progress"] = {
+            "total": _completed(self.global_step * accumulation),
+            "current": _completed(self.step * accumulation),
+            "is_last_batch": False,
+        }
+        loops["epoch_loop.val_loop.batch_progress"] |= {"total": _completed(0), "current": _completed(0)}
+        loops["epoch_loop.state_dict"] = {"_batches_that_stepped": self.global_step}
+        loops["state_dict"] = {}
+
+
+class ExactResume(Callback):
+    """Writes the position and the metrics' counts into every checkpoint, and resumes from them."""
+
+    def __init__(self) -> None:
+        self._resumed: Position | None = None
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Write both; the counts of all processes are gathered.
+
+        Raises:
+            SaveError: On every process, if the logs, which belong to a checkpoint, could not be written.
+        """
+        failure: SaveError | None = trainer.strategy.broadcast(_save_logs(trainer, run_folder(trainer) or Path()))
+        if failure is not None:
+            raise failure
+        checkpoint[POSITION] = asdict(Position.of(trainer))
+        checkpoint[METRICS] = _collect(trainer, pl_module)
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Resume a fit at the position. A checkpoint without one is left to Lightning."""
+        if trainer.state.fn != TrainerFn.FITTING or POSITION not in checkpoint:
+            return
+        position = Position(**checkpoint[POSITION])
+        position.write(checkpoint["loops"]["fit_loop"], accumulation=trainer.accumulate_grad_batches)
+        if position.started:
+            _restore(pl_module, checkpoint[METRICS], Layout.of(trainer.strategy))
+        self._resumed = position
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Set the loader to the position in the epoch.
+
+        Lightning restores a loader's state itself, but not if the number of steps was asked for before: then the loader
+        is made before the checkpoint is read.
+        """
+        if self._resumed is not None:
+            loader: Any = trainer.train_dataloader
+            loader.load_state_dict({"step": self._resumed.step})
+            if self._resumed.global_step:
+                _settle_buckets(trainer, pl_module)
+
+    # If validation came right before the checkpoint, Lightning's loop makes an empty pass instead of validating again
+    # and counts it as a step: loggers would then write every value one step late.
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Correct the loggers' step."""
+        self._correct_step(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Correct the loggers' step, and let ReduceLROnPlateau step if its metric is known."""
+        self._correct_step(trainer)
+        monitors = [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+        if all(monitor in trainer.callback_metrics for monitor in monitors):
+            trainer.fit_loop._restarting = False  # else Lightning skips it at the end of this epoch
+
+    def _correct_step(self, trainer: Trainer) -> None:
+        if self._resumed is not None:
+            trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+            self._resumed = None
+
+
+def _settle_buckets(trainer: Trainer, pl_module: LightningModule) -> None:
+    """Let DistributedDataParallel build the gradient buckets that it has after the first step.
+
+    It assigns gradients to new buckets once it has seen the order in which they become ready. With more than two
+    processes, a ring all-reduce sums the elements of a bucket in an order that depends on their place. The first step
+    would then differ by rounding from an uninterrupted run. So this runs one forward and backward pass on blank images,
+    and restores buffers and gradients.
+    """
+    model = trainer.strategy.model
+    if not isinstance(model, DistributedDataParallel):
+        return
+    buffers = {name: buffer.clone() for name, buffer in pl_module.named_buffers()}
+    num_images = 2 * Layout.of(trainer.strategy).num_microbatches  # BatchNorm refuses one value per channel
+    shape: tuple[int, ...] = pl_module.image_shape  # type: ignore[assignment]
+    blank = torch.zeros(num_images, *shape, device=pl_module.device)
+    with trainer.precision_plugin.train_step_context():
+        logits = model(trainer.precision_plugin.convert_input(blank))
+    logits.sum().backward()
+    model.zero_grad()
+    with torch.no_grad():
+        for name, buffer in pl_module.named_buffers():
+            buffer.copy_(buffers[name])
+
+
+def _save_logs(trainer: Trainer, folder: Path) -> SaveError | None:
+    """Save the logs; the error if that failed, else None."""
+    try:
+        for logger in trainer.loggers:
+            logger.save()
+    except OSError as error:
+        wait_for_files(trainer)  # the error lists them
+        return save_error(error, folder / "metrics.csv", checkpoints=folder / "checkpoints")
+    return None
+
+
+def _num_rows(trainer: Trainer) -> int:
+    """Lines of `metrics.csv` below its header; 0 on processes that do not write it."""
+    folder = next((logger.log_dir for logger in trainer.loggers if isinstance(logger, CSVLogger)), None)
+    path = Path(folder or ".") / "metrics.csv"
+    if folder is None or not trainer.is_global_zero or not path.exists():
+        return 0
+    with path.open() as file:
+        return sum(1 for _ in file) - 1
+
+
+def _completed(count: int) -> dict[str, int]:
+    return dict.fromkeys(("ready", "started", "processed", "completed"), count)
+
+
+def _metrics(module: torch.nn.Module) -> Iterator[tuple[str, Metric]]:
+    return ((name, child) for name, child in module.named_modules() if isinstance(child, Metric))
+
+
+def _collect(trainer: Trainer, pl_module: LightningModule) -> dict[str, dict[str, Tensor]]:
+    """Every metric's counts, a row for each shard of the data.
+
+    Not their sums: continuing from a sum of floats would differ by rounding from an uninterrupted run.
+    """
+    layout = Layout.of(trainer.strategy)
+    collected = {}
+    for name, metric in _metrics(pl_module):
+        states = {**metric.metric_state, _UPDATES: torch.tensor(metric.update_count, device=metric.device)}
+        collected[name] = {
+            key: trainer.strategy.reduce(_row(state, layout), reduce_op="sum").cpu() for key, state in states.items()
+        }
+    return collected
+
+
+_UPDATES = "update_count"
+
+
+def _row(state: Any, layout: Layout) -> Tensor:
+    """`state` as this shard's row among zeros: (num_shards, *state.shape)."""
+    rows: Tensor = state.new_zeros((layout.num_shards, *state.shape))
+    rows[layout.shard] = state
+    return rows
+
+
+def _restore(pl_module: LightningModule, collected: dict[str, dict[str, Tensor]], layout: Layout) -> None:
+    """Restore the counts of every shard; if the number of shards has changed, the first one gets all counts."""
+    for name, metric in _metrics(pl_module):
+        own = {key: _own(rows, layout) for key, rows in collected[name].items()}
+        metric._update_count = int(own.pop(_UPDATES))
+        for key, state in own.items():
+            setattr(metric, key, state.to(metric.device))
+
+
+def _own(rows: Tensor, layout: Layout) -> Tensor:
+    if len(rows) == layout.num_shards:
+        return rows[layout.shard].clone()
+    return rows.sum(dim=0) if layout.shard == 0 else torch.zeros_like(rows[0])

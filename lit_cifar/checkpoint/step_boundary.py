@@ -1,0 +1,275 @@
+"""Ranks agree between optimizer steps whether to save, to stop, or to abort on a loss that is not finite.
+
+Between two optimizer steps everything that belongs to the first is done, including validation, and nothing of the
+second has begun. A checkpoint written there holds exactly the state of an uninterrupted run.
+"""
+
+import math
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.distributed import group
+from torch.nn.utils import get_total_norm
+
+from lit_cifar.checkpoint.callbacks import LastCheckpoint, has_failed, settle
+from lit_cifar.errors import CheckpointError, Stopped
+
+EXIT_STOPPED = 128 + signal.SIGTERM
+_MAX_IDS = 64
+_ONE_KEYSTROKE_S = 1.0
+_MAX_STEPS = 1000  # between two agreements, however short they are
+
+
+class Agreed(NamedTuple):
+    """What all processes have agreed on.
+
+    Attributes:
+        signal: Number of a signal by which any process was asked to stop; 0 for none.
+        due: Whether a checkpoint is due by the clock.
+        first_bad: Optimizer step and rank of the first loss that was not finite; None if all were finite.
+    """
+
+    signal: int
+    due: bool
+    first_bad: tuple[int, int] | None
+
+
+class Keystrokes:
+    """Distinguishes a second Ctrl-C from one that arrives twice, from the terminal and from the parent process."""
+
+    def __init__(self) -> None:
+        self._first_at = math.inf
+
+    def insist(self, number: int) -> bool:
+        """Whether signal `number`, which has just arrived, is a second Ctrl-C."""
+        now = time.monotonic()
+        if number == signal.SIGINT:
+            self._first_at = min(self._first_at, now)
+        return number == signal.SIGINT and now - self._first_at > _ONE_KEYSTROKE_S
+
+
+class StepBoundary(Callback):
+    """Saves when a checkpoint is due, stops when asked to, and stops when a loss is not a finite number.
+
+    SIGTERM, or SIGINT once, makes all processes save at the same step and exit with status 143. A second SIGINT, at
+    least a second later, ends the process that receives it at once. A loss that is not finite makes all processes exit
+    with status 1, before anything is saved.
+
+    To agree takes an all-reduce, and on a GPU the host waits for it. It is therefore not done at every step. It is done
+    about every `agree_every_s` seconds, after a number of steps that the processes also agree on, and when a checkpoint
+    is due by its step, which all processes know. Until then a process keeps its losses on its device.
+
+    This callback must come before those that use the next batch, because it acts when that has been fetched.
+
+    Args:
+        agree_every_s: Seconds between two agreements, approximately; 0 for one at every step.
+    """
+
+    def __init__(self, *, agree_every_s: float = 1.0) -> None:
+        self.agree_every_s = agree_every_s
+        self._last: LastCheckpoint | None = None
+        self._signal = 0
+        self._keystrokes = Keystrokes()
+        self._losses: list[tuple[int, Tensor]] = []  # since the last agreement
+        self._device = torch.device("cpu")
+        self._first_steps: dict[int, int] = {}  # of every epoch: a resumed run may have another number of steps in one
+        self._steps_left = 0
+        self._asked_at = 0.0
+        self._asked_step = 0
+        self._step_s = 0.0
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Replace Lightning's handling of signals, which synchronises at every step and has no exit status."""
+        self._signal, self._keystrokes = 0, Keystrokes()
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
+        if threading.current_thread() is threading.main_thread():
+            # Lightning would register its handlers next. They are registered now, so that its teardown restores the
+            # former ones.
+            trainer._signal_connector.register_signal_handlers()
+            trainer._signal_connector.register_signal_handlers = _nothing  # type: ignore[method-assign]
+            signal.signal(signal.SIGTERM, self._note)
+            signal.signal(signal.SIGINT, self._note)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start counting steps and time until the next agreement."""
+        self._last = next((c for c in trainer.callbacks if isinstance(c, LastCheckpoint)), None)  # type: ignore[attr-defined]
+        self._losses.clear()
+        self._device = pl_module.device
+        self._first_steps = {}
+        self._steps_left = 2  # the first agreement comes after a step, when the duration of one is known
+        self._asked_at, self._asked_step, self._step_s = time.monotonic(), trainer.global_step, 0.0
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._keystrokes.insist(number):
+            raise KeyboardInterrupt
+        self._signal = number
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Between two optimizer steps: agree if that is due, then save, then stop."""
+        if batch_idx % trainer.accumulate_grad_batches:
+            return
+        self._first_steps[trainer.current_epoch] = trainer.global_step - batch_idx // trainer.accumulate_grad_batches
+        by_step = self._last is not None and self._last.due_by_step(trainer)
+        self._steps_left -= 1
+        if self._steps_left > 0 and not by_step:
+            return
+        agreed = self._agree(trainer)
+        if agreed.first_bad:
+            self._stop_for_loss(trainer, *agreed.first_bad)
+        if self._last is not None and (by_step or agreed.due or agreed.signal):
+            self._check_weights(trainer, pl_module)
+            self._save(trainer, self._last)
+        if agreed.signal:
+            self._stop_for_signal(trainer, agreed.signal)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep the loss on its device until the next agreement."""
+        stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        step = trainer.global_step - stepped
+        self._losses.append((step, outputs["loss"].detach()))
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop a diverged run before validation, which could make it the best checkpoint."""
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._check_finite(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop a diverged run before the last checkpoint is saved."""
+        self._check_finite(trainer, pl_module)
+
+    def _check_finite(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        agreed = self._agree(trainer)
+        if agreed.first_bad:
+            self._stop_for_loss(trainer, *agreed.first_bad)
+        self._check_weights(trainer, pl_module)
+
+    def _check_weights(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop if a weight is not finite, which a step with a finite loss can cause, before that is saved."""
+        weights = [part for parameter in pl_module.parameters() if (part := _local(parameter)).numel()]
+        largest = get_total_norm(weights, norm_type=math.inf)  # one number for all weights, over all processes
+        bad = largest.isfinite().logical_not().to(self._device, torch.float64)
+        if trainer.strategy.reduce(bad, group=group.WORLD, reduce_op="max").item():
+            self._settle(trainer)
+            message = f"the weights are not finite after {trainer.global_step} optimizer steps"
+            _end(trainer, f"{message}; {self._newest()}", status=1)
+
+    def _agree(self, trainer: Trainer) -> Agreed:
+        """Agree by an all-reduce of maxima, also on the number of steps until the next agreement."""
+        now = time.monotonic()
+        if trainer.global_step > self._asked_step:
+            self._step_s = (now - self._asked_at) / (trainer.global_step - self._asked_step)
+        # The next save reports that one has failed, so it is due.
+        due = self._last is not None and (self._last.due_by_time(now) or has_failed(trainer))
+        own = torch.tensor([self._signal, due, self._step_s, -math.inf], dtype=torch.float64).to(self._device)
+        if self._losses:
+            own[3] = self._first_bad(trainer)
+            self._losses.clear()
+        largest = trainer.strategy.reduce(own, group=group.WORLD, reduce_op="max").tolist()
+        self._asked_at, self._asked_step = time.monotonic(), trainer.global_step
+        self._steps_left = min(max(1, round(self.agree_every_s / max(largest[2], 1e-6))), _MAX_STEPS)
+        first_bad = None if math.isinf(largest[3]) else divmod(round(-largest[3]), trainer.world_size)
+        return Agreed(int(largest[0]), bool(largest[1]), first_bad)
+
+    def _first_bad(self, trainer: Trainer) -> Tensor:
+        """A code of this process's first step with a non-finite loss, larger for earlier steps; -inf for none."""
+        steps, losses = zip(*self._losses, strict=True)
+        codes = [-float(step * trainer.world_size + trainer.global_rank) for step in steps]
+        finite = torch.stack(losses).isfinite().to(self._device)
+        return torch.tensor(codes, dtype=torch.float64).to(self._device).masked_fill(finite, -math.inf).max()
+
+    def _save(self, trainer: Trainer, last: LastCheckpoint) -> None:
+        with _ending_if_not_saved(trainer):
+            last.save(trainer)
+
+    def _stop_for_signal(self, trainer: Trainer, number: int) -> NoReturn:
+        self._settle(trainer)
+        name = signal.Signals(number).name
+        _end(
+            trainer,
+            f"stopped by {name} after {trainer.global_step} optimizer steps; {self._newest()}\n"
+            "to resume, run the same command with --resume=auto",
+            status=EXIT_STOPPED,
+        )
+
+    def _settle(self, trainer: Trainer) -> None:
+        """Wait for the files, before the newest checkpoint is named."""
+        with _ending_if_not_saved(trainer):
+            settle(trainer)
+
+    def _stop_for_loss(self, trainer: Trainer, step: int, rank: int) -> NoReturn:
+        self._settle(trainer)
+        epoch, first = max(item for item in self._first_steps.items() if item[1] <= step)
+        ids = trainer.strategy.broadcast(_ids_of_step(trainer, epoch, step - first), src=rank)
+        shown = ", ".join(map(str, ids[:_MAX_IDS])) + (
+            f" and {len(ids) - _MAX_IDS} more" if len(ids) > _MAX_IDS else ""
+        )
+        _end(
+            trainer,
+            f"the loss of rank {rank} is not finite in optimizer step {step} (counted from 0); its samples: {shown}\n"
+            f"{self._newest()}",
+            status=1,
+        )
+
+    def _newest(self) -> str:
+        path = self._last.newest if self._last else None
+        return f"the newest checkpoint is {path}" if path else "there is no checkpoint yet"
+
+
+def _nothing() -> None:
+    pass
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """This process's part of a parameter that may be sharded over processes."""
+    to_local = getattr(parameter, "to_local", None)
+    return parameter.detach() if to_local is None else to_local().detach()
+
+
+def _ids_of_step(trainer: Trainer, epoch: int, step: int) -> list[int]:
+    """The samples that this process read for optimizer step `step` of an epoch; empty if they are unknown."""
+    datamodule: Any = getattr(trainer, "datamodule", None)
+    if not hasattr(datamodule, "train_sampler"):
+        return []
+    sampler = datamodule.train_sampler()
+    sampler.set_epoch(epoch)
+    sampler.start = step
+    parts = zip(range(trainer.accumulate_grad_batches), sampler, strict=False)
+    return [int(id_) for _, part in parts for id_ in part.ids]
+
+
+@contextmanager
+def _ending_if_not_saved(trainer: Trainer) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError as error:
+        _end(trainer, str(error), status=1)
+
+
+def _end(trainer: Trainer, message: str, *, status: int) -> NoReturn:
+    """Print `message` on rank 0, and exit; every process must call this."""
+    if trainer.is_global_zero:
+        print(f"lit_cifar: {message}", file=sys.stderr, flush=True)
+    with suppress(Exception):  # rank 0 has printed the reason; the others need not be reachable
+        trainer.strategy.barrier("end")
+    raise Stopped(0 if _is_watched(trainer) else status)
+
+
+def _is_watched(trainer: Trainer) -> bool:
+    """Whether Lightning's launcher started this process; it kills the user's process when one that it started fails."""
+    launched = isinstance(trainer.strategy.launcher, _SubprocessScriptLauncher)
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    return launched and isinstance(environment, LightningEnvironment) and trainer.local_rank != 0

@@ -1,0 +1,113 @@
+"""`python -m lit_cifar chaos`: arguments, table and exit status."""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from lit_cifar.chaos.experiment import chaos
+from lit_cifar.chaos.fault_schedule import EQUAL_SIZE, shares
+from lit_cifar.chaos.report import Row, result_table
+from lit_cifar.chaos.settings import ANEW_EVERY, chosen_modes
+from lit_cifar.commands.terminal import CommandParser, about, console, exit_orderly_when_terminated, say, writable
+from lit_cifar.errors import ConfigError
+
+_ENOUGH = next(number for number in count(1) if shares(number)[0] >= len(EQUAL_SIZE))
+_DESCRIPTION = f"""\
+Train a small job under torchrun without faults, and then again while ranks are killed, terminated and stopped, the
+newest checkpoint is truncated, the disk is full and the job is resized, at random moments and during saves. In the end
+every sample must have counted exactly once in every epoch, and parameters and optimizer state must be those of the
+uninterrupted run: bitwise where the job kept its size, within 1e-5 where it was resized. Everything runs on the CPU.
+Of {ANEW_EVERY} starts of the ranks torchrun starts Python in one; in the others it forks them, without the imports.
+{_ENOUGH} faults or more include every kind."""
+
+
+def main(args: list[str]) -> int:
+    """Run, print the table, and return 0 if nothing was lost, else 1.
+
+    Raises:
+        ConfigError: Arguments that cannot work, or a mode that cannot train even without faults.
+        SystemExit: After --help; with status 143 when terminated. Ctrl-C returns 130.
+    """
+    options = chaos_parser().parse_args(args)
+    if options.kills < 1 or options.seed < 0:
+        raise ConfigError(
+            f"--kills={options.kills} --seed={options.seed}: kills must be 1 or more, and the seed 0 or more",
+            remedy="the defaults are 20 and 0",
+        )
+    modes = chosen_modes(options.modes.split(","), devices=options.devices)
+    target = None if options.json is None else writable(Path(options.json))
+    record = about() | {"seed": options.seed, "kills": options.kills, "devices": options.devices}
+    exit_orderly_when_terminated()
+    begin = time.monotonic()
+    try:
+        with _folder(options.dir) as folder:
+            rows, ways = chaos(modes, num_faults=options.kills, seed=options.seed, folder=folder, report=say)
+    except KeyboardInterrupt:
+        print("interrupted; every process of the job was ended", file=sys.stderr)
+        return 130
+    seconds = time.monotonic() - begin
+    passed = all(row.passed for row in rows)
+    _print(rows, ways, options)
+    if target is not None:
+        content = {"full_disk": ways, "rows": [_of_row(row) for row in rows], "passed": passed, "seconds": seconds}
+        target.write_text(json.dumps(record | content, indent=2) + "\n")
+    return 0 if passed else 1
+
+
+def _print(rows: list[Row], ways: list[str], options: argparse.Namespace) -> None:
+    out = console()
+    out.print(result_table(rows, title=f"{options.kills} faults for each mode, seed {options.seed}"))
+    for way in ways:
+        out.print(f"full disk: {way}", markup=False)
+    out.print(f"restarts: {sum(row.anew for row in rows)} started a new Python for each rank, the others forked them")
+    for row in rows:
+        for problem in row.problems[:5]:
+            out.print(f"{row.mode} on {', '.join(map(str, row.sizes))}: {problem}", markup=False)
+    if options.dir is None and not all(row.passed for row in rows):
+        out.print(f"to keep the logs, run it again with --seed {options.seed} --dir FOLDER", markup=False)
+
+
+def chaos_parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    parser = CommandParser("chaos", description=_DESCRIPTION)
+    parser.add_argument("--kills", type=int, default=20, metavar="K", help="Faults for each mode (default: 20).")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="Seed of the kinds, moments and ranks of faults (default: 0)."
+    )
+    parser.add_argument("--modes", default="ddp", metavar="A,B", help="Modes to train in (default: ddp).")
+    parser.add_argument("--devices", type=int, default=2, metavar="N", help="Devices of each mode (default: 2).")
+    parser.add_argument("--json", metavar="FILE", help="Write all faults, results, versions and hardware to this file.")
+    parser.add_argument(
+        "--dir", metavar="FOLDER", help="Keep logs, journals and checkpoints there. Without it nothing is kept."
+    )
+    return parser
+
+
+@contextmanager
+def _folder(name: str | None) -> Iterator[Path]:
+    """An empty folder: the user's, which must be empty, or one that is removed afterwards."""
+    if name is None:
+        with tempfile.TemporaryDirectory(prefix="lit_cifar-chaos-") as temporary:
+            yield Path(temporary)
+        return
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        empty = not any(folder.iterdir())
+    except OSError as error:
+        raise ConfigError(f"--dir={name} is not writable: {error.strerror}", remedy="choose another folder") from error
+    if not empty:
+        raise ConfigError(f"--dir={name} is not empty", remedy="choose another folder")
+    yield folder.resolve()
+
+
+def _of_row(row: Row) -> dict[str, Any]:
+    return asdict(row) | {"passed": row.passed}

@@ -1,0 +1,97 @@
+"""`python -m lit_cifar verify`: arguments, table and exit status."""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lit_cifar.commands.terminal import CommandParser, about, console, exit_orderly_when_terminated, say, writable
+from lit_cifar.errors import ConfigError
+from lit_cifar.verify.comparison import EXACT_BOUND, FLOOR_ULP, NOISE_FACTOR
+from lit_cifar.verify.report import problem_lines, verdict_table
+from lit_cifar.verify.row import Row
+from lit_cifar.verify.self_test import Finding, findings_table, self_test
+from lit_cifar.verify.verifier import verify
+
+_DESCRIPTION = """\
+Train a configuration for a few steps in each mode, and compare it step by step with the single-device computation that
+the mode equals. Compared are losses, parameters, BatchNorm buffers, optimizer state, sample ids, logged metrics,
+evaluation counts, and the checkpoint loaded back. Processes that must hold the same values are compared bit for bit.
+The tolerance is measured by the same run with sums in another order, in the same precision.
+Every other argument is passed on to `fit`, e.g. --config FILE, --model.stem=strided, --trainer.precision=64-true.
+Without --config the network is ResNet34, on synthetic images."""
+
+
+def main(args: list[str]) -> int:
+    """Verify, print, and return 0 if every mode passed, or every planted mistake was caught; else 1.
+
+    Raises:
+        ConfigError: Arguments that cannot work.
+        SystemExit: After --help; with status 143 when terminated. Ctrl-C returns 130.
+    """
+    options, rest = verify_parser().parse_known_args(args)
+    if options.self_test and rest:
+        raise ConfigError(f"--self-test has a configuration of its own, not {rest[0]}", remedy="leave it out")
+    target = None if options.json is None else writable(Path(options.json))
+    rules = {"noise_factor": NOISE_FACTOR, "floor_ulp": FLOOR_ULP, "float64": EXACT_BOUND}
+    record = about() | {"rules": rules}
+    exit_orderly_when_terminated()
+    torch.set_num_threads(1)  # the other cores belong to the runs, beside which this process compares
+    try:
+        content = _self_test() if options.self_test else _verify(options, rest)
+    except KeyboardInterrupt:
+        print("interrupted; every run was ended and its files removed", file=sys.stderr)
+        return 130
+    if target is not None:
+        target.write_text(json.dumps(record | content, indent=2) + "\n")
+    return 0 if content["passed"] else 1
+
+
+def _verify(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    names = options.modes.split(",")
+    rows = verify(names, devices=options.devices, steps=options.steps, args=rest, report=say)
+    out = console()
+    out.print(verdict_table(rows, title=f"{options.steps} steps, compared one by one"))
+    for line in problem_lines(rows):
+        out.print(line, markup=False)
+    content = {"devices": options.devices, "steps": options.steps, "rows": [_of_row(row) for row in rows]}
+    return content | {"passed": all(row.passed for row in rows)}
+
+
+def _self_test() -> dict[str, Any]:
+    findings = self_test(report=say)
+    console().print(findings_table(findings, title="Planted mistakes"))
+    content = {"findings": [_of_finding(finding) for finding in findings]}
+    return content | {"passed": all(finding.right for finding in findings)}
+
+
+def verify_parser() -> argparse.ArgumentParser:
+    parser = CommandParser("verify", description=_DESCRIPTION)
+    parser.add_argument("--modes", default="all", metavar="A,B", help="Modes to verify (default: all).")
+    parser.add_argument("--devices", type=int, default=2, metavar="N", help="Devices of each mode (default: 2).")
+    parser.add_argument("--steps", type=int, default=3, metavar="K", help="Optimizer steps of each run (default: 3).")
+    parser.add_argument("--json", metavar="FILE", help="Write all results, versions and hardware to this file.")
+    parser.add_argument("--self-test", action="store_true", help="Plant mistakes one by one; each must be caught.")
+    return parser
+
+
+def _of_row(row: Row) -> dict[str, Any]:
+    return asdict(row) | {"passed": row.passed}
+
+
+def _of_finding(finding: Finding) -> dict[str, Any]:
+    bug = finding.bug
+    return {
+        "bug": None if bug is None else bug.name,
+        "imitates": None if bug is None else bug.imitates,
+        "mode": finding.mode,
+        "problems": finding.problems,
+        "finished": finding.finished,
+        "acted": finding.acted,
+        "caught_by": finding.caught_by,
+        "right": finding.right,
+    }

@@ -1,0 +1,164 @@
+"""Runs of the command line in processes forked from one that has imported the package already.
+
+Importing torch and Lightning takes longer than the short trainings that are compared here, and each of their processes
+would do it again. A fork server (see `multiprocessing`) does it once. Its processes have the environment, the files and
+the session of one that a user starts, and two things in common: the seed of Python's string hashes, and the imports.
+"""
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from lightning.pytorch.utilities import rank_zero_only
+
+from lit_cifar.launch import parent
+
+_LOOPBACK = "127.0.0.1"
+_FAREWELL_S = 5.0
+"""How long the other ranks of a run have to end, once one has failed: as Lightning's launcher gives them."""
+_starting = threading.Lock()
+
+
+class ForkedRun:
+    """`python -m lit_cifar WORDS` in one process, or in several ranks with the environment that torchrun sets.
+
+    Each process leads a session of its own, so that a signal to the session reaches all processes that it starts.
+
+    Args:
+        words: Subcommand and flags.
+        environment: The whole environment of the processes.
+        stdout: The file to which they append their standard output.
+        stderr: The same for standard error.
+        num_ranks: Number of processes to start. With one, the strategy may start others.
+        module: Module to run in place of the command line.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        stdout: Path,
+        stderr: Path,
+        num_ranks: int = 1,
+        module: str = "lit_cifar",
+    ) -> None:
+        with _rank_environments(environment, num_ranks) as environments:
+            self._processes = [_start(module, words, own, stdout=stdout, stderr=stderr) for own in environments]
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes, by rank."""
+        return [_pid(process) for process in self._processes]
+
+    def wait(self, timeout_s: float) -> int | None:
+        """The exit status: that of the first rank that fails, or 0; None after `timeout_s` seconds, while any runs."""
+        deadline = time.monotonic() + timeout_s
+        status = 0
+        while alive := [process for process in self._processes if process.exitcode is None]:
+            if time.monotonic() > deadline:
+                return status or None
+            wait([process.sentinel for process in alive], timeout=max(0.0, deadline - time.monotonic()))
+            if status == 0 and (status := self._first_failure()):
+                deadline = min(deadline, time.monotonic() + _FAREWELL_S)
+        return status or self._first_failure()
+
+    def _first_failure(self) -> int:
+        return next((process.exitcode for process in self._processes if process.exitcode), 0)
+
+    def terminate(self) -> None:
+        """Ask every process to end, by SIGTERM."""
+        for process in self._processes:
+            process.terminate()
+
+    def kill(self) -> None:
+        """End every process, and what they have started."""
+        for process in self._processes:
+            process.kill()  # which may not lead its session yet
+            with suppress(ProcessLookupError):
+                os.killpg(_pid(process), signal.SIGKILL)
+            process.join()
+
+
+def _pid(process: ForkServerProcess) -> int:
+    assert process.pid is not None, "it has been started"  # 0 would be the group of this very process
+    return process.pid
+
+
+def _start(
+    module: str, words: Sequence[str], environment: Mapping[str, str], *, stdout: Path, stderr: Path
+) -> ForkServerProcess:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lit_cifar.cli"])
+    settings = (module, list(words), environment, str(stdout), str(stderr), str(Path.cwd()))
+    process = context.Process(target=_run, args=settings)
+    with _starting:
+        main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+        try:  # else the new process would import this one's program, which it does not need
+            process.start()
+        finally:
+            sys.modules["__main__"] = main
+    return process
+
+
+@contextmanager
+def _rank_environments(environment: Mapping[str, str], num_ranks: int) -> Iterator[list[dict[str, str]]]:
+    """What each rank finds in its environment; their port is not given to others until they have been started."""
+    if num_ranks == 1:
+        yield [dict(environment)]
+        return
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # so that rank 0 can listen there
+        reserved.bind((_LOOPBACK, 0))
+        common = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_PORT": reserved.getsockname()[1]}
+        yield [
+            {**environment, "MASTER_ADDR": _LOOPBACK}
+            | {name: str(value) for name, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}
+            for rank in range(num_ranks)
+        ]
+
+
+def _run(module: str, words: list[str], environment: Mapping[str, str], stdout: str, stderr: str, folder: str) -> None:
+    """Become the process that a user starts, in one that has been forked."""
+    os.setsid()
+    for name, stream in ((stdout, 1), (stderr, 2)):
+        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        os.dup2(file, stream)
+        os.close(file)
+    os.chdir(folder)
+    run_module(module, words, environment)
+
+
+def run_module(module: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
+    """`python -m MODULE WORDS` in a process that has just been forked from one with the imports."""
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    sys.argv = [module, *words]
+    # What the imports have read from the environment of the fork server.
+    parent.PARENT_PID = os.getppid()
+    rank_zero_only.rank = int(environment.get("RANK", 0))  # type: ignore[attr-defined]
+    tempfile.tempdir = None
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]  # its launcher is no Python process
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # which multiprocessing does not ask, and which may have been replaced
+        raise SystemExit(1) from None
+    finally:
+        atexit._run_exitfuncs()  # which multiprocessing leaves out

@@ -1,0 +1,34 @@
+"""Ends a process of a run when the process that started it is gone."""
+
+import multiprocessing
+import os
+import sys
+import threading
+import time
+
+from lit_cifar.launch import parent
+
+# By then a watchdog has noticed it and has reported more.
+_GRACE_S = 10.0
+_started = threading.Event()
+
+
+def end_with_launcher() -> None:
+    """End this process some seconds after the one that started it is gone. Call it early; a second call has no effect.
+
+    Lightning's launcher, torch.multiprocessing and torchrun's agent end the processes that they have started, unless
+    they are killed themselves. Their processes would then continue, or wait half an hour for others that never start.
+    """
+    if not _started.is_set():
+        _started.set()
+        spawned_by = multiprocessing.parent_process()
+        launcher = parent.PARENT_PID if spawned_by is None else spawned_by.pid
+        threading.Thread(target=_follow, args=(launcher,), name="watchdog-launcher", daemon=True).start()
+
+
+def _follow(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(1.0)
+    time.sleep(_GRACE_S)
+    print(f"lit_cifar: pid {os.getpid()} stops: pid {launcher}, which started it, is gone", file=sys.stderr, flush=True)
+    os._exit(1)

@@ -1,0 +1,125 @@
+"""Sets the number of processes of a Trainer to what torchrun has started, and where they meet.
+
+torchrun may start another number after a restart. `--trainer.devices` and `--trainer.num_nodes` need not be repeated on
+the command line, and cannot be if the number of machines changes.
+"""
+
+import os
+from typing import Any
+
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
+
+from lit_cifar.errors import ConfigError
+from lit_cifar.launch.rendezvous import LocalEnvironment, cluster_environment
+from lit_cifar.strategies.ddp_mp import DDPLayerParallelStrategy
+from lit_cifar.strategies.single_process import SingleProcessStrategy
+
+_UNSET = ("auto", 1, "1")
+_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")  # where Lightning looks, in this order
+
+
+def settle_processes(config: dict[str, Any]) -> None:
+    """Take `devices` and `num_nodes` from torchrun, if it started this process, and say where processes meet.
+
+    Args:
+        config: Arguments of a Trainer, the strategy made or by its registered name; changed in place.
+
+    Raises:
+        ConfigError: The sizes are given and contradict torchrun, machines have different numbers of processes, the
+            strategy starts processes of its own, or what `cluster_environment` raises.
+    """
+    strategy = _made(config["strategy"])
+    if isinstance(strategy, SingleProcessStrategy):  # it refuses others itself
+        return
+    if TorchElasticEnvironment.detect():
+        _follow_torchrun(config, strategy)
+    plugins = as_list(config["plugins"])
+    given = [*plugins, getattr(strategy, "cluster_environment", None)]
+    if not any(isinstance(plugin, ClusterEnvironment) for plugin in given):
+        config["plugins"] = [*plugins, cluster_environment(num_nodes=config["num_nodes"])]
+
+
+def check_processes(trainer: Trainer, *, rank: int) -> None:
+    """Compare the environment variables of this process with the processes of `trainer`.
+
+    Args:
+        trainer: Made from arguments that `settle_processes` has changed.
+        rank: This process's rank by the environment.
+
+    Raises:
+        ConfigError: The rank is not 0 but there is one process, which would then log nothing. Or the processes were
+            started by hand and the environment does not say where they meet.
+    """
+    if rank and trainer.world_size == 1:
+        given = [name for name in _RANKS if os.environ.get(name) == str(rank)]
+        raise ConfigError(
+            f"{' '.join(f'{name}={rank}' for name in given) or f'rank {rank}'} in the environment, and this run has "
+            "one process, which is rank 0",
+            remedy=f"unset {' '.join(given or _RANKS)}, or pass --trainer.strategy=ddp and --trainer.devices=N",
+        )
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    if trainer.world_size > 1 and isinstance(environment, LocalEnvironment):
+        environment.check()
+
+
+def _follow_torchrun(config: dict[str, Any], strategy: Strategy | None) -> None:
+    _refuse_other_launcher(strategy, config["strategy"])
+    processes, machines = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["GROUP_WORLD_SIZE"])
+    _refuse_unequal_machines(processes, machines)
+    each = strategy.num_stages if isinstance(strategy, DDPLayerParallelStrategy) else 1
+    _follow(config, "devices", processes * each, started=f"--nproc-per-node={processes}")
+    _follow(config, "num_nodes", machines, started=f"{machines} machine(s)")
+
+
+def _made(strategy: Any) -> Strategy | None:
+    """The strategy itself, None where Lightning will choose or refuse."""
+    if isinstance(strategy, str):
+        return StrategyRegistry.get(strategy) if strategy in StrategyRegistry.available_strategies() else None
+    return strategy if isinstance(strategy, Strategy) else None
+
+
+def _refuse_other_launcher(strategy: Strategy | None, name: Any) -> None:
+    if isinstance(strategy, DDPStrategy) and strategy._start_method != "popen":
+        raise ConfigError(
+            f"--trainer.strategy={name} starts processes itself, and torchrun has already started them",
+            remedy="pass --trainer.strategy=ddp, or start it with python in place of torchrun",
+        )
+
+
+def _refuse_unequal_machines(processes: int, machines: int) -> None:
+    total = int(os.environ["WORLD_SIZE"])
+    if processes * machines != total:
+        raise ConfigError(
+            f"{total} processes on {machines} machines, but {processes} on this one: machines must have equally many",
+            remedy="start torchrun with the same --nproc-per-node on every machine",
+        )
+
+
+def _follow(config: dict[str, Any], name: str, value: int, *, started: str) -> None:
+    given = config[name]
+    if given in _UNSET:
+        config[name] = value
+    elif _count(given) not in (None, value):
+        raise ConfigError(
+            f"--trainer.{name}={given}, but torchrun started {started}, which makes {value}",
+            remedy=f"leave out --trainer.{name}, torchrun decides it",
+        )
+
+
+def _count(given: Any) -> int | None:
+    """How many devices or machines are asked for; None for what only the accelerator can count, as -1."""
+    if isinstance(given, str):
+        given = [part for part in given.split(",") if part] if "," in given else int(given)
+    if isinstance(given, int):
+        return None if given < 0 else given
+    return len(given)
+
+
+def as_list(plugins: Any) -> list[Any]:
+    """A Trainer's `plugins` as a new list: they may be none, one or several."""
+    if plugins is None:
+        return []
+    return list(plugins) if isinstance(plugins, list | tuple) else [plugins]

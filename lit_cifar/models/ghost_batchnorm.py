@@ -1,0 +1,66 @@
+"""BatchNorm that treats one device's batch as several replicas or microbatches would: what modes are compared with."""
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lit_cifar.errors import ConfigError
+from lit_cifar.layout import GhostBatches
+
+
+class GhostBatchNorm2d(nn.BatchNorm2d):
+    """`nn.BatchNorm2d` with statistics of its own for every chunk of the batch.
+
+    The running statistics follow the first replica, as those of `ddp`, `dp` and `fsdp2` do: one update for each of its
+    chunks, in their order. Evaluation is that of `nn.BatchNorm2d`, and so are parameters, buffers and their names.
+
+    Args:
+        num_features: Channels, C.
+        chunks: How a batch is cut.
+        **kwargs: As of `nn.BatchNorm2d`.
+    """
+
+    def __init__(self, num_features: int, *, chunks: GhostBatches, **kwargs: Any) -> None:
+        super().__init__(num_features, **kwargs)
+        self.chunks = chunks
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise (n, C, height, width) chunk by chunk."""
+        if not self.training:
+            return super().forward(input)
+        first, *others = self.chunks.positions(len(input))
+        normalised = [super(GhostBatchNorm2d, self).forward(input[chunk]) for chunk in first]
+        normalised += [self._without_tracking(input[chunk]) for replica in others for chunk in replica]
+        order = torch.cat([chunk for replica in (first, *others) for chunk in replica])
+        return torch.cat(normalised)[order.argsort()]
+
+    def _without_tracking(self, input: Tensor) -> Tensor:
+        return F.batch_norm(input, None, None, self.weight, self.bias, training=True, eps=self.eps)
+
+
+def normalise_apart(network: nn.Module, chunks: GhostBatches) -> nn.Module:
+    """`network`, each `nn.BatchNorm2d` of which now is a `GhostBatchNorm2d`, in place.
+
+    Raises:
+        ConfigError: It has another kind of BatchNorm.
+    """
+    for layer in network.modules():
+        if not isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            continue
+        if type(layer) is not nn.BatchNorm2d:
+            raise ConfigError(
+                f"a batch can be normalised in parts by nn.BatchNorm2d alone, and {type(network).__name__} has a "
+                f"{type(layer).__name__}",
+                remedy="leave out --model.ghost_batchnorm, or compare modes that need no such parts: "
+                "verify --modes ddp-sync,mp",
+            )
+        layer.__class__ = GhostBatchNorm2d
+        cast(GhostBatchNorm2d, layer).chunks = chunks
+    return network
+
+
+def normalises_batches(network: nn.Module) -> bool:
+    """Whether what comes out for an image depends, in training, on those that pass with it."""
+    return any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in network.modules())

@@ -1,0 +1,1 @@
+"""What a run prints and leaves in its folder: run folder, metrics, figures, accuracy per rank, throughput."""

@@ -1,0 +1,146 @@
+"""Reads run folders into pandas frames and draws them, for the notebooks here and for others.
+
+Frames are plain; figures are `matplotlib.figure.Figure` objects made without pyplot, so nothing here has global state.
+Needs the extra `notebooks`.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from lit_cifar.errors import ConfigError
+from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates
+
+try:
+    import pandas as pd
+except ImportError as error:
+    raise ConfigError(
+        "lit_cifar.reporting.analysis needs pandas, which is not installed", remedy="pip install 'lit-cifar[notebooks]'"
+    ) from error
+
+BLUE, RED, GREY = "#1f6fb4", "#c8321e", "#666666"
+
+
+def read_metrics(run: str | Path) -> pd.DataFrame:
+    """`metrics.csv` with one row for each step; nan where a metric was not logged at that step.
+
+    The file has a row for each call of the logger, so that training and validation metrics of a step are in two rows.
+
+    Args:
+        run: A run folder.
+
+    Raises:
+        ConfigError: If the folder has no such file.
+    """
+    path = _file(run, "metrics.csv", remedy="python -m lit_cifar fit writes one; its run folder is printed at the end")
+    return pd.read_csv(path).groupby("step", as_index=False).first()
+
+
+def read_per_rank(run: str | Path, *, split: str) -> pd.DataFrame:
+    """The rows of `split` in `per_rank.csv`, ranks in order and `all` last.
+
+    Args:
+        run: A run folder.
+        split: "val" or "test".
+
+    Returns:
+        Columns split, rank ("0", "1", ..., "all"), correct, total, accuracy, low and high (95 % interval), deviates
+        (differs from the other ranks beyond chance; see `lit_cifar.reporting.rank_statistics.deviates`).
+
+    Raises:
+        ConfigError: If the folder has no such file, or the file no such split.
+    """
+    command = "validate" if split == "val" else split
+    remedy = f"python -m lit_cifar {command} --ckpt_path CHECKPOINT writes one into its run folder"
+    path = _file(run, "per_rank.csv", remedy=remedy)
+    frame = pd.read_csv(path, dtype={"rank": str})
+    frame = frame[frame["split"] == split].reset_index(drop=True)
+    if frame.empty:
+        raise ConfigError(f"{path} has no rows of split={split}", remedy=remedy)
+    return with_intervals(frame)
+
+
+def per_rank_frame(counts: Sequence[AccuracyCount], *, split: str) -> pd.DataFrame:
+    """The frame that `read_per_rank` would return for these counts, the sum left out."""
+    rows = [(split, str(rank), count.correct, count.total, count.accuracy) for rank, count in enumerate(counts)]
+    return with_intervals(pd.DataFrame(rows, columns=["split", "rank", "correct", "total", "accuracy"]))
+
+
+def with_intervals(frame: pd.DataFrame) -> pd.DataFrame:
+    """Add low, high and deviates to a frame of one split with columns rank, correct and total."""
+    counts = [AccuracyCount(int(c), int(t)) for c, t in zip(frame["correct"], frame["total"], strict=True)]
+    low, high = zip(*(count.interval() for count in counts), strict=True)
+    frame = frame.assign(low=low, high=high, deviates=False)
+    is_rank = frame["rank"] != "all"
+    frame.loc[is_rank, "deviates"] = deviates([counts[row] for row in frame.index[is_rank]])
+    return frame
+
+
+def plot_per_rank(evaluations: Mapping[str, pd.DataFrame]) -> Figure:
+    """A panel for each evaluation: every rank's accuracy with its 95 % interval; deviating ranks in red.
+
+    Args:
+        evaluations: Frames of `read_per_rank` or `per_rank_frame` by title. A row `all` becomes a horizontal line.
+    """
+    widths = [max(2, len(frame)) for frame in evaluations.values()]
+    figure = Figure(figsize=(2.0 + 0.42 * sum(widths), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(widths), sharey=True, squeeze=False, width_ratios=widths)[0]
+    for axes, (title, frame) in zip(panels, evaluations.items(), strict=True):
+        _draw_ranks(axes, frame)
+        axes.set_title(title, fontsize=10)
+    panels[0].set_ylabel("accuracy, 95 % interval")
+    handles = {
+        label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+def _draw_ranks(axes: Axes, frame: pd.DataFrame) -> None:
+    whole, ranks = frame[frame["rank"] == "all"], frame[frame["rank"] != "all"]
+    if not whole.empty:
+        axes.axhline(float(whole["accuracy"].iloc[0]), color=GREY, linewidth=1, linestyle="--", label="all ranks")
+    for flag, color, label in ((False, BLUE, "one rank"), (True, RED, "one rank, beyond chance")):
+        some = ranks[ranks["deviates"] == flag]
+        if not some.empty:
+            # Arrays, not Series: matplotlib takes a Series of one row for a number.
+            middle, low, high = (some[column].to_numpy() for column in ("accuracy", "low", "high"))
+            ends = np.array([middle - low, high - middle])
+            axes.errorbar(some.index.to_numpy(), middle, yerr=ends, fmt="o", color=color, elinewidth=2, label=label)
+    axes.set_xticks(range(len(ranks)), list(ranks["rank"]))
+    axes.set_xlim(-0.6, len(ranks) - 0.4)
+    axes.set_xlabel("rank")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.1%}")
+    axes.grid(axis="y", alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def plot_curves(runs: Mapping[str, pd.DataFrame], *, metrics: Sequence[str] = ("train/loss", "val/acc")) -> Figure:
+    """A panel for each metric over the steps, a line for each run.
+
+    Args:
+        runs: Frames of `read_metrics` by label.
+        metrics: Column names. A run that did not log one is left out of that panel.
+    """
+    figure = Figure(figsize=(4.2 * len(metrics), 3.2), layout="constrained")
+    for axes, metric in zip(figure.subplots(1, len(metrics), squeeze=False)[0], metrics, strict=True):
+        for label, frame in runs.items():
+            if metric in frame:
+                logged = frame.dropna(subset=[metric])
+                axes.plot(logged["step"], logged[metric], marker=".", label=label)
+        axes.set(xlabel="optimizer step", title=metric)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        if axes.lines:
+            axes.legend(frameon=False)
+    return figure
+
+
+def _file(run: str | Path, name: str, *, remedy: str) -> Path:
+    path = Path(run) / name
+    if not path.is_file():
+        raise ConfigError(f"no {name} in the run folder {run}", remedy=remedy)
+    return path

@@ -1,0 +1,38 @@
+"""The network's graph in TensorBoard."""
+
+import copy
+import warnings
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lit_cifar.reporting.figures import EvaluationFigures
+from lit_cifar.reporting.tensorboard import tensorboard_writer
+
+
+class ModelGraph(Callback):
+    """Draws `pl_module.network` into TensorBoard's Graphs tab before a fit starts.
+
+    A copy of the network is traced, on the CPU and in evaluation mode. The network itself does not change. It is traced
+    before the fit, because some strategies then split the network. If `EvaluationFigures` draws nothing, this draws
+    nothing either.
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Trace and write, on rank 0."""
+        writer = tensorboard_writer(trainer) if stage == "fit" else None
+        if writer is None or not _draws(trainer):
+            return
+        network = copy.deepcopy(pl_module.network).cpu().eval()  # type: ignore[union-attr]
+        shape: tuple[int, ...] = pl_module.image_shape  # type: ignore[assignment]
+        example = torch.zeros(1, *shape, dtype=next(network.parameters()).dtype)
+        with warnings.catch_warnings():
+            # add_graph uses the deprecated tracer.
+            warnings.filterwarnings("ignore", r"`torch\.jit\.trace", FutureWarning)
+            warnings.filterwarnings("ignore", r"`torch\.jit\.trace", DeprecationWarning)
+            writer.add_graph(network, example)
+
+
+def _draws(trainer: Trainer) -> bool:
+    figures = [c for c in trainer.callbacks if isinstance(c, EvaluationFigures)]  # type: ignore[attr-defined]
+    return all(found.every_n_epochs for found in figures)

@@ -1,0 +1,118 @@
+"""What a run writes to its terminal: our own lines, results and warnings, without Lightning's banners.
+
+A run describes itself in `lit_cifar.reporting.run_report`. Lightning's messages of level INFO repeat that in other
+words, or repeat what the user has typed. Those of callbacks, loggers and profilers that a user has added are shown.
+"""
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+import lightning
+
+# Warnings of Lightning and torch that appear in every run, or in every run of a mode, and that no user can act on.
+_NOISE = (
+    r".*LeafSpec.* is deprecated",  # Lightning's own use of torch's pytree, from torch 2.15 on
+    r"torch.distributed.nn.functional.all_gather is deprecated",  # likewise, in Strategy.all_gather
+    r"barrier\(\): using the device under current context",  # the right one; torch cannot know of `ddp_mp`'s others
+    r"Total length of `list` across ranks is zero",  # --data.val_size=0 is meant
+    r"Checkpoint directory .* exists and is not empty",  # of a resumed run; a new one begins in an empty folder
+    r"Detected call of `lr_scheduler.step\(\)` before",  # 16-mixed leaves out steps until its scale fits
+    r"You passed .* AMP with fp16 is not supported on CPU",  # refused
+    r"The dirpath has changed from",  # a test writes to a folder of its own, and ranks no checkpoints
+    r"GPU available but not used",  # --trainer.accelerator=cpu is meant
+    r"The number of training batches .* is smaller than the logging interval",  # every epoch is logged at its end
+)
+_CHOSEN = ("callbacks", "loggers", "profilers")  # Lightning's folders of classes that a user adds by name
+_LIGHTNING, _PACKAGE = Path(lightning.__file__).parent, Path(__file__).parent
+_ANY_CALLER = "lightning.pytorch.utilities.rank_zero"  # the logger that `rank_zero_info` writes to, also from our code
+_LEVELS = {
+    "lightning.pytorch": logging.WARNING,
+    "lightning.fabric": logging.WARNING,
+    _ANY_CALLER: logging.INFO,
+    **{f"lightning.pytorch.{folder}": logging.INFO for folder in _CHOSEN},
+}
+
+
+def leave_out_banners() -> None:
+    """Set Lightning's loggers, and the filters and the form of warnings, of this process, for good."""
+    form = warnings.formatwarning
+    warnings.formatwarning = lambda *args, **kwargs: _own_form(*args) or form(*args, **kwargs)
+    for message in _NOISE:
+        warnings.filterwarnings("ignore", message=message)
+    for name, level in _LEVELS.items():
+        logging.getLogger(name).setLevel(level)
+    logging.getLogger(_ANY_CALLER).addFilter(_is_no_banner)
+
+
+@contextmanager
+def without_banners() -> Iterator[None]:
+    """Leave out the banners, and put loggers and warnings back at the end."""
+    levels, form = {name: logging.getLogger(name).level for name in _LEVELS}, warnings.formatwarning
+    with warnings.catch_warnings():
+        leave_out_banners()
+        try:
+            yield
+        finally:
+            warnings.formatwarning = form
+            logging.getLogger(_ANY_CALLER).removeFilter(_is_no_banner)
+            for name, level in levels.items():
+                logging.getLogger(name).setLevel(level)
+
+
+def _own_form(message: Warning | str, category: type[Warning], filename: str, *_: Any) -> str | None:
+    """A warning of ours in a line, without the code that warns; None for any other warning."""
+    is_ours = category is UserWarning and Path(filename).is_relative_to(_PACKAGE)
+    return f"lit_cifar: warning: {message}\n" if is_ours else None
+
+
+def _is_no_banner(record: logging.LogRecord) -> bool:
+    """Whether a message comes from our code, from a class that the user has added, or is more than information."""
+    path = Path(record.pathname)
+    if record.levelno > logging.INFO or not path.is_relative_to(_LIGHTNING):
+        return True
+    return any(folder in path.relative_to(_LIGHTNING).parts for folder in _CHOSEN)
+
+
+def outlast_readers() -> None:
+    """Discard what this process prints to a pipe whose reader has gone, as in `fit | head -1`: the run continues."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, _Outlasting):
+            setattr(sys, name, _Outlasting(stream))
+
+
+class _Outlasting:
+    """A text stream that does not fail when its reader has gone; everything else is the stream's own."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """As the stream does."""
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            self._redirect_to_null()
+            return len(text)
+
+    def flush(self) -> None:
+        """As the stream does."""
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._redirect_to_null()
+
+    def _redirect_to_null(self) -> None:
+        """For the processes that this one will start as well, and for what Python itself flushes at its end."""
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self._stream.fileno())
+        os.close(null)

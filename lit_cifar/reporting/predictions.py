@@ -1,0 +1,88 @@
+"""Writes the results of `predict`: a class and a confidence for each image of the user's folder."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from lit_cifar.data.images import Batch
+from lit_cifar.reporting.csv_files import replace_csv
+from lit_cifar.reporting.run_report import PREDICTIONS, run_folder
+
+COLUMNS = ("file", "class", "confidence", "error")
+
+
+class PredictionWriter(Callback):
+    """Writes `predictions.csv` (`file,class,confidence,error`) into the run folder, rows in input order.
+
+    A file that could not be read has an error and no class. Expects `predict_step` to return
+    softmax probabilities (n, C), and `trainer.datamodule.folder` to list the files.
+
+    Attributes:
+        rows: The latest table, on rank 0.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, str, str, str]] = []
+        self._table = torch.zeros(0, 3, dtype=torch.float64)
+
+    def on_predict_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start with an empty table."""
+        # One row for each readable image: class, confidence, how often it was classified. A row stays zero except on
+        # the process that classifies the image, so that the sum over processes is the whole table.
+        num_images = len(_datamodule(trainer).sets["predict"])
+        self._table = torch.zeros(num_images, 3, dtype=torch.float64, device=trainer.strategy.root_device)
+
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Batch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Fill in the batch's rows, without waiting for the device."""
+        probabilities: Tensor = outputs
+        confidence, classes = probabilities.max(dim=1)
+        filled = torch.stack([classes, confidence, torch.ones_like(confidence)], dim=1)
+        self._table[batch.ids] = filled.to(self._table)
+
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Combine the processes' tables and write the file on rank 0."""
+        table = trainer.strategy.reduce(self._table, reduce_op="sum")
+        folder = run_folder(trainer)
+        if not trainer.is_global_zero:
+            return
+        datamodule = _datamodule(trainer)
+        results = iter(_cells(table.cpu(), datamodule.classes))
+        self.rows = [
+            (file.as_posix(), *(next(results) if error is None else ("", "", error)))
+            for file, error in zip(datamodule.folder.files, datamodule.folder.errors, strict=True)
+        ]
+        if folder is not None:
+            write_rows(folder / PREDICTIONS, self.rows)
+
+
+def write_rows(path: Path, rows: Iterable[tuple[str, ...]]) -> None:
+    """Write the table with its header; the file is replaced as a whole, so that a reader never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_csv(path, [COLUMNS, *rows])
+
+
+def _cells(table: Tensor, classes: tuple[str, ...]) -> list[tuple[str, str, str]]:
+    """Class, confidence and error of each image; `table` is (N, 3) and summed over processes."""
+    cells = []
+    for label, confidence, times in table.tolist():
+        if times == 0:
+            cells.append(("", "", "not classified: the run was limited to fewer batches"))
+        else:  # several times if several processes hold one replica: their results are equal, and so is the mean
+            cells.append((classes[round(label / times)], f"{confidence / times:.6f}", ""))
+    return cells
+
+
+def _datamodule(trainer: Trainer) -> Any:
+    return trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission

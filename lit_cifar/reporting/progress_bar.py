@@ -1,0 +1,122 @@
+"""Progress for people: a bar in a terminal, plain lines in a log file."""
+
+import math
+import sys
+from time import perf_counter
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+
+from lit_cifar.reporting.throughput import METRIC as IMAGES_PER_S
+
+# Later names win. Within an epoch the bar shows the last step's loss and accuracy, at its end those of the whole epoch.
+EPOCH_NAMES = {"train/loss": "loss", "train/acc": "acc", "val/acc": "val", IMAGES_PER_S: "img/s"}
+STEP_NAMES = EPOCH_NAMES | {"train/loss_step": "loss", "train/acc_step": "acc"}
+_SHOW_EVERY_S = 0.5
+
+
+class ProgressBar(TQDMProgressBar):
+    """Shows epoch, loss, accuracy and images per second; the line of a finished epoch remains.
+
+    If stdout is not a terminal there is no bar. A line is printed after each epoch, and at least every `line_every_s`.
+
+    The values are those that the run logs, with or without `prog_bar=True`. That flag would make Lightning read a value
+    back from the device in every step; here it is read when the bar is updated.
+
+    Args:
+        refresh_rate: Number of steps between updates of the bar; 0 for no progress at all. There are at most two
+            updates a second, because the host waits for a GPU to have the values.
+        line_every_s: Seconds between two lines in a log file.
+    """
+
+    # All of it in 80 columns, where the bar itself is what gives way.
+    BAR_FORMAT = "{desc} {n_fmt}/{total_fmt} {bar} {elapsed}<{remaining}{postfix}"
+    DONE_FORMAT = "{desc} {n_fmt}/{total_fmt} {bar} {elapsed}{postfix}"
+
+    def __init__(self, *, refresh_rate: int = 10, line_every_s: float = 60.0) -> None:
+        super().__init__(refresh_rate=refresh_rate, leave=True)
+        self.line_every_s = line_every_s
+        self._writes_lines = False
+        self._epoch_at = self._line_at = 0.0
+        self._shown_at = -math.inf
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Choose between bar and lines."""
+        super().setup(trainer, pl_module, stage)
+        self._writes_lines = trainer.is_global_zero and self.refresh_rate > 0 and not sys.stdout.isatty()
+        if self._writes_lines:
+            self.disable()
+
+    def on_train_start(self, *_: Any) -> None:
+        """Show nothing yet: each epoch opens its own bar. The time of a resumed epoch counts from here."""
+        self._epoch_at = self._line_at = perf_counter()
+        self.train_progress_bar = Tqdm(disable=True)
+
+    def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Open the epoch's bar."""
+        self._epoch_at = self._line_at = perf_counter()
+        super().on_train_epoch_start(trainer)
+        self.train_progress_bar.set_description_str(_epoch_of(trainer))
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Open the bar of an epoch that was resumed in the middle, for which `on_train_epoch_start` is not called."""
+        if self.is_enabled and self.train_progress_bar.disable:
+            self.on_train_epoch_start(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Update the bar, or write a line if the last one is `line_every_s` old."""
+        if not self._writes_lines:
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        elif perf_counter() - self._line_at >= self.line_every_s:
+            done = (batch_idx + 1) / trainer.num_training_batches
+            self._write_line(trainer, self.get_metrics(trainer, pl_module), f"{done:4.0%}")
+
+    def _should_update(self, current: int, total: int) -> bool:
+        due = super()._should_update(current, total)
+        if not due or (current < total and perf_counter() - self._shown_at < _SHOW_EVERY_S):
+            return False
+        self._shown_at = perf_counter()
+        return True
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Show the values of the whole epoch and keep the line."""
+        # On every rank: if this is the first use of the epoch's accuracy, all processes compute it together.
+        metrics = _short(trainer, EPOCH_NAMES)
+        self.train_progress_bar.bar_format = self.DONE_FORMAT
+        self.train_progress_bar.set_postfix(metrics)
+        self.train_progress_bar.close()
+        if self._writes_lines:
+            self._write_line(trainer, metrics, "done")
+
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        """The figures of the last step, by short name, formatted."""
+        return _short(trainer, STEP_NAMES)
+
+    def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
+        """Print above an open bar; if none is open, Lightning's own bar would print nothing."""
+        bars = (self._train_progress_bar, self._val_progress_bar, self._test_progress_bar, self._predict_progress_bar)
+        if any(bar is not None and not bar.disable for bar in bars):
+            super().print(*args, sep=sep, **kwargs)
+        else:
+            print(*args, sep=sep, **kwargs)
+
+    def _write_line(self, trainer: Trainer, metrics: dict[str, Any], done: str) -> None:
+        self._line_at = perf_counter()
+        figures = [f"{name} {value}" for name, value in metrics.items()]
+        seconds = f"{self._line_at - self._epoch_at:.0f} s"
+        print("  ".join([_epoch_of(trainer), done, *figures, seconds]), flush=True)
+
+
+def _epoch_of(trainer: Trainer) -> str:
+    known = trainer.max_epochs is not None and trainer.max_epochs > 0
+    return f"epoch {trainer.current_epoch + 1}" + (f"/{trainer.max_epochs}" if known else "")
+
+
+def _short(trainer: Trainer, names: dict[str, str]) -> dict[str, str]:
+    logged = trainer.callback_metrics
+    figures = {short: float(logged[name]) for name, short in names.items() if name in logged}
+    return {short: f"{value:.0f}" if short == "img/s" else f"{value:.3f}" for short, value in figures.items()}

@@ -1,0 +1,195 @@
+"""What a run prints about itself: its settings at the start, its folder and the next commands at the end."""
+
+import json
+import os
+import shlex
+from datetime import timedelta
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lit_cifar.layout import Layout
+from lit_cifar.reporting.environment import environment, strategy_name
+from lit_cifar.reporting.output import leave_out_banners, outlast_readers
+
+FILE_NAME = "environment.json"
+PREDICTIONS = "predictions.csv"
+
+
+class RunReport(Callback):
+    """Writes `environment.json`, and prints on rank 0 what a user wants to know before and after a run.
+
+    Before a fit it prints the model, the data set, how the global batch is divided, the mode and what it splits. Before
+    any other subcommand it prints the mode. Afterwards it prints the run folder, and TensorBoard's command or the file
+    of predictions. After a fit it also prints the result and the command that tests the checkpoint. A run that fails
+    prints no result.
+    """
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+        self._started_at = 0.0
+        self._announced = False
+        self._pid = os.getpid()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Prepare the terminal of a spawned process, as `lit_cifar.cli` does in its parent: this is unpickled first."""
+        self.__dict__.update(state)
+        if self._pid != os.getpid():
+            outlast_readers()
+            leave_out_banners()
+
+    def announce(self, trainer: Trainer, pl_module: LightningModule, datamodule: Any, *, stage: str) -> None:
+        """Print the settings of the run, unless that was done. It may be called before the processes have met.
+
+        Args:
+            trainer: Need not have the data module yet.
+            pl_module: The model.
+            datamodule: `setup` was called.
+            stage: "fit", "validate", "test" or "predict".
+        """
+        if not self._announced:
+            self._announced = True
+            print(*(plan(trainer, pl_module, datamodule) if stage == "fit" else [_mode(trainer)]), sep="\n", flush=True)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write the environment and print the plan."""
+        self._started_at = perf_counter()
+        self._folder = run_folder(trainer)
+        if not trainer.is_global_zero:
+            return
+        datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission
+        if self._folder is not None:
+            _write_once(self._folder / FILE_NAME, environment(trainer, data_name=datamodule.name))
+        self.announce(trainer, pl_module, datamodule, stage=stage)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Print the result; Lightning calls this only if nothing failed."""
+        self._announced = False
+        if not trainer.is_global_zero:
+            return
+        lines = []
+        if stage == "fit":
+            duration = timedelta(seconds=round(perf_counter() - self._started_at))
+            lines.append(_line("result", ", ".join([*results(trainer), f"took {duration}"])))
+        if self._folder is not None:
+            lines += next_steps(self._folder, stage, checkpoint=checkpoint_path(trainer) if stage == "fit" else None)
+        print(*lines, sep="\n", flush=True)
+
+
+def run_folder(trainer: Trainer) -> Path | None:
+    """The folder for the run's files, the same on every process; None without loggers. Every process must call this."""
+    log_dir = trainer.log_dir
+    return Path(log_dir) if log_dir is not None and trainer.loggers else None
+
+
+def plan(trainer: Trainer, pl_module: LightningModule, datamodule: Any) -> list[str]:
+    """Model, data, global batch and mode of a fit, a line each, and what the mode splits.
+
+    The strategy's `plan()` returns the lines about the split. The first gets the label "split", the others are indented
+    below it. This is called on rank 0 alone and before `Strategy.setup`, so `plan()` must neither communicate nor need
+    what `setup` makes.
+    """
+    num_parameters = sum(parameter.numel() for parameter in pl_module.parameters())
+    header = getattr(pl_module, "header", None)
+    model = (
+        type(pl_module).__name__ if header is None else header.name + (f", {header.stem} stem" if header.stem else "")
+    )
+    layout = Layout.of(trainer.strategy)
+    purposes = {"train": "train on", "val": "validate"}
+    sizes = ", ".join(
+        f"{len(datamodule.sets[name]):,} images to {purpose}"
+        for name, purpose in purposes.items()
+        if len(datamodule.sets.get(name, ()))
+    )
+    return [
+        _line("model", f"{model}, {num_parameters / 1e6:.2f} M parameters"),
+        _line("data", f"{datamodule.name}: {sizes}"),
+        _line("batch", _division(datamodule.batch_size, layout, trainer.accumulate_grad_batches)),
+        _mode(trainer),
+        *_split(trainer.strategy),
+    ]
+
+
+def _mode(trainer: Trainer) -> str:
+    processes = _count(trainer.world_size, "process", "processes")
+    device = trainer.strategy.root_device.type
+    return _line("mode", f"{strategy_name(trainer)}: {processes}, {device}, {trainer.precision}")
+
+
+def _division(batch_size: int, layout: Layout, accumulated: int) -> str:
+    """How the global batch is divided, e.g. "64 = 2 replicas x 4 microbatches x 8 images per optimizer step"."""
+    share = batch_size / (layout.num_replicas * layout.num_microbatches * accumulated)
+    factors = [_count(layout.num_replicas, "replica")]
+    if layout.num_microbatches > 1:
+        factors.append(f"{layout.num_microbatches} microbatches")
+    factors.append(f"{share:g}")
+    if accumulated > 1:
+        factors.append(f"{accumulated} accumulated")
+    return f"{batch_size} = {' x '.join(factors)} images per optimizer step"
+
+
+def _split(strategy: Any) -> list[str]:
+    """The lines of `strategy.plan()`, if it has one, under one label."""
+    lines: list[str] = strategy.plan() if hasattr(strategy, "plan") else []
+    return [_line("" if index else "split", line) for index, line in enumerate(lines)]
+
+
+def results(trainer: Trainer) -> list[str]:
+    """The best score of the monitored metric, and the accuracy after the last epoch."""
+    found = []
+    checkpoint: Any = trainer.checkpoint_callback
+    score = getattr(checkpoint, "best_model_score", None)
+    if score is not None:
+        found.append(f"best {checkpoint.monitor} {float(score):.4f}")
+    for name in ("val/acc", "train/acc"):
+        if name in trainer.callback_metrics:
+            found.append(f"last {name} {float(trainer.callback_metrics[name]):.4f}")
+    return found
+
+
+def checkpoint_path(trainer: Trainer) -> Path | None:
+    """The best checkpoint that the fit wrote, else the last one."""
+    written = [
+        path
+        for callback in trainer.checkpoint_callbacks  # the best comes before the last
+        if (path := getattr(callback, "best_model_path", None) or getattr(callback, "newest", None))
+    ]
+    return Path(written[0]) if written else None
+
+
+def next_steps(folder: Path, stage: str, *, checkpoint: Path | None = None) -> list[str]:
+    """The run folder and commands to paste, a line each, never wrapped."""
+    lines = [_line("run folder", _shown(folder))]
+    if stage == "predict":
+        lines.append(_line("predictions", _shown(folder / PREDICTIONS)))
+    else:
+        lines.append(_line("look at it", f"tensorboard --logdir {_shown(folder)} --host localhost"))
+    if checkpoint is not None:
+        config = folder / "config.yaml"
+        with_config = f" --config {_shown(config)}" if config.exists() else ""
+        lines.append(_line("test it", f"python -m lit_cifar test{with_config} --ckpt_path {_shown(checkpoint)}"))
+    return lines
+
+
+def _shown(path: Path) -> str:
+    """`path` quoted for the shell, and relative if it is below the current folder."""
+    absolute = path.absolute()  # not resolve(): the user may have named a link
+    here = Path.cwd()
+    return shlex.quote(str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute))
+
+
+def _line(label: str, text: str) -> str:
+    return f"{label:<12}{text}"
+
+
+def _count(number: int, one: str, many: str | None = None) -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def _write_once(path: Path, content: dict[str, Any]) -> None:
+    """Write JSON, unless the file exists: it belongs to the run's first stage."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        path.write_text(json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,1 @@
+"""Proof that an epoch used each sample exactly once."""

@@ -1,0 +1,64 @@
+"""Base of the modes that replace the module's forward by a runner of their own."""
+
+from abc import ABC, abstractmethod
+from typing import cast
+
+import lightning as L
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.pytorch.strategies import ParallelStrategy
+from torch import nn
+from typing_extensions import override
+
+from lit_cifar.strategies.network import Runner, RunsNetwork, as_runs_network, runs_network
+
+
+class CustomForwardStrategy(ParallelStrategy, ABC):
+    """From `setup` to `teardown` the module's `forward` calls a runner that the subclass makes.
+
+    A subclass must name this before the Lightning strategy that it also derives from, whose methods this one extends.
+
+    Attributes:
+        strategy_name: Value of `--trainer.strategy`.
+        description: What the mode does, for Lightning's registry.
+    """
+
+    strategy_name = "runner"
+    description = ""
+
+    @abstractmethod
+    def make_runner(self, network: nn.Module) -> Runner:
+        """The callable to use in place of `network`, which is on the device where `model_to_device` has put it."""
+
+    def check(self) -> None:
+        """Raise a `ConfigError` if sizes and flags contradict each other; subclasses extend this."""
+
+    @override
+    def _configure_launcher(self) -> None:
+        """Check the flags: Lightning calls this last while a Trainer is made, when all of them are known."""
+        self.check()
+        super()._configure_launcher()
+
+    @override
+    def connect(self, model: L.LightningModule) -> None:
+        """Accept a module with a `network` and `use_runner`; raise a `ConfigError` for any other."""
+        as_runs_network(model, strategy=self.strategy_name)
+        super().connect(model)
+
+    @override
+    def setup(self, trainer: L.Trainer) -> None:
+        super().setup(trainer)
+        module = cast(RunsNetwork, self.lightning_module)
+        module.use_runner(self.make_runner(module.network))
+
+    @override
+    def teardown(self) -> None:
+        # This is also called when `connect` or `setup` has failed.
+        if runs_network(self.lightning_module):
+            cast(RunsNetwork, self.lightning_module).use_runner(None)
+        super().teardown()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Register the name; a second registration, by a reloaded module, replaces the first."""
+        strategy_registry.register(cls.strategy_name, cls, description=cls.description, override=True)

@@ -1,0 +1,186 @@
+"""The settings that result from the user's flags and files, as the command line resolves them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from os import cpu_count
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml  # type: ignore[import-untyped]
+
+from lit_cifar.data import CIFAR10DataModule
+from lit_cifar.data.samplers import TrainSampler
+from lit_cifar.errors import ConfigError
+from lit_cifar.layout import Layout
+from lit_cifar.models import DEFAULT_ARCH
+from lit_cifar.models.resnet import SHAPES
+from lit_cifar.module import LitResNet
+from lit_cifar.verify.runs import refuse_if_invalid, run
+
+# ResNet34, with torchvision's stem unless another is asked for, on images that need no files. Batches of 64, 64 and a
+# ragged 32 leave 8 or more to each of four chunks: BatchNorm over few values magnifies rounding, and so does a large
+# learning rate.
+DEFAULTS = (
+    "--model.optimizer.lr=1e-4",
+    "--data.dataset=synthetic",
+    "--data.num_train=261",
+    "--data.num_test=1",
+    "--data.val_size=101",
+    "--data.batch_size=64",
+)
+
+_OWNED = (
+    "--trainer.strategy",
+    "--trainer.devices",
+    "--trainer.sync_batchnorm",
+    "--trainer.max_steps",
+    "--trainer.max_epochs",
+    "--run_dir",
+    "--ckpt_path",
+    "--resume",
+)
+
+_MAX_AT_ONCE = 8  # each holds some copies of the network on disk
+
+# Outputs that are not used here; each of them takes longer than a step.
+_LEFT_OUT = (
+    "--trainer.enable_progress_bar=false",
+    "--trainer.num_sanity_val_steps=0",
+    "--figures.every_n_epochs=0",
+    "--best_checkpoint.save_top_k=0",
+)
+
+# Precisions in which rounding does not cancel a whole step.
+_PRECISIONS = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed"}
+_PRECISIONS |= {name: name for name in ("32-true", "64-true", "bf16-mixed")}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The flags that all runs share, and their values after defaults and files.
+
+    Attributes:
+        flags: What to pass to `fit`.
+        config: Every setting with its value, as `fit --print_config` shows it.
+    """
+
+    flags: tuple[str, ...]
+    config: dict[str, Any]
+
+    @classmethod
+    def of(cls, args: list[str], *, devices: int, folder: Path) -> "Settings":
+        """Resolve the user's `args`.
+
+        Raises:
+            ConfigError: `fit` refuses them, they are flags that `verify` sets itself, or a precision in which a step
+                may change nothing.
+        """
+        owned = [arg for arg in args if arg.split("=")[0] in _OWNED]
+        if owned:
+            raise ConfigError(f"verify sets {owned[0].split('=')[0]} itself, for each mode", remedy="leave it out")
+        own_config = any(arg.split("=")[0] in ("--config", "-c") for arg in args)
+        flags = [*args] if own_config else [*DEFAULTS, *args]
+        flags += _LEFT_OUT
+        outcome = run("fit", *flags, "--print_config", folder=folder)
+        refuse_if_invalid(outcome)
+        config = yaml.safe_load(outcome.stdout)
+        if (precision := str(config["trainer"]["precision"] or "32-true")) not in _PRECISIONS:
+            raise ConfigError(
+                f"verify compares in 32-true, 64-true or bf16-mixed, not in --trainer.precision={precision}, in which "
+                "rounding leaves out steps",
+                remedy="leave it out, or pass --trainer.precision=64-true",
+            )
+        if config["trainer"]["accelerator"] == "auto" and torch.cuda.device_count() < devices:
+            flags.append("--trainer.accelerator=cpu")
+            config["trainer"]["accelerator"] = "cpu"
+        if not own_config and config["model"]["stem"] is None and (config["model"]["arch"] or DEFAULT_ARCH) in SHAPES:
+            flags.append("--model.stem=imagenet")
+            config["model"]["stem"] = "imagenet"
+        return cls(tuple(flags), config)
+
+    @property
+    def precision(self) -> str:
+        """In full: "32-true", "64-true" or "bf16-mixed"."""
+        return _PRECISIONS[str(self.config["trainer"]["precision"] or "32-true")]
+
+    @property
+    def num_at_once(self) -> int:
+        """Number of runs at the same time: on the CPU a short run mostly starts up, which uses one core."""
+        return min(cpu_count() or 1, _MAX_AT_ONCE) if self.config["trainer"]["accelerator"] == "cpu" else 1
+
+    @property
+    def num_gpus(self) -> int:
+        """Number of GPUs for the runs; 0 on the CPU."""
+        return 0 if self.config["trainer"]["accelerator"] == "cpu" else torch.cuda.device_count()
+
+    @property
+    def accumulation(self) -> int:
+        """Loader steps per optimizer step."""
+        return int(self.config["trainer"]["accumulate_grad_batches"])
+
+    @property
+    def batch_size(self) -> int:
+        """Size of the global batch."""
+        return int(self.config["data"]["batch_size"])
+
+    def module(self) -> LitResNet:
+        """With the configuration's network."""
+        return module_of(self.config)
+
+    def train_sampler(self) -> TrainSampler:
+        """The sampler of one device; the images are not kept.
+
+        Raises:
+            ConfigError: The data set is missing, or not even one device can train on such batches.
+        """
+        data = CIFAR10DataModule(**self.config["data"])
+        data.prepare_data()
+        data.setup("fit")
+        sampler = TrainSampler(
+            num_samples=len(data.sets["train"]),
+            batch_size=self.batch_size,
+            layout=Layout(),
+            accumulation=self.accumulation,
+            drop_last=data.drop_last,
+        )
+        sampler.check()
+        return sampler
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are images to validate on."""
+        return (
+            CIFAR10DataModule(**self.config["data"]).val_size > 0 and self.config["trainer"]["limit_val_batches"] != 0
+        )
+
+    def length_flags(self, *, steps: int, accumulation: int) -> list[str]:
+        """Flags for `steps` optimizer steps, each logged, in any number of epochs, an evaluation and a checkpoint."""
+        flags = [f"--trainer.max_steps={steps}", "--trainer.max_epochs=-1", "--trainer.log_every_n_steps=1"]
+        flags += [f"--trainer.accumulate_grad_batches={accumulation}"]
+        if self.evaluates:
+            flags += [
+                "--trainer.check_val_every_n_epoch=null",
+                f"--trainer.val_check_interval={steps * accumulation}",
+            ]
+        return flags
+
+
+def module_of(config: Mapping[str, Any], **kwargs: Any) -> LitResNet:
+    """With the network that `fit` would train; `kwargs` are further arguments."""
+    model, data = config["model"], CIFAR10DataModule(**config["data"])
+    return LitResNet(
+        model["arch"],
+        stem=model["stem"],
+        network=None if model["network"] is None else made(model["network"]),
+        num_classes=model["num_classes"] or len(data.classes),
+        image_size=model["image_size"] or data.image_size,
+        **kwargs,
+    )
+
+
+def made(config: Mapping[str, Any], *args: Any) -> Any:
+    """An object of the class that a configuration names, with its arguments there, after `args`."""
+    module, _, name = config["class_path"].rpartition(".")
+    return getattr(import_module(module), name)(*args, **config.get("init_args", {}))

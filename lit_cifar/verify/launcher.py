@@ -1,0 +1,122 @@
+"""Starts the runs that are compared: of a mode, with a planted mistake or without, and of one device."""
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from os import cpu_count
+from pathlib import Path
+
+from lit_cifar.errors import ConfigError
+from lit_cifar.layout import GhostBatches
+from lit_cifar.verify.checkpoint_check import quiet
+from lit_cifar.verify.configuration import Settings
+from lit_cifar.verify.modes import Mode
+from lit_cifar.verify.record import Record
+from lit_cifar.verify.runs import TIMEOUT_S, Outcome, run
+
+TRACE = "lit_cifar.verify.recorder.Trace"
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Runs `fit` under one configuration, and has every step recorded.
+
+    Attributes:
+        settings: The configuration.
+        steps: Optimizer steps of every run.
+        folder: Exists; each run gets a folder of its own in it.
+        report: Called with a line whenever a run begins, and when it has ended.
+        timeout_s: After which a run is stopped, and has failed.
+    """
+
+    settings: Settings
+    steps: int
+    folder: Path
+    report: Report
+    timeout_s: float = TIMEOUT_S
+
+    def new_folder(self, name: str) -> Path:
+        """For one run. The record of a ResNet34 takes 170 MB a step: remove it as soon as it has been read."""
+        return Path(tempfile.mkdtemp(prefix=f"{name.replace(' ', '-')}-", dir=self.folder))
+
+    def run_mode(self, mode: Mode, folder: Path, *, bug: str | None = None) -> Outcome:
+        """Run the mode in `folder`, with the planted mistake of that name."""
+        flags = self.settings.length_flags(steps=self.steps, accumulation=self.settings.accumulation)
+        trace = {"reload_after": str(self.steps - 1)} | ({} if bug is None else {"bug": bug})
+        title = mode.name if bug is None else f"{mode.name} with {bug}"
+        with quiet():
+            processes, ranks = mode.num_processes, mode.num_ranks
+        return self._fit(title, folder, [*flags, *mode.flags], trace, processes=processes, ranks=ranks)
+
+    def run_alone(
+        self,
+        title: str,
+        folder: Path,
+        chunks: GhostBatches,
+        trace: Mapping[str, str] | None = None,
+        more: Sequence[str] = (),
+    ) -> None:
+        """Run one device in `folder`, which normalises `chunks` apart.
+
+        Args:
+            title: In reports.
+            folder: From `new_folder`.
+            chunks: What BatchNorm sees at once.
+            trace: Further arguments of `Trace`.
+            more: Further flags.
+
+        Raises:
+            ConfigError: It cannot train the configuration, or not to its last step, or not in time.
+        """
+        flags = [*self.settings.length_flags(steps=self.steps, accumulation=1), *more]
+        flags += ["--trainer.strategy=auto", "--trainer.devices=1", "--trainer.sync_batchnorm=false"]
+        flags += ["--model.channels_last=false", "--model.compile=false"]  # which the modes are to show equal to it
+        if chunks != GhostBatches():
+            flags += [f"--model.ghost_batchnorm.{name}={value}" for name, value in asdict(chunks).items()]
+        outcome = self._fit(title, folder, flags, dict(trace or {}))
+        if outcome.status is None:
+            raise ConfigError(
+                f"one device is too slow for this configuration: {outcome.last_words}",
+                remedy="pass fewer --steps, or a smaller --data.batch_size or --model.arch",
+            )
+        if outcome.status != 0:
+            raise ConfigError(
+                f"one device cannot train this configuration: {outcome.last_words}",
+                remedy="correct it until `python -m lit_cifar fit` runs with it",
+            )
+        if (num_steps := Record(folder).num_steps) < self.steps:
+            raise ConfigError(
+                f"the configuration ends a run after {num_steps} of {self.steps} steps",
+                remedy="leave out what does, e.g. --trainer.max_time or --trainer.fast_dev_run",
+            )
+
+    def _fit(
+        self,
+        title: str,
+        folder: Path,
+        flags: list[str],
+        trace: dict[str, str],
+        *,
+        processes: int = 1,
+        ranks: int = 1,
+    ) -> Outcome:
+        (folder / "trace").mkdir()
+        arguments = {"folder": str(folder / "trace")} | trace
+        recording = [f"--trainer.callbacks+={TRACE}"]
+        recording += [f"--trainer.callbacks.{name}={value}" for name, value in arguments.items()]
+        self.report(f"running  {title}")
+        outcome = run(
+            "fit",
+            *self.settings.flags,
+            *flags,
+            f"--run_dir={folder / 'run'}",
+            *recording,
+            folder=folder,
+            threads=max(1, (cpu_count() or 1) // (processes * self.settings.num_at_once)),
+            timeout_s=self.timeout_s,
+            num_ranks=ranks,
+        )
+        self.report(f"{outcome.seconds:5.0f} s  {title}")
+        return outcome

@@ -1,0 +1,106 @@
+"""Runs of the command line, as a user starts them, that leave nothing behind."""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+from lit_cifar.errors import ConfigError
+from lit_cifar.launch.forked import ForkedRun
+
+TIMEOUT_S = 900.0
+
+REFUSED = 2
+"""The exit status of the command line after a user's mistake."""
+
+_running: set[ForkedRun] = set()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended.
+
+    Attributes:
+        status: Its exit status; None if it took too long and was stopped.
+        stdout: What it printed.
+        stderr: What it complained about.
+        seconds: How long it took.
+    """
+
+    status: int | None
+    stdout: str
+    stderr: str
+    seconds: float
+
+    @property
+    def last_words(self) -> str:
+        """The exit status and the last lines of stderr."""
+        reason = "ran into the time limit" if self.status is None else f"exit status {self.status}"
+        lines = [line for line in self.stderr.splitlines() if line.strip()]
+        return "\n".join([f"{reason} after {self.seconds:.0f} s", *(f"  {line[:160]}" for line in lines[-6:])])
+
+
+def run(
+    subcommand: str, *flags: str, folder: Path, threads: int = 1, timeout_s: float = TIMEOUT_S, num_ranks: int = 1
+) -> Outcome:
+    """`python -m lit_cifar SUBCOMMAND FLAGS` with its output and temporary files in `folder`.
+
+    Args:
+        subcommand: E.g. "fit".
+        *flags: What follows it.
+        folder: Exists.
+        threads: For each process that the command starts.
+        timeout_s: After which it is stopped.
+        num_ranks: Processes to start it in, as torchrun would.
+    """
+    (folder / "tmp").mkdir(exist_ok=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TMPDIR": str(folder / "tmp")}
+    out, err = folder / "stdout", folder / "stderr"
+    for file in (out, err):
+        file.write_text("")
+    start = perf_counter()
+    with _ended_at_last(
+        ForkedRun([subcommand, *flags], environment=environment, stdout=out, stderr=err, num_ranks=num_ranks)
+    ) as forked:
+        status = forked.wait(timeout_s)
+    stdout, stderr = (file.read_text(errors="replace") for file in (out, err))
+    return Outcome(status, stdout, stderr, perf_counter() - start)
+
+
+@contextmanager
+def _ended_at_last(forked: ForkedRun) -> Iterator[ForkedRun]:
+    _running.add(forked)
+    try:
+        yield forked
+    finally:
+        forked.kill()
+        _running.discard(forked)
+
+
+@contextmanager
+def workers(num_at_once: int) -> Iterator[ThreadPoolExecutor]:
+    """A pool of threads that wait for runs; after an error inside, all runs are ended at once."""
+    pool = ThreadPoolExecutor(max_workers=num_at_once)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for forked in list(_running):
+            forked.kill()
+        pool.shutdown(wait=True)
+
+
+def refuse_if_invalid(outcome: Outcome) -> None:
+    """Raise the error that the command line has printed about the user's own flags.
+
+    Raises:
+        ConfigError: The command ended with an error.
+    """
+    if outcome.status == 0:
+        return
+    lines = [line.strip().removeprefix("lit_cifar: error: ") for line in outcome.stderr.splitlines() if line.strip()]
+    *problem, remedy = lines[-5:] if len(lines) > 1 else [*lines, "see python -m lit_cifar fit --help"]
+    raise ConfigError("\n".join(problem) or "the configuration cannot be read", remedy=remedy)

@@ -1,0 +1,137 @@
+"""Shows that `verify` can fail: mistakes are planted one by one, and each must be caught."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from lit_cifar.verify.configuration import Settings
+from lit_cifar.verify.launcher import Launcher, Report
+from lit_cifar.verify.modes import modes
+from lit_cifar.verify.planted_mistakes import BUGS
+from lit_cifar.verify.planting import Bug
+from lit_cifar.verify.record import Record
+from lit_cifar.verify.verifier import Case, Compared, Verifier
+
+DEVICES = 2
+STEPS = 3
+TIMEOUT_S = 300.0
+
+# A small net, in float64 where the bound is sharp. 27 images in batches of 16 make a full step, a ragged one, and one
+# of the second epoch; 15 images to evaluate do not divide among two processes.
+ARGS = (
+    "--model.arch=tiny",
+    "--model.stem=imagenet",
+    "--model.optimizer.lr=0.02",
+    "--data.num_train=42",
+    "--data.val_size=15",
+    "--data.batch_size=16",
+    "--trainer.accumulate_grad_batches=2",
+    "--trainer.precision=64-true",
+    "--trainer.accelerator=cpu",
+)
+
+COMPARISON = "comparison"
+GUARDS = {"SampleAuditError: ": "data receipt"}
+"""Checks during training that stop a run, by their words on stderr."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of a planted mistake.
+
+    Attributes:
+        bug: The mistake; None where none was planted, which must pass.
+        mode: The mode.
+        problems: Problems that the comparison found, or the last lines of a run that failed.
+        finished: Whether the run ended normally.
+        acted: Whether the wrong code has run.
+        guard: The check during training that stopped the run; None if none did.
+    """
+
+    bug: Bug | None
+    mode: str
+    problems: list[str]
+    finished: bool
+    acted: bool = False
+    guard: str | None = None
+
+    @property
+    def caught_by(self) -> str | None:
+        """The check that caught the mistake; None for a run that failed for another reason."""
+        return COMPARISON if self.finished and self.problems else self.guard
+
+    @property
+    def right(self) -> bool:
+        """Whether a planted mistake was caught, or a run without one passed."""
+        if self.bug is None:
+            return self.finished and not self.problems
+        return self.acted and self.caught_by is not None
+
+
+def self_test(*, bugs: Sequence[Bug] | None = None, report: Report = lambda line: None) -> list[Finding]:
+    """Plant every mistake, by default all in `BUGS`, and compare each run as `verify` does.
+
+    Every mode with a mistake also runs without one, which must pass: else "caught" would say nothing.
+    """
+    chosen = list(BUGS.values()) if bugs is None else list(bugs)
+    findings = []
+    with TemporaryDirectory(prefix="lit_cifar-verify-") as folder:
+        for args in dict.fromkeys(bug.args for bug in chosen):
+            settings = Settings.of([*ARGS, *args], devices=DEVICES, folder=Path(folder))
+            launcher = Launcher(settings, STEPS, Path(folder), report, timeout_s=TIMEOUT_S)
+            findings += _findings(Verifier(launcher), [bug for bug in chosen if bug.args == args])
+    return findings
+
+
+def _findings(verifier: Verifier, bugs: Sequence[Bug]) -> list[Finding]:
+    """Several runs at a time: with so small a net most of a run is its start, which uses one core."""
+    planted: list[Bug | None] = []
+    cases: list[Case] = []
+    for name, devices in dict.fromkeys((bug.mode, bug.devices) for bug in bugs):
+        own = [bug for bug in bugs if (bug.mode, bug.devices) == (name, devices)]
+        planted += [None, *own]
+        cases += [Case(modes(devices)[name]), *(Case(modes(devices)[name], bug.name) for bug in own)]
+    found = {compared.number: _finding(planted[compared.number], compared) for compared in verifier.compare(cases)}
+    return [found[number] for number in range(len(cases))]
+
+
+def _finding(bug: Bug | None, compared: Compared) -> Finding:
+    finished = compared.outcome.status == 0
+    stderr = [] if finished else compared.outcome.stderr.splitlines()
+    said = [(line, words) for line in stderr for words in GUARDS if words in line]
+    guard = GUARDS[said[-1][1]] if said else None
+    seen = [said[-1][0].strip()] if said else compared.row.problems
+    return Finding(bug, compared.row.mode, seen, finished, acted=Record(compared.folder).acted, guard=guard)
+
+
+def findings_table(findings: Sequence[Finding], *, title: str) -> Table:
+    """A row for each planted mistake, with the first thing that gave it away."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title_justify="left")
+    table.add_column("planted", max_width=40)
+    table.add_column("mode", no_wrap=True)
+    table.add_column("seen in", max_width=46)
+    table.add_column("caught by", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for finding in findings:
+        planted = "nothing" if finding.bug is None else f"{finding.bug.name}\n[dim]{finding.bug.imitates}[/]"
+        seen = finding.problems[0] if finding.problems else "-"
+        caught_by = "-" if finding.bug is None else finding.caught_by or "-"
+        table.add_row(planted, finding.mode, escape(seen), caught_by, _verdict(finding))
+    return table
+
+
+def _verdict(finding: Finding) -> str:
+    if not finding.finished and finding.guard is None:
+        word = "broke"
+    elif finding.bug is None:
+        word = "passed" if finding.right else "FAIL"
+    elif not finding.acted:
+        word = "did not act"
+    else:
+        word = "caught" if finding.right else "missed"
+    return f"[bold {'green' if finding.right else 'red'}]{word}[/]"

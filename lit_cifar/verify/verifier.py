@@ -1,0 +1,171 @@
+"""Runs modes and the single-device computations that they equal, several at a time, and compares them step by step."""
+
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, as_completed
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from lit_cifar.errors import ConfigError
+from lit_cifar.layout import GhostBatches
+from lit_cifar.models.ghost_batchnorm import normalises_batches
+from lit_cifar.verify.checkpoint_check import quiet
+from lit_cifar.verify.configuration import Settings
+from lit_cifar.verify.gpu_placement import placed
+from lit_cifar.verify.judge import judge
+from lit_cifar.verify.launcher import Launcher, Report
+from lit_cifar.verify.modes import Mode, chosen
+from lit_cifar.verify.record import Record
+from lit_cifar.verify.reference import References
+from lit_cifar.verify.row import Row
+from lit_cifar.verify.runs import REFUSED, Outcome, refuse_if_invalid, workers
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mode to compare, with the planted mistake of that name if there shall be one."""
+
+    mode: Mode
+    bug: str | None = None
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What came of the case of that number; the folder of its run is removed when the next one is asked for."""
+
+    number: int
+    row: Row
+    outcome: Outcome
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """Compares modes under the launcher's configuration."""
+
+    launcher: Launcher
+
+    @cached_property
+    def references(self) -> References:
+        """The single-device runs so far."""
+        return References(self.launcher)
+
+    @cached_property
+    def normalises_batches(self) -> bool:
+        """Whether it matters which images pass the network together."""
+        return normalises_batches(self.launcher.settings.module().network)
+
+    def chunks_of(self, mode: Mode) -> GhostBatches:
+        """What the mode normalises together, as its strategy tells it; nothing where the network has no BatchNorm."""
+        if not self.normalises_batches:
+            return GhostBatches()
+        with quiet():
+            return mode.chunks(accumulation=self.launcher.settings.accumulation)
+
+    def compare(self, cases: Sequence[Case]) -> Iterator[Compared]:
+        """Run each case and the references that they need; several at a time, as `Settings.num_at_once` says.
+
+        Yields:
+            As they end.
+
+        Raises:
+            ConfigError: One device cannot train the configuration.
+        """
+        chunks = [self.chunks_of(case.mode) for case in cases]
+        launched: dict[Future[Outcome], tuple[int, Path]] = {}
+        with workers(self.launcher.settings.num_at_once) as pool:
+            for key in dict.fromkeys(chunks):
+                self.references.start(key, pool)
+                for number in (number for number, its in enumerate(chunks) if its == key):
+                    folder = self.launcher.new_folder(cases[number].mode.name)
+                    run = pool.submit(self.launcher.run_mode, cases[number].mode, folder, bug=cases[number].bug)
+                    launched[run] = number, folder
+            for run in as_completed(launched):
+                number, folder = launched[run]
+                row = self._judge(cases[number].mode, run.result(), folder, chunks[number])
+                yield Compared(number, row, run.result(), folder)
+                shutil.rmtree(folder)
+
+    def _judge(self, mode: Mode, outcome: Outcome, folder: Path, chunks: GhostBatches) -> Row:
+        row = Row(mode.name, self.references.words(chunks))
+        return judge(row, outcome, Record(folder), self.references.get(chunks), self.launcher.settings)
+
+
+def verify(
+    names: Sequence[str],
+    *,
+    devices: int = 2,
+    steps: int = 3,
+    args: Sequence[str] = (),
+    report: Report = lambda line: None,
+) -> list[Row]:
+    """Compare modes with one device.
+
+    Args:
+        names: Of modes; "all" for every one.
+        devices: Of each mode; on the CPU processes, or virtual devices of one process.
+        steps: Optimizer steps; in float32, rounding is magnified from step to step.
+        args: Flags of `fit`, `--config` among them; by default ResNet34 on synthetic images.
+        report: Called with a line whenever a run begins, and when it has ended.
+
+    Returns:
+        A row for each mode.
+
+    Raises:
+        ConfigError: Unknown modes, flags that `fit` refuses, or a mode called by its name that cannot run on so many
+            devices or with batches of this size; "all" leaves those out.
+    """
+    if steps < 2:
+        raise ConfigError(f"--steps={steps} leaves no step after a resume", remedy="pass --steps 2 or more")
+    wanted = chosen(list(names), devices=devices)
+    with tempfile.TemporaryDirectory(prefix="lit_cifar-verify-") as folder:
+        settings = Settings.of(list(args), devices=devices, folder=Path(folder))
+        verifier = Verifier(Launcher(settings, steps, Path(folder), report))
+        return verify_modes(verifier, list(_possible(wanted, settings, report, leave_out="all" in names)))
+
+
+def verify_modes(verifier: Verifier, wanted: Sequence[Mode]) -> list[Row]:
+    """Rows in the order of `wanted`; each reference is forgotten as soon as its last mode has been compared.
+
+    Raises:
+        ConfigError: What only the run of a mode can find: that is no failed proof.
+    """
+    chunks = {mode.name: verifier.chunks_of(mode) for mode in wanted}
+    waiting = Counter(chunks.values())
+    rows: dict[str, Row] = {}
+    for compared in verifier.compare([Case(mode) for mode in wanted]):
+        if compared.outcome.status == REFUSED:
+            refuse_if_invalid(compared.outcome)
+        rows[compared.row.mode] = compared.row
+        key = chunks[compared.row.mode]
+        waiting[key] -= 1
+        if not waiting[key]:
+            verifier.references.forget(key)
+    return [rows[mode.name] for mode in wanted]
+
+
+def _possible(wanted: Sequence[Mode], settings: Settings, report: Report, *, leave_out: bool) -> Iterator[Mode]:
+    """Those that can run on so many devices with such batches: `tp`, say, must divide the channels.
+
+    Of the others `report` says why they are left out.
+
+    Raises:
+        ConfigError: None may be left out, or not even one device can train the configuration.
+    """
+    module, sampler = settings.module(), settings.train_sampler()
+    for mode in wanted:
+        try:
+            with quiet():
+                on = placed(mode, num_gpus=settings.num_gpus)
+                on.check(module, sampler)
+        except ConfigError as error:
+            if not leave_out:
+                raise
+            report(f"left out {mode.name}: {error.problem}")
+        else:
+            if on != mode:
+                report(f"on one GPU: {mode.name}")
+            yield on

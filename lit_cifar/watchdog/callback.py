@@ -1,0 +1,186 @@
+"""Ends a run of several processes when one of them has died or hangs, and reports which."""
+
+import multiprocessing
+import signal
+import sys
+import threading
+import traceback
+import uuid
+from collections.abc import Callable
+from functools import partial
+from subprocess import Popen
+from typing import Any
+
+import torch.distributed as dist
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+
+from lit_cifar.errors import ConfigError, Stopped
+from lit_cifar.watchdog import (
+    Heartbeat,
+    HeartbeatStore,
+    Monitor,
+    PhaseTimer,
+    connect,
+    end_with_launcher,
+    first_heartbeat,
+    host_of_store,
+)
+
+# The phase that the main thread enters with each hook. A hook that is not here belongs to the phase before it.
+PHASES = {
+    "on_train_start": "starting the training",
+    "on_train_epoch_start": "starting an epoch",
+    "on_train_batch_start": "training step",
+    "on_before_backward": "backward",
+    "on_before_optimizer_step": "optimizer step",
+    "on_train_batch_end": "between training steps",
+    "on_train_epoch_end": "ending an epoch",
+    "on_train_end": "ending the training",
+    "on_save_checkpoint": "saving a checkpoint",
+    "on_validation_start": "starting the validation",
+    "on_validation_batch_start": "validation step",
+    "on_validation_batch_end": "between validation steps",
+    "on_validation_end": "ending the validation",
+    "on_test_start": "starting the test",
+    "on_test_batch_start": "test step",
+    "on_test_batch_end": "between test steps",
+    "on_test_end": "ending the test",
+    "on_predict_start": "starting to predict",
+    "on_predict_batch_start": "prediction step",
+    "on_predict_batch_end": "between prediction steps",
+    "on_predict_end": "ending the prediction",
+}
+_MAX_TRACEBACK_LINES = 12
+_LEAST_TIMEOUT_S = 5.0  # several heartbeats, of which one may be late
+
+
+class Watchdog(Callback):
+    """Watches the processes of a run with several, from a thread in each.
+
+    It reports a process that has died, is stopped, unreachable or hung, or has raised an exception, with its pid, step,
+    phase, and signal or traceback. Then all processes exit with status 1. This callback's hooks note what the main
+    thread does: a few assignments each, nothing on the device. See `lit_cifar.watchdog`.
+
+    Args:
+        timeout_s: Seconds without a heartbeat after which a process counts as dead. A phase counts as hung after the
+            same time, or after five times its longest duration so far if that is longer. It may take ten minutes the
+            first time and with batches of a new shape, when kernels are compiled and tuned, and as long as its process
+            computes or waits for a disk. The least value is 5; with 0 there is no watchdog, as a debugger needs.
+    """
+
+    def __init__(self, timeout_s: float = 20.0) -> None:
+        if timeout_s and not timeout_s >= _LEAST_TIMEOUT_S:
+            raise ConfigError(
+                f"--watchdog.timeout_s={timeout_s:g} is too short: heartbeats come about once a second",
+                remedy=f"pass {_LEAST_TIMEOUT_S:g} or more, or 0 for no watchdog",
+            )
+        self.timeout_s = timeout_s
+        self._watch: Monitor | None = None
+        self._progress: PhaseTimer | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Start the watch. The processes have met, and each waits here for all others."""
+        if not self.timeout_s or trainer.world_size == 1 or not dist.is_initialized():
+            return
+        if _was_launched(trainer):
+            end_with_launcher()
+        if multiprocessing.parent_process() is not None:
+            # In a spawned process Lightning does not call `on_exception`: it handles exceptions in the parent.
+            trainer._run_stage = partial(self._run_stage, trainer, pl_module)  # type: ignore[method-assign]
+        run, everyone = _introduce(trainer.global_rank, trainer.world_size)
+        self._progress = PhaseTimer(timeout_s=self.timeout_s)
+        self._watch = Monitor(
+            everyone,
+            rank=trainer.global_rank,
+            board=HeartbeatStore(connect(), run=run, world_size=trainer.world_size),
+            progress=self._progress,
+            timeout_s=self.timeout_s,
+            store_host=host_of_store(),
+        )
+        children = [child for child in getattr(trainer.strategy.launcher, "procs", []) if isinstance(child, Popen)]
+        self._watch.exit_codes = lambda: {child.pid: code for child in children if (code := child.poll()) is not None}
+        _come_before_observer(self._watch)
+        self._watch.start()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Stop the watch: the run has succeeded."""
+        self._leave()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Tell the others. If another rank failed first, do not show this exception, which is a consequence."""
+        if self._watch is None:
+            return
+        if isinstance(exception, Stopped | KeyboardInterrupt):  # the user's wish, not a failure
+            self._leave()
+            return
+        if threading.current_thread() is threading.main_thread():
+            # A launcher that has seen another process die sends SIGTERM, which would interrupt what follows.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        lines = "".join(traceback.format_exception(exception)).splitlines()
+        quiet = isinstance(exception, ConfigError)  # the command line shows it
+        verdict = self._watch.fail("\n".join(lines[-_MAX_TRACEBACK_LINES:]), quiet=quiet)
+        if verdict is not None and verdict.rank != trainer.global_rank:
+            sys.excepthook = _show_nothing
+
+    def _run_stage(self, trainer: Trainer, pl_module: LightningModule) -> Any:
+        del trainer._run_stage  # back to the method of the class
+        try:
+            return trainer._run_stage()
+        except BaseException as exception:
+            self.on_exception(trainer, pl_module, exception)
+            raise
+
+    def _leave(self) -> None:
+        if self._watch is not None:
+            self._watch.leave()
+        self._watch = self._progress = None
+
+
+def _noting(phase: str) -> Callable[..., None]:
+    def hook(self: Watchdog, trainer: Trainer, *args: Any, **__: Any) -> None:
+        if self._progress is not None:
+            batch = args[1] if len(args) > 1 else None  # of the hooks that begin a step
+            images = getattr(batch, "images", None)
+            self._progress.enter(phase, step=trainer.global_step, shape=getattr(images, "shape", None))
+
+    return hook
+
+
+for _name, _phase in PHASES.items():
+    setattr(Watchdog, _name, _noting(_phase))
+
+
+def _introduce(rank: int, world_size: int) -> tuple[str, list[Heartbeat]]:
+    """A unique name for this run, and the first heartbeat of every rank."""
+    gathered: list[Any] = [None] * world_size
+    dist.all_gather_object(gathered, (uuid.uuid4().hex, first_heartbeat(rank)))
+    return gathered[0][0], [beat for _, beat in gathered]
+
+
+def _was_launched(trainer: Trainer) -> bool:
+    """Whether the process that started this one belongs to the run; a shell may exit before the run."""
+    if dist.is_torchelastic_launched() or multiprocessing.parent_process() is not None:
+        return True
+    launcher = trainer.strategy.launcher
+    return isinstance(launcher, _SubprocessScriptLauncher) and not launcher.procs and trainer.local_rank > 0
+
+
+def _come_before_observer(watch: Monitor) -> None:
+    """Suspend Lightning's observer of the processes that it has launched while the watchdog is active.
+
+    It looks every five seconds for a failed process and kills all others, its own included, before they can report
+    anything. It continues when the watch is over.
+    """
+
+    def look(observer: _ChildProcessObserver) -> bool:
+        return not watch.is_alive() and observer.__class__._run(observer)
+
+    for thread in threading.enumerate():
+        if isinstance(thread, _ChildProcessObserver):
+            thread._run = partial(look, thread)  # type: ignore[method-assign]
+
+
+def _show_nothing(*_: object) -> None:
+    """Replaces the traceback of an exception that is only a consequence."""

@@ -1,0 +1,142 @@
+"""One device that normalises as replicas or microbatches would, against `nn.BatchNorm2d` on every chunk by itself."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lit_cifar.errors import ConfigError
+from lit_cifar.layout import GhostBatches
+from lit_cifar.models.ghost_batchnorm import GhostBatchNorm2d, normalise_apart
+from lit_cifar.models.resnet import build_resnet
+
+CUTS = [
+    GhostBatches(),
+    GhostBatches(num_shards=2),
+    GhostBatches(num_microbatches=3),
+    GhostBatches(replicas_per_shard=4),
+    GhostBatches(num_shards=2, accumulation=2),
+    GhostBatches(num_shards=2, replicas_per_shard=2, num_microbatches=2),
+]
+# One that divides by all parts, and two that leave the parts unequal.
+SIZES = [24, 17, 13]
+
+
+def pair(chunks: GhostBatches, *, momentum: float | None = 0.1) -> tuple[GhostBatchNorm2d, nn.BatchNorm2d]:
+    """A chunked layer and a plain one in the same state, which is not that of a new layer."""
+    torch.manual_seed(0)
+    chunked = GhostBatchNorm2d(3, chunks=chunks, momentum=momentum, eps=1e-3, dtype=torch.float64)
+    nn.init.normal_(chunked.weight)
+    nn.init.normal_(chunked.bias)
+    plain = nn.BatchNorm2d(3, momentum=momentum, eps=1e-3, dtype=torch.float64)
+    plain.load_state_dict(chunked.state_dict())
+    return chunked, plain
+
+
+def samples(num_samples: int, *, seed: int) -> Tensor:
+    """Each has a mean and a spread of its own, so that it matters with whom it is normalised."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(num_samples, 3, 4, 4, dtype=torch.float64, generator=generator)
+    mean, spread = torch.randn(2, num_samples, 3, 1, 1, dtype=torch.float64, generator=generator)
+    return noise * spread + mean
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("num_samples", SIZES)
+@pytest.mark.parametrize("chunks", CUTS, ids=str)
+def test_equals_batchnorm_of_every_chunk(chunks: GhostBatches, num_samples: int, momentum: float | None) -> None:
+    """Outputs, gradients of input and parameters, and the first replica's buffers, after two batches."""
+    chunked, plain = pair(chunks, momentum=momentum)
+    positions = chunks.positions(num_samples)
+    replicas = [deepcopy(plain) for _ in positions]
+    for seed in range(2):
+        ours = samples(num_samples, seed=seed).requires_grad_()
+        theirs = samples(num_samples, seed=seed).requires_grad_()
+        weights = samples(num_samples, seed=seed + 9)
+        output = chunked(ours)
+        (output * weights).sum().backward()
+        for replica, own in zip(replicas, positions, strict=True):
+            for chunk in own:
+                expected = replica(theirs[chunk])
+                torch.testing.assert_close(output[chunk], expected)
+                (expected * weights[chunk]).sum().backward()
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    for name in ("weight", "bias"):
+        total = sum(getattr(replica, name).grad for replica in replicas)
+        torch.testing.assert_close(getattr(chunked, name).grad, total)
+    torch.testing.assert_close(chunked.state_dict(), replicas[0].state_dict())
+
+
+@pytest.mark.parametrize(("chunks", "updates"), list(zip(CUTS, [1, 1, 3, 1, 2, 2], strict=True)), ids=str)
+def test_the_first_replica_counts_its_chunks(chunks: GhostBatches, updates: int) -> None:
+    layer = GhostBatchNorm2d(3, chunks=chunks)
+    layer(torch.randn(24, 3, 4, 4))
+    assert int(layer.num_batches_tracked) == updates
+
+
+def test_running_statistics_are_those_of_the_first_replica() -> None:
+    layer = GhostBatchNorm2d(1, chunks=GhostBatches(num_shards=2), momentum=1.0)
+    images = torch.tensor([0.0, 100.0, 2.0, 300.0]).view(4, 1, 1, 1)
+    layer(images)
+    assert layer.running_mean.item() == 1.0
+    assert layer.running_var.item() == 2.0
+
+
+@pytest.mark.parametrize("chunks", CUTS, ids=str)
+def test_evaluation_is_that_of_batchnorm(chunks: GhostBatches) -> None:
+    chunked, plain = pair(chunks)
+    for layer in (chunked, plain):
+        layer.running_mean.fill_(0.5)
+        layer.running_var.fill_(2.0)
+        layer.eval()
+    images = torch.randn(5, 3, 4, 4, dtype=torch.float64)
+    assert chunked(images).equal(plain(images))
+    assert chunked(images[:0]).shape == (0, 3, 4, 4)
+    assert int(chunked.num_batches_tracked) == 0
+
+
+def test_one_chunk_is_batchnorm() -> None:
+    chunked, plain = pair(GhostBatches())
+    images = torch.randn(8, 3, 4, 4, dtype=torch.float64)
+    assert chunked(images).equal(plain(images))
+
+
+def test_chunks_of_one_pixel_are_refused_as_batchnorm_does() -> None:
+    layer = GhostBatchNorm2d(3, chunks=GhostBatches(num_shards=4))
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        layer(torch.randn(4, 3, 1, 1))
+
+
+def test_a_network_keeps_names_and_weights() -> None:
+    """It loads the plain network's checkpoint, and the other way round."""
+    torch.manual_seed(0)
+    plain = build_resnet("resnet10", stem="imagenet")
+    torch.manual_seed(0)
+    chunked = normalise_apart(build_resnet("resnet10", stem="imagenet"), GhostBatches(num_shards=2))
+    assert sum(isinstance(layer, GhostBatchNorm2d) for layer in chunked.modules()) == sum(
+        isinstance(layer, nn.BatchNorm2d) for layer in plain.modules()
+    )
+    assert list(chunked.state_dict()) == list(plain.state_dict())
+    assert all(a.equal(b) for a, b in zip(chunked.state_dict().values(), plain.state_dict().values(), strict=True))
+    images = torch.randn(4, 3, 32, 32)
+    assert deepcopy(chunked).eval()(images).equal(plain.eval()(images))
+
+
+def test_a_network_computes_what_its_replicas_compute() -> None:
+    torch.manual_seed(0)
+    chunks = GhostBatches(num_shards=2)
+    chunked = normalise_apart(build_resnet("resnet10", stem="imagenet"), chunks).double()
+    plain = build_resnet("resnet10", stem="imagenet").double()
+    plain.load_state_dict(chunked.state_dict())
+    replicas = [plain, deepcopy(plain)]
+    images = torch.randn(9, 3, 32, 32, dtype=torch.float64)
+    logits = chunked(images)
+    for replica, (chunk,) in zip(replicas, chunks.positions(9), strict=True):
+        torch.testing.assert_close(logits[chunk], replica(images[chunk]))
+    torch.testing.assert_close(chunked.state_dict(), plain.state_dict())
+
+
+def test_another_batchnorm_is_refused() -> None:
+    with pytest.raises(ConfigError, match="and Sequential has a BatchNorm1d"):
+        normalise_apart(nn.Sequential(nn.BatchNorm1d(2)), GhostBatches(num_shards=2))

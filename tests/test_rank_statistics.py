@@ -1,0 +1,156 @@
+"""Intervals and flags against published values and against a brute-force count with whole numbers."""
+
+import math
+import random
+
+import pytest
+
+from lit_cifar.reporting.rank_statistics import AccuracyCount, chance_probability, deviates, pooled
+
+HONEST_AT_7_RANKS = [AccuracyCount(correct, 1429) for correct in (1290, 1276, 1301, 1268, 1294, 1283)]
+
+
+@pytest.mark.parametrize(
+    ("correct", "total", "low", "high"),
+    [  # R. G. Newcombe, Statistics in Medicine 17 (1998), 857-872, table I, method 3
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0000, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ],
+)
+def test_wilson_interval_equals_the_published_values(correct: int, total: int, low: float, high: float) -> None:
+    assert AccuracyCount(correct, total).interval() == pytest.approx((low, high), abs=5e-5)
+
+
+def test_interval_is_symmetric_in_right_and_wrong_and_stays_inside_0_and_1() -> None:
+    low, high = AccuracyCount(20, 20).interval()
+    assert high == 1.0
+    assert low == pytest.approx(1 - 0.1611, abs=5e-5)
+    assert AccuracyCount(0, 20).interval()[0] == 0.0
+    wider = AccuracyCount(81, 263).interval(level=0.99)
+    assert wider[0] < 0.2553
+    assert wider[1] > 0.3662
+
+
+def test_no_samples_mean_no_knowledge() -> None:
+    empty = AccuracyCount(0, 0)
+    assert math.isnan(empty.accuracy)
+    assert empty.interval() == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(("correct", "total"), [(-1, 3), (4, 3), (0, -1)])
+def test_impossible_counts_are_refused(correct: int, total: int) -> None:
+    with pytest.raises(ValueError, match=f"{correct} correct of {total}"):
+        AccuracyCount(correct, total)
+
+
+@pytest.mark.parametrize("level", [0.0, 1.0, 95.0])
+def test_impossible_levels_are_refused(level: float) -> None:
+    with pytest.raises(ValueError, match=f"level={level}"):
+        AccuracyCount(1, 2).interval(level)
+
+
+def test_pooled_counts_are_whole_numbers() -> None:
+    assert pooled([AccuracyCount(1, 3), AccuracyCount(2, 4)]) == AccuracyCount(3, 7)
+    assert pooled([]) == AccuracyCount(0, 0)
+
+
+def test_chance_probability_of_the_lady_tasting_tea() -> None:
+    """Fisher's own example: 8 cups, 4 of each kind; 3 of 4 right happens in 17 of 70 cases, 4 of 4 in 1 of 70."""
+    whole = AccuracyCount(4, 8)
+    assert chance_probability(AccuracyCount(3, 4), whole) == pytest.approx(2 * 17 / 70)
+    assert chance_probability(AccuracyCount(1, 4), whole) == pytest.approx(2 * 17 / 70)
+    assert chance_probability(AccuracyCount(4, 4), whole) == pytest.approx(2 / 70)
+    assert chance_probability(AccuracyCount(2, 4), whole) == 1.0
+
+
+def brute_force(part: AccuracyCount, whole: AccuracyCount) -> float:
+    """The same probability from binomial coefficients, as exact integers."""
+    ways = {
+        k: math.comb(whole.correct, k) * math.comb(whole.total - whole.correct, part.total - k)
+        for k in range(part.total + 1)
+    }
+    above = part.correct * whole.total >= whole.correct * part.total
+    tail = sum(way for k, way in ways.items() if (k >= part.correct if above else k <= part.correct))
+    return min(1.0, 2 * tail / math.comb(whole.total, part.total))
+
+
+def test_chance_probability_equals_a_count_with_whole_numbers() -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        part = AccuracyCount(draw.randint(0, n := draw.randint(0, 60)), n)
+        rest = AccuracyCount(draw.randint(0, m := draw.randint(0, 200)), m)
+        assert chance_probability(part, part + rest) == pytest.approx(brute_force(part, part + rest), rel=1e-9)
+
+
+def test_chance_probability_at_the_size_of_a_test_set() -> None:
+    part, whole = AccuracyCount(1215, 1429), AccuracyCount(8937, 10000)
+    assert chance_probability(part, whole) == pytest.approx(brute_force(part, whole), rel=1e-6)
+
+
+def test_chance_probability_needs_a_part_of_the_whole() -> None:
+    with pytest.raises(ValueError, match="is not a part of"):
+        chance_probability(AccuracyCount(3, 3), AccuracyCount(2, 10))
+    with pytest.raises(ValueError, match="is not a part of"):
+        chance_probability(AccuracyCount(0, 3), AccuracyCount(8, 10))
+
+
+def test_only_the_planted_rank_is_flagged() -> None:
+    assert deviates([*HONEST_AT_7_RANKS, AccuracyCount(1280, 1429)]) == [False] * 7
+    assert deviates([*HONEST_AT_7_RANKS, AccuracyCount(1180, 1429)]) == [False] * 6 + [True]
+    assert deviates([AccuracyCount(1360, 1429), *HONEST_AT_7_RANKS]) == [True] + [False] * 6
+
+
+def test_a_bad_rank_does_not_make_the_honest_ones_look_too_good() -> None:
+    honest = [AccuracyCount(900, 1000), AccuracyCount(895, 1000), AccuracyCount(910, 1000)]
+    bad = AccuracyCount(800, 1000)
+    assert chance_probability(honest[2], pooled([*honest, bad])) < 0.01 / 4  # at first sight
+    assert deviates([*honest, bad]) == [False, False, False, True]
+
+
+def test_the_order_of_extremes_survives_probabilities_too_small_for_a_float() -> None:
+    honest = [AccuracyCount(9000, 10000), AccuracyCount(8990, 10000), AccuracyCount(9010, 10000)]
+    whole = pooled([*honest, AccuracyCount(500, 10000)])
+    assert chance_probability(AccuracyCount(500, 10000), whole) == chance_probability(honest[2], whole) == 0.0
+    assert deviates([*honest, AccuracyCount(500, 10000)]) == [False, False, False, True]
+
+
+def test_of_two_ranks_both_or_none_are_flagged() -> None:
+    assert deviates([AccuracyCount(900, 1000), AccuracyCount(800, 1000)]) == [True, True]
+    assert deviates([AccuracyCount(900, 1000), AccuracyCount(890, 1000)]) == [False, False]
+
+
+def test_the_level_is_shared_among_the_ranks() -> None:
+    """3 of 3 wrong against 9 of 9 right has probability 2/220 = 0.0091: enough alone, not with a second comparison."""
+    counts = [AccuracyCount(0, 3), AccuracyCount(9, 9)]
+    assert chance_probability(counts[0], pooled(counts)) == pytest.approx(2 / 220)
+    assert deviates(counts) == [False, False]
+    assert deviates(counts, level=0.02) == [True, True]
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        [],
+        [AccuracyCount(7, 10)],
+        [AccuracyCount(0, 0)] * 3,
+        [AccuracyCount(5000, 5000)] * 2,
+        [AccuracyCount(0, 5000), AccuracyCount(0, 1)],
+        [AccuracyCount(4000, 5000), AccuracyCount(0, 0)],
+    ],
+)
+def test_degenerate_counts_are_never_flagged(counts: list[AccuracyCount]) -> None:
+    assert deviates(counts) == [False] * len(counts)
+
+
+def test_honest_ranks_are_flagged_no_more_often_than_promised() -> None:
+    """At a family-wise level of 20 % and 500 evaluations, 100 flagged ones are expected at most (5 sigma: 145)."""
+    draw = random.Random(1)
+    samples = [1] * 180 + [0] * 20
+    flagged = 0
+    for _ in range(500):
+        draw.shuffle(samples)
+        ranks = [AccuracyCount(sum(part), len(part)) for part in (samples[rank::4] for rank in range(4))]
+        flagged += any(deviates(ranks, level=0.2))
+    assert 0 < flagged < 145

@@ -1,0 +1,315 @@
+"""What the processes agree on between two steps: to stop where the loss is no number, and how often to ask."""
+
+import os
+import signal
+import time
+from collections import Counter
+from multiprocessing import get_context
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from commands import TINY, launch, mode_flags, run_here
+from counting import Operators
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from recorder import global_steps
+
+from lit_cifar.callbacks import LastCheckpoint, StepBoundary
+from lit_cifar.checkpoint.format import read_checkpoint
+from lit_cifar.cli import _signals_to_spawned
+from lit_cifar.errors import Stopped
+
+SETTINGS = [*TINY, "--trainer.num_sanity_val_steps=0", "--trainer.max_epochs=2"]
+
+
+def spoil(step: int, *, rank: int = 0) -> list[str]:
+    return [
+        "--trainer.callbacks+=stopping.NotANumber",
+        f"--trainer.callbacks.step={step}",
+        f"--trainer.callbacks.rank={rank}",
+    ]
+
+
+@pytest.mark.parametrize(("step", "newest"), [(2, 2), (4, 4), (9, 9)])
+def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(step: int, newest: int, tmp_path: Path) -> None:
+    """Steps 4 and 9 are the last of their epochs: neither is validated and called the best, nor saved as the end."""
+    run = tmp_path / "run"
+    result = run_here("fit", *SETTINGS, "--last_checkpoint.every_n_steps=1", f"--run_dir={run}", *spoil(step))
+    assert result.status == 1
+    assert f"rank 0 is not finite in optimizer step {step} (counted from 0)" in result.stderr
+    assert len(result.stderr.splitlines()) <= 5
+    checkpoint = read_checkpoint(run / "checkpoints" / "last.ckpt")
+    assert checkpoint["global_step"] == newest
+    assert all(tensor.isfinite().all() for tensor in checkpoint["state_dict"].values())
+
+
+def test_all_processes_stop_and_name_the_rank_and_its_samples(tmp_path: Path) -> None:
+    (tmp_path / "ids").mkdir()
+    recording = ["--trainer.callbacks+=recorder.RecordIds", f"--trainer.callbacks.folder={tmp_path / 'ids'}"]
+    flags = [*SETTINGS, *mode_flags("ddp"), f"--run_dir={tmp_path / 'run'}", *recording, *spoil(7, rank=1)]
+    result = launch("fit", *flags, check=False, ranks=2)
+    assert result.status == 1
+    line = next(line for line in result.stderr.splitlines() if "not finite" in line)
+    assert "rank 1" in line
+    assert "step 7" in line
+    named = {int(word) for word in line.partition("samples: ")[2].split(", ")}
+    of_step = next(set(ids) for _, step, ids in global_steps(tmp_path / "ids") if step == 7)
+    assert len(named) == 8
+    assert named < of_step
+
+
+def test_the_samples_are_named_after_another_batch_size(tmp_path: Path) -> None:
+    """Five steps in the first epoch, and four in the second, which a run with larger batches goes on with."""
+    (tmp_path / "ids").mkdir()
+    recording = ["--trainer.callbacks+=recorder.RecordIds", f"--trainer.callbacks.folder={tmp_path / 'ids'}"]
+    schedule = ["--model.lr_scheduler=torch.optim.lr_scheduler.StepLR", "--model.lr_scheduler.step_size=1"]
+    flags = [*SETTINGS, *schedule, f"--run_dir={tmp_path / 'run'}", "--resume=auto"]
+    assert run_here("fit", *flags, "--trainer.max_epochs=1").status == 0
+    result = run_here("fit", *flags, "--data.batch_size=20", *recording, *spoil(7))
+    assert result.status == 1
+    named = next(line for line in result.stderr.splitlines() if "not finite" in line).partition("samples: ")[2]
+    of_step = next(ids for _, step, ids in global_steps(tmp_path / "ids") if step == 7)
+    assert sorted(map(int, named.split(", "))) == of_step
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param("pp", marks=pytest.mark.slow),
+        pytest.param("tp", marks=pytest.mark.exhaustive),
+        pytest.param("fsdp2", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_processes_of_a_replica_stop_too(mode: str, tmp_path: Path) -> None:
+    flags = [*SETTINGS, *mode_flags(mode), f"--run_dir={tmp_path / 'run'}", "--last_checkpoint.every_n_steps=1"]
+    result = launch("fit", *flags, *spoil(3), check=False, ranks=2)
+    assert result.status == 1
+    assert "rank 0 is not finite in optimizer step 3" in result.stderr
+    assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")["global_step"] == 3
+
+
+def test_a_checkpoint_is_written_when_the_time_has_come(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flags = ["--last_checkpoint.every_n_epochs=0", "--last_checkpoint.every_n_seconds=0"]
+    assert run_here("fit", *SETTINGS, *flags, f"--run_dir={run}").status == 0
+    before, end = (read_checkpoint(run / "checkpoints" / f"{name}.ckpt") for name in ("previous", "last"))
+    assert 1 <= before["global_step"] < end["global_step"] == 10
+
+
+@pytest.mark.parametrize("step", [3, 5, 10])
+def test_weights_that_are_no_numbers_are_not_saved(step: int, tmp_path: Path) -> None:
+    """The loss of the step that ruins them is still finite; 5 and 10 are the last steps of their epochs."""
+    run = tmp_path / "run"
+    spoiled = ["--trainer.callbacks+=stopping.SpoilWeights", f"--trainer.callbacks.step={step}"]
+    result = run_here("fit", *SETTINGS, "--last_checkpoint.every_n_steps=1", *spoiled, f"--run_dir={run}")
+    assert result.status == 1
+    assert f"the weights are not finite after {step} optimizer steps" in result.stderr
+    saved = {path.name: read_checkpoint(path)["global_step"] for path in (run / "checkpoints").iterdir()}
+    assert saved["last.ckpt"] == step - 1
+    assert saved.get("best.ckpt") == (5 if step > 5 else None)
+
+
+def test_without_validation_the_end_is_not_saved_either(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    spoiled = ["--trainer.callbacks+=stopping.SpoilWeights", "--trainer.callbacks.step=5"]
+    flags = [*SETTINGS, "--trainer.max_epochs=1", "--trainer.limit_val_batches=0", f"--run_dir={run}"]
+    result = run_here("fit", *flags, *spoiled)
+    assert result.status == 1
+    assert "the weights are not finite after 5 optimizer steps; there is no checkpoint yet" in result.stderr
+    assert not (run / "checkpoints").exists()
+
+
+def test_a_signal_before_the_first_step_is_not_lost(tmp_path: Path) -> None:
+    """In the sanity check Lightning would end the run with status 0, as if it were done."""
+    run = tmp_path / "run"
+    flags = [*TINY, "--trainer.callbacks+=stopping.SignalAtStart", "--last_checkpoint.every_n_steps=1"]
+    before = signal.getsignal(signal.SIGTERM)
+    result = run_here("fit", *flags, f"--run_dir={run}")
+    assert result.status == 143
+    assert "stopped by SIGTERM after 1 optimizer steps" in result.stderr
+    assert read_checkpoint(run / "checkpoints" / "last.ckpt")["global_step"] == 1
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+class Strategy:
+    """Of two processes, the other of which says `other`."""
+
+    def __init__(self, other: list[float]) -> None:
+        self.other, self.asked = torch.tensor(other, dtype=torch.float64), 0
+
+    def reduce(self, tensor: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        self.asked += 1
+        return torch.maximum(tensor, self.other)
+
+
+def steps_asked(
+    boundary: StepBoundary, strategy: Strategy, monkeypatch: pytest.MonkeyPatch, *, step_s: float
+) -> list[int]:
+    """At which of 100 steps, of `step_s` seconds each, the processes are asked."""
+    now = [0.0]
+    monkeypatch.setattr("lit_cifar.checkpoint.step_boundary.time.monotonic", lambda: now[0])
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace())
+    trainer: Any = SimpleNamespace(
+        callbacks=[],
+        strategy=strategy,
+        fit_loop=loop,
+        accumulate_grad_batches=1,
+        current_epoch=0,
+        world_size=2,
+        global_rank=0,
+        global_step=0,
+        is_global_zero=True,
+    )
+    module: Any = SimpleNamespace(device=torch.device("cpu"))
+    monkeypatch.setattr("lit_cifar.checkpoint.step_boundary.signal.signal", lambda *_: None)
+    boundary.on_train_start(trainer, module)
+    asked = []
+    for step in range(100):
+        before = strategy.asked
+        boundary.on_train_batch_start(trainer, module, None, step)
+        asked += [step] * (strategy.asked - before)
+        boundary.on_train_batch_end(trainer, module, {"loss": torch.tensor(1.0)}, None, step)
+        trainer.global_step += 1
+        now[0] += step_s
+    return asked
+
+
+QUIET = [0.0, 0.0, 0.0, -torch.inf]
+
+
+def test_processes_ask_one_another_once_a_second_and_not_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert steps_asked(StepBoundary(), Strategy(QUIET), monkeypatch, step_s=0.05) == [1, 21, 41, 61, 81]
+
+
+def test_the_slowest_process_says_when(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = [0.0, 0.0, 0.25, -torch.inf]
+    assert steps_asked(StepBoundary(), Strategy(slow), monkeypatch, step_s=0.05)[:4] == [1, 5, 9, 13]
+
+
+def test_every_step_if_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert steps_asked(StepBoundary(agree_every_s=0), Strategy(QUIET), monkeypatch, step_s=0.05) == [*range(1, 100)]
+
+
+def test_ctrl_c_asks_and_the_next_one_insists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One keystroke may arrive twice: from the terminal, and from the process that started this one."""
+    now = [100.0]
+    monkeypatch.setattr("lit_cifar.checkpoint.step_boundary.time.monotonic", lambda: now[0])
+    boundary = StepBoundary()
+    boundary._note(signal.SIGINT, None)
+    now[0] += 0.1
+    boundary._note(signal.SIGINT, None)
+    now[0] += 2
+    with pytest.raises(KeyboardInterrupt):
+        boundary._note(signal.SIGINT, None)
+    boundary._note(signal.SIGTERM, None)
+    boundary._note(signal.SIGTERM, None)  # a scheduler and torchrun both send it
+
+
+def test_the_same_under_a_process_that_hands_sigterm_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of `ddp_spawn` does for every Ctrl-C."""
+    now = [100.0]
+    monkeypatch.setattr("lit_cifar.checkpoint.step_boundary.time.monotonic", lambda: now[0])
+    boundary = StepBoundary()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        boundary._note(number, None)
+        now[0] += 2
+    with pytest.raises(KeyboardInterrupt):
+        boundary._note(signal.SIGINT, None)
+
+
+class Launcher(_MultiProcessingLauncher):
+    """Notes what its processes are sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+        self.procs: list[Any] = []
+
+    def kill(self, signum: int) -> None:
+        self.sent.append(signum)
+
+
+def test_a_spawned_run_is_asked_and_the_next_ctrl_c_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("lit_cifar.checkpoint.step_boundary.time.monotonic", lambda: now[0])
+    launcher = Launcher()
+    launcher.procs = [None]
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(launcher=launcher))
+    with _signals_to_spawned(trainer):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert launcher.sent == [signal.SIGTERM] * 2
+        now[0] += 2
+        with pytest.raises(SystemExit) as caught:
+            os.kill(os.getpid(), signal.SIGINT)
+    assert caught.value.code == 128 + signal.SIGINT
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_processes_are_spawned_ends_those_that_are(number: signal.Signals) -> None:
+    """The launcher would not reach them."""
+    process = get_context("spawn").Process(target=time.sleep, args=(60,))
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(launcher=Launcher()))
+    with _signals_to_spawned(trainer):
+        process.start()
+        with pytest.raises(SystemExit) as caught:
+            os.kill(os.getpid(), number)
+    assert caught.value.code == 128 + number
+    process.join(5)
+    assert process.exitcode == -signal.SIGKILL
+
+
+def test_no_checkpoint_is_due_where_none_was_asked_for() -> None:
+    last = LastCheckpoint(every_n_epochs=0)
+    trainer: Any = SimpleNamespace(
+        global_step=5, current_epoch=1, state=SimpleNamespace(fn=TrainerFn.FITTING), ckpt_path=None
+    )
+    last.on_train_epoch_start(trainer, L.LightningModule())
+    assert not last.due_by_step(trainer)
+    assert not last.due_by_time(1e9)
+
+
+def alone(**attributes: Any) -> Any:
+    """A trainer of one process."""
+    strategy = SimpleNamespace(
+        reduce=lambda tensor, **_: tensor, barrier=lambda _: None, launcher=None, checkpoint_io=None
+    )
+    defaults = {"strategy": strategy, "global_step": 3, "world_size": 1, "global_rank": 0, "is_global_zero": True}
+    return SimpleNamespace(**defaults | attributes)
+
+
+def weights(*spoiled: float) -> Any:
+    """A network of 20 parameters, one of which is empty as a shard may be, with these values in its last."""
+    module = torch.nn.ParameterList([torch.full((3,), -3e38) for _ in range(20)] + [torch.empty(0), torch.ones(4)])
+    module[-1].data[: len(spoiled)] = torch.tensor(spoiled)
+    return module
+
+
+def test_all_weights_are_checked_by_one_read() -> None:
+    """Also large ones, whose squares are not finite."""
+    with Operators() as operators:
+        StepBoundary()._check_weights(alone(), weights())
+    assert operators.waits == {"_local_scalar_dense": 1}
+
+
+@pytest.mark.parametrize("spoiled", [(1.0, torch.nan), (torch.inf,), (-torch.inf, torch.nan)])
+def test_one_weight_that_is_no_number_is_found(spoiled: tuple[float, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Stopped):
+        StepBoundary()._check_weights(alone(), weights(*spoiled))
+    assert "the weights are not finite after 3 optimizer steps" in capsys.readouterr().err
+
+
+def test_a_step_is_noted_without_any_arithmetic() -> None:
+    """Until the processes ask one another a loss only has to be kept."""
+    boundary, trainer = StepBoundary(), alone(accumulate_grad_batches=1)
+    losses = [torch.tensor(loss) for loss in (1.0, torch.nan, torch.inf, 2.0)]
+    with Operators() as operators:
+        for step, loss in enumerate(losses):
+            trainer.global_step = 2**25 + step + 1  # more than a float32 tells apart
+            boundary.on_train_batch_end(trainer, SimpleNamespace(), {"loss": loss}, None, step)
+    assert not operators.counts - Counter(detach=4)
+    assert boundary._agree(trainer).first_bad == (2**25 + 1, 0)
+    assert boundary._agree(trainer).first_bad is None
