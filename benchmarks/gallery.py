@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from lit_cifar.commands.terminal import about
+from lit_cifar.modes import variants
 from lit_cifar.verify.checkpoint_check import quiet
 from lit_cifar.verify.launcher import TRACE
-from lit_cifar.verify.modes import modes
 from lit_cifar.verify.planted_mistakes import BUGS
 from lit_cifar.verify.runs import run
 
@@ -75,7 +75,7 @@ def main(output: Path, flags: list[str]) -> None:
         def start(
             mode: str, devices: int, more: tuple[str, ...], what: str, bug: str | None = None
         ) -> Future[Curves | None]:
-            chosen = modes(devices)[mode]
+            chosen = variants(devices)[mode]
             with quiet():
                 num_ranks = chosen.num_ranks
             words = [*flags, *chosen.flags, *more]

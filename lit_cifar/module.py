@@ -24,8 +24,7 @@ from lit_cifar.models import DEFAULT_ARCH, Arch, Stem, build_network, stem_of
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.ghost_batchnorm import normalise_apart
 from lit_cifar.models.memory_format import follow_parameters, plain
-from lit_cifar.optimizers import NesterovSGD
-from lit_cifar.schedules import WarmupDecay
+from lit_cifar.optim import NesterovSGD, WarmupDecay
 
 LRScaling = Literal["none", "linear", "sqrt"]
 

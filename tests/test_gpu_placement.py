@@ -9,12 +9,12 @@ import torch
 from lit_cifar.errors import ConfigError
 from lit_cifar.layout import Layout
 from lit_cifar.models import build_resnet
+from lit_cifar.modes import Variant, variants
 from lit_cifar.strategies import DataParallelStrategy, OneDeviceDDPStrategy
 from lit_cifar.verify.comparison import EXACT_BOUND
 from lit_cifar.verify.configuration import Settings
 from lit_cifar.verify.gpu_placement import placed
 from lit_cifar.verify.launcher import Launcher
-from lit_cifar.verify.modes import Mode, modes
 from lit_cifar.verify.self_test import ARGS
 from lit_cifar.verify.verifier import Verifier, _possible, verify_modes
 
@@ -22,7 +22,7 @@ from lit_cifar.verify.verifier import Verifier, _possible, verify_modes
 def places(num_gpus: int, devices: int = 2) -> dict[str, tuple[str, int] | None]:
     """What every mode is started as, and on how many GPUs; None where it is left out."""
     found: dict[str, tuple[str, int] | None] = {}
-    for name, mode in modes(devices).items():
+    for name, mode in variants(devices).items():
         try:
             on = placed(mode, num_gpus=num_gpus)
             found[name] = on.strategy, on.devices
@@ -32,7 +32,7 @@ def places(num_gpus: int, devices: int = 2) -> dict[str, tuple[str, int] | None]
 
 
 def test_enough_gpus_and_the_cpu_leave_every_mode_as_it_is() -> None:
-    usual = {name: (mode.strategy, mode.devices) for name, mode in modes(2).items()}
+    usual = {name: (mode.strategy, mode.devices) for name, mode in variants(2).items()}
     assert places(0) == places(2) == places(8) == usual
 
 
@@ -58,7 +58,7 @@ def test_on_one_gpu_parts_share_it() -> None:
 @pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize("name", [name for name, place in places(1).items() if place])
 def test_a_mode_that_shares_a_gpu_computes_the_same(name: str, devices: int) -> None:
-    mode = modes(devices)[name]
+    mode = variants(devices)[name]
     on = placed(mode, num_gpus=1)
     assert (on.num_processes, on.layout()) == (mode.num_processes, mode.layout())
     assert on.sync_batchnorm == mode.sync_batchnorm
@@ -66,18 +66,18 @@ def test_a_mode_that_shares_a_gpu_computes_the_same(name: str, devices: int) -> 
 
 def test_what_cannot_share_a_gpu_is_refused_by_its_name() -> None:
     with pytest.raises(ConfigError, match=r"pp on 2 devices sends activations.*\n.*--trainer\.accelerator=cpu"):
-        placed(modes(2)["pp"], num_gpus=1)
+        placed(variants(2)["pp"], num_gpus=1)
 
 
 def test_verify_puts_the_parts_of_a_mode_on_the_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for name in ("module", "train_sampler"):
         monkeypatch.setattr(Settings, name, lambda self: None)
-    monkeypatch.setattr(Mode, "check", lambda *args: None)
+    monkeypatch.setattr(Variant, "check", lambda *args: None)
     found: dict[str, list[str]] = {}
     for accelerator in ("gpu", "cpu"):
         settings, said = Settings((), {"trainer": {"accelerator": accelerator}}), []
-        wanted = [modes(2)[name] for name in ("single", "dp", "pp")]
+        wanted = [variants(2)[name] for name in ("single", "dp", "pp")]
         found[accelerator] = [mode.strategy for mode in _possible(wanted, settings, said.append, leave_out=True)] + said
     assert found["cpu"] == ["auto", "dp", "PipelineStrategy"]
     *places, on, left = found["gpu"]
@@ -106,7 +106,7 @@ def test_one_device_stands_for_several() -> None:
 @pytest.mark.timeout(300)
 def test_parts_on_one_device_train_what_one_device_trains(tmp_path: Path) -> None:
     """On the CPU in place of the GPU, with everything else as it is there."""
-    on_one = [placed(modes(2)[name], num_gpus=1) for name, place in places(1).items() if place]
+    on_one = [placed(variants(2)[name], num_gpus=1) for name, place in places(1).items() if place]
     launcher = Launcher(Settings.of([*ARGS, "--data.drop_last=true"], devices=2, folder=tmp_path), 3, tmp_path, print)
     rows = verify_modes(Verifier(launcher), on_one)
     assert {row.mode: row.problems for row in rows} == {mode.name: [] for mode in on_one}

@@ -1,33 +1,14 @@
-"""The layout of strategies that have not started, how it cuts a batch, and which package may import which."""
+"""The layout of strategies that have not started, and how it cuts a batch."""
 
-import ast
-from pathlib import Path
 from types import SimpleNamespace
 
 import lightning as L
 import pytest
 import torch
 
-import lit_cifar
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.layout import GhostBatches, Layout
-from lit_cifar.strategies.replicate import replica_of
-
-PACKAGE = Path(lit_cifar.__file__).parent
-# Each part may import the parts before it.
-LAYERS = [
-    {"errors", "parent", "layout", "accuracy", "csv_files", "output"},
-    {"models"},
-    {"checkpoints"},
-    {"data", "metrics", "optimizers", "schedules", "checkpoint_files", "watchdog"},
-    {"checkpoint_io"},
-    {"module"},
-    {"strategies", "callbacks", "run_folder", "analysis"},
-    {"commands"},
-    {"cli_help"},
-    {"cli_errors"},
-    {"cli"},
-]
+from lit_cifar.strategies.dp import replica_of
 
 
 @pytest.mark.parametrize(
@@ -161,27 +142,3 @@ def test_chunks_of_a_layout_are_those_of_all_its_shards() -> None:
     assert layout.chunks(accumulation=5) == GhostBatches(
         num_shards=2, accumulation=5, replicas_per_shard=3, num_microbatches=4
     )
-
-
-def part_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-
-
-def imported_parts(path: Path) -> set[str]:
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module)
-        elif isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-    return {name.split(".")[1] for name in names if name.startswith("lit_cifar.")}
-
-
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_parts_import_only_what_lies_below_them(path: Path) -> None:
-    part = part_of(path)
-    if part in ("__init__", "__main__"):
-        return
-    level = next(i for i, layer in enumerate(LAYERS) if part in layer)
-    allowed = set().union(*LAYERS[:level]) | {part}
-    assert imported_parts(path) <= allowed

@@ -20,7 +20,7 @@ from lit_cifar.data import Batch
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.metrics import EvaluationMetrics
-from lit_cifar.optimizers import NesterovSGD
+from lit_cifar.optim import NesterovSGD
 
 
 def data(**settings: object) -> CIFAR10DataModule:

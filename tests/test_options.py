@@ -14,15 +14,15 @@ from short_fits import losses
 
 from lit_cifar.cli import CLI
 from lit_cifar.layout import GhostBatches
+from lit_cifar.modes import Variant, variants
 from lit_cifar.verify import checkpoint_check as verified
 from lit_cifar.verify.checkpoint_check import Evaluation
 from lit_cifar.verify.comparison import EXACT_BOUND
 from lit_cifar.verify.configuration import Settings
 from lit_cifar.verify.launcher import Launcher
-from lit_cifar.verify.modes import Mode, modes
 from lit_cifar.verify.record import Record
 from lit_cifar.verify.reference import References
-from lit_cifar.verify.row import Row
+from lit_cifar.verify.report import Row
 from lit_cifar.verify.runs import Outcome
 from lit_cifar.verify.verifier import Case, Verifier
 
@@ -148,7 +148,7 @@ class Verifiers:
         return self._found[option]
 
 
-def compared(verifier: Verifier, mode: Mode) -> Row:
+def compared(verifier: Verifier, mode: Variant) -> Row:
     (row,) = [compared.row for compared in verifier.compare([Case(mode)])]
     return row
 
@@ -165,7 +165,7 @@ def verifiers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verifiers]:
 def test_a_mode_with_an_option_trains_what_one_device_trains_without(
     option: str, mode: str, verifiers: Verifiers
 ) -> None:
-    row = compared(verifiers.of(option), modes(max(2, DEVICES.get(mode, 2)))[mode])
+    row = compared(verifiers.of(option), variants(max(2, DEVICES.get(mode, 2)))[mode])
     assert row.problems == []
     assert max(row.differences.values()) <= EXACT_BOUND
 
@@ -173,7 +173,7 @@ def test_a_mode_with_an_option_trains_what_one_device_trains_without(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("option", "mode"), cells("bf16-mixed"))
 def test_a_mode_rounds_as_one_device_rounds(option: str, mode: str, verifiers: Verifiers) -> None:
-    row = compared(verifiers.of(option), modes(max(2, DEVICES.get(mode, 2)))[mode])
+    row = compared(verifiers.of(option), variants(max(2, DEVICES.get(mode, 2)))[mode])
     assert row.problems == []
 
 

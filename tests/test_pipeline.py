@@ -28,7 +28,7 @@ from lit_cifar.module import LitResNet
 from lit_cifar.strategies import PipelineStrategy, mesh
 from lit_cifar.strategies.mesh import make_mesh
 from lit_cifar.strategies.pipeline import HandOver, Pipeline, Schedule, ScheduleName
-from lit_cifar.strategies.state import only_parameters
+from lit_cifar.strategies.state_dicts import only_parameters
 
 IMAGE = (3, 32, 32)
 

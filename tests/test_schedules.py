@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lit_cifar.schedules import WarmupDecay
+from lit_cifar.optim import WarmupDecay
 
 
 def rates(total: int, **settings: object) -> list[float]:

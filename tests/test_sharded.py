@@ -22,8 +22,8 @@ from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.errors import ConfigError
 from lit_cifar.models import build_resnet
 from lit_cifar.strategies import ShardedStrategy
-from lit_cifar.strategies.full_tensors import _local_slice
 from lit_cifar.strategies.sharding_plan import plan
+from lit_cifar.strategies.state_dicts import _local_slice
 
 # 79 images in batches of 16: four steps and a ragged one of 15. Of 17 images to validate, the second of two processes
 # has none in the last batch.

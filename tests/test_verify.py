@@ -20,6 +20,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lit_cifar.commands.verify import verify
 from lit_cifar.errors import ConfigError
 from lit_cifar.layout import GhostBatches
+from lit_cifar.modes import chosen, in_words, variants
 from lit_cifar.verify import planted_in_one_rank as bugs_of_one
 from lit_cifar.verify import planted_mistakes as bugs
 from lit_cifar.verify.checkpoint_check import quiet
@@ -37,7 +38,6 @@ from lit_cifar.verify.comparison import (
 from lit_cifar.verify.configuration import Settings
 from lit_cifar.verify.launcher import Launcher
 from lit_cifar.verify.logged_metrics import counted, logged, logged_problems
-from lit_cifar.verify.modes import chosen, in_words, modes
 from lit_cifar.verify.planting import Site
 from lit_cifar.verify.rank_state import (
     Snapshot,
@@ -51,7 +51,7 @@ from lit_cifar.verify.rank_state import (
 from lit_cifar.verify.record import Record
 from lit_cifar.verify.recorder import Trace
 from lit_cifar.verify.reference import Reference, References
-from lit_cifar.verify.row import Row
+from lit_cifar.verify.report import Row
 from lit_cifar.verify.runs import Outcome, run
 from lit_cifar.verify.self_test import (
     COMPARISON,
@@ -183,7 +183,7 @@ def test_words_for_what_a_mode_equals() -> None:
 
 @pytest.mark.parametrize("devices", [2, 4])
 def test_every_mode_has_a_layout_before_it_runs(devices: int) -> None:
-    for mode in modes(devices).values():
+    for mode in variants(devices).values():
         chunks = mode.chunks(accumulation=2)
         assert chunks.accumulation == 2
         assert chunks.num_shards * chunks.replicas_per_shard <= devices
@@ -225,7 +225,7 @@ def test_all_leaves_out_what_cannot_cut_the_batch_or_the_network() -> None:
     assert "7 replicas" in said_of["ddp"]
     assert "6 blocks" in said_of["pp"]
     kept = [mode.name for mode in _possible(chosen(["all"], devices=2), settings(), said.append, leave_out=True)]
-    assert kept == list(modes(2))
+    assert kept == list(variants(2))
 
 
 def test_a_batch_that_one_device_cannot_train_on_is_never_left_out() -> None:
@@ -239,7 +239,7 @@ def test_what_only_a_run_of_the_mode_finds_is_refused_too(tmp_path: Path, monkey
     monkeypatch.setattr(References, "get", lambda self, chunks: Reference(Record(tmp_path), [{}]))
     monkeypatch.setattr(Launcher, "run_mode", lambda self, mode, folder, bug: refused)
     with pytest.raises(ConfigError, match="no such thing") as caught:
-        verify_modes(Verifier(Launcher(settings(), 3, tmp_path, print)), [modes(2)["ddp"]])
+        verify_modes(Verifier(Launcher(settings(), 3, tmp_path, print)), [variants(2)["ddp"]])
     assert caught.value.remedy == "pass another"
 
 
@@ -594,18 +594,18 @@ def test_a_mistake_must_act_and_be_caught(finding: Finding, right: bool, word: s
 
 def test_all_and_chosen_modes_come_in_the_order_of_the_table() -> None:
     assert [mode.name for mode in chosen(["ddp", "dp"], devices=2)] == ["dp", "ddp"]
-    assert [mode.name for mode in chosen(["all"], devices=2)] == list(modes(2))
+    assert [mode.name for mode in chosen(["all"], devices=2)] == list(variants(2))
 
 
 def test_every_mode_has_mistakes_of_its_own() -> None:
     planted = {(bug.mode, bug.devices) for bug in bugs.BUGS.values()}
-    assert {mode for mode, _ in planted} == set(modes(4))
-    assert all(mode in modes(devices) for mode, devices in planted)
+    assert {mode for mode, _ in planted} == set(variants(4))
+    assert all(mode in variants(devices) for mode, devices in planted)
 
 
 def test_every_mode_of_several_processes_has_a_mistake_that_one_of_them_makes() -> None:
     of_one = {bug.mode for bug in bugs_of_one.BUGS_OF_ONE}
-    assert of_one == {name for name, mode in modes(4).items() if mode.num_processes > 1}
+    assert of_one == {name for name, mode in variants(4).items() if mode.num_processes > 1}
 
 
 @pytest.mark.parametrize(
@@ -641,12 +641,12 @@ def test_what_takes_too_long_is_stopped(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def rows() -> dict[str, Row]:
     """Of every mode, with gradients accumulated and clipped and a ragged last batch."""
-    return {row.mode: row for row in verify(list(modes(2)), devices=2, args=TINY)}
+    return {row.mode: row for row in verify(list(variants(2)), devices=2, args=TINY)}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", modes(2))
+@pytest.mark.parametrize("name", variants(2))
 def test_every_mode_trains_what_one_device_trains(name: str, rows: dict[str, Row]) -> None:
     row = rows[name]
     assert row.problems == []
@@ -683,6 +683,6 @@ def test_the_whole_self_test() -> None:
 @pytest.mark.parametrize("arch", ["tiny_bottleneck", "vit_micro"])
 def test_every_mode_trains_every_kind_of_block(arch: str) -> None:
     flags = [flag for flag in TINY if not flag.startswith(("--model.arch", "--model.stem"))]
-    rows = verify(list(modes(2)), devices=2, args=[*flags, f"--model.arch={arch}"])
+    rows = verify(list(variants(2)), devices=2, args=[*flags, f"--model.arch={arch}"])
     assert {row.mode: row.problems for row in rows if row.problems} == {}
     assert max(value for row in rows for value in row.differences.values()) <= EXACT_BOUND

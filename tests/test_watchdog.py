@@ -666,7 +666,7 @@ def test_a_time_in_which_there_may_be_no_beat_is_refused(timeout_s: float) -> No
 def test_a_process_ends_although_its_launcher_died_while_it_was_importing() -> None:
     noted = "import sys, lit_cifar; modules = list(sys.modules); "
     noted += "assert modules.index('lit_cifar.launch.parent') < modules.index('torch'); "
-    gone = "from lit_cifar.watchdog import launcher as l; l.parent.PARENT_PID, l._GRACE_S = -1, 0; "
+    gone = "from lit_cifar.launch import parent as l; l.PARENT_PID, l._GRACE_S = -1, 0; "
     follower = f"{noted}{gone}l.end_with_launcher(); import time; time.sleep(60)"
     done = subprocess.run([sys.executable, "-c", follower], capture_output=True, text=True)
     assert "pid -1, which started it, is gone" in done.stderr
@@ -674,7 +674,7 @@ def test_a_process_ends_although_its_launcher_died_while_it_was_importing() -> N
 
 
 def test_a_process_ends_after_the_one_that_started_it(tmp_path: Path) -> None:
-    follower = "import time; from lit_cifar.watchdog import launcher as l; l._GRACE_S = 0; l.end_with_launcher(); "
+    follower = "import time; from lit_cifar.launch import parent as l; l._GRACE_S = 0; l.end_with_launcher(); "
     starter = (
         "import subprocess, sys, time; "
         f"child = subprocess.Popen([sys.executable, '-c', {follower + 'print(0, flush=True); time.sleep(60)'!r}]); "

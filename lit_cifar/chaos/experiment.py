@@ -22,7 +22,7 @@ from lit_cifar.chaos.job import Job, wait_until
 from lit_cifar.chaos.report import Row
 from lit_cifar.chaos.sample_history import Batches, audit, effective
 from lit_cifar.chaos.sample_log import JournalReader
-from lit_cifar.chaos.settings import ANEW_EVERY, EVERY_N_STEPS, NUM_SAMPLES, Mode, Training
+from lit_cifar.chaos.settings import ANEW_EVERY, EVERY_N_STEPS, NUM_SAMPLES, JobMode, Training
 from lit_cifar.errors import ConfigError
 
 _UNDISTURBED_LIMIT_S = 600.0
@@ -165,7 +165,7 @@ def _compare(row: Row, reader: JournalReader, run: Path, reference: Undisturbed)
 
 
 def chaos(
-    modes: Sequence[Mode], *, num_faults: int, seed: int, folder: Path, report: Report = lambda line: None
+    modes: Sequence[JobMode], *, num_faults: int, seed: int, folder: Path, report: Report = lambda line: None
 ) -> tuple[list[Row], list[str]]:
     """Hit a training of each mode with so many faults.
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.layout import GhostBatches
-from lit_cifar.verify import modes as verify_modes
+from lit_cifar.modes import Variant, variants
 from lit_cifar.verify.checkpoint_check import quiet
 
 JOURNAL = "lit_cifar.chaos.sample_log.Journal"
@@ -36,7 +36,7 @@ _FLAGS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mode:
+class JobMode:
     """A mode in which processes meet, and what it can be resized to.
 
     Attributes:
@@ -68,12 +68,12 @@ class Training:
             state after 60 steps, so no bound could tell rounding from a mistake. In float64 they are 6e-15 apart.
     """
 
-    mode: Mode
+    mode: JobMode
     num_epochs: int
     resized: bool = False
 
     @classmethod
-    def under(cls, mode: Mode, num_faults: int, *, resized: bool = False) -> "Training":
+    def under(cls, mode: JobMode, num_faults: int, *, resized: bool = False) -> "Training":
         """A training that is long enough for `num_faults` faults."""
         return cls(mode, -(-_STEPS_PER_FAULT * (num_faults + 2) // STEPS_PER_EPOCH), resized)
 
@@ -117,7 +117,7 @@ class Training:
         ]
 
 
-def chosen_modes(names: Sequence[str], *, devices: int) -> list[Mode]:
+def chosen_modes(names: Sequence[str], *, devices: int) -> list[JobMode]:
     """The modes called `names` on so many devices.
 
     Raises:
@@ -133,10 +133,10 @@ def chosen_modes(names: Sequence[str], *, devices: int) -> list[Mode]:
             remedy=f"pass --modes with some of {','.join(known)}",
         )
     with quiet():
-        return [_mode(name, verify_modes.modes(devices)[known[name]]) for name in known if name in names]
+        return [_mode(name, variants(devices)[known[name]]) for name in known if name in names]
 
 
-def _mode(name: str, mode: verify_modes.Mode) -> Mode:
+def _mode(name: str, mode: Variant) -> JobMode:
     if mode.num_processes < 2:
         raise ConfigError(
             f"--modes={name} has one process on {mode.devices} devices", remedy=f"pass --devices {2 * mode.devices}"
@@ -146,4 +146,4 @@ def _mode(name: str, mode: verify_modes.Mode) -> Mode:
         [] if chunks == GhostBatches() else [f"--model.ghost_batchnorm.{k}={v}" for k, v in asdict(chunks).items()]
     )
     alone = ("--trainer.strategy=auto", "--trainer.devices=1", *separate)
-    return Mode(name=name, num_processes=mode.num_processes, flags=tuple(mode.flags), flags_alone=alone)
+    return JobMode(name=name, num_processes=mode.num_processes, flags=tuple(mode.flags), flags_alone=alone)

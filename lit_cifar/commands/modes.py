@@ -1,7 +1,7 @@
 """`python -m lit_cifar modes`: the modes, and which of them run on this machine."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -11,86 +11,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from lit_cifar.commands.terminal import CommandParser, console
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mode:
-    """A way to parallelise a training.
-
-    Attributes:
-        name: As in `--trainer.strategy` and `configs/modes/`; "single" is one device without a strategy.
-        splits: What is divided, and over what.
-        processes: Number of processes, from N devices and S stages.
-        min_devices: The smallest number of devices among which the mode divides the work.
-        fits: Whether the strategy accepts a number of devices, which is at least `min_devices`.
-        needs: Parts of torch that it uses, as "module" or "module.name".
-    """
-
-    name: str
-    splits: str
-    processes: str
-    min_devices: int = 2
-    fits: Callable[[int], bool] = lambda num_devices: True
-    needs: tuple[str, ...] = ()
-
-    @property
-    def has_processes(self) -> bool:
-        """Whether the mode has several processes."""
-        return self.processes != "1"
-
-    def counts(self, num_devices: int) -> list[int]:
-        """The numbers of devices, up to `num_devices`, that the mode can use."""
-        most = 1 if self.name == "single" else num_devices
-        return [count for count in range(self.min_devices, most + 1) if self.fits(count)]
-
-    def flags(self, num_devices: int) -> list[str]:
-        """The flags of `fit` for `num_devices` devices."""
-        strategy = [] if self.name == "single" else [f"--trainer.strategy={self.name}"]
-        return [*strategy, f"--trainer.devices={num_devices}"]
-
-
-def _is_even(num_devices: int) -> bool:
-    """Whether stages come in pairs."""
-    return num_devices % 2 == 0
-
-
-_DISTRIBUTED = ("torch.distributed",)
-_PIPELINING = (*_DISTRIBUTED, "torch.distributed.pipelining")
-_FULLY_SHARD = (*_DISTRIBUTED, "torch.distributed.fsdp.fully_shard")
-_TENSOR_PARALLEL = (*_DISTRIBUTED, "torch.distributed.tensor.parallel")
-
-MODES = (
-    Mode(name="single", splits="nothing: the reference", processes="1", min_devices=1),
-    Mode(name="dp", splits="the batch, over devices of one process", processes="1"),
-    Mode(name="ddp", splits="the batch, over processes", processes="N", needs=_DISTRIBUTED),
-    Mode(name="ddp_spawn", splits="the same, started by multiprocessing", processes="N", needs=_DISTRIBUTED),
-    Mode(name="mp", splits="the layers, over devices of one process", processes="1"),
-    Mode(
-        name="ddp_mp",
-        splits="batch over processes, layers over the devices of each",
-        processes="N / S",
-        min_devices=4,
-        fits=_is_even,
-        needs=_DISTRIBUTED,
-    ),
-    Mode(name="pp", splits="the layers, over processes", processes="N", needs=_PIPELINING),
-    Mode(
-        name="ddp_pp",
-        splits="the batch over pipelines, the layers along each",
-        processes="N",
-        min_devices=4,
-        fits=_is_even,
-        needs=_PIPELINING,
-    ),
-    Mode(name="fsdp2", splits="parameters, gradients and optimizer state", processes="N", needs=_FULLY_SHARD),
-    Mode(
-        name="tp",
-        splits="the tensors inside layers",
-        processes="N",
-        fits=lambda num_devices: 64 % num_devices == 0,  # the channels of the first blocks of `fit`'s own network
-        needs=_TENSOR_PARALLEL,
-    ),
-)
+from lit_cifar.modes import MODES, Mode
 
 
 @dataclass(frozen=True, kw_only=True)

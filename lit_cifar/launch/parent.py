@@ -1,5 +1,37 @@
-"""Who started this process, noted before the imports that take seconds, in which it may be killed."""
+"""Who started this process, and the end of this process when that one is gone.
 
+The parent is noted before the imports that take seconds, during which it may be killed.
+"""
+
+import multiprocessing
 import os
+import sys
+import threading
+import time
 
 PARENT_PID = os.getppid()
+
+# By then a watchdog has noticed it and has reported more.
+_GRACE_S = 10.0
+_started = threading.Event()
+
+
+def end_with_launcher() -> None:
+    """End this process some seconds after the one that started it is gone. Call it early; a second call has no effect.
+
+    Lightning's launcher, torch.multiprocessing and torchrun's agent end the processes that they have started, unless
+    they are killed themselves. Their processes would then continue, or wait half an hour for others that never start.
+    """
+    if not _started.is_set():
+        _started.set()
+        spawned_by = multiprocessing.parent_process()
+        launcher = PARENT_PID if spawned_by is None else spawned_by.pid
+        threading.Thread(target=_follow, args=(launcher,), name="watchdog-launcher", daemon=True).start()
+
+
+def _follow(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(1.0)
+    time.sleep(_GRACE_S)
+    print(f"lit_cifar: pid {os.getpid()} stops: pid {launcher}, which started it, is gone", file=sys.stderr, flush=True)
+    os._exit(1)

@@ -14,8 +14,6 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.rendezvous import LocalEnvironment, cluster_environment
-from lit_cifar.strategies.ddp_mp import DDPLayerParallelStrategy
-from lit_cifar.strategies.single_process import SingleProcessStrategy
 
 _UNSET = ("auto", 1, "1")
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")  # where Lightning looks, in this order
@@ -32,7 +30,7 @@ def settle_processes(config: dict[str, Any]) -> None:
             strategy starts processes of its own, or what `cluster_environment` raises.
     """
     strategy = _made(config["strategy"])
-    if isinstance(strategy, SingleProcessStrategy):  # it refuses others itself
+    if getattr(strategy, "is_single_process", False):  # it refuses others itself
         return
     if TorchElasticEnvironment.detect():
         _follow_torchrun(config, strategy)
@@ -69,7 +67,7 @@ def _follow_torchrun(config: dict[str, Any], strategy: Strategy | None) -> None:
     _refuse_other_launcher(strategy, config["strategy"])
     processes, machines = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["GROUP_WORLD_SIZE"])
     _refuse_unequal_machines(processes, machines)
-    each = strategy.num_stages if isinstance(strategy, DDPLayerParallelStrategy) else 1
+    each = getattr(strategy, "devices_per_process", 1)
     _follow(config, "devices", processes * each, started=f"--nproc-per-node={processes}")
     _follow(config, "num_nodes", machines, started=f"{machines} machine(s)")
 

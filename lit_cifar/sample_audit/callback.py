@@ -25,9 +25,9 @@ class SampleAudit(Callback):
 
     The used samples are counted on the device. Their counts are summed over the processes, and compared with the
     sampler's order, when a checkpoint is written and when an epoch ends. A checkpoint gets the digest of all samples
-    used so far (see `lit_cifar.sample_audit.digest`). `receipt.csv` in the run folder gets a line with the digest after each
-    epoch. Runs that have used the same samples in the same steps have the same digests, in any mode and however
-    often they were interrupted.
+    used so far (see `lit_cifar.sample_audit.digest`). `receipt.csv` in the run folder gets a line with the digest
+    after each epoch. Runs that have used the same samples in the same steps have the same digests, in any mode and
+    however often they were interrupted.
 
     Expects a `Batch`, and a data module with `train_sampler()`, `dataset` and `val_size`. All processes must take part
     when a checkpoint is written.

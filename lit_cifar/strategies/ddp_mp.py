@@ -48,6 +48,11 @@ class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
         return self._num_stages
 
     @property
+    def devices_per_process(self) -> int:
+        """What --trainer.devices is divided by where torchrun has started the processes."""
+        return self.num_stages
+
+    @property
     @override
     def num_processes(self) -> int:
         """Processes on each machine."""

@@ -18,7 +18,7 @@ from lit_cifar.strategies.loss_scaling import loss_scale
 from lit_cifar.strategies.mesh import MeshStrategy
 from lit_cifar.strategies.network import ComputesLoss, Runner, RunsNetwork, as_computes_loss, check_chain, compiles
 from lit_cifar.strategies.pipeline import HandOver, Pipeline, Schedule, ScheduleName, stages_per_process
-from lit_cifar.strategies.state import merge_optimizer_states, only_parameters
+from lit_cifar.strategies.state_dicts import merge_optimizer_states, only_parameters
 
 
 class PipelineStrategy(MeshStrategy):

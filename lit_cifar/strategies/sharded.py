@@ -24,15 +24,15 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.models.blocks import num_tensor_parts
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.strategies.fsdp import autocast_dtype, shard, whole_blocks
-from lit_cifar.strategies.full_tensors import (
+from lit_cifar.strategies.mesh import MeshStrategy, local_part
+from lit_cifar.strategies.network import Runner, RunsNetwork, compiles
+from lit_cifar.strategies.sharding_plan import plan
+from lit_cifar.strategies.state_dicts import (
     full_optimizer_state,
     full_state,
     load_full_state,
     split_optimizer_state,
 )
-from lit_cifar.strategies.mesh import MeshStrategy, local_part
-from lit_cifar.strategies.network import Runner, RunsNetwork, compiles
-from lit_cifar.strategies.sharding_plan import plan
 from lit_cifar.strategies.sync_batchnorm import synchronise_along
 from lit_cifar.strategies.tensor_parallel import split_tensors
 

@@ -17,9 +17,11 @@ class SingleProcessStrategy(CustomForwardStrategy, ABC):
     """One process on one machine, without communication; batches arrive at the first of its devices.
 
     Attributes:
+        is_single_process: Whether one process drives all devices.
         with_processes: The mode to use instead for several processes.
     """
 
+    is_single_process = True
     with_processes = "ddp"
 
     # Lightning assigns it from Trainer(num_nodes=...), but only to strategies that have the attribute.

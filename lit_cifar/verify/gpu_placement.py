@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.verify.modes import Mode
+from lit_cifar.modes import Variant
 
 # Communication that a mode needs and gloo lacks for tensors on a GPU; NCCL refuses two processes on one GPU.
 _NOT_SHARED = {
@@ -14,7 +14,7 @@ _NOT_SHARED = {
 }
 
 
-def placed(mode: Mode, *, num_gpus: int) -> Mode:
+def placed(mode: Variant, *, num_gpus: int) -> Variant:
     """`mode` on at most `num_gpus` GPUs; on the CPU, and where they suffice, as it is.
 
     Args:
@@ -40,7 +40,7 @@ def placed(mode: Mode, *, num_gpus: int) -> Mode:
     return _of_processes(mode)
 
 
-def _of_processes(mode: Mode) -> Mode:
+def _of_processes(mode: Variant) -> Variant:
     sizes = {"num_devices": mode.devices} | mode.sizes
     match mode.name:
         case "tp":

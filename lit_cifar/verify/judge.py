@@ -8,7 +8,7 @@ from lit_cifar.verify.configuration import Settings
 from lit_cifar.verify.logged_metrics import METRIC_BOUND, logged_problems
 from lit_cifar.verify.record import Record
 from lit_cifar.verify.reference import Reference
-from lit_cifar.verify.row import Row
+from lit_cifar.verify.report import Row
 from lit_cifar.verify.runs import Outcome
 
 

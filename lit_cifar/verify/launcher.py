@@ -8,9 +8,9 @@ from pathlib import Path
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.layout import GhostBatches
+from lit_cifar.modes import Variant
 from lit_cifar.verify.checkpoint_check import quiet
 from lit_cifar.verify.configuration import Settings
-from lit_cifar.verify.modes import Mode
 from lit_cifar.verify.record import Record
 from lit_cifar.verify.runs import TIMEOUT_S, Outcome, run
 
@@ -41,7 +41,7 @@ class Launcher:
         """For one run. The record of a ResNet34 takes 170 MB a step: remove it as soon as it has been read."""
         return Path(tempfile.mkdtemp(prefix=f"{name.replace(' ', '-')}-", dir=self.folder))
 
-    def run_mode(self, mode: Mode, folder: Path, *, bug: str | None = None) -> Outcome:
+    def run_mode(self, mode: Variant, folder: Path, *, bug: str | None = None) -> Outcome:
         """Run the mode in `folder`, with the planted mistake of that name."""
         flags = self.settings.length_flags(steps=self.steps, accumulation=self.settings.accumulation)
         trace = {"reload_after": str(self.steps - 1)} | ({} if bug is None else {"bug": bug})

@@ -22,12 +22,12 @@ from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.datamodule import CIFAR10DataModule
 from lit_cifar.data.samplers import EvaluationSampler, Part, TrainSampler
 from lit_cifar.metrics import EvaluationMetrics
-from lit_cifar.schedules import WarmupDecay
+from lit_cifar.optim import WarmupDecay
 from lit_cifar.strategies import ProcessSyncBatchNorm, tensor_parallel
+from lit_cifar.strategies.dp import VirtualReplicas
 from lit_cifar.strategies.layer_parallel import StagedRunner
 from lit_cifar.strategies.mesh import local_part
 from lit_cifar.strategies.pipeline import Pipeline
-from lit_cifar.strategies.replicate import VirtualReplicas
 from lit_cifar.verify.planted_in_one_rank import BUGS_OF_ONE
 from lit_cifar.verify.planting import PIPELINE, Bug, Site
 

@@ -9,9 +9,9 @@ from functools import cached_property
 import torch
 
 from lit_cifar.layout import GhostBatches
+from lit_cifar.modes import in_words
 from lit_cifar.verify.comparison import EXACT_BOUND, KINDS, Bounds, differences, largest, measured_bounds
 from lit_cifar.verify.launcher import Launcher
-from lit_cifar.verify.modes import in_words
 from lit_cifar.verify.record import Record
 
 # Runs of one device in which only the rounding differs: arguments of `Trace`, and further flags.

@@ -1,12 +1,46 @@
-"""What `verify` prints: a table that fits 120 columns, and below it what is wrong."""
+"""What `verify` found for each mode, and its printed table, which fits 120 columns."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from rich import box
 from rich.table import Table
 
-from lit_cifar.verify.comparison import KINDS
-from lit_cifar.verify.row import Row
+from lit_cifar.verify.comparison import KINDS, Bounds
+
+
+@dataclass
+class Row:
+    """The result of a mode.
+
+    Attributes:
+        mode: Name of the mode.
+        processes: Number of processes; None if the run failed before that was known.
+        equals: The single-device computation that it was compared with.
+        losses: The loss of the global batch, step by step.
+        expected_losses: Those of the single-device computation.
+        differences: The largest difference of each kind over all steps.
+        tolerance: What each kind may differ by after the last step.
+        counts: Right and seen samples of its evaluation.
+        seconds: The duration of its run, without that of the reference.
+        problems: What is wrong, the first step first; empty for a PASS.
+    """
+
+    mode: str
+    equals: str
+    processes: int | None = None
+    losses: list[float] = field(default_factory=list)
+    expected_losses: list[float] = field(default_factory=list)
+    differences: Bounds = field(default_factory=dict)
+    tolerance: Bounds = field(default_factory=dict)
+    counts: tuple[int, int] | None = None
+    seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
 
 
 def verdict_table(rows: Sequence[Row], *, title: str) -> Table:

@@ -9,9 +9,9 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from lit_cifar.modes import variants
 from lit_cifar.verify.configuration import Settings
 from lit_cifar.verify.launcher import Launcher, Report
-from lit_cifar.verify.modes import modes
 from lit_cifar.verify.planted_mistakes import BUGS
 from lit_cifar.verify.planting import Bug
 from lit_cifar.verify.record import Record
@@ -95,7 +95,7 @@ def _findings(verifier: Verifier, bugs: Sequence[Bug]) -> list[Finding]:
     for name, devices in dict.fromkeys((bug.mode, bug.devices) for bug in bugs):
         own = [bug for bug in bugs if (bug.mode, bug.devices) == (name, devices)]
         planted += [None, *own]
-        cases += [Case(modes(devices)[name]), *(Case(modes(devices)[name], bug.name) for bug in own)]
+        cases += [Case(variants(devices)[name]), *(Case(variants(devices)[name], bug.name) for bug in own)]
     found = {compared.number: _finding(planted[compared.number], compared) for compared in verifier.compare(cases)}
     return [found[number] for number in range(len(cases))]
 

@@ -12,15 +12,15 @@ from pathlib import Path
 from lit_cifar.errors import ConfigError
 from lit_cifar.layout import GhostBatches
 from lit_cifar.models.ghost_batchnorm import normalises_batches
+from lit_cifar.modes import Variant, chosen
 from lit_cifar.verify.checkpoint_check import quiet
 from lit_cifar.verify.configuration import Settings
 from lit_cifar.verify.gpu_placement import placed
 from lit_cifar.verify.judge import judge
 from lit_cifar.verify.launcher import Launcher, Report
-from lit_cifar.verify.modes import Mode, chosen
 from lit_cifar.verify.record import Record
 from lit_cifar.verify.reference import References
-from lit_cifar.verify.row import Row
+from lit_cifar.verify.report import Row
 from lit_cifar.verify.runs import REFUSED, Outcome, refuse_if_invalid, workers
 
 
@@ -28,7 +28,7 @@ from lit_cifar.verify.runs import REFUSED, Outcome, refuse_if_invalid, workers
 class Case:
     """A mode to compare, with the planted mistake of that name if there shall be one."""
 
-    mode: Mode
+    mode: Variant
     bug: str | None = None
 
 
@@ -58,7 +58,7 @@ class Verifier:
         """Whether it matters which images pass the network together."""
         return normalises_batches(self.launcher.settings.module().network)
 
-    def chunks_of(self, mode: Mode) -> GhostBatches:
+    def chunks_of(self, mode: Variant) -> GhostBatches:
         """What the mode normalises together, as its strategy tells it; nothing where the network has no BatchNorm."""
         if not self.normalises_batches:
             return GhostBatches()
@@ -89,7 +89,7 @@ class Verifier:
                 yield Compared(number, row, run.result(), folder)
                 shutil.rmtree(folder)
 
-    def _judge(self, mode: Mode, outcome: Outcome, folder: Path, chunks: GhostBatches) -> Row:
+    def _judge(self, mode: Variant, outcome: Outcome, folder: Path, chunks: GhostBatches) -> Row:
         row = Row(mode.name, self.references.words(chunks))
         return judge(row, outcome, Record(folder), self.references.get(chunks), self.launcher.settings)
 
@@ -127,7 +127,7 @@ def verify(
         return verify_modes(verifier, list(_possible(wanted, settings, report, leave_out="all" in names)))
 
 
-def verify_modes(verifier: Verifier, wanted: Sequence[Mode]) -> list[Row]:
+def verify_modes(verifier: Verifier, wanted: Sequence[Variant]) -> list[Row]:
     """Rows in the order of `wanted`; each reference is forgotten as soon as its last mode has been compared.
 
     Raises:
@@ -147,7 +147,7 @@ def verify_modes(verifier: Verifier, wanted: Sequence[Mode]) -> list[Row]:
     return [rows[mode.name] for mode in wanted]
 
 
-def _possible(wanted: Sequence[Mode], settings: Settings, report: Report, *, leave_out: bool) -> Iterator[Mode]:
+def _possible(wanted: Sequence[Variant], settings: Settings, report: Report, *, leave_out: bool) -> Iterator[Variant]:
     """Those that can run on so many devices with such batches: `tp`, say, must divide the channels.
 
     Of the others `report` says why they are left out.

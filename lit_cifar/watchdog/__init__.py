@@ -3,11 +3,11 @@
 A collective operation waits for every process. If one has died, the others may notice a broken connection. They do not
 notice a stopped process, a lost machine or a main thread that hangs: torch then waits 10 to 30 minutes. The agent of
 torchrun restarts processes that have died, but not those that hang. So each process has a thread that sends the others
-a heartbeat once a second, with the progress of its main thread (`Heartbeat`), over the store at which they have met. It also
-judges the heartbeats of the others (`diagnose`). See `Monitor`.
+a `Heartbeat` once a second, with the progress of its main thread, over the store at which they have met. It also judges
+the heartbeats of the others (`diagnose`). See `Monitor`.
 """
 
-from lit_cifar.launch.orphans import end_with_launcher
+from lit_cifar.launch.parent import end_with_launcher
 from lit_cifar.watchdog.activity import HELPER
 from lit_cifar.watchdog.diagnosis import Verdict
 from lit_cifar.watchdog.heartbeat import Heartbeat

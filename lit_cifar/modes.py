@@ -1,5 +1,10 @@
-"""Which modes can be compared, with which flags each runs, and what each equals."""
+"""The modes: what each splits, on how many devices it can run, with which flags, and which computation it equals.
 
+This is the one table of them. `modes` prints it, `verify` compares its variants with one device, `chaos` kills their
+processes.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +22,87 @@ Sizes = dict[str, int | str]
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """A strategy with its sizes for a number of devices.
+    """A way to parallelise a training.
+
+    Attributes:
+        name: As in `--trainer.strategy` and `configs/modes/`; "single" is one device without a strategy.
+        splits: What is divided, and over what.
+        processes: Number of processes, from N devices and S stages.
+        min_devices: The smallest number of devices among which the mode divides the work.
+        fits: Whether the strategy accepts a number of devices, which is at least `min_devices`.
+        needs: Parts of torch that it uses, as "module" or "module.name".
+    """
+
+    name: str
+    splits: str
+    processes: str
+    min_devices: int = 2
+    fits: Callable[[int], bool] = lambda num_devices: True
+    needs: tuple[str, ...] = ()
+
+    @property
+    def has_processes(self) -> bool:
+        """Whether the mode has several processes."""
+        return self.processes != "1"
+
+    def counts(self, num_devices: int) -> list[int]:
+        """The numbers of devices, up to `num_devices`, that the mode can use."""
+        most = 1 if self.name == "single" else num_devices
+        return [count for count in range(self.min_devices, most + 1) if self.fits(count)]
+
+    def flags(self, num_devices: int) -> list[str]:
+        """The flags of `fit` for `num_devices` devices."""
+        strategy = [] if self.name == "single" else [f"--trainer.strategy={self.name}"]
+        return [*strategy, f"--trainer.devices={num_devices}"]
+
+
+def _is_even(num_devices: int) -> bool:
+    """Whether stages come in pairs."""
+    return num_devices % 2 == 0
+
+
+_DISTRIBUTED = ("torch.distributed",)
+_PIPELINING = (*_DISTRIBUTED, "torch.distributed.pipelining")
+_FULLY_SHARD = (*_DISTRIBUTED, "torch.distributed.fsdp.fully_shard")
+_TENSOR_PARALLEL = (*_DISTRIBUTED, "torch.distributed.tensor.parallel")
+
+MODES = (
+    Mode(name="single", splits="nothing: the reference", processes="1", min_devices=1),
+    Mode(name="dp", splits="the batch, over devices of one process", processes="1"),
+    Mode(name="ddp", splits="the batch, over processes", processes="N", needs=_DISTRIBUTED),
+    Mode(name="ddp_spawn", splits="the same, started by multiprocessing", processes="N", needs=_DISTRIBUTED),
+    Mode(name="mp", splits="the layers, over devices of one process", processes="1"),
+    Mode(
+        name="ddp_mp",
+        splits="batch over processes, layers over the devices of each",
+        processes="N / S",
+        min_devices=4,
+        fits=_is_even,
+        needs=_DISTRIBUTED,
+    ),
+    Mode(name="pp", splits="the layers, over processes", processes="N", needs=_PIPELINING),
+    Mode(
+        name="ddp_pp",
+        splits="the batch over pipelines, the layers along each",
+        processes="N",
+        min_devices=4,
+        fits=_is_even,
+        needs=_PIPELINING,
+    ),
+    Mode(name="fsdp2", splits="parameters, gradients and optimizer state", processes="N", needs=_FULLY_SHARD),
+    Mode(
+        name="tp",
+        splits="the tensors inside layers",
+        processes="N",
+        fits=lambda num_devices: 64 % num_devices == 0,  # the channels of the first blocks of `fit`'s own network
+        needs=_TENSOR_PARALLEL,
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A mode with its sizes for a number of devices, as `verify` compares it with one device.
 
     Attributes:
         name: What `--modes` and the table call it.
@@ -95,7 +180,7 @@ class Mode:
         return trainer.strategy
 
 
-def modes(devices: int) -> dict[str, Mode]:
+def variants(devices: int) -> dict[str, Variant]:
     """Every mode for a number of devices, in the order of the table.
 
     `ddp_mp` and `ddp_pp` form as many replicas of two stages as there are devices for.
@@ -103,46 +188,46 @@ def modes(devices: int) -> dict[str, Mode]:
     stages = 2 if devices % 2 == 0 else devices
     microbatches = max(2, devices)  # a 1F1B pipeline needs as many as it has stages
     found = [
-        Mode(name="single", strategy="auto", devices=1),
-        Mode(name="dp", strategy="dp", devices=devices),
-        Mode(name="ddp", strategy="ddp", devices=devices),
-        Mode(name="ddp-sync", strategy="ddp", devices=devices, sync_batchnorm=True),
-        Mode(name="ddp_spawn", strategy="ddp_spawn", devices=devices),
-        Mode(name="mp", strategy="mp", devices=devices),
-        Mode(
+        Variant(name="single", strategy="auto", devices=1),
+        Variant(name="dp", strategy="dp", devices=devices),
+        Variant(name="ddp", strategy="ddp", devices=devices),
+        Variant(name="ddp-sync", strategy="ddp", devices=devices, sync_batchnorm=True),
+        Variant(name="ddp_spawn", strategy="ddp_spawn", devices=devices),
+        Variant(name="mp", strategy="mp", devices=devices),
+        Variant(
             name="mp-micro",
             strategy="LayerParallelStrategy",
             devices=devices,
             sizes={"num_stages": devices, "num_microbatches": 2},
         ),
-        Mode(
+        Variant(
             name="ddp_mp",
             strategy="DDPLayerParallelStrategy",
             devices=devices,
             sizes={"num_stages": stages, "num_microbatches": 1},
         ),
-        Mode(
+        Variant(
             name="pp",
             strategy="PipelineStrategy",
             devices=devices,
             sizes={"num_stages": devices, "num_microbatches": microbatches, "schedule": "1F1B"},
         ),
-        Mode(
+        Variant(
             name="ddp_pp",
             strategy="PipelineStrategy",
             devices=devices,
             sizes={"num_stages": stages, "num_microbatches": 2, "schedule": "GPipe"},
         ),
-        Mode(name="fsdp2", strategy="fsdp2", devices=devices),
-        Mode(name="tp", strategy="tp", devices=devices),
+        Variant(name="fsdp2", strategy="fsdp2", devices=devices),
+        Variant(name="tp", strategy="tp", devices=devices),
     ]
     if devices >= 4:  # with fewer it is one of the two
         sizes: Sizes = {"data_parallel_size": devices // 2, "tensor_parallel_size": 2}
-        found.append(Mode(name="fsdp2-tp", strategy="ShardedStrategy", devices=devices, sizes=sizes))
+        found.append(Variant(name="fsdp2-tp", strategy="ShardedStrategy", devices=devices, sizes=sizes))
     return {mode.name: mode for mode in found}
 
 
-def chosen(names: list[str], *, devices: int) -> list[Mode]:
+def chosen(names: list[str], *, devices: int) -> list[Variant]:
     """The modes called `names`, "all" for every one.
 
     Raises:
@@ -150,7 +235,7 @@ def chosen(names: list[str], *, devices: int) -> list[Mode]:
     """
     if devices < 2:
         raise ConfigError(f"--devices={devices} leaves nothing to compare", remedy="pass --devices 2 or more")
-    known = modes(devices)
+    known = variants(devices)
     unknown = [name for name in names if name not in known and name != "all"]
     if unknown or not names:
         raise ConfigError(
