@@ -1,13 +1,21 @@
-"""Which part of the package may import which."""
+"""Which part of the package may import which, and the walks through the code that docs/architecture.md lists."""
 
 import ast
+import re
+import signal
 from pathlib import Path
 
 import pytest
+from call_trace import traced
+from commands import TINY, launch, mode_flags, run_here
+from data_files import write_binary_edition
 
 import lit_cifar
+from lit_cifar.data import cifar10
+from lit_cifar.verify.self_test import ARGS as VERIFIED
 
 PACKAGE = Path(lit_cifar.__file__).parent
+PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 # Each part may import the parts before it.
 LAYERS = [
     {"errors", "layout"},
@@ -50,3 +58,63 @@ def test_parts_import_only_what_lies_below_them(path: Path) -> None:
     level = next(i for i, layer in enumerate(LAYERS) if part in layer)
     allowed = set().union(*LAYERS[:level]) | {part}
     assert imported_parts(path) <= allowed
+
+
+def walk(title: str) -> list[tuple[str, str]]:
+    """The files and functions that the page lists below a heading."""
+    section = PAGE.read_text().split(f"### {title}\n")[1].split("\n#")[0]
+    return re.findall(r"^\d+\. `([\w/]+\.py)` `(\w+)`:", section, flags=re.M)
+
+
+def tracing(folder: Path) -> list[str]:
+    """Flags that trace a run's processes too."""
+    return ["--trainer.callbacks+=call_trace.CallTrace", f"--trainer.callbacks.file={folder / 'calls'}"]
+
+
+def assert_in_order(title: str, calls: Path) -> None:
+    """The functions of a walk were called, each for the first time after the one before it."""
+    called = [tuple(line.split()) for line in calls.read_text().splitlines()]
+    steps = walk(title)
+    missing = [step for step in steps if step not in called]
+    assert missing == []
+    assert steps == sorted(steps, key=called.index)
+
+
+def test_an_image_from_the_disk_to_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cifar10, "RECORDS_PER_FILE", 20)
+    write_binary_edition(tmp_path, records_per_file=20)
+    flags = ["--data.dataset=cifar10", f"--data.root={tmp_path}", "--trainer.num_sanity_val_steps=0"]
+    with traced(tmp_path / "calls"):
+        assert run_here("fit", *TINY, *flags, f"--run_dir={tmp_path / 'run'}").status == 0
+    assert_in_order("An image, from the disk to the loss", tmp_path / "calls")
+
+
+def test_a_strategy_to_the_first_optimizer_step(tmp_path: Path) -> None:
+    """In one process that holds two stages: the same calls as in two processes with one each."""
+    flags = ["--trainer.strategy=PipelineStrategy", "--trainer.strategy.schedule=Interleaved1F1B"]
+    flags += ["--trainer.strategy.num_microbatches=2", "--trainer.devices=1", "--trainer.num_sanity_val_steps=0"]
+    launch("fit", *TINY, *flags, *tracing(tmp_path), f"--run_dir={tmp_path / 'run'}")
+    assert_in_order("`--trainer.strategy=pp`, to the first optimizer step", tmp_path / "calls")
+
+
+@pytest.mark.filterwarnings("ignore:the learning rate schedule of the checkpoint")
+def test_a_checkpoint_written_and_resumed(tmp_path: Path) -> None:
+    flags = [*TINY, "--last_checkpoint.every_n_steps=2", f"--run_dir={tmp_path / 'run'}"]
+    with traced(tmp_path / "calls"):
+        assert run_here("fit", *flags, "--trainer.max_steps=3").status == 0
+        assert run_here("fit", *flags, "--resume=auto").status == 0
+    assert_in_order("A checkpoint, written and resumed in the middle of an epoch", tmp_path / "calls")
+
+
+def test_a_rank_that_dies(tmp_path: Path) -> None:
+    killed = ["--trainer.callbacks+=stopping.SignalAfter", "--trainer.callbacks.step=2"]
+    killed += ["--trainer.callbacks.rank=1", f"--trainer.callbacks.number={signal.SIGKILL:d}"]
+    launch("fit", *TINY, *mode_flags("ddp"), f"--run_dir={tmp_path / 'run'}", *killed, *tracing(tmp_path), check=False)
+    assert_in_order("A rank that dies", tmp_path / "calls")
+
+
+def test_a_row_of_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    with traced(tmp_path / "calls"):
+        assert run_here("verify", "--modes=ddp", "--steps=2", *VERIFIED, *tracing(tmp_path)).status == 0
+    assert_in_order("A row of `verify`", tmp_path / "calls")
