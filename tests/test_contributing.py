@@ -1,0 +1,72 @@
+"""The diffs of CONTRIBUTING.md apply, and what they add works."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import TINY
+from data_files import write_binary_edition
+from documents import ROOT
+
+PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+SMALL = ["--data.num_train=96", "--data.num_test=16", "--data.val_size=16", "--data.batch_size=16"]
+
+
+def recipe(title: str) -> tuple[str, list[str]]:
+    """The diff and the command of a section; the command without `python`."""
+    section = PAGE.split(f"### {title}\n")[1].split("\n### ")[0].split("\n## ")[0]
+    (diff,), (command,) = (re.findall(rf"```{kind}\n(.*?)```", section, re.DOTALL) for kind in ("diff", "bash"))
+    return diff, command.split()[1:]
+
+
+def added(title: str, folder: Path) -> list[str]:
+    """A copy of the repository in `folder` with the diff applied; the command of the section."""
+    for part in ("lit_cifar", "configs"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    diff, command = recipe(title)
+    subprocess.run(["git", "apply", "--verbose", "-"], input=diff, text=True, cwd=folder, check=True)
+    return command
+
+
+def succeeds(folder: Path, *arguments: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("title", "modes"), [("A network", 4), ("A mode", 1)])
+def test_what_is_added_is_verified(title: str, modes: int, tmp_path: Path) -> None:
+    arch = [] if title == "A network" else ["--model.arch=tiny", "--model.stem=imagenet"]
+    succeeds(tmp_path, *added(title, tmp_path), *SMALL, *arch, "--trainer.accelerator=cpu", "--json", "found.json")
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert [row["passed"] for row in rows] == [True] * modes
+
+
+def test_an_added_data_set_is_trained_on(tmp_path: Path) -> None:
+    command = added("A data set", tmp_path)
+    # A full data set has 10,000 records a file.
+    reader = tmp_path / "lit_cifar" / "data" / "cifar10.py"
+    reader.write_text(reader.read_text().replace("RECORDS_PER_FILE = 10_000", "RECORDS_PER_FILE = 20"))
+    write_binary_edition(tmp_path, records_per_file=20)
+    small = [flag for flag in TINY if not flag.startswith(("--data.dataset", "--data.num"))]
+    succeeds(tmp_path, *command, *small, f"--data.root={tmp_path}", "--run_dir=run")
+    assert "grey CIFAR-10" in (tmp_path / "run" / "environment.json").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_an_added_mistake_is_found(tmp_path: Path) -> None:
+    """By the self-test with this mistake alone: all of them take minutes."""
+    assert added("A planted mistake", tmp_path) == ["-m", "lit_cifar", "verify", "--self-test"]
+    program = "from lit_cifar.verify.planted_mistakes import BUGS; from lit_cifar.verify.self_test import self_test; "
+    program += (
+        "found = self_test(bugs=[BUGS['no-warmup']]); assert [f.right for f in found] == [True, True]"
+    )
+    succeeds(tmp_path, "-c", program)
