@@ -9,18 +9,22 @@ import argparse
 import csv
 import json
 import math
+import os
 import shutil
 import statistics
 import tempfile
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
+
+import lightning as L
 
 from lit_cifar.commands.terminal import about
 from lit_cifar.modes import variants
 from lit_cifar.verify.checkpoint_check import quiet
-from lit_cifar.verify.launcher import TRACE
-from lit_cifar.verify.planted_mistakes import BUGS
+from lit_cifar.verify.planted_mistakes import BUGS, plant
+from lit_cifar.verify.recorder import reload_state
 from lit_cifar.verify.runs import run
 
 EPOCHS = 3
@@ -45,6 +49,29 @@ PAGE = Path(__file__).parents[1] / "docs" / "gallery.md"
 Curves = dict[str, list[float]]
 
 
+class Planted(L.Callback):
+    """Plants a mistake if one is named, and once reads everything back from a checkpoint in `folder`."""
+
+    def __init__(self, folder: str, *, bug: str | None = None) -> None:
+        self.folder, self.bug = Path(folder), bug
+        self._schedules: list[dict[str, Any]] | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Before the strategy has touched the network."""
+        if self.bug is not None:
+            plant(self.bug, trainer, pl_module, self.folder)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Remember how the schedules begin."""
+        self._schedules = [deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        """Read everything back, once."""
+        if trainer.global_step == RELOAD_AFTER and self._schedules is not None:
+            reload_state(trainer, pl_module, self.folder / "reload.ckpt", schedules=self._schedules)
+            self._schedules = None
+
+
 def curves(run_folder: Path) -> Curves:
     """The training loss that rank 0 logs after every step, and the validation loss of every epoch."""
     with (run_folder / "metrics.csv").open(newline="") as file:
@@ -55,11 +82,10 @@ def curves(run_folder: Path) -> Curves:
 def trained(title: str, flags: list[str], *, num_ranks: int, bug: str | None = None) -> Curves | None:
     """The curves of one run; None if the trainer itself stopped it."""
     folder = Path(tempfile.mkdtemp(prefix="gallery-"))
-    (folder / "trace").mkdir()
-    callback = [f"--trainer.callbacks+={TRACE}", f"--trainer.callbacks.folder={folder / 'trace'}"]
-    callback += [f"--trainer.callbacks.reload_after={RELOAD_AFTER}"]
+    callback = ["--trainer.callbacks+=gallery.Planted", f"--trainer.callbacks.folder={folder}"]
     callback += [] if bug is None else [f"--trainer.callbacks.bug={bug}"]
     words = [*SETTINGS, *flags, *callback, f"--run_dir={folder / 'run'}"]
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
     outcome = run("fit", *words, folder=folder, num_ranks=num_ranks)
     found = curves(folder / "run") if outcome.status == 0 else None
     print(f"{outcome.seconds:4.0f} s  {title}{'' if found else ': ' + outcome.last_words}", flush=True)

@@ -21,7 +21,7 @@ REFUSED = {
     ),
     "data set": (
         ["--data.dataset=fashion-mnist"],
-        ["cifar10, fashion_mnist or synthetic", "did you mean --data.dataset=fashion_mnist?"],
+        ["cifar10, fashion_mnist, synthetic, folder", "did you mean --data.dataset=fashion_mnist?"],
     ),
     "network": (["--model.arch=resnet43"], ["did you mean --model.arch=resnet34?"]),
     "truth": (["--data.augment=maybe"], ["--data.augment=maybe must be true or false"]),

@@ -27,7 +27,7 @@ def test_graph_shows_the_network_and_leaves_it_alone(
 ) -> None:
     network = build_resnet("resnet10", stem="imagenet", num_classes=10).to(dtype).train()
     module = nn.Module()
-    module.network = network
+    module.network, module.image_shape = network, (3, 32, 32)
     before = {name: value.clone() for name, value in network.state_dict().items()}
     random_state = torch.get_rng_state()
     writer = SummaryWriter(str(tmp_path))

@@ -204,7 +204,7 @@ def settings(**data: int) -> Settings:
             "precision": "64-true",
             "limit_val_batches": None,
         },
-        "model": {"arch": "resnet10", "stem": "imagenet", "num_classes": 10},
+        "model": {"arch": "resnet10", "stem": "imagenet", "num_classes": 10, "network": None, "image_size": None},
         "data": {"dataset": "synthetic", "num_train": 96, "val_size": 0, "batch_size": 16} | data,
     }
     return Settings(tuple(flag for flag in TINY if "accumulate" not in flag), config)

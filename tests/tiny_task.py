@@ -91,7 +91,7 @@ class TinyTask(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.network = ReadPixels()
+        self.network, self.image_shape = ReadPixels(), (3, 32, 32)
         self.metrics = MetricCollection(
             {
                 "acc_per_class": MulticlassAccuracy(len(CLASSES), average="none"),

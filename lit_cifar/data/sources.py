@@ -28,6 +28,6 @@ def open_dataset(name: str, root: str | Path, *, image_size: int | None = None, 
     """
     if name not in DATASETS:
         meant = nearest(name, DATASETS)
-        guess = "" if meant is None else f"did you mean {meant}? "
+        guess = "" if meant is None else f"did you mean --data.dataset={meant}? "
         raise ConfigError(f"there is no data set {name!r}", remedy=f"{guess}choose one of {', '.join(DATASETS)}")
     return DATASETS[name](Path(root), image_size=image_size, seed=seed)

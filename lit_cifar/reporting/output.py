@@ -29,7 +29,7 @@ _NOISE = (
     r"The number of training batches .* is smaller than the logging interval",  # every epoch is logged at its end
 )
 _CHOSEN = ("callbacks", "loggers", "profilers")  # Lightning's folders of classes that a user adds by name
-_LIGHTNING, _PACKAGE = Path(lightning.__file__).parent, Path(__file__).parent
+_LIGHTNING, _PACKAGE = Path(lightning.__file__).parent, Path(__file__).parents[1]
 _ANY_CALLER = "lightning.pytorch.utilities.rank_zero"  # the logger that `rank_zero_info` writes to, also from our code
 _LEVELS = {
     "lightning.pytorch": logging.WARNING,

@@ -95,7 +95,7 @@ class Trace(L.Callback):
         self._write_step(trainer, pl_module)
         self._loss = 0.0
         if self._step == self.reload_after:
-            _reload(trainer, pl_module, self.folder / "reload.ckpt", schedules=self._schedules)
+            reload_state(trainer, pl_module, self.folder / "reload.ckpt", schedules=self._schedules)
             self._one_model = True
             self._write_own(trainer, f"{when}, loaded back", self._own_state(trainer, pl_module), same_as=when)
 
@@ -203,7 +203,7 @@ def _reverse_chunks(batch: Batch, pl_module: Any) -> None:
 
 
 @torch.no_grad()
-def _reload(
+def reload_state(
     trainer: L.Trainer, pl_module: L.LightningModule, path: Path, *, schedules: Sequence[dict[str, Any]]
 ) -> None:
     """Save a checkpoint, wipe weights, optimizer and schedule, and restore them as Lightning does on resume.
