@@ -37,6 +37,7 @@ SETTINGS = [
     "--data.batch_size=64",
     f"--trainer.max_epochs={EPOCHS}",
     "--trainer.accumulate_grad_batches=2",
+    "--data.eval_batch_size=64",
     "--trainer.limit_val_batches=16",
     "--trainer.log_every_n_steps=1",
     "--trainer.enable_progress_bar=false",
