@@ -26,9 +26,10 @@ PAGES = [
 
 
 def blocks(page: Path) -> list[list[list[str]]]:
-    """The commands in each block of a page, as words."""
+    """The commands in each block of a page, as words; without those below a diff, which `test_contributing` runs."""
     found = []
-    for block in re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
+    text = re.sub(r"```diff\n.*?```\s*```bash\n.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for block in re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL):
         lines = [shlex.split(line, comments=True) for line in block.replace("\\\n", " ").splitlines()]
         found.append([command for line in lines for command in _joined_by_and(line) if command])
     return found

@@ -106,6 +106,7 @@ def test_a_checkpoint_written_and_resumed(tmp_path: Path) -> None:
     assert_in_order("A checkpoint, written and resumed in the middle of an epoch", tmp_path / "calls")
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies(tmp_path: Path) -> None:
     killed = ["--trainer.callbacks+=stopping.SignalAfter", "--trainer.callbacks.step=2"]
     killed += ["--trainer.callbacks.rank=1", f"--trainer.callbacks.number={signal.SIGKILL:d}"]
@@ -113,6 +114,7 @@ def test_a_rank_that_dies(tmp_path: Path) -> None:
     assert_in_order("A rank that dies", tmp_path / "calls")
 
 
+@pytest.mark.slow
 def test_a_row_of_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     with traced(tmp_path / "calls"):

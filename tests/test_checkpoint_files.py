@@ -198,6 +198,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
         verify_checkpoint(tmp_path / LAST)
 
 
+@pytest.mark.slow
 def test_a_process_killed_at_any_line_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     program = Path(__file__).with_name("torn_writes.py")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

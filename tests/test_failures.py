@@ -42,7 +42,10 @@ def test_one_failing_stage_ends_the_whole_pipeline(rank: int, tmp_path: Path, mo
     assert wait_until(lambda: not marked(tmp_path), limit_s=10, poll_s=0.1)  # and so no open port
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGINT, marks=pytest.mark.slow), pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)],
+)
 def test_a_verification_that_is_stopped_takes_its_runs_with_it(number: signal.Signals, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lit_cifar", "verify", "--modes", "ddp", "--model.arch=resnet10"]
     environment = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}

@@ -128,6 +128,7 @@ def test_validate_writes_accuracies_and_figures(tmp_path: Path) -> None:
     assert events.Tags()["images"] == ["val/confusion", "val/wrong"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # starts two processes, which import everything anew
 def test_two_processes_draw_the_same_figures_as_one(tmp_path: Path) -> None:
     for folder, settings in (("one", {}), ("two", {"strategy": "ddp_spawn", "devices": 2})):

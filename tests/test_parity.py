@@ -68,7 +68,10 @@ def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor], *, buffers: b
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("precision", "lr", "tolerance"),
-    [("64-true", 0.02, 1e-9), pytest.param("32-true", 1e-5, 1e-5, marks=pytest.mark.exhaustive)],
+    [
+        pytest.param("64-true", 0.02, 1e-9, marks=pytest.mark.slow),
+        pytest.param("32-true", 1e-5, 1e-5, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_ddp_trains_the_same_model_with_1_2_and_4_processes(
     tmp_path: Path, precision: str, lr: float, tolerance: float

@@ -250,6 +250,7 @@ def run_two_processes(run: Path) -> None:
     assert counts(trainer, "test") == expected, counts(trainer, "test")
 
 
+@pytest.mark.slow
 def test_two_processes_sum_whole_numbers_exactly(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

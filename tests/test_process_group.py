@@ -43,7 +43,9 @@ train()
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no /proc to count threads in")
-@pytest.mark.parametrize("end", ["pass", "raise SystemError('an error that nobody catches')"])
+@pytest.mark.parametrize(
+    "end", ["pass", pytest.param("raise SystemError('an error that nobody catches')", marks=pytest.mark.slow)]
+)
 def test_no_thread_of_a_group_outlives_it(end: str) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     script = THREADS.format(end=end)

@@ -27,7 +27,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-@pytest.mark.parametrize("mode", ["single", "ddp", "ddp_spawn", "pp"])
+@pytest.mark.parametrize("mode", ["single", "ddp", pytest.param("ddp_spawn", marks=pytest.mark.slow), "pp"])
 def test_a_fit_prints_our_lines_and_none_of_lightning(mode: str, tmp_path: Path) -> None:
     """In a process of its own, in those that Lightning starts or spawns, and in those of torchrun."""
     ranks = 2 if mode == "pp" else 1
