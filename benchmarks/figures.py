@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gallery
 from decision import decision
 from matplotlib.figure import Figure
 
@@ -16,6 +17,7 @@ from lit_cifar.reporting.analysis import BLUE, GREY, RED, read_metrics, read_per
 
 HERE = Path(__file__).parent
 ARTICLES_RUN = HERE / "2026-11-20-articles-stem"
+GALLERY = HERE / "2026-11-22-gallery" / "gallery.json"
 REAL_DATA = HERE / "2026-11-21-loss-curves" / "losses.json"
 VERIFIED = HERE / "2026-11-20-verify" / "devices4_float64.json"
 PLANTED = HERE / "2026-11-22-self-test" / "self_test.json"
@@ -136,6 +138,7 @@ FIGURES = {
     "proof": (proof, VERIFIED),
     "loss_curves": (loss_curves, REAL_DATA),
     "articles_run": (articles_run, ARTICLES_RUN),
+    "gallery": (gallery.drawn, GALLERY),
 }
 
 

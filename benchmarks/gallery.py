@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+from matplotlib.figure import Figure
 
 from lit_cifar.commands.terminal import about
 from lit_cifar.modes import variants
+from lit_cifar.reporting.analysis import RED
 from lit_cifar.verify.checkpoint_check import quiet
 from lit_cifar.verify.planted_mistakes import BUGS, plant
 from lit_cifar.verify.recorder import reload_state
@@ -45,6 +47,7 @@ SETTINGS = [
     "--figures.every_n_epochs=0",
 ]
 T_95 = 2.776  # 97.5 % quantile of Student's t with SEEDS - 1 degrees of freedom
+COLUMNS = 8
 PAGE = Path(__file__).parents[1] / "docs" / "gallery.md"
 
 Curves = dict[str, list[float]]
@@ -166,20 +169,22 @@ def page(record: dict[str, Any], self_test: dict[str, Any]) -> str:
     return f"""\
 # A gallery of mistakes
 
-Of {len(rows)} mistakes that people make in parallel training, {num_hidden} do not show in the loss curves.
-`python -m lit_cifar verify --self-test` plants each of them and finds it.
+Of {len(rows)} mistakes that people make in parallel training, {num_hidden} change the losses of a short training by
+less than another seed does. `python -m lit_cifar verify --self-test` plants each of the {len(rows)} and finds it.
 
 ![The training loss with each mistake and without](figures/gallery.png)
 
-Grey is the training without the mistake, red the one with it: a small ResNet on 2,504 images of the real
-CIFAR-10, {EPOCHS} epochs, the same seed, two processes or devices (four for `ddp_mp`, `ddp_pp` and `fsdp2-tp`).
-After step {RELOAD_AFTER} each run reads its state back from a checkpoint, as a resumed run does.
+Grey is the training without the mistake, red the one with it. A red title marks a mistake that the losses show.
 
-The third column compares the losses of the last epoch with those of the run without the mistake. Two runs that
-differ in their seed alone differ by less than {noise["training"]:.3f} in the training loss and
-{noise["validation"]:.3f} in the validation loss, in 95 of 100 cases ({SEEDS} seeds). A mistake that changes both by
-less shows *nothing*: its curve could be that of another seed. The last column is the first thing that `verify`
-says of it.
+Each is a training of a small ResNet on 2,504 images of the real CIFAR-10 for {EPOCHS} epochs, with the same seed,
+on two processes or devices (four for `ddp_mp`, `ddp_pp` and `fsdp2-tp`). After step {RELOAD_AFTER} each run reads
+its state back from a checkpoint, as a resumed run does.
+
+The third column compares the mean training loss of the last epoch and the last validation loss with those of the run
+without the mistake. Two runs that differ only in their seed differ by less than {noise["training"]:.2f} in the training
+loss and {noise["validation"]:.2f} in the validation loss in 95 of 100 cases (`ddp`, {SEEDS} seeds). A mistake that
+changes both by less shows *nothing*: its curve could be that of another seed. A longer training would show more of
+them. The last column is the first thing that `verify` says.
 
 | mistake | mode | in the curves | `verify` says |
 |---|---|---|---|
@@ -188,6 +193,33 @@ says of it.
 The losses are recorded [here](../benchmarks/2026-11-22-gallery/README.md), what `verify` says
 [here](../benchmarks/2026-11-22-self-test/README.md).
 """
+
+
+def smooth(losses: list[float], width: int = 10) -> list[float]:
+    """The mean of each step and those before it, `width` at most; nan and inf stay where they are."""
+    return [statistics.fmean(losses[max(0, i + 1 - width) : i + 1]) for i in range(len(losses))]
+
+
+def drawn(path: Path) -> Figure:
+    """A panel for each mistake: the training loss without it and with it."""
+    record = json.loads(path.read_text())
+    noise, rows = spread(record["of_seeds"]), record["rows"]
+    figure = Figure(figsize=(13, 1.55 * math.ceil(len(rows) / COLUMNS)), layout="constrained")
+    panels = figure.subplots(math.ceil(len(rows) / COLUMNS), COLUMNS, sharex=True, sharey=True).flat
+    for panel, row in zip(panels, rows, strict=False):
+        panel.plot(smooth(row["without"]["train/loss_step"]), color="0.7", linewidth=3)
+        if row["with"] is not None:
+            panel.plot(smooth(row["with"]["train/loss_step"]), color=RED, linewidth=1)
+        is_hidden = not is_seen(row, noise)
+        panel.set_title(f"{row['bug']}\n{row['mode']}", fontsize=8, color="black" if is_hidden else RED)
+        panel.set_ylim(1.4, 2.8)
+        panel.tick_params(labelsize=7)
+        panel.spines[["top", "right"]].set_visible(False)
+    for panel in list(figure.axes)[len(rows) :]:
+        panel.set_axis_off()
+    figure.supxlabel("optimizer step", fontsize=9)
+    figure.supylabel("training loss of rank 0, mean over 10 steps", fontsize=9)
+    return figure
 
 
 def parser() -> argparse.ArgumentParser:

@@ -119,7 +119,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return figures
 
 
-@pytest.mark.parametrize("name", ["articles_run", "choosing", "loss_curves", "proof"])
+@pytest.mark.parametrize("name", ["articles_run", "choosing", "gallery", "loss_curves", "proof"])
 def test_a_figure_shows_its_record(name: str, figures: ModuleType, tmp_path: Path) -> None:
     """By what it says that it shows; and by its pixels, where the same release of Matplotlib draws them."""
     draw, record = figures.FIGURES[name]
@@ -133,6 +133,11 @@ def test_a_figure_shows_its_record(name: str, figures: ModuleType, tmp_path: Pat
 
 def test_every_figure_is_drawn_from_a_record(figures: ModuleType) -> None:
     assert {path.stem for path in (DOCS / "figures").iterdir()} == set(figures.FIGURES)
+
+
+def test_the_gallery_is_written_from_its_records(figures: ModuleType) -> None:
+    page = figures.gallery.page(read(figures.GALLERY), read(SELF_TEST / "self_test.json"))
+    assert (DOCS / "gallery.md").read_text() == page, "python benchmarks/gallery.py RECORD --page SELF_TEST"
 
 
 def test_one_other_number_in_the_record_is_another_figure(figures: ModuleType, tmp_path: Path) -> None:
