@@ -35,8 +35,9 @@ class LitResNet(L.LightningModule):
     The default recipe is meant for 15 epochs of CIFAR-10 at a global batch of 128.
 
     Args:
-        arch: One of this package's networks, by default "resnet34". The small ones, "tiny", "tiny_bottleneck",
-            "resnet10" and "vit_micro", are for tests.
+        arch: Network by name: "resnet18", "resnet34" (the default), "resnet50", "resnet101", "resnet152",
+            "wide_resnet50_2", "wide_resnet101_2" or "vit_tiny". There are small ones for tests: "tiny",
+            "tiny_bottleneck", "resnet10" and "vit_micro".
         stem: First layers of a ResNet. With "cifar", the default, they keep the full 32 x 32 resolution. With "strided"
             they halve it, which makes the network 4 times cheaper; with torchvision's own, "imagenet", it is 16 times
             cheaper.
