@@ -310,7 +310,7 @@ class Colours(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(3, 10)
+        self.layer, self.image_shape = nn.Linear(3, 10), (3, 32, 32)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.layer(images.mean(dim=(2, 3)))
@@ -594,7 +594,7 @@ def test_two_processes_prove_what_they_used_together(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         f"import sys\nfrom pathlib import Path\n\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from test_receipt import run_two_processes\n\n"
+        "from test_sample_audit import run_two_processes\n\n"
         "if __name__ == '__main__':\n    run_two_processes(Path(sys.argv[1]))\n"
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
