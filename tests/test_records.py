@@ -136,8 +136,12 @@ def test_every_figure_is_drawn_from_a_record(figures: ModuleType) -> None:
 
 
 def test_the_gallery_is_written_from_its_records(figures: ModuleType) -> None:
-    page = figures.gallery.page(read(figures.GALLERY), read(SELF_TEST / "self_test.json"))
-    assert (DOCS / "gallery.md").read_text() == page, "python benchmarks/gallery.py RECORD --page SELF_TEST"
+    record, self_test = read(figures.GALLERY), read(SELF_TEST / "self_test.json")
+    written = figures.gallery.page(record, self_test)
+    assert (DOCS / "gallery.md").read_text() == written, "python benchmarks/gallery.py RECORD --page SELF_TEST"
+    noise = figures.gallery.spread(record["of_seeds"])
+    hidden = sum(not figures.gallery.is_seen(row, noise) for row in record["rows"])
+    assert f"Of {len(record['rows'])} planted mistakes, {hidden} change the losses" in page(README)
 
 
 def test_one_other_number_in_the_record_is_another_figure(figures: ModuleType, tmp_path: Path) -> None:
