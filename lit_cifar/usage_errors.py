@@ -80,7 +80,6 @@ class Parser(LightningArgumentParser):
         found = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
         # Options are long and begin alike, so the cutoff is higher than for single words.
         near = get_close_matches(found[1], self._option_string_actions, n=1, cutoff=0.75) if found else []
-        near = get_close_matches(found[1], self._option_string_actions, n=1, cutoff=0.75) if found else []
         return near[0] if near else None
 
 
