@@ -26,7 +26,7 @@ def processes(config: Path) -> int:
 
 
 def command(config: Path, folder: Path) -> list[str]:
-    drawn = {"modes": TINY, "seed": DRAWN}.get(config.parent.name, [])
+    drawn = {"modes": TINY, "reproduce": DRAWN}.get(config.parent.name, [])
     return ["fit", "--config", str(config), *drawn, *SHORT, f"--run_dir={folder / config.parent.name / config.stem}"]
 
 
@@ -61,8 +61,8 @@ def test_config_is_short_and_says_what_it_is_for(config: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["dp", "ddp", "ddp_spawn"])
 def test_the_articles_runs_differ_in_mode_and_batch_alone(mode: str) -> None:
-    single = yaml.safe_load((CONFIGS / "seed" / "single.yaml").read_text())
-    other = yaml.safe_load((CONFIGS / "seed" / f"{mode}.yaml").read_text())
+    single = yaml.safe_load((CONFIGS / "reproduce" / "single.yaml").read_text())
+    other = yaml.safe_load((CONFIGS / "reproduce" / f"{mode}.yaml").read_text())
     assert other["trainer"].pop("strategy") == mode
     assert other["trainer"].pop("devices") == 2
     per_process = other["data"].pop("batch_size") // (2 if mode.startswith("ddp") else 1)
