@@ -9,7 +9,7 @@ from lit_cifar.reporting.per_rank import PerRankAccuracy
 from lit_cifar.reporting.predictions import PredictionWriter
 from lit_cifar.reporting.progress_bar import ProgressBar
 from lit_cifar.reporting.run_report import RunReport
-from lit_cifar.reporting.tensorboard import FinalSettings
+from lit_cifar.reporting.tensorboard import RunSettings
 from lit_cifar.reporting.throughput import Throughput
 from lit_cifar.sample_audit.callback import SampleAudit
 from lit_cifar.watchdog.callback import Watchdog
@@ -19,7 +19,6 @@ __all__ = [
     "BestCheckpoint",
     "EvaluationFigures",
     "ExactResume",
-    "FinalSettings",
     "Keystrokes",
     "LastCheckpoint",
     "ModelGraph",
@@ -27,6 +26,7 @@ __all__ = [
     "PredictionWriter",
     "ProgressBar",
     "RunReport",
+    "RunSettings",
     "SampleAudit",
     "StepBoundary",
     "Throughput",

@@ -32,7 +32,6 @@ from lit_cifar.callbacks import (
     BestCheckpoint,
     EvaluationFigures,
     ExactResume,
-    FinalSettings,
     Keystrokes,
     LastCheckpoint,
     ModelGraph,
@@ -40,13 +39,14 @@ from lit_cifar.callbacks import (
     PredictionWriter,
     ProgressBar,
     RunReport,
+    RunSettings,
     SampleAudit,
     StepBoundary,
     Throughput,
     Watchdog,
 )
 from lit_cifar.checkpoint.files import newest_valid, save_error
-from lit_cifar.checkpoint.format import check_shapes, holds_weights_alone, load_weights, read_checkpoint
+from lit_cifar.checkpoint.format import check_shapes, holds_weights_alone, load_weights, naming, read_checkpoint
 from lit_cifar.checkpoint.lightning_io import CheckpointFiles
 from lit_cifar.cli_help import COMMON, SUBCOMMANDS, replace_texts
 from lit_cifar.commands import COMMANDS
@@ -80,6 +80,7 @@ further commands, each with a --help of its own:
     modes               Which modes run on this machine, and how to start them.
     verify              Compare modes step by step with the single-device computation that each must equal.
     chaos               Kill, stop and resize small trainings at random, and check that nothing is lost.
+    export              Write a checkpoint's network as torch.export and ONNX, compared with the checkpoint.
 """
 
 
@@ -216,7 +217,8 @@ class CLI(LightningCLI):
         if holds_weights_alone(checkpoint):
             return
         if subcommand == "fit":
-            self.receipt = Receipt.read(checkpoint)
+            with naming(path):
+                self.receipt = Receipt.read(checkpoint)
         if config.resume is not None:
             self.position = checkpoint.get("position", {})
 
@@ -255,17 +257,21 @@ class CLI(LightningCLI):
         """
         if self.checkpoint is None:
             return
+        with naming(self._get(self.config, "ckpt_path")):
+            self._compare_checkpoint(self.checkpoint)
+        self.checkpoint = None  # its file may be replaced from now on
+
+    def _compare_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         header = self.model.header
-        if holds_weights_alone(self.checkpoint):
-            header.check_weights(self.checkpoint, any_classes=self.config["subcommand"] == "fit")
-            load_weights(self.model.network, self.checkpoint)
+        if holds_weights_alone(checkpoint):
+            header.check_weights(checkpoint, any_classes=self.config["subcommand"] == "fit")
+            load_weights(self.model.network, checkpoint)
             self.has_weights = True
         else:
-            header.check(self.checkpoint)
-            check_shapes(self.model.network, self.checkpoint.get("state_dict", {}))
+            header.check(checkpoint)
+            check_shapes(self.model.network, checkpoint.get("state_dict", {}))
             if self.config["subcommand"] == "predict":
-                _check_classes(self.checkpoint, self.datamodule.dataset)
-        self.checkpoint = None  # its file may be replaced from now on
+                _check_classes(checkpoint, self.datamodule.dataset)
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
@@ -310,7 +316,8 @@ class CLI(LightningCLI):
         resume = self._get(self.config, "resume") is not None
         folder = create_run_folder(self._get(self.config, "run_dir"), label=label, resume=resume)
         first_step = self.position.get("global_step", 0) if resume else None
-        ours = run_loggers(folder, kept_rows=self.position.get("rows", 0), first_step=first_step)
+        rows = self.position.get("rows", 0)
+        ours = run_loggers(folder, charts=subcommand == "fit", kept_rows=rows, first_step=first_step)
         try:
             with _refusing():
                 self.trainer.loggers = [*ours, *(logger_below(folder, given) for given in self.own_loggers)]
@@ -355,7 +362,9 @@ class CLI(LightningCLI):
             if self.receipt is not None:
                 sampler.set_epoch(self.receipt.epoch)
                 data = self.datamodule
-                self.receipt.check(sampler, order_settings(sampler, dataset=data.dataset, val_size=data.val_size))
+                settings = order_settings(sampler, dataset=data.dataset, val_size=data.val_size)
+                with naming(self._get(self.config, "ckpt_path")):
+                    self.receipt.check(sampler, settings)
 
 
 class _HelpFormatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
@@ -395,11 +404,11 @@ def _callbacks() -> list[L.Callback]:
         StepBoundary(),
         ExactResume(),
         SampleAudit(),
-        LearningRateMonitor(),
+        LearningRateMonitor(logging_interval="step"),  # with the other metrics of a step
         Throughput(),
         PerRankAccuracy(),
         ModelGraph(),
-        FinalSettings(),
+        RunSettings(),
         PredictionWriter(),
         RunReport(),
     ]

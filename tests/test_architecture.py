@@ -26,7 +26,7 @@ LAYERS = [
     {"checkpoint", "sample_audit"},
     {"module"},
     {"strategies"},
-    {"callbacks", "modes"},
+    {"callbacks", "export", "modes"},
     {"verify"},
     {"chaos"},
     {"commands"},

@@ -2,7 +2,8 @@
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
-from lit_cifar.errors import CheckpointError
+from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.models import resnet
 
 _KEY = "lit_cifar"
@@ -115,6 +116,15 @@ class Header:
     def name(self) -> str:
         """The network's name, that of its class if it is the user's."""
         return self.arch or self.network or "no network"
+
+
+@contextmanager
+def naming(path: Path | str) -> Iterator[None]:
+    """Put the name of a checkpoint before what is wrong with its content."""
+    try:
+        yield
+    except ConfigError as error:
+        raise type(error)(f"{path}: {error.problem}", remedy=error.remedy) from error
 
 
 def holds_weights_alone(checkpoint: Mapping[str, Any]) -> bool:

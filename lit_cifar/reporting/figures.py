@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.reporting.evaluation_plots import WrongImage, evaluation_figures, render
-from lit_cifar.reporting.tensorboard import tensorboard_writer
+from lit_cifar.reporting.tensorboard import log_to_tensorboard, tensorboard_writer
 
 Split = Literal["val", "test"]
 SPLIT_WORDS: dict[Split, str] = {"val": "validation", "test": "test"}
@@ -101,8 +101,8 @@ class EvaluationFigures(Callback):
             return
         datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission
         step, title = trainer.global_step, _title(trainer, datamodule.name, split)
-        for name, accuracy in class_accuracies(details["acc_per_class"], confusion, datamodule.classes).items():
-            writer.add_scalar(f"{split}/acc_class/{name}", accuracy, step)
+        accuracies = class_accuracies(details["acc_per_class"], confusion, datamodule.classes)
+        log_to_tensorboard(trainer, {f"{split}/acc_class/{name}": value for name, value in accuracies.items()})
         wrong = _look_up(datamodule.sets[split], confidence, ids, predictions)
 
         def draw() -> None:

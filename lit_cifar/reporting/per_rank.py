@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 from rich.table import Table
@@ -17,6 +16,7 @@ from lit_cifar.layout import Layout
 from lit_cifar.reporting.csv_files import replace_csv
 from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates, pooled
 from lit_cifar.reporting.run_report import run_folder
+from lit_cifar.reporting.tensorboard import log_to_tensorboard
 
 FILE_NAME = "per_rank.csv"
 COLUMNS = ("split", "rank", "correct", "total", "accuracy")
@@ -128,9 +128,7 @@ class PerRankAccuracy(Callback):
         scalars = {
             f"{split}/acc_rank{rank}": count.accuracy for rank, count in enumerate(self.counts[split]) if count.total
         }
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.log_metrics(scalars, step=trainer.global_step)
+        log_to_tensorboard(trainer, scalars)
 
     def _print(self, trainer: Trainer, pl_module: LightningModule, split: str) -> None:
         data_name = getattr(getattr(trainer, "datamodule", None), "name", None)

@@ -75,6 +75,8 @@ class RunReport(Callback):
             lines.append(_line("result", ", ".join([*results(trainer), f"took {duration}"])))
         if self._folder is not None:
             lines += next_steps(self._folder, stage, checkpoint=checkpoint_path(trainer) if stage == "fit" else None)
+        if stage == "predict":
+            lines += _unread(trainer.datamodule)  # type: ignore[attr-defined]  # Lightning's own omission
         print(*lines, sep="\n", flush=True)
 
 
@@ -171,6 +173,13 @@ def next_steps(folder: Path, stage: str, *, checkpoint: Path | None = None) -> l
         with_config = f" --config {_shown(config)}" if config.exists() else ""
         lines.append(_line("test it", f"python -m lit_cifar test{with_config} --ckpt_path {_shown(checkpoint)}"))
     return lines
+
+
+def _unread(datamodule: Any) -> list[str]:
+    """How many files `predict` could not read, and the first of them, in a line; nothing if it has read all."""
+    files, errors = datamodule.folder.files, datamodule.folder.errors
+    broken = [f"{file}: {error}" for file, error in zip(files, errors, strict=True) if error is not None]
+    return [_line("not read", f"{len(broken)} of {len(files)} files; the first is {broken[0]}")] if broken else []
 
 
 def _shown(path: Path) -> str:
