@@ -109,7 +109,7 @@ def _configuration(file: str | None) -> dict[str, dict[str, Any]]:
 
 def _default_folder(checkpoint: Path) -> Path:
     """In the checkpoint's run folder, or beside a checkpoint that is in none."""
-    folder = checkpoint.absolute().parent
+    folder = checkpoint.parent
     return (folder.parent if folder.name == "checkpoints" else folder) / "export"
 
 

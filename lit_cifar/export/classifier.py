@@ -31,6 +31,9 @@ class Classifier(nn.Module):
         std: The standard deviation likewise.
     """
 
+    mean: Tensor
+    std: Tensor
+
     def __init__(self, network: nn.Module, *, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
         self.network = network
@@ -65,7 +68,8 @@ class Trained:
         """As the module computes them in `test`, with the data module's own normalisation."""
         ids = torch.arange(len(images))
         batch = self.data.on_after_batch_transfer(Batch(images.images, images.labels, ids, 1.0), 0)
-        return self.module(batch.images)
+        logits: Tensor = self.module(batch.images)
+        return logits
 
     def images(self) -> ImageSet:
         """The first test images, at most `NUM_IMAGES`; of own pictures without a folder `test` those to train on.

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -95,9 +95,11 @@ class Onnx(Format):
     @staticmethod
     def content(program: ExportedProgram) -> bytes:
         """A model with its weights inside."""
-        made = torch.onnx.export(program, dynamo=True, verbose=False, input_names=["images"], output_names=["logits"])
-        assert made is not None  # it is when no file is named
-        return made.model_proto.SerializeToString()
+        made: Any = torch.onnx.export(
+            program, dynamo=True, verbose=False, input_names=["images"], output_names=["logits"]
+        )
+        content: bytes = made.model_proto.SerializeToString()
+        return content
 
     @staticmethod
     def run(file: Path, batches: list[Tensor]) -> Tensor:

@@ -92,8 +92,10 @@ class RunSettings(Callback):
         if writer is None:
             return
         names = [name for name in FINAL_METRICS if name in trainer.callback_metrics]
-        for summary in hparams(main_settings(trainer, pl_module), dict.fromkeys(names, 0.0)):
-            writer._get_file_writer().add_summary(summary, trainer.global_step)
+        file: Any = writer._get_file_writer()  # type: ignore[no-untyped-call]
+        settings = main_settings(trainer, pl_module)
+        for summary in hparams(settings, dict.fromkeys(names, 0.0)):  # type: ignore[no-untyped-call]
+            file.add_summary(summary, trainer.global_step)
 
 
 def main_settings(trainer: Trainer, pl_module: LightningModule) -> dict[str, str | int | float | bool]:
