@@ -91,6 +91,8 @@ def test_onnx_runs_without_torch(checkpoint: Path) -> None:
     folder = checkpoint.parents[1] / "export"
     assert {path.name for path in folder.iterdir()} == {"export.json", "network.onnx", "network.pt2"}
     session = onnxruntime.InferenceSession(folder / "network.onnx", providers=["CPUExecutionProvider"])
+    (images,), (logits,) = session.get_inputs(), session.get_outputs()
+    assert (images.shape, logits.shape) == (["batch", 3, 32, 32], ["batch", 10])
     for images in (some_images(1), some_images(7)):
         (found,) = session.run(["logits"], {"images": images.numpy()})
         torch.testing.assert_close(torch.from_numpy(found), logits_of(checkpoint, images), rtol=1e-4, atol=1e-4)

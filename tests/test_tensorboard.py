@@ -89,12 +89,12 @@ def test_train_and_validation_share_a_chart(tmp_path: Path) -> None:
     charts = layout_of(fit(tmp_path))
     known = ["train/loss", "train/loss_step", "train/acc", "train/acc_step", "val/loss", "val/acc", "val/acc_top5"]
     shown = {name: [tag for tag in known if any(re.match(t, tag) for t in tags)] for name, tags in charts.items()}
-    assert shown == {"loss": ["train/loss", "val/loss"], "acc": ["train/acc", "val/acc"]}
+    assert shown == {"loss": ["train/loss", "val/loss"], "accuracy": ["train/acc", "val/acc"]}
 
 
 def test_a_resumed_run_has_one_layout(tmp_path: Path) -> None:
     fit(tmp_path)
-    assert layout_of(fit(tmp_path, first_step=3)).keys() == {"loss", "acc"}
+    assert layout_of(fit(tmp_path, first_step=3)).keys() == {"loss", "accuracy"}
 
 
 def test_the_numbers_of_one_evaluation_are_a_table(tmp_path: Path) -> None:

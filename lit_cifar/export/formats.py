@@ -98,7 +98,9 @@ class Onnx(Format):
         made: Any = torch.onnx.export(
             program, dynamo=True, verbose=False, input_names=["images"], output_names=["logits"]
         )
-        content: bytes = made.model_proto.SerializeToString()
+        model = made.model_proto
+        _name_batch_axis(model.graph)
+        content: bytes = model.SerializeToString()
         return content
 
     @staticmethod
@@ -108,6 +110,15 @@ class Onnx(Format):
 
         session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
         return torch.cat([torch.from_numpy(session.run(None, {"images": batch.numpy()})[0]) for batch in batches])
+
+
+def _name_batch_axis(graph: Any) -> None:
+    """Call the number of images "batch" wherever it is in an ONNX graph; torch calls it "s34" or the like."""
+    name = graph.input[0].type.tensor_type.shape.dim[0].dim_param
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param == name:
+                dim.dim_param = "batch"
 
 
 FORMATS: dict[str, type[Format]] = {"torch": TorchExport, "onnx": Onnx}

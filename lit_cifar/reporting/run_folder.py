@@ -160,7 +160,7 @@ def _keep_rows(path: Path, num_rows: int) -> tuple[list[str], dict[str, Any]]:
         return [], {}
     kept = rows[:num_rows]
     _replace_metrics(path, [header, *kept])
-    return header, {name: cell for name, cell in zip(header, kept[-1], strict=True) if cell} if kept else {}
+    return header, {name: cell for name, cell in zip(header, kept[-1], strict=False) if cell} if kept else {}
 
 
 def _replace_metrics(path: Path, rows: list[list[Any]]) -> None:

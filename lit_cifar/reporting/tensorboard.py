@@ -17,7 +17,12 @@ from lit_cifar.reporting.environment import strategy_name
 FINAL_METRICS = ("val/acc", "val/loss", "train/acc", "train/loss")
 OPTIMIZER_SETTINGS = ("lr", "momentum", "weight_decay", "nesterov")
 # A chart for each, with a line for each tag; tags are regular expressions, and train/loss_step begins like train/loss.
-CHARTS = {"fit": {name: ["Multiline", [f"train/{name}$", f"val/{name}$"]] for name in ("loss", "acc")}}
+CHARTS = {
+    "training and validation": {
+        "loss": ["Multiline", ["train/loss$", "val/loss$"]],
+        "accuracy": ["Multiline", ["train/acc$", "val/acc$"]],
+    }
+}
 
 
 class RunEvents(TensorBoardLogger):
