@@ -15,7 +15,8 @@ from lit_cifar.chaos.fault_schedule import Fault, Kind
 from lit_cifar.chaos.job import Job, wait_until
 from lit_cifar.chaos.sample_history import Start
 from lit_cifar.chaos.sample_log import JournalReader
-from lit_cifar.checkpoint.files import LAST, newest_valid
+from lit_cifar.checkpoint.files import newest_valid
+from lit_cifar.checkpoint.save_errors import LAST
 
 Report = Callable[[str], None]
 

@@ -13,8 +13,8 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lit_cifar.checkpoint.files import BEST, LAST
 from lit_cifar.checkpoint.lightning_io import CheckpointFiles
+from lit_cifar.checkpoint.save_errors import BEST, LAST
 from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.reporting.run_report import run_folder
 

@@ -24,9 +24,8 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from lit_cifar.checkpoint.format import read_checkpoint, read_own_checkpoint
+from lit_cifar.checkpoint.save_errors import LAST, PREVIOUS, save_error
 from lit_cifar.errors import CheckpointError, SaveError
-
-LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
 
 _LABEL = b"sha256="
 _COMMENT_BYTES = len(_LABEL) + 2 * hashlib.sha256().digest_size
@@ -273,29 +272,3 @@ def _sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def save_error(error: OSError, path: Path, *, checkpoints: Path) -> SaveError:
-    """The error that `path` could not be written, with the checkpoints that exist and what to do."""
-    reason = error.strerror or str(error)
-    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ESTALE):
-        reason, remedy = f"its folder is gone ({reason})", "bring it back"
-    elif error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        remedy = "free some space"
-    elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        remedy = "make the folder writable"
-    else:
-        remedy = "check the disk"
-    return SaveError(
-        f"{path} could not be saved: {reason}\n{what_is_left(checkpoints)}",
-        remedy=f"{remedy}, then resume with the same command and --resume=auto",
-    )
-
-
-def what_is_left(folder: Path) -> str:
-    """The checkpoints in `folder`, as a clause of an error message."""
-    with suppress(OSError):
-        names = [name for name in (LAST, PREVIOUS, BEST) if (folder / name).exists()]
-        if names:
-            return f"earlier checkpoints are unchanged: {', '.join(names)}"
-    return f"there is no checkpoint in {folder}"

@@ -13,8 +13,9 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lit_cifar.checkpoint.files import carries_hash, snapshot, verify_checkpoint, what_is_left, write_checkpoint
+from lit_cifar.checkpoint.files import carries_hash, snapshot, verify_checkpoint, write_checkpoint
 from lit_cifar.checkpoint.format import read_checkpoint
+from lit_cifar.checkpoint.save_errors import what_is_left
 from lit_cifar.errors import CheckpointError, ConfigError, SaveError
 from lit_cifar.watchdog import HELPER
 

@@ -25,10 +25,9 @@ from torch.nn.utils import get_total_norm
 
 from lit_cifar.checkpoint.callbacks import LastCheckpoint, has_failed, settle
 from lit_cifar.errors import CheckpointError, Stopped
+from lit_cifar.launch.signals import EXIT_STOPPED, Keystrokes
 
-EXIT_STOPPED = 128 + signal.SIGTERM
 _MAX_IDS = 64
-_ONE_KEYSTROKE_S = 1.0
 _MAX_STEPS = 1000  # between two agreements, however short they are
 
 
@@ -44,20 +43,6 @@ class Agreed(NamedTuple):
     signal: int
     due: bool
     first_bad: tuple[int, int] | None
-
-
-class Keystrokes:
-    """Distinguishes a second Ctrl-C from one that arrives twice, from the terminal and from the parent process."""
-
-    def __init__(self) -> None:
-        self._first_at = math.inf
-
-    def insist(self, number: int) -> bool:
-        """Whether signal `number`, which has just arrived, is a second Ctrl-C."""
-        now = time.monotonic()
-        if number == signal.SIGINT:
-            self._first_at = min(self._first_at, now)
-        return number == signal.SIGINT and now - self._first_at > _ONE_KEYSTROKE_S
 
 
 class StepBoundary(Callback):

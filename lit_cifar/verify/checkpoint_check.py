@@ -11,9 +11,9 @@ import lightning as L
 import torch
 from torch.optim import Optimizer
 
-from lit_cifar.callbacks import PerRankAccuracy
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.data import CIFAR10DataModule
+from lit_cifar.reporting.per_rank import PerRankAccuracy
 from lit_cifar.reporting.rank_statistics import pooled
 from lit_cifar.verify.comparison import NOISE_FACTOR, Step, differences
 from lit_cifar.verify.configuration import made, module_of

@@ -17,12 +17,12 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
-from lit_cifar.callbacks import PerRankAccuracy
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.datamodule import CIFAR10DataModule
 from lit_cifar.data.samplers import EvaluationSampler, Part, TrainSampler
 from lit_cifar.metrics import EvaluationMetrics
 from lit_cifar.optim import WarmupDecay
+from lit_cifar.reporting.per_rank import PerRankAccuracy
 from lit_cifar.strategies import ProcessSyncBatchNorm, tensor_parallel
 from lit_cifar.strategies.dp import VirtualReplicas
 from lit_cifar.strategies.layer_parallel import StagedRunner

@@ -11,11 +11,11 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lit_cifar.callbacks import PerRankAccuracy
 from lit_cifar.checkpoint.format import strip_prefix
 from lit_cifar.data.images import Batch
 from lit_cifar.layout import Layout
 from lit_cifar.models.ghost_batchnorm import GhostBatchNorm2d
+from lit_cifar.reporting.per_rank import PerRankAccuracy
 from lit_cifar.verify.logged_metrics import counted
 from lit_cifar.verify.planted_mistakes import plant
 from lit_cifar.verify.rank_state import State, metrics_state, module_state, own_state
