@@ -209,8 +209,7 @@ class CLI(LightningCLI):
     def _run_subcommand(self, subcommand: str) -> None:
         check_processes(self.trainer, rank=process_rank())
         if process_rank() == 0:
-            asked, receipt = self._arguments, self._start.receipt
-            check_run(self.trainer, self.model, self.datamodule, asked=asked, subcommand=subcommand, receipt=receipt)
+            self._check(subcommand)
         folder = None if self._arguments.trainer.fast_dev_run else self._make_run_folder()
         if process_rank() == 0:
             report = next(c for c in self.trainer.callbacks if isinstance(c, RunReport))  # type: ignore[attr-defined]
@@ -219,6 +218,11 @@ class CLI(LightningCLI):
         self.trainer.precision_plugin.convert_module(self.model)
         with signals_to_spawned(self.trainer), reporting_disk(folder):
             super()._run_subcommand(subcommand)
+
+    def _check(self, subcommand: str) -> None:
+        """Find mistakes before other processes are started."""
+        asked, receipt = self._arguments, self._start.receipt
+        check_run(self.trainer, self.model, self.datamodule, asked=asked, subcommand=subcommand, receipt=receipt)
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         kwargs = super()._prepare_subcommand_kwargs(subcommand)

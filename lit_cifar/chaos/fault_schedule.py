@@ -35,10 +35,9 @@ class Fault:
     """One fault.
 
     Attributes:
-        number: Its place in the plan, from 1.
-        kind: "kill", "term" and "stop" send SIGKILL, SIGTERM or SIGSTOP to one rank; "resize" stops the whole job
-            and starts it with `size` processes; "truncate" kills every rank and cuts the newest checkpoint short;
-            "disk" leaves no room for the next checkpoint.
+        kind: "kill", "term" and "stop" send SIGKILL, SIGTERM or SIGSTOP to one rank; "resize" stops the whole job and
+            starts it with `size` processes; "truncate" kills every rank and cuts the newest checkpoint short; "disk"
+            leaves no room for the next checkpoint.
         aim: "step": during the optimizer step `step`; "save": while a checkpoint is being written, at `step` or later;
             "start": during the step, and once more while the processes start again.
         step: Optimizer step at which it is due, from the start of the whole training.
@@ -102,13 +101,9 @@ def plan(cards: Sequence[Card], *, seed: int, sizes: Sequence[int], first_step: 
 
     Args:
         cards: Kinds and aims of the faults.
-        seed: Of ranks, steps, delays and shares of files.
         sizes: Numbers of processes that a resized job goes through in turns; the first one it starts with.
         first_step: Before it nothing happens: by then there are two checkpoints.
         last_step: From it on nothing happens.
-
-    Raises:
-        ValueError: More faults than steps.
     """
     if last_step - first_step < len(cards):
         raise ValueError(f"{len(cards)} faults do not fit between the steps {first_step} and {last_step}")

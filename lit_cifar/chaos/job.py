@@ -28,7 +28,6 @@ class Job:
         max_restarts: How often torchrun starts the ranks again by itself.
         anew_every: In the first start of the ranks, and in every n-th one after it, each rank is a new Python as under
             torchrun itself. In the others they are forked from a process that has imported the package. 0: all forked.
-        launches: How often torchrun has been started.
     """
 
     def __init__(
@@ -139,6 +138,10 @@ class Job:
             file.seek(offset)
             text = file.read().decode(errors="replace")
         return [line for line in text.splitlines() if line.strip()]
+
+    def last_words(self) -> list[str]:
+        """The last two lines that say an error."""
+        return [line for line in self.log_since(0) if "lit_cifar: " in line or "Error: " in line][-2:]
 
 
 def wait_until(condition: Callable[[], bool], *, limit_s: float, poll_s: float = POLL_S) -> bool:

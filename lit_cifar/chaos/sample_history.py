@@ -21,23 +21,14 @@ Batches: TypeAlias = dict[StepKey, list[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One loader step of one process, once the process has finished it.
+    """One loader step of one process, once the process has finished it."""
 
-    Attributes:
-        start: Of the process.
-        rank: Of the process.
-        shard: The part of the data that it reads; several processes may read the same.
-        epoch: From 0.
-        step: Optimizer step, from 0 at the start of the whole training.
-        ids: The samples.
-    """
-
-    start: Start
-    rank: int
-    shard: int
-    epoch: int
-    step: int
-    ids: tuple[int, ...]
+    start: Start  # of the process
+    rank: int  # of the process
+    shard: int  # the part of the data that it reads; several processes may read the same
+    epoch: int  # from 0
+    step: int  # optimizer step, from 0 at the start of the whole training
+    ids: tuple[int, ...]  # the samples
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> "Line":
@@ -48,21 +39,13 @@ class Line:
 
 @dataclass
 class Audit:
-    """What is wrong with the samples of a whole training, and what it cost to get there.
+    """What is wrong with the samples of a whole training, and what it cost to get there."""
 
-    Attributes:
-        missing: Samples of an epoch that no step counts.
-        doubled: Samples that an epoch counts too often, or that are not in the data set.
-        moved: Steps whose samples are not those of the same step of the uninterrupted run.
-        repeated: Runs of an optimizer step that did not count.
-        problems: In words, the first step first.
-    """
-
-    missing: int = 0
-    doubled: int = 0
-    moved: int = 0
-    repeated: int = 0
-    problems: list[str] = field(default_factory=list)
+    missing: int = 0  # samples of an epoch that no step counts
+    doubled: int = 0  # samples that an epoch counts too often, or that are not in the data set
+    moved: int = 0  # steps whose samples are not those of the same step of the uninterrupted run
+    repeated: int = 0  # runs of an optimizer step that did not count
+    problems: list[str] = field(default_factory=list)  # in words, the first step first
 
 
 def effective(lines: Iterable[Line]) -> tuple[Batches, list[str]]:

@@ -31,7 +31,6 @@ class Journal(L.Callback):
         self._step = 0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Announce the process."""
         self._write(trainer, {"pid": os.getpid(), "world_size": trainer.world_size})
 
     def on_train_batch_start(
@@ -43,7 +42,6 @@ class Journal(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
-        """Write down the step and its samples."""
         shard = Layout.of(trainer.strategy).shard
         ids = batch.ids.tolist()
         self._write(trainer, {"shard": shard, "epoch": trainer.current_epoch, "step": self._step, "ids": ids})
@@ -59,13 +57,7 @@ class Journal(L.Callback):
 
 
 class JournalReader:
-    """Follows the files that the processes append to.
-
-    Attributes:
-        folder: Where `Journal` writes.
-        lines: Every loader step so far.
-        starts: Every start of which a process has announced itself.
-    """
+    """Follows the files that the processes append to."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -90,7 +82,6 @@ class JournalReader:
         return self._first.get(start)
 
     def last_step(self, start: Start) -> int | None:
-        """The newest step that a process of this start has finished."""
         return self._last.get(start)
 
     @property

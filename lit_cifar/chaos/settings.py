@@ -37,19 +37,12 @@ _FLAGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class JobMode:
-    """A mode in which processes meet, and what it can be resized to.
+    """A mode in which processes meet, and what it can be resized to."""
 
-    Attributes:
-        name: As in `--modes` and `--trainer.strategy`.
-        num_processes: At full size.
-        flags: For full size.
-        flags_alone: For one process that computes the same, but for rounding.
-    """
-
-    name: str
-    num_processes: int
-    flags: tuple[str, ...]
-    flags_alone: tuple[str, ...]
+    name: str  # as in `--modes` and `--trainer.strategy`
+    num_processes: int  # at full size
+    flags: tuple[str, ...]  # for full size
+    flags_alone: tuple[str, ...]  # for one process that computes the same, but for rounding
 
     def flags_for(self, size: int) -> tuple[str, ...]:
         """What to pass to `fit` under torchrun with `size` processes: all of them, or one."""
@@ -79,12 +72,10 @@ class Training:
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps from begin to end."""
         return self.num_epochs * STEPS_PER_EPOCH
 
     @property
     def precision(self) -> str:
-        """As `--trainer.precision` takes it."""
         return "64-true" if self.resized else "32-true"
 
     @property
@@ -96,11 +87,8 @@ class Training:
         """The arguments of `python -m lit_cifar`, of a new and of a resumed run.
 
         Args:
-            size: Number of processes.
-            run: Its run folder.
-            journal: Folder of its journal.
-            disturbed: Whether faults will hit it. It then also saves within epochs, and draws figures. Its results must
-                not depend on that.
+            disturbed: Whether faults will hit it. It then also saves within epochs, and draws figures. Its results
+                must not depend on that.
         """
         return [
             "fit",
@@ -118,11 +106,7 @@ class Training:
 
 
 def chosen_modes(names: Sequence[str], *, devices: int) -> list[JobMode]:
-    """The modes called `names` on so many devices.
-
-    Raises:
-        ConfigError: A name that is not known or starts no processes under torchrun, or sizes that do not fit it.
-    """
+    """The modes called `names` on so many devices."""
     if devices < 2:
         raise ConfigError(f"--devices={devices}: chaos needs several processes", remedy="pass --devices 2 or more")
     known = {"ddp": "ddp-sync", "ddp_mp": "ddp_mp", "pp": "pp", "ddp_pp": "ddp_pp", "fsdp2": "fsdp2", "tp": "tp"}

@@ -19,21 +19,13 @@ ANEW = "LIT_CIFAR_CHAOS_ANEW"
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
-    """A process that torchrun has started.
+    """A process that torchrun has started."""
 
-    Attributes:
-        start: Which start of the processes it belongs to.
-        rank: Of the process.
-        pid: Likewise.
-        anew: Whether Python was started for it, as torchrun does; else it was forked.
-        at_s: When, on the machine's monotonic clock.
-    """
-
-    start: Start
-    rank: int
-    pid: int
-    anew: bool
-    at_s: float
+    start: Start  # which start of the processes it belongs to
+    rank: int  # of the process
+    pid: int  # likewise
+    anew: bool  # whether Python was started for it, as torchrun does; else it was forked
+    at_s: float  # when, on the machine's monotonic clock
 
     def write(self, path: Path) -> None:
         """Append a line to the file."""

@@ -16,23 +16,15 @@ from lit_cifar.modes import MODES, Mode
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What decides which modes run.
+    """What decides which modes run."""
 
-    Attributes:
-        num_cores: That this process may use.
-        num_gpus: CUDA devices.
-        backends: Of process groups: "gloo", "nccl".
-        offers: Those of the modes' `needs` that this build of torch meets.
-    """
-
-    num_cores: int
-    num_gpus: int
-    backends: frozenset[str]
-    offers: frozenset[str]
+    num_cores: int  # that this process may use
+    num_gpus: int  # CUDA devices
+    backends: frozenset[str]  # of process groups: "gloo", "nccl"
+    offers: frozenset[str]  # those of the modes' `needs` that this build of torch meets
 
     @classmethod
     def here(cls) -> "Machine":
-        """This one."""
         available = dist.is_available()
         found = {"gloo": available and dist.is_gloo_available(), "nccl": available and dist.is_nccl_available()}
         return cls(
@@ -49,19 +41,12 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A mode on a machine.
-
-    Attributes:
-        mode: Which.
-        accelerator: Where it runs: "cuda", "cpu", or None if it does not.
-        verdict: In words: with what, or why not.
-        command: What to type to run it there, None if it does not run.
-    """
+    """A mode on a machine."""
 
     mode: Mode
-    accelerator: str | None
-    verdict: str
-    command: str | None
+    accelerator: str | None  # where it runs: "cuda", "cpu", or None if it does not
+    verdict: str  # in words: with what, or why not
+    command: str | None  # what to type to run it there, None if it does not run
 
 
 def mode_table(machine: Machine) -> list[Row]:
@@ -114,12 +99,7 @@ def _on_gpus(mode: Mode, machine: Machine) -> Row:
 
 
 def main(args: list[str]) -> int:
-    """Print the table for this machine, and the command of every mode that runs.
-
-    Raises:
-        ConfigError: There are arguments; only `--help` is known.
-        SystemExit: After --help.
-    """
+    """Print the table for this machine, and the command of every mode that runs."""
     CommandParser("modes", description="Which modes run on this machine, and how to start them.").parse_args(args)
     machine = Machine.here()
     rows = mode_table(machine)
