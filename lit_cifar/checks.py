@@ -15,12 +15,7 @@ from lit_cifar.usage_errors import refusing
 
 
 def check_arguments(trainer: Namespace, *, trains: bool) -> None:
-    """Refuse arguments of the Trainer by which it would not train, log or save, or would write to another folder.
-
-    Args:
-        trainer: Arguments of the Trainer.
-        trains: Whether the command is `fit`.
-    """
+    """Refuse arguments of the Trainer by which it would not train, log or save, or would write to another folder."""
     if trainer.default_root_dir is not None:
         folder = trainer.default_root_dir
         raise ConfigError(
@@ -49,13 +44,8 @@ def check_run(
 ) -> None:
     """Refuse a run that cannot work, and leave `data` set up.
 
-    Args:
-        trainer: As its processes will have it; they are not started.
-        module: The model.
-        data: The data.
-        asked: The arguments of the subcommand that all three were made from.
-        subcommand: "fit", "validate", "test" or "predict".
-        receipt: Of the checkpoint that a fit is resumed from.
+    `asked` are the arguments that all three were made from, `receipt` is that of the checkpoint that a fit is resumed
+    from. The trainer's processes are not started.
     """
     if trainer.world_size == 1 and asked.trainer.sync_batchnorm:
         rank_zero_warn("--trainer.sync_batchnorm=true has no effect with one process, which sees the whole batch")

@@ -43,14 +43,10 @@ from lit_cifar.watchdog.callback import Watchdog
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run a subcommand.
+    """Run a subcommand; `args` are as on the command line, by default those of the process.
 
-    Args:
-        args: Arguments as on the command line; by default those of the process.
-
-    Raises:
-        SystemExit: With status 2 and at most five lines on stderr if the user's input cannot work; with its own
-            status after a command that is not Lightning's.
+    An input that cannot work leaves by SystemExit, with status 2 and at most five lines on stderr; commands that are
+    not Lightning's, with their own status.
     """
     words = sys.argv[1:] if args is None else list(args)
     if process_rank() or is_torchelastic_launched():

@@ -22,27 +22,18 @@ Sizes = dict[str, int | str]
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """A way to parallelise a training.
+    """A way to parallelise a training."""
 
-    Attributes:
-        name: As in `--trainer.strategy` and `configs/modes/`; "single" is one device without a strategy.
-        splits: What is divided, and over what.
-        processes: Number of processes, from N devices and S stages.
-        min_devices: The smallest number of devices among which the mode divides the work.
-        fits: Whether the strategy accepts a number of devices, which is at least `min_devices`.
-        needs: Parts of torch that it uses, as "module" or "module.name".
-    """
-
-    name: str
-    splits: str
-    processes: str
-    min_devices: int = 2
+    name: str  # as in `--trainer.strategy` and `configs/modes/`; "single" is one device without a strategy
+    splits: str  # what is divided, and over what
+    processes: str  # number of processes, from N devices and S stages
+    min_devices: int = 2  # the smallest number of devices among which the mode divides the work
+    # Whether the strategy accepts a number of devices, which is at least `min_devices`.
     fits: Callable[[int], bool] = lambda num_devices: True
-    needs: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()  # parts of torch that it uses, as "module" or "module.name"
 
     @property
     def has_processes(self) -> bool:
-        """Whether the mode has several processes."""
         return self.processes != "1"
 
     def counts(self, num_devices: int) -> list[int]:
@@ -102,19 +93,11 @@ MODES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A mode with its sizes for a number of devices, as `verify` compares it with one device.
+    """A mode with its sizes for a number of devices, as `verify` compares it with one device."""
 
-    Attributes:
-        name: What `--modes` and the table call it.
-        strategy: What `--trainer.strategy` takes: a registered name, or the name of a class that gets `sizes`.
-        devices: What `--trainer.devices` takes.
-        sizes: The class's arguments.
-        sync_batchnorm: Whether BatchNorm is synchronised.
-    """
-
-    name: str
-    strategy: str
-    devices: int
+    name: str  # what `--modes` and the table call it
+    strategy: str  # what `--trainer.strategy` takes: a registered name, or the name of a class that gets `sizes`
+    devices: int  # what `--trainer.devices` takes
     sizes: Sizes = field(default_factory=dict)
     sync_batchnorm: bool = False
 
@@ -129,26 +112,19 @@ class Variant:
         ]
 
     def chunks(self, *, accumulation: int) -> GhostBatches:
-        """How the mode cuts a global batch into the chunks that BatchNorm normalises together.
-
-        Raises:
-            ConfigError: The strategy cannot work with these sizes.
-        """
+        """How the mode cuts a global batch into the chunks that BatchNorm normalises together."""
         chunks = self.layout().chunks(accumulation=accumulation)
         if not self.sync_batchnorm:
             return chunks
         return replace(chunks, synchronised=True) if accumulation > 1 else GhostBatches()
 
     def layout(self) -> Layout:
-        """The layout of its replicas."""
         return Layout.of(self._strategy())
 
     def check(self, module: LitResNet, sampler: TrainSampler) -> None:
         """Raise a `ConfigError` before anything runs if `fit` would refuse sizes, network or batches in this mode.
 
-        Args:
-            module: The module whose network is trained.
-            sampler: The sampler of one device.
+        `sampler` is that of one device.
         """
         strategy = self._strategy()
         strategy.connect(module)
@@ -228,11 +204,7 @@ def variants(devices: int) -> dict[str, Variant]:
 
 
 def chosen(names: list[str], *, devices: int) -> list[Variant]:
-    """The modes called `names`, "all" for every one.
-
-    Raises:
-        ConfigError: A name that is not known, or fewer than two devices.
-    """
+    """The modes called `names`, "all" for every one."""
     if devices < 2:
         raise ConfigError(f"--devices={devices} leaves nothing to compare", remedy="pass --devices 2 or more")
     known = variants(devices)

@@ -77,7 +77,7 @@ class Trial:
     _start_s: dict[bool, float] = field(default_factory=dict)  # as `start_s`, of new Pythons and of forked processes
 
     def run(self, faults: Sequence[Fault], *, size: int) -> None:
-        """Start with `size` processes, go through all faults, and wait for the end; a `TrialError` if it cannot go on."""
+        """Start with `size` processes, go through all faults, and wait for the end; else a `TrialError`."""
         self._size = size
         self.job.start(size)
         self._await(lambda: self.reader.newest is not None, "the first step is not reached")

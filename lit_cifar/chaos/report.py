@@ -14,11 +14,11 @@ from lit_cifar.chaos.injector import Event
 class Row:
     """The result of a job."""
 
-    mode: str  # name of the mode
+    mode: str
     sizes: tuple[int, ...]  # numbers of processes of the job, in order
     precision: str  # its `--trainer.precision`
     bound: float  # the largest difference allowed
-    events: list[Event] = field(default_factory=list)  # the faults
+    events: list[Event] = field(default_factory=list)
     restarts: int = 0  # how often its processes were started again
     own_restarts: int = 0  # restarts that no fault has caused
     anew: int = 0  # restarts that started a new Python; the others were forked

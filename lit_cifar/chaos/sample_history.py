@@ -23,12 +23,12 @@ Batches: TypeAlias = dict[StepKey, list[int]]
 class Line:
     """One loader step of one process, once the process has finished it."""
 
-    start: Start  # of the process
-    rank: int  # of the process
+    start: Start
+    rank: int
     shard: int  # the part of the data that it reads; several processes may read the same
     epoch: int  # from 0
     step: int  # optimizer step, from 0 at the start of the whole training
-    ids: tuple[int, ...]  # the samples
+    ids: tuple[int, ...]
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> "Line":
@@ -49,10 +49,8 @@ class Audit:
 
 
 def effective(lines: Iterable[Line]) -> tuple[Batches, list[str]]:
-    """The global batch of every step, as it was run the last time.
-
-    Returns:
-        The batches, and in words where processes of one shard did not read the same.
+    """The global batch of every step, as it was run the last time, and in words where processes of one shard read
+    different samples.
     """
     newest: dict[StepKey, Start] = {}
     read: dict[tuple[StepKey, Start], dict[int, dict[int, list[int]]]] = {}
@@ -82,12 +80,8 @@ def num_repeated(lines: Iterable[Line]) -> int:
 
 
 def audit(lines: Iterable[Line], *, undisturbed: Mapping[StepKey, Iterable[int]], num_samples: int) -> Audit:
-    """Compare a job's effective history with the data set and with the uninterrupted run.
-
-    Args:
-        lines: Of all processes of all starts.
-        undisturbed: The batches of the run without faults.
-        num_samples: Size of the training set: the ids of an epoch are those below it, each once.
+    """Compare a job's effective history with the data set, whose ids are those below `num_samples`, and with the
+    uninterrupted run.
     """
     lines = list(lines)
     batches, problems = effective(lines)

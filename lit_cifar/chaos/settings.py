@@ -51,18 +51,13 @@ class JobMode:
 
 @dataclass(frozen=True)
 class Training:
-    """A small training.
+    """A small training."""
 
-    Attributes:
-        mode: How it is parallelised.
-        num_epochs: Its length.
-        resized: Whether it is to be compared after a resize. Then it computes in float64: in float32, uninterrupted
-            trainings on one and on two processes, which round in another order, are 0.3 apart in the optimizer's
-            state after 60 steps, so no bound could tell rounding from a mistake. In float64 they are 6e-15 apart.
-    """
-
-    mode: JobMode
+    mode: JobMode  # how it is parallelised
     num_epochs: int
+    # Whether it is to be compared after a resize. Then it computes in float64: in float32, uninterrupted trainings on
+    # one and on two processes, which round in another order, are 0.3 apart in the optimizer's state after 60 steps,
+    # so no bound could tell rounding from a mistake. In float64 they are 6e-15 apart.
     resized: bool = False
 
     @classmethod
@@ -86,9 +81,8 @@ class Training:
     def arguments(self, size: int, *, run: Path, journal: Path, disturbed: bool = True) -> list[str]:
         """The arguments of `python -m lit_cifar`, of a new and of a resumed run.
 
-        Args:
-            disturbed: Whether faults will hit it. It then also saves within epochs, and draws figures. Its results
-                must not depend on that.
+        If it is `disturbed`, faults will hit it: it also saves within epochs, and draws figures. Its results must not
+        depend on that.
         """
         return [
             "fit",

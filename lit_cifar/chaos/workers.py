@@ -22,8 +22,8 @@ class Worker:
     """A process that torchrun has started."""
 
     start: Start  # which start of the processes it belongs to
-    rank: int  # of the process
-    pid: int  # likewise
+    rank: int
+    pid: int
     anew: bool  # whether Python was started for it, as torchrun does; else it was forked
     at_s: float  # when, on the machine's monotonic clock
 

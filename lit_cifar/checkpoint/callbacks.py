@@ -20,25 +20,17 @@ from lit_cifar.reporting.run_report import run_folder
 
 
 def save_everywhere(trainer: L.Trainer, path: Path, *, behind: bool = False) -> None:
-    """Write a checkpoint; every process must call this.
+    """Write a checkpoint; every process must call this, and each raises a `CheckpointError` with rank 0's reason.
 
-    Args:
-        trainer: Its state is saved.
-        path: The file.
-        behind: Whether training may continue before the file is complete. `settle` waits for it.
-
-    Raises:
-        CheckpointError: On every process, with rank 0's reason, if this checkpoint or one before could not be written.
+    With `behind` training may continue before the file is complete: `settle` waits for it.
     """
     with failing_together(trainer, behind=behind):
         trainer.save_checkpoint(path)
 
 
 def settle(trainer: L.Trainer) -> None:
-    """Return when every checkpoint is on disk; every process must call this.
-
-    Raises:
-        CheckpointError: On every process, if one could not be written.
+    """Return when every checkpoint is on disk; every process must call this, and each raises if one could not be
+    written.
     """
     with failing_together(trainer):
         files = trainer.strategy.checkpoint_io
@@ -64,10 +56,6 @@ def failing_together(trainer: L.Trainer, *, behind: bool = False) -> Iterator[No
     """If rank 0 fails to write a checkpoint inside, raise that on every process; each must enter this.
 
     With a `CheckpointIO` other than ours only rank 0 raises, if at all.
-
-    Args:
-        trainer: Its strategy writes the checkpoint.
-        behind: See `save_everywhere`.
     """
     files = trainer.strategy.checkpoint_io
     if not isinstance(files, CheckpointFiles):
@@ -148,7 +136,6 @@ class BestCheckpoint(ModelCheckpoint):
         return super().file_exists(filepath, trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Wait for the files."""
         super().on_train_end(trainer, pl_module)
         settle(trainer)
 
@@ -208,20 +195,13 @@ class LastCheckpoint(callbacks.Checkpoint):
         return step == self._end_of_epochs or (self.every_n_steps is not None and step % self.every_n_steps == 0)
 
     def due_by_time(self, now: float) -> bool:
-        """Whether a checkpoint is due by the clock; processes may differ.
-
-        Args:
-            now: `time.monotonic()`, in seconds.
-        """
+        """Whether a checkpoint is due by the clock, `time.monotonic()`; processes may differ."""
         return self.every_n_seconds is not None and now - self._saved_at >= self.every_n_seconds
 
     def save(self, trainer: L.Trainer) -> None:
         """Write the checkpoint, but not in a test or a `fast_dev_run`; every process must call this.
 
         Training may continue before the file is complete: see `settle`.
-
-        Raises:
-            CheckpointError: On every process, if a checkpoint before this one could not be written.
         """
         if trainer.fast_dev_run or trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:  # type: ignore[attr-defined]
             return

@@ -28,21 +28,13 @@ POSITION, METRICS = "position", "metrics"
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """The position of a run.
+    """The position of a run."""
 
-    Attributes:
-        epoch: Number of complete epochs.
-        step: Optimizer steps taken in the current epoch.
-        started: Whether the current epoch has begun.
-        global_step: Optimizer steps taken in all epochs.
-        rows: Lines of `metrics.csv` written so far, without its header.
-    """
-
-    epoch: int
-    step: int
-    started: bool
-    global_step: int
-    rows: int = 0
+    epoch: int  # number of complete epochs
+    step: int  # optimizer steps taken in the current epoch
+    started: bool  # whether the current epoch has begun
+    global_step: int  # optimizer steps taken in all epochs
+    rows: int = 0  # lines of `metrics.csv` written so far, without its header
 
     @classmethod
     def of(cls, trainer: Trainer) -> "Position":
@@ -85,11 +77,7 @@ class ExactResume(Callback):
         self._resumed: Position | None = None
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Write both; the counts of all processes are gathered.
-
-        Raises:
-            SaveError: On every process, if the logs, which belong to a checkpoint, could not be written.
-        """
+        """Write both; a `SaveError` on every process if the logs, which belong to a checkpoint, cannot be written."""
         failure: SaveError | None = trainer.strategy.broadcast(_save_logs(trainer, run_folder(trainer) or Path()))
         if failure is not None:
             raise failure

@@ -42,12 +42,6 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: Path, *, make_folder: 
     `last.ckpt` is replaced, the old file becomes `previous.ckpt` if its hash is right. Drafts of killed runs are
     removed. Only one process at a time may write to a folder.
 
-    Args:
-        checkpoint: Tensors and primitives.
-        path: On a file system of this machine.
-        make_folder: Whether to make the folder if it is missing. A run that has written to it before must not make it
-            again: that would hide that the folder was removed.
-
     Raises:
         SaveError: There is no space, no permission or no folder, the disk is faulty, or the content is more than
             tensors and primitives. Earlier files are unchanged and no draft is left.
@@ -101,12 +95,8 @@ def carries_hash(path: Path) -> bool:
 def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint to resume from, and a line for each newer one that was refused, with the reason.
 
-    Args:
-        folder: A run's `checkpoints/`; it need not exist.
-
-    Returns:
-        The path of `last.ckpt`, else of `previous.ckpt`, else None. `best.ckpt` may be many epochs old and is not
-        considered.
+    Of a run's `checkpoints/` it is `last.ckpt`, else `previous.ckpt`, else None. `best.ckpt` may be many epochs old and
+    is not considered.
     """
     refused = []
     for path in (folder / LAST, folder / PREVIOUS):
@@ -141,12 +131,8 @@ def _serialise(checkpoint: Mapping[str, Any]) -> bytes:
 def _on_cpu(content: Any, moved: dict[int, UntypedStorage], *, memo: dict[int, Any] | None = None) -> Any:
     """`content` with its tensors on the CPU; torch would save each tensor's device and need it for loading.
 
-    Tensors that share memory share it in the result too. Those on the CPU are not copied.
-
-    Args:
-        content: Tensors and primitives, in dicts, lists and tuples.
-        moved: Storages moved so far, by their former address.
-        memo: The memo of `deepcopy`, if tensors on the CPU are to be copied as well.
+    Tensors that share memory share it in the result too: `moved` has the storages moved so far, by their former
+    address. Those on the CPU are copied only with a `memo`, that of `deepcopy`.
     """
     if isinstance(content, Tensor) and content.device.type != "cpu":
         return _tensor_on_cpu(content, moved)

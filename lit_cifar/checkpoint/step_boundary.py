@@ -32,16 +32,11 @@ _MAX_STEPS = 1000  # between two agreements, however short they are
 
 
 class Agreed(NamedTuple):
-    """What all processes have agreed on.
+    """What all processes have agreed on."""
 
-    Attributes:
-        signal: Number of a signal by which any process was asked to stop; 0 for none.
-        due: Whether a checkpoint is due by the clock.
-        first_bad: Optimizer step and rank of the first loss that was not finite; None if all were finite.
-    """
-
-    signal: int
-    due: bool
+    signal: int  # number of a signal by which any process was asked to stop; 0 for none
+    due: bool  # whether a checkpoint is due by the clock
+    # Optimizer step and rank of the first loss that was not finite; None if all were finite.
     first_bad: tuple[int, int] | None
 
 

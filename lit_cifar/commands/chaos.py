@@ -30,7 +30,7 @@ Of {ANEW_EVERY} starts of the ranks torchrun starts Python in one; in the others
 
 
 def main(args: list[str]) -> int:
-    """Run, print the table, and return 0 if nothing was lost, else 1; 130 after Ctrl-C, and status 143 when terminated."""
+    """Run, print the table, and return 0 if nothing was lost, else 1; 130 after Ctrl-C."""
     options = chaos_parser().parse_args(args)
     if options.kills < 1 or options.seed < 0:
         raise ConfigError(

@@ -36,11 +36,6 @@ class Cifar10(Dataset):
     std: ClassVar[Channels] = (0.24703, 0.24349, 0.26159)
 
     def prepare(self, *, download: bool) -> None:
-        """Check the files under `root`, or download them if there are none and `download` allows it.
-
-        Raises:
-            DataError: If they are incomplete or damaged, or absent and cannot be had.
-        """
         if not _exists(self.root / CIFAR10_BINARY.folder):
             if _exists(self.root / CIFAR10.base_folder):
                 _open_python_edition(self.root, "test")  # its guard covers the files of both splits
@@ -50,12 +45,6 @@ class Cifar10(Dataset):
             _read_records(self.root, split)
 
     def load(self, split: Split, *, num_images: int | None = None) -> ImageSet:
-        """The first `num_images` of the 50,000 "train" or 10,000 "test" images.
-
-        Raises:
-            DataError: If they are absent, incomplete or damaged.
-            ConfigError: If there are fewer.
-        """
         if _exists(self.root / CIFAR10_BINARY.folder):
             records = _read_records(self.root, split)
             labels, images = records[:, 0].astype(np.int64), records[:, 1:].reshape(-1, 3, 32, 32)

@@ -23,25 +23,17 @@ class Dataset(ABC):
         image_size: Height and width, in pixels, for data sets that can have any.
         seed: Of images that are drawn.
 
-    Attributes:
-        title: Its name in logs and tables.
-        classes: Names of the classes, by label.
-        mean: Of each channel over all pixels of the training set, in units of the full range, 0 to 1.
-        std: The standard deviation likewise.
-        image_size: Height and width of the images, in pixels.
-        val_size: Training images that are held out where the user names no number.
-        own_val: Whether it has images to validate on beside those to train on; `val_size` is then their number.
-
     Raises:
         ConfigError: Its images have another size.
     """
 
-    title: ClassVar[str]
-    classes: tuple[str, ...]
-    mean: ClassVar[Channels]
-    std: ClassVar[Channels]
-    image_size: int = 32
-    val_size: int = 5000
+    title: ClassVar[str]  # its name in logs and tables
+    classes: tuple[str, ...]  # names of the classes, by label
+    mean: ClassVar[Channels]  # of each channel over all pixels of the training set, in units of the full range, 0 to 1
+    std: ClassVar[Channels]  # the standard deviation likewise
+    image_size: int = 32  # height and width of the images, in pixels
+    val_size: int = 5000  # training images that are held out where the user names no number
+    # Whether it has images to validate on beside those to train on; `val_size` is then their number.
     own_val: bool = False
 
     def __init__(self, root: Path, *, image_size: int | None = None, seed: int = 0) -> None:
@@ -76,11 +68,7 @@ class Dataset(ABC):
         """
 
     def first(self, images: Tensor, labels: Tensor, split: Split, num_images: int | None) -> ImageSet:
-        """The first `num_images` of the whole split.
-
-        Raises:
-            ConfigError: If there are fewer.
-        """
+        """The first `num_images` of the whole split."""
         if num_images is None:
             return ImageSet(images, labels, self.classes, f"{self.title} {split}")
         self.check_number(num_images, split, known=len(labels))
@@ -89,11 +77,7 @@ class Dataset(ABC):
         return ImageSet(images, labels, self.classes, f"{self.title} {split} (first {num_images} images)")
 
     def check_number(self, num_images: int, split: Split, *, known: int) -> None:
-        """Find out whether there are `num_images` among `known`.
-
-        Raises:
-            ConfigError: There are fewer, or none is asked for.
-        """
+        """Refuse to take `num_images` of a split that has `known`."""
         if not 1 <= num_images <= known:
             raise ConfigError(
                 f"{num_images} {split} images asked of {self.title}, which has {known}",

@@ -29,11 +29,6 @@ class Fashion(Dataset):
     std: ClassVar[Channels] = (0.33181, 0.33181, 0.33181)
 
     def prepare(self, *, download: bool) -> None:
-        """Check the files under `root/FashionMNIST`, or download them if there are none and `download` allows it.
-
-        Raises:
-            DataError: If they are incomplete or damaged, or absent and cannot be had.
-        """
         folder = self.root / "FashionMNIST"
         if folder.exists():
             for split in NUM_IMAGES:
@@ -57,12 +52,6 @@ class Fashion(Dataset):
             put_in_place(scratch / "FashionMNIST", folder)
 
     def load(self, split: Split, *, num_images: int | None = None) -> ImageSet:
-        """The first `num_images` of the 60,000 "train" or 10,000 "test" images.
-
-        Raises:
-            DataError: If they are absent, incomplete or damaged.
-            ConfigError: If there are fewer.
-        """
         dataset = _open(self.root, split)
         images = pad(dataset.data, (2, 2, 2, 2))[:, None].repeat(1, 3, 1, 1)
         return self.first(images, dataset.targets, split, num_images)

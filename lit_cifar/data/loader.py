@@ -21,10 +21,7 @@ _BLOCK_ON_HOST, _BLOCK_ON_DEVICE = 512, 16384
 class BatchLoader:
     """Iterates over this process's batches of `images`, where these lie.
 
-    Args:
-        images: The data set, on the device where batches shall be made.
-        sampler: Says which ids each batch holds. Lightning finds it here and calls its `set_epoch`, if it has one.
-        augmentation: Applied to every batch, or None.
+    Lightning finds the `sampler` here and calls its `set_epoch`, if it has one.
     """
 
     batch_sampler = None  # Lightning asks whatever has a `sampler` for this one too
@@ -76,9 +73,6 @@ class BatchLoader:
         """Let the next epoch begin behind `state_dict["step"]` optimizer steps; without this entry, at its beginning.
 
         In optimizer steps, so that another number of processes or accumulation steps can go on.
-
-        Raises:
-            CheckpointError: The epoch has fewer steps.
         """
         assert isinstance(self.sampler, TrainSampler)  # Lightning goes on in the middle of no other epochs
         step, num_steps = state_dict.get("step", 0), self.sampler.num_batches

@@ -44,7 +44,6 @@ class Synthetic(Dataset):
     std: ClassVar[Channels] = (0.220, 0.220, 0.220)
 
     def load(self, split: Split, *, num_images: int | None = None) -> ImageSet:
-        """Draw them."""
         images, labels = draw(split, num_images=num_images, seed=self.seed)
         return ImageSet(images, labels, self.classes, f"synthetic {split} ({len(labels)} drawn images)")
 
@@ -59,9 +58,6 @@ def draw(split: Split, *, num_images: int | None = None, seed: int = 0) -> tuple
 
     Returns:
         Images, uint8, (num_images, 3, 32, 32), and labels, int64, (num_images,).
-
-    Raises:
-        ConfigError: If there are not that many images, or the seed is negative.
     """
     num_images = MAX_IMAGES[split] if num_images is None else num_images
     if not 1 <= num_images <= MAX_IMAGES[split]:

@@ -39,10 +39,6 @@ class ForkedRun:
     Each process leads a session of its own, so that a signal to the session reaches all processes that it starts.
 
     Args:
-        words: Subcommand and flags.
-        environment: The whole environment of the processes.
-        stdout: The file to which they append their standard output.
-        stderr: The same for standard error.
         num_ranks: Number of processes to start. With one, the strategy may start others.
         module: Module to run in place of the command line.
     """
@@ -62,7 +58,6 @@ class ForkedRun:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes, by rank."""
         return [_pid(process) for process in self._processes]
 
     def wait(self, timeout_s: float) -> int | None:

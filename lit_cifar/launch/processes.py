@@ -22,12 +22,7 @@ _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")  # where L
 def settle_processes(config: dict[str, Any]) -> None:
     """Take `devices` and `num_nodes` from torchrun, if it started this process, and say where processes meet.
 
-    Args:
-        config: Arguments of a Trainer, the strategy made or by its registered name; changed in place.
-
-    Raises:
-        ConfigError: The sizes are given and contradict torchrun, machines have different numbers of processes, the
-            strategy starts processes of its own, or what `cluster_environment` raises.
+    `config`, the arguments of a Trainer, is changed in place. Its strategy is made, or a registered name.
     """
     strategy = _made(config["strategy"])
     if getattr(strategy, "is_single_process", False):  # it refuses others itself
@@ -41,15 +36,8 @@ def settle_processes(config: dict[str, Any]) -> None:
 
 
 def check_processes(trainer: Trainer, *, rank: int) -> None:
-    """Compare the environment variables of this process with the processes of `trainer`.
-
-    Args:
-        trainer: Made from arguments that `settle_processes` has changed.
-        rank: This process's rank by the environment.
-
-    Raises:
-        ConfigError: The rank is not 0 but there is one process, which would then log nothing. Or the processes were
-            started by hand and the environment does not say where they meet.
+    """Refuse a rank other than 0 without other processes, which would log nothing, and processes that do not know where
+    they meet.
     """
     if rank and trainer.world_size == 1:
         given = [name for name in _RANKS if os.environ.get(name) == str(rank)]

@@ -42,14 +42,7 @@ _KEPT: list[TCPStore] = []
 
 
 def cluster_environment(*, num_nodes: int = 1) -> ClusterEnvironment:
-    """The plugin for `Trainer(plugins=[...])` by which the processes meet where other machines cannot connect.
-
-    Args:
-        num_nodes: As of the Trainer.
-
-    Raises:
-        ConfigError: Several machines without torchrun, or without the name of the interface that connects them.
-    """
+    """The plugin for `Trainer(plugins=[...])` by which the processes meet where other machines cannot connect."""
     if TorchElasticEnvironment.detect():
         return TorchrunEnvironment()
     num_tasks = _num_cluster_tasks()
@@ -126,9 +119,6 @@ class TorchrunEnvironment(TorchElasticEnvironment):
     terminated processes; a process that reads one of those waits forever. Here the agent's store only serves to find
     the new one. Under `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` there is no agent's store, and torchrun chooses a port for
     each start.
-
-    Raises:
-        ConfigError: There are several machines, and no interface is named.
     """
 
     def __init__(self) -> None:
@@ -184,12 +174,9 @@ class TorchrunEnvironment(TorchElasticEnvironment):
 
 
 def open_store(address: str, *, port: int = 0, only_there: bool = False) -> TCPStore:
-    """A store in this process that listens at `address` alone.
+    """A store in this process that listens at `address` (IPv4) alone.
 
-    Args:
-        address: IPv4 address of this machine.
-        port: The preferred port; 0 for any.
-        only_there: Whether a port in use is an error. Otherwise another one is taken.
+    If `port` is 0 or in use it takes another one. With `only_there` a port in use is an error.
     """
     try:
         listener = socket.create_server((address, port))

@@ -46,11 +46,7 @@ def blocks_of(network: nn.Module) -> dict[str, nn.Module] | None:
 
 @torch.no_grad()
 def check_network(network: nn.Module, image_shape: Sequence[int], *, num_classes: int) -> None:
-    """Find out whether `network` returns logits, and whether its blocks do, on two images of noise.
-
-    Raises:
-        ConfigError: It fails, returns something else, or its blocks compute something else than its `forward`.
-    """
+    """Refuse a network that does not return logits for two images of noise, or whose blocks compute something else."""
     name = type(network).__name__
     alone = deepcopy(network).eval()
     images = torch.randn(2, *image_shape, generator=torch.Generator().manual_seed(0))

@@ -23,12 +23,7 @@ SOURCE = Path(__file__).resolve().parents[1]
 
 
 def environment(trainer: Trainer, *, data_name: str) -> dict[str, Any]:
-    """The environment of a run, without names of the machine or its user.
-
-    Args:
-        trainer: Its strategy's processes have started.
-        data_name: Title of the data set.
-    """
+    """The environment of a run whose processes have started, without names of the machine or its user."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command_line(sys.argv),

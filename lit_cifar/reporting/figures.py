@@ -74,7 +74,6 @@ class EvaluationFigures(Callback):
             self._worst.update(outputs, batch)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw, unless this is the sanity check or an epoch without figures."""
         if self._is_due(trainer):
             self._draw(trainer, pl_module, "val")
 
@@ -136,9 +135,6 @@ class MostConfidentMistakes:
 
     `update` stays on the device and never waits for it. Ties go to the smaller id, so that the choice does not depend
     on which process has which sample.
-
-    Args:
-        k: How many to keep.
     """
 
     def __init__(self, k: int) -> None:
@@ -181,10 +177,7 @@ class MostConfidentMistakes:
 def class_accuracies(accuracies: Tensor, confusion: Tensor, classes: Sequence[str]) -> dict[str, float]:
     """The accuracy of each class, by a name that is valid as a tag; classes without samples are left out.
 
-    Args:
-        accuracies: float, (C,).
-        confusion: int64, (C, C); rows are the truth.
-        classes: C names.
+    `accuracies` is float, (C,); `confusion` int64, (C, C), with the truth in rows.
     """
     totals = confusion.sum(dim=1).tolist()
     return {

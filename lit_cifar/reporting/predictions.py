@@ -20,9 +20,6 @@ class PredictionWriter(Callback):
 
     A file that could not be read has an error and no class. Expects `predict_step` to return
     softmax probabilities (n, C), and `trainer.datamodule.folder` to list the files.
-
-    Attributes:
-        rows: The latest table, on rank 0.
     """
 
     def __init__(self) -> None:
@@ -30,7 +27,6 @@ class PredictionWriter(Callback):
         self._table = torch.zeros(0, 3, dtype=torch.float64)
 
     def on_predict_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start with an empty table."""
         # One row for each readable image: class, confidence, how often it was classified. A row stays zero except on
         # the process that classifies the image, so that the sum over processes is the whole table.
         num_images = len(_datamodule(trainer).sets["predict"])
@@ -52,7 +48,6 @@ class PredictionWriter(Callback):
         self._table[batch.ids] = filled.to(self._table)
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Combine the processes' tables and write the file on rank 0."""
         table = trainer.strategy.reduce(self._table, reduce_op="sum")
         folder = run_folder(trainer)
         if not trainer.is_global_zero:

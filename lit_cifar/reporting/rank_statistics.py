@@ -14,11 +14,7 @@ FAMILY_WISE_LEVEL = 0.01
 
 @dataclass(frozen=True)
 class AccuracyCount:
-    """Samples seen and samples classified correctly.
-
-    Raises:
-        ValueError: If not `0 <= correct <= total`.
-    """
+    """Samples seen and samples classified correctly."""
 
     correct: int
     total: int
@@ -39,12 +35,6 @@ class AccuracyCount:
         """Wilson's score interval around the accuracy; (0, 1) without samples.
 
         It stays inside [0, 1] and keeps its level close to 0 and 1, where the textbook p +- z sqrt(p q / n) collapses.
-
-        Args:
-            level: Share of such intervals that cover the true accuracy, between 0 and 1.
-
-        Raises:
-            ValueError: If `level` is not between 0 and 1.
 
         Source: E. B. Wilson, "Probable inference, the law of succession, and statistical inference", Journal of the
         American Statistical Association 22 (1927), 209-212.

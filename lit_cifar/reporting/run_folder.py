@@ -18,13 +18,7 @@ from lit_cifar.reporting.csv_files import replace_csv
 def create_run_folder(run_dir: str | None, *, label: str, resume: bool = False) -> Path:
     """Make the folder of a run, on rank 0; other ranks get a path that nothing is written to.
 
-    Args:
-        run_dir: The folder the user wants, or None for `runs/<time>-<label>`.
-        label: Subcommand and mode, e.g. "fit-ddp".
-        resume: Whether the folder may already hold a run. Otherwise it must be empty.
-
-    Raises:
-        ConfigError: The folder is not empty, or cannot be written.
+    It is `run_dir`, or `runs/<time>-<label>`, and must be empty unless a run is resumed in it.
     """
     folder = Path(run_dir) if run_dir else Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{label}"
     if process_rank() != 0:
@@ -68,12 +62,7 @@ def run_loggers(folder: Path, *, kept_rows: int = 0, first_step: int | None = No
 
 
 def logger_below(folder: Path, given: Namespace) -> Logger:
-    """A logger that the user has added; it writes below the run folder if it has an argument `save_dir`.
-
-    Args:
-        folder: The run folder.
-        given: The logger's class and arguments. A relative `save_dir` is relative to the run folder.
-    """
+    """A logger that the user has added; a relative `save_dir` among its arguments is relative to the run folder."""
     arguments = {**given.get("init_args", {}), **given.get("dict_kwargs", {})}
     if "save_dir" in arguments:
         arguments["save_dir"] = str(folder / (arguments["save_dir"] or ""))

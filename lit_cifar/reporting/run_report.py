@@ -41,20 +41,15 @@ class RunReport(Callback):
             leave_out_banners()
 
     def announce(self, trainer: Trainer, pl_module: LightningModule, datamodule: Any, *, stage: str) -> None:
-        """Print the settings of the run, unless that was done. It may be called before the processes have met.
+        """Print the settings of the run, unless that was done.
 
-        Args:
-            trainer: Need not have the data module yet.
-            pl_module: The model.
-            datamodule: `setup` was called.
-            stage: "fit", "validate", "test" or "predict".
+        This may be called before the processes have met, once `setup` of the data module was called.
         """
         if not self._announced:
             self._announced = True
             print(*(plan(trainer, pl_module, datamodule) if stage == "fit" else [_mode(trainer)]), sep="\n", flush=True)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write the environment and print the plan."""
         self._started_at = perf_counter()
         self._folder = run_folder(trainer)
         if not trainer.is_global_zero:

@@ -35,7 +35,6 @@ class Throughput(Callback):
         self._logged_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reset the counts of an earlier fit."""
         self._warmup_left = self.warmup_steps
         self._reset()
         self._started_at = None
@@ -52,7 +51,6 @@ class Throughput(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
-        """Count the batch; log when it is time."""
         if self._warmup_left > 0:
             self._warmup_left -= 1
             if self._warmup_left == 0:
@@ -67,11 +65,9 @@ class Throughput(Callback):
             self._log(pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop."""
         self._stop(pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop."""
         self._stop(pl_module)
 
     def _log(self, pl_module: LightningModule) -> None:

@@ -31,10 +31,6 @@ class SampleAudit(Callback):
 
     Expects a `Batch`, and a data module with `train_sampler()`, `dataset` and `val_size`. All processes must take part
     when a checkpoint is written.
-
-    Raises:
-        SampleAuditError: On every process, if samples are missing, or were used twice or in the wrong step.
-        ConfigError: A run is resumed in the middle of an epoch with settings that change the order of its samples.
     """
 
     def __init__(self) -> None:
@@ -47,7 +43,6 @@ class SampleAudit(Callback):
         self._tally = _new_tally(trainer, epoch=trainer.current_epoch) if stage == "fit" else None
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Resume at the end of the checkpoint's receipt."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
         receipt = Receipt.read(checkpoint)
@@ -68,7 +63,6 @@ class SampleAudit(Callback):
             self._tally = _new_tally(trainer, epoch=trainer.current_epoch)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
-        """Count a batch, without waiting for the device."""
         tally = self._tally
         if tally is None:
             return

@@ -53,12 +53,7 @@ class Tally:
         return tally
 
     def count(self, ids: Tensor, *, accumulation: int) -> None:
-        """Add a batch.
-
-        Args:
-            ids: int64, (n,), on the tally's device; n may be 0.
-            accumulation: Batches in an optimizer step.
-        """
+        """Add a batch; `ids` is int64, (n,), on the tally's device; n may be 0."""
         step = self.loader_steps // accumulation + 1
         self.uses.index_add_(0, ids, self._one.expand(len(ids)), alpha=_USE + step)  # a scalar: no copy to the device
         self.loader_steps += 1
@@ -81,15 +76,10 @@ def planned(sampler: TrainSampler, *, loader_steps: int) -> Tensor:
 
 
 def prove(uses: Tensor, sampler: TrainSampler, *, loader_steps: int) -> None:
-    """Compare what was used with what was planned.
+    """Raise a `SampleAuditError` unless `uses` is what was planned for the first `loader_steps` batches of each shard.
 
-    Args:
-        uses: Sum of the tallies of all shards, int64, (num_samples,), on the host.
-        sampler: Any shard's, at the epoch in question.
-        loader_steps: Batches that each shard should have had of this epoch.
-
-    Raises:
-        SampleAuditError: Names the samples that are missing, that were used more than once, or not when they were due.
+    `uses` is the sum of the tallies of all shards, int64, (num_samples,), on the host; `sampler` is any shard's, at the
+    epoch in question.
     """
     plan = planned(sampler, loader_steps=loader_steps)
     if uses.equal(plan):
@@ -108,12 +98,8 @@ def prove(uses: Tensor, sampler: TrainSampler, *, loader_steps: int) -> None:
 
 
 def chain(digest: str, uses: Tensor, *, num_steps: int) -> str:
-    """`digest` carried on over the first `num_steps` optimizer steps of an epoch.
-
-    Args:
-        digest: Hexadecimal, before the first of them.
-        uses: Of all shards, proven: int64, (num_samples,), on the host.
-        num_steps: Steps of this epoch that enter.
+    """`digest` (hexadecimal) carried on over the first `num_steps` optimizer steps of an epoch, from the proven `uses`
+    of all shards.
     """
     step_of = uses % _USE  # 0: not used
     ids = torch.argsort(step_of, stable=True)
@@ -145,20 +131,13 @@ class Receipt:
     """What a checkpoint says about the samples that were used until it was written.
 
     It needs no list of them: no other samples have this digest.
-
-    Attributes:
-        epoch: The epoch in which it was written.
-        step: Whole optimizer steps taken in it.
-        start: Digest before the epoch's first step.
-        digest: Digest after its latest step.
-        settings: From `order_settings`.
     """
 
     epoch: int
-    step: int
-    start: str
-    digest: str
-    settings: Settings
+    step: int  # whole optimizer steps taken in it
+    start: str  # digest before the epoch's first step
+    digest: str  # digest after its latest step
+    settings: Settings  # from `order_settings`
 
     def write(self, checkpoint: dict[str, Any]) -> None:
         """Put the receipt into `checkpoint`."""
@@ -166,11 +145,7 @@ class Receipt:
 
     @classmethod
     def read(cls, checkpoint: dict[str, Any]) -> "Receipt | None":
-        """The receipt of `checkpoint`; None if it has none.
-
-        Raises:
-            CheckpointError: There is something else in its place.
-        """
+        """The receipt of `checkpoint`; None if it has none."""
         found = checkpoint.get(KEY)
         if found is None:
             return None
@@ -182,14 +157,9 @@ class Receipt:
         return cls(**found)
 
     def check(self, sampler: TrainSampler, settings: Settings) -> None:
-        """See that this run's plan for the epoch begins with what was used; between two epochs it may be another.
+        """Refuse to resume in the middle of an epoch unless this run's plan for it begins with what was used.
 
-        Args:
-            sampler: Any shard's, at this receipt's epoch.
-            settings: Of this run.
-
-        Raises:
-            ConfigError: It does not; names the settings that differ.
+        `sampler` is any shard's, at this receipt's epoch.
         """
         if not self.step:
             return

@@ -227,14 +227,9 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
 
 
 def make_mesh(device_type: str, *, model_size: int, timeout: timedelta | None) -> DeviceMesh:
-    """The mesh of all processes; each of them must call this.
+    """The mesh of all processes; each of them must call this. `model_size`, the number along "model", divides theirs.
 
     `init_device_mesh` would give the groups of the axes torch's own time limit, ten minutes under NCCL.
-
-    Args:
-        device_type: As "cpu".
-        model_size: Processes along "model", a divisor of their number.
-        timeout: Of the groups of both axes.
     """
     ranks = torch.arange(dist.get_world_size()).view(-1, model_size)
     groups = [_own_group(lines.tolist(), timeout=timeout) for lines in (ranks.T, ranks)]

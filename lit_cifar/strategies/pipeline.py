@@ -23,17 +23,11 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """In which order the processes of a pipeline work on stages and microbatches: torch's own, with their rules.
+    """In which order the processes of a pipeline work on stages and microbatches: torch's own, with their rules."""
 
-    Attributes:
-        name: torch's name (torch.distributed.pipelining.schedules.get_schedule_class).
-        num_processes: Processes of one pipeline.
-        stages_per_process: How many stages each of them holds.
-    """
-
-    name: ScheduleName
-    num_processes: int
-    stages_per_process: int
+    name: ScheduleName  # torch's name (torch.distributed.pipelining.schedules.get_schedule_class)
+    num_processes: int  # processes of one pipeline
+    stages_per_process: int  # how many stages each of them holds
 
     @classmethod
     def of(cls, name: ScheduleName, num_processes: int) -> "Schedule":
@@ -42,7 +36,6 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the whole pipeline."""
         return self.num_processes * self.stages_per_process
 
     def owner(self, stage: int) -> int:
@@ -62,11 +55,7 @@ class Schedule:
         return max(4, self.fewest_microbatches)
 
     def check(self, num_microbatches: int) -> None:
-        """Find out whether the schedule works with so many microbatches.
-
-        Raises:
-            ConfigError: It needs more, or another multiple.
-        """
+        """Raise a `ConfigError` unless the schedule works with so many microbatches."""
         processes, fewest = self.num_processes, self.fewest_microbatches
         if num_microbatches < fewest:
             raise ConfigError(
@@ -94,13 +83,8 @@ class Pipeline:
     Images and labels are the same in all processes of the pipeline, and so are the logits that it returns.
 
     Args:
-        network: The whole network; this process runs the layers of its own stages only.
-        partition: Its stages, `schedule.num_stages` of them.
-        schedule: Who holds which stage, and the order of work in training.
-        num_microbatches: Into how many a training batch is cut.
         loss: The loss of each sample, from logits (n, C) and labels (n,).
         group: The processes of the pipeline, in its order.
-        device: Where this process's stages are.
         compiles: Whether to compile them, each by itself.
     """
 
@@ -142,11 +126,6 @@ class Pipeline:
 
     def train(self, images: Tensor, labels: Tensor, *, scale: Tensor | float) -> Tensor:
         """Run forward and backward of every microbatch; the gradients are added to those of this process's parameters.
-
-        Args:
-            images: (n, ...), n a multiple of the number of microbatches.
-            labels: (n,).
-            scale: Factor of the summed loss of the samples, a number or a scalar on the device.
 
         Returns:
             Logits, (n, C), without a graph.

@@ -91,12 +91,6 @@ class PipelineStrategy(MeshStrategy):
 
     @override
     def check(self) -> None:
-        """Find contradicting sizes and flags.
-
-        Raises:
-            ConfigError: Stages that do not divide the processes, too few microbatches for the schedule, or synchronised
-                BatchNorm.
-        """
         each = stages_per_process(self.schedule_name)
         if self.num_stages is not None and (self.num_stages < 1 or self.num_stages % each):
             raise ConfigError(
@@ -120,12 +114,6 @@ class PipelineStrategy(MeshStrategy):
 
     @override
     def connect(self, model: L.LightningModule) -> None:
-        """Cut the module's network into stages.
-
-        Raises:
-            ConfigError: A module without `network`, `use_runner` and `loss`, a network that does not say
-                its blocks, more stages than blocks, unknown cuts, or a schedule that cannot run compiled stages.
-        """
         module = as_computes_loss(model, strategy=self.strategy_name)
         check_chain(module.network, strategy=self.strategy_name)
         if compiles(model) and self.schedule_name == "ZBVZeroBubble":

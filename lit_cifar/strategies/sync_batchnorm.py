@@ -27,12 +27,7 @@ class ProcessSyncBatchNorm(TorchSyncBatchNorm):
 
     @override
     def apply(self, model: nn.Module) -> nn.Module:
-        """Synchronise every BatchNorm layer of `model`, in place on the CPU.
-
-        Raises:
-            TypeError: A BatchNorm layer on the CPU that is not exactly `nn.BatchNorm1d`, `2d` or `3d`: its own
-                `forward` would be lost.
-        """
+        """Synchronise every BatchNorm layer of `model`, in place on the CPU."""
         if _device_to_be(model).type != "cpu":
             return super().apply(model)
         for layer in model.modules():
@@ -127,15 +122,8 @@ def _global_statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[int,
     the same bits. The combination (Chan, Golub and LeVeque 1979) adds squared deviations from means, never squares of
     values, which would cancel; it is done in float64, which is free at C values and keeps counts exact.
 
-    Args:
-        x: (n, C, ...), n may be 0.
-        group: Who has the other values.
-
     Returns:
         count, mean (C,), variance (C,); in x's dtype, or float32 where that has less precision.
-
-    Raises:
-        ValueError: Fewer than two values per channel, which have no variance.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     num_channels = x.shape[1]

@@ -48,15 +48,10 @@ def checkpoint_problems(path: Path, last: Step, *, config: Mapping[str, Any]) ->
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of an evaluation.
+    """The result of an evaluation."""
 
-    Attributes:
-        counts: Right and seen samples.
-        metrics: By the names under which they are logged.
-    """
-
-    counts: tuple[int, int]
-    metrics: dict[str, float]
+    counts: tuple[int, int]  # right and seen samples
+    metrics: dict[str, float]  # by the names under which they are logged
 
 
 def evaluation_problems(path: Path, *, counts: tuple[int, int], found: Logged, config: Mapping[str, Any]) -> list[str]:

@@ -142,14 +142,9 @@ def first_excess(of_step: Mapping[str, Mapping[str, float]], bounds: Bounds, *, 
 
 
 def sample_problems(found: Sequence[Sequence[int]], expected: Sequence[int]) -> list[str]:
-    """What is wrong with the ids that the processes of a step read.
+    """Phrases for the ids that are missing, seen too often or foreign, of those that the processes of a step read.
 
-    Args:
-        found: The ids of every shard.
-        expected: Those of the reference, in any order.
-
-    Returns:
-        Nothing, or a phrase for the ids that are missing, seen too often, or foreign.
+    `found` has the ids of every shard, `expected` those of the reference, in any order.
     """
     seen, wanted = Counter(i for shard in found for i in shard), Counter(expected)
     missing, surplus = sorted((wanted - seen).elements()), sorted((seen - wanted).elements())

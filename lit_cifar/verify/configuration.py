@@ -59,23 +59,15 @@ _PRECISIONS |= {name: name for name in ("32-true", "64-true", "bf16-mixed")}
 
 @dataclass(frozen=True)
 class Settings:
-    """The flags that all runs share, and their values after defaults and files.
+    """The flags that all runs share, and their values after defaults and files."""
 
-    Attributes:
-        flags: What to pass to `fit`.
-        config: Every setting with its value, as `fit --print_config` shows it.
-    """
-
-    flags: tuple[str, ...]
-    config: dict[str, Any]
+    flags: tuple[str, ...]  # what to pass to `fit`
+    config: dict[str, Any]  # every setting with its value, as `fit --print_config` shows it
 
     @classmethod
     def of(cls, args: list[str], *, devices: int, folder: Path) -> "Settings":
-        """Resolve the user's `args`.
-
-        Raises:
-            ConfigError: `fit` refuses them, they are flags that `verify` sets itself, or a precision in which a step
-                may change nothing.
+        """Resolve the user's `args`; refuse flags that `verify` sets itself, and precisions in which a step may change
+        nothing.
         """
         owned = [arg for arg in args if arg.split("=")[0] in _OWNED]
         if owned:
@@ -112,29 +104,21 @@ class Settings:
 
     @property
     def num_gpus(self) -> int:
-        """Number of GPUs for the runs; 0 on the CPU."""
         return 0 if self.config["trainer"]["accelerator"] == "cpu" else torch.cuda.device_count()
 
     @property
     def accumulation(self) -> int:
-        """Loader steps per optimizer step."""
         return int(self.config["trainer"]["accumulate_grad_batches"])
 
     @property
     def batch_size(self) -> int:
-        """Size of the global batch."""
         return int(self.config["data"]["batch_size"])
 
     def module(self) -> LitResNet:
-        """With the configuration's network."""
         return module_of(self.config)
 
     def train_sampler(self) -> TrainSampler:
-        """The sampler of one device; the images are not kept.
-
-        Raises:
-            ConfigError: The data set is missing, or not even one device can train on such batches.
-        """
+        """The sampler of one device; the images are not kept."""
         data = CIFAR10DataModule(**self.config["data"])
         data.prepare_data()
         data.setup("fit")
@@ -150,7 +134,6 @@ class Settings:
 
     @property
     def evaluates(self) -> bool:
-        """Whether there are images to validate on."""
         return (
             CIFAR10DataModule(**self.config["data"]).val_size > 0 and self.config["trainer"]["limit_val_batches"] != 0
         )

@@ -50,7 +50,6 @@ class Record:
 
     @property
     def logged(self) -> Logged:
-        """The metrics that the run logged."""
         return logged(self.folder / "run")
 
     @property

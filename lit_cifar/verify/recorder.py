@@ -67,7 +67,6 @@ class Trace(L.Callback):
             torch.backends.cudnn.enabled = False
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Note how the schedules begin."""
         self._schedules = [deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
 
     def on_train_batch_start(
@@ -100,7 +99,6 @@ class Trace(L.Callback):
             self._write_own(trainer, f"{when}, loaded back", self._own_state(trainer, pl_module), same_as=when)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write down the samples of this process, and how many its metrics have counted."""
         self._write_samples(trainer, "epoch", f"epoch {trainer.current_epoch}", counted=_counted(pl_module, "train"))
 
     def on_validation_batch_end(
@@ -112,7 +110,6 @@ class Trace(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Note the samples."""
         self._ids["evaluation"] += batch.ids.tolist()
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -208,11 +205,7 @@ def reload_state(
 ) -> None:
     """Save a checkpoint, wipe weights, optimizer and schedule, and restore them as Lightning does on resume.
 
-    Args:
-        trainer: In the middle of a fit.
-        pl_module: Its module.
-        path: Of the checkpoint, which is removed again.
-        schedules: How the learning rates' schedules begin.
+    `schedules` is how the learning rates' schedules began.
     """
     trainer.save_checkpoint(path)
     for tensor in (*pl_module.parameters(), *pl_module.buffers()):

@@ -92,11 +92,7 @@ class References:
             self._tolerances[self.words(chunks)] = _Tolerance(self._runs[chunks], others, self.launcher.steps)
 
     def get(self, chunks: GhostBatches) -> Reference:
-        """Wait for what was started.
-
-        Raises:
-            ConfigError: One device cannot train the configuration.
-        """
+        """Wait for what was started."""
         return Reference(self._runs[chunks].wait(), self._tolerances[self.words(chunks)].bounds)
 
     def forget(self, chunks: GhostBatches) -> None:

@@ -42,23 +42,14 @@ GUARDS = {"SampleAuditError: ": "data receipt"}
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a planted mistake.
+    """The result of a planted mistake."""
 
-    Attributes:
-        bug: The mistake; None where none was planted, which must pass.
-        mode: The mode.
-        problems: Problems that the comparison found, or the last lines of a run that failed.
-        finished: Whether the run ended normally.
-        acted: Whether the wrong code has run.
-        guard: The check during training that stopped the run; None if none did.
-    """
-
-    bug: Bug | None
+    bug: Bug | None  # the mistake; None where none was planted, which must pass
     mode: str
-    problems: list[str]
-    finished: bool
-    acted: bool = False
-    guard: str | None = None
+    problems: list[str]  # problems that the comparison found, or the last lines of a run that failed
+    finished: bool  # whether the run ended normally
+    acted: bool = False  # whether the wrong code has run
+    guard: str | None = None  # the check during training that stopped the run; None if none did
 
     @property
     def caught_by(self) -> str | None:

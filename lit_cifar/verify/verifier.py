@@ -50,7 +50,6 @@ class Verifier:
 
     @cached_property
     def references(self) -> References:
-        """The single-device runs so far."""
         return References(self.launcher)
 
     @cached_property
@@ -66,13 +65,8 @@ class Verifier:
             return mode.chunks(accumulation=self.launcher.settings.accumulation)
 
     def compare(self, cases: Sequence[Case]) -> Iterator[Compared]:
-        """Run each case and the references that they need; several at a time, as `Settings.num_at_once` says.
-
-        Yields:
-            As they end.
-
-        Raises:
-            ConfigError: One device cannot train the configuration.
+        """Run each case and the references that they need, several at a time, as `Settings.num_at_once` says; yields as
+        they end.
         """
         chunks = [self.chunks_of(case.mode) for case in cases]
         launched: dict[Future[Outcome], tuple[int, Path]] = {}
@@ -113,10 +107,6 @@ def verify(
 
     Returns:
         A row for each mode.
-
-    Raises:
-        ConfigError: Unknown modes, flags that `fit` refuses, or a mode called by its name that cannot run on so many
-            devices or with batches of this size; "all" leaves those out.
     """
     if steps < 2:
         raise ConfigError(f"--steps={steps} leaves no step after a resume", remedy="pass --steps 2 or more")
@@ -130,8 +120,7 @@ def verify(
 def verify_modes(verifier: Verifier, wanted: Sequence[Variant]) -> list[Row]:
     """Rows in the order of `wanted`; each reference is forgotten as soon as its last mode has been compared.
 
-    Raises:
-        ConfigError: What only the run of a mode can find: that is no failed proof.
+    What only the run of a mode finds wrong with the user's flags is a `ConfigError`, no failed proof.
     """
     chunks = {mode.name: verifier.chunks_of(mode) for mode in wanted}
     waiting = Counter(chunks.values())
@@ -150,10 +139,7 @@ def verify_modes(verifier: Verifier, wanted: Sequence[Variant]) -> list[Row]:
 def _possible(wanted: Sequence[Variant], settings: Settings, report: Report, *, leave_out: bool) -> Iterator[Variant]:
     """Those that can run on so many devices with such batches: `tp`, say, must divide the channels.
 
-    Of the others `report` says why they are left out.
-
-    Raises:
-        ConfigError: None may be left out, or not even one device can train the configuration.
+    Of the others `report` says why they are left out, or the error is raised if none may be.
     """
     module, sampler = settings.module(), settings.train_sampler()
     for mode in wanted:

@@ -33,10 +33,6 @@ class Monitor(threading.Thread):
     its main thread, which a broken connection raises in most, or after `GRACE_S` without one.
 
     Args:
-        everyone: The first heartbeat of each rank, in order.
-        rank: Rank of this process.
-        board: Exchanges the heartbeats.
-        progress: Written by this process's main thread.
         timeout_s: How long a process may be silent, and the least time that a phase of its main thread may take.
         store_host: The rank whose process serves the store, see `host_of_store`.
         grace_s: How long the main thread may take to end by an exception.
@@ -84,11 +80,10 @@ class Monitor(threading.Thread):
     # For the main thread.
 
     def fail(self, failure: str, *, quiet: bool = False) -> Verdict | None:
-        """Report that the main thread has failed, and return the verdict once there is one.
+        """Report that the main thread has failed, with the end of its traceback, and return the verdict once there is
+        one.
 
-        Args:
-            failure: The end of its traceback.
-            quiet: Whether the main thread prints the message itself.
+        If it is `quiet` the main thread prints the message itself.
         """
         self._failure, self._quiet = failure, quiet
         self._wake.set()

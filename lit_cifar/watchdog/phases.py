@@ -14,21 +14,13 @@ _NUM_SETTLED = 3
 
 
 class Moment(NamedTuple):
-    """The current phase of the main thread.
+    """The current phase of the main thread."""
 
-    Attributes:
-        phase: Its name, e.g. "training step".
-        step: Optimizer steps that are done.
-        events: Number of phases begun so far, by which processes are compared.
-        since: When this phase began, on this process's monotonic clock, in seconds.
-        shape: Shape of the newest batch. With another shape the same phase may compile again.
-    """
-
-    phase: str
-    step: int
-    events: int
-    since: float
-    shape: Hashable = None
+    phase: str  # its name, e.g. "training step"
+    step: int  # optimizer steps that are done
+    events: int  # number of phases begun so far, by which processes are compared
+    since: float  # when this phase began, on this process's monotonic clock, in seconds
+    shape: Hashable = None  # shape of the newest batch. With another shape the same phase may compile again.
 
     @property
     def kind(self) -> Hashable:

@@ -11,15 +11,11 @@ _STATE, _START_TIME, _EXIT_CODE = 0, 19, 49
 
 
 class Sight(NamedTuple):
-    """The observed state of a process.
+    """The observed state of a process."""
 
-    Attributes:
-        state: "unseen" for a process that cannot be observed from here, as on another machine.
-        ending: How the process ended, e.g. "SIGKILL", if that is known.
-    """
-
+    # "unseen" for a process that cannot be observed from here, as on another machine.
     state: Literal["running", "stopped", "gone", "unseen"]
-    ending: str = ""
+    ending: str = ""  # how the process ended, e.g. "SIGKILL", if that is known
 
 
 def start_time(pid: int) -> str:
