@@ -26,7 +26,7 @@ Without --config the network is ResNet34, on synthetic images."""
 
 
 def main(args: list[str]) -> int:
-    """Verify, print, and return 0 if every mode passed, or every planted mistake was caught; 1 if not, 130 after Ctrl-C."""
+    """Verify, print, and return 0 if every mode passed, or each planted mistake was caught; 1 if not, 130 after Ctrl-C."""
     options, rest = verify_parser().parse_known_args(args)
     if options.self_test and rest:
         raise ConfigError(f"--self-test has a configuration of its own, not {rest[0]}", remedy="leave it out")
