@@ -78,7 +78,6 @@ class HelpAction(_HelpAction):
         self.nargs, self.metavar, self.choices = "?", "all", ["all"]
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        """Print and exit."""
         groups = None if values == "all" else getattr(parser, "common", None)
         print(parser.format_help().rstrip() if groups is None else short_help(parser, groups))
         parser.exit()

@@ -51,7 +51,6 @@ class ClassAccuracy(ConfusionMatrix):
     """Accuracy of each class, float, (C,); 0 for a class without samples."""
 
     def compute(self) -> Tensor:
-        """From the counts so far."""
         return self.confmat.diagonal() / self.confmat.sum(dim=1).clamp(min=1)
 
 

@@ -30,7 +30,6 @@ class Mode:
     min_devices: int = 2  # the smallest number of devices among which the mode divides the work
     # Whether the strategy accepts a number of devices, which is at least `min_devices`.
     fits: Callable[[int], bool] = lambda num_devices: True
-    needs: tuple[str, ...] = ()  # parts of torch that it uses, as "module" or "module.name"
 
     @property
     def has_processes(self) -> bool:
@@ -42,26 +41,19 @@ class Mode:
         return [count for count in range(self.min_devices, most + 1) if self.fits(count)]
 
     def flags(self, num_devices: int) -> list[str]:
-        """The flags of `fit` for `num_devices` devices."""
         strategy = [] if self.name == "single" else [f"--trainer.strategy={self.name}"]
         return [*strategy, f"--trainer.devices={num_devices}"]
 
 
 def _is_even(num_devices: int) -> bool:
-    """Whether stages come in pairs."""
     return num_devices % 2 == 0
 
-
-_DISTRIBUTED = ("torch.distributed",)
-_PIPELINING = (*_DISTRIBUTED, "torch.distributed.pipelining")
-_FULLY_SHARD = (*_DISTRIBUTED, "torch.distributed.fsdp.fully_shard")
-_TENSOR_PARALLEL = (*_DISTRIBUTED, "torch.distributed.tensor.parallel")
 
 MODES = (
     Mode(name="single", splits="nothing: the reference", processes="1", min_devices=1),
     Mode(name="dp", splits="the batch, over devices of one process", processes="1"),
-    Mode(name="ddp", splits="the batch, over processes", processes="N", needs=_DISTRIBUTED),
-    Mode(name="ddp_spawn", splits="the same, started by multiprocessing", processes="N", needs=_DISTRIBUTED),
+    Mode(name="ddp", splits="the batch, over processes", processes="N"),
+    Mode(name="ddp_spawn", splits="the same, started by multiprocessing", processes="N"),
     Mode(name="mp", splits="the layers, over devices of one process", processes="1"),
     Mode(
         name="ddp_mp",
@@ -69,24 +61,21 @@ MODES = (
         processes="N / S",
         min_devices=4,
         fits=_is_even,
-        needs=_DISTRIBUTED,
     ),
-    Mode(name="pp", splits="the layers, over processes", processes="N", needs=_PIPELINING),
+    Mode(name="pp", splits="the layers, over processes", processes="N"),
     Mode(
         name="ddp_pp",
         splits="the batch over pipelines, the layers along each",
         processes="N",
         min_devices=4,
         fits=_is_even,
-        needs=_PIPELINING,
     ),
-    Mode(name="fsdp2", splits="parameters, gradients and optimizer state", processes="N", needs=_FULLY_SHARD),
+    Mode(name="fsdp2", splits="parameters, gradients and optimizer state", processes="N"),
     Mode(
         name="tp",
         splits="the tensors inside layers",
         processes="N",
         fits=lambda num_devices: 64 % num_devices == 0,  # the channels of the first blocks of `fit`'s own network
-        needs=_TENSOR_PARALLEL,
     ),
 )
 
@@ -103,7 +92,6 @@ class Variant:
 
     @property
     def flags(self) -> list[str]:
-        """The mode's flags, to be added to the user's own."""
         return [
             f"--trainer.strategy={self.strategy}",
             *(f"--trainer.strategy.{name}={value}" for name, value in self.sizes.items()),
@@ -132,7 +120,6 @@ class Variant:
 
     @property
     def num_processes(self) -> int:
-        """Number of processes of the mode on this machine."""
         return int(getattr(self._strategy(), "num_processes", 1))
 
     @property
@@ -204,7 +191,6 @@ def variants(devices: int) -> dict[str, Variant]:
 
 
 def chosen(names: list[str], *, devices: int) -> list[Variant]:
-    """The modes called `names`, "all" for every one."""
     if devices < 2:
         raise ConfigError(f"--devices={devices} leaves nothing to compare", remedy="pass --devices 2 or more")
     known = variants(devices)

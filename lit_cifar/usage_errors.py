@@ -143,7 +143,6 @@ def _refuse_arguments_of_name(message: str) -> None:
 
 
 def _refuse_former_names(message: str) -> None:
-    """Exit if `message` is about an option that has another name now."""
     for former, now in _FORMER_NAMES.items():
         if former in message:
             refuse(f"--{former} is now called --{now}", remedy="change it, also in the YAML files that you pass")

@@ -28,7 +28,7 @@ from lit_cifar.checkpoint.lightning_io import CheckpointFiles
 from lit_cifar.checkpoint.save_errors import BEST, LAST, PREVIOUS, save_error
 from lit_cifar.checkpoint.step_boundary import StepBoundary
 from lit_cifar.errors import CheckpointError, Stopped
-from lit_cifar.watchdog import HELPER
+from lit_cifar.watchdog.activity import HELPER
 
 _LIMIT_S = 30.0
 

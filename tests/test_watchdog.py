@@ -21,15 +21,16 @@ from torch.distributed import HashStore
 
 from lit_cifar.data import Batch
 from lit_cifar.errors import ConfigError, Stopped
-from lit_cifar.watchdog import Heartbeat, HeartbeatStore, Monitor, PhaseTimer, Verdict, activity, first_heartbeat
+from lit_cifar.watchdog import activity
 from lit_cifar.watchdog import monitor as watch_module
 from lit_cifar.watchdog import process_info as process
 from lit_cifar.watchdog.callback import PHASES, Watchdog
-from lit_cifar.watchdog.diagnosis import Peer, diagnose, updated
-from lit_cifar.watchdog.heartbeat import stack_of
-from lit_cifar.watchdog.phases import FIRST_TIME_S
+from lit_cifar.watchdog.diagnosis import Peer, Verdict, diagnose, updated
+from lit_cifar.watchdog.heartbeat import Heartbeat, stack_of
+from lit_cifar.watchdog.monitor import Monitor, first_heartbeat
+from lit_cifar.watchdog.phases import FIRST_TIME_S, PhaseTimer
 from lit_cifar.watchdog.process_info import Sight
-from lit_cifar.watchdog.store import News
+from lit_cifar.watchdog.store import HeartbeatStore, News
 
 TIMEOUT_S = 20.0
 

@@ -77,7 +77,6 @@ class Job:
         return None if self._torchrun is None else self._torchrun.wait(0.0)
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """The ranks that are alive, by number."""
         found = {}
         for worker in self.newest:
             with suppress(psutil.Error):
@@ -93,7 +92,6 @@ class Job:
 
     @property
     def newest(self) -> list[Worker]:
-        """The ranks of the newest start."""
         workers = self.workers
         return [worker for worker in workers if worker.start == workers[-1].start]
 

@@ -45,7 +45,6 @@ _NAMES |= {"disk": "disk full"}
 
 
 def result_table(rows: Sequence[Row], *, title: str) -> Table:
-    """A row for each job, and one for all together."""
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title_justify="left")
     table.add_column("mode", no_wrap=True)
     table.add_column("processes", no_wrap=True)

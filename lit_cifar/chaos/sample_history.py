@@ -32,7 +32,6 @@ class Line:
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> "Line":
-        """From its JSON object."""
         launch, restart = content["start"]
         return cls(**{**content, "start": (launch, restart), "ids": tuple(content["ids"])})
 

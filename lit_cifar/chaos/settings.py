@@ -100,7 +100,6 @@ class Training:
 
 
 def chosen_modes(names: Sequence[str], *, devices: int) -> list[JobMode]:
-    """The modes called `names` on so many devices."""
     if devices < 2:
         raise ConfigError(f"--devices={devices}: chaos needs several processes", remedy="pass --devices 2 or more")
     known = {"ddp": "ddp-sync", "ddp_mp": "ddp_mp", "pp": "pp", "ddp_pp": "ddp_pp", "fsdp2": "fsdp2", "tp": "tp"}

@@ -28,7 +28,6 @@ class Worker:
     at_s: float  # when, on the machine's monotonic clock
 
     def write(self, path: Path) -> None:
-        """Append a line to the file."""
         with path.open("a") as file:
             file.write(json.dumps(asdict(self)) + "\n")
 

@@ -173,7 +173,6 @@ class LastCheckpoint(callbacks.Checkpoint):
         self._end_of_epochs: int | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Agree on the folder."""
         folder = run_folder(trainer) or Path(trainer.default_root_dir)
         self._folder = Path(trainer.strategy.broadcast(str(folder))) / "checkpoints"
 

@@ -110,7 +110,6 @@ class ExactResume(Callback):
     # and counts it as a step: loggers would then write every value one step late.
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Correct the loggers' step."""
         self._correct_step(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -34,7 +34,6 @@ class Header:
     network: str | None = None
 
     def write(self, checkpoint: dict[str, Any]) -> None:
-        """Put the header into `checkpoint`."""
         checkpoint[_KEY] = asdict(self)
 
     @classmethod
@@ -51,7 +50,6 @@ class Header:
         return cls(**found)
 
     def check(self, checkpoint: dict[str, Any]) -> None:
-        """Raise a `CheckpointError` unless `checkpoint` holds this network."""
         self._compare(Header.of(checkpoint))
 
     def check_weights(self, weights: Mapping[str, Tensor], *, any_classes: bool) -> None:

@@ -17,7 +17,7 @@ from lit_cifar.checkpoint.files import carries_hash, snapshot, verify_checkpoint
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.checkpoint.save_errors import what_is_left
 from lit_cifar.errors import CheckpointError, ConfigError, SaveError
-from lit_cifar.watchdog import HELPER
+from lit_cifar.watchdog.activity import HELPER
 
 
 class CheckpointFiles(CheckpointIO):

@@ -83,7 +83,6 @@ class StepBoundary(Callback):
             signal.signal(signal.SIGINT, self._note)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start counting steps and time until the next agreement."""
         self._last = next((c for c in trainer.callbacks if isinstance(c, LastCheckpoint)), None)  # type: ignore[attr-defined]
         self._losses.clear()
         self._device = pl_module.device
@@ -110,7 +109,8 @@ class StepBoundary(Callback):
             self._stop_for_loss(trainer, *agreed.first_bad)
         if self._last is not None and (by_step or agreed.due or agreed.signal):
             self._check_weights(trainer, pl_module)
-            self._save(trainer, self._last)
+            with _ending_if_not_saved(trainer):
+                self._last.save(trainer)
         if agreed.signal:
             self._stop_for_signal(trainer, agreed.signal)
 
@@ -170,10 +170,6 @@ class StepBoundary(Callback):
         codes = [-float(step * trainer.world_size + trainer.global_rank) for step in steps]
         finite = torch.stack(losses).isfinite().to(self._device)
         return torch.tensor(codes, dtype=torch.float64).to(self._device).masked_fill(finite, -math.inf).max()
-
-    def _save(self, trainer: Trainer, last: LastCheckpoint) -> None:
-        with _ending_if_not_saved(trainer):
-            last.save(trainer)
 
     def _stop_for_signal(self, trainer: Trainer, number: int) -> NoReturn:
         self._settle(trainer)

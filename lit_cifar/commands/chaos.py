@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from lit_cifar.chaos.experiment import chaos
 from lit_cifar.chaos.fault_schedule import EQUAL_SIZE, shares
@@ -52,7 +51,7 @@ def main(args: list[str]) -> int:
     passed = all(row.passed for row in rows)
     _print(rows, options)
     if target is not None:
-        content = {"rows": [_of_row(row) for row in rows], "passed": passed, "seconds": seconds}
+        content = {"rows": [asdict(row) | {"passed": row.passed} for row in rows], "passed": passed, "seconds": seconds}
         target.write_text(json.dumps(record | content, indent=2) + "\n")
     return 0 if passed else 1
 
@@ -69,7 +68,6 @@ def _print(rows: list[Row], options: argparse.Namespace) -> None:
 
 
 def chaos_parser() -> argparse.ArgumentParser:
-    """The command's options."""
     parser = CommandParser("chaos", description=_DESCRIPTION)
     parser.add_argument("--kills", type=int, default=20, metavar="K", help="Faults for each mode (default: 20).")
     parser.add_argument(
@@ -100,7 +98,3 @@ def _folder(name: str | None) -> Iterator[Path]:
     if not empty:
         raise ConfigError(f"--dir={name} is not empty", remedy="choose another folder")
     yield folder.resolve()
-
-
-def _of_row(row: Row) -> dict[str, Any]:
-    return asdict(row) | {"passed": row.passed}

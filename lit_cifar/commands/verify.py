@@ -12,7 +12,7 @@ import torch
 from lit_cifar.commands.terminal import CommandParser, about, console, exit_orderly_when_terminated, say, writable
 from lit_cifar.errors import ConfigError
 from lit_cifar.verify.comparison import EXACT_BOUND, FLOOR_ULP, NOISE_FACTOR
-from lit_cifar.verify.report import Row, problem_lines, verdict_table
+from lit_cifar.verify.report import problem_lines, verdict_table
 from lit_cifar.verify.self_test import Finding, findings_table, self_test
 from lit_cifar.verify.verifier import verify
 
@@ -26,7 +26,7 @@ Without --config the network is ResNet34, on synthetic images."""
 
 
 def main(args: list[str]) -> int:
-    """Verify, print, and return 0 if every mode passed, or each planted mistake was caught; 1 if not, 130 after Ctrl-C."""
+    """Verify, print, and return 0 if all modes passed or all planted mistakes were caught, else 1; 130 after Ctrl-C."""
     options, rest = verify_parser().parse_known_args(args)
     if options.self_test and rest:
         raise ConfigError(f"--self-test has a configuration of its own, not {rest[0]}", remedy="leave it out")
@@ -52,7 +52,8 @@ def _verify(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     out.print(verdict_table(rows, title=f"{options.steps} steps, compared one by one"))
     for line in problem_lines(rows):
         out.print(line, markup=False)
-    content = {"devices": options.devices, "steps": options.steps, "rows": [_of_row(row) for row in rows]}
+    found = [asdict(row) | {"passed": row.passed} for row in rows]
+    content = {"devices": options.devices, "steps": options.steps, "rows": found}
     return content | {"passed": all(row.passed for row in rows)}
 
 
@@ -71,10 +72,6 @@ def verify_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", metavar="FILE", help="Write all results, versions and hardware to this file.")
     parser.add_argument("--self-test", action="store_true", help="Plant mistakes one by one; each must be caught.")
     return parser
-
-
-def _of_row(row: Row) -> dict[str, Any]:
-    return asdict(row) | {"passed": row.passed}
 
 
 def _of_finding(finding: Finding) -> dict[str, Any]:

@@ -24,7 +24,6 @@ class ImageSet:
         return replace(self, images=self.images[ids], labels=self.labels[ids])
 
     def to(self, device: torch.device) -> "ImageSet":
-        """The same images on `device`."""
         return replace(self, images=self.images.to(device), labels=self.labels.to(device))
 
 

@@ -123,7 +123,6 @@ class TrainSampler:
 
     @property
     def _num_equal_parts(self) -> int:
-        """Into how many parts of one size a full batch is cut."""
         return self.layout.num_replicas * self.accumulation * self.layout.num_microbatches
 
     @property
@@ -133,7 +132,6 @@ class TrainSampler:
 
     @property
     def _cut(self) -> str:
-        """The parts in words."""
         replicas, microbatches = self.layout.num_replicas, self.layout.num_microbatches
         factors = [f"{replicas} replica{'s' if replicas > 1 else ''}"]
         if self.accumulation > 1:

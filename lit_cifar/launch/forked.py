@@ -76,7 +76,6 @@ class ForkedRun:
         return next((process.exitcode for process in self._processes if process.exitcode), 0)
 
     def terminate(self) -> None:
-        """Ask every process to end, by SIGTERM."""
         for process in self._processes:
             process.terminate()
 

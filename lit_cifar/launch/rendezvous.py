@@ -136,7 +136,6 @@ class TorchrunEnvironment(TorchElasticEnvironment):
     @property
     @override
     def main_port(self) -> int:
-        """Port of the store of rank 0."""
         return self._meet()[1]
 
     def _meet(self) -> tuple[str, int]:

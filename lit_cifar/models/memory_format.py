@@ -14,7 +14,6 @@ class PlainGradient(nn.Module):
     """The identity, whose gradient lies in memory in torch's own order."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """`input`."""
         return with_plain_gradient(input)
 
 
@@ -22,7 +21,6 @@ class PlainOutput(nn.Module):
     """The identity, whose output lies in memory in torch's own order."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """`input`, copied if it lies otherwise."""
         return input.contiguous()
 
 

@@ -34,7 +34,6 @@ class Stage:
 
     @property
     def flop(self) -> int:
-        """Of one image's forward pass."""
         return sum(block.flop for block in self.blocks)
 
     @property
@@ -43,7 +42,6 @@ class Stage:
 
     @property
     def output_shape(self) -> tuple[int, ...]:
-        """Of one image, without the batch axis."""
         return self.blocks[-1].output_shape
 
     @property

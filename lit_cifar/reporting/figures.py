@@ -3,22 +3,22 @@
 import re
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lit_cifar.data.images import Batch, ImageSet
+from lit_cifar.reporting.evaluation_callback import EvaluationCallback, Split
 from lit_cifar.reporting.evaluation_plots import WrongImage, evaluation_figures, render
 from lit_cifar.reporting.tensorboard import tensorboard_writer
 
-Split = Literal["val", "test"]
 SPLIT_WORDS: dict[Split, str] = {"val": "validation", "test": "test"}
 
 
-class EvaluationFigures(Callback):
+class EvaluationFigures(EvaluationCallback):
     """Draws every evaluation into TensorBoard.
 
     All processes gather the numbers. Only rank 0 draws, in a thread beside the training that follows. The end of a run
@@ -39,48 +39,16 @@ class EvaluationFigures(Callback):
         self._worst = MostConfidentMistakes(num_wrong)
         self._drawing: Future[None] | None = None
 
-    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Drop the images of the previous epoch."""
+    def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._worst = MostConfidentMistakes(self.num_wrong)
 
-    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Drop the images of the previous test."""
-        self._worst = MostConfidentMistakes(self.num_wrong)
-
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Batch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Keep the worst mistakes so far."""
+    def _count(self, trainer: Trainer, logits: Any, batch: Batch) -> None:
         if self._is_due(trainer):
-            self._worst.update(outputs, batch)
+            self._worst.update(logits, batch)
 
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Batch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Keep the worst mistakes so far."""
+    def _finish(self, trainer: Trainer, pl_module: LightningModule, split: Split) -> None:
         if self._is_due(trainer):
-            self._worst.update(outputs, batch)
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._is_due(trainer):
-            self._draw(trainer, pl_module, "val")
-
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw."""
-        if self._is_due(trainer):
-            self._draw(trainer, pl_module, "test")
+            self._draw(trainer, pl_module, split)
 
     def _is_due(self, trainer: Trainer) -> bool:
         if trainer.sanity_checking or not self.every_n_epochs:

@@ -19,9 +19,9 @@ class ModelGraph(Callback):
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Trace and write, on rank 0."""
         writer = tensorboard_writer(trainer) if stage == "fit" else None
-        if writer is None or not _draws(trainer):
+        figures = [c for c in trainer.callbacks if isinstance(c, EvaluationFigures)]  # type: ignore[attr-defined]
+        if writer is None or not all(found.every_n_epochs for found in figures):
             return
         network = copy.deepcopy(pl_module.network).cpu().eval()  # type: ignore[union-attr]
         shape: tuple[int, ...] = pl_module.image_shape  # type: ignore[assignment]
@@ -31,8 +31,3 @@ class ModelGraph(Callback):
             warnings.filterwarnings("ignore", r"`torch\.jit\.trace", FutureWarning)
             warnings.filterwarnings("ignore", r"`torch\.jit\.trace", DeprecationWarning)
             writer.add_graph(network, example)
-
-
-def _draws(trainer: Trainer) -> bool:
-    figures = [c for c in trainer.callbacks if isinstance(c, EvaluationFigures)]  # type: ignore[attr-defined]
-    return all(found.every_n_epochs for found in figures)

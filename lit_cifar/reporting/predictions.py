@@ -1,7 +1,5 @@
 """Writes the results of `predict`: a class and a confidence for each image of the user's folder."""
 
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,13 +57,8 @@ class PredictionWriter(Callback):
             for file, error in zip(datamodule.folder.files, datamodule.folder.errors, strict=True)
         ]
         if folder is not None:
-            write_rows(folder / PREDICTIONS, self.rows)
-
-
-def write_rows(path: Path, rows: Iterable[tuple[str, ...]]) -> None:
-    """Write the table with its header; the file is replaced as a whole, so that a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_csv(path, [COLUMNS, *rows])
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_csv(folder / PREDICTIONS, [COLUMNS, *self.rows])
 
 
 def _cells(table: Tensor, classes: tuple[str, ...]) -> list[tuple[str, str, str]]:

@@ -43,7 +43,6 @@ class ProgressBar(TQDMProgressBar):
         self._shown_at = -math.inf
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Choose between bar and lines."""
         super().setup(trainer, pl_module, stage)
         self._writes_lines = trainer.is_global_zero and self.refresh_rate > 0 and not sys.stdout.isatty()
         if self._writes_lines:
@@ -55,7 +54,6 @@ class ProgressBar(TQDMProgressBar):
         self.train_progress_bar = Tqdm(disable=True)
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Open the epoch's bar."""
         self._epoch_at = self._line_at = perf_counter()
         super().on_train_epoch_start(trainer)
         self.train_progress_bar.set_description_str(_epoch_of(trainer))
@@ -93,7 +91,6 @@ class ProgressBar(TQDMProgressBar):
             self._write_line(trainer, metrics, "done")
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """The figures of the last step, by short name, formatted."""
         return _short(trainer, STEP_NAMES)
 
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:

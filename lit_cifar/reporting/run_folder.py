@@ -74,7 +74,6 @@ class _ContinuedWriter(ExperimentWriter):
     """Keeps the first lines of an existing `metrics.csv`, which Lightning's own writer would delete."""
 
     def __init__(self, log_dir: str, *, kept_rows: int) -> None:
-        self._kept_rows = kept_rows
         super().__init__(log_dir)
         path = Path(self.metrics_file_path)
         if path.exists():

@@ -126,7 +126,6 @@ def _division(batch_size: int, layout: Layout, accumulated: int) -> str:
 
 
 def _split(strategy: Any) -> list[str]:
-    """The lines of `strategy.plan()`, if it has one, under one label."""
     lines: list[str] = strategy.plan() if hasattr(strategy, "plan") else []
     return [_line("" if index else "split", line) for index, line in enumerate(lines)]
 

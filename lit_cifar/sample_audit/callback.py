@@ -82,7 +82,6 @@ class SampleAudit(Callback):
             self._finish(trainer, tally)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Check the samples used so far, and write the receipt."""
         tally = self._tally
         if tally is None:
             return
@@ -98,7 +97,6 @@ class SampleAudit(Callback):
         receipt.write(checkpoint)
 
     def _finish(self, trainer: Trainer, tally: Tally) -> None:
-        """Check a whole epoch, write its line, and start the next."""
         num_batches = int(trainer.num_training_batches)
         uses = _proven(trainer, tally, loader_steps=num_batches)
         num_steps = _steps(trainer, num_batches)
@@ -132,7 +130,6 @@ def _proven(trainer: Trainer, tally: Tally, *, loader_steps: int) -> Tensor:
 
 
 def _plan(trainer: Trainer, *, epoch: int) -> TrainSampler:
-    """The sampler of an epoch."""
     datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission
     sampler: TrainSampler = datamodule.train_sampler()
     sampler.set_epoch(epoch)

@@ -140,12 +140,10 @@ class Receipt:
     settings: Settings  # from `order_settings`
 
     def write(self, checkpoint: dict[str, Any]) -> None:
-        """Put the receipt into `checkpoint`."""
         checkpoint[KEY] = asdict(self)
 
     @classmethod
     def read(cls, checkpoint: dict[str, Any]) -> "Receipt | None":
-        """The receipt of `checkpoint`; None if it has none."""
         found = checkpoint.get(KEY)
         if found is None:
             return None
@@ -188,6 +186,5 @@ def _listed(mask: Tensor) -> str:
 
 
 def _flags(settings: Settings) -> str:
-    """As on the command line."""
     values = {name: str(value).lower() if isinstance(value, bool) else value for name, value in settings.items()}
     return " ".join(f"--data.{name}={value}" for name, value in values.items())

@@ -163,7 +163,6 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take this process's parts."""
         states = [
             self.part_of_state(state, optimizer)
             for state, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=True)
@@ -200,7 +199,6 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Of all processes."""
         votes = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(votes)
         return bool(votes == self.world_size) if all else bool(votes)

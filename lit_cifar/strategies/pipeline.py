@@ -45,13 +45,11 @@ class Schedule:
 
     @property
     def fewest_microbatches(self) -> int:
-        """With fewer it does not work."""
         processes = self.num_processes
         return {"1F1B": processes, "Interleaved1F1B": processes, "ZBVZeroBubble": 2 * processes - 1}.get(self.name, 1)
 
     @property
     def usual_microbatches(self) -> int:
-        """What to use where nothing else is asked for."""
         return max(4, self.fewest_microbatches)
 
     def check(self, num_microbatches: int) -> None:
@@ -121,7 +119,6 @@ class Pipeline:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters of this process's stages."""
         return [parameter for stage in self.stages.values() for parameter in stage.parameters()]
 
     def train(self, images: Tensor, labels: Tensor, *, scale: Tensor | float) -> Tensor:

@@ -128,7 +128,6 @@ class PipelineStrategy(MeshStrategy):
         super().connect(model)
 
     def plan(self) -> list[str]:
-        """The stages and their processes, a line each."""
         assert self._partition is not None
         owners = [f"process {self.schedule.owner(stage)}" for stage in range(self.schedule.num_stages)]
         return self._partition.table(owners)
@@ -185,7 +184,6 @@ class PipelineStrategy(MeshStrategy):
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Average the gradients over the pipelines."""
         num_pipelines = dist.get_world_size(self.data_group)
         if not self._average or num_pipelines == 1:
             return
@@ -235,7 +233,6 @@ class PipelineStrategy(MeshStrategy):
 
     @override
     def part_of_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-        """What belongs to this process's stages."""
         return only_parameters(state, optimizer, self.pipeline.parameters)
 
     @override

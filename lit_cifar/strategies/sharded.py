@@ -228,7 +228,6 @@ class ShardedStrategy(MeshStrategy):
 
     @override
     def part_of_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-        """This process's part of every tensor."""
         return split_optimizer_state(state, optimizer)
 
     @override

@@ -61,7 +61,6 @@ def _gather(tensor: DTensor) -> Tensor:
 
 
 def full_state(module: nn.Module) -> dict[str, Any]:
-    """`module.state_dict()` of whole tensors."""
     return {name: full(value) for name, value in module.state_dict().items()}
 
 

@@ -60,7 +60,6 @@ def placements(network: nn.Module) -> dict[str, Placement]:
 
 
 def _own_tensors(layer: nn.Module) -> dict[str, Tensor]:
-    """Of the layer itself, without its children."""
     return dict(layer.named_parameters(recurse=False)) | dict(layer.named_buffers(recurse=False))
 
 

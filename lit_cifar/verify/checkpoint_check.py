@@ -84,7 +84,8 @@ def evaluated_alone(path: Path, *, config: Mapping[str, Any], precision: str | N
     """The validation of one device with the checkpoint's weights, in the configuration's precision or another."""
     checkpoint = read_checkpoint(path)
     module = module_of(config, label_smoothing=config["model"]["label_smoothing"])
-    module.network.to(_dtype(checkpoint["state_dict"])).load_state_dict(checkpoint["state_dict"])
+    weights = checkpoint["state_dict"]
+    module.network.to(next(iter(weights.values())).dtype).load_state_dict(weights)
     accuracy = _SilentAccuracy()
     settings = {name: config["trainer"][name] for name in ("accelerator", "precision", "limit_val_batches")}
     with quiet(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # as `Trace`
@@ -126,8 +127,3 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(is_grave)
-
-
-def _dtype(state: Mapping[str, Any]) -> torch.dtype:
-    dtype: torch.dtype = next(iter(state.values())).dtype
-    return dtype

@@ -105,7 +105,6 @@ def differences(found: Step, expected: Step) -> dict[str, dict[str, float]]:
 
 
 def largest(of_step: Mapping[str, Mapping[str, float]]) -> Bounds:
-    """The largest difference of each kind."""
     return {kind: max(of_step[kind].values(), default=0.0) for kind in KINDS}
 
 

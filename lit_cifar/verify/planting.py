@@ -22,7 +22,6 @@ class Site:
         return int(self.trainer.global_rank)
 
     def acts(self) -> None:
-        """Record that the wrong code runs now."""
         (self.folder / f"acted{self.rank}").touch()
 
     def replace(self, owner: Any, name: str, wrong: Callable[..., Any]) -> None:

@@ -72,7 +72,6 @@ class Trace(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
-        """Record the ids; reverse the samples if asked to."""
         for period in ("step", "epoch"):
             self._ids[period] += batch.ids.tolist()
         if self.order == "reversed":
@@ -151,7 +150,6 @@ class Trace(L.Callback):
     def _write_samples(
         self, trainer: L.Trainer, period: str, when: str, *, counted: dict[str, int] | None = None
     ) -> None:
-        """Write the ids read in this step, epoch or evaluation, and reset them."""
         line = {"when": when, "shard": Layout.of(trainer.strategy).shard, "ids": self._ids[period]}
         self._append(f"samples{trainer.global_rank}.jsonl", line | {"counted": counted or {}})
         self._ids[period] = []

@@ -56,7 +56,6 @@ class _Tolerance:
 
     @cached_property
     def bounds(self) -> list[Bounds]:
-        """For each step."""
         if not self.others:
             return [dict.fromkeys(KINDS, EXACT_BOUND)] * self.steps
         expected = self.reference.wait()
@@ -92,11 +91,9 @@ class References:
             self._tolerances[self.words(chunks)] = _Tolerance(self._runs[chunks], others, self.launcher.steps)
 
     def get(self, chunks: GhostBatches) -> Reference:
-        """Wait for what was started."""
         return Reference(self._runs[chunks].wait(), self._tolerances[self.words(chunks)].bounds)
 
     def forget(self, chunks: GhostBatches) -> None:
-        """Free the disk of a reference."""
         shutil.rmtree(self._runs.pop(chunks).record.folder)
 
     def words(self, chunks: GhostBatches) -> str:

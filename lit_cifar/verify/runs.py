@@ -30,7 +30,6 @@ class Outcome:
 
     @property
     def last_words(self) -> str:
-        """The exit status and the last lines of stderr."""
         reason = "ran into the time limit" if self.status is None else f"exit status {self.status}"
         lines = [line for line in self.stderr.splitlines() if line.strip()]
         return "\n".join([f"{reason} after {self.seconds:.0f} s", *(f"  {line[:160]}" for line in lines[-6:])])

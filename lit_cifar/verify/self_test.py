@@ -101,7 +101,6 @@ def _finding(bug: Bug | None, compared: Compared) -> Finding:
 
 
 def findings_table(findings: Sequence[Finding], *, title: str) -> Table:
-    """A row for each planted mistake, with the first thing that gave it away."""
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title_justify="left")
     table.add_column("planted", max_width=40)
     table.add_column("mode", no_wrap=True)

@@ -79,13 +79,10 @@ class Verifier:
                     launched[run] = number, folder
             for run in as_completed(launched):
                 number, folder = launched[run]
-                row = self._judge(cases[number].mode, run.result(), folder, chunks[number])
+                row = Row(cases[number].mode.name, self.references.words(chunks[number]))
+                judge(row, run.result(), Record(folder), self.references.get(chunks[number]), self.launcher.settings)
                 yield Compared(number, row, run.result(), folder)
                 shutil.rmtree(folder)
-
-    def _judge(self, mode: Variant, outcome: Outcome, folder: Path, chunks: GhostBatches) -> Row:
-        row = Row(mode.name, self.references.words(chunks))
-        return judge(row, outcome, Record(folder), self.references.get(chunks), self.launcher.settings)
 
 
 def verify(

@@ -54,12 +54,10 @@ class Activity:
 
     @property
     def works(self) -> bool:
-        """Whether it worked recently."""
         return self._is_recent(self._worked_at)
 
     @property
     def waits(self) -> bool:
-        """Whether it waited for other processes recently, and did not work."""
         return self._is_recent(self._waited_at) and not self.works
 
     def _is_recent(self, then: float | None) -> bool:

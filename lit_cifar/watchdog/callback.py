@@ -17,16 +17,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from lit_cifar.errors import ConfigError, Stopped
-from lit_cifar.watchdog import (
-    Heartbeat,
-    HeartbeatStore,
-    Monitor,
-    PhaseTimer,
-    connect,
-    end_with_launcher,
-    first_heartbeat,
-    host_of_store,
-)
+from lit_cifar.launch.parent import end_with_launcher
+from lit_cifar.watchdog.heartbeat import Heartbeat
+from lit_cifar.watchdog.monitor import Monitor, first_heartbeat
+from lit_cifar.watchdog.phases import PhaseTimer
+from lit_cifar.watchdog.store import HeartbeatStore, connect, host_of_store
 
 # The phase that the main thread enters with each hook. A hook that is not here belongs to the phase before it.
 PHASES = {
@@ -105,7 +100,6 @@ class Watchdog(Callback):
         self._watch.start()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stop the watch: the run has succeeded."""
         self._leave()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -128,7 +128,7 @@ class Monitor(threading.Thread):
         self._look()
         sights = self._sights()
         if self._store_host in sights and sights[self._store_host].state == "gone":
-            self._board.give_up()
+            self._board.lost = True  # torch would print a page about its host, which is gone
         beat = self._beat()
         news = self._board.exchange(beat, wait_s=BEAT_S)
         # Otherwise the others would report this process as killed when it ends.
@@ -176,7 +176,6 @@ class Monitor(threading.Thread):
         )
 
     def _sights(self) -> dict[int, Sight]:
-        """The states of the other processes on this machine."""
         codes = self.exit_codes()
         sights = {}
         for rank, peer in self._peers.items():
@@ -204,7 +203,6 @@ class Monitor(threading.Thread):
         )
 
     def _conclude(self, verdict: Verdict) -> None:
-        """Print the verdict, and end the process."""
         self.verdict = verdict
         if verdict.reporter == self._own.rank and not verdict.quiet:
             print(verdict, file=sys.stderr, flush=True)
@@ -244,7 +242,6 @@ class Monitor(threading.Thread):
 
 
 def first_heartbeat(rank: int) -> Heartbeat:
-    """The first heartbeat of this process."""
     pid = os.getpid()
     started = process.start_time(pid)
     return Heartbeat(rank=rank, pid=pid, started=started, host=socket.gethostname(), patience_s=FIRST_TIME_S)

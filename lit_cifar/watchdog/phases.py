@@ -63,11 +63,9 @@ class PhaseTimer:
         self._awake_since = self.clock()
 
     def idle_s(self) -> float:
-        """How long the main thread has been in its phase."""
         return self.clock() - max(self.moment.since, self._awake_since)
 
     def patience_s(self) -> float:
-        """How long the main thread may be in its phase."""
         durations = self._durations.get(self.moment.kind)
         expected = FIRST_TIME_S if durations is None else FACTOR * durations.longest()
         return max(self.timeout_s, expected)

@@ -56,10 +56,6 @@ class HeartbeatStore:
         news = self._call(lambda: self._publish(verdict), wait_s)
         return verdict if news is None or news.verdict is None else news.verdict
 
-    def give_up(self) -> None:
-        """Make no more calls: the store's host is gone, and torch would print a page about it."""
-        self.lost = True
-
     def close(self) -> None:
         """End the thread, once the store has answered its last call."""
         self._calls.put(None)
