@@ -15,6 +15,11 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return spelt[found[0]] if found else None
 
 
+def one_line(error: Exception) -> str:
+    """The message of an error without line breaks; its type if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 class ConfigError(ValueError):
     """A setting, or a combination of settings, that cannot work.
 

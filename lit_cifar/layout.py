@@ -15,19 +15,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Replicas over processes and within this process.
+    """Replicas over processes and within this process."""
 
-    Attributes:
-        num_shards: Parts into which processes cut the data. Processes that hold parts of one replica share a shard.
-        shard: This process's part, from 0 to `num_shards - 1`.
-        replicas_per_shard: Replicas among which one process divides its part once more (`dp`; 1 elsewhere).
-        num_microbatches: Pieces in which a replica's layers see its part, one after the other.
-    """
-
+    # Parts into which processes cut the data. Processes that hold parts of one replica share a shard.
     num_shards: int = 1
-    shard: int = 0
-    replicas_per_shard: int = 1
-    num_microbatches: int = 1
+    shard: int = 0  # this process's part, from 0 to `num_shards - 1`
+    replicas_per_shard: int = 1  # replicas among which one process divides its part once more (`dp`; 1 elsewhere)
+    num_microbatches: int = 1  # pieces in which a replica's layers see its part, one after the other
 
     def __post_init__(self) -> None:
         counts = (self.num_shards, self.replicas_per_shard, self.num_microbatches)

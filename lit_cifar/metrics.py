@@ -55,14 +55,7 @@ class ClassAccuracy(ConfusionMatrix):
 
 
 class EvaluationMetrics(nn.Module):
-    """The metrics of one evaluation split; counts are integers, so that their sum over processes is exact.
-
-    Attributes:
-        split: "val" or "test".
-        loss: Mean over samples.
-        scores: Top-1 and top-5 accuracy.
-        details: Accuracy per class and the confusion matrix, which count once for both.
-    """
+    """The metrics of one evaluation split; counts are integers, so that their sum over processes is exact."""
 
     def __init__(self, split: Literal["val", "test"], num_classes: int) -> None:
         super().__init__()

@@ -6,6 +6,7 @@ processes.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -150,43 +151,28 @@ def variants(devices: int) -> dict[str, Variant]:
     """
     stages = 2 if devices % 2 == 0 else devices
     microbatches = max(2, devices)  # a 1F1B pipeline needs as many as it has stages
+    of = partial(Variant, devices=devices)
+    layers: Sizes = {"num_stages": devices, "num_microbatches": 2}
+    pipeline: Sizes = {"num_stages": devices, "num_microbatches": microbatches, "schedule": "1F1B"}
+    pipelines: Sizes = {"num_stages": stages, "num_microbatches": 2, "schedule": "GPipe"}
+    replicas: Sizes = {"num_stages": stages, "num_microbatches": 1}
     found = [
         Variant(name="single", strategy="auto", devices=1),
-        Variant(name="dp", strategy="dp", devices=devices),
-        Variant(name="ddp", strategy="ddp", devices=devices),
-        Variant(name="ddp-sync", strategy="ddp", devices=devices, sync_batchnorm=True),
-        Variant(name="ddp_spawn", strategy="ddp_spawn", devices=devices),
-        Variant(name="mp", strategy="mp", devices=devices),
-        Variant(
-            name="mp-micro",
-            strategy="LayerParallelStrategy",
-            devices=devices,
-            sizes={"num_stages": devices, "num_microbatches": 2},
-        ),
-        Variant(
-            name="ddp_mp",
-            strategy="DDPLayerParallelStrategy",
-            devices=devices,
-            sizes={"num_stages": stages, "num_microbatches": 1},
-        ),
-        Variant(
-            name="pp",
-            strategy="PipelineStrategy",
-            devices=devices,
-            sizes={"num_stages": devices, "num_microbatches": microbatches, "schedule": "1F1B"},
-        ),
-        Variant(
-            name="ddp_pp",
-            strategy="PipelineStrategy",
-            devices=devices,
-            sizes={"num_stages": stages, "num_microbatches": 2, "schedule": "GPipe"},
-        ),
-        Variant(name="fsdp2", strategy="fsdp2", devices=devices),
-        Variant(name="tp", strategy="tp", devices=devices),
+        of(name="dp", strategy="dp"),
+        of(name="ddp", strategy="ddp"),
+        of(name="ddp-sync", strategy="ddp", sync_batchnorm=True),
+        of(name="ddp_spawn", strategy="ddp_spawn"),
+        of(name="mp", strategy="mp"),
+        of(name="mp-micro", strategy="LayerParallelStrategy", sizes=layers),
+        of(name="ddp_mp", strategy="DDPLayerParallelStrategy", sizes=replicas),
+        of(name="pp", strategy="PipelineStrategy", sizes=pipeline),
+        of(name="ddp_pp", strategy="PipelineStrategy", sizes=pipelines),
+        of(name="fsdp2", strategy="fsdp2"),
+        of(name="tp", strategy="tp"),
     ]
     if devices >= 4:  # with fewer it is one of the two
         sizes: Sizes = {"data_parallel_size": devices // 2, "tensor_parallel_size": 2}
-        found.append(Variant(name="fsdp2-tp", strategy="ShardedStrategy", devices=devices, sizes=sizes))
+        found.append(of(name="fsdp2-tp", strategy="ShardedStrategy", sizes=sizes))
     return {mode.name: mode for mode in found}
 
 

@@ -16,20 +16,13 @@ from lit_cifar.sample_audit.digest import Receipt
 class StartingCheckpoint:
     """What is read from the checkpoint before the model is made; only a new fit has none.
 
-    Args:
-        subcommand: "fit", "validate", "test" or "predict".
-        config: Its arguments. With `--resume=auto` their `ckpt_path` is set.
-
-    Attributes:
-        position: Position of the run that is resumed in its own folder; empty for a new run.
-        receipt: Data receipt of the checkpoint that a fit is resumed from.
-        has_weights_alone: Whether it holds nothing but weights, with which the network starts.
+    With `--resume=auto` the `ckpt_path` of `config` is set.
     """
 
     def __init__(self, subcommand: str, config: Namespace) -> None:
-        self.position: dict[str, Any] = {}
-        self.receipt: Receipt | None = None
-        self.has_weights_alone = False
+        self.position: dict[str, Any] = {}  # of the run that is resumed in its own folder; empty for a new run
+        self.receipt: Receipt | None = None  # of a fit that is resumed
+        self.has_weights_alone = False  # with which the network starts
         self._content: dict[str, Any] | None = None
         self._subcommand = subcommand
         if config.resume is not None:

@@ -132,21 +132,11 @@ def _compare(row: Row, reader: JournalReader, run: Path, reference: Undisturbed)
 def chaos(
     modes: Sequence[JobMode], *, num_faults: int, seed: int, folder: Path, report: Report = lambda line: None
 ) -> list[Row]:
-    """Inject so many faults into a training of each mode.
+    """Inject so many faults into a training of each mode, one mode after the other.
 
-    Args:
-        modes: One after the other.
-        num_faults: For each mode: most of them hit a job that keeps its size, the others one that is resized.
-        seed: Of kinds, moments and ranks.
-        folder: Exists, empty; everything is written there.
-        report: Called with a line whenever something happens.
-
-    Returns:
-        For each mode a row of the job that keeps its size, and one of the job that is resized, if there are faults for
-        it.
-
-    Raises:
-        ConfigError: A mode cannot train even without faults.
+    Most of the faults hit a job that keeps its size, the others one that is resized: there is a row for each. `seed` is
+    that of kinds, moments and ranks. Everything is written to `folder`, which is empty; `report` is called with a line
+    whenever something happens. A mode that cannot train even without faults is a `ConfigError`.
     """
     rows = []
     for mode in modes:

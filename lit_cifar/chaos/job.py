@@ -20,14 +20,10 @@ POLL_S = 0.002
 class Job:
     """torchrun and its ranks. Used in a `with` statement: at its end all of them are killed.
 
-    Every process of the job prints to one file, by which it is found however it was orphaned.
-
-    Attributes:
-        command: What follows `python -m lit_cifar` in every rank, from the number of processes.
-        folder: For what the processes print (`log.txt`), which of them there were, and their temporary files.
-        max_restarts: How often torchrun starts the ranks again by itself.
-        anew_every: In the first start of the ranks, and in every n-th one after it, each rank is a new Python as under
-            torchrun itself. In the others they are forked from a process that has imported the package. 0: all forked.
+    Every process of the job prints to `folder/log.txt`, by which it is found however it was orphaned. `command` gives
+    the arguments of every rank for a number of processes. Of the starts of the ranks the first and every n-th after it,
+    with n `anew_every`, are new Pythons, as under torchrun itself. In the others they are forked from a process that
+    has imported the package.
     """
 
     def __init__(

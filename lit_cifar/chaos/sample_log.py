@@ -20,9 +20,6 @@ class Journal(L.Callback):
     It uses neither checkpoints nor the code that resumes, so that it can show mistakes in them. A line is one write to
     the system, so it is kept when its process is killed. The first line of a process has no step: it announces the
     process.
-
-    Args:
-        folder: An existing folder, not on the disk that is filled.
     """
 
     def __init__(self, folder: str) -> None:

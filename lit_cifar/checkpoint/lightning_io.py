@@ -27,15 +27,12 @@ class CheckpointFiles(CheckpointIO):
     has no permission to write, and leaves `weights_only` to an environment variable.
 
     What is saved under `deferring(behind=True)` is copied at once and written by a thread while training continues. At
-    most two copies exist: of the file that is being written, and of the next one. Lightning's `AsyncCheckpointIO`
-    keeps any number of copies, cannot say when a file is complete, and raises errors on rank 0 only.
-
-    Attributes:
-        failure: Why a save under `deferring`, or one before it, failed; None if none did.
+    most two copies exist: of the file that is being written, and of the next one. Lightning's `AsyncCheckpointIO` keeps
+    any number of copies, cannot say when a file is complete, and raises errors on rank 0 only.
     """
 
     def __init__(self) -> None:
-        self.failure: CheckpointError | None = None
+        self.failure: CheckpointError | None = None  # of a save under `deferring`, or of one before it
         self._deferring = self._behind = False
         self._folders: set[Path] = set()
         self._writer = _Writer()

@@ -30,16 +30,9 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
 
 def keyed_bits(ids: Tensor, *, seed: int, epoch: int, purpose: Purpose) -> Tensor:
-    """64 random bits per sample.
+    """64 random bits for each sample, int64, of the shape and on the device of `ids`, which are int64 and not negative.
 
-    Args:
-        ids: int64, any shape; sample ids, not negative.
-        seed: Names the experiment; any Python integer that fits 63 bits.
-        epoch: Epoch, from 0.
-        purpose: What the bits are for.
-
-    Returns:
-        int64, the shape and device of `ids`; all 64 bits are random.
+    `seed` is an integer of at most 63 bits.
     """
     key = 0  # of Python, as no device need know it
     for word in (seed, epoch, int(purpose)):

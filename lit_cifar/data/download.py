@@ -16,7 +16,7 @@ from urllib.request import Request, urlopen
 from rich.console import Console
 from rich.progress import wrap_file
 
-from lit_cifar.errors import DataError
+from lit_cifar.errors import DataError, one_line
 
 TIMEOUT_S = 30.0  # without a byte from the server
 
@@ -111,7 +111,7 @@ def _fetch(archive: Archive, target: Path, root: Path) -> None:
         if isinstance(error, HTTPError):
             error.close()  # it is the response too, with an open connection
         raise DataError(
-            f"{archive.url} cannot be downloaded to {root}: {_one_line(error)}",
+            f"{archive.url} cannot be downloaded to {root}: {one_line(error)}",
             remedy=remedies(archive, root, tried=True),
         ) from error
 
@@ -141,14 +141,10 @@ def _unpack(archive: Archive, source: Path, scratch: Path) -> None:
             tar.extractall(scratch, filter="data")
     except (OSError, tarfile.TarError, EOFError, zlib.error) as error:
         raise DataError(
-            f"{source.name} cannot be unpacked in {scratch.parent}: {_one_line(error)}",
+            f"{source.name} cannot be unpacked in {scratch.parent}: {one_line(error)}",
             remedy="make room on the disk, or pass another folder: --data.root=FOLDER",
         ) from error
     if not (scratch / archive.folder).is_dir():
         raise DataError(
             f"{source.name} holds no folder {archive.folder}", remedy=remedies(archive, scratch.parent, tried=True)
         )
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -12,7 +12,7 @@ from torchvision.datasets import FashionMNIST
 from lit_cifar.data.dataset import Channels, Dataset, Split
 from lit_cifar.data.download import put_in_place, staging
 from lit_cifar.data.images import ImageSet
-from lit_cifar.errors import DataError
+from lit_cifar.errors import DataError, one_line
 
 CLASSES: tuple[str, ...] = tuple(FashionMNIST.classes)
 NUM_IMAGES: dict[Split, int] = {"train": 60_000, "test": 10_000}
@@ -47,8 +47,8 @@ class Fashion(Dataset):
             try:
                 FashionMNIST(scratch, download=True)
             except (RuntimeError, OSError) as error:
-                reason = " ".join(str(error).split())
-                raise DataError(f"FashionMNIST cannot be downloaded to {self.root}: {reason}", remedy=remedy) from error
+                problem = f"FashionMNIST cannot be downloaded to {self.root}: {one_line(error)}"
+                raise DataError(problem, remedy=remedy) from error
             put_in_place(scratch / "FashionMNIST", folder)
 
     def load(self, split: Split, *, num_images: int | None = None) -> ImageSet:

@@ -27,11 +27,7 @@ class BatchLoader:
     batch_sampler = None  # Lightning asks whatever has a `sampler` for this one too
 
     def __init__(
-        self,
-        images: ImageSet,
-        sampler: TrainSampler | EvaluationSampler,
-        *,
-        augmentation: Augmentation | None = None,
+        self, images: ImageSet, sampler: TrainSampler | EvaluationSampler, *, augmentation: Augmentation | None = None
     ) -> None:
         self.images = images
         self.sampler = sampler

@@ -51,13 +51,8 @@ class Synthetic(Dataset):
 def draw(split: Split, *, num_images: int | None = None, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Draw the first `num_images` images of a split; every 500 of them hold each class 50 times.
 
-    Args:
-        split: "train" and "test" are independent draws.
-        num_images: From 1 to 50,000 (train) or 10,000 (test); all of them by default.
-        seed: Not negative. Equal seeds give equal images for the same version of numpy.
-
-    Returns:
-        Images, uint8, (num_images, 3, 32, 32), and labels, int64, (num_images,).
+    "train" and "test" are independent draws. Equal seeds, not negative, give equal images for the same version of
+    numpy: uint8, (num_images, 3, 32, 32), and their labels, int64, (num_images,).
     """
     num_images = MAX_IMAGES[split] if num_images is None else num_images
     if not 1 <= num_images <= MAX_IMAGES[split]:

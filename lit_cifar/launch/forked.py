@@ -34,13 +34,11 @@ _starting = threading.Lock()
 
 
 class ForkedRun:
-    """`python -m lit_cifar WORDS` in one process, or in several ranks with the environment that torchrun sets.
+    """`python -m lit_cifar WORDS`, or another `module`, in one process, or in several ranks with torchrun's
+    environment.
 
     Each process leads a session of its own, so that a signal to the session reaches all processes that it starts.
-
-    Args:
-        num_ranks: Number of processes to start. With one, the strategy may start others.
-        module: Module to run in place of the command line.
+    Output is appended to the files `stdout` and `stderr`. With one rank, the strategy may start others.
     """
 
     def __init__(

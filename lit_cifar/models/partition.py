@@ -65,12 +65,7 @@ class Partition:
 
     @classmethod
     def of(
-        cls,
-        network: nn.Module,
-        image_shape: Sequence[int],
-        *,
-        num_stages: int,
-        cuts: Sequence[str] | None = None,
+        cls, network: nn.Module, image_shape: Sequence[int], *, num_stages: int, cuts: Sequence[str] | None = None
     ) -> "Partition":
         """Cut `network`, which says its blocks, so that the stage with the most FLOP has as few as possible.
 

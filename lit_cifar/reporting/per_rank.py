@@ -35,9 +35,6 @@ class PerRankAccuracy(EvaluationCallback):
       chance is flagged (see `lit_cifar.reporting.rank_statistics.deviates`).
 
     Expects one loader for each split, logits (n, C) as the step's output, and a `Batch`; n may be 0.
-
-    Attributes:
-        counts: The latest counts by split ("val" or "test"), in the order of the ranks; the same on every process.
     """
 
     def __init__(self) -> None:

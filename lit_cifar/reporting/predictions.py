@@ -31,13 +31,7 @@ class PredictionWriter(Callback):
         self._table = torch.zeros(num_images, 3, dtype=torch.float64, device=trainer.strategy.root_device)
 
     def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Batch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, *_: Any, **__: Any
     ) -> None:
         """Fill in the batch's rows, without waiting for the device."""
         probabilities: Tensor = outputs

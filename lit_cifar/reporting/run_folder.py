@@ -46,12 +46,9 @@ def create_run_folder(run_dir: str | None, *, label: str, resume: bool = False) 
 def run_loggers(folder: Path, *, kept_rows: int = 0, first_step: int | None = None) -> list[Logger]:
     """TensorBoard events, `metrics.csv` and `hparams.yaml`, all in `folder` itself.
 
-    Args:
-        folder: The run folder.
-        kept_rows: Lines of `metrics.csv` that were written before the checkpoint of a resumed run. Later lines are
-            dropped, as the run writes them again.
-        first_step: The step from which a resumed run writes again, 0 without a checkpoint. TensorBoard hides earlier
-            events of these steps. None for a new run.
+    A resumed run keeps `kept_rows` lines of `metrics.csv`, those before its checkpoint, and writes the later ones
+    again. It does so from `first_step` on, 0 without a checkpoint: TensorBoard hides earlier events of these steps.
+    None means a new run.
     """
     csv_logger = CSVLogger(save_dir=str(folder), name="", version="")
     if process_rank() == 0:

@@ -24,13 +24,10 @@ class SampleAudit(Callback):
     """Checks that every epoch uses each sample of the sampler's order once, and stops the run if not.
 
     The used samples are counted on the device. Their counts are summed over the processes, and compared with the
-    sampler's order, when a checkpoint is written and when an epoch ends. A checkpoint gets the digest of all samples
-    used so far (see `lit_cifar.sample_audit.digest`). `receipt.csv` in the run folder gets a line with the digest
-    after each epoch. Runs that have used the same samples in the same steps have the same digests, in any mode and
-    however often they were interrupted.
-
-    Expects a `Batch`, and a data module with `train_sampler()`, `dataset` and `val_size`. All processes must take part
-    when a checkpoint is written.
+    sampler's order, when a checkpoint is written, in which all processes take part, and when an epoch ends. A
+    checkpoint gets the digest of all samples used so far (see `lit_cifar.sample_audit.digest`), `receipt.csv` in the
+    run folder a line with the digest after each epoch. Runs that have used the same samples in the same steps have the
+    same digests, in any mode and however often they were interrupted.
     """
 
     def __init__(self) -> None:

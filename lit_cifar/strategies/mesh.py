@@ -148,13 +148,7 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
     def on_validation_start(self) -> None:
         self.use_first_buffers()
 
-    @override
-    def on_test_start(self) -> None:
-        self.use_first_buffers()
-
-    @override
-    def on_predict_start(self) -> None:
-        self.use_first_buffers()
+    on_test_start = on_predict_start = on_validation_start
 
     def use_first_buffers(self) -> None:
         """Copy the running statistics of the first replica; every process must call this."""

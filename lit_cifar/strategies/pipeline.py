@@ -78,12 +78,9 @@ def stages_per_process(name: ScheduleName) -> int:
 class Pipeline:
     """This process's stages of a network, and how they work together with those of the other processes.
 
-    Images and labels are the same in all processes of the pipeline, and so are the logits that it returns.
-
-    Args:
-        loss: The loss of each sample, from logits (n, C) and labels (n,).
-        group: The processes of the pipeline, in its order.
-        compiles: Whether to compile them, each by itself.
+    Images and labels are the same in all processes of the pipeline, and so are the logits that it returns. `loss` is
+    that of each sample, from logits (n, C) and labels (n,). `group` has the processes in the order of the stages. If it
+    `compiles` them, each stage is compiled by itself.
     """
 
     def __init__(
@@ -236,13 +233,8 @@ class HandOver(torch.autograd.Function):
     """A loss whose gradients are known already: backward returns them, times the gradient of the loss.
 
     Lightning runs training_step, zero_grad, backward, in this order; a pipeline's schedule runs backward within the
-    step. So its gradients are set aside and handed over when Lightning asks for them.
-
-    Args:
-        loss: Without a graph.
-        gradients: Those of the loss times `scale`.
-        scale: What a gradient scaler will multiply the loss by.
-        *parameters: To which the gradients belong.
+    step. So its gradients are set aside, times the `scale` by which a gradient scaler will multiply the loss, and
+    handed over to the parameters when Lightning asks for them.
     """
 
     @staticmethod

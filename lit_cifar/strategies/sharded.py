@@ -27,12 +27,7 @@ from lit_cifar.strategies.fsdp import autocast_dtype, shard, whole_blocks
 from lit_cifar.strategies.mesh import MeshStrategy, local_part
 from lit_cifar.strategies.network import Runner, RunsNetwork, compiles
 from lit_cifar.strategies.sharding_plan import plan
-from lit_cifar.strategies.state_dicts import (
-    full_optimizer_state,
-    full_state,
-    load_full_state,
-    split_optimizer_state,
-)
+from lit_cifar.strategies.state_dicts import full_optimizer_state, full_state, load_full_state, split_optimizer_state
 from lit_cifar.strategies.sync_batchnorm import synchronise_along
 from lit_cifar.strategies.tensor_parallel import split_tensors
 

@@ -109,15 +109,10 @@ def largest(of_step: Mapping[str, Mapping[str, float]]) -> Bounds:
 
 
 def measured_bounds(noise: Sequence[Sequence[Bounds]], *, eps: float) -> list[Bounds]:
-    """What each kind may differ by after each step, from reference runs that added in another order.
+    """What each kind may differ by after each step, from the `noise` of reference runs that added in another order.
 
-    Args:
-        noise: For each such run the largest differences from the reference, step by step.
-        eps: Unit of the last place of 1.0 in the precision of the parameters.
-
-    Returns:
-        For each step, `NOISE_FACTOR` times the largest difference of any run in this or an earlier step: what is
-        rounded in one step is amplified in the next, and by chance may come back.
+    It is `NOISE_FACTOR` times the largest difference of any such run in this or an earlier step, and at least
+    `FLOOR_ULP` times `eps`: what is rounded in one step is amplified in the next, and by chance may come back.
     """
     bounds: list[Bounds] = []
     worst = dict.fromkeys(KINDS, FLOOR_ULP * eps)

@@ -143,10 +143,7 @@ class Settings:
         flags = [f"--trainer.max_steps={steps}", "--trainer.max_epochs=-1", "--trainer.log_every_n_steps=1"]
         flags += [f"--trainer.accumulate_grad_batches={accumulation}"]
         if self.evaluates:
-            flags += [
-                "--trainer.check_val_every_n_epoch=null",
-                f"--trainer.val_check_interval={steps * accumulation}",
-            ]
+            flags += ["--trainer.check_val_every_n_epoch=null", f"--trainer.val_check_interval={steps * accumulation}"]
         return flags
 
 

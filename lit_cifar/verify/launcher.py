@@ -77,14 +77,7 @@ class Launcher:
             )
 
     def _fit(
-        self,
-        title: str,
-        folder: Path,
-        flags: list[str],
-        trace: dict[str, str],
-        *,
-        processes: int = 1,
-        ranks: int = 1,
+        self, title: str, folder: Path, flags: list[str], trace: dict[str, str], *, processes: int = 1, ranks: int = 1
     ) -> Outcome:
         (folder / "trace").mkdir()
         arguments = {"folder": str(folder / "trace")} | trace

@@ -101,13 +101,7 @@ class Trace(L.Callback):
         self._write_samples(trainer, "epoch", f"epoch {trainer.current_epoch}", counted=_counted(pl_module, "train"))
 
     def on_validation_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Batch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, *_: Any, **__: Any
     ) -> None:
         self._ids["evaluation"] += batch.ids.tolist()
 

@@ -93,17 +93,11 @@ def verify(
     args: Sequence[str] = (),
     report: Report = lambda line: None,
 ) -> list[Row]:
-    """Compare modes with one device.
+    """Compare modes, "all" for every one, with one device: a row for each.
 
-    Args:
-        names: Of modes; "all" for every one.
-        devices: Of each mode; on the CPU processes, or virtual devices of one process.
-        steps: Optimizer steps; in float32, rounding is magnified from step to step.
-        args: Flags of `fit`, `--config` among them; by default ResNet34 on synthetic images.
-        report: Called with a line whenever a run begins, and when it has ended.
-
-    Returns:
-        A row for each mode.
+    A mode has so many `devices`: GPUs, or on the CPU processes or virtual devices of one process. In float32, rounding
+    is magnified from step to step. `args` are flags of `fit`; by default it is ResNet34 on synthetic images. A mode
+    called by its name that cannot run so is a `ConfigError`; "all" leaves it out.
     """
     if steps < 2:
         raise ConfigError(f"--steps={steps} leaves no step after a resume", remedy="pass --steps 2 or more")

@@ -30,13 +30,7 @@ class Monitor(threading.Thread):
     A process has caused the end of a run if it has exited without a message, if it sends no heartbeat for `timeout_s`
     (it is stopped, or its machine is lost), if it was the first to fail by an exception, or if no main thread makes
     progress and its own is behind the others. One process reports that on stderr. Then each ends: by an exception of
-    its main thread, which a broken connection raises in most, or after `GRACE_S` without one.
-
-    Args:
-        timeout_s: How long a process may be silent, and the least time that a phase of its main thread may take.
-        store_host: The rank whose process serves the store, see `host_of_store`.
-        grace_s: How long the main thread may take to end by an exception.
-        end: Ends the process, given its exit status.
+    its main thread, which a broken connection raises in most, or after `grace_s` without one.
     """
 
     def __init__(

@@ -29,12 +29,7 @@ class Moment(NamedTuple):
 
 
 class PhaseTimer:
-    """Written by the main thread and read by another one; `moment` is replaced as a whole, so there is no lock.
-
-    Args:
-        timeout_s: The least time that a phase may take.
-        clock: Monotonic, in seconds.
-    """
+    """Written by the main thread and read by another one; `moment` is replaced as a whole, so there is no lock."""
 
     def __init__(self, *, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.timeout_s = timeout_s
