@@ -9,11 +9,8 @@ from typing import Any
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.verify.comparison import KINDS, Step, differences
 
-RESIZED_BOUND = 1e-5
-"""How much a resized training may differ: another number of processes changes the rounding of sums."""
-
-_CLOCKED = "per_s"
-"""Suffix of the metrics that depend on the speed of the machine."""
+RESIZED_BOUND = 1e-5  # how much a resized training may differ: another number of processes changes the rounding of sums
+_CLOCKED = "per_s"  # suffix of the metrics that depend on the speed of the machine
 
 
 def distance(found: Path, expected: Path) -> tuple[float, str]:

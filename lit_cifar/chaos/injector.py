@@ -25,11 +25,9 @@ _LIMIT_S = 120.0  # of everything else that the job is expected to do
 _MAX_LAUNCHES_IN_VAIN = 3
 
 _SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
+# How many intervals between checkpoints a job may have to repeat: none if it was asked to stop, as it saves first.
+# Training continues while a checkpoint is being written, at most until the next one is due.
 _REPEATED_SAVES: dict[Kind, int] = {"kill": 2, "stop": 2, "term": 0, "resize": 0, "truncate": 3, "disk": 2}
-"""How many intervals between checkpoints a job may have to repeat: none if it was asked to stop, as it saves first.
-
-Training continues while a checkpoint is being written, at most until the next one is due.
-"""
 
 
 class TrialError(Exception):

@@ -9,14 +9,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+# Which start of the processes: how often the job was launched, how often torchrun restarted it since.
 Start: TypeAlias = tuple[int, int]
-"""Which start of the processes: how often the job was launched, how often torchrun restarted it since."""
-
-StepKey: TypeAlias = tuple[int, int]
-"""Epoch and optimizer step."""
-
-Batches: TypeAlias = dict[StepKey, list[int]]
-"""The ids of the global batch of every step, in the order of the shards."""
+StepKey: TypeAlias = tuple[int, int]  # epoch and optimizer step
+Batches: TypeAlias = dict[StepKey, list[int]]  # the ids of the global batch of every step, in the order of the shards
 
 
 @dataclass(frozen=True, kw_only=True)

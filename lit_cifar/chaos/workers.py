@@ -7,14 +7,12 @@ from pathlib import Path
 
 from lit_cifar.chaos.sample_history import Start
 
+# Environment variable: how often the job was launched; torchrun counts its own restarts.
 LAUNCH = "LIT_CIFAR_CHAOS_LAUNCH"
-"""Environment variable: how often the job was launched; torchrun counts its own restarts."""
-
+# Environment variable: the file to which a line is appended for every worker that is started.
 WORKERS = "LIT_CIFAR_CHAOS_WORKERS"
-"""Environment variable: the file to which a line is appended for every worker that is started."""
-
+# Environment variable: the first start and every n-th one after it use a new Python; with 0 none does.
 ANEW = "LIT_CIFAR_CHAOS_ANEW"
-"""Environment variable: the first start and every n-th one after it use a new Python; with 0 none does."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,8 +28,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from lit_cifar.launch import parent
 
 _LOOPBACK = "127.0.0.1"
+# How long the other ranks of a run have to end, once one has failed: as Lightning's launcher gives them.
 _FAREWELL_S = 5.0
-"""How long the other ranks of a run have to end, once one has failed: as Lightning's launcher gives them."""
 _starting = threading.Lock()
 
 

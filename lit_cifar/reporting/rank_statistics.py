@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
+# Upper bound of the probability that an evaluation flags any rank although all ranks are equally good.
 FAMILY_WISE_LEVEL = 0.01
-"""Upper bound of the probability that an evaluation flags any rank although all ranks are equally good."""
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,7 @@ from torch import Tensor
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import CheckpointError, ConfigError, SampleAuditError
 
-EMPTY = sha256().hexdigest()
-"""The digest before the first step of a run."""
-
+EMPTY = sha256().hexdigest()  # the digest before the first step of a run
 KEY = "receipt"
 _USE = 2**32  # the low half of a tally's entry has room for the step
 _MAX_IDS = 10

@@ -18,14 +18,10 @@ Bounds: TypeAlias = dict[str, float]
 
 KINDS = ("loss", "parameters", "buffers", "optimizer")
 
-EXACT_BOUND = 1e-9
-"""What every kind must agree to in float64, where rounding is far below any mistake."""
-
-NOISE_FACTOR = 4.0
-"""How many times the measured effect of another order of summation a mode may differ by."""
-
+EXACT_BOUND = 1e-9  # what every kind must agree to in float64, where rounding is far below any mistake
+NOISE_FACTOR = 4.0  # how many times the measured effect of another order of summation a mode may differ by
+# The smallest tolerance, in units of the last place of 1.0: for values that another order did not change at all.
 FLOOR_ULP = 4.0
-"""The smallest tolerance, in units of the last place of 1.0: for values that another order did not change at all."""
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,8 @@ from torchmetrics import MeanMetric, Metric
 
 from lit_cifar.verify.rank_state import is_shared
 
-Logged: TypeAlias = dict[tuple[str, int], float]
-"""By name and optimizer step."""
-
-METRIC_BOUND = 1e-5
-"""Metrics add up in float32, whatever the precision of the run is."""
+Logged: TypeAlias = dict[tuple[str, int], float]  # by name and optimizer step
+METRIC_BOUND = 1e-5  # metrics add up in float32, whatever the precision of the run is
 
 
 def logged(run: Path) -> Logged:

@@ -17,9 +17,8 @@ from torch.optim import Optimizer
 from lit_cifar.layout import Layout
 from lit_cifar.strategies.mesh import local_part
 
+# By name, a kind in brackets: which part of the whole it is, and the digest. Equal names and parts are equal bits.
 State: TypeAlias = dict[str, tuple[str, str]]
-"""By name, a kind in brackets: which part of the whole it is, and the digest. Equal names and parts are equal bits."""
-
 PARAMETERS, BUFFERS, OPTIMIZER, METRICS = "parameters", "buffers", "optimizer", "metrics"
 
 

@@ -20,12 +20,12 @@ _ROUNDINGS: dict[str, tuple[dict[str, str], list[str]]] = {
     "plain kernels": ({"order": "plain_kernels"}, []),
     "float32": ({}, ["--trainer.precision=32-true"]),
 }
+# By which of them the tolerance is measured.
 _USED: dict[str, list[str]] = {
     "64-true": [],
     "32-true": ["reversed", "plain kernels"],
     "bf16-mixed": ["reversed", "plain kernels", "float32"],
 }
-"""By which of them the tolerance is measured."""
 
 
 @dataclass(frozen=True)

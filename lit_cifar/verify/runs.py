@@ -13,9 +13,7 @@ from lit_cifar.launch.forked import ForkedRun
 
 TIMEOUT_S = 900.0
 
-REFUSED = 2
-"""The exit status of the command line after a user's mistake."""
-
+REFUSED = 2  # the exit status of the command line after a user's mistake
 _running: set[ForkedRun] = set()
 
 

@@ -36,8 +36,7 @@ ARGS = (
 )
 
 COMPARISON = "comparison"
-GUARDS = {"SampleAuditError: ": "data receipt"}
-"""Checks during training that stop a run, by their words on stderr."""
+GUARDS = {"SampleAuditError: ": "data receipt"}  # checks during training that stop a run, by their words on stderr
 
 
 @dataclass(frozen=True)
