@@ -1,5 +1,6 @@
 """One training under faults: waits for the moment of each, injects it, and sees whether the job resumes."""
 
+import os
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -134,7 +135,8 @@ class Trial:
         elif fault.kind == "truncate":
             _signal(hit, signal.SIGKILL)
             wait_until(lambda: not _alive(hit), limit_s=_STOP_LIMIT_S)  # who is half dead may still rename a file
-            _truncate(self.checkpoints / LAST, fault.keep or 0.0)
+            newest = self.checkpoints / LAST
+            os.truncate(newest, int((fault.keep or 0.0) * newest.stat().st_size))
         elif fault.kind == "disk":
             fill_disk(hit)
         elif not self.job.terminate(limit_s=_STOP_LIMIT_S):
@@ -270,8 +272,3 @@ def _is_alive(process: psutil.Process) -> bool:
         return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def _truncate(path: Path, keep: float) -> None:
-    with path.open("r+b") as file:
-        file.truncate(int(keep * path.stat().st_size))

@@ -73,11 +73,11 @@ class Job:
         return None if self._torchrun is None else self._torchrun.wait(0.0)
 
     def ranks(self) -> dict[int, psutil.Process]:
-        found = {}
+        found, torchrun = {}, None if self._torchrun is None else self._torchrun.pids[0]
         for worker in self.newest:
             with suppress(psutil.Error):
                 process = psutil.Process(worker.pid)
-                if process.ppid() == self._pid and process.status() != psutil.STATUS_ZOMBIE:
+                if process.ppid() == torchrun and process.status() != psutil.STATUS_ZOMBIE:
                     found[worker.rank] = process
         return found
 
@@ -112,10 +112,6 @@ class Job:
             return any((file.path, file.fd) == (str(self._log), _STDOUT) for file in process.open_files())
         except psutil.Error:  # not ours to look at, or gone
             return False
-
-    @property
-    def _pid(self) -> int | None:
-        return None if self._torchrun is None else self._torchrun.pids[0]
 
     @property
     def _log(self) -> Path:

@@ -33,22 +33,17 @@ def settle(trainer: L.Trainer) -> None:
     written.
     """
     with failing_together(trainer):
-        files = trainer.strategy.checkpoint_io
-        if isinstance(files, CheckpointFiles):
-            files.settle()
+        _files(trainer).settle()
 
 
 def has_failed(trainer: L.Trainer) -> bool:
     """Whether this process knows of a checkpoint that could not be written; the next save raises it."""
-    files = trainer.strategy.checkpoint_io
-    return isinstance(files, CheckpointFiles) and files.has_failed
+    return _files(trainer).has_failed
 
 
 def wait_for_files(trainer: L.Trainer) -> None:
     """Return when this process has nothing left to write. A failure is raised later."""
-    files = trainer.strategy.checkpoint_io
-    if isinstance(files, CheckpointFiles):
-        files.wait()
+    _files(trainer).wait()
 
 
 @contextmanager
@@ -57,15 +52,18 @@ def failing_together(trainer: L.Trainer, *, behind: bool = False) -> Iterator[No
 
     With a `CheckpointIO` other than ours only rank 0 raises, if at all.
     """
-    files = trainer.strategy.checkpoint_io
-    if not isinstance(files, CheckpointFiles):
-        yield
-        return
+    files = _files(trainer)
     with files.deferring(behind=behind):
         yield
     failure: CheckpointError | None = trainer.strategy.broadcast(files.failure)
     if failure is not None:
         raise failure
+
+
+def _files(trainer: L.Trainer) -> CheckpointFiles:
+    """The plugin that writes; for a Trainer with another one, one that has nothing to write."""
+    files = trainer.strategy.checkpoint_io
+    return files if isinstance(files, CheckpointFiles) else CheckpointFiles()
 
 
 class BestCheckpoint(ModelCheckpoint):

@@ -12,7 +12,7 @@ import torch
 from lit_cifar.commands.terminal import CommandParser, about, console, exit_orderly_when_terminated, say, writable
 from lit_cifar.errors import ConfigError
 from lit_cifar.verify.comparison import EXACT_BOUND, FLOOR_ULP, NOISE_FACTOR
-from lit_cifar.verify.report import problem_lines, verdict_table
+from lit_cifar.verify.report import verdict_table
 from lit_cifar.verify.self_test import Finding, findings_table, self_test
 from lit_cifar.verify.verifier import verify
 
@@ -50,8 +50,9 @@ def _verify(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     rows = verify(names, devices=options.devices, steps=options.steps, args=rest, report=say)
     out = console()
     out.print(verdict_table(rows, title=f"{options.steps} steps, compared one by one"))
-    for line in problem_lines(rows):
-        out.print(line, markup=False)
+    for row in rows:
+        for problem in row.problems[:3]:
+            out.print(f"{row.mode}: {problem}", markup=False)
     found = [asdict(row) | {"passed": row.passed} for row in rows]
     content = {"devices": options.devices, "steps": options.steps, "rows": found}
     return content | {"passed": all(row.passed for row in rows)}

@@ -52,9 +52,17 @@ def check_processes(trainer: Trainer, *, rank: int) -> None:
 
 
 def _follow_torchrun(config: dict[str, Any], strategy: Strategy | None) -> None:
-    _refuse_other_launcher(strategy, config["strategy"])
-    processes, machines = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["GROUP_WORLD_SIZE"])
-    _refuse_unequal_machines(processes, machines)
+    if isinstance(strategy, DDPStrategy) and strategy._start_method != "popen":
+        raise ConfigError(
+            f"--trainer.strategy={config['strategy']} starts processes itself, and torchrun has already started them",
+            remedy="pass --trainer.strategy=ddp, or start it with python in place of torchrun",
+        )
+    processes, machines, total = (int(os.environ[f"{name}WORLD_SIZE"]) for name in ("LOCAL_", "GROUP_", ""))
+    if processes * machines != total:
+        raise ConfigError(
+            f"{total} processes on {machines} machines, but {processes} on this one: machines must have equally many",
+            remedy="start torchrun with the same --nproc-per-node on every machine",
+        )
     each = getattr(strategy, "devices_per_process", 1)
     _follow(config, "devices", processes * each, started=f"--nproc-per-node={processes}")
     _follow(config, "num_nodes", machines, started=f"{machines} machine(s)")
@@ -65,23 +73,6 @@ def _made(strategy: Any) -> Strategy | None:
     if isinstance(strategy, str):
         return StrategyRegistry.get(strategy) if strategy in StrategyRegistry.available_strategies() else None
     return strategy if isinstance(strategy, Strategy) else None
-
-
-def _refuse_other_launcher(strategy: Strategy | None, name: Any) -> None:
-    if isinstance(strategy, DDPStrategy) and strategy._start_method != "popen":
-        raise ConfigError(
-            f"--trainer.strategy={name} starts processes itself, and torchrun has already started them",
-            remedy="pass --trainer.strategy=ddp, or start it with python in place of torchrun",
-        )
-
-
-def _refuse_unequal_machines(processes: int, machines: int) -> None:
-    total = int(os.environ["WORLD_SIZE"])
-    if processes * machines != total:
-        raise ConfigError(
-            f"{total} processes on {machines} machines, but {processes} on this one: machines must have equally many",
-            remedy="start torchrun with the same --nproc-per-node on every machine",
-        )
 
 
 def _follow(config: dict[str, Any], name: str, value: int, *, started: str) -> None:

@@ -160,16 +160,13 @@ class TorchrunEnvironment(TorchElasticEnvironment):
         if _num_machines() == 1:
             address = self._address
         if self.global_rank() == 0:
-            self._refuse_other_address(address)
+            if socket.gethostbyname(address) != self._address:
+                raise ConfigError(
+                    f"torchrun sends the other machines to {address}, which is not {self._interface} ({self._address})",
+                    remedy=f"pass torchrun --local-addr={self._address}",
+                )
             _KEPT.append(open_store(self._address, port=port, only_there=True))
         return address, port
-
-    def _refuse_other_address(self, address: str) -> None:
-        if socket.gethostbyname(address) != self._address:
-            raise ConfigError(
-                f"torchrun sends the other machines to {address}, which is not {self._interface} ({self._address})",
-                remedy=f"pass torchrun --local-addr={self._address}",
-            )
 
 
 def open_store(address: str, *, port: int = 0, only_there: bool = False) -> TCPStore:

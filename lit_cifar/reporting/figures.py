@@ -67,7 +67,9 @@ class EvaluationFigures(EvaluationCallback):
         if writer is None:  # every rank but 0, and runs without TensorBoard
             return
         datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission
-        step, title = trainer.global_step, _title(trainer, datamodule.name, split)
+        step, title = trainer.global_step, f"{datamodule.name}, {SPLIT_WORDS[split]}"
+        if trainer.state.fn == "fit":
+            title += f", epoch {trainer.current_epoch + 1}"
         for name, accuracy in class_accuracies(details["acc_per_class"], confusion, datamodule.classes).items():
             writer.add_scalar(f"{split}/acc_class/{name}", accuracy, step)
         wrong = _look_up(datamodule.sets[split], confidence, ids, predictions)
@@ -153,11 +155,6 @@ def class_accuracies(accuracies: Tensor, confusion: Tensor, classes: Sequence[st
         for name, accuracy, total in zip(classes, accuracies.tolist(), totals, strict=True)
         if total
     }
-
-
-def _title(trainer: Trainer, name: str, split: Split) -> str:
-    where = f"{name}, {SPLIT_WORDS[split]}"
-    return f"{where}, epoch {trainer.current_epoch + 1}" if trainer.state.fn == "fit" else where
 
 
 def _look_up(

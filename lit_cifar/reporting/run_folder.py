@@ -29,7 +29,9 @@ def create_run_folder(run_dir: str | None, *, label: str, resume: bool = False) 
         folder.mkdir(parents=True, exist_ok=True)
         occupied = not resume and any(folder.iterdir())
         if not occupied:
-            _probe(folder)
+            # The permissions of a folder do not show read-only mounts and quotas.
+            (folder / ".writable").touch()
+            (folder / ".writable").unlink()
     except OSError as error:
         raise ConfigError(
             f"the run folder {folder} cannot be written: {error.strerror}",
@@ -115,10 +117,3 @@ def _unused(folder: Path) -> Path:
         candidate = folder.with_name(f"{folder.name}-{number}")
         number += 1
     return candidate
-
-
-def _probe(folder: Path) -> None:
-    """Write and remove a file: the permissions of a folder do not show read-only mounts and quotas."""
-    probe = folder / ".writable"
-    probe.touch()
-    probe.unlink()

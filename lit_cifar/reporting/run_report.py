@@ -56,7 +56,10 @@ class RunReport(Callback):
             return
         datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission
         if self._folder is not None:
-            _write_once(self._folder / FILE_NAME, environment(trainer, data_name=datamodule.name))
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = self._folder / FILE_NAME
+            if not path.exists():  # else it belongs to the run's first stage
+                path.write_text(json.dumps(environment(trainer, data_name=datamodule.name), indent=2) + "\n")
         self.announce(trainer, pl_module, datamodule, stage=stage)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -180,10 +183,3 @@ def _line(label: str, text: str) -> str:
 
 def _count(number: int, one: str, many: str | None = None) -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
-
-
-def _write_once(path: Path, content: dict[str, Any]) -> None:
-    """Write JSON, unless the file exists: it belongs to the run's first stage."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists():
-        path.write_text(json.dumps(content, indent=2) + "\n")

@@ -75,7 +75,8 @@ class SampleAudit(Callback):
         tally = self._tally
         if tally is None or tally.epoch != trainer.current_epoch:
             return
-        if tally.loader_steps == trainer.num_training_batches or not _stops(trainer):
+        stops = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
+        if tally.loader_steps == trainer.num_training_batches or not stops:
             self._finish(trainer, tally)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -147,8 +148,3 @@ def _steps(trainer: Trainer, loader_steps: int) -> int:
     """Optimizer steps in `loader_steps` batches; a limit on an epoch's batches may shorten its last step."""
     whole, rest = divmod(loader_steps, trainer.accumulate_grad_batches)
     return whole + (rest > 0 and loader_steps >= trainer.num_training_batches)
-
-
-def _stops(trainer: Trainer) -> bool:
-    """Whether the run may end within an epoch."""
-    return trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step

@@ -65,11 +65,8 @@ class SingleProcessStrategy(CustomForwardStrategy, ABC):
 
     @override
     def check(self) -> None:
+        """Refuse other processes: each would train a model of its own."""
         super().check()
-        self._refuse_other_processes()
-
-    def _refuse_other_processes(self) -> None:
-        """Raise if there are other processes: each would train a model of its own."""
         name = self.strategy_name
         if self.num_nodes > 1:
             raise ConfigError(

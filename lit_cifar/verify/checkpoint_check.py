@@ -70,14 +70,11 @@ def evaluation_problems(path: Path, *, counts: tuple[int, int], found: Logged, c
         }
     problems = []
     if counts[1] != alone.counts[1] or abs(counts[0] - alone.counts[0]) > turned:
-        problems.append(f"evaluation: {_of(counts)} right, one device with the same weights has {_of(alone.counts)}")
+        found_words, expected_words = (f"{right} of {seen}" for right, seen in (counts, alone.counts))
+        problems.append(f"evaluation: {found_words} right, one device with the same weights has {expected_words}")
     own = {key: value for key, value in found.items() if key[0] in alone.metrics}
     expected = {key: alone.metrics[key[0]] for key in own}
     return problems + logged_problems(own, expected, bounds=bounds, source="one device with the same weights has")
-
-
-def _of(counts: tuple[int, int]) -> str:
-    return f"{counts[0]} of {counts[1]}"
 
 
 def evaluated_alone(path: Path, *, config: Mapping[str, Any], precision: str | None = None) -> Evaluation:

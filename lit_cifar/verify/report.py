@@ -59,11 +59,3 @@ def _cell(row: Row, kind: str) -> str:
     value, bound = row.differences[kind], row.tolerance[kind]
     shown = f"{value:.1e}" if value else "0"
     return f"{shown if value <= bound else f'[red]{shown}[/]'}\n[dim]<= {bound:.1e}[/]"
-
-
-def problem_lines(rows: Sequence[Row]) -> list[str]:
-    """What is wrong with each mode that failed, the first three things."""
-    lines = []
-    for row in rows:
-        lines += [f"{row.mode}: {problem}" for problem in row.problems[:3]]
-    return lines

@@ -116,7 +116,7 @@ class Watchdog(Callback):
         quiet = isinstance(exception, ConfigError)  # the command line shows it
         verdict = self._watch.fail("\n".join(lines[-_MAX_TRACEBACK_LINES:]), quiet=quiet)
         if verdict is not None and verdict.rank != trainer.global_rank:
-            sys.excepthook = _show_nothing
+            sys.excepthook = lambda *_: None
 
     def _run_stage(self, trainer: Trainer, pl_module: LightningModule) -> Any:
         del trainer._run_stage  # back to the method of the class
@@ -174,7 +174,3 @@ def _come_before_observer(watch: Monitor) -> None:
     for thread in threading.enumerate():
         if isinstance(thread, _ChildProcessObserver):
             thread._run = partial(look, thread)  # type: ignore[method-assign]
-
-
-def _show_nothing(*_: object) -> None:
-    """Replaces the traceback of an exception that is only a consequence."""
