@@ -250,12 +250,7 @@ BUGS: dict[str, Bug] = {
         Bug("duplicated-shard", "every process reads the first part of the data", "ddp", _duplicated_shard),
         Bug("augmentation-by-rank", "each process augments with a seed of its own", "ddp", _augmentation_by_rank),
         Bug("frozen-order", "set_epoch is forgotten", "ddp", _frozen_order),
-        Bug(
-            "own-statistics",
-            "each process evaluates with its own running statistics",
-            "ddp",
-            _ddp_without("broadcast_buffers"),
-        ),
+        Bug("own-statistics", "each process evaluates with its own running statistics", "ddp", _own_statistics),
         Bug("padded-evaluation", "evaluation is padded with repeated samples", "ddp", _padded_evaluation),
         Bug("one-sample-twice", "one sample is evaluated twice, another never", "ddp", _one_sample_twice),
         Bug("predictions-twice", "every prediction is counted twice", "ddp", _predictions_twice),
