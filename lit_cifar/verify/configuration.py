@@ -1,7 +1,7 @@
 """The settings that result from the user's flags and files, as the command line resolves them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from os import cpu_count
 from pathlib import Path
@@ -13,7 +13,6 @@ import yaml  # type: ignore[import-untyped]
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import ConfigError
-from lit_cifar.layout import Layout
 from lit_cifar.models import DEFAULT_ARCH
 from lit_cifar.models.resnet import SHAPES
 from lit_cifar.module import LitResNet
@@ -122,13 +121,7 @@ class Settings:
         data = CIFAR10DataModule(**self.config["data"])
         data.prepare_data()
         data.setup("fit")
-        sampler = TrainSampler(
-            num_samples=len(data.sets["train"]),
-            batch_size=self.batch_size,
-            layout=Layout(),
-            accumulation=self.accumulation,
-            drop_last=data.drop_last,
-        )
+        sampler = replace(data.train_sampler(), accumulation=self.accumulation)
         sampler.check()
         return sampler
 

@@ -47,22 +47,15 @@ def run(
     for file in (out, err):
         file.write_text("")
     start = perf_counter()
-    with _ended_at_last(
-        ForkedRun([subcommand, *flags], environment=environment, stdout=out, stderr=err, num_ranks=num_ranks)
-    ) as forked:
-        status = forked.wait(timeout_s)
-    stdout, stderr = (file.read_text(errors="replace") for file in (out, err))
-    return Outcome(status, stdout, stderr, perf_counter() - start)
-
-
-@contextmanager
-def _ended_at_last(forked: ForkedRun) -> Iterator[ForkedRun]:
+    forked = ForkedRun([subcommand, *flags], environment=environment, stdout=out, stderr=err, num_ranks=num_ranks)
     _running.add(forked)
     try:
-        yield forked
+        status = forked.wait(timeout_s)
     finally:
         forked.kill()
         _running.discard(forked)
+    stdout, stderr = (file.read_text(errors="replace") for file in (out, err))
+    return Outcome(status, stdout, stderr, perf_counter() - start)
 
 
 @contextmanager
