@@ -48,7 +48,7 @@ class Layout:
         """Replicas over all processes: the number by which a global batch must be divisible."""
         return self.num_shards * self.replicas_per_shard
 
-    def chunks(self, *, accumulation: int = 1) -> "GhostBatches":
+    def ghost_batches(self, *, accumulation: int = 1) -> "GhostBatches":
         """How this layout cuts a global batch that is accumulated over `accumulation` steps."""
         return GhostBatches(
             num_shards=self.num_shards,

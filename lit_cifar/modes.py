@@ -100,9 +100,9 @@ class Variant:
             f"--trainer.sync_batchnorm={str(self.sync_batchnorm).lower()}",
         ]
 
-    def chunks(self, *, accumulation: int) -> GhostBatches:
+    def ghost_batches(self, *, accumulation: int) -> GhostBatches:
         """How the mode cuts a global batch into the chunks that BatchNorm normalises together."""
-        chunks = self.layout().chunks(accumulation=accumulation)
+        chunks = self.layout().ghost_batches(accumulation=accumulation)
         if not self.sync_batchnorm:
             return chunks
         return replace(chunks, synchronised=True) if accumulation > 1 else GhostBatches()

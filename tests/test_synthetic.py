@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lit_cifar.data import synthetic
+from lit_cifar.data import CIFAR10DataModule, synthetic
 from lit_cifar.data.sources import open_dataset
 from lit_cifar.data.synthetic import BLOCK, CLASSES, MAX_IMAGES, Synthetic, draw
 from lit_cifar.errors import ConfigError
@@ -57,6 +57,11 @@ def test_full_sizes_are_the_limit():
     for split, num_images in (("train", 50_001), ("test", 10_001), ("train", 0), ("test", -1)):
         with pytest.raises(ConfigError, match=f"{num_images} {split} images asked of synthetic"):
             Synthetic(Path()).load(split, num_images=num_images)
+
+
+def test_a_negative_seed_is_refused():
+    with pytest.raises(ConfigError, match="--data.seed=-1: sizes and seeds are not negative"):
+        CIFAR10DataModule(dataset="synthetic", seed=-1)
 
 
 def test_normalisation_statistics_are_those_of_the_images():

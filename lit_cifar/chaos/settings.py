@@ -118,7 +118,7 @@ def _mode(name: str, mode: Variant) -> JobMode:
         raise ConfigError(
             f"--modes={name} has one process on {mode.devices} devices", remedy=f"pass --devices {2 * mode.devices}"
         )
-    chunks = mode.chunks(accumulation=1)
+    chunks = mode.ghost_batches(accumulation=1)
     separate = (
         [] if chunks == GhostBatches() else [f"--model.ghost_batchnorm.{k}={v}" for k, v in asdict(chunks).items()]
     )

@@ -27,16 +27,10 @@ class Schedule:
 
     name: ScheduleName  # torch's name (torch.distributed.pipelining.schedules.get_schedule_class)
     num_processes: int  # processes of one pipeline
-    stages_per_process: int  # how many stages each of them holds
-
-    @classmethod
-    def of(cls, name: ScheduleName, num_processes: int) -> "Schedule":
-        """The schedule over so many processes: two stages each where it interleaves."""
-        return cls(name=name, num_processes=num_processes, stages_per_process=stages_per_process(name))
 
     @property
     def num_stages(self) -> int:
-        return self.num_processes * self.stages_per_process
+        return self.num_processes * stages_per_process(self.name)
 
     def owner(self, stage: int) -> int:
         """The process of the pipeline that holds `stage`: in turn, or there and back where the schedule is a V."""
@@ -192,7 +186,7 @@ class Pipeline:
             stages: Any = list(self._torch_stages(num_samples, dtype))
             kind: Any = get_schedule_class(self.schedule.name)
             self._runs[key] = kind(
-                stages if self.schedule.stages_per_process > 1 else stages[0],
+                stages if len(stages) > 1 else stages[0],
                 self.num_microbatches,
                 loss_fn=self._scaled_loss,
                 scale_grads=False,

@@ -76,7 +76,7 @@ class PipelineStrategy(MeshStrategy):
     @property
     def schedule(self) -> Schedule:
         """Who holds which stage; known once the Trainer is made."""
-        return Schedule.of(self.schedule_name, self.processes_per_replica)
+        return Schedule(name=self.schedule_name, num_processes=self.processes_per_replica)
 
     @property
     def num_microbatches(self) -> int:

@@ -129,7 +129,7 @@ class Trace(L.Callback):
         counts = next((c.counts for c in trainer.callbacks if isinstance(c, PerRankAccuracy)), {})  # type: ignore[attr-defined]
         content = {
             "world_size": trainer.world_size,
-            "chunks": asdict(layout.chunks(accumulation=trainer.accumulate_grad_batches)),
+            "chunks": asdict(layout.ghost_batches(accumulation=trainer.accumulate_grad_batches)),
             "counts": [(count.correct, count.total) for count in counts.get("val", [])],
         }
         (self.folder / "run.json").write_text(json.dumps(content))

@@ -57,18 +57,18 @@ class Verifier:
         """Whether it matters which images pass the network together."""
         return normalises_batches(self.launcher.settings.module().network)
 
-    def chunks_of(self, mode: Variant) -> GhostBatches:
+    def ghost_batches_of(self, mode: Variant) -> GhostBatches:
         """What the mode normalises together, as its strategy tells it; nothing where the network has no BatchNorm."""
         if not self.normalises_batches:
             return GhostBatches()
         with quiet():
-            return mode.chunks(accumulation=self.launcher.settings.accumulation)
+            return mode.ghost_batches(accumulation=self.launcher.settings.accumulation)
 
     def compare(self, cases: Sequence[Case]) -> Iterator[Compared]:
         """Run each case and the references that they need, several at a time, as `Settings.num_at_once` says; yields as
         they end.
         """
-        chunks = [self.chunks_of(case.mode) for case in cases]
+        chunks = [self.ghost_batches_of(case.mode) for case in cases]
         launched: dict[Future[Outcome], tuple[int, Path]] = {}
         with workers(self.launcher.settings.num_at_once) as pool:
             for key in dict.fromkeys(chunks):
@@ -113,7 +113,7 @@ def verify_modes(verifier: Verifier, wanted: Sequence[Variant]) -> list[Row]:
 
     What only the run of a mode finds wrong with the user's flags is a `ConfigError`, no failed proof.
     """
-    chunks = {mode.name: verifier.chunks_of(mode) for mode in wanted}
+    chunks = {mode.name: verifier.ghost_batches_of(mode) for mode in wanted}
     waiting = Counter(chunks.values())
     rows: dict[str, Row] = {}
     for compared in verifier.compare([Case(mode) for mode in wanted]):
