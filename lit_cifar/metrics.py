@@ -13,12 +13,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 
 
 class TopAccuracy(MulticlassAccuracy):
-    """Share of the samples whose class is among the `top_k` most probable; it counts into `tp` and `fn` alone.
-
-    Args:
-        num_classes: C, the size of the logits.
-        top_k: From 1 to C.
-    """
+    """Share of the samples whose class is among the `top_k` most probable; it counts into `tp` and `fn` alone."""
 
     tp: Tensor
     fn: Tensor

@@ -16,15 +16,8 @@ Channels: TypeAlias = tuple[float, float, float]
 class Dataset(ABC):
     """Images in `root`, which are not read before `load` is called.
 
-    Call `prepare` once per node, then `load` in every process.
-
-    Args:
-        root: The folder of the data.
-        image_size: Height and width, in pixels, for data sets that can have any.
-        seed: Of images that are drawn.
-
-    Raises:
-        ConfigError: Its images have another size.
+    Call `prepare` once per node, then `load` in every process. `image_size` is the height and width in pixels for data
+    sets that can have any, `seed` that of images that are drawn.
     """
 
     title: ClassVar[str]  # its name in logs and tables
@@ -52,19 +45,15 @@ class Dataset(ABC):
     def prepare(self, *, download: bool) -> None:  # noqa: B027  # some have nothing to do
         """Make sure the data are under `root` and sound, downloading them if they are absent and `download` allows it.
 
-        Takes well under a second where they are present, and writes nothing there.
-
-        Raises:
-            DataError: If they are incomplete or damaged, or are absent and cannot be had.
+        Takes well under a second where they are present, and writes nothing there. A `DataError` says what is
+        incomplete or damaged, or absent and cannot be had.
         """
 
     @abstractmethod
     def load(self, split: Split, *, num_images: int | None = None) -> ImageSet:
         """Read the first `num_images` images of a split, by default all, without ever downloading.
 
-        Raises:
-            DataError: If they are missing, incomplete or damaged.
-            ConfigError: If there are fewer.
+        A `DataError` says what is missing, incomplete or damaged, a `ConfigError` that there are fewer.
         """
 
     def first(self, images: Tensor, labels: Tensor, split: Split, num_images: int | None) -> ImageSet:

@@ -51,11 +51,7 @@ def synchronise_along(network: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 class _Synchronised(_BatchNorm):
-    """BatchNorm with training statistics over the batches of several processes together.
-
-    Attributes:
-        process_group: These processes; None for all. Named as in `nn.SyncBatchNorm`.
-    """
+    """BatchNorm with training statistics over the batches of all processes in `process_group` together, None for all."""
 
     process_group: dist.ProcessGroup | None = None
 
