@@ -60,7 +60,7 @@ def test_full_sizes_are_the_limit():
 
 
 def test_a_negative_seed_is_refused():
-    with pytest.raises(ConfigError, match="--data.seed=-1: sizes and seeds are not negative"):
+    with pytest.raises(ConfigError, match=r"--data\.seed=-1: sizes and seeds are not negative"):
         CIFAR10DataModule(dataset="synthetic", seed=-1)
 
 

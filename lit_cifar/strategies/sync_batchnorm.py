@@ -51,7 +51,7 @@ def synchronise_along(network: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 class _Synchronised(_BatchNorm):
-    """BatchNorm with training statistics over the batches of all processes in `process_group` together, None for all."""
+    """BatchNorm with training statistics over the batches of the processes in `process_group`, None for all."""
 
     process_group: dist.ProcessGroup | None = None
 
