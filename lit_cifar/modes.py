@@ -19,6 +19,10 @@ from lit_cifar.layout import GhostBatches, Layout
 from lit_cifar.module import LitResNet
 
 Sizes = dict[str, int | str]
+# Arguments of a Trainer that prints and writes nothing.
+SILENT: dict[str, Any] = dict.fromkeys(
+    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,10 +140,7 @@ class Variant:
             strategy=strategy,
             devices=self.devices,
             plugins=[cluster_environment()],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **SILENT,
         )
         return trainer.strategy
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.data import CIFAR10DataModule
+from lit_cifar.modes import SILENT
 from lit_cifar.reporting.per_rank import PerRankAccuracy
 from lit_cifar.reporting.rank_statistics import pooled
 from lit_cifar.verify.comparison import NOISE_FACTOR, Step, differences
@@ -86,15 +87,8 @@ def evaluated_alone(path: Path, *, config: Mapping[str, Any], precision: str | N
     accuracy = _SilentAccuracy()
     settings = {name: config["trainer"][name] for name in ("accelerator", "precision", "limit_val_batches")}
     with quiet(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # as `Trace`
-        trainer = L.Trainer(
-            devices=1,
-            logger=False,
-            callbacks=[accuracy],
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            **settings if precision is None else settings | {"precision": precision},
-        )
+        settings |= SILENT if precision is None else SILENT | {"precision": precision}
+        trainer = L.Trainer(devices=1, callbacks=[accuracy], **settings)
         trainer.validate(module, CIFAR10DataModule(**config["data"]), verbose=False)
     count = pooled(accuracy.counts["val"])
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
