@@ -171,9 +171,7 @@ class Trial:
         return [line.strip() for line in self.job.log_since(offset) if "could not be saved" in line]
 
     def _kill_once_more(self, event: Event) -> Start | None:
-        """Kill the same rank again while the processes import, meet, and load their checkpoint; the newest start by
-        then.
-        """
+        """Kill the same rank again while the processes import, meet, and load their checkpoint."""
         fault = event.fault
 
         def is_new() -> bool:

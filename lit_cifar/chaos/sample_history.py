@@ -44,9 +44,7 @@ class Audit:
 
 
 def effective(lines: Iterable[Line]) -> tuple[Batches, list[str]]:
-    """The global batch of every step, as it was run the last time, and in words where processes of one shard read
-    different samples.
-    """
+    """The global batch of every step as it was last run, and in words where processes of one shard disagree."""
     newest: dict[StepKey, Start] = {}
     read: dict[tuple[StepKey, Start], dict[int, dict[int, list[int]]]] = {}
     for line in lines:
@@ -75,9 +73,7 @@ def num_repeated(lines: Iterable[Line]) -> int:
 
 
 def audit(lines: Iterable[Line], *, undisturbed: Mapping[StepKey, Iterable[int]], num_samples: int) -> Audit:
-    """Compare a job's effective history with the data set, whose ids are those below `num_samples`, and with the
-    uninterrupted run.
-    """
+    """Compare a job's effective history with the ids below `num_samples`, and with the uninterrupted run."""
     lines = list(lines)
     batches, problems = effective(lines)
     result = Audit(repeated=num_repeated(lines), problems=problems)

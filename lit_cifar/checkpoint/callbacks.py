@@ -29,9 +29,7 @@ def save_everywhere(trainer: L.Trainer, path: Path, *, behind: bool = False) -> 
 
 
 def settle(trainer: L.Trainer) -> None:
-    """Return when every checkpoint is on disk; every process must call this, and each raises if one could not be
-    written.
-    """
+    """Return when every checkpoint is on disk; every process must call this, and each raises if one is not."""
     with failing_together(trainer):
         _files(trainer).settle()
 

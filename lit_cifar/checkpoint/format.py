@@ -129,9 +129,7 @@ def load_weights(network: nn.Module, weights: dict[str, Tensor]) -> None:
 
 
 def check_shapes(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Raise a `CheckpointError` unless `weights` of a network of the same class have the names and shapes of this
-    one's.
-    """
+    """Raise a `CheckpointError` unless `weights` have the names and shapes of this network's."""
     own = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     for name in (*own, *found):

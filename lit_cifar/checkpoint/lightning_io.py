@@ -142,9 +142,7 @@ class _Writer:
         self._unwritten: list[tuple[Path, Future[None]]] = []
 
     def wait_for_room(self, path: Path) -> None:
-        """Return when at most one other file, and not `path`, is waiting to be written; raises if one could not be
-        written.
-        """
+        """Return when at most one other file, and not `path`, is waiting to be written; raises if one has failed."""
         while len(self._unwritten) > 1 or any(path == other for other, _ in self._unwritten):
             self._unwritten.pop(0)[1].result()
         if self.failure is not None:

@@ -1,6 +1,4 @@
-"""The data sets by name. A data set that is there but damaged is an error; it is never repaired, skipped or replaced
-by another in silence.
-"""
+"""The data sets by name. A damaged one is an error: it is never repaired, or replaced by another in silence."""
 
 from pathlib import Path
 

@@ -36,9 +36,7 @@ def settle_processes(config: dict[str, Any]) -> None:
 
 
 def check_processes(trainer: Trainer, *, rank: int) -> None:
-    """Refuse a rank other than 0 without other processes, which would log nothing, and processes that do not know where
-    they meet.
-    """
+    """Refuse a rank other than 0 without other processes, and processes that do not know where they meet."""
     if rank and trainer.world_size == 1:
         given = [name for name in _RANKS if os.environ.get(name) == str(rank)]
         raise ConfigError(

@@ -96,9 +96,7 @@ def prove(uses: Tensor, sampler: TrainSampler, *, loader_steps: int) -> None:
 
 
 def chain(digest: str, uses: Tensor, *, num_steps: int) -> str:
-    """`digest` (hexadecimal) carried on over the first `num_steps` optimizer steps of an epoch, from the proven `uses`
-    of all shards.
-    """
+    """`digest` (hexadecimal) carried on over the first `num_steps` optimizer steps of an epoch."""
     step_of = uses % _USE  # 0: not used
     ids = torch.argsort(step_of, stable=True)
     sizes = torch.bincount(step_of, minlength=num_steps + 1).tolist()

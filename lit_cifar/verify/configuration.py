@@ -65,9 +65,7 @@ class Settings:
 
     @classmethod
     def of(cls, args: list[str], *, devices: int, folder: Path) -> "Settings":
-        """Resolve the user's `args`; refuse flags that `verify` sets itself, and precisions in which a step may change
-        nothing.
-        """
+        """Resolve the user's `args`; refuse flags that `verify` sets, and precisions that leave out steps."""
         owned = [arg for arg in args if arg.split("=")[0] in _OWNED]
         if owned:
             raise ConfigError(f"verify sets {owned[0].split('=')[0]} itself, for each mode", remedy="leave it out")

@@ -65,9 +65,7 @@ class Verifier:
             return mode.ghost_batches(accumulation=self.launcher.settings.accumulation)
 
     def compare(self, cases: Sequence[Case]) -> Iterator[Compared]:
-        """Run each case and the references that they need, several at a time, as `Settings.num_at_once` says; yields as
-        they end.
-        """
+        """Run each case and the references that they need, several at a time; yields as they end."""
         chunks = [self.ghost_batches_of(case.mode) for case in cases]
         launched: dict[Future[Outcome], tuple[int, Path]] = {}
         with workers(self.launcher.settings.num_at_once) as pool:
