@@ -62,7 +62,10 @@ class Parser(LightningArgumentParser):
         _refuse_arguments_of_name(message)
         _refuse_former_names(message)
         problem, guess = _explained(_without_alternatives(message))
-        guess = guess or self._nearest(message)
+        if found := re.match(r"unrecognized arguments: (--[^\s=]+)", message):
+            # Options are long and begin alike, so the cutoff is higher than for single words.
+            near = get_close_matches(found[1], self._option_string_actions, n=1, cutoff=0.75)
+            guess = near[0] if near else None
         help = f"see {_program()} --help"
         refuse(problem, remedy=help if guess is None else f"did you mean {guess}? {help}")
 
@@ -74,13 +77,6 @@ class Parser(LightningArgumentParser):
             raise ConfigError(
                 f"--config={cfg_path} is not text: {error}", remedy="pass a YAML file, e.g. --config=RUN/config.yaml"
             ) from error
-
-    def _nearest(self, message: str) -> str | None:
-        """The option that an unknown one may have meant; None if none is similar."""
-        found = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
-        # Options are long and begin alike, so the cutoff is higher than for single words.
-        near = get_close_matches(found[1], self._option_string_actions, n=1, cutoff=0.75) if found else []
-        return near[0] if near else None
 
 
 def check_command(words: Sequence[str]) -> None:

@@ -73,12 +73,12 @@ class StepBoundary(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Replace Lightning's handling of signals, which synchronises at every step and has no exit status."""
         self._signal, self._keystrokes = 0, Keystrokes()
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
         if threading.current_thread() is threading.main_thread():
             # Lightning would register its handlers next. They are registered now, so that its teardown restores the
             # former ones.
             trainer._signal_connector.register_signal_handlers()
-            trainer._signal_connector.register_signal_handlers = _nothing  # type: ignore[method-assign]
+            trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
             signal.signal(signal.SIGTERM, self._note)
             signal.signal(signal.SIGINT, self._note)
 
@@ -203,10 +203,6 @@ class StepBoundary(Callback):
     def _newest(self) -> str:
         path = self._last.newest if self._last else None
         return f"the newest checkpoint is {path}" if path else "there is no checkpoint yet"
-
-
-def _nothing() -> None:
-    pass
 
 
 def _local(parameter: Tensor) -> Tensor:

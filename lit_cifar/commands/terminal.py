@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,9 +32,7 @@ class CommandParser(argparse.ArgumentParser):
         raise ConfigError(message, remedy=f"see {self.prog} --help")
 
 
-def say(line: str) -> None:
-    """Print a line at once, also into a pipe."""
-    print(line, flush=True)
+say = partial(print, flush=True)  # at once, also into a pipe
 
 
 def console() -> Console:

@@ -36,7 +36,7 @@ def keyed_bits(ids: Tensor, *, seed: int, epoch: int, purpose: Purpose) -> Tenso
     """
     key = 0  # of Python, as no device need know it
     for word in (seed, epoch, int(purpose)):
-        key = _int64(_mix((key ^ word) + _GOLDEN))
+        key = (_mix((key ^ word) + _GOLDEN) + 2**63) % 2**64 - 2**63  # the low 64 bits, as an int64 has them
     return _mix((ids + 1) * _GOLDEN + key)
 
 
@@ -65,8 +65,3 @@ def _mix(z: _Word) -> _Word:
 def _shift_right(z: _Word, places: int) -> _Word:
     """Logical shift: int64's own is arithmetic and drags the sign bit along."""
     return (z >> places) & ((1 << (64 - places)) - 1)
-
-
-def _int64(z: int) -> int:
-    """The low 64 bits of `z`, as an int64 has them."""
-    return (z + 2**63) % 2**64 - 2**63

@@ -59,15 +59,13 @@ class _Tolerance:
         if not self.others:
             return [dict.fromkeys(KINDS, EXACT_BOUND)] * self.steps
         expected = self.reference.wait()
-        noise = [self._noise(other.wait(), expected) for other in self.others]
+        noise = []
         for other in self.others:
+            steps = range(1, self.steps + 1)
+            noise.append([largest(differences(other.wait().step(k), expected.step(k))) for k in steps])
             shutil.rmtree(other.record.folder)
         dtype = next(iter(expected.step(1)["state"].values())).dtype
         return measured_bounds(noise, eps=torch.finfo(dtype).eps)
-
-    def _noise(self, found: Record, expected: Record) -> list[Bounds]:
-        """The largest differences, step by step."""
-        return [largest(differences(found.step(k), expected.step(k))) for k in range(1, self.steps + 1)]
 
 
 @dataclass(frozen=True)
