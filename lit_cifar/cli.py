@@ -151,8 +151,8 @@ class CLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Read the checkpoint.
 
-        Replaces Lightning's own step, which overrides the user's model flags by the checkpoint's. Lightning's words
-        "best" and "last" mean a checkpoint of this process. They have no meaning here: each command has its run folder.
+        Lightning's own step would override the user's model flags by the checkpoint's, and knows "best" and "last",
+        which have no meaning here: each command has its run folder.
         """
         self._start = StartingCheckpoint(self._subcommand, self._arguments)
 

@@ -23,9 +23,8 @@ def one_line(error: Exception) -> str:
 class ConfigError(ValueError):
     """A setting, or a combination of settings, that cannot work.
 
-    Args:
-        problem: The value received and the rule it broke, in one or two lines.
-        remedy: What to do instead, as a flag or command to paste where there is one.
+    The `problem` has the value received and the rule it broke, in one or two lines; the `remedy` is a flag or command
+    to paste.
     """
 
     def __init__(self, problem: str, *, remedy: str) -> None:

@@ -32,8 +32,8 @@ class Layout:
     def of(cls, strategy: Any) -> "Layout":
         """The layout of a Lightning strategy, before or after its processes have started.
 
-        Reads `distributed_sampler_kwargs`, Lightning's own interface for "who reads which part of the data", and
-        `replicas_per_shard` and `num_microbatches`, which our strategies define where they are not 1.
+        `distributed_sampler_kwargs` is Lightning's own interface for "who reads which part of the data". Our strategies
+        define the other two where they are not 1.
         """
         shards = getattr(strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0})
         return cls(

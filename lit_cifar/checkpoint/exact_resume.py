@@ -128,10 +128,9 @@ class ExactResume(Callback):
 def _settle_buckets(trainer: Trainer, pl_module: LightningModule) -> None:
     """Let DistributedDataParallel build the gradient buckets that it has after the first step.
 
-    It assigns gradients to new buckets once it has seen the order in which they become ready. With more than two
-    processes, a ring all-reduce sums the elements of a bucket in an order that depends on their place. The first step
-    would then differ by rounding from an uninterrupted run. So this runs one forward and backward pass on blank images,
-    and restores buffers and gradients.
+    With more than two processes, a ring all-reduce sums the elements of a bucket in an order that depends on their
+    place, so the first step would differ by rounding from an uninterrupted run. This runs one forward and backward pass
+    on blank images, and restores buffers and gradients.
     """
     model = trainer.strategy.model
     if not isinstance(model, DistributedDataParallel):

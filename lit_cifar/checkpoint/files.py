@@ -93,10 +93,8 @@ def carries_hash(path: Path) -> bool:
 
 
 def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint to resume from, and a line for each newer one that was refused, with the reason.
-
-    Of a run's `checkpoints/` it is `last.ckpt`, else `previous.ckpt`, else None. `best.ckpt` may be many epochs old and
-    is not considered.
+    """`last.ckpt`, else `previous.ckpt` of a run's `checkpoints/`, else None; and why newer ones were refused, a line
+    each.
     """
     refused = []
     for path in (folder / LAST, folder / PREVIOUS):

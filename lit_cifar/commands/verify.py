@@ -77,13 +77,6 @@ def verify_parser() -> argparse.ArgumentParser:
 
 def _of_finding(finding: Finding) -> dict[str, Any]:
     bug = finding.bug
-    return {
-        "bug": None if bug is None else bug.name,
-        "imitates": None if bug is None else bug.imitates,
-        "mode": finding.mode,
-        "problems": finding.problems,
-        "finished": finding.finished,
-        "acted": finding.acted,
-        "caught_by": finding.caught_by,
-        "right": finding.right,
-    }
+    named = {"bug": None, "imitates": None} if bug is None else {"bug": bug.name, "imitates": bug.imitates}
+    shown = ("mode", "problems", "finished", "acted", "caught_by", "right")
+    return named | {name: getattr(finding, name) for name in shown}

@@ -58,11 +58,7 @@ class BatchLoader:
     # By these two methods Lightning knows a loader that can go on in the middle of an epoch.
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: where training stands is for the writer of a checkpoint to say.
-
-        A loader knows how many batches it has handed out, not how many have been trained on. Before an optimizer step
-        these differ by one, after it they do not, and a limit on the batches of an epoch is unknown to it.
-        """
+        """Nothing: a loader knows how many batches it has handed out, not how many have been trained on."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

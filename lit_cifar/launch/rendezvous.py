@@ -80,11 +80,7 @@ class LocalEnvironment(LightningEnvironment):
     @property
     @override
     def main_port(self) -> int:
-        """The store's port, opened when first asked for.
-
-        From then on it stays open. Lightning's own search closes the port that it found until the processes start, and
-        another program may take it in the meantime.
-        """
+        """The store's port, open from then on: Lightning's own search would close it until the processes start."""
         if self._main_port == -1:
             self._main_port = self._open() if self.local_rank() == 0 else _given_port()
         return self._main_port

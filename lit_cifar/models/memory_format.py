@@ -50,10 +50,9 @@ def plain(content: Any) -> Any:
 
 
 def follow_parameters(optimizer: Optimizer) -> None:
-    """Let an optimizer's state lie in memory as its parameters do.
+    """Let an optimizer's state lie in memory as its parameters do, which fused kernels take for granted.
 
-    Checkpoints hold everything in torch's own order. Fused kernels read parameter, gradient and state in step, and on
-    the CPU without a look at how each of them lies.
+    Checkpoints hold everything in torch's own order.
     """
     for parameter, state in optimizer.state.items():
         for name, value in state.items():

@@ -11,11 +11,9 @@ from lit_cifar.reporting.tensorboard import tensorboard_writer
 
 
 class ModelGraph(Callback):
-    """Draws `pl_module.network` into TensorBoard's Graphs tab before a fit starts.
+    """Draws `pl_module.network` into TensorBoard's Graphs tab before a fit starts, if `EvaluationFigures` draws.
 
-    A copy of the network is traced, on the CPU and in evaluation mode. The network itself does not change. It is traced
-    before the fit, because some strategies then split the network. If `EvaluationFigures` draws nothing, this draws
-    nothing either.
+    A copy is traced, on the CPU and in evaluation mode, before some strategies split the network.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

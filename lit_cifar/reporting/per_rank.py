@@ -26,13 +26,10 @@ class PerRankAccuracy(EvaluationCallback):
     """Counts correct and evaluated samples on each rank, and reports them with their exact sum.
 
     A rank is a process; if one process holds several replicas (`dp`) a rank is a replica. The counts are int64 on the
-    device until the epoch ends. Then they are summed over the processes. After each evaluation
-
-    - `per_rank.csv` in the run folder holds a row for each rank and one called `all`; a later evaluation of the same
-      split replaces its rows;
-    - TensorBoard shows `val/acc_rank0` and so on (`metrics.csv` does not repeat what `per_rank.csv` says);
-    - `validate` and `test` print a table with 95 % intervals, in which a rank that differs from the others beyond
-      chance is flagged (see `lit_cifar.reporting.rank_statistics.deviates`).
+    device until the epoch ends. Then they are summed over the processes, and written to `per_rank.csv` in the run
+    folder, in place of those of an earlier evaluation of the split, and to TensorBoard as `val/acc_rank0` and so on.
+    `validate` and `test` print a table with 95 % intervals, in which a rank that differs from the others beyond chance
+    is flagged (see `lit_cifar.reporting.rank_statistics.deviates`).
 
     Expects one loader for each split, logits (n, C) as the step's output, and a `Batch`; n may be 0.
     """

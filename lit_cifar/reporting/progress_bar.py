@@ -20,15 +20,12 @@ _SHOW_EVERY_S = 0.5
 class ProgressBar(TQDMProgressBar):
     """Shows epoch, loss, accuracy and images per second; the line of a finished epoch remains.
 
-    If stdout is not a terminal there is no bar. A line is printed after each epoch, and at least every `line_every_s`.
+    The bar is updated every `refresh_rate` steps, but at most twice a second, because the host waits for a GPU to have
+    the values. If stdout is not a terminal there is no bar: a line is printed after each epoch, and at least every
+    `line_every_s`.
 
     The values are those that the run logs, with or without `prog_bar=True`. That flag would make Lightning read a value
     back from the device in every step; here it is read when the bar is updated.
-
-    Args:
-        refresh_rate: Number of steps between updates of the bar; 0 for no progress at all. There are at most two
-            updates a second, because the host waits for a GPU to have the values.
-        line_every_s: Seconds between two lines in a log file.
     """
 
     # All of it in 80 columns, where the bar itself is what gives way.

@@ -21,10 +21,9 @@ PREDICTIONS = "predictions.csv"
 class RunReport(Callback):
     """Writes `environment.json`, and prints on rank 0 what a user wants to know before and after a run.
 
-    Before a fit it prints the model, the data set, how the global batch is divided, the mode and what it splits. Before
-    any other subcommand it prints the mode. Afterwards it prints the run folder, and TensorBoard's command or the file
-    of predictions. After a fit it also prints the result and the command that tests the checkpoint. A run that fails
-    prints no result.
+    Before a fit these are model, data, global batch and mode; afterwards the result, the run folder, and the commands
+    to look at it and to test its checkpoint. Other subcommands print the mode and the folder. A run that fails prints
+    no result.
     """
 
     def __init__(self) -> None:
@@ -83,11 +82,11 @@ def run_folder(trainer: Trainer) -> Path | None:
 
 
 def plan(trainer: Trainer, pl_module: LightningModule, datamodule: Any) -> list[str]:
-    """Model, data, global batch and mode of a fit, a line each, and what the mode splits.
+    """Model, data, global batch and mode of a fit, a line each, and the lines of `Strategy.plan()`: what the mode
+    splits.
 
-    The strategy's `plan()` returns the lines about the split. The first gets the label "split", the others are indented
-    below it. This is called on rank 0 alone and before `Strategy.setup`, so `plan()` must neither communicate nor need
-    what `setup` makes.
+    This is called on rank 0 alone and before `Strategy.setup`, so `plan()` must neither communicate nor need what
+    `setup` makes.
     """
     num_parameters = sum(parameter.numel() for parameter in pl_module.parameters())
     header = getattr(pl_module, "header", None)

@@ -17,13 +17,9 @@ class Throughput(Callback):
 
     A window lasts from one log point (`trainer.log_every_n_steps`) to the next and is averaged as a whole. Its time
     includes what an image costs to be trained on: fetching and augmenting batches, transfer, forward, backward,
-    optimizer step, and waiting for slower processes. It leaves out validation, checkpoints and figures between
-    epochs, and the first steps of the fit, in which memory is allocated and kernels are chosen.
-
-    The host waits for a GPU only at log points and when the clock stops, so that the time covers finished work.
-
-    Args:
-        warmup_steps: Number of batches at the start of a fit that are not measured.
+    optimizer step, and waiting for slower processes. It leaves out validation, checkpoints and figures between epochs,
+    and the first `warmup_steps` of the fit, in which memory is allocated and kernels are chosen. The host waits for a
+    GPU only at log points and when the clock stops, so that the time covers finished work.
     """
 
     def __init__(self, *, warmup_steps: int = 2) -> None:

@@ -28,11 +28,8 @@ _MAX_IDS = 10
 class Tally:
     """One shard's uses of an epoch's samples.
 
-    Attributes:
-        epoch: The epoch.
-        loader_steps: Batches counted, from the epoch's beginning on.
-        uses: int64, (num_samples,); each use of a sample adds 2**32, and the optimizer step (from 1) in which it was
-            used. So one sum over the shards says how often, and of samples that were used once also when.
+    `uses` is int64, (num_samples,): each use of a sample adds 2**32, and the optimizer step (from 1) in which it was
+    used. So one sum over the shards says how often, and of samples that were used once also when.
     """
 
     def __init__(self, num_samples: int, *, epoch: int, device: torch.device) -> None:
@@ -58,10 +55,9 @@ class Tally:
 
 
 def planned(sampler: TrainSampler, *, loader_steps: int) -> Tensor:
-    """What the tallies of all shards should sum up to after so many batches of `sampler.epoch`.
+    """What the tallies of all shards should sum up to after so many batches of `sampler.epoch`, as `Tally.uses`.
 
-    Returns:
-        int64, (num_samples,), as `Tally.uses`. No sample is planned twice, whatever the sampler's order says.
+    No sample is planned twice, whatever the sampler's order says.
     """
     order = sampler.order()
     positions = torch.arange(len(order))

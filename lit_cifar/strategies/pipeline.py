@@ -113,10 +113,10 @@ class Pipeline:
         return [parameter for stage in self.stages.values() for parameter in stage.parameters()]
 
     def train(self, images: Tensor, labels: Tensor, *, scale: Tensor | float) -> Tensor:
-        """Run forward and backward of every microbatch; the gradients are added to those of this process's parameters.
+        """Run forward and backward of all microbatches; the logits, (n, C), without a graph. Gradients are added up.
 
-        Returns:
-            Logits, (n, C), without a graph.
+        The number of images is a multiple of that of microbatches. `scale` is a factor of the summed loss of the
+        samples.
         """
         self._scale = scale
         run = self._prepared(len(images) // self.num_microbatches, images.dtype)

@@ -22,11 +22,7 @@ from lit_cifar.verify.logged_metrics import METRIC_BOUND, Logged, logged_problem
 
 
 def checkpoint_problems(path: Path, last: Step, *, config: Mapping[str, Any]) -> list[str]:
-    """Where the checkpoint is not, bit for bit, what the run had after its last step.
-
-    The weights are loaded strictly into a plain network, the optimizer state into a new optimizer of the
-    configuration's class.
-    """
+    """Where the checkpoint, loaded strictly into a plain network and optimizer, is not bit for bit the last step."""
     checkpoint = read_checkpoint(path)
     with torch.device("meta"):  # to draw weights takes longer than to read these
         module = module_of(config)

@@ -26,22 +26,16 @@ Order = Literal["usual", "reversed", "plain_kernels"]
 class Trace(L.Callback):
     """Records losses, weights, optimizer state and samples after every optimizer step, and the evaluation's counts.
 
-    Collects through the strategy's own methods, as a checkpoint is collected, so it knows no mode. In `folder`:
+    Collects through the strategy's own methods, as a checkpoint is collected, so it knows no mode. Rank 0 writes
+    `step<k>.pt` (loss of the global batch, the whole network's state, the whole optimizer state) and `run.json` (number
+    of processes, chunks that are normalised by themselves, counts of the evaluation). Process `r` writes
+    `samples<r>.jsonl` (the ids of each step, epoch and evaluation, and how many samples its metrics have counted) and
+    `own<r>.jsonl` (digests of what it holds, see `rank_state`).
 
-    - `step<k>.pt`: loss of the global batch, the whole network's state, the whole optimizer state; written by rank 0;
-    - `samples<r>.jsonl`: the ids that process `r` read, a line for each optimizer step, for each epoch and for the
-      evaluation; with the latter two how many samples its metrics have counted;
-    - `own<r>.jsonl`: digests of what process `r` itself holds, a line for each moment, see `replicas`;
-    - `run.json`: number of processes, chunks that are normalised by themselves, counts of the evaluation.
-
-    Args:
-        folder: Where to write; must exist.
-        reload_after: After this optimizer step, when everything has been written down, wipe weights, buffers, optimizer
-            and schedule and read them back from a checkpoint, as a run that is resumed does; 0 for never.
-        order: In which order sums are made. "reversed" turns the samples round inside every chunk that is normalised
-            by itself; "plain_kernels" uses torch's own convolutions in place of oneDNN's or cuDNN's. Neither changes
-            what is computed, only how it is rounded.
-        bug: A mistake to make, by its name in `lit_cifar.verify.planted_mistakes`; to see that it is found.
+    After step `reload_after`, if not 0, weights, buffers, optimizer and schedule are wiped and read back from a
+    checkpoint, as a run that is resumed does. `order` changes the rounding of sums alone: "reversed" turns the samples
+    round inside every chunk that is normalised by itself; "plain_kernels" uses torch's own convolutions in place of
+    oneDNN's or cuDNN's. `bug` names a mistake to make.
     """
 
     def __init__(self, folder: str, *, reload_after: int = 0, order: Order = "usual", bug: str | None = None) -> None:

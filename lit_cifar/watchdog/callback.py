@@ -164,8 +164,7 @@ def _was_launched(trainer: Trainer) -> bool:
 def _come_before_observer(watch: Monitor) -> None:
     """Suspend Lightning's observer of the processes that it has launched while the watchdog is active.
 
-    It looks every five seconds for a failed process and kills all others, its own included, before they can report
-    anything. It continues when the watch is over.
+    It looks every five seconds for a failed process and kills all others before they can report anything.
     """
 
     def look(observer: _ChildProcessObserver) -> bool:

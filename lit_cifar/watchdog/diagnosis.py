@@ -107,17 +107,8 @@ def diagnose(
 
 
 def _verdict(peer: Peer, kind: Literal["killed", "silent", "failed", "hung"], what: str, *, lines: str = "") -> Verdict:
-    beat = peer.beat
-    return Verdict(
-        kind=kind,
-        rank=beat.rank,
-        pid=beat.pid,
-        host=beat.host,
-        step=beat.step,
-        phase=beat.phase,
-        what=what,
-        lines=lines,
-    )
+    known = {name: getattr(peer.beat, name) for name in ("rank", "pid", "host", "step", "phase")}
+    return Verdict(kind=kind, what=what, lines=lines, **known)
 
 
 def _is_clear(gone: list[Peer], store_host: int | None) -> bool:
