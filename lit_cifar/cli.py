@@ -144,7 +144,6 @@ class CLI(LightningCLI):
 
     @property
     def _arguments(self) -> Namespace:
-        """Of the subcommand."""
         arguments: Namespace = self.config[self._subcommand]
         return arguments
 
@@ -216,7 +215,6 @@ class CLI(LightningCLI):
             super()._run_subcommand(subcommand)
 
     def _check(self, subcommand: str) -> None:
-        """Find mistakes before other processes are started."""
         asked, receipt = self._arguments, self._start.receipt
         check_run(self.trainer, self.model, self.datamodule, asked=asked, subcommand=subcommand, receipt=receipt)
 

@@ -22,12 +22,7 @@ EQUAL_SIZE: tuple[Card, ...] = (
     ("disk", "step"),
     ("kill", "start"),
 )
-RESIZED: tuple[Card, ...] = (
-    ("resize", "step"),
-    ("kill", "step"),
-    ("resize", "step"),
-    ("term", "save"),
-)
+RESIZED: tuple[Card, ...] = (("resize", "step"), ("kill", "step"), ("resize", "step"), ("term", "save"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,7 +89,6 @@ class Trial:
 
     @property
     def num_planned_restarts(self) -> int:
-        """How often the processes had to be started again for the faults so far."""
         return sum(1 + (event.fault.aim == "start") for event in self.events)
 
     # A fault: its moment, the fault itself, what must happen before the job can resume, and the resumed job.

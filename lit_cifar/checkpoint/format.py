@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
-from lit_cifar.errors import CheckpointError
+from lit_cifar.errors import CheckpointError, one_line
 from lit_cifar.models import resnet
 
 _KEY = "lit_cifar"
@@ -122,10 +122,7 @@ def load_weights(network: nn.Module, weights: dict[str, Tensor]) -> None:
     try:
         network.load_state_dict(fitting)
     except RuntimeError as error:
-        raise CheckpointError(
-            f"these weights do not fit: {' '.join(str(error).split())[:300]}",
-            remedy=_OTHER,
-        ) from error
+        raise CheckpointError(f"these weights do not fit: {one_line(error)[:300]}", remedy=_OTHER) from error
 
 
 def check_shapes(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
