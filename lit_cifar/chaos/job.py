@@ -127,7 +127,6 @@ class Job:
         return [line for line in text.splitlines() if line.strip()]
 
     def last_words(self) -> list[str]:
-        """The last two lines that say an error."""
         return [line for line in self.log_since(0) if "lit_cifar: " in line or "Error: " in line][-2:]
 
 

@@ -83,7 +83,6 @@ class JournalReader:
 
     @property
     def newest(self) -> Start | None:
-        """The newest start that has finished a step."""
         return max(self._last, default=None)
 
     @property
