@@ -32,6 +32,7 @@ LAYERS = [
     {"commands"},
     {"cli_help"},
     {"usage_errors"},
+    {"checks", "starting_checkpoint"},
     {"cli"},
 ]
 

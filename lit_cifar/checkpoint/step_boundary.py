@@ -25,39 +25,19 @@ from torch.nn.utils import get_total_norm
 
 from lit_cifar.checkpoint.callbacks import LastCheckpoint, has_failed, settle
 from lit_cifar.errors import CheckpointError, Stopped
+from lit_cifar.launch.signals import EXIT_STOPPED, Keystrokes
 
-EXIT_STOPPED = 128 + signal.SIGTERM
 _MAX_IDS = 64
-_ONE_KEYSTROKE_S = 1.0
 _MAX_STEPS = 1000  # between two agreements, however short they are
 
 
 class Agreed(NamedTuple):
-    """What all processes have agreed on.
+    """What all processes have agreed on."""
 
-    Attributes:
-        signal: Number of a signal by which any process was asked to stop; 0 for none.
-        due: Whether a checkpoint is due by the clock.
-        first_bad: Optimizer step and rank of the first loss that was not finite; None if all were finite.
-    """
-
-    signal: int
-    due: bool
+    signal: int  # number of a signal by which any process was asked to stop; 0 for none
+    due: bool  # whether a checkpoint is due by the clock
+    # Optimizer step and rank of the first loss that was not finite; None if all were finite.
     first_bad: tuple[int, int] | None
-
-
-class Keystrokes:
-    """Distinguishes a second Ctrl-C from one that arrives twice, from the terminal and from the parent process."""
-
-    def __init__(self) -> None:
-        self._first_at = math.inf
-
-    def insist(self, number: int) -> bool:
-        """Whether signal `number`, which has just arrived, is a second Ctrl-C."""
-        now = time.monotonic()
-        if number == signal.SIGINT:
-            self._first_at = min(self._first_at, now)
-        return number == signal.SIGINT and now - self._first_at > _ONE_KEYSTROKE_S
 
 
 class StepBoundary(Callback):
@@ -93,17 +73,16 @@ class StepBoundary(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Replace Lightning's handling of signals, which synchronises at every step and has no exit status."""
         self._signal, self._keystrokes = 0, Keystrokes()
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
         if threading.current_thread() is threading.main_thread():
             # Lightning would register its handlers next. They are registered now, so that its teardown restores the
             # former ones.
             trainer._signal_connector.register_signal_handlers()
-            trainer._signal_connector.register_signal_handlers = _nothing  # type: ignore[method-assign]
+            trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
             signal.signal(signal.SIGTERM, self._note)
             signal.signal(signal.SIGINT, self._note)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start counting steps and time until the next agreement."""
         self._last = next((c for c in trainer.callbacks if isinstance(c, LastCheckpoint)), None)  # type: ignore[attr-defined]
         self._losses.clear()
         self._device = pl_module.device
@@ -130,7 +109,8 @@ class StepBoundary(Callback):
             self._stop_for_loss(trainer, *agreed.first_bad)
         if self._last is not None and (by_step or agreed.due or agreed.signal):
             self._check_weights(trainer, pl_module)
-            self._save(trainer, self._last)
+            with _ending_if_not_saved(trainer):
+                self._last.save(trainer)
         if agreed.signal:
             self._stop_for_signal(trainer, agreed.signal)
 
@@ -191,10 +171,6 @@ class StepBoundary(Callback):
         finite = torch.stack(losses).isfinite().to(self._device)
         return torch.tensor(codes, dtype=torch.float64).to(self._device).masked_fill(finite, -math.inf).max()
 
-    def _save(self, trainer: Trainer, last: LastCheckpoint) -> None:
-        with _ending_if_not_saved(trainer):
-            last.save(trainer)
-
     def _stop_for_signal(self, trainer: Trainer, number: int) -> NoReturn:
         self._settle(trainer)
         name = signal.Signals(number).name
@@ -227,10 +203,6 @@ class StepBoundary(Callback):
     def _newest(self) -> str:
         path = self._last.newest if self._last else None
         return f"the newest checkpoint is {path}" if path else "there is no checkpoint yet"
-
-
-def _nothing() -> None:
-    pass
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -28,23 +28,17 @@ from lightning.pytorch.utilities import rank_zero_only
 from lit_cifar.launch import parent
 
 _LOOPBACK = "127.0.0.1"
+# How long the other ranks of a run have to end, once one has failed: as Lightning's launcher gives them.
 _FAREWELL_S = 5.0
-"""How long the other ranks of a run have to end, once one has failed: as Lightning's launcher gives them."""
 _starting = threading.Lock()
 
 
 class ForkedRun:
-    """`python -m lit_cifar WORDS` in one process, or in several ranks with the environment that torchrun sets.
+    """`python -m lit_cifar WORDS`, or another `module`, in one process, or in several ranks with torchrun's
+    environment.
 
     Each process leads a session of its own, so that a signal to the session reaches all processes that it starts.
-
-    Args:
-        words: Subcommand and flags.
-        environment: The whole environment of the processes.
-        stdout: The file to which they append their standard output.
-        stderr: The same for standard error.
-        num_ranks: Number of processes to start. With one, the strategy may start others.
-        module: Module to run in place of the command line.
+    Output is appended to the files `stdout` and `stderr`. With one rank, the strategy may start others.
     """
 
     def __init__(
@@ -62,7 +56,6 @@ class ForkedRun:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes, by rank."""
         return [_pid(process) for process in self._processes]
 
     def wait(self, timeout_s: float) -> int | None:
@@ -81,7 +74,6 @@ class ForkedRun:
         return next((process.exitcode for process in self._processes if process.exitcode), 0)
 
     def terminate(self) -> None:
-        """Ask every process to end, by SIGTERM."""
         for process in self._processes:
             process.terminate()
 
