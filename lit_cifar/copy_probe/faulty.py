@@ -2,11 +2,14 @@
 
 import time
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+import lightning as L
 import torch
 from torch import Tensor
 
+from lit_cifar.copy_probe.transport import DeviceTransport, Transport
+from lit_cifar.copy_probe.virtual_devices import VirtualDevices
 from lit_cifar.errors import ConfigError
 
 Fault = Literal["lost", "stale", "torn", "delayed", "flipped", "hung"]
@@ -27,7 +30,7 @@ class FaultyTransport:
         num_copies: Copies so far.
     """
 
-    def __init__(self, kind: Fault, *, pair: tuple[str, str] | None = None, every: int = 1) -> None:
+    def __init__(self, kind: Fault, pair: tuple[str, str] | None = None, every: int = 1) -> None:
         if kind not in get_args(Fault):
             raise ConfigError(f"kind={kind} is no fault of a copy", remedy=f"use one of {', '.join(get_args(Fault))}")
         self.name = f"a transport with the fault {kind!r}"
@@ -57,6 +60,10 @@ class FaultyTransport:
                 out.copy_(source)
         self._late = [(source, out, 1) for source, out, num_waits in self._late if num_waits == 0]
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Without what has been copied so far, which other processes do not need."""
+        return FaultyTransport, (self.kind, self.pair, self.every)
+
     @property
     def _faults(self) -> dict[str, Callable[[Tensor, Tensor, Tensor | None], object]]:
         return {
@@ -81,3 +88,27 @@ def _flip(tensor: Tensor) -> None:
 def _never_end() -> None:
     while True:
         time.sleep(60.0)
+
+
+class FaultyCopies(L.Callback):
+    """Spoils the copies between the virtual devices of `dp` and `mp` on the CPU, to see what becomes of a training.
+
+    A copy that is lost leaves what was in the memory of its destination, see `VirtualDevices`.
+
+    Args:
+        kind: What happens to a copy, see `FaultyTransport`; "none" lets all arrive.
+        every: Only each so manieth copy is affected.
+    """
+
+    def __init__(self, kind: Literal[Fault, "none"] = "lost", *, every: int = 1) -> None:
+        self.transport: Transport = DeviceTransport() if kind == "none" else FaultyTransport(kind, every=every)
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Let the strategy copy through the transport."""
+        strategy: Any = trainer.strategy
+        if not getattr(strategy, "copying_devices", None) or strategy.root_device.type != "cpu":
+            raise ConfigError(
+                "FaultyCopies spoils copies between virtual devices of one process, and this run has none",
+                remedy="use --trainer.accelerator=cpu --trainer.devices=2 with --trainer.strategy=dp or mp",
+            )
+        strategy.virtual_devices = VirtualDevices(self.transport)

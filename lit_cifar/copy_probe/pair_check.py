@@ -55,7 +55,9 @@ class Load:
         self._sources = {place: pattern(words, number=0, device=place.device) for place in everywhere}
         self._outs = {place: torch.zeros_like(source) for place, source in self._sources.items()}
         self._streams = {
-            place.device: torch.cuda.Stream(place.device) for place in everywhere if place.device.type == "cuda"
+            place.device: torch.cuda.Stream(place.device)  # type: ignore[no-untyped-call]
+            for place in everywhere
+            if place.device.type == "cuda"
         }
 
     def start(self, transport: Transport, pairs: Sequence[Pair]) -> None:

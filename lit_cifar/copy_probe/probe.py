@@ -105,6 +105,8 @@ class _Prober:
                 continue
             self._stack.close()
             self._connection = None
+            if message.kind is None:
+                raise ProbeError(f"the copies between devices could not be probed: {message.detail}")
             yield CopyFault(pair[0].name, pair[1].name, message.kind, 0, message.detail)
             return
 

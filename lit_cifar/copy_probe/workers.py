@@ -7,6 +7,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
 from lit_cifar.copy_probe.findings import Kind
 from lit_cifar.launch.forked import start_forked
 
@@ -20,9 +22,9 @@ class ProbeError(RuntimeError):
 
 @dataclass(frozen=True)
 class Ended:
-    """Why nothing more comes from a process."""
+    """Why nothing more comes from a process; without a kind if that says nothing about the copies."""
 
-    kind: Kind
+    kind: Kind | None
     detail: str
 
 
@@ -52,4 +54,5 @@ def received(connection: Connection, limit_s: float) -> Any:
 
 def reason(error: Exception) -> Ended:
     """What to send of an error of a device: these are of many types, and all later calls to the device fail too."""
-    return Ended("failed", " ".join(str(error).split())[:300])
+    detail = " ".join(str(error).split())[:300]
+    return Ended(None if isinstance(error, torch.OutOfMemoryError) else "failed", detail)
