@@ -246,6 +246,20 @@ def test_virtual_devices_and_one_device_are_not_probed(
     assert refused(monkeypatch, LayerParallelStrategy(num_stages=2, parallel_devices=devices)) == []
 
 
+def test_only_a_mode_of_one_process_probes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several processes the others would wait, and the watchdog would end them."""
+    four = [torch.device("cuda", index) for index in range(4)]
+    monkeypatch.setattr("lit_cifar.strategies.custom_forward.blame", lambda devices: (True, str(devices)))
+    assert DataParallelStrategy(parallel_devices=CUDA).examine_copies() == (True, str(CUDA))
+    assert LayerParallelStrategy(num_stages=4, parallel_devices=CUDA).examine_copies() == (True, str(CUDA))
+    ddp_mp = DDPLayerParallelStrategy(parallel_devices=four)
+    ddp_mp.cluster_environment = Environment()  # type: ignore[assignment]
+    faulty, found = ddp_mp.examine_copies()
+    assert not faulty
+    assert "python -m lit_cifar doctor" in found
+    assert DataParallelStrategy(parallel_devices=[CPU, CPU]).examine_copies() == (False, "")
+
+
 # ---------------------------------------------------------------- a training over a faulty transport
 
 
