@@ -13,10 +13,14 @@ from matplotlib.figure import Figure
 from tiny_task import CLASSES, TinyData, TinyTask, fake_trainer, read_events, tiny_trainer
 from torch import Tensor
 
-from lit_cifar.callbacks import EvaluationFigures, ModelGraph, ProgressBar, RunReport, RunSettings, Throughput
 from lit_cifar.data.images import Batch
 from lit_cifar.reporting.evaluation_plots import WrongImage, confusion_figure, render, wrong_images_figure
-from lit_cifar.reporting.figures import MostConfidentMistakes, class_accuracies
+from lit_cifar.reporting.figures import EvaluationFigures, MostConfidentMistakes, class_accuracies
+from lit_cifar.reporting.model_graph import ModelGraph
+from lit_cifar.reporting.progress_bar import ProgressBar
+from lit_cifar.reporting.run_report import RunReport
+from lit_cifar.reporting.tensorboard import RunSettings
+from lit_cifar.reporting.throughput import Throughput
 
 
 def batch_of(ids: Tensor, labels: Tensor) -> Batch:

@@ -13,11 +13,13 @@ from tiny_task import TinyData, TinyTask, fake_trainer, read_events, tiny_traine
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
-from lit_cifar.callbacks import EvaluationFigures, ModelGraph, PerRankAccuracy, RunSettings
 from lit_cifar.models.resnet import build_resnet
 from lit_cifar.reporting import model_graph
+from lit_cifar.reporting.figures import EvaluationFigures
+from lit_cifar.reporting.model_graph import ModelGraph
+from lit_cifar.reporting.per_rank import PerRankAccuracy
 from lit_cifar.reporting.run_folder import run_loggers
-from lit_cifar.reporting.tensorboard import main_settings
+from lit_cifar.reporting.tensorboard import RunSettings, main_settings
 
 
 def graph_nodes(events: EventAccumulator) -> list[str]:

@@ -19,13 +19,7 @@ from lit_cifar.reporting.tensorboard import RunEvents
 def create_run_folder(run_dir: str | None, *, label: str, resume: bool = False) -> Path:
     """Make the folder of a run, on rank 0; other ranks get a path that nothing is written to.
 
-    Args:
-        run_dir: The folder the user wants, or None for `runs/<time>-<label>`.
-        label: Subcommand and mode, e.g. "fit-ddp".
-        resume: Whether the folder may already hold a run. Otherwise it must be empty.
-
-    Raises:
-        ConfigError: The folder is not empty, or cannot be written.
+    It is `run_dir`, or `runs/<time>-<label>`, and must be empty unless a run is resumed in it.
     """
     folder = Path(run_dir) if run_dir else Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{label}"
     if process_rank() != 0:
@@ -36,7 +30,9 @@ def create_run_folder(run_dir: str | None, *, label: str, resume: bool = False) 
         folder.mkdir(parents=True, exist_ok=True)
         occupied = not resume and any(folder.iterdir())
         if not occupied:
-            _probe(folder)
+            # The permissions of a folder do not show read-only mounts and quotas.
+            (folder / ".writable").touch()
+            (folder / ".writable").unlink()
     except OSError as error:
         raise ConfigError(
             f"the run folder {folder} cannot be written: {error.strerror}",
@@ -55,13 +51,9 @@ def run_loggers(
 ) -> list[Logger]:
     """TensorBoard events, `metrics.csv` and `hparams.yaml`, all in `folder` itself.
 
-    Args:
-        folder: The run folder.
-        charts: Whether TensorBoard is to draw the numbers, see `RunEvents`.
-        kept_rows: Lines of `metrics.csv` that were written before the checkpoint of a resumed run. Later lines are
-            dropped, as the run writes them again.
-        first_step: The step from which a resumed run writes again, 0 without a checkpoint. TensorBoard hides earlier
-            events of these steps. None for a new run.
+    With `charts` TensorBoard draws the numbers, see `RunEvents`. A resumed run keeps `kept_rows` lines of
+    `metrics.csv`, those before its checkpoint, and writes the later ones again. It does so from `first_step` on, 0
+    without a checkpoint: TensorBoard hides earlier events of these steps. None means a new run.
     """
     csv_logger = CSVLogger(save_dir=str(folder), name="", version="")
     if process_rank() == 0:
@@ -70,12 +62,7 @@ def run_loggers(
 
 
 def logger_below(folder: Path, given: Namespace) -> Logger:
-    """A logger that the user has added; it writes below the run folder if it has an argument `save_dir`.
-
-    Args:
-        folder: The run folder.
-        given: The logger's class and arguments. A relative `save_dir` is relative to the run folder.
-    """
+    """A logger that the user has added; a relative `save_dir` among its arguments is relative to the run folder."""
     arguments = {**given.get("init_args", {}), **given.get("dict_kwargs", {})}
     if "save_dir" in arguments:
         arguments["save_dir"] = str(folder / (arguments["save_dir"] or ""))
@@ -179,10 +166,3 @@ def _unused(folder: Path) -> Path:
         candidate = folder.with_name(f"{folder.name}-{number}")
         number += 1
     return candidate
-
-
-def _probe(folder: Path) -> None:
-    """Write and remove a file: the permissions of a folder do not show read-only mounts and quotas."""
-    probe = folder / ".writable"
-    probe.touch()
-    probe.unlink()
