@@ -5,6 +5,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
+from lit_cifar.checkpoint.format import naming
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.errors import ConfigError
 from lit_cifar.layout import Layout
@@ -67,7 +68,7 @@ def check_run(
     data.prepare_data()
     data.setup(subcommand)
     if subcommand == "fit":
-        _check_samples(data, receipt)
+        _check_samples(data, receipt, checkpoint=asked.ckpt_path)
 
 
 def _check_sizes(module: LitResNet, data: CIFAR10DataModule) -> None:
@@ -82,12 +83,13 @@ def _check_sizes(module: LitResNet, data: CIFAR10DataModule) -> None:
         check_network(module.network, module.image_shape, num_classes=known["num_classes"])
 
 
-def _check_samples(data: CIFAR10DataModule, receipt: Receipt | None) -> None:
+def _check_samples(data: CIFAR10DataModule, receipt: Receipt | None, *, checkpoint: str) -> None:
     sampler = data.train_sampler()
     sampler.check()
     if receipt is not None:
         sampler.set_epoch(receipt.epoch)
-        receipt.check(sampler, order_settings(sampler, dataset=data.dataset, val_size=data.val_size))
+        with naming(checkpoint):
+            receipt.check(sampler, order_settings(sampler, dataset=data.dataset, val_size=data.val_size))
 
 
 def _check_kernels(trainer: Trainer, asked: Namespace, *, compiles: bool) -> None:

@@ -615,3 +615,12 @@ def test_two_processes_prove_what_they_used_together(tmp_path: Path) -> None:
         "missing: 40 samples",
         "used more than once: 40 samples",
     ]
+
+
+def test_a_refused_checkpoint_is_named(tmp_path: Path) -> None:
+    assert run_here("fit", *TINY, "--trainer.max_steps=2", f"--run_dir={tmp_path / 'run'}").status == 0
+    checkpoint = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    result = run_here("fit", *TINY, "--data.batch_size=20", f"--ckpt_path={checkpoint}", f"--run_dir={tmp_path / 'new'}")
+    assert result.status == 2
+    assert f"{checkpoint}: " in result.stderr
+    assert "--data.batch_size=16" in result.stderr
