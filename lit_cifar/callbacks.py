@@ -3,6 +3,7 @@
 from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
 from lit_cifar.checkpoint.exact_resume import ExactResume
 from lit_cifar.checkpoint.step_boundary import EXIT_STOPPED, Keystrokes, StepBoundary
+from lit_cifar.reporting.confusion import ConfusionCounts
 from lit_cifar.reporting.figures import EvaluationFigures
 from lit_cifar.reporting.model_graph import ModelGraph
 from lit_cifar.reporting.per_rank import PerRankAccuracy
@@ -17,6 +18,7 @@ from lit_cifar.watchdog.callback import Watchdog
 __all__ = [
     "EXIT_STOPPED",
     "BestCheckpoint",
+    "ConfusionCounts",
     "EvaluationFigures",
     "ExactResume",
     "FinalSettings",

@@ -30,6 +30,7 @@ from lit_cifar import __version__
 from lit_cifar.callbacks import (
     EXIT_STOPPED,
     BestCheckpoint,
+    ConfusionCounts,
     EvaluationFigures,
     ExactResume,
     FinalSettings,
@@ -80,6 +81,7 @@ further commands, each with a --help of its own:
     modes               Which modes run on this machine, and how to start them.
     verify              Compare modes step by step with the single-device computation that each must equal.
     chaos               Kill, stop and resize small trainings at random, and check that nothing is lost.
+    report              Write an HTML page about runs, to compare them or to send it to somebody.
 """
 
 
@@ -398,6 +400,7 @@ def _callbacks() -> list[L.Callback]:
         LearningRateMonitor(),
         Throughput(),
         PerRankAccuracy(),
+        ConfusionCounts(),
         ModelGraph(),
         FinalSettings(),
         PredictionWriter(),
