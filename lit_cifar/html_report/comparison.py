@@ -1,14 +1,11 @@
-"""Several runs beside one another: whether they can be compared, what to call them, in what they differ."""
+"""Several runs beside one another: what to call them, whether they can be compared, in what they differ."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.html_report.run import Run
-
-# A run folder of its own, and what a resumed or tested run is given, make no other training.
-_OF_EVERY_RUN = {"run_dir", "resume", "config"}
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
@@ -23,48 +20,45 @@ def names_of(folders: Sequence[Path]) -> list[str]:
             raise ConfigError(f"the run folder {folders[index]} is given twice", remedy="name it once")
     if len(paths) == 1:
         return [paths[0][-1]]
-    shortest = min(map(len, paths))
-    front = _num_common(paths, shortest - 1)
-    back = _num_common([path[::-1] for path in paths], shortest - 1 - front)
+    most = min(map(len, paths)) - 1  # a part of each path is left
+    front = _num_common(paths, most)
+    back = _num_common([path[::-1] for path in paths], most - front)
     return ["/".join(path[front : len(path) - back]) for path in paths]
 
 
 def _num_common(paths: Sequence[Sequence[str]], most: int) -> int:
-    """How many parts all paths begin with, up to `most`."""
-    same = (len(set(parts)) == 1 for parts in zip(*paths, strict=False))
-    return next((index for index, equal in enumerate(same) if not equal or index == most), most)
+    """How many parts, up to `most`, all paths begin with."""
+    return next((index for index in range(most) if len({path[index] for path in paths}) > 1), most)
 
 
-def check_comparable(runs: Sequence[Run], names: Sequence[str]) -> None:
+def check_comparable(runs: Mapping[str, Run]) -> None:
     """Find out whether the runs have the same data set.
 
     Raises:
         ConfigError: They have different ones.
     """
-    first = runs[0].environment["data"]
-    classes = {c.classes: names[i] for i, run in enumerate(runs) for c in run.confusion.values()}
-    for run, name in zip(runs, names, strict=True):
-        data = run.environment["data"]
-        if data != first:
-            raise _other_data(f"{names[0]} has {first}, {name} has {data}", run.folder)
-    if len(classes) > 1:
-        one, other = list(classes.values())[:2]
-        raise _other_data(f"{one} and {other} have other classes", runs[names.index(other)].folder)
+    first, *others = runs
+    for name in others:
+        for what, one, other in zip(("data", "classes"), _data_of(runs[first]), _data_of(runs[name]), strict=True):
+            if one and other and one != other:
+                raise ConfigError(
+                    f"the runs have different {what}, and cannot be compared:\n{first} has {one}\n{name} has {other}",
+                    remedy=f"make a page for each, e.g. python -m lit_cifar report {runs[name].folder}",
+                )
 
 
-def _other_data(problem: str, folder: Path) -> ConfigError:
-    return ConfigError(
-        f"the runs have different data sets, whose results cannot be compared: {problem}",
-        remedy=f"make a page for each, e.g. python -m lit_cifar report {folder}",
-    )
+def _data_of(run: Run) -> tuple[str, str]:
+    """The title of the data set, and its classes where they are known."""
+    classes = [confusion.classes for confusion in run.confusion.values()]
+    return run.environment["data"], ", ".join(classes[0]) if classes else ""
 
 
 def different_settings(runs: Sequence[Run]) -> dict[str, list[str | None]]:
-    """The flags in which the runs differ, each with the value of every run, None where a run has no such setting.
+    """The flags in which the runs differ, each with the value of every run, None where a run has no such flag.
 
-    A whole part that some command lacks is left out: a `test` has no flags for checkpoints.
+    A whole part of the configuration that some run lacks is left out: `test` has no flags for checkpoints.
     """
-    parts = set.intersection(*({key.partition(".")[0] for key in run.settings} for run in runs)) - _OF_EVERY_RUN
+    parts = set.intersection(*({key.partition(".")[0] for key in run.settings} for run in runs))
     keys = dict.fromkeys(key for run in runs for key in run.settings if key.partition(".")[0] in parts)
     rows = {key: [run.settings.get(key) for run in runs] for key in keys}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}

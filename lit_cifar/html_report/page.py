@@ -5,12 +5,43 @@ from pathlib import Path
 from string import Template
 
 from lit_cifar import __version__
-from lit_cifar.html_report import figures, overview
+from lit_cifar.html_report import chart_sections, table_sections
 from lit_cifar.html_report.comparison import check_comparable, names_of
 from lit_cifar.html_report.markup import Markup, element, joined
-from lit_cifar.html_report.run import Run, read_run
+from lit_cifar.html_report.run import read_run
 
-_HERE = Path(__file__).parent
+# Title, explanation and content of each section, in their order.
+_SECTIONS = (
+    ("Summary", "Intervals of accuracies are those of 95 % (Wilson).", table_sections.summary),
+    ("Settings that differ", "", table_sections.settings_that_differ),
+    (
+        "Loss and accuracy",
+        "Training values are means over an epoch, while the network changes. Validation follows the epoch.",
+        chart_sections.curves,
+    ),
+    (
+        "Classes",
+        "Of the latest evaluation. The diagonal of a matrix counts images that were recognised. Elsewhere, a stronger "
+        "color is a larger share of the true class.",
+        chart_sections.classes,
+    ),
+    (
+        "Ranks",
+        "Of the latest evaluation. Ranks have different images, so some difference is chance.",
+        chart_sections.ranks,
+    ),
+    (
+        "Throughput",
+        "Images per second of wall time, over all processes. Validation and checkpoints are left out.",
+        chart_sections.throughput,
+    ),
+    (
+        "Samples",
+        "Runs with the same digest after the same number of epochs used the same samples in the same steps.",
+        table_sections.samples,
+    ),
+    ("Repeat", "The configuration in the run folder has every setting of the run.", table_sections.repeat),
+)
 
 
 def page_of(folders: Sequence[Path]) -> str:
@@ -20,47 +51,18 @@ def page_of(folders: Sequence[Path]) -> str:
         ConfigError: A folder is not that of a run, is given twice, or has a damaged file; or the runs have different
             data sets.
     """
-    names = names_of(folders)
-    runs = [read_run(folder) for folder in folders]
-    check_comparable(runs, names)
-    title = f"{runs[0].environment['data']}: {names[0] if len(runs) == 1 else f'{len(runs)} runs'}"
-    template = Template((_HERE / "page.html").read_text(encoding="ascii"))
-    return template.substitute(
-        title=joined(title),
-        style=(_HERE / "page.css").read_text(encoding="ascii"),
-        sections=joined(*_sections(runs, names)),
+    runs = dict(zip(names_of(folders), map(read_run, folders), strict=True))
+    check_comparable(runs)
+    data = next(iter(runs.values())).environment["data"]
+    here = Path(__file__).parent
+    return Template((here / "page.html").read_text(encoding="ascii")).substitute(
+        title=joined(f"{data}: {next(iter(runs)) if len(runs) == 1 else f'{len(runs)} runs'}"),
+        style=(here / "page.css").read_text(encoding="ascii"),
+        sections=joined(*(_section(title, words, content(runs)) for title, words, content in _SECTIONS)),
         version=joined(__version__),
     )
 
 
-def _sections(runs: Sequence[Run], names: Sequence[str]) -> list[Markup]:
-    contents = {
-        "Runs": overview.runs_table(runs, names),
-        "Settings that differ": overview.settings_table(runs, names),
-        "Loss and accuracy": figures.curves(runs, names),
-        "Classes": figures.by_class(runs, names),
-        "Ranks": figures.by_rank(runs, names),
-        "Throughput": figures.throughput(runs, names),
-        "Samples": overview.samples_table(runs, names),
-        "Repeat": overview.repeat_commands(runs, names),
-    }
-    return [
-        element("section", element("h2", heading), _explained(heading), content)
-        for heading, content in contents.items()
-        if content is not None
-    ]
-
-
-def _explained(heading: str) -> Markup | None:
-    return element("p", _WORDS[heading]) if heading in _WORDS else None
-
-
-_WORDS = {
-    "Loss and accuracy": "Training values are means over the epoch, validation follows it.",
-    "Classes": "Of the latest evaluation. In a matrix the diagonal is right; a mistake is the darker the more frequent.",
-    "Ranks": "Each image is counted once. The bars are expected to differ by chance.",
-    "Throughput": "Training images over all processes per second of wall time, without validation.",
-    "Samples": "Every sample was used once in each epoch. Runs with the same digest used the same samples in the same "
-    "steps.",
-    "Repeat": "The configuration of a run has all of its settings. The command needs the run's folder.",
-}
+def _section(title: str, words: str, content: Markup | None) -> Markup | None:
+    explained = element("p", words) if words else None
+    return None if content is None else element("section", element("h2", title), explained, content)

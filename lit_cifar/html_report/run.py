@@ -9,14 +9,26 @@ from typing import Any
 import yaml
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.html_report.tables import damaged, read_table
+from lit_cifar.html_report.csv_reader import damaged, read_table
 from lit_cifar.reporting import confusion, per_rank
 from lit_cifar.reporting.rank_statistics import AccuracyCount, pooled
 from lit_cifar.reporting.run_report import FILE_NAME as ENVIRONMENT
 
 SPLITS = ("val", "test")
 _RECEIPT = "receipt.csv"
-_KNOWN = ("started", "command", "git", "versions", "cpu", "gpus", "data", "strategy", "device", "world_size")
+_KNOWN = (
+    "started",
+    "command",
+    "git",
+    "versions",
+    "cpu",
+    "gpus",
+    "data",
+    "strategy",
+    "device",
+    "precision",
+    "world_size",
+)
 
 
 @dataclass(frozen=True)
@@ -68,10 +80,10 @@ class Run:
     confusion: dict[str, Confusion]
     epochs: list[Epoch]
 
-    def last(self, metric: str) -> float | None:
-        """The latest value of a metric, None if it was never logged."""
-        logged = self.metrics.get(metric)
-        return logged[-1][1] if logged else None
+    @property
+    def trained(self) -> bool:
+        """Whether it has logged a metric of training."""
+        return any(name.startswith("train/") for name in self.metrics)
 
     def count(self, split: str) -> AccuracyCount | None:
         """The latest evaluation of a split, over all ranks."""
