@@ -162,5 +162,8 @@ def repeat_command(run: Run) -> str | None:
 
 
 def _words(run: Run) -> list[str]:
-    """The command that was typed, in words."""
-    return shlex.split(run.environment["command"])
+    """The command that was typed, in words; none where the name of a program has a quotation mark."""
+    try:
+        return shlex.split(run.environment["command"])
+    except ValueError:
+        return []
