@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.html_report.csv_reader import damaged, read_table
