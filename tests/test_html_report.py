@@ -141,6 +141,16 @@ def test_markers_say_their_values_by_epoch(run: Path) -> None:
     assert "first, train/images_per_s, epoch 0.5: 500" in page.text
 
 
+def test_an_evaluation_has_no_curve(run: Path) -> None:
+    other = write_run(run.parent / "second", command="lit-cifar validate --ckpt_path=a.ckpt")
+    (other / "metrics.csv").write_text("epoch,step,val/acc,val/loss\n0,0,0.5,1.75\n")
+    (other / "receipt.csv").unlink()
+    text = Page(page_of([run, other])).text
+    assert "first, val/loss, epoch 1: 1.75" in text
+    assert not any(words.startswith("second, val/") for words in text)
+    assert "second: 30 of 50, 95 % interval 46.2% to 72.4%" in text  # its bars are there; Wilson's interval
+
+
 def test_without_digests_the_axis_counts_steps(run: Path) -> None:
     (run / "receipt.csv").unlink()
     page = Page(page_of([run]))
