@@ -1,36 +1,47 @@
-"""What a run prints and writes: progress, figures, accuracy per rank, throughput, predictions, checkpoints."""
+"""The callbacks of every run, and the order in which they are called."""
+
+from typing import Any
+
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor
 
 from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
 from lit_cifar.checkpoint.exact_resume import ExactResume
-from lit_cifar.checkpoint.step_boundary import EXIT_STOPPED, Keystrokes, StepBoundary
+from lit_cifar.checkpoint.step_boundary import StepBoundary
 from lit_cifar.reporting.confusion import ConfusionCounts
-from lit_cifar.reporting.figures import EvaluationFigures
 from lit_cifar.reporting.model_graph import ModelGraph
 from lit_cifar.reporting.per_rank import PerRankAccuracy
 from lit_cifar.reporting.predictions import PredictionWriter
-from lit_cifar.reporting.progress_bar import ProgressBar
 from lit_cifar.reporting.run_report import RunReport
-from lit_cifar.reporting.tensorboard import FinalSettings
+from lit_cifar.reporting.tensorboard import RunSettings
 from lit_cifar.reporting.throughput import Throughput
 from lit_cifar.sample_audit.callback import SampleAudit
 from lit_cifar.watchdog.callback import Watchdog
 
-__all__ = [
-    "EXIT_STOPPED",
-    "BestCheckpoint",
-    "ConfusionCounts",
-    "EvaluationFigures",
-    "ExactResume",
-    "FinalSettings",
-    "Keystrokes",
-    "LastCheckpoint",
-    "ModelGraph",
-    "PerRankAccuracy",
-    "PredictionWriter",
-    "ProgressBar",
-    "RunReport",
-    "SampleAudit",
-    "StepBoundary",
-    "Throughput",
-    "Watchdog",
-]
+
+def default_callbacks() -> list[Callback]:
+    """The callbacks of every run; `--trainer.callbacks` adds to them."""
+    return [
+        StepBoundary(),
+        ExactResume(),
+        SampleAudit(),
+        LearningRateMonitor(logging_interval="step"),  # with the other metrics of a step
+        Throughput(),
+        PerRankAccuracy(),
+        ConfusionCounts(),
+        ModelGraph(),
+        RunSettings(),
+        PredictionWriter(),
+        RunReport(),
+    ]
+
+
+def place(callback: Callback) -> int:
+    """Sort key of callbacks: `StepBoundary` first, then the watchdog, which notes phases, then all others.
+
+    Those that save come last, because their state must be the last to change. Ours come before other checkpoint
+    callbacks, because the run's summary names the first one's files.
+    """
+    kinds: tuple[Any, ...] = (StepBoundary, Watchdog, BestCheckpoint, LastCheckpoint, Checkpoint)
+    places = (0, 1, 3, 4, 5)
+    return next((place for place, kind in zip(places, kinds, strict=True) if isinstance(callback, kind)), 2)

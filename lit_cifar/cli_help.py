@@ -5,7 +5,7 @@ some of Lightning's flags the text is replaced, because Lightning's is very long
 """
 
 import re
-from argparse import SUPPRESS, Action, _HelpAction
+from argparse import SUPPRESS, Action, RawDescriptionHelpFormatter, _HelpAction
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,14 +51,25 @@ _TEXTS = {
     "optimizer step is taken after the last part.",
     "trainer.sync_batchnorm": "Let BatchNorm use the statistics of the batches of all processes together.",
 }
-
-
 SUBCOMMANDS = {
     "fit": "Train a network.",
     "validate": "Evaluate a checkpoint on the validation images.",
     "test": "Evaluate a checkpoint on the test images.",
     "predict": "Classify the images of a folder with a checkpoint.",
 }
+DESCRIPTION = "Train networks on CIFAR-10 and similar data, in any mode of parallelism."
+EPILOG = """\
+further commands, each with a --help of its own:
+    modes               Which modes run on this machine, and how to start them.
+    verify              Compare modes step by step with the single-device computation that each must equal.
+    chaos               Kill, stop and resize small trainings at random, and check that nothing is lost.
+    export              Write a checkpoint's network as torch.export and ONNX, compared with the checkpoint.
+    report              Write an HTML page about runs, to compare them or to send it to somebody.
+"""
+
+
+class HelpFormatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
+    """Keeps the lines of the epilog."""
 
 
 class HelpAction(_HelpAction):
@@ -69,7 +80,6 @@ class HelpAction(_HelpAction):
         self.nargs, self.metavar, self.choices = "?", "all", ["all"]
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        """Print and exit."""
         groups = None if values == "all" else getattr(parser, "common", None)
         print(parser.format_help().rstrip() if groups is None else short_help(parser, groups))
         parser.exit()

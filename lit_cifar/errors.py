@@ -15,12 +15,16 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return spelt[found[0]] if found else None
 
 
+def one_line(error: Exception) -> str:
+    """The message of an error without line breaks; its type if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 class ConfigError(ValueError):
     """A setting, or a combination of settings, that cannot work.
 
-    Args:
-        problem: The value received and the rule it broke, in one or two lines.
-        remedy: What to do instead, as a flag or command to paste where there is one.
+    The `problem` has the value received and the rule it broke, in one or two lines; the `remedy` is a flag or command
+    to paste.
     """
 
     def __init__(self, problem: str, *, remedy: str) -> None:

@@ -15,19 +15,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Replicas over processes and within this process.
+    """Replicas over processes and within this process."""
 
-    Attributes:
-        num_shards: Parts into which processes cut the data. Processes that hold parts of one replica share a shard.
-        shard: This process's part, from 0 to `num_shards - 1`.
-        replicas_per_shard: Replicas among which one process divides its part once more (`dp`; 1 elsewhere).
-        num_microbatches: Pieces in which a replica's layers see its part, one after the other.
-    """
-
+    # Parts into which processes cut the data. Processes that hold parts of one replica share a shard.
     num_shards: int = 1
-    shard: int = 0
-    replicas_per_shard: int = 1
-    num_microbatches: int = 1
+    shard: int = 0  # this process's part, from 0 to `num_shards - 1`
+    replicas_per_shard: int = 1  # replicas among which one process divides its part once more (`dp`; 1 elsewhere)
+    num_microbatches: int = 1  # pieces in which a replica's layers see its part, one after the other
 
     def __post_init__(self) -> None:
         counts = (self.num_shards, self.replicas_per_shard, self.num_microbatches)
@@ -38,8 +32,8 @@ class Layout:
     def of(cls, strategy: Any) -> "Layout":
         """The layout of a Lightning strategy, before or after its processes have started.
 
-        Reads `distributed_sampler_kwargs`, Lightning's own interface for "who reads which part of the data", and
-        `replicas_per_shard` and `num_microbatches`, which our strategies define where they are not 1.
+        `distributed_sampler_kwargs` is Lightning's own interface for "who reads which part of the data". Our strategies
+        define the other two where they are not 1.
         """
         shards = getattr(strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0})
         return cls(
@@ -54,7 +48,7 @@ class Layout:
         """Replicas over all processes: the number by which a global batch must be divisible."""
         return self.num_shards * self.replicas_per_shard
 
-    def chunks(self, *, accumulation: int = 1) -> "GhostBatches":
+    def ghost_batches(self, *, accumulation: int = 1) -> "GhostBatches":
         """How this layout cuts a global batch that is accumulated over `accumulation` steps."""
         return GhostBatches(
             num_shards=self.num_shards,

@@ -13,12 +13,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 
 
 class TopAccuracy(MulticlassAccuracy):
-    """Share of the samples whose class is among the `top_k` most probable; it counts into `tp` and `fn` alone.
-
-    Args:
-        num_classes: C, the size of the logits.
-        top_k: From 1 to C.
-    """
+    """Share of the samples whose class is among the `top_k` most probable; it counts into `tp` and `fn` alone."""
 
     tp: Tensor
     fn: Tensor
@@ -51,19 +46,11 @@ class ClassAccuracy(ConfusionMatrix):
     """Accuracy of each class, float, (C,); 0 for a class without samples."""
 
     def compute(self) -> Tensor:
-        """From the counts so far."""
         return self.confmat.diagonal() / self.confmat.sum(dim=1).clamp(min=1)
 
 
 class EvaluationMetrics(nn.Module):
-    """The metrics of one evaluation split; counts are integers, so that their sum over processes is exact.
-
-    Attributes:
-        split: "val" or "test".
-        loss: Mean over samples.
-        scores: Top-1 and top-5 accuracy.
-        details: Accuracy per class and the confusion matrix, which count once for both.
-    """
+    """The metrics of one evaluation split; counts are integers, so that their sum over processes is exact."""
 
     def __init__(self, split: Literal["val", "test"], num_classes: int) -> None:
         super().__init__()

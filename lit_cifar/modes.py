@@ -6,6 +6,7 @@ processes.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -18,31 +19,25 @@ from lit_cifar.layout import GhostBatches, Layout
 from lit_cifar.module import LitResNet
 
 Sizes = dict[str, int | str]
+# Arguments of a Trainer that prints and writes nothing.
+SILENT: dict[str, Any] = dict.fromkeys(
+    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """A way to parallelise a training.
+    """A way to parallelise a training."""
 
-    Attributes:
-        name: As in `--trainer.strategy` and `configs/modes/`; "single" is one device without a strategy.
-        splits: What is divided, and over what.
-        processes: Number of processes, from N devices and S stages.
-        min_devices: The smallest number of devices among which the mode divides the work.
-        fits: Whether the strategy accepts a number of devices, which is at least `min_devices`.
-        needs: Parts of torch that it uses, as "module" or "module.name".
-    """
-
-    name: str
-    splits: str
-    processes: str
-    min_devices: int = 2
+    name: str  # as in `--trainer.strategy` and `configs/modes/`; "single" is one device without a strategy
+    splits: str  # what is divided, and over what
+    processes: str  # number of processes, from N devices and S stages
+    min_devices: int = 2  # the smallest number of devices among which the mode divides the work
+    # Whether the strategy accepts a number of devices, which is at least `min_devices`.
     fits: Callable[[int], bool] = lambda num_devices: True
-    needs: tuple[str, ...] = ()
 
     @property
     def has_processes(self) -> bool:
-        """Whether the mode has several processes."""
         return self.processes != "1"
 
     def counts(self, num_devices: int) -> list[int]:
@@ -51,26 +46,19 @@ class Mode:
         return [count for count in range(self.min_devices, most + 1) if self.fits(count)]
 
     def flags(self, num_devices: int) -> list[str]:
-        """The flags of `fit` for `num_devices` devices."""
         strategy = [] if self.name == "single" else [f"--trainer.strategy={self.name}"]
         return [*strategy, f"--trainer.devices={num_devices}"]
 
 
 def _is_even(num_devices: int) -> bool:
-    """Whether stages come in pairs."""
     return num_devices % 2 == 0
 
-
-_DISTRIBUTED = ("torch.distributed",)
-_PIPELINING = (*_DISTRIBUTED, "torch.distributed.pipelining")
-_FULLY_SHARD = (*_DISTRIBUTED, "torch.distributed.fsdp.fully_shard")
-_TENSOR_PARALLEL = (*_DISTRIBUTED, "torch.distributed.tensor.parallel")
 
 MODES = (
     Mode(name="single", splits="nothing: the reference", processes="1", min_devices=1),
     Mode(name="dp", splits="the batch, over devices of one process", processes="1"),
-    Mode(name="ddp", splits="the batch, over processes", processes="N", needs=_DISTRIBUTED),
-    Mode(name="ddp_spawn", splits="the same, started by multiprocessing", processes="N", needs=_DISTRIBUTED),
+    Mode(name="ddp", splits="the batch, over processes", processes="N"),
+    Mode(name="ddp_spawn", splits="the same, started by multiprocessing", processes="N"),
     Mode(name="mp", splits="the layers, over devices of one process", processes="1"),
     Mode(
         name="ddp_mp",
@@ -78,49 +66,37 @@ MODES = (
         processes="N / S",
         min_devices=4,
         fits=_is_even,
-        needs=_DISTRIBUTED,
     ),
-    Mode(name="pp", splits="the layers, over processes", processes="N", needs=_PIPELINING),
+    Mode(name="pp", splits="the layers, over processes", processes="N"),
     Mode(
         name="ddp_pp",
         splits="the batch over pipelines, the layers along each",
         processes="N",
         min_devices=4,
         fits=_is_even,
-        needs=_PIPELINING,
     ),
-    Mode(name="fsdp2", splits="parameters, gradients and optimizer state", processes="N", needs=_FULLY_SHARD),
+    Mode(name="fsdp2", splits="parameters, gradients and optimizer state", processes="N"),
     Mode(
         name="tp",
         splits="the tensors inside layers",
         processes="N",
         fits=lambda num_devices: 64 % num_devices == 0,  # the channels of the first blocks of `fit`'s own network
-        needs=_TENSOR_PARALLEL,
     ),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A mode with its sizes for a number of devices, as `verify` compares it with one device.
+    """A mode with its sizes for a number of devices, as `verify` compares it with one device."""
 
-    Attributes:
-        name: What `--modes` and the table call it.
-        strategy: What `--trainer.strategy` takes: a registered name, or the name of a class that gets `sizes`.
-        devices: What `--trainer.devices` takes.
-        sizes: The class's arguments.
-        sync_batchnorm: Whether BatchNorm is synchronised.
-    """
-
-    name: str
-    strategy: str
-    devices: int
+    name: str  # what `--modes` and the table call it
+    strategy: str  # what `--trainer.strategy` takes: a registered name, or the name of a class that gets `sizes`
+    devices: int  # what `--trainer.devices` takes
     sizes: Sizes = field(default_factory=dict)
     sync_batchnorm: bool = False
 
     @property
     def flags(self) -> list[str]:
-        """The mode's flags, to be added to the user's own."""
         return [
             f"--trainer.strategy={self.strategy}",
             *(f"--trainer.strategy.{name}={value}" for name, value in self.sizes.items()),
@@ -128,27 +104,20 @@ class Variant:
             f"--trainer.sync_batchnorm={str(self.sync_batchnorm).lower()}",
         ]
 
-    def chunks(self, *, accumulation: int) -> GhostBatches:
-        """How the mode cuts a global batch into the chunks that BatchNorm normalises together.
-
-        Raises:
-            ConfigError: The strategy cannot work with these sizes.
-        """
-        chunks = self.layout().chunks(accumulation=accumulation)
+    def ghost_batches(self, *, accumulation: int) -> GhostBatches:
+        """How the mode cuts a global batch into the chunks that BatchNorm normalises together."""
+        chunks = self.layout().ghost_batches(accumulation=accumulation)
         if not self.sync_batchnorm:
             return chunks
         return replace(chunks, synchronised=True) if accumulation > 1 else GhostBatches()
 
     def layout(self) -> Layout:
-        """The layout of its replicas."""
         return Layout.of(self._strategy())
 
     def check(self, module: LitResNet, sampler: TrainSampler) -> None:
         """Raise a `ConfigError` before anything runs if `fit` would refuse sizes, network or batches in this mode.
 
-        Args:
-            module: The module whose network is trained.
-            sampler: The sampler of one device.
+        `sampler` is that of one device.
         """
         strategy = self._strategy()
         strategy.connect(module)
@@ -156,7 +125,6 @@ class Variant:
 
     @property
     def num_processes(self) -> int:
-        """Number of processes of the mode on this machine."""
         return int(getattr(self._strategy(), "num_processes", 1))
 
     @property
@@ -172,10 +140,7 @@ class Variant:
             strategy=strategy,
             devices=self.devices,
             plugins=[cluster_environment()],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **SILENT,
         )
         return trainer.strategy
 
@@ -187,52 +152,32 @@ def variants(devices: int) -> dict[str, Variant]:
     """
     stages = 2 if devices % 2 == 0 else devices
     microbatches = max(2, devices)  # a 1F1B pipeline needs as many as it has stages
+    of = partial(Variant, devices=devices)
+    layers: Sizes = {"num_stages": devices, "num_microbatches": 2}
+    pipeline: Sizes = {"num_stages": devices, "num_microbatches": microbatches, "schedule": "1F1B"}
+    pipelines: Sizes = {"num_stages": stages, "num_microbatches": 2, "schedule": "GPipe"}
+    replicas: Sizes = {"num_stages": stages, "num_microbatches": 1}
     found = [
         Variant(name="single", strategy="auto", devices=1),
-        Variant(name="dp", strategy="dp", devices=devices),
-        Variant(name="ddp", strategy="ddp", devices=devices),
-        Variant(name="ddp-sync", strategy="ddp", devices=devices, sync_batchnorm=True),
-        Variant(name="ddp_spawn", strategy="ddp_spawn", devices=devices),
-        Variant(name="mp", strategy="mp", devices=devices),
-        Variant(
-            name="mp-micro",
-            strategy="LayerParallelStrategy",
-            devices=devices,
-            sizes={"num_stages": devices, "num_microbatches": 2},
-        ),
-        Variant(
-            name="ddp_mp",
-            strategy="DDPLayerParallelStrategy",
-            devices=devices,
-            sizes={"num_stages": stages, "num_microbatches": 1},
-        ),
-        Variant(
-            name="pp",
-            strategy="PipelineStrategy",
-            devices=devices,
-            sizes={"num_stages": devices, "num_microbatches": microbatches, "schedule": "1F1B"},
-        ),
-        Variant(
-            name="ddp_pp",
-            strategy="PipelineStrategy",
-            devices=devices,
-            sizes={"num_stages": stages, "num_microbatches": 2, "schedule": "GPipe"},
-        ),
-        Variant(name="fsdp2", strategy="fsdp2", devices=devices),
-        Variant(name="tp", strategy="tp", devices=devices),
+        of(name="dp", strategy="dp"),
+        of(name="ddp", strategy="ddp"),
+        of(name="ddp-sync", strategy="ddp", sync_batchnorm=True),
+        of(name="ddp_spawn", strategy="ddp_spawn"),
+        of(name="mp", strategy="mp"),
+        of(name="mp-micro", strategy="LayerParallelStrategy", sizes=layers),
+        of(name="ddp_mp", strategy="DDPLayerParallelStrategy", sizes=replicas),
+        of(name="pp", strategy="PipelineStrategy", sizes=pipeline),
+        of(name="ddp_pp", strategy="PipelineStrategy", sizes=pipelines),
+        of(name="fsdp2", strategy="fsdp2"),
+        of(name="tp", strategy="tp"),
     ]
     if devices >= 4:  # with fewer it is one of the two
         sizes: Sizes = {"data_parallel_size": devices // 2, "tensor_parallel_size": 2}
-        found.append(Variant(name="fsdp2-tp", strategy="ShardedStrategy", devices=devices, sizes=sizes))
+        found.append(of(name="fsdp2-tp", strategy="ShardedStrategy", sizes=sizes))
     return {mode.name: mode for mode in found}
 
 
 def chosen(names: list[str], *, devices: int) -> list[Variant]:
-    """The modes called `names`, "all" for every one.
-
-    Raises:
-        ConfigError: A name that is not known, or fewer than two devices.
-    """
     if devices < 2:
         raise ConfigError(f"--devices={devices} leaves nothing to compare", remedy="pass --devices 2 or more")
     known = variants(devices)

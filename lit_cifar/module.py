@@ -154,11 +154,9 @@ class LitResNet(L.LightningModule):
         return losses.mean() * batch.weight
 
     def on_validation_epoch_start(self) -> None:
-        """Reset the counts of the previous epoch."""
         self.val_metrics.details.reset()
 
     def on_test_epoch_start(self) -> None:
-        """Reset the counts of the previous test."""
         self.test_metrics.details.reset()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -234,16 +232,9 @@ class LitResNet(L.LightningModule):
     ) -> "LitResNet":
         """The network that the file's header describes, with the file's weights.
 
-        Args:
-            checkpoint_path: A file that `fit` wrote.
-            map_location: As Lightning's.
-            hparams_file: As Lightning's; the header comes before it.
-            strict: As Lightning's.
-            weights_only: Nothing to choose: only tensors and primitives are read.
-            **kwargs: Arguments of the constructor, which come before the header; of your own network, `network`.
-
-        Raises:
-            CheckpointError: It cannot be read, `kwargs` ask for another network, or a network of your own is missing.
+        The first arguments are Lightning's, but only tensors and primitives are read in any case. `kwargs`, the
+        constructor's, come before the header; `network` must be among them for a network of your own. Raises a
+        `CheckpointError` if the file cannot be read or holds another network.
         """
         header = Header.of(read_checkpoint(Path(checkpoint_path)))
         if header.network is not None and "network" not in kwargs:
@@ -263,22 +254,14 @@ class LitResNet(L.LightningModule):
         self.header.write(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Check the header and give the keys back this module's prefix.
-
-        Raises:
-            CheckpointError: The checkpoint is of another network.
-        """
+        """Check the header and give the keys back this module's prefix."""
         self.header.check(checkpoint)
         check_shapes(self.network, checkpoint["state_dict"])
         checkpoint["state_dict"] = add_prefix(checkpoint["state_dict"])
 
 
 def _own_class(network: nn.Module, *, arch: Arch | None, stem: Stem | None) -> str:
-    """The name of the class of the user's own network.
-
-    Raises:
-        ConfigError: One of this package's is asked for as well.
-    """
+    """The name of the class of the user's own network; none of this package's may be asked for as well."""
     name = f"{type(network).__module__}.{type(network).__qualname__}"
     for flag, value in {"--model.arch": arch, "--model.stem": stem}.items():
         if value is not None:

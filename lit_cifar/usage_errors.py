@@ -4,12 +4,12 @@ import re
 import shlex
 import sys
 from ast import literal_eval
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from jsonargparse import Namespace
-from lightning.pytorch import Trainer
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
@@ -62,7 +62,10 @@ class Parser(LightningArgumentParser):
         _refuse_arguments_of_name(message)
         _refuse_former_names(message)
         problem, guess = _explained(_without_alternatives(message))
-        guess = guess or self._nearest(message)
+        if found := re.match(r"unrecognized arguments: (--[^\s=]+)", message):
+            # Options are long and begin alike, so the cutoff is higher than for single words.
+            near = get_close_matches(found[1], self._option_string_actions, n=1, cutoff=0.75)
+            guess = near[0] if near else None
         help = f"see {_program()} --help"
         refuse(problem, remedy=help if guess is None else f"did you mean {guess}? {help}")
 
@@ -75,13 +78,6 @@ class Parser(LightningArgumentParser):
                 f"--config={cfg_path} is not text: {error}", remedy="pass a YAML file, e.g. --config=RUN/config.yaml"
             ) from error
 
-    def _nearest(self, message: str) -> str | None:
-        """The option that an unknown one may have meant; None if none is similar."""
-        found = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
-        # Options are long and begin alike, so the cutoff is higher than for single words.
-        near = get_close_matches(found[1], self._option_string_actions, n=1, cutoff=0.75) if found else []
-        return near[0] if near else None
-
 
 def check_command(words: Sequence[str]) -> None:
     """Refuse `words` if the first is neither one of Lightning's commands and ours nor an option."""
@@ -92,68 +88,18 @@ def check_command(words: Sequence[str]) -> None:
     raise ConfigError(f"{problem}; choose from {', '.join(known)}", remedy=f"see {PROGRAM} --help")
 
 
-def check_trainer(trainer: Namespace, *, trains: bool) -> None:
-    """Refuse arguments of the Trainer by which it would not train, log or save, or would write to another folder.
-
-    Args:
-        trainer: Arguments of the Trainer.
-        trains: Whether the command is `fit`.
-    """
-    if trainer.default_root_dir is not None:
-        folder = trainer.default_root_dir
-        raise ConfigError(
-            f"--trainer.default_root_dir={folder} has no effect: everything goes to the run folder",
-            remedy=f"pass --run_dir={folder}",
-        )
-    for name in ("limit_train_batches", "max_epochs", "max_steps"):
-        if trains and trainer[name] == 0:
-            raise ConfigError(f"--trainer.{name}=0 would train nothing", remedy=f"leave it out, or pass another {name}")
-    for name, refused in (("logger", (False, [])), ("enable_checkpointing", (False,)), ("barebones", (True,))):
-        if trainer[name] in refused:
-            raise ConfigError(
-                f"--trainer.{name}={str(trainer[name]).lower()}: every run writes logs and checkpoints to its folder",
-                remedy="leave it out; --trainer.fast_dev_run=N runs a few steps and writes nothing",
-            )
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Turn what a class raises into a `ConfigError`: the user has chosen the class or its arguments."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ImportError, MisconfigurationException, ValueError) as error:
+        raise _as_config_error(error) from error
 
 
-def check_kernels(trainer: Trainer, asked: Namespace, *, compiles: bool) -> None:
-    """Refuse a precision that Lightning has replaced by another one, and a network that cannot be compiled.
-
-    Args:
-        trainer: The Trainer.
-        asked: The arguments that it was made from.
-        compiles: Whether the network is to be compiled.
-    """
-    if str(asked.precision).startswith("16") and trainer.precision == "bf16-mixed":
-        raise ConfigError(
-            f"--trainer.precision={asked.precision} needs a GPU: it scales the loss for float16. On the CPU Lightning "
-            "would compute in bfloat16",
-            remedy="pass --trainer.precision=bf16-mixed",
-        )
-    if compiles and asked.sync_batchnorm and trainer.world_size > 1:
-        raise ConfigError(
-            "--model.compile=true with --trainer.sync_batchnorm=true: torch.compile cannot trace the communication "
-            "in every BatchNorm layer",
-            remedy="leave out one of the two",
-        )
-
-
-def check_clipping(trainer: Trainer, optimizer: Optimizer) -> None:
-    """Refuse a gradient scaler with clipping and a fused optimizer; Lightning would find it in the first step.
-
-    A fused optimizer unscales the gradients in its step, after they have been clipped.
-    """
-    scales = getattr(trainer.precision_plugin, "scaler", None) is not None
-    if scales and trainer.gradient_clip_val and getattr(optimizer, "_step_supports_amp_scaling", False):
-        raise ConfigError(
-            f"--trainer.gradient_clip_val={trainer.gradient_clip_val} with --trainer.precision=16-mixed and "
-            f"--model.optimizer.fused=true: a fused {type(optimizer).__name__} unscales the gradients only after they "
-            "have been clipped",
-            remedy="pass --model.optimizer.fused=false or --trainer.precision=bf16-mixed",
-        )
-
-
-def as_config_error(error: Exception) -> ConfigError:
+def _as_config_error(error: Exception) -> ConfigError:
     """An error of Lightning or torch about an argument, with our remedy where we know one."""
     if "invalid strategy name" in str(error):
         variants = re.compile("find_unused|offload|stage|xla|tpu|single")
@@ -193,7 +139,6 @@ def _refuse_arguments_of_name(message: str) -> None:
 
 
 def _refuse_former_names(message: str) -> None:
-    """Exit if `message` is about an option that has another name now."""
     for former, now in _FORMER_NAMES.items():
         if former in message:
             refuse(f"--{former} is now called --{now}", remedy="change it, also in the YAML files that you pass")

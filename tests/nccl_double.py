@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import lit_cifar.strategies.ddp_mp
-from lit_cifar.callbacks import ModelGraph
+from lit_cifar.reporting.model_graph import ModelGraph
 
 Label = torch.device | None  # None: the host
 

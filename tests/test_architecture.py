@@ -18,20 +18,21 @@ PACKAGE = Path(lit_cifar.__file__).parent
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 # Each part may import the parts before it.
 LAYERS = [
-    {"errors", "layout"},
+    {"errors", "layout", "notebook"},
     {"launch"},
     {"models", "watchdog"},
     {"data", "metrics", "optim"},
     {"reporting"},
     {"checkpoint", "sample_audit"},
-    {"module"},
+    {"module", "copy_probe"},
     {"strategies"},
-    {"callbacks", "modes"},
+    {"callbacks", "export", "modes"},
     {"verify"},
     {"chaos", "html_report"},
     {"commands"},
     {"cli_help"},
     {"usage_errors"},
+    {"checks", "starting_checkpoint"},
     {"cli"},
 ]
 

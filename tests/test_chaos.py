@@ -21,7 +21,7 @@ from processes import marked
 from rich.console import Console
 
 from lit_cifar.chaos.audit import distance, metric_problems, position_problems, receipt_problems
-from lit_cifar.chaos.disk_fault import LimitedDisk, MountedDisk, SmallDisk, small_disk
+from lit_cifar.chaos.disk_fault import CAN_FILL, fill_disk
 from lit_cifar.chaos.experiment import plan_for
 from lit_cifar.chaos.fault_schedule import EQUAL_SIZE, Fault, equal_size_cards, plan, resized_cards, shares
 from lit_cifar.chaos.injector import Event, Trial, TrialError
@@ -396,6 +396,9 @@ class PretendedJob:
     def log_since(self, offset: int) -> list[str]:
         return ["RuntimeError: the address is in use"]
 
+    def last_words(self) -> list[str]:
+        return self.log_since(0)
+
     def _run(self) -> None:
         lines = []
         if self.begins:
@@ -409,7 +412,7 @@ class PretendedJob:
 
 def trial_of(tmp_path: Path, job: PretendedJob) -> Trial:
     pretended: Any = job
-    return Trial(pretended, JournalReader(tmp_path), SmallDisk(tmp_path), tmp_path / "run", 4, 1.0, lambda line: None)
+    return Trial(pretended, JournalReader(tmp_path), tmp_path / "run", 4, 1.0, lambda line: None)
 
 
 RESIZE = Fault(number=1, kind="resize", aim="step", step=10, rank=None, size=1, delay_s=0.0)
@@ -448,38 +451,13 @@ def test_a_second_kill_comes_at_a_share_of_what_such_a_start_has_taken(
     trial.start_s, trial._start_s = 0.4, {True: 0.2}  # of forked ones none has been seen yet
     fault = replace(RESIZE, kind="kill", aim="start", rank=0, part=0.5)
     event = Event(fault=fault, at_s=0.0, step=9, pids=[3])
-    trial._kill_once_more(fault, event)
+    trial._kill_once_more(event)
     assert (event.pids, sent) == ([3, 7], [signal.SIGKILL])
     assert event.again_s is not None
     assert event.again_s >= least_s
 
 
-# Disks and processes.
-
-
-@pytest.fixture
-def mounted(tmp_path: Path) -> Iterator[MountedDisk]:
-    with small_disk(tmp_path, num_bytes=8 << 20) as disk:
-        if not isinstance(disk, MountedDisk):
-            pytest.skip(f"no file system can be mounted here: {disk.how}")
-        yield disk
-
-
-def test_a_full_disk_takes_a_line_but_no_checkpoint_until_it_is_freed(mounted: MountedDisk) -> None:
-    mounted.fill([])
-    (mounted.folder / "log").write_text("a line\n")
-    with pytest.raises(OSError, match="No space left"):
-        (mounted.folder / "checkpoint").write_bytes(bytes(4 << 20))
-    mounted.free()
-    (mounted.folder / "checkpoint").write_bytes(bytes(4 << 20))
-
-
-def test_a_mounted_disk_is_gone_afterwards(tmp_path: Path) -> None:
-    with small_disk(tmp_path, num_bytes=1 << 20):
-        (tmp_path / "file").touch()
-        mounted = tmp_path.is_mount()
-    assert not tmp_path.is_mount()
-    assert (tmp_path / "file").exists() != mounted
+# The disk and processes.
 
 
 WRITE = """
@@ -492,10 +470,10 @@ except OSError as error:
 """
 
 
-@pytest.mark.skipif(not hasattr(psutil, "RLIMIT_FSIZE"), reason="this system sets no limits on other processes")
+@pytest.mark.skipif(not CAN_FILL, reason="this system sets no limits on other processes")
 def test_a_limit_on_files_lets_a_write_fail(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", WRITE, str(tmp_path / "file")], stdin=subprocess.PIPE) as process:
-        LimitedDisk(tmp_path).fill([psutil.Process(process.pid)])
+        fill_disk([psutil.Process(process.pid)])
         process.communicate(b"")
     assert process.returncode == errno.EFBIG
 

@@ -17,9 +17,10 @@ import torch
 from torn_writes import state, step_of
 
 from lit_cifar.checkpoint import files as checkpoint_files
-from lit_cifar.checkpoint.files import BEST, LAST, PREVIOUS, newest_valid, verify_checkpoint, write_checkpoint
+from lit_cifar.checkpoint.files import newest_valid, verify_checkpoint, write_checkpoint
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.checkpoint.lightning_io import CheckpointFiles
+from lit_cifar.checkpoint.save_errors import BEST, LAST, PREVIOUS
 from lit_cifar.errors import CheckpointError, ConfigError
 
 

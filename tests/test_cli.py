@@ -241,7 +241,7 @@ def test_a_checkpoint_of_another_network_is_refused(trained: Path, tmp_path: Pat
     checkpoint = trained / "checkpoints" / "last.ckpt"
     result = run_here("test", *TINY, flag, f"--ckpt_path={checkpoint}", f"--run_dir={tmp_path / 'run'}")
     name = flag.split("=")[0]
-    assert_refused(result, "the checkpoint holds tiny with the imagenet stem and 10 classes", name)
+    assert_refused(result, f"{checkpoint}: the checkpoint holds tiny with the imagenet stem and 10 classes", name)
     assert not (tmp_path / "run").exists()
 
 
@@ -355,11 +355,40 @@ def test_predict_lists_every_file_in_order(trained: Path, tmp_path: Path) -> Non
     (folder / "b.png").write_bytes(b"not an image")
     run = tmp_path / "run"
     flags = [f"--ckpt_path={trained / 'checkpoints' / 'last.ckpt'}", f"--data.predict_dir={folder}"]
-    assert run_here("predict", *TINY, *flags, f"--run_dir={run}").status == 0
+    result = run_here("predict", *TINY, *flags, f"--run_dir={run}")
+    assert result.status == 0
+    assert "not read    1 of 3 files; the first is b.png: not an image" in result.stdout.splitlines()
     rows = list(csv.DictReader((run / "predictions.csv").read_text().splitlines()))
     assert [row["file"] for row in rows] == ["a.jpg", "b.png", "c.png"]
     assert [bool(row["class"]) for row in rows] == [True, False, True]
     assert rows[1]["error"]
+
+
+def test_a_folder_without_an_image_that_can_be_read_is_refused(trained: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    (folder / "b.png").write_bytes(b"not an image")
+    flags = [f"--ckpt_path={trained / 'checkpoints' / 'last.ckpt'}", f"--data.predict_dir={folder}"]
+    result = run_here("predict", *TINY, *flags, f"--run_dir={tmp_path / 'run'}")
+    assert_refused(result, f"none of the 1 files in {folder} can be read as an image", "b.png", "PNG or JPEG")
+
+
+@pytest.mark.parametrize("subcommand", ["fit", "test"])
+def test_a_broken_picture_of_ones_own_is_refused(tmp_path: Path, subcommand: str) -> None:
+    root = tmp_path / "pictures"
+    for name in ("train/cat/0.png", "train/dog/0.png", "test/cat/0.png"):
+        (root / name).parent.mkdir(parents=True)
+        Image.effect_noise((48, 40), 90).convert("RGB").save(root / name)
+    tiny = [flag for flag in TINY if "num_" not in flag and "val_size" not in flag]
+    flags = [*tiny, "--data.dataset=folder", f"--data.root={root}", "--data.val_size=0", "--data.batch_size=2"]
+    path = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    if subcommand == "test":
+        assert run_here("fit", *flags, f"--run_dir={tmp_path / 'run'}").status == 0
+        flags += [f"--ckpt_path={path}"]
+    broken = root / ("train/dog/0.png" if subcommand == "fit" else "test/cat/0.png")
+    broken.write_bytes(broken.read_bytes()[:100])
+    result = run_here(subcommand, *flags, f"--run_dir={tmp_path / 'other'}")
+    assert_refused(result, f"{broken} cannot be read as a picture", "replace it, or move it away")
 
 
 def test_predict_without_a_folder_is_refused(trained: Path) -> None:
@@ -370,7 +399,7 @@ def test_predict_without_a_folder_is_refused(trained: Path) -> None:
 def test_predict_does_not_name_the_classes_of_another_data_set(trained: Path) -> None:
     checkpoint = trained / "checkpoints" / "last.ckpt"
     result = run_here("predict", *TINY, f"--ckpt_path={checkpoint}", "--data.dataset=cifar10", "--data.predict_dir=.")
-    assert_refused(result, "trained on synthetic, not on cifar10", "--data.dataset=synthetic")
+    assert_refused(result, f"{checkpoint}: ", "trained on synthetic, not on cifar10", "--data.dataset=synthetic")
 
 
 @pytest.mark.parametrize("subcommand", ["validate", "test", "predict"])

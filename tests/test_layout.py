@@ -123,7 +123,7 @@ def test_chunks_are_the_parts_that_the_sampler_loads(num_shards: int, accumulati
     ]
     loaded = [[part.ids.tolist() for part in sampler] for sampler in samplers]
     for layout in layouts:
-        chunks = layout.chunks(accumulation=accumulation).positions(num_samples)
+        chunks = layout.ghost_batches(accumulation=accumulation).positions(num_samples)
         assert [[chunk.tolist() for chunk in replica] for replica in chunks] == loaded
 
 
@@ -131,7 +131,7 @@ def test_chunks_are_the_parts_that_the_sampler_loads(num_shards: int, accumulati
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 4])
 def test_chunks_are_the_parts_that_the_replicas_of_a_process_get(num_replicas: int, num_samples: int) -> None:
     owner = replica_of(num_samples, num_replicas=num_replicas)
-    chunks = Layout(replicas_per_shard=num_replicas).chunks().positions(num_samples)
+    chunks = Layout(replicas_per_shard=num_replicas).ghost_batches().positions(num_samples)
     assert len(chunks) == int(owner.max()) + 1
     for replica, (chunk,) in enumerate(chunks):
         assert chunk.equal((owner == replica).nonzero().flatten())
@@ -139,6 +139,6 @@ def test_chunks_are_the_parts_that_the_replicas_of_a_process_get(num_replicas: i
 
 def test_chunks_of_a_layout_are_those_of_all_its_shards() -> None:
     layout = Layout(num_shards=2, shard=1, replicas_per_shard=3, num_microbatches=4)
-    assert layout.chunks(accumulation=5) == GhostBatches(
+    assert layout.ghost_batches(accumulation=5) == GhostBatches(
         num_shards=2, accumulation=5, replicas_per_shard=3, num_microbatches=4
     )

@@ -13,9 +13,9 @@ from short_fits import losses
 from torch import nn
 
 from lit_cifar.checkpoint.format import read_checkpoint
+from lit_cifar.checks import check_clipping
 from lit_cifar.errors import ConfigError
 from lit_cifar.strategies.loss_scaling import AgreedGradScaler, agree_on_overflow, loss_scale
-from lit_cifar.usage_errors import check_clipping
 
 
 def scaled(init_scale: float = 1024.0) -> MixedPrecision:

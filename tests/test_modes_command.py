@@ -16,17 +16,15 @@ from lit_cifar.errors import ConfigError
 CONFIGS = Path(__file__).parents[1] / "configs" / "modes"
 NAMES = ["single", "dp", "ddp", "ddp_spawn", "mp", "ddp_mp", "pp", "ddp_pp", "fsdp2", "tp"]
 ONE_PROCESS = ["single", "dp", "mp"]
-EVERYTHING = frozenset(need for mode in MODES for need in mode.needs)
 
 
 def table(
     *,
     num_gpus: int = 0,
     backends: frozenset[str] = frozenset({"gloo", "nccl"}),
-    offers: frozenset[str] = EVERYTHING,
 ) -> dict[str, Row]:
     """The rows of a made-up machine of 8 cores, by mode."""
-    machine = Machine(num_cores=8, num_gpus=num_gpus, backends=backends, offers=offers)
+    machine = Machine(num_cores=8, num_gpus=num_gpus, backends=backends)
     return {row.mode.name: row for row in mode_table(machine)}
 
 
@@ -120,28 +118,9 @@ def test_processes_need_a_backend(num_gpus: int, backends: set[str], verdict: st
     assert all(rows[name].verdict.startswith("yes") for name in ONE_PROCESS if num_gpus != 1 or name != "dp")
 
 
-@pytest.mark.parametrize(
-    ("missing", "without"),
-    [
-        ("torch.distributed", [name for name in NAMES if name not in ONE_PROCESS]),
-        ("torch.distributed.pipelining", ["pp", "ddp_pp"]),
-        ("torch.distributed.fsdp.fully_shard", ["fsdp2"]),
-        ("torch.distributed.tensor.parallel", ["tp"]),
-    ],
-)
-@pytest.mark.parametrize("num_gpus", [0, 8])
-def test_what_torch_lacks_is_named(missing: str, without: list[str], num_gpus: int) -> None:
-    rows = table(num_gpus=num_gpus, offers=EVERYTHING - {missing})
-    assert [name for name, row in rows.items() if row.accelerator is None] == without
-    for name in without:
-        assert rows[name].verdict == f"no: this torch has no {missing}"
-        assert rows[name].command is None
-
-
 def test_this_machine_has_what_the_modes_are_built_on() -> None:
     machine = Machine.here()
     assert machine.num_cores >= 1
-    assert machine.offers == EVERYTHING
     assert "gloo" in machine.backends
 
 

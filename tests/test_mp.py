@@ -9,9 +9,9 @@ from commands import TINY, run_here
 from comparing import assert_same_checkpoint
 from torch import nn
 
-from lit_cifar.callbacks import EXIT_STOPPED
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.errors import ConfigError
+from lit_cifar.launch.signals import EXIT_STOPPED
 from lit_cifar.layout import Layout
 from lit_cifar.module import LitResNet
 from lit_cifar.strategies import LayerParallelStrategy

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from commands import TINY, Result, launch
 
-from lit_cifar.callbacks import EXIT_STOPPED
+from lit_cifar.launch.signals import EXIT_STOPPED
 
 DOUBLE = ["--trainer.callbacks+=nccl_double.NCCLDouble"]
 SIZES = ["--data.num_train=64", "--figures.every_n_epochs=1", "--last_checkpoint.every_n_steps=2"]

@@ -50,7 +50,7 @@ OPTIMIZERS = {"GPipe": "SGD", "1F1B": "Adagrad", "Interleaved1F1B": "Adam", "ZBV
     ],
 )
 def test_owners(name: ScheduleName, num_processes: int, owners: list[int]) -> None:
-    schedule = Schedule.of(name, num_processes)
+    schedule = Schedule(name=name, num_processes=num_processes)
     assert [schedule.owner(stage) for stage in range(schedule.num_stages)] == owners
 
 
@@ -67,8 +67,8 @@ def test_a_schedule_says_how_many_microbatches_it_needs(
     name: ScheduleName, num_processes: int, too_few: int, remedy: str
 ) -> None:
     with pytest.raises(ConfigError, match=remedy):
-        Schedule.of(name, num_processes).check(too_few)
-    Schedule.of(name, num_processes).check(int(remedy.split("=")[1]))
+        Schedule(name=name, num_processes=num_processes).check(too_few)
+    Schedule(name=name, num_processes=num_processes).check(int(remedy.split("=")[1]))
 
 
 def trainer(devices: int, strategy: PipelineStrategy | str, **settings: object) -> L.Trainer:
@@ -225,7 +225,7 @@ def describe(group: dist.ProcessGroup) -> tuple[list[int], timedelta]:
 
 
 def run_schedule(name: ScheduleName, rank: int) -> dict[str, object]:
-    network, schedule = network_of(), Schedule.of(name, 2)
+    network, schedule = network_of(), Schedule(name=name, num_processes=2)
     partition = Partition.of(network, IMAGE, num_stages=schedule.num_stages)
     group = dist.group.WORLD
     assert group is not None

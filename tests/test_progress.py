@@ -10,8 +10,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_task import TinyData, TinyTask, tiny_trainer
 
-from lit_cifar.callbacks import ProgressBar, Throughput
 from lit_cifar.reporting import progress_bar as progress
+from lit_cifar.reporting.progress_bar import ProgressBar
+from lit_cifar.reporting.throughput import Throughput
 
 
 def fit(folder: Path, bar: ProgressBar, **settings: Any) -> None:

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from lit_cifar.reporting.rank_statistics import AccuracyCount, chance_probability, deviates, pooled
+from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates, log_chance, pooled
 
 HONEST_AT_7_RANKS = [AccuracyCount(correct, 1429) for correct in (1290, 1276, 1301, 1268, 1294, 1283)]
 
@@ -59,10 +59,10 @@ def test_pooled_counts_are_whole_numbers() -> None:
 def test_chance_probability_of_the_lady_tasting_tea() -> None:
     """Fisher's own example: 8 cups, 4 of each kind; 3 of 4 right happens in 17 of 70 cases, 4 of 4 in 1 of 70."""
     whole = AccuracyCount(4, 8)
-    assert chance_probability(AccuracyCount(3, 4), whole) == pytest.approx(2 * 17 / 70)
-    assert chance_probability(AccuracyCount(1, 4), whole) == pytest.approx(2 * 17 / 70)
-    assert chance_probability(AccuracyCount(4, 4), whole) == pytest.approx(2 / 70)
-    assert chance_probability(AccuracyCount(2, 4), whole) == 1.0
+    assert math.exp(log_chance(AccuracyCount(3, 4), whole)) == pytest.approx(2 * 17 / 70)
+    assert math.exp(log_chance(AccuracyCount(1, 4), whole)) == pytest.approx(2 * 17 / 70)
+    assert math.exp(log_chance(AccuracyCount(4, 4), whole)) == pytest.approx(2 / 70)
+    assert math.exp(log_chance(AccuracyCount(2, 4), whole)) == 1.0
 
 
 def brute_force(part: AccuracyCount, whole: AccuracyCount) -> float:
@@ -81,19 +81,12 @@ def test_chance_probability_equals_a_count_with_whole_numbers() -> None:
     for _ in range(300):
         part = AccuracyCount(draw.randint(0, n := draw.randint(0, 60)), n)
         rest = AccuracyCount(draw.randint(0, m := draw.randint(0, 200)), m)
-        assert chance_probability(part, part + rest) == pytest.approx(brute_force(part, part + rest), rel=1e-9)
+        assert math.exp(log_chance(part, part + rest)) == pytest.approx(brute_force(part, part + rest), rel=1e-9)
 
 
 def test_chance_probability_at_the_size_of_a_test_set() -> None:
     part, whole = AccuracyCount(1215, 1429), AccuracyCount(8937, 10000)
-    assert chance_probability(part, whole) == pytest.approx(brute_force(part, whole), rel=1e-6)
-
-
-def test_chance_probability_needs_a_part_of_the_whole() -> None:
-    with pytest.raises(ValueError, match="is not a part of"):
-        chance_probability(AccuracyCount(3, 3), AccuracyCount(2, 10))
-    with pytest.raises(ValueError, match="is not a part of"):
-        chance_probability(AccuracyCount(0, 3), AccuracyCount(8, 10))
+    assert math.exp(log_chance(part, whole)) == pytest.approx(brute_force(part, whole), rel=1e-6)
 
 
 def test_only_the_planted_rank_is_flagged() -> None:
@@ -105,14 +98,14 @@ def test_only_the_planted_rank_is_flagged() -> None:
 def test_a_bad_rank_does_not_make_the_honest_ones_look_too_good() -> None:
     honest = [AccuracyCount(900, 1000), AccuracyCount(895, 1000), AccuracyCount(910, 1000)]
     bad = AccuracyCount(800, 1000)
-    assert chance_probability(honest[2], pooled([*honest, bad])) < 0.01 / 4  # at first sight
+    assert math.exp(log_chance(honest[2], pooled([*honest, bad]))) < 0.01 / 4  # at first sight
     assert deviates([*honest, bad]) == [False, False, False, True]
 
 
 def test_the_order_of_extremes_survives_probabilities_too_small_for_a_float() -> None:
     honest = [AccuracyCount(9000, 10000), AccuracyCount(8990, 10000), AccuracyCount(9010, 10000)]
     whole = pooled([*honest, AccuracyCount(500, 10000)])
-    assert chance_probability(AccuracyCount(500, 10000), whole) == chance_probability(honest[2], whole) == 0.0
+    assert math.exp(log_chance(AccuracyCount(500, 10000), whole)) == math.exp(log_chance(honest[2], whole)) == 0.0
     assert deviates([*honest, AccuracyCount(500, 10000)]) == [False, False, False, True]
 
 
@@ -124,7 +117,7 @@ def test_of_two_ranks_both_or_none_are_flagged() -> None:
 def test_the_level_is_shared_among_the_ranks() -> None:
     """3 of 3 wrong against 9 of 9 right has probability 2/220 = 0.0091: enough alone, not with a second comparison."""
     counts = [AccuracyCount(0, 3), AccuracyCount(9, 9)]
-    assert chance_probability(counts[0], pooled(counts)) == pytest.approx(2 / 220)
+    assert math.exp(log_chance(counts[0], pooled(counts))) == pytest.approx(2 / 220)
     assert deviates(counts) == [False, False]
     assert deviates(counts, level=0.02) == [True, True]
 

@@ -18,6 +18,7 @@ from parts import in_part
 from torch.distributed.run import get_args_parser
 
 from lit_cifar.commands.chaos import chaos_parser
+from lit_cifar.commands.export import export_parser
 from lit_cifar.commands.report import report_parser
 from lit_cifar.commands.verify import verify_parser
 from lit_cifar.errors import ConfigError
@@ -70,6 +71,9 @@ def check_program(args: list[str]) -> None:
             assert args == ["modes"]
         case "chaos":
             chaos_parser().parse_args(args[1:])
+        case "export":
+            _, rest = export_parser().parse_known_args(args[1:])
+            assert all(word.startswith("--model.network.") for word in rest)
         case "report":
             report_parser().parse_args(args[1:])
         case "verify":
@@ -131,6 +135,7 @@ def test_commands_parse(words: tuple[str, ...], capsys: pytest.CaptureFixture[st
         "python -m lit_cifar verify --modes all --no_such=1",
         "python -m lit_cifar chaos --kill 20",
         "python -m lit_cifar modes all",
+        "python -m lit_cifar export some.ckpt --no_such=1",
         "python -m lit_cifar report --no-such RUN",
         "torchrun --standalone --nproc=2 --no-such -m lit_cifar fit",
         "torchrun --standalone --nproc-per-node=2 -m lit_cifar fit --model.no_such=1",

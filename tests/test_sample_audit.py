@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lit_cifar.callbacks import ExactResume
+from lit_cifar.checkpoint.exact_resume import ExactResume
 from lit_cifar.cli import main
 from lit_cifar.data import Batch, CIFAR10DataModule
 from lit_cifar.data.samplers import Part, TrainSampler

@@ -287,7 +287,7 @@ def test_a_batch_that_does_not_divide_among_microbatches_names_the_nearest_that_
 )
 def test_a_ragged_batch_must_make_equal_microbatches(rest: int, layout: Layout, fine: bool) -> None:
     """Of two samples at least; the chunks are those that a single device would normalise."""
-    chunks = [len(chunk) for replica in layout.chunks().positions(rest) for chunk in replica]
+    chunks = [len(chunk) for replica in layout.ghost_batches().positions(rest) for chunk in replica]
     assert (len(set(chunks)) < 2 and min(chunks, default=2) >= 2) == fine
     settings = {"num_samples": 64 + rest, "batch_size": 64, "layout": layout}
     TrainSampler(**settings, drop_last=True).check()

@@ -18,14 +18,17 @@ from test_checkpoint_callbacks import Score
 from tiny_task import TinyData, tiny_trainer
 from torn_writes import state, step_of
 
-from lit_cifar.callbacks import BestCheckpoint, ExactResume, LastCheckpoint, StepBoundary
 from lit_cifar.checkpoint import lightning_io as checkpoint_io
 from lit_cifar.checkpoint import step_boundary as boundary
-from lit_cifar.checkpoint.files import BEST, LAST, PREVIOUS, save_error, verify_checkpoint, write_checkpoint
+from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
+from lit_cifar.checkpoint.exact_resume import ExactResume
+from lit_cifar.checkpoint.files import verify_checkpoint, write_checkpoint
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.checkpoint.lightning_io import CheckpointFiles
+from lit_cifar.checkpoint.save_errors import BEST, LAST, PREVIOUS, save_error
+from lit_cifar.checkpoint.step_boundary import StepBoundary
 from lit_cifar.errors import CheckpointError, Stopped
-from lit_cifar.watchdog import HELPER
+from lit_cifar.watchdog.activity import HELPER
 
 _LIMIT_S = 30.0
 

@@ -18,10 +18,11 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from recorder import global_steps
 
-from lit_cifar.callbacks import LastCheckpoint, StepBoundary
+from lit_cifar.checkpoint.callbacks import LastCheckpoint
 from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.cli import _signals_to_spawned
+from lit_cifar.checkpoint.step_boundary import StepBoundary
 from lit_cifar.errors import Stopped
+from lit_cifar.launch.signals import signals_to_spawned
 
 SETTINGS = [*TINY, "--trainer.num_sanity_val_steps=0", "--trainer.max_epochs=2"]
 
@@ -238,7 +239,7 @@ def test_a_spawned_run_is_asked_and_the_next_ctrl_c_ends_it(monkeypatch: pytest.
     launcher = Launcher()
     launcher.procs = [None]
     trainer: Any = SimpleNamespace(strategy=SimpleNamespace(launcher=launcher))
-    with _signals_to_spawned(trainer):
+    with signals_to_spawned(trainer):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
         assert launcher.sent == [signal.SIGTERM] * 2
@@ -253,7 +254,7 @@ def test_a_signal_while_processes_are_spawned_ends_those_that_are(number: signal
     """The launcher would not reach them."""
     process = get_context("spawn").Process(target=time.sleep, args=(60,))
     trainer: Any = SimpleNamespace(strategy=SimpleNamespace(launcher=Launcher()))
-    with _signals_to_spawned(trainer):
+    with signals_to_spawned(trainer):
         process.start()
         with pytest.raises(SystemExit) as caught:
             os.kill(os.getpid(), number)

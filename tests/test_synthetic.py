@@ -1,10 +1,12 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
-from lit_cifar.data import synthetic
+from lit_cifar.data import CIFAR10DataModule, synthetic
 from lit_cifar.data.sources import open_dataset
-from lit_cifar.data.synthetic import BLOCK, CLASSES, MAX_IMAGES, draw
+from lit_cifar.data.synthetic import BLOCK, CLASSES, MAX_IMAGES, Synthetic, draw
 from lit_cifar.errors import ConfigError
 
 
@@ -51,15 +53,15 @@ def test_global_generators_are_left_alone():
 
 def test_full_sizes_are_the_limit():
     assert MAX_IMAGES == {"train": 50_000, "test": 10_000}
-    assert len(draw("test")[1]) == 10_000
+    assert len(Synthetic(Path()).load("test")) == 10_000
     for split, num_images in (("train", 50_001), ("test", 10_001), ("train", 0), ("test", -1)):
-        with pytest.raises(ConfigError, match=f"{num_images} synthetic {split} images"):
-            draw(split, num_images=num_images)
+        with pytest.raises(ConfigError, match=f"{num_images} {split} images asked of synthetic"):
+            Synthetic(Path()).load(split, num_images=num_images)
 
 
-def test_negative_seed_is_refused():
-    with pytest.raises(ConfigError, match="seed -1"):
-        draw("train", num_images=10, seed=-1)
+def test_a_negative_seed_is_refused():
+    with pytest.raises(ConfigError, match=r"--data\.seed=-1: sizes and seeds are not negative"):
+        CIFAR10DataModule(dataset="synthetic", seed=-1)
 
 
 def test_normalisation_statistics_are_those_of_the_images():

@@ -1,20 +1,25 @@
-"""The network's graph leaves the network alone; settings stand beside the final metric."""
+"""The network's graph leaves the network alone; curves share charts, single numbers are no charts."""
 
+import csv
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.summary.writer import event_file_writer
 from tiny_task import TinyData, TinyTask, fake_trainer, read_events, tiny_trainer
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
-from lit_cifar.callbacks import EvaluationFigures, FinalSettings, ModelGraph
 from lit_cifar.models.resnet import build_resnet
 from lit_cifar.reporting import model_graph
+from lit_cifar.reporting.figures import EvaluationFigures
+from lit_cifar.reporting.model_graph import ModelGraph
+from lit_cifar.reporting.per_rank import PerRankAccuracy
 from lit_cifar.reporting.run_folder import run_loggers
-from lit_cifar.reporting.tensorboard import main_settings
+from lit_cifar.reporting.tensorboard import RunSettings, main_settings
 
 
 def graph_nodes(events: EventAccumulator) -> list[str]:
@@ -51,19 +56,62 @@ def test_no_graph_is_drawn_where_no_figures_are(tmp_path: Path, monkeypatch: pyt
     writer.close()
 
 
-def test_fit_writes_graph_and_settings(tmp_path: Path) -> None:
-    trainer = tiny_trainer(tmp_path, callbacks=[ModelGraph(), FinalSettings()])
+def fit(folder: Path, *, first_step: int | None = None) -> EventAccumulator:
+    """What a fit of two epochs leaves for TensorBoard."""
+    loggers = run_loggers(folder, first_step=first_step)
+    callbacks = [ModelGraph(), RunSettings()]
+    trainer = tiny_trainer(folder, logger=loggers, callbacks=callbacks, max_epochs=2)
     trainer.fit(TinyTask(), datamodule=TinyData())
-    events = read_events(tmp_path)
+    return read_events(folder)
 
+
+def layout_of(events: EventAccumulator) -> dict[str, list[str]]:
+    """The tags of each chart of the one layout there is."""
+    (event,) = events.Tensors("custom_scalars__config__")
+    layout = Layout.FromString(event.tensor_proto.string_val[0])
+    return {chart.title: list(chart.multiline.tag) for category in layout.category for chart in category.chart}
+
+
+def test_fit_writes_graph_and_settings_beside_the_last_metrics(tmp_path: Path) -> None:
+    events = fit(tmp_path)
     assert graph_nodes(events)
-    (final,) = events.Scalars("final/val_acc")
-    (last,) = events.Scalars("val/acc")
-    assert final.value == last.value
-    assert "hp_metric" not in events.Tags()["scalars"]
     summary = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     for setting in (b"tiny", b"batch_size", b"SGD", b"momentum", b"single_device", b"replicas"):
         assert setting in summary
+    named = events.SummaryMetadata("_hparams_/experiment").plugin_data.content
+    assert b"val/acc" in named
+    assert b"hp_metric" not in named
+    # The tab shows the last value of a chart of this name; a number that is written once is a chart of one point.
+    scalars = events.Tags()["scalars"]
+    assert {tag for tag in scalars if len(events.Scalars(tag)) < 2} == set()
+    assert {"val/acc", "train/loss"} <= {*scalars}
+
+
+def test_train_and_validation_share_a_chart(tmp_path: Path) -> None:
+    charts = layout_of(fit(tmp_path))
+    known = ["train/loss", "train/loss_step", "train/acc", "train/acc_step", "val/loss", "val/acc", "val/acc_top5"]
+    shown = {name: [tag for tag in known if any(re.match(t, tag) for t in tags)] for name, tags in charts.items()}
+    assert shown == {"loss": ["train/loss", "val/loss"], "accuracy": ["train/acc", "val/acc"]}
+
+
+def test_a_resumed_run_has_one_layout(tmp_path: Path) -> None:
+    fit(tmp_path)
+    assert layout_of(fit(tmp_path, first_step=3)).keys() == {"loss", "accuracy"}
+
+
+def test_the_numbers_of_one_evaluation_are_a_table(tmp_path: Path) -> None:
+    loggers = run_loggers(tmp_path, charts=False)
+    trainer = tiny_trainer(tmp_path, logger=loggers, callbacks=[EvaluationFigures(), PerRankAccuracy()])
+    trainer.validate(TinyTask(), datamodule=TinyData(), verbose=False)
+    events = read_events(tmp_path)
+    assert events.Tags()["scalars"] == []
+    (text,) = events.Tensors("results/text_summary")
+    lines = text.tensor_proto.string_val[0].decode().splitlines()
+    accuracy = float(trainer.callback_metrics["val/acc"])
+    assert f"| val/acc | {accuracy:.6g} |" in lines
+    assert {"val/acc_rank0", "val/acc_class/disc_plain"} <= {line.split(" | ")[0].removeprefix("| ") for line in lines}
+    (row,) = csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines())
+    assert float(row["val/acc"]) == accuracy
 
 
 @pytest.mark.parametrize("first_step", [0, 2])

@@ -184,7 +184,7 @@ def test_words_for_what_a_mode_equals() -> None:
 @pytest.mark.parametrize("devices", [2, 4])
 def test_every_mode_has_a_layout_before_it_runs(devices: int) -> None:
     for mode in variants(devices).values():
-        chunks = mode.chunks(accumulation=2)
+        chunks = mode.ghost_batches(accumulation=2)
         assert chunks.accumulation == 2
         assert chunks.num_shards * chunks.replicas_per_shard <= devices
 

@@ -18,7 +18,7 @@ import lightning as L
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lit_cifar.callbacks import StepBoundary
+from lit_cifar.checkpoint.step_boundary import StepBoundary
 
 _WAITING = ("_local_scalar_dense", "nonzero", "bincount", "masked_select", "equal", "unique", "_unique2", "is_nonzero")
 _OUTSIDE = ("/torch/", "/warnings.py", "/contextlib.py", "gpu_visit/host_waits.py")

@@ -9,19 +9,15 @@ from typing import Any
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.verify.comparison import KINDS, Step, differences
 
-RESIZED_BOUND = 1e-5
-"""How much a resized training may differ: another number of processes changes the rounding of sums."""
-
-_CLOCKED = "per_s"
-"""Suffix of the metrics that depend on the speed of the machine."""
+RESIZED_BOUND = 1e-5  # how much a resized training may differ: another number of processes changes the rounding of sums
+_CLOCKED = "per_s"  # suffix of the metrics that depend on the speed of the machine
 
 
 def distance(found: Path, expected: Path) -> tuple[float, str]:
-    """The largest difference between two checkpoints over parameters, buffers and the optimizer's state.
+    """The largest difference between two checkpoints, as `lit_cifar.verify.comparison.difference` measures it, and its
+    tensor.
 
-    Returns:
-        The difference as in `lit_cifar.verify.comparison.difference`, 0 if and only if every number is the same,
-        and the name of the tensor it was found in.
+    It is 0 if and only if all parameters, buffers and numbers of the optimizer's state are the same.
     """
     by_kind = differences(_step(read_checkpoint(found)), _step(read_checkpoint(expected)))
     return max((value, name) for kind in KINDS for name, value in by_kind[kind].items())

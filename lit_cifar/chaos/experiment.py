@@ -1,21 +1,13 @@
 """Trains without faults, trains with faults, and compares the two."""
 
-import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
-from lit_cifar.chaos.audit import (
-    RESIZED_BOUND,
-    distance,
-    metric_problems,
-    position_problems,
-    receipt_problems,
-)
-from lit_cifar.chaos.disk_fault import SmallDisk, small_disk
+from lit_cifar.chaos.audit import RESIZED_BOUND, distance, metric_problems, position_problems, receipt_problems
+from lit_cifar.chaos.disk_fault import CAN_FILL
 from lit_cifar.chaos.fault_schedule import Fault, equal_size_cards, plan, resized_cards, shares
 from lit_cifar.chaos.injector import Report, Trial, TrialError
 from lit_cifar.chaos.job import Job, wait_until
@@ -27,28 +19,15 @@ from lit_cifar.errors import ConfigError
 
 _UNDISTURBED_LIMIT_S = 600.0
 _LAST = Path("checkpoints") / "last.ckpt"
-_SPARE_BYTES = 32 << 20  # for logs and figures on the small disk
-_NUM_FILES = 6  # last, previous, best, the next of one of them, and some air
 
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """The training without faults.
+    """The training without faults."""
 
-    Attributes:
-        run: Its run folder.
-        batches: The ids of the global batch of every step.
-        start_s: Seconds until its processes, which were forked, had done their first step.
-    """
-
-    run: Path
-    batches: Batches
-    start_s: float
-
-    @cached_property
-    def checkpoint_bytes(self) -> int:
-        """Size of its last checkpoint."""
-        return (self.run / _LAST).stat().st_size
+    run: Path  # its run folder
+    batches: Batches  # the ids of the global batch of every step
+    start_s: float  # seconds until its processes, which were forked, had done their first step
 
 
 class _Alone:
@@ -71,15 +50,11 @@ class _Alone:
         return True
 
     def result(self, report: Report) -> Undisturbed:
-        """What it has left.
-
-        Raises:
-            ConfigError: It has failed, or still runs.
-        """
+        """What it has left; a `ConfigError` if it has failed, or still runs."""
         name, status = self.training.mode.name, self.job.status
         if status != 0:
             what = f"no end within {_UNDISTURBED_LIMIT_S:.0f} s" if status is None else f"exit status {status}"
-            words = [line[:160] for line in self.job.log_since(0) if "lit_cifar: " in line or "Error: " in line][-2:]
+            words = [line[:160] for line in self.job.last_words()]
             raise ConfigError(
                 "\n".join([f"{name} cannot train even without faults: {what}", *words]),
                 remedy=f"see that it works: python -m lit_cifar verify --modes {name}",
@@ -91,14 +66,10 @@ class _Alone:
 
 
 def undisturbed(trainings: Sequence[Training], folders: Sequence[Path], *, report: Report) -> list[Undisturbed]:
-    """Train at full size, all side by side.
-
-    Raises:
-        ConfigError: One of them fails without any fault.
-    """
+    """Train at full size, all side by side; a `ConfigError` if one fails without any fault."""
     with ExitStack() as stack:
         alone = [
-            _Alone(training, stack.enter_context(_job(training, folder / "run", folder, disturbed=False)))
+            _Alone(training, stack.enter_context(_job(training, folder, disturbed=False)))
             for training, folder in zip(trainings, folders, strict=True)
         ]
 
@@ -111,21 +82,15 @@ def undisturbed(trainings: Sequence[Training], folders: Sequence[Path], *, repor
 
 
 def run_trial(
-    training: Training,
-    faults: Sequence[Fault],
-    reference: Undisturbed,
-    folder: Path,
-    *,
-    disk: SmallDisk,
-    report: Report,
+    training: Training, faults: Sequence[Fault], reference: Undisturbed, folder: Path, *, report: Report
 ) -> Row:
     """Train under faults at full size, or through all sizes of the plan, and compare the end."""
     size = training.mode.num_processes
     sizes = tuple(dict.fromkeys([size, *(fault.size for fault in faults)]))
     row = Row(training.mode.name, sizes, training.precision, bound=RESIZED_BOUND if training.resized else 0.0)
-    run, reader, begin = disk.folder / "run", JournalReader(folder / "journal"), time.monotonic()
-    with _job(training, run, folder, max_restarts=len(faults) + 5, anew_every=ANEW_EVERY) as job:
-        trial = Trial(job, reader, disk, run / "checkpoints", EVERY_N_STEPS, reference.start_s, report)
+    run, reader, begin = folder / "run", JournalReader(folder / "journal"), time.monotonic()
+    with _job(training, folder, max_restarts=len(faults) + 5, anew_every=ANEW_EVERY) as job:
+        trial = Trial(job, reader, run / "checkpoints", EVERY_N_STEPS, reference.start_s, report)
         row.events, row.problems = trial.events, trial.problems
         try:
             trial.run(faults, size=size)
@@ -140,12 +105,12 @@ def run_trial(
 
 
 def _job(
-    training: Training, run: Path, folder: Path, *, anew_every: int = 0, max_restarts: int = 0, disturbed: bool = True
+    training: Training, folder: Path, *, anew_every: int = 0, max_restarts: int = 0, disturbed: bool = True
 ) -> Job:
     (folder / "journal").mkdir(parents=True)
 
     def command(size: int) -> list[str]:
-        return training.arguments(size, run=run, journal=folder / "journal", disturbed=disturbed)
+        return training.arguments(size, run=folder / "run", journal=folder / "journal", disturbed=disturbed)
 
     return Job(command, folder=folder, max_restarts=max_restarts, anew_every=anew_every)
 
@@ -157,7 +122,7 @@ def _compare(row: Row, reader: JournalReader, run: Path, reference: Undisturbed)
     row.problems += found.problems
     row.difference, row.tensor = distance(run / _LAST, reference.run / _LAST)
     if row.difference > row.bound:
-        row.problems.append(f"{row.tensor} is off by {row.difference:.1e} at the end, allowed {row.bound:.0e}")
+        row.problems.append(f"{row.tensor} differs by {row.difference:.1e} at the end, allowed {row.bound:.0e}")
     row.problems += position_problems(run / _LAST, reference.run / _LAST)
     row.problems += receipt_problems(run / "receipt.csv", reference.run / "receipt.csv")
     if row.bound == 0.0:
@@ -166,48 +131,29 @@ def _compare(row: Row, reader: JournalReader, run: Path, reference: Undisturbed)
 
 def chaos(
     modes: Sequence[JobMode], *, num_faults: int, seed: int, folder: Path, report: Report = lambda line: None
-) -> tuple[list[Row], list[str]]:
-    """Hit a training of each mode with so many faults.
+) -> list[Row]:
+    """Inject so many faults into a training of each mode, one mode after the other.
 
-    Args:
-        modes: One after the other.
-        num_faults: For each mode: most of them hit a job that keeps its size, the others one that is resized.
-        seed: Of kinds, moments and ranks.
-        folder: Exists, empty; everything is written there.
-        report: Called with a line whenever something happens.
-
-    Returns:
-        For each mode a row of the job that keeps its size, and one of the job that is resized, if there are faults for
-        it; and how disks were filled.
-
-    Raises:
-        ConfigError: A mode cannot train even without faults.
+    Most of the faults hit a job that keeps its size, the others one that is resized: there is a row for each. `seed` is
+    that of kinds, moments and ranks. Everything is written to `folder`, which is empty; `report` is called with a line
+    whenever something happens. A mode that cannot train even without faults is a `ConfigError`.
     """
-    rows, ways = [], set()
+    rows = []
     for mode in modes:
         counts = [count for count in shares(num_faults) if count]
         trainings = [Training.under(mode, count, resized=number == 1) for number, count in enumerate(counts)]
         folders = [folder / mode.name / ("resized" if training.resized else "equal-size") for training in trainings]
         references = undisturbed(trainings, [own / "undisturbed" for own in folders], report=report)
         for count, training, own, reference in zip(counts, trainings, folders, references, strict=True):
-            with _disk(own / "disk", reference) as disk:
-                ways.add(disk.how or "left out, as this system offers no way to fill one")
-                faults = plan_for(training, count, seed=seed, full_disk=disk.how is not None)
-                rows.append(run_trial(training, faults, reference, own, disk=disk, report=report))
-                _keep(disk.folder / "run", own / "run")
-    return rows, sorted(ways)
+            faults = plan_for(training, count, seed=seed)
+            rows.append(run_trial(training, faults, reference, own, report=report))
+    return rows
 
 
-def _keep(run: Path, target: Path) -> None:
-    """Take a run folder from a disk that will be gone."""
-    if run.exists():
-        shutil.copytree(run, target)
-
-
-def plan_for(training: Training, num_faults: int, *, seed: int, full_disk: bool = True) -> list[Fault]:
+def plan_for(training: Training, num_faults: int, *, seed: int) -> list[Fault]:
     """What happens to a job: from its second checkpoint on, and until shortly before its end."""
     full = training.mode.num_processes
-    cards = equal_size_cards(num_faults, seed=seed, full_disk=full_disk)
+    cards = equal_size_cards(num_faults, seed=seed, full_disk=CAN_FILL)
     return plan(
         resized_cards(num_faults) if training.resized else cards,
         seed=seed,
@@ -215,10 +161,3 @@ def plan_for(training: Training, num_faults: int, *, seed: int, full_disk: bool 
         first_step=2 * EVERY_N_STEPS + 2,
         last_step=training.num_steps - 2 * EVERY_N_STEPS,
     )
-
-
-@contextmanager
-def _disk(folder: Path, reference: Undisturbed) -> Iterator[SmallDisk]:
-    folder.mkdir(parents=True)
-    with small_disk(folder, num_bytes=_NUM_FILES * reference.checkpoint_bytes + _SPARE_BYTES) as disk:
-        yield disk

@@ -22,42 +22,28 @@ EQUAL_SIZE: tuple[Card, ...] = (
     ("disk", "step"),
     ("kill", "start"),
 )
-RESIZED: tuple[Card, ...] = (
-    ("resize", "step"),
-    ("kill", "step"),
-    ("resize", "step"),
-    ("term", "save"),
-)
+RESIZED: tuple[Card, ...] = (("resize", "step"), ("kill", "step"), ("resize", "step"), ("term", "save"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault.
-
-    Attributes:
-        number: Its place in the plan, from 1.
-        kind: "kill", "term" and "stop" send SIGKILL, SIGTERM or SIGSTOP to one rank; "resize" stops the whole job
-            and starts it with `size` processes; "truncate" kills every rank and cuts the newest checkpoint short;
-            "disk" leaves no room for the next checkpoint.
-        aim: "step": during the optimizer step `step`; "save": while a checkpoint is being written, at `step` or later;
-            "start": during the step, and once more while the processes start again.
-        step: Optimizer step at which it is due, from the start of the whole training.
-        rank: The rank that it hits, among the processes that run then; None if it hits all of them.
-        size: Processes that run after it.
-        delay_s: Seconds that it waits beyond the beginning of the step or of the save.
-        part: "start": the share of the time that the processes need to start after which it comes again, in [0, 1).
-        keep: "truncate": the share of the file's bytes that is left, in [0, 1).
-    """
+    """One fault."""
 
     number: int
+    # "kill", "term" and "stop" send SIGKILL, SIGTERM or SIGSTOP to one rank; "resize" stops the whole job and starts
+    # it with `size` processes; "truncate" kills every rank and cuts the newest checkpoint short; "disk" leaves no
+    # room for the next checkpoint.
     kind: Kind
+    # "step": during the optimizer step `step`; "save": while a checkpoint is being written, at `step` or later;
+    # "start": during the step, and once more while the processes start again.
     aim: Aim
-    step: int
-    rank: int | None
-    size: int
-    delay_s: float
+    step: int  # optimizer step at which it is due, from the start of the whole training
+    rank: int | None  # the rank that it hits, among the processes that run then; None if it hits all of them
+    size: int  # processes that run after it
+    delay_s: float  # seconds that it waits beyond the beginning of the step or of the save
+    # "start": the share of the time that the processes need to start after which it comes again, in [0, 1).
     part: float | None = None
-    keep: float | None = None
+    keep: float | None = None  # "truncate": the share of the file's bytes that is left, in [0, 1)
 
     def __str__(self) -> str:
         whom = "" if self.rank is None else f" rank {self.rank}"
@@ -100,15 +86,8 @@ def resized_cards(num_faults: int) -> list[Card]:
 def plan(cards: Sequence[Card], *, seed: int, sizes: Sequence[int], first_step: int, last_step: int) -> list[Fault]:
     """Faults in the order in which they happen, each at a random step of an equal part of the training.
 
-    Args:
-        cards: Kinds and aims of the faults.
-        seed: Of ranks, steps, delays and shares of files.
-        sizes: Numbers of processes that a resized job goes through in turns; the first one it starts with.
-        first_step: Before it nothing happens: by then there are two checkpoints.
-        last_step: From it on nothing happens.
-
-    Raises:
-        ValueError: More faults than steps.
+    Nothing happens before `first_step`, when there are two checkpoints, nor from `last_step` on. A resized job starts
+    with the first of `sizes` and goes through them in turns.
     """
     if last_step - first_step < len(cards):
         raise ValueError(f"{len(cards)} faults do not fit between the steps {first_step} and {last_step}")

@@ -1,5 +1,6 @@
-"""One training under faults: waits for the moment of each, strikes, and sees whether the job comes back."""
+"""One training under faults: waits for the moment of each, injects it, and sees whether the job resumes."""
 
+import os
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -10,25 +11,24 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-from lit_cifar.chaos.disk_fault import SmallDisk
+from lit_cifar.chaos.disk_fault import fill_disk
 from lit_cifar.chaos.fault_schedule import Fault, Kind
 from lit_cifar.chaos.job import Job, wait_until
 from lit_cifar.chaos.sample_history import Start
 from lit_cifar.chaos.sample_log import JournalReader
-from lit_cifar.checkpoint.files import LAST, newest_valid
+from lit_cifar.checkpoint.files import newest_valid
+from lit_cifar.checkpoint.save_errors import LAST
 
 Report = Callable[[str], None]
 
-STOP_LIMIT_S = 60.0
-BACK_LIMIT_S = 120.0
+_STOP_LIMIT_S = 60.0
+_LIMIT_S = 120.0  # of everything else that the job is expected to do
 _MAX_LAUNCHES_IN_VAIN = 3
 
 _SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
+# How many intervals between checkpoints a job may have to repeat: none if it was asked to stop, as it saves first.
+# Training continues while a checkpoint is being written, at most until the next one is due.
 _REPEATED_SAVES: dict[Kind, int] = {"kill": 2, "stop": 2, "term": 0, "resize": 0, "truncate": 3, "disk": 2}
-"""How many intervals between checkpoints a job may have to repeat: none if it was asked to stop, as it saves first.
-
-Training continues while a checkpoint is being written, at most until the next one is due.
-"""
 
 
 class TrialError(Exception):
@@ -37,125 +37,111 @@ class TrialError(Exception):
 
 @dataclass(kw_only=True)
 class Event:
-    """A fault as it happened.
-
-    Attributes:
-        fault: As it was planned.
-        at_s: Seconds since the trial's start.
-        step: The newest optimizer step that a process had finished; None before the first.
-        pids: Of the processes that were hit.
-        during_save: Whether a checkpoint was half written at that moment.
-        resumed_step: The first step that was run afterwards.
-        repeated: Steps that were run again.
-        away_s: Seconds until a step was finished again.
-        said: What the job printed about it, if it must print something.
-        again_s: For a fault that hits again while the processes start: seconds after the rank's start.
-        anew: Whether a new Python was started for the restarted processes; else they were forked.
-    """
+    """A fault as it happened."""
 
     fault: Fault
-    at_s: float
-    step: int | None
-    pids: list[int] = field(default_factory=list)
-    during_save: bool = False
-    resumed_step: int | None = None
-    repeated: int = 0
-    away_s: float | None = None
-    said: str | None = None
-    again_s: float | None = None
-    anew: bool | None = None
+    at_s: float  # since the trial's start
+    step: int | None  # the newest optimizer step that a process had finished; None before the first
+    pids: list[int] = field(default_factory=list)  # of the processes that were hit
+    during_save: bool = False  # whether a checkpoint was half written at that moment
+    resumed_step: int | None = None  # the first step that was run afterwards
+    repeated: int = 0  # steps that were run again
+    away_s: float | None = None  # seconds until a step was finished again
+    said: str | None = None  # what the job printed about it, if it must print something
+    again_s: float | None = None  # if the rank was killed once more: seconds after that rank's start
+    anew: bool | None = None  # whether a new Python was started for the restarted processes; else they were forked
+
+    def __str__(self) -> str:
+        if self.fault.aim == "save" and not self.during_save:
+            return f"{self.fault}, which was quicker"
+        return f"{self.fault}{' during a save' if self.during_save and self.fault.aim == 'step' else ''}"
 
 
 @dataclass
 class Trial:
-    """A job, its journal and its disk, and what happens to them.
+    """A job, the log of its samples, and what happens to them."""
 
-    Attributes:
-        job: Not yet started.
-        reader: Of the job's journal.
-        disk: Where its run folder lies.
-        checkpoints: In that folder.
-        every_n_steps: Optimizer steps between two checkpoints.
-        start_s: Seconds that forked processes took to their first step, without faults.
-        report: Called with a line whenever something happens.
-        events: The faults so far.
-        problems: What is wrong so far.
-    """
-
-    job: Job
-    reader: JournalReader
-    disk: SmallDisk
+    job: Job  # not yet started
+    reader: JournalReader  # of the job's log of samples
     checkpoints: Path
-    every_n_steps: int
-    start_s: float
-    report: Report
+    every_n_steps: int  # optimizer steps between two checkpoints
+    start_s: float  # seconds that forked processes took to their first step, without faults
+    report: Report  # called with a line whenever something happens
     events: list[Event] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     _size: int = 1
     _begin: float = field(default_factory=time.monotonic)
     _launches_in_vain: int = 0
     _launched_step: int | None = None
-    _start_s: dict[bool, float] = field(default_factory=dict)
+    _start_s: dict[bool, float] = field(default_factory=dict)  # as `start_s`, of new Pythons and of forked processes
 
     def run(self, faults: Sequence[Fault], *, size: int) -> None:
-        """Start with `size` processes, go through all faults, and wait for the end.
-
-        Raises:
-            TrialError: The job cannot continue.
-        """
+        """Start with `size` processes, go through all faults, and wait for the end; else a `TrialError`."""
         self._size = size
         self.job.start(size)
-        self._await(lambda: self.reader.newest is not None, BACK_LIMIT_S, "the first step is not reached")
+        self._await(lambda: self.reader.newest is not None, "the first step is not reached")
         self._note_start()
         for fault in faults:
-            self._await(partial(self._reached, fault.step), BACK_LIMIT_S, f"step {fault.step} is not reached")
+            self._await(partial(self._is_running, fault.step), f"step {fault.step} is not reached")
             self._go_through(fault, len(faults))
-        self._await(lambda: self.job.status == 0, BACK_LIMIT_S, "the training does not end")
+        self._await(lambda: self.job.status == 0, "the training does not end")
         self.reader.refresh()
+
+    @property
+    def num_planned_restarts(self) -> int:
+        return sum(1 + (event.fault.aim == "start") for event in self.events)
+
+    # A fault: its moment, the fault itself, what must happen before the job can resume, and the resumed job.
 
     def _go_through(self, fault: Fault, total: int) -> None:
         before, offset = self.reader.newest, self.job.log_bytes
         during_save = self._await_moment(fault)
         self.reader.refresh()
-        event = Event(fault=fault, at_s=self._now, step=self._step(before), during_save=during_save)
+        event = Event(fault=fault, at_s=self._now, step=self._last_step(before), during_save=during_save)
         self.events.append(event)
-        self._strike(fault, event)
-        self.report(f"{event.at_s:6.1f} s  step {event.step}: {_words(event)} ({fault.number} of {total})")
-        before = self._settle(fault, event, offset) or before
-        self._await(lambda: self.reader.newest != before, BACK_LIMIT_S, f"the job is not back after: {fault}")
+        self._inject(event)
+        self.report(f"{event.at_s:6.1f} s  step {event.step}: {event} ({fault.number} of {total})")
+        if fault.kind == "resize":
+            self._size = fault.size
+            self.job.start(fault.size)
+        elif fault.kind == "disk":
+            self._see_it_stop(event, offset)
+        elif fault.aim == "start":
+            before = self._kill_once_more(event) or before
+        self._await(lambda: self.reader.newest != before, f"the job is not back after: {fault}")
         self._note_return(event, before)
 
     def _await_moment(self, fault: Fault) -> bool:
         """Wait for the planned moment; whether it is one during a save."""
         if fault.aim == "save":
-            old = self._drafts()
-            self._await(lambda: bool(self._drafts() - old), BACK_LIMIT_S, "no checkpoint is being saved")
-        if fault.aim != "start":
-            time.sleep(fault.delay_s)
-        return bool(self._drafts())
+            old = self._unfinished_files()
+            self._await(lambda: bool(self._unfinished_files() - old), "no checkpoint is being saved")
+        time.sleep(fault.delay_s)
+        return bool(self._unfinished_files())
 
-    def _drafts(self) -> set[str]:
-        """The files that are not yet checkpoints."""
+    def _unfinished_files(self) -> set[str]:
         try:
             return {path.name for path in self.checkpoints.iterdir() if path.suffix != ".ckpt"}
         except OSError:
             return set()
 
-    def _strike(self, fault: Fault, event: Event) -> None:
-        hit = [] if fault.kind == "resize" else self._ranks(fault.rank)
+    def _inject(self, event: Event) -> None:
+        fault = event.fault
+        hit = [] if fault.kind == "resize" else self._processes(fault.rank)
         event.pids = [process.pid for process in hit]
         if fault.kind in _SIGNALS:
             _signal(hit, _SIGNALS[fault.kind])
         elif fault.kind == "truncate":
             _signal(hit, signal.SIGKILL)
-            wait_until(lambda: not _alive(hit), limit_s=STOP_LIMIT_S)  # who is half dead may still rename a file
-            _truncate(self.checkpoints / LAST, fault.keep or 0.0)
+            wait_until(lambda: not _alive(hit), limit_s=_STOP_LIMIT_S)  # who is half dead may still rename a file
+            newest = self.checkpoints / LAST
+            os.truncate(newest, int((fault.keep or 0.0) * newest.stat().st_size))
         elif fault.kind == "disk":
-            self.disk.fill(hit)
-        elif not self.job.terminate(limit_s=STOP_LIMIT_S):
-            raise TrialError(f"the job still runs {STOP_LIMIT_S:.0f} s after SIGTERM")
+            fill_disk(hit)
+        elif not self.job.terminate(limit_s=_STOP_LIMIT_S):
+            raise TrialError(f"the job still runs {_STOP_LIMIT_S:.0f} s after SIGTERM")
 
-    def _ranks(self, rank: int | None) -> list[psutil.Process]:
+    def _processes(self, rank: int | None) -> list[psutil.Process]:
         """The process of `rank`, or those of all ranks; waits if there is none at this moment."""
         found: dict[int, psutil.Process] = {}
 
@@ -164,46 +150,13 @@ class Trial:
             found.update(self.job.ranks())
             return bool(found) if rank is None else rank in found
 
-        self._await(is_there, BACK_LIMIT_S, f"there is no rank {rank}")
+        self._await(is_there, f"there is no rank {rank}")
         return list(found.values()) if rank is None else [found[rank]]
-
-    def _settle(self, fault: Fault, event: Event, offset: int) -> Start | None:
-        """What is to be done before the job can come back.
-
-        Returns:
-            The newest start that has finished a step, if there may have been another one meanwhile.
-        """
-        if fault.kind == "resize":
-            self._size = fault.size
-            self.job.start(fault.size)
-        elif fault.kind == "disk":
-            self._see_it_stop(event, offset)
-            self.disk.free()
-        elif fault.aim == "start":
-            return self._kill_once_more(fault, event)
-        return None
-
-    def _kill_once_more(self, fault: Fault, event: Event) -> Start | None:
-        """Kill the same rank again while the processes import, meet, and load their checkpoint."""
-
-        def is_new() -> bool:
-            return any(rank == fault.rank and p.pid not in event.pids for rank, p in self.job.ranks().items())
-
-        self._await(is_new, BACK_LIMIT_S, f"rank {fault.rank} is not started again")
-        (worker,) = (worker for worker in self.job.newest if worker.rank == fault.rank)
-        planned_s = (fault.part or 0.0) * self._start_s.get(worker.anew, self.start_s)
-        time.sleep(max(0.0, worker.at_s + planned_s - time.monotonic()))
-        hit = self._ranks(fault.rank)
-        event.again_s = time.monotonic() - worker.at_s
-        event.pids += [process.pid for process in hit]
-        _signal(hit, signal.SIGKILL)
-        self.reader.refresh()
-        return self.reader.newest
 
     def _see_it_stop(self, event: Event, offset: int) -> None:
         """On a full disk: the next save must fail, say so, and leave what was there."""
         hit = [process for process in self.job.ranks().values() if process.pid in event.pids]
-        if not wait_until(lambda: not _alive(hit), limit_s=STOP_LIMIT_S):
+        if not wait_until(lambda: not _alive(hit), limit_s=_STOP_LIMIT_S):
             self.problems.append("the job continued although a checkpoint could not be saved")
             _signal(hit, signal.SIGKILL)
         wait_until(lambda: bool(self._complaints(offset)), limit_s=1.0)
@@ -216,8 +169,26 @@ class Trial:
     def _complaints(self, offset: int) -> list[str]:
         return [line.strip() for line in self.job.log_since(offset) if "could not be saved" in line]
 
+    def _kill_once_more(self, event: Event) -> Start | None:
+        """Kill the same rank again while the processes import, meet, and load their checkpoint."""
+        fault = event.fault
+
+        def is_new() -> bool:
+            return any(rank == fault.rank and p.pid not in event.pids for rank, p in self.job.ranks().items())
+
+        self._await(is_new, f"rank {fault.rank} is not started again")
+        (worker,) = (worker for worker in self.job.newest if worker.rank == fault.rank)
+        planned_s = (fault.part or 0.0) * self._start_s.get(worker.anew, self.start_s)
+        time.sleep(max(0.0, worker.at_s + planned_s - time.monotonic()))
+        hit = self._processes(fault.rank)
+        event.again_s = time.monotonic() - worker.at_s
+        event.pids += [process.pid for process in hit]
+        _signal(hit, signal.SIGKILL)
+        self.reader.refresh()
+        return self.reader.newest
+
     def _note_return(self, event: Event, before: Start | None) -> None:
-        newest, last = self.reader.newest, self._step(before)
+        newest, last = self.reader.newest, self._last_step(before)
         assert newest is not None
         event.resumed_step = self.reader.first_step(newest)
         assert event.resumed_step is not None
@@ -239,29 +210,21 @@ class Trial:
         self._start_s[anew] = time.monotonic() - min(worker.at_s for worker in workers)
         return anew
 
-    @property
-    def num_planned_restarts(self) -> int:
-        """How often the processes had to be started again for the faults so far."""
-        return sum(1 + (event.fault.aim == "start") for event in self.events)
+    # The job as it runs.
 
     @property
     def _now(self) -> float:
         return time.monotonic() - self._begin
 
-    def _reached(self, step: int) -> bool:
-        """Whether the step is being run."""
-        last = self._step(self.reader.newest)
-        return last is not None and last >= step - 1
-
-    def _step(self, start: Start | None) -> int | None:
+    def _last_step(self, start: Start | None) -> int | None:
         return None if start is None else self.reader.last_step(start)
 
-    def _await(self, condition: Callable[[], bool], limit_s: float, otherwise: str) -> None:
-        """Watch the job until the condition holds, and start it again whenever torchrun has given up.
+    def _is_running(self, step: int) -> bool:
+        last = self._last_step(self.reader.newest)
+        return last is not None and last >= step - 1
 
-        Raises:
-            TrialError: Not within the limit, the training has ended, or it gets nowhere.
-        """
+    def _await(self, condition: Callable[[], bool], otherwise: str) -> None:
+        """Watch the job until the condition holds, and start it again whenever torchrun has given up."""
 
         def holds() -> bool:
             self.reader.refresh()
@@ -273,11 +236,11 @@ class Trial:
                 self._launch_again()
             return False
 
-        if not wait_until(holds, limit_s=limit_s):
-            raise TrialError(f"{otherwise} within {limit_s:.0f} s; {self._last_words()}")
+        if not wait_until(holds, limit_s=_LIMIT_S):
+            raise TrialError(f"{otherwise} within {_LIMIT_S:.0f} s; {self._last_words()}")
 
     def _launch_again(self) -> None:
-        step = self._step(self.reader.newest)
+        step = self._last_step(self.reader.newest)
         self._launches_in_vain = self._launches_in_vain + 1 if step == self._launched_step else 0
         self._launched_step = step
         if self._launches_in_vain >= _MAX_LAUNCHES_IN_VAIN:
@@ -286,16 +249,7 @@ class Trial:
         self.job.start(self._size)
 
     def _last_words(self) -> str:
-        lines = self.job.log_since(0)
-        told = [line for line in lines if "lit_cifar: " in line or "Error: " in line]
-        return " | ".join(line.strip()[:200] for line in (told or lines)[-2:])
-
-
-def _words(event: Event) -> str:
-    words = str(event.fault)
-    if event.fault.aim == "save" and not event.during_save:
-        return words + ", which was quicker"
-    return words + (" during a save" if event.during_save and event.fault.aim == "step" else "")
+        return " | ".join(line.strip()[:200] for line in self.job.last_words() or self.job.log_since(0)[-2:])
 
 
 def _signal(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
@@ -313,8 +267,3 @@ def _is_alive(process: psutil.Process) -> bool:
         return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def _truncate(path: Path, keep: float) -> None:
-    with path.open("r+b") as file:
-        file.truncate(int(keep * path.stat().st_size))

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 import psutil  # type: ignore[import-untyped]
 
@@ -20,15 +19,10 @@ POLL_S = 0.002
 class Job:
     """torchrun and its ranks. Used in a `with` statement: at its end all of them are killed.
 
-    Every process of the job prints to one file, by which it is found however it was orphaned.
-
-    Attributes:
-        command: What follows `python -m lit_cifar` in every rank, from the number of processes.
-        folder: For what the processes print (`log.txt`), which of them there were, and their temporary files.
-        max_restarts: How often torchrun starts the ranks again by itself.
-        anew_every: In the first start of the ranks, and in every n-th one after it, each rank is a new Python as under
-            torchrun itself. In the others they are forked from a process that has imported the package. 0: all forked.
-        launches: How often torchrun has been started.
+    Every process of the job prints to `folder/log.txt`, by which it is found however it was orphaned. `command` gives
+    the arguments of every rank for a number of processes. Of the starts of the ranks the first and every n-th after it,
+    with n `anew_every`, are new Pythons, as under torchrun itself. In the others they are forked from a process that
+    has imported the package.
     """
 
     def __init__(
@@ -45,9 +39,7 @@ class Job:
         (self.folder / "tmp").mkdir(parents=True, exist_ok=True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()
 
     def start(self, num_processes: int) -> None:
@@ -78,12 +70,11 @@ class Job:
         return None if self._torchrun is None else self._torchrun.wait(0.0)
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """The ranks that are alive, by number."""
-        found = {}
+        found, torchrun = {}, None if self._torchrun is None else self._torchrun.pids[0]
         for worker in self.newest:
             with suppress(psutil.Error):
                 process = psutil.Process(worker.pid)
-                if process.ppid() == self._pid and process.status() != psutil.STATUS_ZOMBIE:
+                if process.ppid() == torchrun and process.status() != psutil.STATUS_ZOMBIE:
                     found[worker.rank] = process
         return found
 
@@ -94,7 +85,6 @@ class Job:
 
     @property
     def newest(self) -> list[Worker]:
-        """The ranks of the newest start."""
         workers = self.workers
         return [worker for worker in workers if worker.start == workers[-1].start]
 
@@ -121,10 +111,6 @@ class Job:
             return False
 
     @property
-    def _pid(self) -> int | None:
-        return None if self._torchrun is None else self._torchrun.pids[0]
-
-    @property
     def _log(self) -> Path:
         return self.folder.resolve() / "log.txt"
 
@@ -139,6 +125,9 @@ class Job:
             file.seek(offset)
             text = file.read().decode(errors="replace")
         return [line for line in text.splitlines() if line.strip()]
+
+    def last_words(self) -> list[str]:
+        return [line for line in self.log_since(0) if "lit_cifar: " in line or "Error: " in line][-2:]
 
 
 def wait_until(condition: Callable[[], bool], *, limit_s: float, poll_s: float = POLL_S) -> bool:

@@ -12,50 +12,31 @@ from lit_cifar.chaos.injector import Event
 
 @dataclass
 class Row:
-    """The result of a job.
-
-    Attributes:
-        mode: Name of the mode.
-        sizes: Numbers of processes of the job, in order.
-        precision: Its `--trainer.precision`.
-        bound: The largest difference allowed.
-        events: The faults.
-        restarts: How often its processes were started again.
-        own_restarts: Restarts that no fault has caused.
-        anew: Restarts that started a new Python; the others were forked.
-        repeated: Optimizer steps that were run again after a restart.
-        missing: Samples that no step of an epoch has counted.
-        doubled: Samples that an epoch counts too often.
-        difference: The largest difference from the end of the uninterrupted run; None if the job did not end.
-        tensor: The tensor with the largest difference.
-        seconds: Duration, without that of the uninterrupted run.
-        problems: What is wrong; empty for a PASS.
-    """
+    """The result of a job."""
 
     mode: str
-    sizes: tuple[int, ...]
-    precision: str
-    bound: float
+    sizes: tuple[int, ...]  # numbers of processes of the job, in order
+    precision: str  # its `--trainer.precision`
+    bound: float  # the largest difference allowed
     events: list[Event] = field(default_factory=list)
-    restarts: int = 0
-    own_restarts: int = 0
-    anew: int = 0
-    repeated: int = 0
-    missing: int | None = None
-    doubled: int | None = None
+    restarts: int = 0  # how often its processes were started again
+    own_restarts: int = 0  # restarts that no fault has caused
+    anew: int = 0  # restarts that started a new Python; the others were forked
+    repeated: int = 0  # optimizer steps that were run again after a restart
+    missing: int | None = None  # samples that no step of an epoch has counted
+    doubled: int | None = None  # samples that an epoch counts too often
+    # The largest difference from the end of the uninterrupted run; None if the job did not end.
     difference: float | None = None
-    tensor: str | None = None
-    seconds: float = 0.0
-    problems: list[str] = field(default_factory=list)
+    tensor: str | None = None  # the tensor with the largest difference
+    seconds: float = 0.0  # duration, without that of the uninterrupted run
+    problems: list[str] = field(default_factory=list)  # what is wrong; empty for a PASS
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is wrong."""
         return not self.problems
 
     @property
     def kinds(self) -> Counter[str]:
-        """The faults by kind."""
         return Counter(event.fault.kind for event in self.events)
 
 
@@ -64,7 +45,6 @@ _NAMES |= {"disk": "disk full"}
 
 
 def result_table(rows: Sequence[Row], *, title: str) -> Table:
-    """A row for each job, and one for all together."""
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title_justify="left")
     table.add_column("mode", no_wrap=True)
     table.add_column("processes", no_wrap=True)

@@ -9,68 +9,42 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+# Which start of the processes: how often the job was launched, how often torchrun restarted it since.
 Start: TypeAlias = tuple[int, int]
-"""Which start of the processes: how often the job was launched, how often torchrun restarted it since."""
-
-StepKey: TypeAlias = tuple[int, int]
-"""Epoch and optimizer step."""
-
-Batches: TypeAlias = dict[StepKey, list[int]]
-"""The ids of the global batch of every step, in the order of the shards."""
+StepKey: TypeAlias = tuple[int, int]  # epoch and optimizer step
+Batches: TypeAlias = dict[StepKey, list[int]]  # the ids of the global batch of every step, in the order of the shards
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One loader step of one process, once the process has finished it.
-
-    Attributes:
-        start: Of the process.
-        rank: Of the process.
-        shard: The part of the data that it reads; several processes may read the same.
-        epoch: From 0.
-        step: Optimizer step, from 0 at the start of the whole training.
-        ids: The samples.
-    """
+    """One loader step of one process, once the process has finished it."""
 
     start: Start
     rank: int
-    shard: int
-    epoch: int
-    step: int
+    shard: int  # the part of the data that it reads; several processes may read the same
+    epoch: int  # from 0
+    step: int  # optimizer step, from 0 at the start of the whole training
     ids: tuple[int, ...]
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> "Line":
-        """From its JSON object."""
         launch, restart = content["start"]
         return cls(**{**content, "start": (launch, restart), "ids": tuple(content["ids"])})
 
 
 @dataclass
 class Audit:
-    """What is wrong with the samples of a whole training, and what it cost to get there.
+    """What is wrong with the samples of a whole training, and what it cost to get there."""
 
-    Attributes:
-        missing: Samples of an epoch that no step counts.
-        doubled: Samples that an epoch counts too often, or that are not in the data set.
-        moved: Steps whose samples are not those of the same step of the uninterrupted run.
-        repeated: Runs of an optimizer step that did not count.
-        problems: In words, the first step first.
-    """
-
-    missing: int = 0
-    doubled: int = 0
-    moved: int = 0
-    repeated: int = 0
-    problems: list[str] = field(default_factory=list)
+    missing: int = 0  # samples of an epoch that no step counts
+    doubled: int = 0  # samples that an epoch counts too often, or that are not in the data set
+    moved: int = 0  # steps whose samples are not those of the same step of the uninterrupted run
+    repeated: int = 0  # runs of an optimizer step that did not count
+    problems: list[str] = field(default_factory=list)  # in words, the first step first
 
 
 def effective(lines: Iterable[Line]) -> tuple[Batches, list[str]]:
-    """The global batch of every step, as it was run the last time.
-
-    Returns:
-        The batches, and in words where processes of one shard did not read the same.
-    """
+    """The global batch of every step as it was last run, and in words where processes of one shard disagree."""
     newest: dict[StepKey, Start] = {}
     read: dict[tuple[StepKey, Start], dict[int, dict[int, list[int]]]] = {}
     for line in lines:
@@ -99,13 +73,7 @@ def num_repeated(lines: Iterable[Line]) -> int:
 
 
 def audit(lines: Iterable[Line], *, undisturbed: Mapping[StepKey, Iterable[int]], num_samples: int) -> Audit:
-    """Compare a job's effective history with the data set and with the uninterrupted run.
-
-    Args:
-        lines: Of all processes of all starts.
-        undisturbed: The batches of the run without faults.
-        num_samples: Size of the training set: the ids of an epoch are those below it, each once.
-    """
+    """Compare a job's effective history with the ids below `num_samples`, and with the uninterrupted run."""
     lines = list(lines)
     batches, problems = effective(lines)
     result = Audit(repeated=num_repeated(lines), problems=problems)

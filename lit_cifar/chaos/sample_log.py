@@ -20,9 +20,6 @@ class Journal(L.Callback):
     It uses neither checkpoints nor the code that resumes, so that it can show mistakes in them. A line is one write to
     the system, so it is kept when its process is killed. The first line of a process has no step: it announces the
     process.
-
-    Args:
-        folder: An existing folder, not on the disk that is filled.
     """
 
     def __init__(self, folder: str) -> None:
@@ -31,7 +28,6 @@ class Journal(L.Callback):
         self._step = 0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Announce the process."""
         self._write(trainer, {"pid": os.getpid(), "world_size": trainer.world_size})
 
     def on_train_batch_start(
@@ -43,7 +39,6 @@ class Journal(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
-        """Write down the step and its samples."""
         shard = Layout.of(trainer.strategy).shard
         ids = batch.ids.tolist()
         self._write(trainer, {"shard": shard, "epoch": trainer.current_epoch, "step": self._step, "ids": ids})
@@ -59,13 +54,7 @@ class Journal(L.Callback):
 
 
 class JournalReader:
-    """Follows the files that the processes append to.
-
-    Attributes:
-        folder: Where `Journal` writes.
-        lines: Every loader step so far.
-        starts: Every start of which a process has announced itself.
-    """
+    """Follows the files that the processes append to."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -90,12 +79,10 @@ class JournalReader:
         return self._first.get(start)
 
     def last_step(self, start: Start) -> int | None:
-        """The newest step that a process of this start has finished."""
         return self._last.get(start)
 
     @property
     def newest(self) -> Start | None:
-        """The newest start that has finished a step."""
         return max(self._last, default=None)
 
     @property

@@ -37,19 +37,12 @@ _FLAGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class JobMode:
-    """A mode in which processes meet, and what it can be resized to.
+    """A mode in which processes meet, and what it can be resized to."""
 
-    Attributes:
-        name: As in `--modes` and `--trainer.strategy`.
-        num_processes: At full size.
-        flags: For full size.
-        flags_alone: For one process that computes the same, but for rounding.
-    """
-
-    name: str
-    num_processes: int
-    flags: tuple[str, ...]
-    flags_alone: tuple[str, ...]
+    name: str  # as in `--modes` and `--trainer.strategy`
+    num_processes: int  # at full size
+    flags: tuple[str, ...]  # for full size
+    flags_alone: tuple[str, ...]  # for one process that computes the same, but for rounding
 
     def flags_for(self, size: int) -> tuple[str, ...]:
         """What to pass to `fit` under torchrun with `size` processes: all of them, or one."""
@@ -58,18 +51,13 @@ class JobMode:
 
 @dataclass(frozen=True)
 class Training:
-    """A small training.
+    """A small training."""
 
-    Attributes:
-        mode: How it is parallelised.
-        num_epochs: Its length.
-        resized: Whether it is to be compared after a resize. Then it computes in float64: in float32, uninterrupted
-            trainings on one and on two processes, which round in another order, are 0.3 apart in the optimizer's
-            state after 60 steps, so no bound could tell rounding from a mistake. In float64 they are 6e-15 apart.
-    """
-
-    mode: JobMode
+    mode: JobMode  # how it is parallelised
     num_epochs: int
+    # Whether it is to be compared after a resize. Then it computes in float64: in float32, uninterrupted trainings on
+    # one and on two processes, which round in another order, are 0.3 apart in the optimizer's state after 60 steps,
+    # so no bound could tell rounding from a mistake. In float64 they are 6e-15 apart.
     resized: bool = False
 
     @classmethod
@@ -79,12 +67,10 @@ class Training:
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps from begin to end."""
         return self.num_epochs * STEPS_PER_EPOCH
 
     @property
     def precision(self) -> str:
-        """As `--trainer.precision` takes it."""
         return "64-true" if self.resized else "32-true"
 
     @property
@@ -95,12 +81,8 @@ class Training:
     def arguments(self, size: int, *, run: Path, journal: Path, disturbed: bool = True) -> list[str]:
         """The arguments of `python -m lit_cifar`, of a new and of a resumed run.
 
-        Args:
-            size: Number of processes.
-            run: Its run folder.
-            journal: Folder of its journal.
-            disturbed: Whether faults will hit it. It then also saves within epochs, and draws figures. Its results must
-                not depend on that.
+        If it is `disturbed`, faults will hit it: it also saves within epochs, and draws figures. Its results must not
+        depend on that.
         """
         return [
             "fit",
@@ -118,11 +100,6 @@ class Training:
 
 
 def chosen_modes(names: Sequence[str], *, devices: int) -> list[JobMode]:
-    """The modes called `names` on so many devices.
-
-    Raises:
-        ConfigError: A name that is not known or starts no processes under torchrun, or sizes that do not fit it.
-    """
     if devices < 2:
         raise ConfigError(f"--devices={devices}: chaos needs several processes", remedy="pass --devices 2 or more")
     known = {"ddp": "ddp-sync", "ddp_mp": "ddp_mp", "pp": "pp", "ddp_pp": "ddp_pp", "fsdp2": "fsdp2", "tp": "tp"}
@@ -141,7 +118,7 @@ def _mode(name: str, mode: Variant) -> JobMode:
         raise ConfigError(
             f"--modes={name} has one process on {mode.devices} devices", remedy=f"pass --devices {2 * mode.devices}"
         )
-    chunks = mode.chunks(accumulation=1)
+    chunks = mode.ghost_batches(accumulation=1)
     separate = (
         [] if chunks == GhostBatches() else [f"--model.ghost_batchnorm.{k}={v}" for k, v in asdict(chunks).items()]
     )

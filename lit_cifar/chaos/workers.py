@@ -7,36 +7,25 @@ from pathlib import Path
 
 from lit_cifar.chaos.sample_history import Start
 
+# Environment variable: how often the job was launched; torchrun counts its own restarts.
 LAUNCH = "LIT_CIFAR_CHAOS_LAUNCH"
-"""Environment variable: how often the job was launched; torchrun counts its own restarts."""
-
+# Environment variable: the file to which a line is appended for every worker that is started.
 WORKERS = "LIT_CIFAR_CHAOS_WORKERS"
-"""Environment variable: the file to which a line is appended for every worker that is started."""
-
+# Environment variable: the first start and every n-th one after it use a new Python; with 0 none does.
 ANEW = "LIT_CIFAR_CHAOS_ANEW"
-"""Environment variable: the first start and every n-th one after it use a new Python; with 0 none does."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
-    """A process that torchrun has started.
+    """A process that torchrun has started."""
 
-    Attributes:
-        start: Which start of the processes it belongs to.
-        rank: Of the process.
-        pid: Likewise.
-        anew: Whether Python was started for it, as torchrun does; else it was forked.
-        at_s: When, on the machine's monotonic clock.
-    """
-
-    start: Start
+    start: Start  # which start of the processes it belongs to
     rank: int
     pid: int
-    anew: bool
-    at_s: float
+    anew: bool  # whether Python was started for it, as torchrun does; else it was forked
+    at_s: float  # when, on the machine's monotonic clock
 
     def write(self, path: Path) -> None:
-        """Append a line to the file."""
         with path.open("a") as file:
             file.write(json.dumps(asdict(self)) + "\n")
 

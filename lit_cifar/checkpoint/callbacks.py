@@ -13,50 +13,35 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lit_cifar.checkpoint.files import BEST, LAST
 from lit_cifar.checkpoint.lightning_io import CheckpointFiles
+from lit_cifar.checkpoint.save_errors import BEST, LAST
 from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.reporting.run_report import run_folder
 
 
 def save_everywhere(trainer: L.Trainer, path: Path, *, behind: bool = False) -> None:
-    """Write a checkpoint; every process must call this.
+    """Write a checkpoint; every process must call this, and each raises a `CheckpointError` with rank 0's reason.
 
-    Args:
-        trainer: Its state is saved.
-        path: The file.
-        behind: Whether training may continue before the file is complete. `settle` waits for it.
-
-    Raises:
-        CheckpointError: On every process, with rank 0's reason, if this checkpoint or one before could not be written.
+    With `behind` training may continue before the file is complete: `settle` waits for it.
     """
     with failing_together(trainer, behind=behind):
         trainer.save_checkpoint(path)
 
 
 def settle(trainer: L.Trainer) -> None:
-    """Return when every checkpoint is on disk; every process must call this.
-
-    Raises:
-        CheckpointError: On every process, if one could not be written.
-    """
+    """Return when every checkpoint is on disk; every process must call this, and each raises if one is not."""
     with failing_together(trainer):
-        files = trainer.strategy.checkpoint_io
-        if isinstance(files, CheckpointFiles):
-            files.settle()
+        _files(trainer).settle()
 
 
 def has_failed(trainer: L.Trainer) -> bool:
     """Whether this process knows of a checkpoint that could not be written; the next save raises it."""
-    files = trainer.strategy.checkpoint_io
-    return isinstance(files, CheckpointFiles) and files.has_failed
+    return _files(trainer).has_failed
 
 
 def wait_for_files(trainer: L.Trainer) -> None:
     """Return when this process has nothing left to write. A failure is raised later."""
-    files = trainer.strategy.checkpoint_io
-    if isinstance(files, CheckpointFiles):
-        files.wait()
+    _files(trainer).wait()
 
 
 @contextmanager
@@ -64,10 +49,6 @@ def failing_together(trainer: L.Trainer, *, behind: bool = False) -> Iterator[No
     """If rank 0 fails to write a checkpoint inside, raise that on every process; each must enter this.
 
     With a `CheckpointIO` other than ours only rank 0 raises, if at all.
-
-    Args:
-        trainer: Its strategy writes the checkpoint.
-        behind: See `save_everywhere`.
     """
     files = trainer.strategy.checkpoint_io
     if not isinstance(files, CheckpointFiles):
@@ -78,6 +59,12 @@ def failing_together(trainer: L.Trainer, *, behind: bool = False) -> Iterator[No
     failure: CheckpointError | None = trainer.strategy.broadcast(files.failure)
     if failure is not None:
         raise failure
+
+
+def _files(trainer: L.Trainer) -> CheckpointFiles:
+    """The plugin that writes; for a Trainer with another one, one that has nothing to write."""
+    files = trainer.strategy.checkpoint_io
+    return files if isinstance(files, CheckpointFiles) else CheckpointFiles()
 
 
 class BestCheckpoint(ModelCheckpoint):
@@ -148,7 +135,6 @@ class BestCheckpoint(ModelCheckpoint):
         return super().file_exists(filepath, trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Wait for the files."""
         super().on_train_end(trainer, pl_module)
         settle(trainer)
 
@@ -186,7 +172,6 @@ class LastCheckpoint(callbacks.Checkpoint):
         self._end_of_epochs: int | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Agree on the folder."""
         folder = run_folder(trainer) or Path(trainer.default_root_dir)
         self._folder = Path(trainer.strategy.broadcast(str(folder))) / "checkpoints"
 
@@ -208,20 +193,13 @@ class LastCheckpoint(callbacks.Checkpoint):
         return step == self._end_of_epochs or (self.every_n_steps is not None and step % self.every_n_steps == 0)
 
     def due_by_time(self, now: float) -> bool:
-        """Whether a checkpoint is due by the clock; processes may differ.
-
-        Args:
-            now: `time.monotonic()`, in seconds.
-        """
+        """Whether a checkpoint is due by the clock, `time.monotonic()`; processes may differ."""
         return self.every_n_seconds is not None and now - self._saved_at >= self.every_n_seconds
 
     def save(self, trainer: L.Trainer) -> None:
         """Write the checkpoint, but not in a test or a `fast_dev_run`; every process must call this.
 
         Training may continue before the file is complete: see `settle`.
-
-        Raises:
-            CheckpointError: On every process, if a checkpoint before this one could not be written.
         """
         if trainer.fast_dev_run or trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:  # type: ignore[attr-defined]
             return

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
 from lit_cifar.checkpoint.callbacks import wait_for_files
-from lit_cifar.checkpoint.files import save_error
+from lit_cifar.checkpoint.save_errors import save_error
 from lit_cifar.errors import SaveError
 from lit_cifar.layout import Layout
 from lit_cifar.reporting.run_report import run_folder
@@ -28,21 +28,13 @@ POSITION, METRICS = "position", "metrics"
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """The position of a run.
+    """The position of a run."""
 
-    Attributes:
-        epoch: Number of complete epochs.
-        step: Optimizer steps taken in the current epoch.
-        started: Whether the current epoch has begun.
-        global_step: Optimizer steps taken in all epochs.
-        rows: Lines of `metrics.csv` written so far, without its header.
-    """
-
-    epoch: int
-    step: int
-    started: bool
-    global_step: int
-    rows: int = 0
+    epoch: int  # number of complete epochs
+    step: int  # optimizer steps taken in the current epoch
+    started: bool  # whether the current epoch has begun
+    global_step: int  # optimizer steps taken in all epochs
+    rows: int = 0  # lines of `metrics.csv` written so far, without its header
 
     @classmethod
     def of(cls, trainer: Trainer) -> "Position":
@@ -85,11 +77,7 @@ class ExactResume(Callback):
         self._resumed: Position | None = None
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Write both; the counts of all processes are gathered.
-
-        Raises:
-            SaveError: On every process, if the logs, which belong to a checkpoint, could not be written.
-        """
+        """Write both; a `SaveError` on every process if the logs, which belong to a checkpoint, cannot be written."""
         failure: SaveError | None = trainer.strategy.broadcast(_save_logs(trainer, run_folder(trainer) or Path()))
         if failure is not None:
             raise failure
@@ -122,7 +110,6 @@ class ExactResume(Callback):
     # and counts it as a step: loggers would then write every value one step late.
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Correct the loggers' step."""
         self._correct_step(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -141,10 +128,9 @@ class ExactResume(Callback):
 def _settle_buckets(trainer: Trainer, pl_module: LightningModule) -> None:
     """Let DistributedDataParallel build the gradient buckets that it has after the first step.
 
-    It assigns gradients to new buckets once it has seen the order in which they become ready. With more than two
-    processes, a ring all-reduce sums the elements of a bucket in an order that depends on their place. The first step
-    would then differ by rounding from an uninterrupted run. So this runs one forward and backward pass on blank images,
-    and restores buffers and gradients.
+    With more than two processes, a ring all-reduce sums the elements of a bucket in an order that depends on their
+    place, so the first step would differ by rounding from an uninterrupted run. This runs one forward and backward pass
+    on blank images, and restores buffers and gradients.
     """
     model = trainer.strategy.model
     if not isinstance(model, DistributedDataParallel):

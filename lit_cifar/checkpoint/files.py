@@ -24,9 +24,8 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from lit_cifar.checkpoint.format import read_checkpoint, read_own_checkpoint
+from lit_cifar.checkpoint.save_errors import LAST, PREVIOUS, save_error
 from lit_cifar.errors import CheckpointError, SaveError
-
-LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
 
 _LABEL = b"sha256="
 _COMMENT_BYTES = len(_LABEL) + 2 * hashlib.sha256().digest_size
@@ -42,12 +41,6 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: Path, *, make_folder: 
     The content is written to a draft beside `path`, synced, read back and compared, and only then renamed. When
     `last.ckpt` is replaced, the old file becomes `previous.ckpt` if its hash is right. Drafts of killed runs are
     removed. Only one process at a time may write to a folder.
-
-    Args:
-        checkpoint: Tensors and primitives.
-        path: On a file system of this machine.
-        make_folder: Whether to make the folder if it is missing. A run that has written to it before must not make it
-            again: that would hide that the folder was removed.
 
     Raises:
         SaveError: There is no space, no permission or no folder, the disk is faulty, or the content is more than
@@ -100,14 +93,8 @@ def carries_hash(path: Path) -> bool:
 
 
 def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint to resume from, and a line for each newer one that was refused, with the reason.
-
-    Args:
-        folder: A run's `checkpoints/`; it need not exist.
-
-    Returns:
-        The path of `last.ckpt`, else of `previous.ckpt`, else None. `best.ckpt` may be many epochs old and is not
-        considered.
+    """`last.ckpt`, else `previous.ckpt` of a run's `checkpoints/`, else None; and why newer ones were refused, a line
+    each.
     """
     refused = []
     for path in (folder / LAST, folder / PREVIOUS):
@@ -142,12 +129,8 @@ def _serialise(checkpoint: Mapping[str, Any]) -> bytes:
 def _on_cpu(content: Any, moved: dict[int, UntypedStorage], *, memo: dict[int, Any] | None = None) -> Any:
     """`content` with its tensors on the CPU; torch would save each tensor's device and need it for loading.
 
-    Tensors that share memory share it in the result too. Those on the CPU are not copied.
-
-    Args:
-        content: Tensors and primitives, in dicts, lists and tuples.
-        moved: Storages moved so far, by their former address.
-        memo: The memo of `deepcopy`, if tensors on the CPU are to be copied as well.
+    Tensors that share memory share it in the result too: `moved` has the storages moved so far, by their former
+    address. Those on the CPU are copied only with a `memo`, that of `deepcopy`.
     """
     if isinstance(content, Tensor) and content.device.type != "cpu":
         return _tensor_on_cpu(content, moved)
@@ -273,29 +256,3 @@ def _sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def save_error(error: OSError, path: Path, *, checkpoints: Path) -> SaveError:
-    """The error that `path` could not be written, with the checkpoints that exist and what to do."""
-    reason = error.strerror or str(error)
-    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ESTALE):
-        reason, remedy = f"its folder is gone ({reason})", "bring it back"
-    elif error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        remedy = "free some space"
-    elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        remedy = "make the folder writable"
-    else:
-        remedy = "check the disk"
-    return SaveError(
-        f"{path} could not be saved: {reason}\n{what_is_left(checkpoints)}",
-        remedy=f"{remedy}, then resume with the same command and --resume=auto",
-    )
-
-
-def what_is_left(folder: Path) -> str:
-    """The checkpoints in `folder`, as a clause of an error message."""
-    with suppress(OSError):
-        names = [name for name in (LAST, PREVIOUS, BEST) if (folder / name).exists()]
-        if names:
-            return f"earlier checkpoints are unchanged: {', '.join(names)}"
-    return f"there is no checkpoint in {folder}"

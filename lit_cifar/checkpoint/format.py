@@ -2,7 +2,8 @@
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
-from lit_cifar.errors import CheckpointError
+from lit_cifar.errors import CheckpointError, ConfigError, one_line
 from lit_cifar.models import resnet
 
 _KEY = "lit_cifar"
@@ -23,25 +24,17 @@ _OTHER = "pass weights of torchvision's resnet18 or resnet34, or a checkpoint of
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """Which network a checkpoint belongs to; its fields are arguments of `LitResNet`.
+    """Which network a checkpoint belongs to; its fields are arguments of `LitResNet`."""
 
-    Attributes:
-        arch: One of this package's networks; None for the user's own.
-        stem: Of a ResNet.
-        num_classes: Size of the logits.
-        image_size: Height and width of the images that it was trained on, in pixels.
-        network: The class of the user's own network, as "my_package.Net". It is compared, never imported: a checkpoint
-            cannot choose which code is run.
-    """
-
-    arch: str | None
-    stem: str | None
-    num_classes: int
-    image_size: int = 32
+    arch: str | None  # one of this package's networks; None for the user's own
+    stem: str | None  # of a ResNet
+    num_classes: int  # size of the logits
+    image_size: int = 32  # height and width of the images that it was trained on, in pixels
+    # The class of the user's own network, as "my_package.Net". It is compared, never imported: a checkpoint cannot
+    # choose which code is run.
     network: str | None = None
 
     def write(self, checkpoint: dict[str, Any]) -> None:
-        """Put the header into `checkpoint`."""
         checkpoint[_KEY] = asdict(self)
 
     @classmethod
@@ -58,15 +51,12 @@ class Header:
         return cls(**found)
 
     def check(self, checkpoint: dict[str, Any]) -> None:
-        """Raise a `CheckpointError` unless `checkpoint` holds this network."""
         self._compare(Header.of(checkpoint))
 
     def check_weights(self, weights: Mapping[str, Tensor], *, any_classes: bool) -> None:
-        """Raise a `CheckpointError` unless the shapes of `weights` are those of this network.
+        """Raise a `CheckpointError` unless the shapes of `weights`, a `state_dict()`, are those of this network.
 
-        Args:
-            weights: A network's `state_dict()`.
-            any_classes: Whether the number of classes may differ, as a training may start with a new classifier.
+        With `any_classes` the number of classes may differ, as a training may start with a new classifier.
         """
         if self.arch not in resnet.SHAPES:
             return  # names and shapes are compared when they are loaded
@@ -117,17 +107,22 @@ class Header:
         return self.arch or self.network or "no network"
 
 
+@contextmanager
+def naming(path: Path | str) -> Iterator[None]:
+    """Put the name of a checkpoint before what is wrong with its content."""
+    try:
+        yield
+    except ConfigError as error:
+        raise type(error)(f"{path}: {error.problem}", remedy=error.remedy) from error
+
+
 def holds_weights_alone(checkpoint: Mapping[str, Any]) -> bool:
     """Whether a file holds a network's `state_dict()` and nothing else, as those of torchvision do."""
     return bool(checkpoint) and all(isinstance(value, Tensor) for value in checkpoint.values())
 
 
 def load_weights(network: nn.Module, weights: dict[str, Tensor]) -> None:
-    """`network.load_state_dict`; a ResNet's classifier with another number of classes is left out.
-
-    Raises:
-        CheckpointError: Other names or shapes.
-    """
+    """`network.load_state_dict`; a ResNet's classifier with another number of classes is left out."""
     own = network.state_dict()
     fitting = copy(weights)  # keeps torch's metadata: files of its first releases lack some buffers
     if {"fc.weight", "fc.bias"} <= own.keys() & weights.keys() and len(weights["fc.weight"]) != len(own["fc.weight"]):
@@ -137,18 +132,11 @@ def load_weights(network: nn.Module, weights: dict[str, Tensor]) -> None:
     try:
         network.load_state_dict(fitting)
     except RuntimeError as error:
-        raise CheckpointError(
-            f"these weights do not fit: {' '.join(str(error).split())[:300]}",
-            remedy=_OTHER,
-        ) from error
+        raise CheckpointError(f"these weights do not fit: {one_line(error)[:300]}", remedy=_OTHER) from error
 
 
 def check_shapes(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Find out whether `weights` of a network of the same class have the names and shapes of this one's.
-
-    Raises:
-        CheckpointError: They have not: it was made with other arguments.
-    """
+    """Raise a `CheckpointError` unless `weights` have the names and shapes of this network's."""
     own = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     for name in (*own, *found):
@@ -162,14 +150,9 @@ def check_shapes(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def read_checkpoint(path: Path, *, mmap: bool = True) -> dict[str, Any]:
-    """Open a checkpoint with `weights_only=True`, on the CPU.
+    """Open a checkpoint with `weights_only=True`, on the CPU; raises a `CheckpointError` if torch cannot.
 
-    Args:
-        path: The file.
-        mmap: Whether its tensors stay on disk until they are used; the file must not change meanwhile.
-
-    Raises:
-        CheckpointError: There is no such file, or torch cannot read it as tensors and primitives.
+    With `mmap` its tensors stay on disk until they are used; the file must not change meanwhile.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected pickle protocol")  # such a file is refused

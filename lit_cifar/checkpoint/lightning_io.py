@@ -13,10 +13,11 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lit_cifar.checkpoint.files import carries_hash, snapshot, verify_checkpoint, what_is_left, write_checkpoint
+from lit_cifar.checkpoint.files import carries_hash, snapshot, verify_checkpoint, write_checkpoint
 from lit_cifar.checkpoint.format import read_checkpoint
+from lit_cifar.checkpoint.save_errors import what_is_left
 from lit_cifar.errors import CheckpointError, ConfigError, SaveError
-from lit_cifar.watchdog import HELPER
+from lit_cifar.watchdog.activity import HELPER
 
 
 class CheckpointFiles(CheckpointIO):
@@ -26,15 +27,12 @@ class CheckpointFiles(CheckpointIO):
     has no permission to write, and leaves `weights_only` to an environment variable.
 
     What is saved under `deferring(behind=True)` is copied at once and written by a thread while training continues. At
-    most two copies exist: of the file that is being written, and of the next one. Lightning's `AsyncCheckpointIO`
-    keeps any number of copies, cannot say when a file is complete, and raises errors on rank 0 only.
-
-    Attributes:
-        failure: Why a save under `deferring`, or one before it, failed; None if none did.
+    most two copies exist: of the file that is being written, and of the next one. Lightning's `AsyncCheckpointIO` keeps
+    any number of copies, cannot say when a file is complete, and raises errors on rank 0 only.
     """
 
     def __init__(self) -> None:
-        self.failure: CheckpointError | None = None
+        self.failure: CheckpointError | None = None  # of a save under `deferring`, or of one before it
         self._deferring = self._behind = False
         self._folders: set[Path] = set()
         self._writer = _Writer()
@@ -44,10 +42,8 @@ class CheckpointFiles(CheckpointIO):
         """Store a failure in `failure` instead of raising it, so that the caller can tell the other processes.
 
         Lightning calls `save_checkpoint` on rank 0 only, and all ranks meet at a barrier after it. An exception would
-        leave the others waiting there.
-
-        Args:
-            behind: Whether to return before the file is written. A failure is reported at the next save or by `settle`.
+        leave the others waiting there. With `behind` a save returns before the file is written: a failure is reported
+        at the next save or by `settle`.
         """
         self.failure, self._deferring, self._behind = None, True, behind
         try:
@@ -65,11 +61,7 @@ class CheckpointFiles(CheckpointIO):
         self._writer.wait()
 
     def settle(self) -> None:
-        """Return when every checkpoint is on disk.
-
-        Raises:
-            CheckpointError: One could not be written; under `deferring` the error is stored.
-        """
+        """Return when every checkpoint is on disk; a failure is raised, or stored under `deferring`."""
         with self._raising_or_keeping():
             self._writer.settle()
 
@@ -91,12 +83,7 @@ class CheckpointFiles(CheckpointIO):
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read tensors, to the CPU, and primitives; if the file carries a hash, its content must match.
-
-        Raises:
-            CheckpointError: The file is missing, damaged, or holds other objects.
-            ConfigError: `weights_only` is False.
-        """
+        """Read tensors, to the CPU, and primitives; if the file carries a hash, its content must match."""
         if weights_only is False:
             raise ConfigError(
                 "--weights_only=false would let a checkpoint run code", remedy="leave it out: no checkpoint needs it"
@@ -119,9 +106,7 @@ class CheckpointFiles(CheckpointIO):
     def teardown(self) -> None:
         """Return when nothing is left to write, however the run ends.
 
-        Raises:
-            CheckpointError: A checkpoint could not be written and that was not reported. If another exception is being
-                raised, the error is printed instead.
+        A failure that was not reported is raised, or printed if another exception is being raised.
         """
         raised = sys.exception()
         try:
@@ -149,9 +134,6 @@ class _Writer:
     """Runs jobs one after the other in a thread. After one has failed the following ones are skipped.
 
     The thread exists while there are jobs. The interpreter waits for it before it exits.
-
-    Attributes:
-        failure: The error of the job that failed.
     """
 
     def __init__(self) -> None:
@@ -160,11 +142,7 @@ class _Writer:
         self._unwritten: list[tuple[Path, Future[None]]] = []
 
     def wait_for_room(self, path: Path) -> None:
-        """Return when at most one other file, and not `path`, is waiting to be written.
-
-        Raises:
-            CheckpointError: A file could not be written; then no job is left.
-        """
+        """Return when at most one other file, and not `path`, is waiting to be written; raises if one has failed."""
         while len(self._unwritten) > 1 or any(path == other for other, _ in self._unwritten):
             self._unwritten.pop(0)[1].result()
         if self.failure is not None:
@@ -191,11 +169,7 @@ class _Writer:
         self._unwritten.clear()
 
     def settle(self) -> None:
-        """As `wait`.
-
-        Raises:
-            CheckpointError: A job has failed; its error is then cleared.
-        """
+        """As `wait`; raises the error of a job that has failed, once."""
         self.wait()
         failure, self.failure = self.failure, None
         if failure is not None:

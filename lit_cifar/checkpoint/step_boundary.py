@@ -25,39 +25,19 @@ from torch.nn.utils import get_total_norm
 
 from lit_cifar.checkpoint.callbacks import LastCheckpoint, has_failed, settle
 from lit_cifar.errors import CheckpointError, Stopped
+from lit_cifar.launch.signals import EXIT_STOPPED, Keystrokes
 
-EXIT_STOPPED = 128 + signal.SIGTERM
 _MAX_IDS = 64
-_ONE_KEYSTROKE_S = 1.0
 _MAX_STEPS = 1000  # between two agreements, however short they are
 
 
 class Agreed(NamedTuple):
-    """What all processes have agreed on.
+    """What all processes have agreed on."""
 
-    Attributes:
-        signal: Number of a signal by which any process was asked to stop; 0 for none.
-        due: Whether a checkpoint is due by the clock.
-        first_bad: Optimizer step and rank of the first loss that was not finite; None if all were finite.
-    """
-
-    signal: int
-    due: bool
+    signal: int  # number of a signal by which any process was asked to stop; 0 for none
+    due: bool  # whether a checkpoint is due by the clock
+    # Optimizer step and rank of the first loss that was not finite; None if all were finite.
     first_bad: tuple[int, int] | None
-
-
-class Keystrokes:
-    """Distinguishes a second Ctrl-C from one that arrives twice, from the terminal and from the parent process."""
-
-    def __init__(self) -> None:
-        self._first_at = math.inf
-
-    def insist(self, number: int) -> bool:
-        """Whether signal `number`, which has just arrived, is a second Ctrl-C."""
-        now = time.monotonic()
-        if number == signal.SIGINT:
-            self._first_at = min(self._first_at, now)
-        return number == signal.SIGINT and now - self._first_at > _ONE_KEYSTROKE_S
 
 
 class StepBoundary(Callback):
@@ -93,17 +73,16 @@ class StepBoundary(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Replace Lightning's handling of signals, which synchronises at every step and has no exit status."""
         self._signal, self._keystrokes = 0, Keystrokes()
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
         if threading.current_thread() is threading.main_thread():
             # Lightning would register its handlers next. They are registered now, so that its teardown restores the
             # former ones.
             trainer._signal_connector.register_signal_handlers()
-            trainer._signal_connector.register_signal_handlers = _nothing  # type: ignore[method-assign]
+            trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
             signal.signal(signal.SIGTERM, self._note)
             signal.signal(signal.SIGINT, self._note)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start counting steps and time until the next agreement."""
         self._last = next((c for c in trainer.callbacks if isinstance(c, LastCheckpoint)), None)  # type: ignore[attr-defined]
         self._losses.clear()
         self._device = pl_module.device
@@ -130,7 +109,8 @@ class StepBoundary(Callback):
             self._stop_for_loss(trainer, *agreed.first_bad)
         if self._last is not None and (by_step or agreed.due or agreed.signal):
             self._check_weights(trainer, pl_module)
-            self._save(trainer, self._last)
+            with _ending_if_not_saved(trainer):
+                self._last.save(trainer)
         if agreed.signal:
             self._stop_for_signal(trainer, agreed.signal)
 
@@ -165,7 +145,7 @@ class StepBoundary(Callback):
         if trainer.strategy.reduce(bad, group=group.WORLD, reduce_op="max").item():
             self._settle(trainer)
             message = f"the weights are not finite after {trainer.global_step} optimizer steps"
-            _end(trainer, f"{message}; {self._newest()}", status=1)
+            _end(trainer, f"{message}; {self._newest()}\n{_cause(trainer, trainer.global_step)}", status=1)
 
     def _agree(self, trainer: Trainer) -> Agreed:
         """Agree by an all-reduce of maxima, also on the number of steps until the next agreement."""
@@ -190,10 +170,6 @@ class StepBoundary(Callback):
         codes = [-float(step * trainer.world_size + trainer.global_rank) for step in steps]
         finite = torch.stack(losses).isfinite().to(self._device)
         return torch.tensor(codes, dtype=torch.float64).to(self._device).masked_fill(finite, -math.inf).max()
-
-    def _save(self, trainer: Trainer, last: LastCheckpoint) -> None:
-        with _ending_if_not_saved(trainer):
-            last.save(trainer)
 
     def _stop_for_signal(self, trainer: Trainer, number: int) -> NoReturn:
         self._settle(trainer)
@@ -220,17 +196,13 @@ class StepBoundary(Callback):
         _end(
             trainer,
             f"the loss of rank {rank} is not finite in optimizer step {step} (counted from 0); its samples: {shown}\n"
-            f"{self._newest()}",
+            f"{_cause(trainer, step)}\n{self._newest()}",
             status=1,
         )
 
     def _newest(self) -> str:
         path = self._last.newest if self._last else None
         return f"the newest checkpoint is {path}" if path else "there is no checkpoint yet"
-
-
-def _nothing() -> None:
-    pass
 
 
 def _local(parameter: Tensor) -> Tensor:
@@ -249,6 +221,21 @@ def _ids_of_step(trainer: Trainer, epoch: int, step: int) -> list[int]:
     sampler.start = step
     parts = zip(range(trainer.accumulate_grad_batches), sampler, strict=False)
     return [int(id_) for _, part in parts for id_ in part.ids]
+
+
+def _cause(trainer: Trainer, num_steps: int) -> str:
+    """Why numbers are not finite after `num_steps` optimizer steps, for rank 0 to print."""
+    if not trainer.is_global_zero:
+        return ""
+    if not num_steps:
+        return "no step had been taken before: look at the images and labels"
+    examine = getattr(trainer.strategy, "examine_copies", None)
+    faulty, found = examine() if examine is not None else (False, "")
+    if faulty:
+        return str(found)
+    rate = trainer.optimizers[0].param_groups[0]["lr"]
+    diverged = f"the optimisation has diverged: try a lower --model.optimizer.lr (the learning rate was {rate:.3g})"
+    return f"{found}; so {diverged}" if found else diverged
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from lit_cifar.chaos.experiment import chaos
 from lit_cifar.chaos.fault_schedule import EQUAL_SIZE, shares
@@ -22,7 +21,7 @@ from lit_cifar.errors import ConfigError
 _ENOUGH = next(number for number in count(1) if shares(number)[0] >= len(EQUAL_SIZE))
 _DESCRIPTION = f"""\
 Train a small job under torchrun without faults, and then again while ranks are killed, terminated and stopped, the
-newest checkpoint is truncated, the disk is full and the job is resized, at random moments and during saves. In the end
+newest checkpoint is truncated, files cannot grow and the job is resized, at random moments and during saves. In the end
 every sample must have counted exactly once in every epoch, and parameters and optimizer state must be those of the
 uninterrupted run: bitwise where the job kept its size, within 1e-5 where it was resized. Everything runs on the CPU.
 Of {ANEW_EVERY} starts of the ranks torchrun starts Python in one; in the others it forks them, without the imports.
@@ -30,12 +29,7 @@ Of {ANEW_EVERY} starts of the ranks torchrun starts Python in one; in the others
 
 
 def main(args: list[str]) -> int:
-    """Run, print the table, and return 0 if nothing was lost, else 1.
-
-    Raises:
-        ConfigError: Arguments that cannot work, or a mode that cannot train even without faults.
-        SystemExit: After --help; with status 143 when terminated. Ctrl-C returns 130.
-    """
+    """Run, print the table, and return 0 if nothing was lost, else 1; 130 after Ctrl-C."""
     options = chaos_parser().parse_args(args)
     if options.kills < 1 or options.seed < 0:
         raise ConfigError(
@@ -49,24 +43,22 @@ def main(args: list[str]) -> int:
     begin = time.monotonic()
     try:
         with _folder(options.dir) as folder:
-            rows, ways = chaos(modes, num_faults=options.kills, seed=options.seed, folder=folder, report=say)
+            rows = chaos(modes, num_faults=options.kills, seed=options.seed, folder=folder, report=say)
     except KeyboardInterrupt:
         print("interrupted; every process of the job was ended", file=sys.stderr)
         return 130
     seconds = time.monotonic() - begin
     passed = all(row.passed for row in rows)
-    _print(rows, ways, options)
+    _print(rows, options)
     if target is not None:
-        content = {"full_disk": ways, "rows": [_of_row(row) for row in rows], "passed": passed, "seconds": seconds}
+        content = {"rows": [asdict(row) | {"passed": row.passed} for row in rows], "passed": passed, "seconds": seconds}
         target.write_text(json.dumps(record | content, indent=2) + "\n")
     return 0 if passed else 1
 
 
-def _print(rows: list[Row], ways: list[str], options: argparse.Namespace) -> None:
+def _print(rows: list[Row], options: argparse.Namespace) -> None:
     out = console()
     out.print(result_table(rows, title=f"{options.kills} faults for each mode, seed {options.seed}"))
-    for way in ways:
-        out.print(f"full disk: {way}", markup=False)
     out.print(f"restarts: {sum(row.anew for row in rows)} started a new Python for each rank, the others forked them")
     for row in rows:
         for problem in row.problems[:5]:
@@ -76,7 +68,6 @@ def _print(rows: list[Row], ways: list[str], options: argparse.Namespace) -> Non
 
 
 def chaos_parser() -> argparse.ArgumentParser:
-    """The command's options."""
     parser = CommandParser("chaos", description=_DESCRIPTION)
     parser.add_argument("--kills", type=int, default=20, metavar="K", help="Faults for each mode (default: 20).")
     parser.add_argument(
@@ -107,7 +98,3 @@ def _folder(name: str | None) -> Iterator[Path]:
     if not empty:
         raise ConfigError(f"--dir={name} is not empty", remedy="choose another folder")
     yield folder.resolve()
-
-
-def _of_row(row: Row) -> dict[str, Any]:
-    return asdict(row) | {"passed": row.passed}

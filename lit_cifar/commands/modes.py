@@ -3,7 +3,6 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 
 import torch
 import torch.distributed as dist
@@ -16,30 +15,19 @@ from lit_cifar.modes import MODES, Mode
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What decides which modes run.
+    """What decides which modes run."""
 
-    Attributes:
-        num_cores: That this process may use.
-        num_gpus: CUDA devices.
-        backends: Of process groups: "gloo", "nccl".
-        offers: Those of the modes' `needs` that this build of torch meets.
-    """
-
-    num_cores: int
-    num_gpus: int
-    backends: frozenset[str]
-    offers: frozenset[str]
+    num_cores: int  # that this process may use
+    num_gpus: int  # CUDA devices
+    backends: frozenset[str]  # of process groups: "gloo", "nccl"
 
     @classmethod
     def here(cls) -> "Machine":
-        """This one."""
-        available = dist.is_available()
-        found = {"gloo": available and dist.is_gloo_available(), "nccl": available and dist.is_nccl_available()}
+        found = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
         return cls(
             num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
             num_gpus=torch.cuda.device_count(),
             backends=frozenset(name for name, has in found.items() if has),
-            offers=frozenset(need for mode in MODES for need in mode.needs if available and _exists(need)),
         )
 
     def __str__(self) -> str:
@@ -49,19 +37,12 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A mode on a machine.
-
-    Attributes:
-        mode: Which.
-        accelerator: Where it runs: "cuda", "cpu", or None if it does not.
-        verdict: In words: with what, or why not.
-        command: What to type to run it there, None if it does not run.
-    """
+    """A mode on a machine."""
 
     mode: Mode
-    accelerator: str | None
-    verdict: str
-    command: str | None
+    accelerator: str | None  # where it runs: "cuda", "cpu", or None if it does not
+    verdict: str  # in words: with what, or why not
+    command: str | None  # what to type to run it there, None if it does not run
 
 
 def mode_table(machine: Machine) -> list[Row]:
@@ -70,9 +51,6 @@ def mode_table(machine: Machine) -> list[Row]:
 
 
 def _row(mode: Mode, machine: Machine) -> Row:
-    missing = [need for need in mode.needs if need not in machine.offers]
-    if missing:
-        return Row(mode=mode, accelerator=None, verdict=f"no: this torch has no {missing[0]}", command=None)
     obstacle = _obstacle_to_gpus(mode, machine)
     if obstacle is None:
         return _on_gpus(mode, machine)
@@ -114,12 +92,7 @@ def _on_gpus(mode: Mode, machine: Machine) -> Row:
 
 
 def main(args: list[str]) -> int:
-    """Print the table for this machine, and the command of every mode that runs.
-
-    Raises:
-        ConfigError: There are arguments; only `--help` is known.
-        SystemExit: After --help.
-    """
+    """Print the table for this machine, and the command of every mode that runs."""
     CommandParser("modes", description="Which modes run on this machine, and how to start them.").parse_args(args)
     machine = Machine.here()
     rows = mode_table(machine)
@@ -142,18 +115,6 @@ def _drawn(rows: Sequence[Row], *, title: str) -> Table:
 
 def _command(*flags: str) -> str:
     return " ".join(["python -m lit_cifar fit", *flags])
-
-
-def _exists(need: str) -> bool:
-    """Whether `need`, a module or a name in one, can be imported."""
-    module, _, name = need.rpartition(".")
-    for attempt in (need, module):
-        try:
-            found = import_module(attempt)
-        except ImportError:
-            continue
-        return attempt == need or hasattr(found, name)
-    return False
 
 
 def _in_words(counts: Sequence[int]) -> str:

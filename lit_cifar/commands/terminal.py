@@ -5,15 +5,14 @@ import os
 import signal
 import sys
 from contextlib import suppress
-from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 from rich.console import Console
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.reporting.environment import SOURCE, command_line, cpu_model, git_state, versions
+from lit_cifar.reporting.environment import cpu_model, gpu_names, start_and_versions
 
 COLUMNS = 120  # of a table that goes to a file
 
@@ -30,13 +29,10 @@ class CommandParser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Raise instead of printing the usage."""
         raise ConfigError(message, remedy=f"see {self.prog} --help")
 
 
-def say(line: str) -> None:
-    """Print a line at once, also into a pipe."""
-    print(line, flush=True)
+say = partial(print, flush=True)  # at once, also into a pipe
 
 
 def console() -> Console:
@@ -71,11 +67,4 @@ def writable(path: Path) -> Path:
 
 def about() -> dict[str, Any]:
     """The time, command, versions and hardware, for a record."""
-    return {
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": command_line(sys.argv),
-        "git": git_state(SOURCE),
-        "versions": versions(),
-        "cpu": {"model": cpu_model(), "cores": os.cpu_count()},
-        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
-    }
+    return start_and_versions() | {"cpu": {"model": cpu_model(), "cores": os.cpu_count()}, "gpus": gpu_names()}

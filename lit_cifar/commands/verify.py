@@ -12,7 +12,7 @@ import torch
 from lit_cifar.commands.terminal import CommandParser, about, console, exit_orderly_when_terminated, say, writable
 from lit_cifar.errors import ConfigError
 from lit_cifar.verify.comparison import EXACT_BOUND, FLOOR_ULP, NOISE_FACTOR
-from lit_cifar.verify.report import Row, problem_lines, verdict_table
+from lit_cifar.verify.report import verdict_table
 from lit_cifar.verify.self_test import Finding, findings_table, self_test
 from lit_cifar.verify.verifier import verify
 
@@ -26,12 +26,7 @@ Without --config the network is ResNet34, on synthetic images."""
 
 
 def main(args: list[str]) -> int:
-    """Verify, print, and return 0 if every mode passed, or every planted mistake was caught; else 1.
-
-    Raises:
-        ConfigError: Arguments that cannot work.
-        SystemExit: After --help; with status 143 when terminated. Ctrl-C returns 130.
-    """
+    """Verify, print, and return 0 if all modes passed or all planted mistakes were caught, else 1; 130 after Ctrl-C."""
     options, rest = verify_parser().parse_known_args(args)
     if options.self_test and rest:
         raise ConfigError(f"--self-test has a configuration of its own, not {rest[0]}", remedy="leave it out")
@@ -55,9 +50,11 @@ def _verify(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     rows = verify(names, devices=options.devices, steps=options.steps, args=rest, report=say)
     out = console()
     out.print(verdict_table(rows, title=f"{options.steps} steps, compared one by one"))
-    for line in problem_lines(rows):
-        out.print(line, markup=False)
-    content = {"devices": options.devices, "steps": options.steps, "rows": [_of_row(row) for row in rows]}
+    for row in rows:
+        for problem in row.problems[:3]:
+            out.print(f"{row.mode}: {problem}", markup=False)
+    found = [asdict(row) | {"passed": row.passed} for row in rows]
+    content = {"devices": options.devices, "steps": options.steps, "rows": found}
     return content | {"passed": all(row.passed for row in rows)}
 
 
@@ -78,19 +75,8 @@ def verify_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _of_row(row: Row) -> dict[str, Any]:
-    return asdict(row) | {"passed": row.passed}
-
-
 def _of_finding(finding: Finding) -> dict[str, Any]:
     bug = finding.bug
-    return {
-        "bug": None if bug is None else bug.name,
-        "imitates": None if bug is None else bug.imitates,
-        "mode": finding.mode,
-        "problems": finding.problems,
-        "finished": finding.finished,
-        "acted": finding.acted,
-        "caught_by": finding.caught_by,
-        "right": finding.right,
-    }
+    named = {"bug": None, "imitates": None} if bug is None else {"bug": bug.name, "imitates": bug.imitates}
+    shown = ("mode", "problems", "finished", "acted", "caught_by", "right")
+    return named | {name: getattr(finding, name) for name in shown}

@@ -16,19 +16,12 @@ from lit_cifar.data.counter_rng import Purpose, keyed_integers
 
 @dataclass(frozen=True, kw_only=True)
 class Augmentation:
-    """The CIFAR recipe of He et al., "Deep residual learning", 2016, section 4.2, with optional cutout.
+    """The CIFAR recipe of He et al., "Deep residual learning", 2016, section 4.2, with optional cutout."""
 
-    Attributes:
-        seed: Part of every draw's key.
-        padding: Pixels of black added on each side before a window of the image's size is cropped.
-        flip: Whether half of the images are mirrored left to right.
-        cutout: Side in pixels of a black square at a random centre (DeVries and Taylor, 2017); 0 for none.
-    """
-
-    seed: int
-    padding: int = 4
-    flip: bool = True
-    cutout: int = 0
+    seed: int  # part of every draw's key
+    padding: int = 4  # pixels of black added on each side before a window of the image's size is cropped
+    flip: bool = True  # whether half of the images are mirrored left to right
+    cutout: int = 0  # side in pixels of a black square at a random centre (DeVries and Taylor, 2017); 0 for none
 
     def __call__(self, images: Tensor, ids: Tensor, *, epoch: int) -> Tensor:
         """Augment `images` (uint8, (n, 3, H, W)) of the samples `ids` (int64, (n,)) into a new tensor like it."""

@@ -1,6 +1,7 @@
 """Reading CIFAR-10: the official binary edition, else torchvision's python edition, else a download of the former.
 
-Of the two folders the first that exists counts, even if it is damaged; then it is an error.
+Of the two folders the first that exists counts, even if it is damaged; then it is an error. A link to a disk that is
+not mounted counts too: its owner has the data and wants no download.
 """
 
 import os
@@ -36,13 +37,8 @@ class Cifar10(Dataset):
     std: ClassVar[Channels] = (0.24703, 0.24349, 0.26159)
 
     def prepare(self, *, download: bool) -> None:
-        """Check the files under `root`, or download them if there are none and `download` allows it.
-
-        Raises:
-            DataError: If they are incomplete or damaged, or absent and cannot be had.
-        """
-        if not _exists(self.root / CIFAR10_BINARY.folder):
-            if _exists(self.root / CIFAR10.base_folder):
+        if not os.path.lexists(self.root / CIFAR10_BINARY.folder):
+            if os.path.lexists(self.root / CIFAR10.base_folder):
                 _open_python_edition(self.root, "test")  # its guard covers the files of both splits
                 return
             install(CIFAR10_BINARY, self.root, download=download)
@@ -50,27 +46,16 @@ class Cifar10(Dataset):
             _read_records(self.root, split)
 
     def load(self, split: Split, *, num_images: int | None = None) -> ImageSet:
-        """The first `num_images` of the 50,000 "train" or 10,000 "test" images.
-
-        Raises:
-            DataError: If they are absent, incomplete or damaged.
-            ConfigError: If there are fewer.
-        """
-        if _exists(self.root / CIFAR10_BINARY.folder):
+        if os.path.lexists(self.root / CIFAR10_BINARY.folder):
             records = _read_records(self.root, split)
             labels, images = records[:, 0].astype(np.int64), records[:, 1:].reshape(-1, 3, 32, 32)
-        elif _exists(self.root / CIFAR10.base_folder):
+        elif os.path.lexists(self.root / CIFAR10.base_folder):
             dataset = _open_python_edition(self.root, split)
             labels, images = np.asarray(dataset.targets), dataset.data.transpose(0, 3, 1, 2)
         else:
             raise DataError(f"there is no CIFAR-10 in {self.root}", remedy=remedies(CIFAR10_BINARY, self.root))
         whole = torch.from_numpy(np.ascontiguousarray(images)), torch.from_numpy(labels)
         return self.first(*whole, split, num_images)
-
-
-def _exists(folder: Path) -> bool:
-    # A link to a disk that is not mounted counts too: its owner has the data and wants no download.
-    return os.path.lexists(folder)
 
 
 def _read_records(root: Path, split: Split) -> Bytes:

@@ -46,12 +46,6 @@ class OwnPictures(Dataset):
         return f"{name} of {', '.join(self.classes)}"
 
     def load(self, split: Split, *, num_images: int | None = None) -> ImageSet:
-        """Read and resize the first `num_images` pictures of a split, by default all.
-
-        Raises:
-            DataError: There is no such folder, a class without pictures, or a file that is none.
-            ConfigError: There are fewer.
-        """
         files = self._files(split)
         if num_images is not None:
             self.check_number(num_images, split, known=len(files))

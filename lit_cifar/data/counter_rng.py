@@ -23,6 +23,7 @@ class Purpose(IntEnum):
     FLIP = 5
     CUTOUT_ROW = 6
     CUTOUT_COLUMN = 7
+    COPY_PROBE = 8
 
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # int64 tensors wrap around as the generator's uint64 does
@@ -30,20 +31,13 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
 
 def keyed_bits(ids: Tensor, *, seed: int, epoch: int, purpose: Purpose) -> Tensor:
-    """64 random bits per sample.
+    """64 random bits for each sample, int64, of the shape and on the device of `ids`, which are int64 and not negative.
 
-    Args:
-        ids: int64, any shape; sample ids, not negative.
-        seed: Names the experiment; any Python integer that fits 63 bits.
-        epoch: Epoch, from 0.
-        purpose: What the bits are for.
-
-    Returns:
-        int64, the shape and device of `ids`; all 64 bits are random.
+    `seed` is an integer of at most 63 bits.
     """
     key = 0  # of Python, as no device need know it
     for word in (seed, epoch, int(purpose)):
-        key = _int64(_mix((key ^ word) + _GOLDEN))
+        key = (_mix((key ^ word) + _GOLDEN) + 2**63) % 2**64 - 2**63  # the low 64 bits, as an int64 has them
     return _mix((ids + 1) * _GOLDEN + key)
 
 
@@ -72,8 +66,3 @@ def _mix(z: _Word) -> _Word:
 def _shift_right(z: _Word, places: int) -> _Word:
     """Logical shift: int64's own is arithmetic and drags the sign bit along."""
     return (z >> places) & ((1 << (64 - places)) - 1)
-
-
-def _int64(z: int) -> int:
-    """The low 64 bits of `z`, as an int64 has them."""
-    return (z + 2**63) % 2**64 - 2**63

@@ -129,12 +129,10 @@ class CIFAR10DataModule(L.LightningDataModule):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes, by label."""
         return self.source.classes
 
     @property
     def image_size(self) -> int:
-        """Height and width of the images, in pixels."""
         return self.source.image_size
 
     # Lightning calls prepare_data in one process per node, then setup in every process.
@@ -159,7 +157,9 @@ class CIFAR10DataModule(L.LightningDataModule):
         if stage == "test" and "test" not in self.sets:
             self.sets["test"] = self._load("test")
         if stage == "predict":
-            self.folder = self._read_folder()
+            if self.predict_dir is None:
+                raise ConfigError("predict classifies a folder of images", remedy="pass --data.predict_dir=FOLDER")
+            self.folder = read_folder(self.predict_dir, classes=self.classes, size=self.image_size)
             self.sets["predict"] = self.folder.images
 
     def _load(self, split: Split) -> ImageSet:
@@ -175,18 +175,12 @@ class CIFAR10DataModule(L.LightningDataModule):
         held_out, kept = order[: self.val_size].sort().values, order[self.val_size :].sort().values
         return images.subset(kept), images.subset(held_out)
 
-    def _read_folder(self) -> FolderImages:
-        if self.predict_dir is None:
-            raise ConfigError("predict classifies a folder of images", remedy="pass --data.predict_dir=FOLDER")
-        return read_folder(self.predict_dir, classes=self.classes, size=self.image_size)
-
     @property
     def layout(self) -> Layout:
         """The trainer's strategy's; without a trainer, as in a notebook, there is one replica."""
         return Layout() if self.trainer is None else Layout.of(self.trainer.strategy)
 
     def train_sampler(self) -> TrainSampler:
-        """The sampler of this process's part of the training set."""
         return TrainSampler(
             num_samples=len(self.sets["train"]),
             batch_size=self.batch_size,
@@ -242,11 +236,8 @@ class CIFAR10DataModule(L.LightningDataModule):
         mean, std = (_channel_values(values, device) for values in (self.source.mean, self.source.std))
         images = batch.images.to(torch.float32, copy=True).sub_(mean).div_(std)
         # Lightning converted the batch before the transfer, when there was no float in it yet.
-        converted: Any = self._precision(images)
+        converted: Any = images if self.trainer is None else self.trainer.precision_plugin.convert_input(images)
         return batch._replace(images=converted)
-
-    def _precision(self, images: Tensor) -> Any:
-        return images if self.trainer is None else self.trainer.precision_plugin.convert_input(images)
 
 
 @cache

@@ -16,32 +16,17 @@ Channels: TypeAlias = tuple[float, float, float]
 class Dataset(ABC):
     """Images in `root`, which are not read before `load` is called.
 
-    Call `prepare` once per node, then `load` in every process.
-
-    Args:
-        root: The folder of the data.
-        image_size: Height and width, in pixels, for data sets that can have any.
-        seed: Of images that are drawn.
-
-    Attributes:
-        title: Its name in logs and tables.
-        classes: Names of the classes, by label.
-        mean: Of each channel over all pixels of the training set, in units of the full range, 0 to 1.
-        std: The standard deviation likewise.
-        image_size: Height and width of the images, in pixels.
-        val_size: Training images that are held out where the user names no number.
-        own_val: Whether it has images to validate on beside those to train on; `val_size` is then their number.
-
-    Raises:
-        ConfigError: Its images have another size.
+    Call `prepare` once per node, then `load` in every process. `image_size` is the height and width in pixels for data
+    sets that can have any, `seed` that of images that are drawn.
     """
 
-    title: ClassVar[str]
-    classes: tuple[str, ...]
-    mean: ClassVar[Channels]
-    std: ClassVar[Channels]
-    image_size: int = 32
-    val_size: int = 5000
+    title: ClassVar[str]  # its name in logs and tables
+    classes: tuple[str, ...]  # names of the classes, by label
+    mean: ClassVar[Channels]  # of each channel over all pixels of the training set, in units of the full range, 0 to 1
+    std: ClassVar[Channels]  # the standard deviation likewise
+    image_size: int = 32  # height and width of the images, in pixels
+    val_size: int = 5000  # training images that are held out where the user names no number
+    # Whether it has images to validate on beside those to train on; `val_size` is then their number.
     own_val: bool = False
 
     def __init__(self, root: Path, *, image_size: int | None = None, seed: int = 0) -> None:
@@ -60,27 +45,19 @@ class Dataset(ABC):
     def prepare(self, *, download: bool) -> None:  # noqa: B027  # some have nothing to do
         """Make sure the data are under `root` and sound, downloading them if they are absent and `download` allows it.
 
-        Takes well under a second where they are present, and writes nothing there.
-
-        Raises:
-            DataError: If they are incomplete or damaged, or are absent and cannot be had.
+        Takes well under a second where they are present, and writes nothing there. A `DataError` says what is
+        incomplete or damaged, or absent and cannot be had.
         """
 
     @abstractmethod
     def load(self, split: Split, *, num_images: int | None = None) -> ImageSet:
         """Read the first `num_images` images of a split, by default all, without ever downloading.
 
-        Raises:
-            DataError: If they are missing, incomplete or damaged.
-            ConfigError: If there are fewer.
+        A `DataError` says what is missing, incomplete or damaged, a `ConfigError` that there are fewer.
         """
 
     def first(self, images: Tensor, labels: Tensor, split: Split, num_images: int | None) -> ImageSet:
-        """The first `num_images` of the whole split.
-
-        Raises:
-            ConfigError: If there are fewer.
-        """
+        """The first `num_images` of the whole split."""
         if num_images is None:
             return ImageSet(images, labels, self.classes, f"{self.title} {split}")
         self.check_number(num_images, split, known=len(labels))
@@ -89,11 +66,7 @@ class Dataset(ABC):
         return ImageSet(images, labels, self.classes, f"{self.title} {split} (first {num_images} images)")
 
     def check_number(self, num_images: int, split: Split, *, known: int) -> None:
-        """Find out whether there are `num_images` among `known`.
-
-        Raises:
-            ConfigError: There are fewer, or none is asked for.
-        """
+        """Refuse to take `num_images` of a split that has `known`."""
         if not 1 <= num_images <= known:
             raise ConfigError(
                 f"{num_images} {split} images asked of {self.title}, which has {known}",

@@ -16,28 +16,21 @@ from urllib.request import Request, urlopen
 from rich.console import Console
 from rich.progress import wrap_file
 
-from lit_cifar.errors import DataError
+from lit_cifar.errors import DataError, one_line
 
 TIMEOUT_S = 30.0  # without a byte from the server
 
 
 @dataclass(frozen=True)
 class Archive:
-    """A compressed tar file on the web that holds one folder.
-
-    Attributes:
-        url: Where it is.
-        md5: Its published hash, in hexadecimal.
-        folder: Name of the folder in it.
-    """
+    """A compressed tar file on the web that holds one folder."""
 
     url: str
-    md5: str
-    folder: str
+    md5: str  # its published hash, in hexadecimal
+    folder: str  # name of the folder in it
 
     @property
     def file_name(self) -> str:
-        """The last part of the address."""
         return self.url.rpartition("/")[2]
 
 
@@ -54,10 +47,6 @@ def install(archive: Archive, root: Path, *, download: bool) -> None:
 
     The folder appears in one step, by renaming, so that an interrupted call leaves none rather than half of one.
     A downloaded archive is deleted once it is unpacked; one found in `root` stays.
-
-    Raises:
-        DataError: If there is no archive and none may or can be downloaded, if its hash is wrong, or if `root`
-            cannot be written to.
     """
     present = root / archive.file_name
     if not present.exists() and not download:
@@ -84,11 +73,7 @@ def remedies(archive: Archive, root: Path, *, tried: bool = False) -> str:
 
 @contextmanager
 def staging(root: Path) -> Iterator[Path]:
-    """A hidden, temporary folder inside `root` (which is made if need be), removed at the end in any case.
-
-    Raises:
-        DataError: If `root` cannot be written to.
-    """
+    """A hidden, temporary folder inside `root` (which is made if need be), removed at the end in any case."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=".download-", dir=root))
@@ -126,7 +111,7 @@ def _fetch(archive: Archive, target: Path, root: Path) -> None:
         if isinstance(error, HTTPError):
             error.close()  # it is the response too, with an open connection
         raise DataError(
-            f"{archive.url} cannot be downloaded to {root}: {_one_line(error)}",
+            f"{archive.url} cannot be downloaded to {root}: {one_line(error)}",
             remedy=remedies(archive, root, tried=True),
         ) from error
 
@@ -156,14 +141,10 @@ def _unpack(archive: Archive, source: Path, scratch: Path) -> None:
             tar.extractall(scratch, filter="data")
     except (OSError, tarfile.TarError, EOFError, zlib.error) as error:
         raise DataError(
-            f"{source.name} cannot be unpacked in {scratch.parent}: {_one_line(error)}",
+            f"{source.name} cannot be unpacked in {scratch.parent}: {one_line(error)}",
             remedy="make room on the disk, or pass another folder: --data.root=FOLDER",
         ) from error
     if not (scratch / archive.folder).is_dir():
         raise DataError(
             f"{source.name} holds no folder {archive.folder}", remedy=remedies(archive, scratch.parent, tried=True)
         )
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -12,7 +12,7 @@ from torchvision.datasets import FashionMNIST
 from lit_cifar.data.dataset import Channels, Dataset, Split
 from lit_cifar.data.download import put_in_place, staging
 from lit_cifar.data.images import ImageSet
-from lit_cifar.errors import DataError
+from lit_cifar.errors import DataError, one_line
 
 CLASSES: tuple[str, ...] = tuple(FashionMNIST.classes)
 NUM_IMAGES: dict[Split, int] = {"train": 60_000, "test": 10_000}
@@ -29,11 +29,6 @@ class Fashion(Dataset):
     std: ClassVar[Channels] = (0.33181, 0.33181, 0.33181)
 
     def prepare(self, *, download: bool) -> None:
-        """Check the files under `root/FashionMNIST`, or download them if there are none and `download` allows it.
-
-        Raises:
-            DataError: If they are incomplete or damaged, or absent and cannot be had.
-        """
         folder = self.root / "FashionMNIST"
         if folder.exists():
             for split in NUM_IMAGES:
@@ -52,17 +47,11 @@ class Fashion(Dataset):
             try:
                 FashionMNIST(scratch, download=True)
             except (RuntimeError, OSError) as error:
-                reason = " ".join(str(error).split())
-                raise DataError(f"FashionMNIST cannot be downloaded to {self.root}: {reason}", remedy=remedy) from error
+                problem = f"FashionMNIST cannot be downloaded to {self.root}: {one_line(error)}"
+                raise DataError(problem, remedy=remedy) from error
             put_in_place(scratch / "FashionMNIST", folder)
 
     def load(self, split: Split, *, num_images: int | None = None) -> ImageSet:
-        """The first `num_images` of the 60,000 "train" or 10,000 "test" images.
-
-        Raises:
-            DataError: If they are absent, incomplete or damaged.
-            ConfigError: If there are fewer.
-        """
         dataset = _open(self.root, split)
         images = pad(dataset.data, (2, 2, 2, 2))[:, None].repeat(1, 3, 1, 1)
         return self.first(images, dataset.targets, split, num_images)

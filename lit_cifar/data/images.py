@@ -9,19 +9,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Labelled images in memory.
+    """Labelled images in memory."""
 
-    Attributes:
-        images: uint8, (N, 3, height, width), RGB.
-        labels: int64, (N,), each in `range(len(classes))`.
-        classes: Names of the classes, by label.
-        name: The data set's name as logs and tables show it, e.g. "CIFAR-10 train".
-    """
-
-    images: Tensor
-    labels: Tensor
-    classes: tuple[str, ...]
-    name: str
+    images: Tensor  # uint8, (N, 3, height, width), RGB
+    labels: Tensor  # int64, (N,), each in `range(len(classes))`
+    classes: tuple[str, ...]  # names of the classes, by label
+    name: str  # the data set's name as logs and tables show it, e.g. "CIFAR-10 train"
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -31,23 +24,16 @@ class ImageSet:
         return replace(self, images=self.images[ids], labels=self.labels[ids])
 
     def to(self, device: torch.device) -> "ImageSet":
-        """The same images on `device`."""
         return replace(self, images=self.images.to(device), labels=self.labels.to(device))
 
 
 class Batch(NamedTuple):
-    """One process's part of a global batch.
+    """One process's part of a global batch."""
 
-    Attributes:
-        images: (n, 3, height, width); uint8 from the loader, float and normalised once the data module has transferred
-            it.
-        labels: int64, (n,).
-        ids: int64, (n,); positions in the `ImageSet` that the loader reads.
-        weight: What this part's mean loss counts in the mean over replicas and accumulation steps: 1.0 in every full
-            batch, `n * parts / samples` in a ragged one, so that their mean is the mean over the samples.
-    """
-
+    # (n, 3, height, width); uint8 from the loader, float and normalised once the data module has transferred it.
     images: Tensor
-    labels: Tensor
-    ids: Tensor
+    labels: Tensor  # int64, (n,)
+    ids: Tensor  # int64, (n,); positions in the `ImageSet` that the loader reads
+    # What this part's mean loss counts in the mean over replicas and accumulation steps: 1.0 in every full batch,
+    # `n * parts / samples` in a ragged one, so that their mean is the mean over the samples.
     weight: float

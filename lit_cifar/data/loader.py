@@ -21,20 +21,13 @@ _BLOCK_ON_HOST, _BLOCK_ON_DEVICE = 512, 16384
 class BatchLoader:
     """Iterates over this process's batches of `images`, where these lie.
 
-    Args:
-        images: The data set, on the device where batches shall be made.
-        sampler: Says which ids each batch holds. Lightning finds it here and calls its `set_epoch`, if it has one.
-        augmentation: Applied to every batch, or None.
+    Lightning finds the `sampler` here and calls its `set_epoch`, if it has one.
     """
 
     batch_sampler = None  # Lightning asks whatever has a `sampler` for this one too
 
     def __init__(
-        self,
-        images: ImageSet,
-        sampler: TrainSampler | EvaluationSampler,
-        *,
-        augmentation: Augmentation | None = None,
+        self, images: ImageSet, sampler: TrainSampler | EvaluationSampler, *, augmentation: Augmentation | None = None
     ) -> None:
         self.images = images
         self.sampler = sampler
@@ -65,20 +58,13 @@ class BatchLoader:
     # By these two methods Lightning knows a loader that can go on in the middle of an epoch.
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: where training stands is for the writer of a checkpoint to say.
-
-        A loader knows how many batches it has handed out, not how many have been trained on. Before an optimizer step
-        these differ by one, after it they do not, and a limit on the batches of an epoch is unknown to it.
-        """
+        """Nothing: a loader knows how many batches it has handed out, not how many have been trained on."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next epoch begin behind `state_dict["step"]` optimizer steps; without this entry, at its beginning.
 
         In optimizer steps, so that another number of processes or accumulation steps can go on.
-
-        Raises:
-            CheckpointError: The epoch has fewer steps.
         """
         assert isinstance(self.sampler, TrainSampler)  # Lightning goes on in the middle of no other epochs
         step, num_steps = state_dict.get("step", 0), self.sampler.num_batches

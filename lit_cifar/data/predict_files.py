@@ -15,17 +15,11 @@ from lit_cifar.errors import DataError
 
 @dataclass(frozen=True)
 class FolderImages:
-    """The files of a folder in input order, and the images among them.
+    """The files of a folder in input order, and the images among them."""
 
-    Attributes:
-        files: Paths relative to the folder, sorted as strings with `/` between their parts.
-        errors: For each file None, or one line on why it could not be read.
-        images: The readable files' images in the same order, with labels of -1.
-    """
-
-    files: tuple[Path, ...]
-    errors: tuple[str | None, ...]
-    images: ImageSet
+    files: tuple[Path, ...]  # paths relative to the folder, sorted as strings with `/` between their parts
+    errors: tuple[str | None, ...]  # for each file None, or one line on why it could not be read
+    images: ImageSet  # the readable files' images in the same order, with labels of -1
 
 
 def read_folder(folder: Path, *, classes: tuple[str, ...], size: int = 32) -> FolderImages:
@@ -34,9 +28,6 @@ def read_folder(folder: Path, *, classes: tuple[str, ...], size: int = 32) -> Fo
     A file that is no image, or a damaged one, gets an entry in `errors`. An image is turned upright as its EXIF
     orientation says, laid on white where it is transparent, cut to its central square and resized by antialiased
     bicubic interpolation to `size` pixels. Of an animation the first frame counts.
-
-    Raises:
-        DataError: If the folder is missing, holds no file, or none that can be read.
     """
     folder = folder.expanduser()
     files = list_files(folder)

@@ -31,31 +31,20 @@ class TrainSampler:
     samples however many processes there are and however often they accumulate, and all parts are equally large,
     but for the last batch, whose parts may differ by one sample and carry their weights. Where replicas cut their parts
     into microbatches, these are equally large in the last batch too: pipelines have fixed shapes.
-
-    Attributes:
-        num_samples: Size of the data set.
-        batch_size: Samples per optimizer step, over all replicas and accumulation steps.
-        layout: Which shard this process reads.
-        accumulation: Loader steps per optimizer step (`accumulate_grad_batches`).
-        seed: Key of the permutation.
-        shuffle: Off, every epoch is in the order of the ids.
-        frozen: Every epoch in the order of epoch 0: what happens to those who forget `set_epoch`.
-        drop_last: Leave out a last batch that is not full.
-        epoch: The epoch to iterate over.
-        start: Optimizer steps that a run which is resumed in the middle of an epoch has behind it: the epoch that is
-            set first begins with global batch `start`, every later one with global batch 0. Lengths stay those of
-            whole epochs, as Lightning goes on counting where the checkpoint ended.
     """
 
     num_samples: int
-    batch_size: int
-    layout: Layout
-    accumulation: int = 1
-    seed: int = 0
-    shuffle: bool = True
-    frozen: bool = False
-    drop_last: bool = False
-    epoch: int = 0
+    batch_size: int  # samples per optimizer step, over all replicas and accumulation steps
+    layout: Layout  # which shard this process reads
+    accumulation: int = 1  # loader steps per optimizer step (`accumulate_grad_batches`)
+    seed: int = 0  # key of the permutation
+    shuffle: bool = True  # off, every epoch is in the order of the ids
+    frozen: bool = False  # every epoch in the order of epoch 0: what happens to those who forget `set_epoch`
+    drop_last: bool = False  # leave out a last batch that is not full
+    epoch: int = 0  # the epoch to iterate over
+    # Optimizer steps that a run which is resumed in the middle of an epoch has behind it: the epoch that is set first
+    # begins with global batch `start`, every later one with global batch 0. Lengths stay those of whole epochs, as
+    # Lightning goes on counting where the checkpoint ended.
     start: int = 0
     _first_epoch: int | None = field(default=None, init=False, repr=False)
 
@@ -92,13 +81,7 @@ class TrainSampler:
                 yield Part(ids, len(ids) * num_parts / len(batch))
 
     def check(self) -> None:
-        """Refuse sizes that cannot be cut evenly.
-
-        Raises:
-            ConfigError: The batch does not divide among replicas and microbatches, no batch is full enough to train
-                on, or the ragged last batch leaves some that are normalised together fewer than the two samples that
-                batch statistics need, or makes unequal microbatches.
-        """
+        """Refuse sizes that cannot be cut evenly, or leave fewer than two samples to be normalised together."""
         self._check_full_batch()
         if not self.num_batches:
             raise ConfigError(
@@ -140,7 +123,6 @@ class TrainSampler:
 
     @property
     def _num_equal_parts(self) -> int:
-        """Into how many parts of one size a full batch is cut."""
         return self.layout.num_replicas * self.accumulation * self.layout.num_microbatches
 
     @property
@@ -150,7 +132,6 @@ class TrainSampler:
 
     @property
     def _cut(self) -> str:
-        """The parts in words."""
         replicas, microbatches = self.layout.num_replicas, self.layout.num_microbatches
         factors = [f"{replicas} replica{'s' if replicas > 1 else ''}"]
         if self.accumulation > 1:
@@ -168,20 +149,15 @@ class TrainSampler:
 
 @dataclass(kw_only=True)
 class EvaluationSampler:
-    """Each sample once, shard `s` of `S` taking positions s, s + S, ...; every process makes equally many steps.
-
-    Attributes:
-        num_samples: Size of the data set.
-        batch_size: Samples per step over all shards, rounded up to a multiple of their number. In the last step a
-            shard may be left with none.
-        layout: Which shard this process reads.
-        pad: Repeat the first samples until all shards are equally large, as torch's DistributedSampler does. The
-            counts are then too high; for study.
-    """
+    """Each sample once, shard `s` of `S` taking positions s, s + S, ...; every process makes equally many steps."""
 
     num_samples: int
+    # Samples per step over all shards, rounded up to a multiple of their number. In the last step a shard may be left
+    # with none.
     batch_size: int
-    layout: Layout
+    layout: Layout  # which shard this process reads
+    # Repeat the first samples until all shards are equally large, as torch's DistributedSampler does. The counts are
+    # then too high; for study.
     pad: bool = False
 
     def _ids(self) -> Tensor:

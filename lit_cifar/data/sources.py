@@ -1,6 +1,4 @@
-"""The data sets by name. A data set that is there but damaged is an error; it is never repaired, skipped or replaced
-by another in silence.
-"""
+"""The data sets by name. A damaged one is an error: it is never repaired, or replaced by another in silence."""
 
 from pathlib import Path
 
@@ -20,12 +18,7 @@ DATASETS: dict[str, type[Dataset]] = {
 
 
 def open_dataset(name: str, root: str | Path, *, image_size: int | None = None, seed: int = 0) -> Dataset:
-    """The data set called `name`, with `Dataset`'s arguments.
-
-    Raises:
-        ConfigError: There is none of that name, or not with such images.
-        DataError: Its classes are the folders in `root`, and there are none.
-    """
+    """The data set called `name`, with `Dataset`'s arguments."""
     if name not in DATASETS:
         meant = nearest(name, DATASETS)
         guess = "" if meant is None else f"did you mean --data.dataset={meant}? "

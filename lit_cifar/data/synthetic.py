@@ -18,7 +18,6 @@ from torch import Tensor
 
 from lit_cifar.data.dataset import Channels, Dataset, Split
 from lit_cifar.data.images import ImageSet
-from lit_cifar.errors import ConfigError
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 
@@ -44,33 +43,18 @@ class Synthetic(Dataset):
     std: ClassVar[Channels] = (0.220, 0.220, 0.220)
 
     def load(self, split: Split, *, num_images: int | None = None) -> ImageSet:
-        """Draw them."""
+        num_images = MAX_IMAGES[split] if num_images is None else num_images
+        self.check_number(num_images, split, known=MAX_IMAGES[split])
         images, labels = draw(split, num_images=num_images, seed=self.seed)
         return ImageSet(images, labels, self.classes, f"synthetic {split} ({len(labels)} drawn images)")
 
 
-def draw(split: Split, *, num_images: int | None = None, seed: int = 0) -> tuple[Tensor, Tensor]:
+def draw(split: Split, *, num_images: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Draw the first `num_images` images of a split; every 500 of them hold each class 50 times.
 
-    Args:
-        split: "train" and "test" are independent draws.
-        num_images: From 1 to 50,000 (train) or 10,000 (test); all of them by default.
-        seed: Not negative. Equal seeds give equal images for the same version of numpy.
-
-    Returns:
-        Images, uint8, (num_images, 3, 32, 32), and labels, int64, (num_images,).
-
-    Raises:
-        ConfigError: If there are not that many images, or the seed is negative.
+    "train" and "test" are independent draws. Equal seeds, not negative, give equal images for the same version of
+    numpy: uint8, (num_images, 3, 32, 32), and their labels, int64, (num_images,).
     """
-    num_images = MAX_IMAGES[split] if num_images is None else num_images
-    if not 1 <= num_images <= MAX_IMAGES[split]:
-        raise ConfigError(
-            f"{num_images} synthetic {split} images asked for; there can be 1 to {MAX_IMAGES[split]}.",
-            remedy=f"Ask for at most {MAX_IMAGES[split]} {split} images.",
-        )
-    if seed < 0:
-        raise ConfigError(f"The synthetic set cannot be drawn from seed {seed}.", remedy="Use a seed of 0 or more.")
     num_blocks = -(-num_images // BLOCK)
     images = np.empty((num_blocks * BLOCK, 3, SIZE, SIZE), np.uint8)
     labels = np.empty(num_blocks * BLOCK, np.int64)

@@ -15,12 +15,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_only
@@ -28,23 +29,17 @@ from lightning.pytorch.utilities import rank_zero_only
 from lit_cifar.launch import parent
 
 _LOOPBACK = "127.0.0.1"
+# How long the other ranks of a run have to end, once one has failed: as Lightning's launcher gives them.
 _FAREWELL_S = 5.0
-"""How long the other ranks of a run have to end, once one has failed: as Lightning's launcher gives them."""
 _starting = threading.Lock()
 
 
 class ForkedRun:
-    """`python -m lit_cifar WORDS` in one process, or in several ranks with the environment that torchrun sets.
+    """`python -m lit_cifar WORDS`, or another `module`, in one process, or in several ranks with torchrun's
+    environment.
 
     Each process leads a session of its own, so that a signal to the session reaches all processes that it starts.
-
-    Args:
-        words: Subcommand and flags.
-        environment: The whole environment of the processes.
-        stdout: The file to which they append their standard output.
-        stderr: The same for standard error.
-        num_ranks: Number of processes to start. With one, the strategy may start others.
-        module: Module to run in place of the command line.
+    Output is appended to the files `stdout` and `stderr`. With one rank, the strategy may start others.
     """
 
     def __init__(
@@ -62,7 +57,6 @@ class ForkedRun:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes, by rank."""
         return [_pid(process) for process in self._processes]
 
     def wait(self, timeout_s: float) -> int | None:
@@ -81,7 +75,6 @@ class ForkedRun:
         return next((process.exitcode for process in self._processes if process.exitcode), 0)
 
     def terminate(self) -> None:
-        """Ask every process to end, by SIGTERM."""
         for process in self._processes:
             process.terminate()
 
@@ -102,10 +95,14 @@ def _pid(process: ForkServerProcess) -> int:
 def _start(
     module: str, words: Sequence[str], environment: Mapping[str, str], *, stdout: Path, stderr: Path
 ) -> ForkServerProcess:
+    return start_forked(_run, (module, list(words), environment, str(stdout), str(stderr), str(Path.cwd())))
+
+
+def start_forked(target: Callable[..., None], args: tuple[Any, ...]) -> ForkServerProcess:
+    """A new process that calls `target(*args)`, forked from one that has imported the package already."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lit_cifar.cli"])
-    settings = (module, list(words), environment, str(stdout), str(stderr), str(Path.cwd()))
-    process = context.Process(target=_run, args=settings)
+    process = context.Process(target=target, args=args)
     with _starting:
         main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
         try:  # else the new process would import this one's program, which it does not need

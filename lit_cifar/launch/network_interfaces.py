@@ -2,12 +2,12 @@
 
 import os
 import socket
-import struct
+
+import psutil  # type: ignore[import-untyped]
 
 from lit_cifar.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
-_SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
 def loopback_interface() -> str:
@@ -58,16 +58,7 @@ def _known() -> str:
 
 
 def _addresses() -> dict[str, str]:
-    """Interfaces that have an IPv4 address. Linux only, as NCCL is."""
-    import fcntl  # does not exist on every system that can run on one machine
-
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError:  # it has none
-                continue
-            found[name] = socket.inet_ntoa(answer[20:24])
-    return found
+    """The first IPv4 address of each interface that has one."""
+    found = psutil.net_if_addrs().items()
+    ipv4 = {name: [entry.address for entry in entries if entry.family == socket.AF_INET] for name, entries in found}
+    return {name: addresses[0] for name, addresses in ipv4.items() if addresses}

@@ -22,12 +22,7 @@ _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")  # where L
 def settle_processes(config: dict[str, Any]) -> None:
     """Take `devices` and `num_nodes` from torchrun, if it started this process, and say where processes meet.
 
-    Args:
-        config: Arguments of a Trainer, the strategy made or by its registered name; changed in place.
-
-    Raises:
-        ConfigError: The sizes are given and contradict torchrun, machines have different numbers of processes, the
-            strategy starts processes of its own, or what `cluster_environment` raises.
+    `config`, the arguments of a Trainer, is changed in place. Its strategy is made, or a registered name.
     """
     strategy = _made(config["strategy"])
     if getattr(strategy, "is_single_process", False):  # it refuses others itself
@@ -41,16 +36,7 @@ def settle_processes(config: dict[str, Any]) -> None:
 
 
 def check_processes(trainer: Trainer, *, rank: int) -> None:
-    """Compare the environment variables of this process with the processes of `trainer`.
-
-    Args:
-        trainer: Made from arguments that `settle_processes` has changed.
-        rank: This process's rank by the environment.
-
-    Raises:
-        ConfigError: The rank is not 0 but there is one process, which would then log nothing. Or the processes were
-            started by hand and the environment does not say where they meet.
-    """
+    """Refuse a rank other than 0 without other processes, and processes that do not know where they meet."""
     if rank and trainer.world_size == 1:
         given = [name for name in _RANKS if os.environ.get(name) == str(rank)]
         raise ConfigError(
@@ -64,9 +50,17 @@ def check_processes(trainer: Trainer, *, rank: int) -> None:
 
 
 def _follow_torchrun(config: dict[str, Any], strategy: Strategy | None) -> None:
-    _refuse_other_launcher(strategy, config["strategy"])
-    processes, machines = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["GROUP_WORLD_SIZE"])
-    _refuse_unequal_machines(processes, machines)
+    if isinstance(strategy, DDPStrategy) and strategy._start_method != "popen":
+        raise ConfigError(
+            f"--trainer.strategy={config['strategy']} starts processes itself, and torchrun has already started them",
+            remedy="pass --trainer.strategy=ddp, or start it with python in place of torchrun",
+        )
+    processes, machines, total = (int(os.environ[f"{name}WORLD_SIZE"]) for name in ("LOCAL_", "GROUP_", ""))
+    if processes * machines != total:
+        raise ConfigError(
+            f"{total} processes on {machines} machines, but {processes} on this one: machines must have equally many",
+            remedy="start torchrun with the same --nproc-per-node on every machine",
+        )
     each = getattr(strategy, "devices_per_process", 1)
     _follow(config, "devices", processes * each, started=f"--nproc-per-node={processes}")
     _follow(config, "num_nodes", machines, started=f"{machines} machine(s)")
@@ -77,23 +71,6 @@ def _made(strategy: Any) -> Strategy | None:
     if isinstance(strategy, str):
         return StrategyRegistry.get(strategy) if strategy in StrategyRegistry.available_strategies() else None
     return strategy if isinstance(strategy, Strategy) else None
-
-
-def _refuse_other_launcher(strategy: Strategy | None, name: Any) -> None:
-    if isinstance(strategy, DDPStrategy) and strategy._start_method != "popen":
-        raise ConfigError(
-            f"--trainer.strategy={name} starts processes itself, and torchrun has already started them",
-            remedy="pass --trainer.strategy=ddp, or start it with python in place of torchrun",
-        )
-
-
-def _refuse_unequal_machines(processes: int, machines: int) -> None:
-    total = int(os.environ["WORLD_SIZE"])
-    if processes * machines != total:
-        raise ConfigError(
-            f"{total} processes on {machines} machines, but {processes} on this one: machines must have equally many",
-            remedy="start torchrun with the same --nproc-per-node on every machine",
-        )
 
 
 def _follow(config: dict[str, Any], name: str, value: int, *, started: str) -> None:

@@ -42,14 +42,7 @@ _KEPT: list[TCPStore] = []
 
 
 def cluster_environment(*, num_nodes: int = 1) -> ClusterEnvironment:
-    """The plugin for `Trainer(plugins=[...])` by which the processes meet where other machines cannot connect.
-
-    Args:
-        num_nodes: As of the Trainer.
-
-    Raises:
-        ConfigError: Several machines without torchrun, or without the name of the interface that connects them.
-    """
+    """The plugin for `Trainer(plugins=[...])` by which the processes meet where other machines cannot connect."""
     if TorchElasticEnvironment.detect():
         return TorchrunEnvironment()
     num_tasks = _num_cluster_tasks()
@@ -87,11 +80,7 @@ class LocalEnvironment(LightningEnvironment):
     @property
     @override
     def main_port(self) -> int:
-        """The store's port, opened when first asked for.
-
-        From then on it stays open. Lightning's own search closes the port that it found until the processes start, and
-        another program may take it in the meantime.
-        """
+        """The store's port, open from then on: Lightning's own search would close it until the processes start."""
         if self._main_port == -1:
             self._main_port = self._open() if self.local_rank() == 0 else _given_port()
         return self._main_port
@@ -126,9 +115,6 @@ class TorchrunEnvironment(TorchElasticEnvironment):
     terminated processes; a process that reads one of those waits forever. Here the agent's store only serves to find
     the new one. Under `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` there is no agent's store, and torchrun chooses a port for
     each start.
-
-    Raises:
-        ConfigError: There are several machines, and no interface is named.
     """
 
     def __init__(self) -> None:
@@ -146,7 +132,6 @@ class TorchrunEnvironment(TorchElasticEnvironment):
     @property
     @override
     def main_port(self) -> int:
-        """Port of the store of rank 0."""
         return self._meet()[1]
 
     def _meet(self) -> tuple[str, int]:
@@ -171,25 +156,19 @@ class TorchrunEnvironment(TorchElasticEnvironment):
         if _num_machines() == 1:
             address = self._address
         if self.global_rank() == 0:
-            self._refuse_other_address(address)
+            if socket.gethostbyname(address) != self._address:
+                raise ConfigError(
+                    f"torchrun sends the other machines to {address}, which is not {self._interface} ({self._address})",
+                    remedy=f"pass torchrun --local-addr={self._address}",
+                )
             _KEPT.append(open_store(self._address, port=port, only_there=True))
         return address, port
 
-    def _refuse_other_address(self, address: str) -> None:
-        if socket.gethostbyname(address) != self._address:
-            raise ConfigError(
-                f"torchrun sends the other machines to {address}, which is not {self._interface} ({self._address})",
-                remedy=f"pass torchrun --local-addr={self._address}",
-            )
-
 
 def open_store(address: str, *, port: int = 0, only_there: bool = False) -> TCPStore:
-    """A store in this process that listens at `address` alone.
+    """A store in this process that listens at `address` (IPv4) alone.
 
-    Args:
-        address: IPv4 address of this machine.
-        port: The preferred port; 0 for any.
-        only_there: Whether a port in use is an error. Otherwise another one is taken.
+    If `port` is 0 or in use it takes another one. With `only_there` a port in use is an error.
     """
     try:
         listener = socket.create_server((address, port))

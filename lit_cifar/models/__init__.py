@@ -18,16 +18,9 @@ __all__ = ["DEFAULT_ARCH", "Arch", "Stem", "build_network", "build_resnet", "ste
 
 
 def build_network(arch: Arch, *, stem: Stem | None, num_classes: int, image_size: int) -> nn.Module:
-    """One of the networks by name.
+    """The network called `arch`, from float (n, 3, image_size, image_size) to logits (n, num_classes).
 
-    Args:
-        arch: Its name.
-        stem: Of a ResNet, see `stem_of`.
-        num_classes: Size of the logits.
-        image_size: Height and width of the images, in pixels.
-
-    Returns:
-        A network from float (n, 3, image_size, image_size) to logits (n, num_classes).
+    `stem` is that of a ResNet, see `stem_of`.
     """
     if arch in vit.SHAPES:
         return vit.VisionTransformer(cast(vit.Arch, arch), num_classes=num_classes, image_size=image_size)
@@ -35,11 +28,7 @@ def build_network(arch: Arch, *, stem: Stem | None, num_classes: int, image_size
 
 
 def stem_of(arch: Arch, stem: Stem | None) -> Stem | None:
-    """The stem of a network by name, None of one that is no ResNet.
-
-    Raises:
-        ConfigError: There is no choice of one.
-    """
+    """The stem of a network by name, None of one that is no ResNet."""
     if arch in resnet.SHAPES:
         return stem or "cifar"
     if stem is not None:

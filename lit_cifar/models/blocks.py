@@ -23,14 +23,12 @@ from torch import nn
 
 from lit_cifar.errors import ConfigError
 
+# What each process has of a convolution or linear layer, or of a layer between two of them.
+# "columns": some of the outputs, computed from the whole input, which is the same in all processes.
+# "channels": some of the channels of a layer that treats each by itself, as BatchNorm; it follows on "columns".
+# "rows": some of the inputs, those that the layers before have left here; the outputs are summed over the processes.
+# "head": likewise, of an input that is the same in all processes.
 Part = Literal["columns", "channels", "rows", "head"]
-"""What each process has of a convolution or linear layer, or of a layer between two of them.
-
-"columns": some of the outputs, computed from the whole input, which is the same in all processes.
-"channels": some of the channels of a layer that treats each by itself, as BatchNorm; it follows on "columns".
-"rows": some of the inputs, those that the layers before have left here; the outputs are summed over the processes.
-"head": likewise, of an input that is the same in all processes.
-"""
 
 
 def blocks_of(network: nn.Module) -> dict[str, nn.Module] | None:
@@ -46,11 +44,7 @@ def blocks_of(network: nn.Module) -> dict[str, nn.Module] | None:
 
 @torch.no_grad()
 def check_network(network: nn.Module, image_shape: Sequence[int], *, num_classes: int) -> None:
-    """Find out whether `network` returns logits, and whether its blocks do, on two images of noise.
-
-    Raises:
-        ConfigError: It fails, returns something else, or its blocks compute something else than its `forward`.
-    """
+    """Refuse a network that does not return logits for two images of noise, or whose blocks compute something else."""
     name = type(network).__name__
     alone = deepcopy(network).eval()
     images = torch.randn(2, *image_shape, generator=torch.Generator().manual_seed(0))

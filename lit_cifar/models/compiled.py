@@ -19,11 +19,8 @@ class Compiled:
     A ragged last batch would be another compilation, minutes in the middle of an epoch, after which torch would take
     kernels for any size, slower ones, for all batches. Training and evaluation are compiled apart.
 
-    A plain callable, never an `nn.Module`: set as an attribute of one it does not become its child.
-
-    Args:
-        module: What says whether it trains, and what runs.
-        call: What to compile in its place; by default the module with its hooks.
+    `call` is compiled in place of the module with its hooks. A plain callable, never an `nn.Module`: set as an
+    attribute of one it does not become its child.
     """
 
     def __init__(self, module: nn.Module, call: Callable[..., Any] | None = None) -> None:

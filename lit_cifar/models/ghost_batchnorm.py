@@ -15,11 +15,6 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
 
     The running statistics follow the first replica, as those of `ddp`, `dp` and `fsdp2` do: one update for each of its
     chunks, in their order. Evaluation is that of `nn.BatchNorm2d`, and so are parameters, buffers and their names.
-
-    Args:
-        num_features: Channels, C.
-        chunks: How a batch is cut.
-        **kwargs: As of `nn.BatchNorm2d`.
     """
 
     def __init__(self, num_features: int, *, chunks: GhostBatches, **kwargs: Any) -> None:
@@ -41,11 +36,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
 
 
 def normalise_apart(network: nn.Module, chunks: GhostBatches) -> nn.Module:
-    """`network`, each `nn.BatchNorm2d` of which now is a `GhostBatchNorm2d`, in place.
-
-    Raises:
-        ConfigError: It has another kind of BatchNorm.
-    """
+    """`network`, each `nn.BatchNorm2d` of which now is a `GhostBatchNorm2d`, in place."""
     for layer in network.modules():
         if not isinstance(layer, nn.modules.batchnorm._BatchNorm):
             continue

@@ -14,7 +14,6 @@ class PlainGradient(nn.Module):
     """The identity, whose gradient lies in memory in torch's own order."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """`input`."""
         return with_plain_gradient(input)
 
 
@@ -22,7 +21,6 @@ class PlainOutput(nn.Module):
     """The identity, whose output lies in memory in torch's own order."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """`input`, copied if it lies otherwise."""
         return input.contiguous()
 
 
@@ -52,10 +50,9 @@ def plain(content: Any) -> Any:
 
 
 def follow_parameters(optimizer: Optimizer) -> None:
-    """Let an optimizer's state lie in memory as its parameters do.
+    """Let an optimizer's state lie in memory as its parameters do, which fused kernels take for granted.
 
-    Checkpoints hold everything in torch's own order. Fused kernels read parameter, gradient and state in step, and on
-    the CPU without a look at how each of them lies.
+    Checkpoints hold everything in torch's own order.
     """
     for parameter, state in optimizer.state.items():
         for name, value in state.items():

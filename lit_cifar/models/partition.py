@@ -16,20 +16,14 @@ from lit_cifar.models.blocks import blocks_of
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """What cannot be cut further: of a ResNet a residual block, the stem, or the head.
+    """What cannot be cut further: of a ResNet a residual block, the stem, or the head."""
 
-    Attributes:
-        name: As the network calls it.
-        flop: Floating-point operations of one image's forward pass, as torch's flop counter counts them; backward takes
-            twice as many, so that shares are the same.
-        num_parameters: Trainable parameters.
-        output_shape: Of one image, without the batch axis.
-    """
-
-    name: str
+    name: str  # as the network calls it
+    # Floating-point operations of one image's forward pass, as torch's flop counter counts them; backward takes twice
+    # as many, so that shares are the same.
     flop: int
     num_parameters: int
-    output_shape: tuple[int, ...]
+    output_shape: tuple[int, ...]  # of one image, without the batch axis
 
 
 @dataclass(frozen=True)
@@ -40,17 +34,14 @@ class Stage:
 
     @property
     def flop(self) -> int:
-        """Of one image's forward pass."""
         return sum(block.flop for block in self.blocks)
 
     @property
     def num_parameters(self) -> int:
-        """Trainable parameters."""
         return sum(block.num_parameters for block in self.blocks)
 
     @property
     def output_shape(self) -> tuple[int, ...]:
-        """Of one image, without the batch axis."""
         return self.blocks[-1].output_shape
 
     @property
@@ -67,35 +58,19 @@ class Stage:
 
 @dataclass(frozen=True)
 class Partition:
-    """The stages of a network, in order.
+    """The stages of a network, in order."""
 
-    Attributes:
-        stages: Each takes what the one before returned.
-        image_shape: Of what enters the first, without the batch axis.
-    """
-
-    stages: tuple[Stage, ...]
-    image_shape: tuple[int, ...]
+    stages: tuple[Stage, ...]  # each takes what the one before returned
+    image_shape: tuple[int, ...]  # of what enters the first, without the batch axis
 
     @classmethod
     def of(
-        cls,
-        network: nn.Module,
-        image_shape: Sequence[int],
-        *,
-        num_stages: int,
-        cuts: Sequence[str] | None = None,
+        cls, network: nn.Module, image_shape: Sequence[int], *, num_stages: int, cuts: Sequence[str] | None = None
     ) -> "Partition":
-        """Cut `network` so that the stage with the most FLOP has as few as possible.
+        """Cut `network`, which says its blocks, so that the stage with the most FLOP has as few as possible.
 
-        Args:
-            network: One that says its blocks, on any device.
-            image_shape: Of what enters, without the batch axis.
-            num_stages: How many stages; each has at least one block.
-            cuts: The blocks with which the second and later stages begin, to cut there instead.
-
-        Raises:
-            ConfigError: More stages than blocks, or cuts that are unknown, out of order or not one fewer than stages.
+        With `cuts`, names of blocks, the second and later stages begin with these instead. `image_shape` is without the
+        batch axis.
         """
         blocks = measure(network, image_shape)
         if not 1 <= num_stages <= len(blocks):

@@ -21,19 +21,12 @@ Arch = Literal["vit_micro", "vit_tiny"]
 
 @dataclass(frozen=True)
 class _Shape:
-    """What tells the networks apart.
+    """What tells the networks apart."""
 
-    Attributes:
-        dim: Values of a patch between two blocks.
-        num_blocks: Encoder blocks.
-        num_heads: A divisor of `dim`; `tp` divides them among processes.
-        patch: Height and width of a patch, in pixels.
-    """
-
-    dim: int
-    num_blocks: int
-    num_heads: int
-    patch: int = 4
+    dim: int  # values of a patch between two blocks
+    num_blocks: int  # encoder blocks
+    num_heads: int  # a divisor of `dim`; `tp` divides them among processes
+    patch: int = 4  # height and width of a patch, in pixels
 
 
 # "vit_tiny" has the width of DeiT-Ti (Touvron et al. 2021) and half its depth, with 12 heads, which 2, 3 and 4 divide.
@@ -44,11 +37,7 @@ SHAPES: dict[str, _Shape] = {
 
 
 class VisionTransformer(nn.Sequential):
-    """From float (n, 3, image_size, image_size) to logits (n, num_classes).
-
-    Raises:
-        ConfigError: The patches do not fill the image.
-    """
+    """From float (n, 3, image_size, image_size) to logits (n, num_classes)."""
 
     def __init__(self, arch: Arch, *, num_classes: int, image_size: int) -> None:
         shape = SHAPES[arch]
@@ -110,8 +99,8 @@ class EncoderBlock(nn.Module):
 class Attention(nn.Module):
     """Self-attention of several heads (Vaswani et al. 2017, https://arxiv.org/abs/1706.03762).
 
-    The outputs of `qkv` are those of the first head, query, key and value, then those of the second: consecutive ones
-    are whole heads, as many as there are, so that `tp` needs to change nothing but the weights.
+    The outputs of `qkv` are those of the first head, query, key and value, then those of the second, so that `tp` can
+    split them between heads.
     """
 
     def __init__(self, dim: int, *, num_heads: int) -> None:

@@ -27,7 +27,7 @@ BLUE, RED, GREY = "#1f6fb4", "#c8321e", "#666666"
 def read_metrics(run: str | Path) -> pd.DataFrame:
     """`metrics.csv` with one row for each step; nan where a metric was not logged at that step.
 
-    The file has a row for each call of the logger, so that training and validation metrics of a step are in two rows.
+    Files of earlier versions have several rows for a step, which become one here.
 
     Args:
         run: A run folder.

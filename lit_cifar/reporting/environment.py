@@ -23,19 +23,10 @@ SOURCE = Path(__file__).resolve().parents[1]
 
 
 def environment(trainer: Trainer, *, data_name: str) -> dict[str, Any]:
-    """The environment of a run, without names of the machine or its user.
-
-    Args:
-        trainer: Its strategy's processes have started.
-        data_name: Title of the data set.
-    """
-    return {
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": command_line(sys.argv),
-        "git": git_state(SOURCE),
-        "versions": versions(),
+    """The environment of a run whose processes have started, without names of the machine or its user."""
+    return start_and_versions() | {
         "cpu": {"model": cpu_model(), "cores": os.cpu_count(), "threads_per_process": torch.get_num_threads()},
-        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "gpus": gpu_names(),
         "data": data_name,
         "strategy": strategy_name(trainer),
         "device": trainer.strategy.root_device.type,
@@ -44,6 +35,20 @@ def environment(trainer: Trainer, *, data_name: str) -> dict[str, Any]:
         "layout": {**asdict(Layout.of(trainer.strategy)), "num_replicas": Layout.of(trainer.strategy).num_replicas},
         "precision": str(trainer.precision),
     }
+
+
+def start_and_versions() -> dict[str, Any]:
+    """When and by which command this process was started, from which commit, with which versions."""
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command_line(sys.argv),
+        "git": git_state(SOURCE),
+        "versions": versions(),
+    }
+
+
+def gpu_names() -> list[str]:
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
 def strategy_name(trainer: Trainer) -> str:

@@ -16,28 +16,18 @@ _IMAGE_SIDE = 160  # pixels, for 32 of the data
 
 @dataclass(frozen=True)
 class WrongImage:
-    """A misclassified image.
+    """A misclassified image."""
 
-    Attributes:
-        image: uint8, (3, H, W), on the CPU.
-        truth: Name of its class.
-        prediction: Name of the class the network chose.
-        confidence: Softmax probability of that choice, from 0 to 1.
-    """
-
-    image: Tensor
-    truth: str
-    prediction: str
-    confidence: float
+    image: Tensor  # uint8, (3, H, W), on the CPU
+    truth: str  # name of its class
+    prediction: str  # name of the class the network chose
+    confidence: float  # softmax probability of that choice, from 0 to 1
 
 
 def confusion_figure(confusion: Tensor, classes: Sequence[str], *, title: str) -> Figure:
     """Counts in cells, coloured by their share of the row.
 
-    Args:
-        confusion: int64, (C, C), on the CPU; rows are the truth, columns the predictions.
-        classes: C names.
-        title: Goes above the matrix.
+    `confusion` is int64, (C, C), on the CPU; rows are the truth, columns the predictions of the C `classes`.
     """
     counts = confusion.numpy()
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)

@@ -3,22 +3,22 @@
 import re
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lit_cifar.data.images import Batch, ImageSet
+from lit_cifar.reporting.evaluation_callback import EvaluationCallback, Split
 from lit_cifar.reporting.evaluation_plots import WrongImage, evaluation_figures, render
-from lit_cifar.reporting.tensorboard import tensorboard_writer
+from lit_cifar.reporting.tensorboard import log_to_tensorboard, tensorboard_writer
 
-Split = Literal["val", "test"]
 SPLIT_WORDS: dict[Split, str] = {"val": "validation", "test": "test"}
 
 
-class EvaluationFigures(Callback):
+class EvaluationFigures(EvaluationCallback):
     """Draws every evaluation into TensorBoard.
 
     All processes gather the numbers. Only rank 0 draws, in a thread beside the training that follows. The end of a run
@@ -39,49 +39,16 @@ class EvaluationFigures(Callback):
         self._worst = MostConfidentMistakes(num_wrong)
         self._drawing: Future[None] | None = None
 
-    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Drop the images of the previous epoch."""
+    def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._worst = MostConfidentMistakes(self.num_wrong)
 
-    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Drop the images of the previous test."""
-        self._worst = MostConfidentMistakes(self.num_wrong)
-
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Batch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Keep the worst mistakes so far."""
+    def _count(self, trainer: Trainer, logits: Any, batch: Batch) -> None:
         if self._is_due(trainer):
-            self._worst.update(outputs, batch)
+            self._worst.update(logits, batch)
 
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Batch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Keep the worst mistakes so far."""
+    def _finish(self, trainer: Trainer, pl_module: LightningModule, split: Split) -> None:
         if self._is_due(trainer):
-            self._worst.update(outputs, batch)
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw, unless this is the sanity check or an epoch without figures."""
-        if self._is_due(trainer):
-            self._draw(trainer, pl_module, "val")
-
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw."""
-        if self._is_due(trainer):
-            self._draw(trainer, pl_module, "test")
+            self._draw(trainer, pl_module, split)
 
     def _is_due(self, trainer: Trainer) -> bool:
         if trainer.sanity_checking or not self.every_n_epochs:
@@ -100,9 +67,11 @@ class EvaluationFigures(Callback):
         if writer is None:  # every rank but 0, and runs without TensorBoard
             return
         datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission
-        step, title = trainer.global_step, _title(trainer, datamodule.name, split)
-        for name, accuracy in class_accuracies(details["acc_per_class"], confusion, datamodule.classes).items():
-            writer.add_scalar(f"{split}/acc_class/{name}", accuracy, step)
+        step, title = trainer.global_step, f"{datamodule.name}, {SPLIT_WORDS[split]}"
+        if trainer.state.fn == "fit":
+            title += f", epoch {trainer.current_epoch + 1}"
+        accuracies = class_accuracies(details["acc_per_class"], confusion, datamodule.classes)
+        log_to_tensorboard(trainer, {f"{split}/acc_class/{name}": value for name, value in accuracies.items()})
         wrong = _look_up(datamodule.sets[split], confidence, ids, predictions)
 
         def draw() -> None:
@@ -136,9 +105,6 @@ class MostConfidentMistakes:
 
     `update` stays on the device and never waits for it. Ties go to the smaller id, so that the choice does not depend
     on which process has which sample.
-
-    Args:
-        k: How many to keep.
     """
 
     def __init__(self, k: int) -> None:
@@ -181,10 +147,7 @@ class MostConfidentMistakes:
 def class_accuracies(accuracies: Tensor, confusion: Tensor, classes: Sequence[str]) -> dict[str, float]:
     """The accuracy of each class, by a name that is valid as a tag; classes without samples are left out.
 
-    Args:
-        accuracies: float, (C,).
-        confusion: int64, (C, C); rows are the truth.
-        classes: C names.
+    `accuracies` is float, (C,); `confusion` int64, (C, C), with the truth in rows.
     """
     totals = confusion.sum(dim=1).tolist()
     return {
@@ -192,11 +155,6 @@ def class_accuracies(accuracies: Tensor, confusion: Tensor, classes: Sequence[st
         for name, accuracy, total in zip(classes, accuracies.tolist(), totals, strict=True)
         if total
     }
-
-
-def _title(trainer: Trainer, name: str, split: Split) -> str:
-    where = f"{name}, {SPLIT_WORDS[split]}"
-    return f"{where}, epoch {trainer.current_epoch + 1}" if trainer.state.fn == "fit" else where
 
 
 def _look_up(

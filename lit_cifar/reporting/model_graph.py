@@ -11,17 +11,15 @@ from lit_cifar.reporting.tensorboard import tensorboard_writer
 
 
 class ModelGraph(Callback):
-    """Draws `pl_module.network` into TensorBoard's Graphs tab before a fit starts.
+    """Draws `pl_module.network` into TensorBoard's Graphs tab before a fit starts, if `EvaluationFigures` draws.
 
-    A copy of the network is traced, on the CPU and in evaluation mode. The network itself does not change. It is traced
-    before the fit, because some strategies then split the network. If `EvaluationFigures` draws nothing, this draws
-    nothing either.
+    A copy is traced, on the CPU and in evaluation mode, before some strategies split the network.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Trace and write, on rank 0."""
         writer = tensorboard_writer(trainer) if stage == "fit" else None
-        if writer is None or not _draws(trainer):
+        figures = [c for c in trainer.callbacks if isinstance(c, EvaluationFigures)]  # type: ignore[attr-defined]
+        if writer is None or not all(found.every_n_epochs for found in figures):
             return
         network = copy.deepcopy(pl_module.network).cpu().eval()  # type: ignore[union-attr]
         shape: tuple[int, ...] = pl_module.image_shape  # type: ignore[assignment]
@@ -31,8 +29,3 @@ class ModelGraph(Callback):
             warnings.filterwarnings("ignore", r"`torch\.jit\.trace", FutureWarning)
             warnings.filterwarnings("ignore", r"`torch\.jit\.trace", DeprecationWarning)
             writer.add_graph(network, example)
-
-
-def _draws(trainer: Trainer) -> bool:
-    figures = [c for c in trainer.callbacks if isinstance(c, EvaluationFigures)]  # type: ignore[attr-defined]
-    return all(found.every_n_epochs for found in figures)

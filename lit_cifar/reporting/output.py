@@ -97,7 +97,6 @@ class _Outlasting:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """As the stream does."""
         try:
             return self._stream.write(text)
         except BrokenPipeError:
@@ -105,7 +104,6 @@ class _Outlasting:
             return len(text)
 
     def flush(self) -> None:
-        """As the stream does."""
         try:
             self._stream.flush()
         except BrokenPipeError:

@@ -2,11 +2,9 @@
 
 import csv
 from pathlib import Path
-from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 from rich.table import Table
@@ -15,29 +13,25 @@ from torch import Tensor
 from lit_cifar.data.images import Batch
 from lit_cifar.layout import Layout
 from lit_cifar.reporting.csv_files import replace_csv
+from lit_cifar.reporting.evaluation_callback import EvaluationCallback, Split
 from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates, pooled
 from lit_cifar.reporting.run_report import run_folder
+from lit_cifar.reporting.tensorboard import log_to_tensorboard
 
 FILE_NAME = "per_rank.csv"
 COLUMNS = ("split", "rank", "correct", "total", "accuracy")
 
 
-class PerRankAccuracy(Callback):
+class PerRankAccuracy(EvaluationCallback):
     """Counts correct and evaluated samples on each rank, and reports them with their exact sum.
 
     A rank is a process; if one process holds several replicas (`dp`) a rank is a replica. The counts are int64 on the
-    device until the epoch ends. Then they are summed over the processes. After each evaluation
-
-    - `per_rank.csv` in the run folder holds a row for each rank and one called `all`; a later evaluation of the same
-      split replaces its rows;
-    - TensorBoard shows `val/acc_rank0` and so on (`metrics.csv` does not repeat what `per_rank.csv` says);
-    - `validate` and `test` print a table with 95 % intervals, in which a rank that differs from the others beyond
-      chance is flagged (see `lit_cifar.reporting.rank_statistics.deviates`).
+    device until the epoch ends. Then they are summed over the processes, and written to `per_rank.csv` in the run
+    folder, in place of those of an earlier evaluation of the split, and to TensorBoard as `val/acc_rank0` and so on.
+    `validate` and `test` print a table with 95 % intervals, in which a rank that differs from the others beyond chance
+    is flagged (see `lit_cifar.reporting.rank_statistics.deviates`).
 
     Expects one loader for each split, logits (n, C) as the step's output, and a `Batch`; n may be 0.
-
-    Attributes:
-        counts: The latest counts by split ("val" or "test"), in the order of the ranks; the same on every process.
     """
 
     def __init__(self) -> None:
@@ -45,53 +39,11 @@ class PerRankAccuracy(Callback):
         self._layout = Layout()
         self._tally = torch.zeros(0, 2, dtype=torch.int64)
 
-    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start from zero."""
-        self._start(trainer, pl_module)
-
-    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start from zero."""
-        self._start(trainer, pl_module)
-
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Batch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Count a batch."""
-        self._count(trainer, outputs, batch)
-
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Batch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Count a batch."""
-        self._count(trainer, outputs, batch)
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Sum over the processes and write."""
-        self._finish(trainer, "val")
-
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Sum over the processes and write."""
-        self._finish(trainer, "test")
-
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the table, but not after every epoch of a fit."""
         if trainer.state.fn == TrainerFn.VALIDATING:
             self._print(trainer, pl_module, "val")
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the table."""
         self._print(trainer, pl_module, "test")
 
     def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -113,7 +65,7 @@ class PerRankAccuracy(Callback):
         replicas: Tensor = trainer.strategy.replica_of(num_samples)  # type: ignore[attr-defined]
         return first + replicas
 
-    def _finish(self, trainer: Trainer, split: str) -> None:
+    def _finish(self, trainer: Trainer, pl_module: LightningModule, split: Split) -> None:
         if trainer.sanity_checking:
             return
         summed = trainer.strategy.reduce(self._tally, reduce_op="sum")
@@ -128,9 +80,7 @@ class PerRankAccuracy(Callback):
         scalars = {
             f"{split}/acc_rank{rank}": count.accuracy for rank, count in enumerate(self.counts[split]) if count.total
         }
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.log_metrics(scalars, step=trainer.global_step)
+        log_to_tensorboard(trainer, scalars)
 
     def _print(self, trainer: Trainer, pl_module: LightningModule, split: str) -> None:
         data_name = getattr(getattr(trainer, "datamodule", None), "name", None)

@@ -1,7 +1,5 @@
 """Writes the results of `predict`: a class and a confidence for each image of the user's folder."""
 
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +18,6 @@ class PredictionWriter(Callback):
 
     A file that could not be read has an error and no class. Expects `predict_step` to return
     softmax probabilities (n, C), and `trainer.datamodule.folder` to list the files.
-
-    Attributes:
-        rows: The latest table, on rank 0.
     """
 
     def __init__(self) -> None:
@@ -30,20 +25,13 @@ class PredictionWriter(Callback):
         self._table = torch.zeros(0, 3, dtype=torch.float64)
 
     def on_predict_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start with an empty table."""
         # One row for each readable image: class, confidence, how often it was classified. A row stays zero except on
         # the process that classifies the image, so that the sum over processes is the whole table.
         num_images = len(_datamodule(trainer).sets["predict"])
         self._table = torch.zeros(num_images, 3, dtype=torch.float64, device=trainer.strategy.root_device)
 
     def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Batch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, *_: Any, **__: Any
     ) -> None:
         """Fill in the batch's rows, without waiting for the device."""
         probabilities: Tensor = outputs
@@ -52,7 +40,6 @@ class PredictionWriter(Callback):
         self._table[batch.ids] = filled.to(self._table)
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Combine the processes' tables and write the file on rank 0."""
         table = trainer.strategy.reduce(self._table, reduce_op="sum")
         folder = run_folder(trainer)
         if not trainer.is_global_zero:
@@ -64,13 +51,8 @@ class PredictionWriter(Callback):
             for file, error in zip(datamodule.folder.files, datamodule.folder.errors, strict=True)
         ]
         if folder is not None:
-            write_rows(folder / PREDICTIONS, self.rows)
-
-
-def write_rows(path: Path, rows: Iterable[tuple[str, ...]]) -> None:
-    """Write the table with its header; the file is replaced as a whole, so that a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_csv(path, [COLUMNS, *rows])
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_csv(folder / PREDICTIONS, [COLUMNS, *self.rows])
 
 
 def _cells(table: Tensor, classes: tuple[str, ...]) -> list[tuple[str, str, str]]:

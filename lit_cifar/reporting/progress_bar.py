@@ -20,15 +20,12 @@ _SHOW_EVERY_S = 0.5
 class ProgressBar(TQDMProgressBar):
     """Shows epoch, loss, accuracy and images per second; the line of a finished epoch remains.
 
-    If stdout is not a terminal there is no bar. A line is printed after each epoch, and at least every `line_every_s`.
+    The bar is updated every `refresh_rate` steps, but at most twice a second, because the host waits for a GPU to have
+    the values. If stdout is not a terminal there is no bar: a line is printed after each epoch, and at least every
+    `line_every_s`.
 
     The values are those that the run logs, with or without `prog_bar=True`. That flag would make Lightning read a value
     back from the device in every step; here it is read when the bar is updated.
-
-    Args:
-        refresh_rate: Number of steps between updates of the bar; 0 for no progress at all. There are at most two
-            updates a second, because the host waits for a GPU to have the values.
-        line_every_s: Seconds between two lines in a log file.
     """
 
     # All of it in 80 columns, where the bar itself is what gives way.
@@ -43,7 +40,6 @@ class ProgressBar(TQDMProgressBar):
         self._shown_at = -math.inf
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Choose between bar and lines."""
         super().setup(trainer, pl_module, stage)
         self._writes_lines = trainer.is_global_zero and self.refresh_rate > 0 and not sys.stdout.isatty()
         if self._writes_lines:
@@ -55,7 +51,6 @@ class ProgressBar(TQDMProgressBar):
         self.train_progress_bar = Tqdm(disable=True)
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Open the epoch's bar."""
         self._epoch_at = self._line_at = perf_counter()
         super().on_train_epoch_start(trainer)
         self.train_progress_bar.set_description_str(_epoch_of(trainer))
@@ -93,7 +88,6 @@ class ProgressBar(TQDMProgressBar):
             self._write_line(trainer, metrics, "done")
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """The figures of the last step, by short name, formatted."""
         return _short(trainer, STEP_NAMES)
 
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:

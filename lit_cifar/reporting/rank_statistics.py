@@ -8,17 +8,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
+# Upper bound of the probability that an evaluation flags any rank although all ranks are equally good.
 FAMILY_WISE_LEVEL = 0.01
-"""Upper bound of the probability that an evaluation flags any rank although all ranks are equally good."""
 
 
 @dataclass(frozen=True)
 class AccuracyCount:
-    """Samples seen and samples classified correctly.
-
-    Raises:
-        ValueError: If not `0 <= correct <= total`.
-    """
+    """Samples seen and samples classified correctly."""
 
     correct: int
     total: int
@@ -40,12 +36,6 @@ class AccuracyCount:
 
         It stays inside [0, 1] and keeps its level close to 0 and 1, where the textbook p +- z sqrt(p q / n) collapses.
 
-        Args:
-            level: Share of such intervals that cover the true accuracy, between 0 and 1.
-
-        Raises:
-            ValueError: If `level` is not between 0 and 1.
-
         Source: E. B. Wilson, "Probable inference, the law of succession, and statistical inference", Journal of the
         American Statistical Association 22 (1927), 209-212.
         """
@@ -60,7 +50,6 @@ class AccuracyCount:
 
 
 def pooled(counts: Iterable[AccuracyCount]) -> AccuracyCount:
-    """All counts as one."""
     return sum(counts, start=AccuracyCount(0, 0))
 
 
@@ -76,7 +65,7 @@ def deviates(counts: Sequence[AccuracyCount], *, level: float = FAMILY_WISE_LEVE
     remaining = dict(enumerate(counts))
     while remaining:
         whole = pooled(remaining.values())
-        log_chances = {rank: _log_chance(count, whole) for rank, count in remaining.items()}
+        log_chances = {rank: log_chance(count, whole) for rank, count in remaining.items()}
         least = min(log_chances.values())
         if least >= math.log(level / len(counts)):
             break
@@ -84,25 +73,15 @@ def deviates(counts: Sequence[AccuracyCount], *, level: float = FAMILY_WISE_LEVE
     return [rank not in remaining for rank in range(len(counts))]
 
 
-def chance_probability(part: AccuracyCount, whole: AccuracyCount) -> float:
-    """Two-sided probability of a deviation at least as large as `part`'s if `part` were drawn blindly from `whole`.
+def log_chance(part: AccuracyCount, whole: AccuracyCount) -> float:
+    """Log-probability of a deviation at least as large as `part`'s if `part` were drawn blindly from `whole`.
 
     One model sorts the samples into right and wrong; which rank they fall to has no influence on that. A rank's
     number of correct samples then follows the hypergeometric distribution: this is Fisher's exact test of the rank
     against the remaining ranks. The tail on the side of the deviation counts twice.
 
-    Raises:
-        ValueError: If `part` is not contained in `whole`.
-
     Source: R. A. Fisher, "The Design of Experiments" (1935), chapter II.
     """
-    if part.correct > whole.correct or part.total - part.correct > whole.total - whole.correct:
-        raise ValueError(f"{part} is not a part of {whole}")
-    return math.exp(_log_chance(part, whole))
-
-
-def _log_chance(part: AccuracyCount, whole: AccuracyCount) -> float:
-    """Logarithm of `chance_probability`, which would underflow where two ranks are both far beyond chance."""
     hits, marked = part.correct, whole.correct
     if hits * whole.total < marked * part.total:  # below average: as many wrong samples or more is the tail
         hits, marked = part.total - hits, whole.total - marked

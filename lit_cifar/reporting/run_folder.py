@@ -7,24 +7,19 @@ from typing import Any
 
 from jsonargparse import Namespace
 from lightning.pytorch.cli import instantiate_class
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import rank_zero_only
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.csv_files import replace_csv
+from lit_cifar.reporting.tensorboard import RunEvents
 
 
 def create_run_folder(run_dir: str | None, *, label: str, resume: bool = False) -> Path:
     """Make the folder of a run, on rank 0; other ranks get a path that nothing is written to.
 
-    Args:
-        run_dir: The folder the user wants, or None for `runs/<time>-<label>`.
-        label: Subcommand and mode, e.g. "fit-ddp".
-        resume: Whether the folder may already hold a run. Otherwise it must be empty.
-
-    Raises:
-        ConfigError: The folder is not empty, or cannot be written.
+    It is `run_dir`, or `runs/<time>-<label>`, and must be empty unless a run is resumed in it.
     """
     folder = Path(run_dir) if run_dir else Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{label}"
     if process_rank() != 0:
@@ -35,7 +30,9 @@ def create_run_folder(run_dir: str | None, *, label: str, resume: bool = False) 
         folder.mkdir(parents=True, exist_ok=True)
         occupied = not resume and any(folder.iterdir())
         if not occupied:
-            _probe(folder)
+            # The permissions of a folder do not show read-only mounts and quotas.
+            (folder / ".writable").touch()
+            (folder / ".writable").unlink()
     except OSError as error:
         raise ConfigError(
             f"the run folder {folder} cannot be written: {error.strerror}",
@@ -49,31 +46,23 @@ def create_run_folder(run_dir: str | None, *, label: str, resume: bool = False) 
     return folder
 
 
-def run_loggers(folder: Path, *, kept_rows: int = 0, first_step: int | None = None) -> list[Logger]:
+def run_loggers(
+    folder: Path, *, charts: bool = True, kept_rows: int = 0, first_step: int | None = None
+) -> list[Logger]:
     """TensorBoard events, `metrics.csv` and `hparams.yaml`, all in `folder` itself.
 
-    Args:
-        folder: The run folder.
-        kept_rows: Lines of `metrics.csv` that were written before the checkpoint of a resumed run. Later lines are
-            dropped, as the run writes them again.
-        first_step: The step from which a resumed run writes again, 0 without a checkpoint. TensorBoard hides earlier
-            events of these steps. None for a new run.
+    With `charts` TensorBoard draws the numbers, see `RunEvents`. A resumed run keeps `kept_rows` lines of
+    `metrics.csv`, those before its checkpoint, and writes the later ones again. It does so from `first_step` on, 0
+    without a checkpoint: TensorBoard hides earlier events of these steps. None means a new run.
     """
     csv_logger = CSVLogger(save_dir=str(folder), name="", version="")
     if process_rank() == 0:
         csv_logger._experiment = _ContinuedWriter(csv_logger.log_dir, kept_rows=kept_rows)
-    settings: dict[str, Any] = {"default_hp_metric": False, "purge_step": first_step}
-    tensorboard = TensorBoardLogger(save_dir=str(folder), name="", version="", **settings)
-    return [tensorboard, csv_logger]
+    return [RunEvents(folder, charts=charts, first_step=first_step), csv_logger]
 
 
 def logger_below(folder: Path, given: Namespace) -> Logger:
-    """A logger that the user has added; it writes below the run folder if it has an argument `save_dir`.
-
-    Args:
-        folder: The run folder.
-        given: The logger's class and arguments. A relative `save_dir` is relative to the run folder.
-    """
+    """A logger that the user has added; a relative `save_dir` among its arguments is relative to the run folder."""
     arguments = {**given.get("init_args", {}), **given.get("dict_kwargs", {})}
     if "save_dir" in arguments:
         arguments["save_dir"] = str(folder / (arguments["save_dir"] or ""))
@@ -82,39 +71,86 @@ def logger_below(folder: Path, given: Namespace) -> Logger:
 
 
 class _ContinuedWriter(ExperimentWriter):
-    """Keeps the first lines of an existing `metrics.csv`, which Lightning's own writer would delete."""
+    """One row for each step, after the first lines of an existing `metrics.csv`, which Lightning would delete.
+
+    What is logged of a step by several calls, as by training and validation at the end of an epoch, goes into one row.
+    Learning rates, which are logged before the step, wait for the rest of their row.
+    """
 
     def __init__(self, log_dir: str, *, kept_rows: int) -> None:
-        self._kept_rows = kept_rows
+        self._last: dict[str, Any] = {}  # the file's last row, which may grow
+        self._grows = False
         super().__init__(log_dir)
         path = Path(self.metrics_file_path)
         if path.exists():
-            self.metrics_keys = _keep_rows(path, kept_rows)
+            self.metrics_keys, self._last = _keep_rows(path, kept_rows)
+
+    def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
+        """Add to the row of this step."""
+        super().log_metrics(metrics_dict, step)
+        row = self.metrics.pop()
+        if self.metrics and self.metrics[-1]["step"] == row["step"]:
+            self.metrics[-1] |= row
+        elif not self.metrics and str(row["step"]) == str(self._last.get("step")):
+            self._grows = True
+            self.metrics.append(self._last | row)
+        else:
+            self.metrics.append(row)
+
+    def save(self) -> None:
+        """Append the new rows. The file is replaced, in one step, where a row or the header grows."""
+        rates = self.metrics[-1:] if self.metrics and _holds_rates_alone(self.metrics[-1]) else []
+        self.metrics = [row for row in self.metrics if not _holds_rates_alone(row)]
+        if self.metrics:
+            self._last = self.metrics[-1]
+            if self._grows:
+                self._replace_last_row()
+            super().save()
+        self.metrics = rates
+
+    def _replace_last_row(self) -> None:
+        """Replace the file's last row by the first of the new ones."""
+        grown = self.metrics.pop(0)
+        self._grows = False
+        fields = sorted({*self.metrics_keys, *grown})
+        self.metrics_keys = fields
+        _replace_metrics(Path(self.metrics_file_path), [fields, *self._rows(fields)[:-1], _cells(grown, fields)])
 
     def _check_log_dir_exists(self) -> None:
         """Do nothing: Lightning would delete the files."""
 
     def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
         """Add columns so that a run that is killed never leaves half a table."""
-        path = Path(self.metrics_file_path)
-        with path.open(newline="") as file:
-            rows = [*csv.DictReader(file)]
-        _replace_metrics(path, [fieldnames, *([row.get(name, "") for name in fieldnames] for row in rows)])
+        _replace_metrics(Path(self.metrics_file_path), [fieldnames, *self._rows(fieldnames)])
+
+    def _rows(self, fields: list[str]) -> list[list[Any]]:
+        """Those in the file, with these columns."""
+        with Path(self.metrics_file_path).open(newline="") as file:
+            return [_cells(row, fields) for row in csv.DictReader(file)]
 
 
-def _keep_rows(path: Path, num_rows: int) -> list[str]:
-    """Cut a table to its first lines and return the names of its columns."""
+def _holds_rates_alone(row: dict[str, Any]) -> bool:
+    return all(name == "step" or name.startswith("lr-") for name in row)
+
+
+def _cells(row: dict[str, Any], fields: list[str]) -> list[Any]:
+    return [row.get(name, "") for name in fields]
+
+
+def _keep_rows(path: Path, num_rows: int) -> tuple[list[str], dict[str, Any]]:
+    """Cut a table to its first lines, and return the names of its columns and the last line."""
     with path.open(newline="") as file:
         rows: list[list[str]] = [*csv.reader(file)]
     header = rows.pop(0) if rows else []
     if not num_rows or not header:
         path.unlink()
-        return []
-    _replace_metrics(path, [header, *rows[:num_rows]])
-    return header
+        return [], {}
+    kept = rows[:num_rows]
+    _replace_metrics(path, [header, *kept])
+    return header, {name: cell for name, cell in zip(header, kept[-1], strict=False) if cell} if kept else {}
 
 
-def _replace_metrics(path: Path, rows: list[list[str]]) -> None:
+def _replace_metrics(path: Path, rows: list[list[Any]]) -> None:
     """Replace the file, with the line ends that Lightning's writer uses."""
     replace_csv(path, rows, lineterminator="\r\n")
 
@@ -130,10 +166,3 @@ def _unused(folder: Path) -> Path:
         candidate = folder.with_name(f"{folder.name}-{number}")
         number += 1
     return candidate
-
-
-def _probe(folder: Path) -> None:
-    """Write and remove a file: the permissions of a folder do not show read-only mounts and quotas."""
-    probe = folder / ".writable"
-    probe.touch()
-    probe.unlink()

@@ -21,10 +21,9 @@ PREDICTIONS = "predictions.csv"
 class RunReport(Callback):
     """Writes `environment.json`, and prints on rank 0 what a user wants to know before and after a run.
 
-    Before a fit it prints the model, the data set, how the global batch is divided, the mode and what it splits. Before
-    any other subcommand it prints the mode. Afterwards it prints the run folder, and TensorBoard's command or the file
-    of predictions. After a fit it also prints the result and the command that tests the checkpoint. A run that fails
-    prints no result.
+    Before a fit these are model, data, global batch and mode; afterwards the result, the run folder, and the commands
+    to look at it and to test its checkpoint. Other subcommands print the mode and the folder. A run that fails prints
+    no result.
     """
 
     def __init__(self) -> None:
@@ -41,27 +40,25 @@ class RunReport(Callback):
             leave_out_banners()
 
     def announce(self, trainer: Trainer, pl_module: LightningModule, datamodule: Any, *, stage: str) -> None:
-        """Print the settings of the run, unless that was done. It may be called before the processes have met.
+        """Print the settings of the run, unless that was done.
 
-        Args:
-            trainer: Need not have the data module yet.
-            pl_module: The model.
-            datamodule: `setup` was called.
-            stage: "fit", "validate", "test" or "predict".
+        This may be called before the processes have met, once `setup` of the data module was called.
         """
         if not self._announced:
             self._announced = True
             print(*(plan(trainer, pl_module, datamodule) if stage == "fit" else [_mode(trainer)]), sep="\n", flush=True)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write the environment and print the plan."""
         self._started_at = perf_counter()
         self._folder = run_folder(trainer)
         if not trainer.is_global_zero:
             return
         datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission
         if self._folder is not None:
-            _write_once(self._folder / FILE_NAME, environment(trainer, data_name=datamodule.name))
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = self._folder / FILE_NAME
+            if not path.exists():  # else it belongs to the run's first stage
+                path.write_text(json.dumps(environment(trainer, data_name=datamodule.name), indent=2) + "\n")
         self.announce(trainer, pl_module, datamodule, stage=stage)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -75,6 +72,8 @@ class RunReport(Callback):
             lines.append(_line("result", ", ".join([*results(trainer), f"took {duration}"])))
         if self._folder is not None:
             lines += next_steps(self._folder, stage, checkpoint=checkpoint_path(trainer) if stage == "fit" else None)
+        if stage == "predict":
+            lines += _unread(trainer.datamodule)  # type: ignore[attr-defined]  # Lightning's own omission
         print(*lines, sep="\n", flush=True)
 
 
@@ -85,11 +84,11 @@ def run_folder(trainer: Trainer) -> Path | None:
 
 
 def plan(trainer: Trainer, pl_module: LightningModule, datamodule: Any) -> list[str]:
-    """Model, data, global batch and mode of a fit, a line each, and what the mode splits.
+    """Model, data, global batch and mode of a fit, a line each, and the lines of `Strategy.plan()`: what the mode
+    splits.
 
-    The strategy's `plan()` returns the lines about the split. The first gets the label "split", the others are indented
-    below it. This is called on rank 0 alone and before `Strategy.setup`, so `plan()` must neither communicate nor need
-    what `setup` makes.
+    This is called on rank 0 alone and before `Strategy.setup`, so `plan()` must neither communicate nor need what
+    `setup` makes.
     """
     num_parameters = sum(parameter.numel() for parameter in pl_module.parameters())
     header = getattr(pl_module, "header", None)
@@ -131,7 +130,6 @@ def _division(batch_size: int, layout: Layout, accumulated: int) -> str:
 
 
 def _split(strategy: Any) -> list[str]:
-    """The lines of `strategy.plan()`, if it has one, under one label."""
     lines: list[str] = strategy.plan() if hasattr(strategy, "plan") else []
     return [_line("" if index else "split", line) for index, line in enumerate(lines)]
 
@@ -174,6 +172,13 @@ def next_steps(folder: Path, stage: str, *, checkpoint: Path | None = None) -> l
     return lines
 
 
+def _unread(datamodule: Any) -> list[str]:
+    """How many files `predict` could not read, and the first of them, in a line; nothing if it has read all."""
+    files, errors = datamodule.folder.files, datamodule.folder.errors
+    broken = [f"{file}: {error}" for file, error in zip(files, errors, strict=True) if error is not None]
+    return [_line("not read", f"{len(broken)} of {len(files)} files; the first is {broken[0]}")] if broken else []
+
+
 def shown(path: Path) -> str:
     """`path` quoted for the shell, and relative if it is below the current folder."""
     absolute = path.absolute()  # not resolve(): the user may have named a link
@@ -187,10 +192,3 @@ def _line(label: str, text: str) -> str:
 
 def _count(number: int, one: str, many: str | None = None) -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
-
-
-def _write_once(path: Path, content: dict[str, Any]) -> None:
-    """Write JSON, unless the file exists: it belongs to the run's first stage."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists():
-        path.write_text(json.dumps(content, indent=2) + "\n")

@@ -17,13 +17,9 @@ class Throughput(Callback):
 
     A window lasts from one log point (`trainer.log_every_n_steps`) to the next and is averaged as a whole. Its time
     includes what an image costs to be trained on: fetching and augmenting batches, transfer, forward, backward,
-    optimizer step, and waiting for slower processes. It leaves out validation, checkpoints and figures between
-    epochs, and the first steps of the fit, in which memory is allocated and kernels are chosen.
-
-    The host waits for a GPU only at log points and when the clock stops, so that the time covers finished work.
-
-    Args:
-        warmup_steps: Number of batches at the start of a fit that are not measured.
+    optimizer step, and waiting for slower processes. It leaves out validation, checkpoints and figures between epochs,
+    and the first `warmup_steps` of the fit, in which memory is allocated and kernels are chosen. The host waits for a
+    GPU only at log points and when the clock stops, so that the time covers finished work.
     """
 
     def __init__(self, *, warmup_steps: int = 2) -> None:
@@ -35,7 +31,6 @@ class Throughput(Callback):
         self._logged_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reset the counts of an earlier fit."""
         self._warmup_left = self.warmup_steps
         self._reset()
         self._started_at = None
@@ -52,7 +47,6 @@ class Throughput(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
-        """Count the batch; log when it is time."""
         if self._warmup_left > 0:
             self._warmup_left -= 1
             if self._warmup_left == 0:
@@ -67,11 +61,9 @@ class Throughput(Callback):
             self._log(pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop."""
         self._stop(pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop."""
         self._stop(pl_module)
 
     def _log(self, pl_module: LightningModule) -> None:

@@ -24,17 +24,10 @@ class SampleAudit(Callback):
     """Checks that every epoch uses each sample of the sampler's order once, and stops the run if not.
 
     The used samples are counted on the device. Their counts are summed over the processes, and compared with the
-    sampler's order, when a checkpoint is written and when an epoch ends. A checkpoint gets the digest of all samples
-    used so far (see `lit_cifar.sample_audit.digest`). `receipt.csv` in the run folder gets a line with the digest
-    after each epoch. Runs that have used the same samples in the same steps have the same digests, in any mode and
-    however often they were interrupted.
-
-    Expects a `Batch`, and a data module with `train_sampler()`, `dataset` and `val_size`. All processes must take part
-    when a checkpoint is written.
-
-    Raises:
-        SampleAuditError: On every process, if samples are missing, or were used twice or in the wrong step.
-        ConfigError: A run is resumed in the middle of an epoch with settings that change the order of its samples.
+    sampler's order, when a checkpoint is written, in which all processes take part, and when an epoch ends. A
+    checkpoint gets the digest of all samples used so far (see `lit_cifar.sample_audit.digest`), `receipt.csv` in the
+    run folder a line with the digest after each epoch. Runs that have used the same samples in the same steps have the
+    same digests, in any mode and however often they were interrupted.
     """
 
     def __init__(self) -> None:
@@ -47,7 +40,6 @@ class SampleAudit(Callback):
         self._tally = _new_tally(trainer, epoch=trainer.current_epoch) if stage == "fit" else None
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Resume at the end of the checkpoint's receipt."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
         receipt = Receipt.read(checkpoint)
@@ -68,7 +60,6 @@ class SampleAudit(Callback):
             self._tally = _new_tally(trainer, epoch=trainer.current_epoch)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
-        """Count a batch, without waiting for the device."""
         tally = self._tally
         if tally is None:
             return
@@ -84,11 +75,11 @@ class SampleAudit(Callback):
         tally = self._tally
         if tally is None or tally.epoch != trainer.current_epoch:
             return
-        if tally.loader_steps == trainer.num_training_batches or not _stops(trainer):
+        stops = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
+        if tally.loader_steps == trainer.num_training_batches or not stops:
             self._finish(trainer, tally)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Check the samples used so far, and write the receipt."""
         tally = self._tally
         if tally is None:
             return
@@ -104,7 +95,6 @@ class SampleAudit(Callback):
         receipt.write(checkpoint)
 
     def _finish(self, trainer: Trainer, tally: Tally) -> None:
-        """Check a whole epoch, write its line, and start the next."""
         num_batches = int(trainer.num_training_batches)
         uses = _proven(trainer, tally, loader_steps=num_batches)
         num_steps = _steps(trainer, num_batches)
@@ -138,7 +128,6 @@ def _proven(trainer: Trainer, tally: Tally, *, loader_steps: int) -> Tensor:
 
 
 def _plan(trainer: Trainer, *, epoch: int) -> TrainSampler:
-    """The sampler of an epoch."""
     datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission
     sampler: TrainSampler = datamodule.train_sampler()
     sampler.set_epoch(epoch)
@@ -159,8 +148,3 @@ def _steps(trainer: Trainer, loader_steps: int) -> int:
     """Optimizer steps in `loader_steps` batches; a limit on an epoch's batches may shorten its last step."""
     whole, rest = divmod(loader_steps, trainer.accumulate_grad_batches)
     return whole + (rest > 0 and loader_steps >= trainer.num_training_batches)
-
-
-def _stops(trainer: Trainer) -> bool:
-    """Whether the run may end within an epoch."""
-    return trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step

@@ -19,9 +19,7 @@ from torch import Tensor
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import CheckpointError, ConfigError, SampleAuditError
 
-EMPTY = sha256().hexdigest()
-"""The digest before the first step of a run."""
-
+EMPTY = sha256().hexdigest()  # the digest before the first step of a run
 KEY = "receipt"
 _USE = 2**32  # the low half of a tally's entry has room for the step
 _MAX_IDS = 10
@@ -30,11 +28,8 @@ _MAX_IDS = 10
 class Tally:
     """One shard's uses of an epoch's samples.
 
-    Attributes:
-        epoch: The epoch.
-        loader_steps: Batches counted, from the epoch's beginning on.
-        uses: int64, (num_samples,); each use of a sample adds 2**32, and the optimizer step (from 1) in which it was
-            used. So one sum over the shards says how often, and of samples that were used once also when.
+    `uses` is int64, (num_samples,): each use of a sample adds 2**32, and the optimizer step (from 1) in which it was
+    used. So one sum over the shards says how often, and of samples that were used once also when.
     """
 
     def __init__(self, num_samples: int, *, epoch: int, device: torch.device) -> None:
@@ -53,22 +48,16 @@ class Tally:
         return tally
 
     def count(self, ids: Tensor, *, accumulation: int) -> None:
-        """Add a batch.
-
-        Args:
-            ids: int64, (n,), on the tally's device; n may be 0.
-            accumulation: Batches in an optimizer step.
-        """
+        """Add a batch; `ids` is int64, (n,), on the tally's device; n may be 0."""
         step = self.loader_steps // accumulation + 1
         self.uses.index_add_(0, ids, self._one.expand(len(ids)), alpha=_USE + step)  # a scalar: no copy to the device
         self.loader_steps += 1
 
 
 def planned(sampler: TrainSampler, *, loader_steps: int) -> Tensor:
-    """What the tallies of all shards should sum up to after so many batches of `sampler.epoch`.
+    """What the tallies of all shards should sum up to after so many batches of `sampler.epoch`, as `Tally.uses`.
 
-    Returns:
-        int64, (num_samples,), as `Tally.uses`. No sample is planned twice, whatever the sampler's order says.
+    No sample is planned twice, whatever the sampler's order says.
     """
     order = sampler.order()
     positions = torch.arange(len(order))
@@ -81,15 +70,10 @@ def planned(sampler: TrainSampler, *, loader_steps: int) -> Tensor:
 
 
 def prove(uses: Tensor, sampler: TrainSampler, *, loader_steps: int) -> None:
-    """Compare what was used with what was planned.
+    """Raise a `SampleAuditError` unless `uses` is what was planned for the first `loader_steps` batches of each shard.
 
-    Args:
-        uses: Sum of the tallies of all shards, int64, (num_samples,), on the host.
-        sampler: Any shard's, at the epoch in question.
-        loader_steps: Batches that each shard should have had of this epoch.
-
-    Raises:
-        SampleAuditError: Names the samples that are missing, that were used more than once, or not when they were due.
+    `uses` is the sum of the tallies of all shards, int64, (num_samples,), on the host; `sampler` is any shard's, at the
+    epoch in question.
     """
     plan = planned(sampler, loader_steps=loader_steps)
     if uses.equal(plan):
@@ -108,13 +92,7 @@ def prove(uses: Tensor, sampler: TrainSampler, *, loader_steps: int) -> None:
 
 
 def chain(digest: str, uses: Tensor, *, num_steps: int) -> str:
-    """`digest` carried on over the first `num_steps` optimizer steps of an epoch.
-
-    Args:
-        digest: Hexadecimal, before the first of them.
-        uses: Of all shards, proven: int64, (num_samples,), on the host.
-        num_steps: Steps of this epoch that enter.
-    """
+    """`digest` (hexadecimal) carried on over the first `num_steps` optimizer steps of an epoch."""
     step_of = uses % _USE  # 0: not used
     ids = torch.argsort(step_of, stable=True)
     sizes = torch.bincount(step_of, minlength=num_steps + 1).tolist()
@@ -145,32 +123,19 @@ class Receipt:
     """What a checkpoint says about the samples that were used until it was written.
 
     It needs no list of them: no other samples have this digest.
-
-    Attributes:
-        epoch: The epoch in which it was written.
-        step: Whole optimizer steps taken in it.
-        start: Digest before the epoch's first step.
-        digest: Digest after its latest step.
-        settings: From `order_settings`.
     """
 
     epoch: int
-    step: int
-    start: str
-    digest: str
-    settings: Settings
+    step: int  # whole optimizer steps taken in it
+    start: str  # digest before the epoch's first step
+    digest: str  # digest after its latest step
+    settings: Settings  # from `order_settings`
 
     def write(self, checkpoint: dict[str, Any]) -> None:
-        """Put the receipt into `checkpoint`."""
         checkpoint[KEY] = asdict(self)
 
     @classmethod
     def read(cls, checkpoint: dict[str, Any]) -> "Receipt | None":
-        """The receipt of `checkpoint`; None if it has none.
-
-        Raises:
-            CheckpointError: There is something else in its place.
-        """
         found = checkpoint.get(KEY)
         if found is None:
             return None
@@ -182,14 +147,9 @@ class Receipt:
         return cls(**found)
 
     def check(self, sampler: TrainSampler, settings: Settings) -> None:
-        """See that this run's plan for the epoch begins with what was used; between two epochs it may be another.
+        """Refuse to resume in the middle of an epoch unless this run's plan for it begins with what was used.
 
-        Args:
-            sampler: Any shard's, at this receipt's epoch.
-            settings: Of this run.
-
-        Raises:
-            ConfigError: It does not; names the settings that differ.
+        `sampler` is any shard's, at this receipt's epoch.
         """
         if not self.step:
             return
@@ -218,6 +178,5 @@ def _listed(mask: Tensor) -> str:
 
 
 def _flags(settings: Settings) -> str:
-    """As on the command line."""
     values = {name: str(value).lower() if isinstance(value, bool) else value for name, value in settings.items()}
     return " ".join(f"--data.{name}={value}" for name, value in values.items())

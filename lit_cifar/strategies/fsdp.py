@@ -17,11 +17,9 @@ _NARROW = (nn.modules.conv._ConvNd, nn.Linear)
 def shard(network: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype | None = None) -> None:
     """Apply `fully_shard` in place: the network's blocks are gathered one at a time; without blocks, all of it at once.
 
-    Args:
-        network: On this process's device; its parameters may be DTensors on another axis of the same mesh.
-        mesh: One axis.
-        dtype: In which convolutions and linear layers compute, and so are gathered; their gradients are summed in the
-            parameters' own. Other layers of a block, BatchNorm say, are then gathered apart.
+    Parameters may be DTensors on another axis of the mesh than this one. Convolutions and linear layers compute in
+    `dtype`, and so are gathered in it; gradients are summed in the parameters' own. Other layers of a block, BatchNorm
+    say, are then gathered apart.
     """
     # Autocast casts what layers take, as on one device.
     reduce_dtype = None if dtype is None else torch.float32

@@ -148,13 +148,7 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
     def on_validation_start(self) -> None:
         self.use_first_buffers()
 
-    @override
-    def on_test_start(self) -> None:
-        self.use_first_buffers()
-
-    @override
-    def on_predict_start(self) -> None:
-        self.use_first_buffers()
+    on_test_start = on_predict_start = on_validation_start
 
     def use_first_buffers(self) -> None:
         """Copy the running statistics of the first replica; every process must call this."""
@@ -163,7 +157,6 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take this process's parts."""
         states = [
             self.part_of_state(state, optimizer)
             for state, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=True)
@@ -200,7 +193,6 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Of all processes."""
         votes = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(votes)
         return bool(votes == self.world_size) if all else bool(votes)
@@ -227,14 +219,9 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
 
 
 def make_mesh(device_type: str, *, model_size: int, timeout: timedelta | None) -> DeviceMesh:
-    """The mesh of all processes; each of them must call this.
+    """The mesh of all processes; each of them must call this. `model_size`, the number along "model", divides theirs.
 
     `init_device_mesh` would give the groups of the axes torch's own time limit, ten minutes under NCCL.
-
-    Args:
-        device_type: As "cpu".
-        model_size: Processes along "model", a divisor of their number.
-        timeout: Of the groups of both axes.
     """
     ranks = torch.arange(dist.get_world_size()).view(-1, model_size)
     groups = [_own_group(lines.tolist(), timeout=timeout) for lines in (ranks.T, ranks)]

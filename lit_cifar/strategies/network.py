@@ -40,11 +40,7 @@ def compiles(module: object) -> bool:
 
 
 def as_runs_network(module: object, *, strategy: str) -> RunsNetwork:
-    """`module`, once it is known to offer what `RunsNetwork` asks for.
-
-    Raises:
-        ConfigError: It does not.
-    """
+    """`module`; raises a `ConfigError` if it lacks what `RunsNetwork` asks for."""
     if not runs_network(module):
         raise ConfigError(
             f"--trainer.strategy={strategy} runs a module's `network` in its own way, through `use_runner`; "
@@ -55,11 +51,7 @@ def as_runs_network(module: object, *, strategy: str) -> RunsNetwork:
 
 
 def as_computes_loss(module: object, *, strategy: str) -> ComputesLoss:
-    """`module`, once it is known to offer what `ComputesLoss` asks for.
-
-    Raises:
-        ConfigError: It does not.
-    """
+    """`module`; raises a `ConfigError` if it lacks what `ComputesLoss` asks for."""
     network = as_runs_network(module, strategy=strategy)
     if not hasattr(network, "loss"):
         raise ConfigError(
@@ -71,11 +63,7 @@ def as_computes_loss(module: object, *, strategy: str) -> ComputesLoss:
 
 
 def check_chain(network: nn.Module, *, strategy: str) -> None:
-    """Find out whether `network` can be cut between its blocks.
-
-    Raises:
-        ConfigError: It does not say which blocks it has.
-    """
+    """Raise a `ConfigError` unless `network` says its blocks, between which it can be cut."""
     if blocks_of(network) is None:
         raise ConfigError(
             f"--trainer.strategy={strategy} cuts a network between its blocks, and {type(network).__name__} does not "

@@ -14,12 +14,7 @@ from lit_cifar.strategies.sharded import ShardedStrategy
 
 
 class _OneDevice(DDPStrategy):
-    """Uses the trainer's one device as several devices.
-
-    Args:
-        num_devices: Number of devices to simulate.
-        **kwargs: Arguments of the strategy that a subclass also derives from.
-    """
+    """Uses the trainer's one device as `num_devices` devices."""
 
     def __init__(self, *, num_devices: int = 2, **kwargs: Any) -> None:
         self._num_devices = num_devices

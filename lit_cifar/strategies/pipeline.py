@@ -23,27 +23,14 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """In which order the processes of a pipeline work on stages and microbatches: torch's own, with their rules.
+    """In which order the processes of a pipeline work on stages and microbatches: torch's own, with their rules."""
 
-    Attributes:
-        name: torch's name (torch.distributed.pipelining.schedules.get_schedule_class).
-        num_processes: Processes of one pipeline.
-        stages_per_process: How many stages each of them holds.
-    """
-
-    name: ScheduleName
-    num_processes: int
-    stages_per_process: int
-
-    @classmethod
-    def of(cls, name: ScheduleName, num_processes: int) -> "Schedule":
-        """The schedule over so many processes: two stages each where it interleaves."""
-        return cls(name=name, num_processes=num_processes, stages_per_process=stages_per_process(name))
+    name: ScheduleName  # torch's name (torch.distributed.pipelining.schedules.get_schedule_class)
+    num_processes: int  # processes of one pipeline
 
     @property
     def num_stages(self) -> int:
-        """Stages of the whole pipeline."""
-        return self.num_processes * self.stages_per_process
+        return self.num_processes * stages_per_process(self.name)
 
     def owner(self, stage: int) -> int:
         """The process of the pipeline that holds `stage`: in turn, or there and back where the schedule is a V."""
@@ -52,21 +39,15 @@ class Schedule:
 
     @property
     def fewest_microbatches(self) -> int:
-        """With fewer it does not work."""
         processes = self.num_processes
         return {"1F1B": processes, "Interleaved1F1B": processes, "ZBVZeroBubble": 2 * processes - 1}.get(self.name, 1)
 
     @property
     def usual_microbatches(self) -> int:
-        """What to use where nothing else is asked for."""
         return max(4, self.fewest_microbatches)
 
     def check(self, num_microbatches: int) -> None:
-        """Find out whether the schedule works with so many microbatches.
-
-        Raises:
-            ConfigError: It needs more, or another multiple.
-        """
+        """Raise a `ConfigError` unless the schedule works with so many microbatches."""
         processes, fewest = self.num_processes, self.fewest_microbatches
         if num_microbatches < fewest:
             raise ConfigError(
@@ -91,17 +72,9 @@ def stages_per_process(name: ScheduleName) -> int:
 class Pipeline:
     """This process's stages of a network, and how they work together with those of the other processes.
 
-    Images and labels are the same in all processes of the pipeline, and so are the logits that it returns.
-
-    Args:
-        network: The whole network; this process runs the layers of its own stages only.
-        partition: Its stages, `schedule.num_stages` of them.
-        schedule: Who holds which stage, and the order of work in training.
-        num_microbatches: Into how many a training batch is cut.
-        loss: The loss of each sample, from logits (n, C) and labels (n,).
-        group: The processes of the pipeline, in its order.
-        device: Where this process's stages are.
-        compiles: Whether to compile them, each by itself.
+    Images and labels are the same in all processes of the pipeline, and so are the logits that it returns. `loss` is
+    that of each sample, from logits (n, C) and labels (n,). `group` has the processes in the order of the stages. If it
+    `compiles` them, each stage is compiled by itself.
     """
 
     def __init__(
@@ -137,19 +110,13 @@ class Pipeline:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters of this process's stages."""
         return [parameter for stage in self.stages.values() for parameter in stage.parameters()]
 
     def train(self, images: Tensor, labels: Tensor, *, scale: Tensor | float) -> Tensor:
-        """Run forward and backward of every microbatch; the gradients are added to those of this process's parameters.
+        """Run forward and backward of all microbatches; the logits, (n, C), without a graph. Gradients are added up.
 
-        Args:
-            images: (n, ...), n a multiple of the number of microbatches.
-            labels: (n,).
-            scale: Factor of the summed loss of the samples, a number or a scalar on the device.
-
-        Returns:
-            Logits, (n, C), without a graph.
+        The number of images is a multiple of that of microbatches. `scale` is a factor of the summed loss of the
+        samples.
         """
         self._scale = scale
         run = self._prepared(len(images) // self.num_microbatches, images.dtype)
@@ -219,7 +186,7 @@ class Pipeline:
             stages: Any = list(self._torch_stages(num_samples, dtype))
             kind: Any = get_schedule_class(self.schedule.name)
             self._runs[key] = kind(
-                stages if self.schedule.stages_per_process > 1 else stages[0],
+                stages if len(stages) > 1 else stages[0],
                 self.num_microbatches,
                 loss_fn=self._scaled_loss,
                 scale_grads=False,
@@ -260,13 +227,8 @@ class HandOver(torch.autograd.Function):
     """A loss whose gradients are known already: backward returns them, times the gradient of the loss.
 
     Lightning runs training_step, zero_grad, backward, in this order; a pipeline's schedule runs backward within the
-    step. So its gradients are set aside and handed over when Lightning asks for them.
-
-    Args:
-        loss: Without a graph.
-        gradients: Those of the loss times `scale`.
-        scale: What a gradient scaler will multiply the loss by.
-        *parameters: To which the gradients belong.
+    step. So its gradients are set aside, times the `scale` by which a gradient scaler will multiply the loss, and
+    handed over to the parameters when Lightning asks for them.
     """
 
     @staticmethod

@@ -76,7 +76,7 @@ class PipelineStrategy(MeshStrategy):
     @property
     def schedule(self) -> Schedule:
         """Who holds which stage; known once the Trainer is made."""
-        return Schedule.of(self.schedule_name, self.processes_per_replica)
+        return Schedule(name=self.schedule_name, num_processes=self.processes_per_replica)
 
     @property
     def num_microbatches(self) -> int:
@@ -91,12 +91,6 @@ class PipelineStrategy(MeshStrategy):
 
     @override
     def check(self) -> None:
-        """Find contradicting sizes and flags.
-
-        Raises:
-            ConfigError: Stages that do not divide the processes, too few microbatches for the schedule, or synchronised
-                BatchNorm.
-        """
         each = stages_per_process(self.schedule_name)
         if self.num_stages is not None and (self.num_stages < 1 or self.num_stages % each):
             raise ConfigError(
@@ -120,12 +114,6 @@ class PipelineStrategy(MeshStrategy):
 
     @override
     def connect(self, model: L.LightningModule) -> None:
-        """Cut the module's network into stages.
-
-        Raises:
-            ConfigError: A module without `network`, `use_runner` and `loss`, a network that does not say
-                its blocks, more stages than blocks, unknown cuts, or a schedule that cannot run compiled stages.
-        """
         module = as_computes_loss(model, strategy=self.strategy_name)
         check_chain(module.network, strategy=self.strategy_name)
         if compiles(model) and self.schedule_name == "ZBVZeroBubble":
@@ -140,7 +128,6 @@ class PipelineStrategy(MeshStrategy):
         super().connect(model)
 
     def plan(self) -> list[str]:
-        """The stages and their processes, a line each."""
         assert self._partition is not None
         owners = [f"process {self.schedule.owner(stage)}" for stage in range(self.schedule.num_stages)]
         return self._partition.table(owners)
@@ -197,7 +184,6 @@ class PipelineStrategy(MeshStrategy):
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Average the gradients over the pipelines."""
         num_pipelines = dist.get_world_size(self.data_group)
         if not self._average or num_pipelines == 1:
             return
@@ -247,7 +233,6 @@ class PipelineStrategy(MeshStrategy):
 
     @override
     def part_of_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-        """What belongs to this process's stages."""
         return only_parameters(state, optimizer, self.pipeline.parameters)
 
     @override

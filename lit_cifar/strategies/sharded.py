@@ -27,12 +27,7 @@ from lit_cifar.strategies.fsdp import autocast_dtype, shard, whole_blocks
 from lit_cifar.strategies.mesh import MeshStrategy, local_part
 from lit_cifar.strategies.network import Runner, RunsNetwork, compiles
 from lit_cifar.strategies.sharding_plan import plan
-from lit_cifar.strategies.state_dicts import (
-    full_optimizer_state,
-    full_state,
-    load_full_state,
-    split_optimizer_state,
-)
+from lit_cifar.strategies.state_dicts import full_optimizer_state, full_state, load_full_state, split_optimizer_state
 from lit_cifar.strategies.sync_batchnorm import synchronise_along
 from lit_cifar.strategies.tensor_parallel import split_tensors
 
@@ -84,12 +79,6 @@ class ShardedStrategy(MeshStrategy):
 
     @override
     def check(self) -> None:
-        """Find contradicting sizes and flags.
-
-        Raises:
-            ConfigError: Sizes that do not multiply to the number of processes. Synchronised BatchNorm without a second
-                replica is a warning.
-        """
         self._check_sizes()
         super().check()
         if self._layer_sync is not None and self.num_replicas == 1 < self._num_processes:
@@ -123,11 +112,6 @@ class ShardedStrategy(MeshStrategy):
 
     @override
     def connect(self, model: L.LightningModule) -> None:
-        """Accept a module whose network can be split.
-
-        Raises:
-            ConfigError: It cannot, its optimizer cannot step parts of tensors, or parts of layers are to be compiled.
-        """
         super().connect(model)
         network = cast(RunsNetwork, model).network
         if self.tensor_parallel_size != 1:
@@ -161,11 +145,7 @@ class ShardedStrategy(MeshStrategy):
 
     @override
     def setup_optimizers(self, trainer: L.Trainer) -> None:
-        """As Lightning does; any module's optimizers are looked at before the first step.
-
-        Raises:
-            ConfigError: One of them cannot step parts of tensors.
-        """
+        """As Lightning does; any module's optimizers are looked at before the first step."""
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             self._check_optimizer(optimizer)
@@ -239,12 +219,10 @@ class ShardedStrategy(MeshStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Whole tensors, as one device would save them; every process must call this."""
         return full_optimizer_state(super().optimizer_state(optimizer))
 
     @override
     def part_of_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-        """This process's part of every tensor."""
         return split_optimizer_state(state, optimizer)
 
     @override

@@ -13,14 +13,10 @@ from lit_cifar.strategies.tensor_parallel import placements
 
 
 def plan(network: nn.Module, image_shape: Sequence[int], *, num_replicas: int, each: int, num_bytes: int) -> list[str]:
-    """What the process with the largest part holds and sends when `network` is split.
+    """What the process with the largest part holds and sends when `network`, which is whole, is split.
 
-    Args:
-        network: Whole.
-        image_shape: Of what enters, without the batch axis.
-        num_replicas: Size of the "data" axis.
-        each: Size of the "model" axis.
-        num_bytes: Of a parameter.
+    There are `num_replicas` of `each` processes, and a parameter has `num_bytes`. `image_shape` is without the batch
+    axis.
     """
     placed = placements(network)
     parameters = dict(network.named_parameters())

@@ -14,15 +14,10 @@ from lit_cifar.strategies.custom_forward import CustomForwardStrategy
 
 
 class SingleProcessStrategy(CustomForwardStrategy, ABC):
-    """One process on one machine, without communication; batches arrive at the first of its devices.
-
-    Attributes:
-        is_single_process: Whether one process drives all devices.
-        with_processes: The mode to use instead for several processes.
-    """
+    """One process on one machine, without communication; batches arrive at the first of its devices."""
 
     is_single_process = True
-    with_processes = "ddp"
+    with_processes = "ddp"  # the mode to use instead for several processes
 
     # Lightning assigns it from Trainer(num_nodes=...), but only to strategies that have the attribute.
     num_nodes: int = 1
@@ -65,11 +60,8 @@ class SingleProcessStrategy(CustomForwardStrategy, ABC):
 
     @override
     def check(self) -> None:
+        """Refuse other processes: each would train a model of its own."""
         super().check()
-        self._refuse_other_processes()
-
-    def _refuse_other_processes(self) -> None:
-        """Raise if there are other processes: each would train a model of its own."""
         name = self.strategy_name
         if self.num_nodes > 1:
             raise ConfigError(

@@ -18,14 +18,11 @@ from lit_cifar.strategies.mesh import local_part
 
 
 def merge_optimizer_states(state: dict[str, Any], *, group: dist.ProcessGroup) -> dict[str, Any]:
-    """The states of all parameters, gathered from processes with a part each; every process must call this.
+    """The states of all parameters, on the CPU and ordered as one process would have them; every process must call
+    this.
 
-    Args:
-        state: An optimizer's `state_dict()` with the entries of this process's parameters alone.
-        group: Processes that together have all parameters.
-
-    Returns:
-        The same with the states of all parameters, on the CPU and ordered as one process would have them.
+    `state` is an optimizer's `state_dict()` with the entries of this process's parameters alone. The processes of
+    `group` together have all.
     """
     own = {index: {name: _on_cpu(value) for name, value in entry.items()} for index, entry in state["state"].items()}
     parts: list[Any] = [None] * dist.get_world_size(group)
@@ -64,7 +61,6 @@ def _gather(tensor: DTensor) -> Tensor:
 
 
 def full_state(module: nn.Module) -> dict[str, Any]:
-    """`module.state_dict()` of whole tensors."""
     return {name: full(value) for name, value in module.state_dict().items()}
 
 

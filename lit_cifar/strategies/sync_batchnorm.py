@@ -27,12 +27,7 @@ class ProcessSyncBatchNorm(TorchSyncBatchNorm):
 
     @override
     def apply(self, model: nn.Module) -> nn.Module:
-        """Synchronise every BatchNorm layer of `model`, in place on the CPU.
-
-        Raises:
-            TypeError: A BatchNorm layer on the CPU that is not exactly `nn.BatchNorm1d`, `2d` or `3d`: its own
-                `forward` would be lost.
-        """
+        """Synchronise every BatchNorm layer of `model`, in place on the CPU."""
         if _device_to_be(model).type != "cpu":
             return super().apply(model)
         for layer in model.modules():
@@ -56,11 +51,7 @@ def synchronise_along(network: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 class _Synchronised(_BatchNorm):
-    """BatchNorm with training statistics over the batches of several processes together.
-
-    Attributes:
-        process_group: These processes; None for all. Named as in `nn.SyncBatchNorm`.
-    """
+    """BatchNorm with training statistics over the batches of the processes in `process_group`, None for all."""
 
     process_group: dist.ProcessGroup | None = None
 
@@ -121,21 +112,13 @@ def _device_to_be(model: nn.Module) -> torch.device:
 
 
 def _global_statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[int, Tensor, Tensor]:
-    """Values per channel, their mean and their biased variance over the processes of `group`, None for all.
+    """Values per channel of x (n, C, ...), their mean (C,) and biased variance (C,) over the processes of `group`, None
+    for all.
 
     Each process sends what it has of (count, mean, variance), and all combine them in the same order, so that all get
     the same bits. The combination (Chan, Golub and LeVeque 1979) adds squared deviations from means, never squares of
-    values, which would cancel; it is done in float64, which is free at C values and keeps counts exact.
-
-    Args:
-        x: (n, C, ...), n may be 0.
-        group: Who has the other values.
-
-    Returns:
-        count, mean (C,), variance (C,); in x's dtype, or float32 where that has less precision.
-
-    Raises:
-        ValueError: Fewer than two values per channel, which have no variance.
+    values, which would cancel; it is done in float64, which is free at C values and keeps counts exact. What is
+    returned has x's dtype, or float32 where that has less precision.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     num_channels = x.shape[1]

@@ -29,9 +29,8 @@ _SPLIT_DIM: dict[Part, int] = {"columns": 0, "channels": 0, "rows": 1, "head": 1
 def split_tensors(network: nn.Module, mesh: DeviceMesh) -> None:
     """Leave this process its part of every parameter and buffer, in place; nothing is sent.
 
-    Args:
-        network: The same in all processes, on their devices.
-        mesh: One axis, whose size divides `models.blocks.num_tensor_parts`.
+    `network` is the same in all processes, on their devices. `mesh` has one axis, whose size divides
+    `models.blocks.num_tensor_parts`.
     """
     placed, split = placements(network), tensor_split_of(network)
     for name, layer in list(network.named_modules()):
@@ -61,7 +60,6 @@ def placements(network: nn.Module) -> dict[str, Placement]:
 
 
 def _own_tensors(layer: nn.Module) -> dict[str, Tensor]:
-    """Of the layer itself, without its children."""
     return dict(layer.named_parameters(recurse=False)) | dict(layer.named_buffers(recurse=False))
 
 

@@ -11,9 +11,10 @@ import lightning as L
 import torch
 from torch.optim import Optimizer
 
-from lit_cifar.callbacks import PerRankAccuracy
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.data import CIFAR10DataModule
+from lit_cifar.modes import SILENT
+from lit_cifar.reporting.per_rank import PerRankAccuracy
 from lit_cifar.reporting.rank_statistics import pooled
 from lit_cifar.verify.comparison import NOISE_FACTOR, Step, differences
 from lit_cifar.verify.configuration import made, module_of
@@ -21,11 +22,7 @@ from lit_cifar.verify.logged_metrics import METRIC_BOUND, Logged, logged_problem
 
 
 def checkpoint_problems(path: Path, last: Step, *, config: Mapping[str, Any]) -> list[str]:
-    """Where the checkpoint is not, bit for bit, what the run had after its last step.
-
-    The weights are loaded strictly into a plain network, the optimizer state into a new optimizer of the
-    configuration's class.
-    """
+    """Where the checkpoint, loaded strictly into a plain network and optimizer, is not bit for bit the last step."""
     checkpoint = read_checkpoint(path)
     with torch.device("meta"):  # to draw weights takes longer than to read these
         module = module_of(config)
@@ -48,15 +45,10 @@ def checkpoint_problems(path: Path, last: Step, *, config: Mapping[str, Any]) ->
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of an evaluation.
+    """The result of an evaluation."""
 
-    Attributes:
-        counts: Right and seen samples.
-        metrics: By the names under which they are logged.
-    """
-
-    counts: tuple[int, int]
-    metrics: dict[str, float]
+    counts: tuple[int, int]  # right and seen samples
+    metrics: dict[str, float]  # by the names under which they are logged
 
 
 def evaluation_problems(path: Path, *, counts: tuple[int, int], found: Logged, config: Mapping[str, Any]) -> list[str]:
@@ -75,33 +67,24 @@ def evaluation_problems(path: Path, *, counts: tuple[int, int], found: Logged, c
         }
     problems = []
     if counts[1] != alone.counts[1] or abs(counts[0] - alone.counts[0]) > turned:
-        problems.append(f"evaluation: {_of(counts)} right, one device with the same weights has {_of(alone.counts)}")
+        found_words, expected_words = (f"{right} of {seen}" for right, seen in (counts, alone.counts))
+        problems.append(f"evaluation: {found_words} right, one device with the same weights has {expected_words}")
     own = {key: value for key, value in found.items() if key[0] in alone.metrics}
     expected = {key: alone.metrics[key[0]] for key in own}
     return problems + logged_problems(own, expected, bounds=bounds, source="one device with the same weights has")
-
-
-def _of(counts: tuple[int, int]) -> str:
-    return f"{counts[0]} of {counts[1]}"
 
 
 def evaluated_alone(path: Path, *, config: Mapping[str, Any], precision: str | None = None) -> Evaluation:
     """The validation of one device with the checkpoint's weights, in the configuration's precision or another."""
     checkpoint = read_checkpoint(path)
     module = module_of(config, label_smoothing=config["model"]["label_smoothing"])
-    module.network.to(_dtype(checkpoint["state_dict"])).load_state_dict(checkpoint["state_dict"])
+    weights = checkpoint["state_dict"]
+    module.network.to(next(iter(weights.values())).dtype).load_state_dict(weights)
     accuracy = _SilentAccuracy()
     settings = {name: config["trainer"][name] for name in ("accelerator", "precision", "limit_val_batches")}
     with quiet(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # as `Trace`
-        trainer = L.Trainer(
-            devices=1,
-            logger=False,
-            callbacks=[accuracy],
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            **settings if precision is None else settings | {"precision": precision},
-        )
+        settings |= SILENT if precision is None else SILENT | {"precision": precision}
+        trainer = L.Trainer(devices=1, callbacks=[accuracy], **settings)
         trainer.validate(module, CIFAR10DataModule(**config["data"]), verbose=False)
     count = pooled(accuracy.counts["val"])
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -131,8 +114,3 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(is_grave)
-
-
-def _dtype(state: Mapping[str, Any]) -> torch.dtype:
-    dtype: torch.dtype = next(iter(state.values())).dtype
-    return dtype

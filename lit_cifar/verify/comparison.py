@@ -18,14 +18,10 @@ Bounds: TypeAlias = dict[str, float]
 
 KINDS = ("loss", "parameters", "buffers", "optimizer")
 
-EXACT_BOUND = 1e-9
-"""What every kind must agree to in float64, where rounding is far below any mistake."""
-
-NOISE_FACTOR = 4.0
-"""How many times the measured effect of another order of summation a mode may differ by."""
-
+EXACT_BOUND = 1e-9  # what every kind must agree to in float64, where rounding is far below any mistake
+NOISE_FACTOR = 4.0  # how many times the measured effect of another order of summation a mode may differ by
+# The smallest tolerance, in units of the last place of 1.0: for values that another order did not change at all.
 FLOOR_ULP = 4.0
-"""The smallest tolerance, in units of the last place of 1.0: for values that another order did not change at all."""
 
 
 @dataclass(frozen=True)
@@ -105,20 +101,14 @@ def differences(found: Step, expected: Step) -> dict[str, dict[str, float]]:
 
 
 def largest(of_step: Mapping[str, Mapping[str, float]]) -> Bounds:
-    """The largest difference of each kind."""
     return {kind: max(of_step[kind].values(), default=0.0) for kind in KINDS}
 
 
 def measured_bounds(noise: Sequence[Sequence[Bounds]], *, eps: float) -> list[Bounds]:
-    """What each kind may differ by after each step, from reference runs that added in another order.
+    """What each kind may differ by after each step, from the `noise` of reference runs that added in another order.
 
-    Args:
-        noise: For each such run the largest differences from the reference, step by step.
-        eps: Unit of the last place of 1.0 in the precision of the parameters.
-
-    Returns:
-        For each step, `NOISE_FACTOR` times the largest difference of any run in this or an earlier step: what is
-        rounded in one step is amplified in the next, and by chance may come back.
+    It is `NOISE_FACTOR` times the largest difference of any such run in this or an earlier step, and at least
+    `FLOOR_ULP` times `eps`: what is rounded in one step is amplified in the next, and by chance may come back.
     """
     bounds: list[Bounds] = []
     worst = dict.fromkeys(KINDS, FLOOR_ULP * eps)
@@ -142,14 +132,9 @@ def first_excess(of_step: Mapping[str, Mapping[str, float]], bounds: Bounds, *, 
 
 
 def sample_problems(found: Sequence[Sequence[int]], expected: Sequence[int]) -> list[str]:
-    """What is wrong with the ids that the processes of a step read.
+    """Phrases for the ids that are missing, seen too often or foreign, of those that the processes of a step read.
 
-    Args:
-        found: The ids of every shard.
-        expected: Those of the reference, in any order.
-
-    Returns:
-        Nothing, or a phrase for the ids that are missing, seen too often, or foreign.
+    `found` has the ids of every shard, `expected` those of the reference, in any order.
     """
     seen, wanted = Counter(i for shard in found for i in shard), Counter(expected)
     missing, surplus = sorted((wanted - seen).elements()), sorted((seen - wanted).elements())

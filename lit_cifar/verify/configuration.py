@@ -1,7 +1,7 @@
 """The settings that result from the user's flags and files, as the command line resolves them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from os import cpu_count
 from pathlib import Path
@@ -13,7 +13,6 @@ import yaml  # type: ignore[import-untyped]
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import ConfigError
-from lit_cifar.layout import Layout
 from lit_cifar.models import DEFAULT_ARCH
 from lit_cifar.models.resnet import SHAPES
 from lit_cifar.module import LitResNet
@@ -59,24 +58,14 @@ _PRECISIONS |= {name: name for name in ("32-true", "64-true", "bf16-mixed")}
 
 @dataclass(frozen=True)
 class Settings:
-    """The flags that all runs share, and their values after defaults and files.
+    """The flags that all runs share, and their values after defaults and files."""
 
-    Attributes:
-        flags: What to pass to `fit`.
-        config: Every setting with its value, as `fit --print_config` shows it.
-    """
-
-    flags: tuple[str, ...]
-    config: dict[str, Any]
+    flags: tuple[str, ...]  # what to pass to `fit`
+    config: dict[str, Any]  # every setting with its value, as `fit --print_config` shows it
 
     @classmethod
     def of(cls, args: list[str], *, devices: int, folder: Path) -> "Settings":
-        """Resolve the user's `args`.
-
-        Raises:
-            ConfigError: `fit` refuses them, they are flags that `verify` sets itself, or a precision in which a step
-                may change nothing.
-        """
+        """Resolve the user's `args`; refuse flags that `verify` sets, and precisions that leave out steps."""
         owned = [arg for arg in args if arg.split("=")[0] in _OWNED]
         if owned:
             raise ConfigError(f"verify sets {owned[0].split('=')[0]} itself, for each mode", remedy="leave it out")
@@ -112,45 +101,30 @@ class Settings:
 
     @property
     def num_gpus(self) -> int:
-        """Number of GPUs for the runs; 0 on the CPU."""
         return 0 if self.config["trainer"]["accelerator"] == "cpu" else torch.cuda.device_count()
 
     @property
     def accumulation(self) -> int:
-        """Loader steps per optimizer step."""
         return int(self.config["trainer"]["accumulate_grad_batches"])
 
     @property
     def batch_size(self) -> int:
-        """Size of the global batch."""
         return int(self.config["data"]["batch_size"])
 
     def module(self) -> LitResNet:
-        """With the configuration's network."""
         return module_of(self.config)
 
     def train_sampler(self) -> TrainSampler:
-        """The sampler of one device; the images are not kept.
-
-        Raises:
-            ConfigError: The data set is missing, or not even one device can train on such batches.
-        """
+        """The sampler of one device; the images are not kept."""
         data = CIFAR10DataModule(**self.config["data"])
         data.prepare_data()
         data.setup("fit")
-        sampler = TrainSampler(
-            num_samples=len(data.sets["train"]),
-            batch_size=self.batch_size,
-            layout=Layout(),
-            accumulation=self.accumulation,
-            drop_last=data.drop_last,
-        )
+        sampler = replace(data.train_sampler(), accumulation=self.accumulation)
         sampler.check()
         return sampler
 
     @property
     def evaluates(self) -> bool:
-        """Whether there are images to validate on."""
         return (
             CIFAR10DataModule(**self.config["data"]).val_size > 0 and self.config["trainer"]["limit_val_batches"] != 0
         )
@@ -160,10 +134,7 @@ class Settings:
         flags = [f"--trainer.max_steps={steps}", "--trainer.max_epochs=-1", "--trainer.log_every_n_steps=1"]
         flags += [f"--trainer.accumulate_grad_batches={accumulation}"]
         if self.evaluates:
-            flags += [
-                "--trainer.check_val_every_n_epoch=null",
-                f"--trainer.val_check_interval={steps * accumulation}",
-            ]
+            flags += ["--trainer.check_val_every_n_epoch=null", f"--trainer.val_check_interval={steps * accumulation}"]
         return flags
 
 

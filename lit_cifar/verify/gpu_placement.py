@@ -15,15 +15,7 @@ _NOT_SHARED = {
 
 
 def placed(mode: Variant, *, num_gpus: int) -> Variant:
-    """`mode` on at most `num_gpus` GPUs; on the CPU, and where they suffice, as it is.
-
-    Args:
-        mode: With a device for each of its parts.
-        num_gpus: That there are; 0 where it runs on the CPU.
-
-    Raises:
-        ConfigError: It has more parts, and they cannot share a GPU.
-    """
+    """`mode` on at most `num_gpus` GPUs; as it is on the CPU, where there are 0, and where they suffice."""
     if num_gpus == 0 or mode.devices <= num_gpus:
         return mode
     if mode.name in _NOT_SHARED:

@@ -21,21 +21,13 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Launcher:
-    """Runs `fit` under one configuration, and has every step recorded.
-
-    Attributes:
-        settings: The configuration.
-        steps: Optimizer steps of every run.
-        folder: Exists; each run gets a folder of its own in it.
-        report: Called with a line whenever a run begins, and when it has ended.
-        timeout_s: After which a run is stopped, and has failed.
-    """
+    """Runs `fit` under one configuration, and has every step recorded."""
 
     settings: Settings
-    steps: int
-    folder: Path
-    report: Report
-    timeout_s: float = TIMEOUT_S
+    steps: int  # optimizer steps of every run
+    folder: Path  # exists; each run gets a folder of its own in it
+    report: Report  # called with a line whenever a run begins, and when it has ended
+    timeout_s: float = TIMEOUT_S  # after which a run is stopped, and has failed
 
     def new_folder(self, name: str) -> Path:
         """For one run. The record of a ResNet34 takes 170 MB a step: remove it as soon as it has been read."""
@@ -58,17 +50,9 @@ class Launcher:
         trace: Mapping[str, str] | None = None,
         more: Sequence[str] = (),
     ) -> None:
-        """Run one device in `folder`, which normalises `chunks` apart.
+        """Run one device in `folder`, which normalises `chunks` apart, with further arguments of `Trace` and flags.
 
-        Args:
-            title: In reports.
-            folder: From `new_folder`.
-            chunks: What BatchNorm sees at once.
-            trace: Further arguments of `Trace`.
-            more: Further flags.
-
-        Raises:
-            ConfigError: It cannot train the configuration, or not to its last step, or not in time.
+        Raises a `ConfigError` if it cannot train the configuration, or not to its last step, or not in time.
         """
         flags = [*self.settings.length_flags(steps=self.steps, accumulation=1), *more]
         flags += ["--trainer.strategy=auto", "--trainer.devices=1", "--trainer.sync_batchnorm=false"]
@@ -93,14 +77,7 @@ class Launcher:
             )
 
     def _fit(
-        self,
-        title: str,
-        folder: Path,
-        flags: list[str],
-        trace: dict[str, str],
-        *,
-        processes: int = 1,
-        ranks: int = 1,
+        self, title: str, folder: Path, flags: list[str], trace: dict[str, str], *, processes: int = 1, ranks: int = 1
     ) -> Outcome:
         (folder / "trace").mkdir()
         arguments = {"folder": str(folder / "trace")} | trace

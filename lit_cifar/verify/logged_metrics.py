@@ -10,11 +10,8 @@ from torchmetrics import MeanMetric, Metric
 
 from lit_cifar.verify.rank_state import is_shared
 
-Logged: TypeAlias = dict[tuple[str, int], float]
-"""By name and optimizer step."""
-
-METRIC_BOUND = 1e-5
-"""Metrics add up in float32, whatever the precision of the run is."""
+Logged: TypeAlias = dict[tuple[str, int], float]  # by name and optimizer step
+METRIC_BOUND = 1e-5  # metrics add up in float32, whatever the precision of the run is
 
 
 def logged(run: Path) -> Logged:
@@ -32,13 +29,10 @@ def logged(run: Path) -> Logged:
 
 
 def logged_problems(found: Logged, expected: Logged, *, bounds: Mapping[str, float], source: str) -> list[str]:
-    """Where what was logged is not what it should be.
+    """Where what a mode has logged is not what it should be, name by name and step by step.
 
-    Args:
-        found: Of a mode.
-        expected: What `found` is compared with, name by name and step by step.
-        bounds: By the beginning of a name, how far |found - expected| / max(1, |expected|) may go. Others are left out.
-        source: Where `expected` comes from, in words.
+    `bounds` say, by the beginning of a name, how far |found - expected| / max(1, |expected|) may go; other names are
+    left out. `source` is where `expected` comes from, in words.
     """
     problems = []
     for name, step in sorted(found.keys() | expected.keys(), key=lambda key: (key[1], key[0])):

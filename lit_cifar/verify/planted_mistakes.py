@@ -3,7 +3,7 @@
 Here those that all processes of a run make, as they run the same wrong code; in `bugs_of_one` those of one process.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import replace
 from itertools import count
@@ -17,18 +17,17 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
-from lit_cifar.callbacks import PerRankAccuracy
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.datamodule import CIFAR10DataModule
 from lit_cifar.data.samplers import EvaluationSampler, Part, TrainSampler
-from lit_cifar.metrics import EvaluationMetrics
 from lit_cifar.optim import WarmupDecay
+from lit_cifar.reporting.per_rank import PerRankAccuracy
 from lit_cifar.strategies import ProcessSyncBatchNorm, tensor_parallel
 from lit_cifar.strategies.dp import VirtualReplicas
 from lit_cifar.strategies.layer_parallel import StagedRunner
 from lit_cifar.strategies.mesh import local_part
 from lit_cifar.strategies.pipeline import Pipeline
-from lit_cifar.verify.planted_in_one_rank import BUGS_OF_ONE
+from lit_cifar.verify.planted_in_one_rank import BUGS_OF_ONE, metrics_twice, twice
 from lit_cifar.verify.planting import PIPELINE, Bug, Site
 
 
@@ -37,12 +36,20 @@ def plant(name: str, trainer: Any, module: Any, folder: Path) -> None:
     BUGS[name].plant(Site(trainer, module, folder))
 
 
-def _no_all_reduce(site: Site) -> None:
-    def without_sync(configure: Any, strategy: Any) -> None:
-        configure(strategy)
-        site.set(strategy.model, "require_backward_grad_sync", False)
+def _ddp_without(setting: str) -> Callable[[Site], None]:
+    """DistributedDataParallel with this attribute false."""
 
-    site.replace(DDPStrategy, "configure_ddp", without_sync)
+    def plant_it(site: Site) -> None:
+        def configured(configure: Any, strategy: Any) -> None:
+            configure(strategy)
+            site.set(strategy.model, setting, False)
+
+        site.replace(DDPStrategy, "configure_ddp", configured)
+
+    return plant_it
+
+
+_no_all_reduce, _own_statistics = _ddp_without("require_backward_grad_sync"), _ddp_without("broadcast_buffers")
 
 
 def _summed_gradients(site: Site) -> None:
@@ -102,14 +109,6 @@ def _no_batchnorm_sync(site: Site) -> None:
     site.replace(ProcessSyncBatchNorm, "apply", lambda apply, plugin, network: network)
 
 
-def _own_statistics(site: Site) -> None:
-    def without_broadcast(configure: Any, strategy: Any) -> None:
-        configure(strategy)
-        site.set(strategy.model, "broadcast_buffers", False)
-
-    site.replace(DDPStrategy, "configure_ddp", without_broadcast)
-
-
 def _padded_evaluation(site: Site) -> None:
     def padded(ids: Any, sampler: EvaluationSampler) -> Tensor:
         order: Tensor = ids(sampler)
@@ -126,17 +125,8 @@ def _one_sample_twice(site: Site) -> None:
     site.replace(EvaluationSampler, "_ids", first_in_place_of_last)
 
 
-def _twice(original: Any, *args: Any) -> None:
-    original(*args)
-    original(*args)
-
-
 def _predictions_twice(site: Site) -> None:
-    site.replace(PerRankAccuracy, "_count", _twice)
-
-
-def _metrics_twice(site: Site) -> None:
-    site.replace(EvaluationMetrics, "update", _twice)
+    site.replace(PerRankAccuracy, "_count", twice)
 
 
 def _metrics_of_each(site: Site) -> None:
@@ -264,7 +254,7 @@ BUGS: dict[str, Bug] = {
         Bug("padded-evaluation", "evaluation is padded with repeated samples", "ddp", _padded_evaluation),
         Bug("one-sample-twice", "one sample is evaluated twice, another never", "ddp", _one_sample_twice),
         Bug("predictions-twice", "every prediction is counted twice", "ddp", _predictions_twice),
-        Bug("metrics-twice", "every batch is counted twice in the logged val/ metrics", "ddp", _metrics_twice),
+        Bug("metrics-twice", "every batch is counted twice in the logged val/ metrics", "ddp", metrics_twice),
         Bug("metrics-of-each", "metrics are not summed over the processes", "ddp", _metrics_of_each),
         Bug("lost-optimizer-state", "momentum is not restored on resume", "ddp", _lost_optimizer_state),
         Bug("schedule-per-process", "the schedule steps once for each process", "ddp", _schedule_per_process),

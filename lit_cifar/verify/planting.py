@@ -11,25 +11,17 @@ import lightning as L
 
 @dataclass(frozen=True)
 class Site:
-    """A process in which a mistake is planted, before the strategy touches the network.
-
-    Attributes:
-        trainer: The Trainer of the process.
-        module: The LightningModule.
-        folder: Folder for the files that record that the wrong code has run.
-    """
+    """A process in which a mistake is planted, before the strategy touches the network."""
 
     trainer: Any
     module: Any
-    folder: Path
+    folder: Path  # folder for the files that record that the wrong code has run
 
     @property
     def rank(self) -> int:
-        """Global rank of the process."""
         return int(self.trainer.global_rank)
 
     def acts(self) -> None:
-        """Record that the wrong code runs now."""
         (self.folder / f"acted{self.rank}").touch()
 
     def replace(self, owner: Any, name: str, wrong: Callable[..., Any]) -> None:
@@ -57,23 +49,14 @@ class Site:
 
 @dataclass(frozen=True)
 class Bug:
-    """A mistake.
+    """A mistake."""
 
-    Attributes:
-        name: Name of the mistake, an argument of `Trace`.
-        imitates: What a programmer forgot or misunderstood.
-        mode: The mode in which it is planted.
-        plant: Plants the mistake.
-        args: Further flags of `fit` without which it has no effect.
-        devices: Devices of the mode; more than two if it needs several replicas of several devices.
-    """
-
-    name: str
-    imitates: str
-    mode: str
+    name: str  # name of the mistake, an argument of `Trace`
+    imitates: str  # what a programmer forgot or misunderstood
+    mode: str  # the mode in which it is planted
     plant: Callable[[Site], None]
-    args: tuple[str, ...] = ()
-    devices: int = 2
+    args: tuple[str, ...] = ()  # further flags of `fit` without which it has no effect
+    devices: int = 2  # devices of the mode; more than two if it needs several replicas of several devices
 
 
 # Microbatches must be equal, so no ragged batch; clipped, so that the norm matters.

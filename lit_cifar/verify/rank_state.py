@@ -17,38 +17,27 @@ from torch.optim import Optimizer
 from lit_cifar.layout import Layout
 from lit_cifar.strategies.mesh import local_part
 
+# By name, a kind in brackets: which part of the whole it is, and the digest. Equal names and parts are equal bits.
 State: TypeAlias = dict[str, tuple[str, str]]
-"""By name, a kind in brackets: which part of the whole it is, and the digest. Equal names and parts are equal bits."""
-
 PARAMETERS, BUFFERS, OPTIMIZER, METRICS = "parameters", "buffers", "optimizer", "metrics"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What a process held at a moment of a run.
+    """What a process held at a moment of a run."""
 
-    Attributes:
-        when: The moment, e.g. "step 2".
-        rank: The process.
-        same_as: An earlier moment since which nothing may have changed; None if something was to.
-        state: What it held.
-    """
-
-    when: str
+    when: str  # the moment, e.g. "step 2"
     rank: int
-    same_as: str | None
+    same_as: str | None  # an earlier moment since which nothing may have changed; None if something was to
     state: State
 
 
 def own_state(trainer: Any, module: nn.Module, *, one_model: bool) -> State:
     """This process's own parts: parameters, buffers and optimizer state, without those of other stages.
 
-    Args:
-        trainer: Whose strategy says what is divided among whom.
-        module: The LightningModule.
-        one_model: Whether all replicas have just been given the same running statistics, as for an evaluation. After a
-            training step each has those of its own samples, unless BatchNorm is synchronised; they are overwritten
-            by those of the first one before anybody uses them.
+    With `one_model` all replicas have just been given the same running statistics, as for an evaluation. After a
+    training step each has those of its own samples, unless BatchNorm is synchronised; they are overwritten by those of
+    the first one before anybody uses them.
     """
     strategy = trainer.strategy
     apart = not one_model and getattr(strategy, "_layer_sync", None) is None
@@ -64,10 +53,8 @@ def own_state(trainer: Any, module: nn.Module, *, one_model: bool) -> State:
 def module_state(module: nn.Module, *, replica: str = "", held: set[Tensor] | None = None) -> State:
     """Parameters and buffers of a module; those of them that are in `held`, if that is given.
 
-    Args:
-        module: Its names lose the prefix that a LightningModule gives to its network.
-        replica: Whose running statistics they are, where replicas have their own.
-        held: What this process is to have up to date.
+    `replica` says whose running statistics they are, where replicas have their own. Names lose the prefix that a
+    LightningModule gives to its network.
     """
     found: State = {}
     for name, parameter in module.named_parameters():
@@ -138,12 +125,7 @@ def _changed(before: State, now: State) -> Iterator[str]:
 
 
 def saved_problems(snapshots: Sequence[Snapshot], saved: Mapping[str, Any]) -> list[str]:
-    """Where a process that has a whole network has another one than the checkpoint.
-
-    Args:
-        snapshots: Of one moment, of whole networks.
-        saved: The checkpoint's "state_dict".
-    """
+    """Where a process that has a whole network has another one than the checkpoint, whose "state_dict" is `saved`."""
     wanted = {name: digest(value) for name, value in saved.items()}
     found = []
     for snapshot in snapshots:

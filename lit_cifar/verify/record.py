@@ -33,7 +33,6 @@ class Record:
 
     @cached_property
     def about(self) -> dict[str, Any]:
-        """Number of processes, chunks, counts."""
         content: dict[str, Any] = json.loads((self.folder / "trace" / "run.json").read_text())
         return content
 
@@ -45,12 +44,10 @@ class Record:
 
     @property
     def checkpoint(self) -> Path:
-        """The checkpoint that the run wrote at its end."""
         return self.folder / "run" / "checkpoints" / "last.ckpt"
 
     @property
     def logged(self) -> Logged:
-        """The metrics that the run logged."""
         return logged(self.folder / "run")
 
     @property
@@ -95,6 +92,5 @@ class Record:
         return [*peer_problems(snapshots), *change_problems(snapshots), *saved_problems(whole, saved)]
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
-        """Of every process."""
         paths = sorted((self.folder / "trace").glob(f"{name}*.jsonl"))
         return [json.loads(line) for path in paths for line in path.read_text().splitlines()]

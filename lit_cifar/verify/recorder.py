@@ -11,11 +11,11 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lit_cifar.callbacks import PerRankAccuracy
 from lit_cifar.checkpoint.format import strip_prefix
 from lit_cifar.data.images import Batch
 from lit_cifar.layout import Layout
 from lit_cifar.models.ghost_batchnorm import GhostBatchNorm2d
+from lit_cifar.reporting.per_rank import PerRankAccuracy
 from lit_cifar.verify.logged_metrics import counted
 from lit_cifar.verify.planted_mistakes import plant
 from lit_cifar.verify.rank_state import State, metrics_state, module_state, own_state
@@ -26,22 +26,16 @@ Order = Literal["usual", "reversed", "plain_kernels"]
 class Trace(L.Callback):
     """Records losses, weights, optimizer state and samples after every optimizer step, and the evaluation's counts.
 
-    Collects through the strategy's own methods, as a checkpoint is collected, so it knows no mode. In `folder`:
+    Collects through the strategy's own methods, as a checkpoint is collected, so it knows no mode. Rank 0 writes
+    `step<k>.pt` (loss of the global batch, the whole network's state, the whole optimizer state) and `run.json` (number
+    of processes, chunks that are normalised by themselves, counts of the evaluation). Process `r` writes
+    `samples<r>.jsonl` (the ids of each step, epoch and evaluation, and how many samples its metrics have counted) and
+    `own<r>.jsonl` (digests of what it holds, see `rank_state`).
 
-    - `step<k>.pt`: loss of the global batch, the whole network's state, the whole optimizer state; written by rank 0;
-    - `samples<r>.jsonl`: the ids that process `r` read, a line for each optimizer step, for each epoch and for the
-      evaluation; with the latter two how many samples its metrics have counted;
-    - `own<r>.jsonl`: digests of what process `r` itself holds, a line for each moment, see `replicas`;
-    - `run.json`: number of processes, chunks that are normalised by themselves, counts of the evaluation.
-
-    Args:
-        folder: Where to write; must exist.
-        reload_after: After this optimizer step, when everything has been written down, wipe weights, buffers, optimizer
-            and schedule and read them back from a checkpoint, as a run that is resumed does; 0 for never.
-        order: In which order sums are made. "reversed" turns the samples round inside every chunk that is normalised
-            by itself; "plain_kernels" uses torch's own convolutions in place of oneDNN's or cuDNN's. Neither changes
-            what is computed, only how it is rounded.
-        bug: A mistake to make, by its name in `lit_cifar.verify.planted_mistakes`; to see that it is found.
+    After step `reload_after`, if not 0, weights, buffers, optimizer and schedule are wiped and read back from a
+    checkpoint, as a run that is resumed does. `order` changes the rounding of sums alone: "reversed" turns the samples
+    round inside every chunk that is normalised by itself; "plain_kernels" uses torch's own convolutions in place of
+    oneDNN's or cuDNN's. `bug` names a mistake to make.
     """
 
     def __init__(self, folder: str, *, reload_after: int = 0, order: Order = "usual", bug: str | None = None) -> None:
@@ -67,13 +61,11 @@ class Trace(L.Callback):
             torch.backends.cudnn.enabled = False
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Note how the schedules begin."""
         self._schedules = [deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
-        """Record the ids; reverse the samples if asked to."""
         for period in ("step", "epoch"):
             self._ids[period] += batch.ids.tolist()
         if self.order == "reversed":
@@ -100,19 +92,11 @@ class Trace(L.Callback):
             self._write_own(trainer, f"{when}, loaded back", self._own_state(trainer, pl_module), same_as=when)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write down the samples of this process, and how many its metrics have counted."""
         self._write_samples(trainer, "epoch", f"epoch {trainer.current_epoch}", counted=_counted(pl_module, "train"))
 
     def on_validation_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Batch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, *_: Any, **__: Any
     ) -> None:
-        """Note the samples."""
         self._ids["evaluation"] += batch.ids.tolist()
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -139,7 +123,7 @@ class Trace(L.Callback):
         counts = next((c.counts for c in trainer.callbacks if isinstance(c, PerRankAccuracy)), {})  # type: ignore[attr-defined]
         content = {
             "world_size": trainer.world_size,
-            "chunks": asdict(layout.chunks(accumulation=trainer.accumulate_grad_batches)),
+            "chunks": asdict(layout.ghost_batches(accumulation=trainer.accumulate_grad_batches)),
             "counts": [(count.correct, count.total) for count in counts.get("val", [])],
         }
         (self.folder / "run.json").write_text(json.dumps(content))
@@ -154,7 +138,6 @@ class Trace(L.Callback):
     def _write_samples(
         self, trainer: L.Trainer, period: str, when: str, *, counted: dict[str, int] | None = None
     ) -> None:
-        """Write the ids read in this step, epoch or evaluation, and reset them."""
         line = {"when": when, "shard": Layout.of(trainer.strategy).shard, "ids": self._ids[period]}
         self._append(f"samples{trainer.global_rank}.jsonl", line | {"counted": counted or {}})
         self._ids[period] = []
@@ -208,11 +191,7 @@ def reload_state(
 ) -> None:
     """Save a checkpoint, wipe weights, optimizer and schedule, and restore them as Lightning does on resume.
 
-    Args:
-        trainer: In the middle of a fit.
-        pl_module: Its module.
-        path: Of the checkpoint, which is removed again.
-        schedules: How the learning rates' schedules begin.
+    `schedules` is how the learning rates' schedules began.
     """
     trainer.save_checkpoint(path)
     for tensor in (*pl_module.parameters(), *pl_module.buffers()):

@@ -20,12 +20,12 @@ _ROUNDINGS: dict[str, tuple[dict[str, str], list[str]]] = {
     "plain kernels": ({"order": "plain_kernels"}, []),
     "float32": ({}, ["--trainer.precision=32-true"]),
 }
+# By which of them the tolerance is measured.
 _USED: dict[str, list[str]] = {
     "64-true": [],
     "32-true": ["reversed", "plain kernels"],
     "bf16-mixed": ["reversed", "plain kernels", "float32"],
 }
-"""By which of them the tolerance is measured."""
 
 
 @dataclass(frozen=True)
@@ -56,19 +56,16 @@ class _Tolerance:
 
     @cached_property
     def bounds(self) -> list[Bounds]:
-        """For each step."""
         if not self.others:
             return [dict.fromkeys(KINDS, EXACT_BOUND)] * self.steps
         expected = self.reference.wait()
-        noise = [self._noise(other.wait(), expected) for other in self.others]
+        noise = []
         for other in self.others:
+            steps = range(1, self.steps + 1)
+            noise.append([largest(differences(other.wait().step(k), expected.step(k))) for k in steps])
             shutil.rmtree(other.record.folder)
         dtype = next(iter(expected.step(1)["state"].values())).dtype
         return measured_bounds(noise, eps=torch.finfo(dtype).eps)
-
-    def _noise(self, found: Record, expected: Record) -> list[Bounds]:
-        """The largest differences, step by step."""
-        return [largest(differences(found.step(k), expected.step(k))) for k in range(1, self.steps + 1)]
 
 
 @dataclass(frozen=True)
@@ -92,15 +89,9 @@ class References:
             self._tolerances[self.words(chunks)] = _Tolerance(self._runs[chunks], others, self.launcher.steps)
 
     def get(self, chunks: GhostBatches) -> Reference:
-        """Wait for what was started.
-
-        Raises:
-            ConfigError: One device cannot train the configuration.
-        """
         return Reference(self._runs[chunks].wait(), self._tolerances[self.words(chunks)].bounds)
 
     def forget(self, chunks: GhostBatches) -> None:
-        """Free the disk of a reference."""
         shutil.rmtree(self._runs.pop(chunks).record.folder)
 
     def words(self, chunks: GhostBatches) -> str:

@@ -11,35 +11,21 @@ from lit_cifar.verify.comparison import KINDS, Bounds
 
 @dataclass
 class Row:
-    """The result of a mode.
-
-    Attributes:
-        mode: Name of the mode.
-        processes: Number of processes; None if the run failed before that was known.
-        equals: The single-device computation that it was compared with.
-        losses: The loss of the global batch, step by step.
-        expected_losses: Those of the single-device computation.
-        differences: The largest difference of each kind over all steps.
-        tolerance: What each kind may differ by after the last step.
-        counts: Right and seen samples of its evaluation.
-        seconds: The duration of its run, without that of the reference.
-        problems: What is wrong, the first step first; empty for a PASS.
-    """
+    """The result of a mode."""
 
     mode: str
-    equals: str
-    processes: int | None = None
-    losses: list[float] = field(default_factory=list)
-    expected_losses: list[float] = field(default_factory=list)
-    differences: Bounds = field(default_factory=dict)
-    tolerance: Bounds = field(default_factory=dict)
-    counts: tuple[int, int] | None = None
-    seconds: float = 0.0
-    problems: list[str] = field(default_factory=list)
+    equals: str  # the single-device computation that it was compared with
+    processes: int | None = None  # number of processes; None if the run failed before that was known
+    losses: list[float] = field(default_factory=list)  # the loss of the global batch, step by step
+    expected_losses: list[float] = field(default_factory=list)  # those of the single-device computation
+    differences: Bounds = field(default_factory=dict)  # the largest difference of each kind over all steps
+    tolerance: Bounds = field(default_factory=dict)  # what each kind may differ by after the last step
+    counts: tuple[int, int] | None = None  # right and seen samples of its evaluation
+    seconds: float = 0.0  # the duration of its run, without that of the reference
+    problems: list[str] = field(default_factory=list)  # what is wrong, the first step first; empty for a PASS
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is wrong."""
         return not self.problems
 
 
@@ -73,11 +59,3 @@ def _cell(row: Row, kind: str) -> str:
     value, bound = row.differences[kind], row.tolerance[kind]
     shown = f"{value:.1e}" if value else "0"
     return f"{shown if value <= bound else f'[red]{shown}[/]'}\n[dim]<= {bound:.1e}[/]"
-
-
-def problem_lines(rows: Sequence[Row]) -> list[str]:
-    """What is wrong with each mode that failed, the first three things."""
-    lines = []
-    for row in rows:
-        lines += [f"{row.mode}: {problem}" for problem in row.problems[:3]]
-    return lines

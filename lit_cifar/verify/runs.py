@@ -13,31 +13,21 @@ from lit_cifar.launch.forked import ForkedRun
 
 TIMEOUT_S = 900.0
 
-REFUSED = 2
-"""The exit status of the command line after a user's mistake."""
-
+REFUSED = 2  # the exit status of the command line after a user's mistake
 _running: set[ForkedRun] = set()
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended.
+    """How a command ended."""
 
-    Attributes:
-        status: Its exit status; None if it took too long and was stopped.
-        stdout: What it printed.
-        stderr: What it complained about.
-        seconds: How long it took.
-    """
-
-    status: int | None
+    status: int | None  # its exit status; None if it took too long and was stopped
     stdout: str
     stderr: str
     seconds: float
 
     @property
     def last_words(self) -> str:
-        """The exit status and the last lines of stderr."""
         reason = "ran into the time limit" if self.status is None else f"exit status {self.status}"
         lines = [line for line in self.stderr.splitlines() if line.strip()]
         return "\n".join([f"{reason} after {self.seconds:.0f} s", *(f"  {line[:160]}" for line in lines[-6:])])
@@ -46,15 +36,10 @@ class Outcome:
 def run(
     subcommand: str, *flags: str, folder: Path, threads: int = 1, timeout_s: float = TIMEOUT_S, num_ranks: int = 1
 ) -> Outcome:
-    """`python -m lit_cifar SUBCOMMAND FLAGS` with its output and temporary files in `folder`.
+    """`python -m lit_cifar SUBCOMMAND FLAGS` with its output and temporary files in `folder`, which exists.
 
-    Args:
-        subcommand: E.g. "fit".
-        *flags: What follows it.
-        folder: Exists.
-        threads: For each process that the command starts.
-        timeout_s: After which it is stopped.
-        num_ranks: Processes to start it in, as torchrun would.
+    Each process that it starts has so many `threads`. After `timeout_s` it is stopped. With `num_ranks` it is started
+    in so many processes, as by torchrun.
     """
     (folder / "tmp").mkdir(exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TMPDIR": str(folder / "tmp")}
@@ -62,22 +47,15 @@ def run(
     for file in (out, err):
         file.write_text("")
     start = perf_counter()
-    with _ended_at_last(
-        ForkedRun([subcommand, *flags], environment=environment, stdout=out, stderr=err, num_ranks=num_ranks)
-    ) as forked:
-        status = forked.wait(timeout_s)
-    stdout, stderr = (file.read_text(errors="replace") for file in (out, err))
-    return Outcome(status, stdout, stderr, perf_counter() - start)
-
-
-@contextmanager
-def _ended_at_last(forked: ForkedRun) -> Iterator[ForkedRun]:
+    forked = ForkedRun([subcommand, *flags], environment=environment, stdout=out, stderr=err, num_ranks=num_ranks)
     _running.add(forked)
     try:
-        yield forked
+        status = forked.wait(timeout_s)
     finally:
         forked.kill()
         _running.discard(forked)
+    stdout, stderr = (file.read_text(errors="replace") for file in (out, err))
+    return Outcome(status, stdout, stderr, perf_counter() - start)
 
 
 @contextmanager
@@ -94,11 +72,7 @@ def workers(num_at_once: int) -> Iterator[ThreadPoolExecutor]:
 
 
 def refuse_if_invalid(outcome: Outcome) -> None:
-    """Raise the error that the command line has printed about the user's own flags.
-
-    Raises:
-        ConfigError: The command ended with an error.
-    """
+    """Raise the error that the command line has printed about the user's own flags."""
     if outcome.status == 0:
         return
     lines = [line.strip().removeprefix("lit_cifar: error: ") for line in outcome.stderr.splitlines() if line.strip()]

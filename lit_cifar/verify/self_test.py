@@ -36,29 +36,19 @@ ARGS = (
 )
 
 COMPARISON = "comparison"
-GUARDS = {"SampleAuditError: ": "data receipt"}
-"""Checks during training that stop a run, by their words on stderr."""
+GUARDS = {"SampleAuditError: ": "data receipt"}  # checks during training that stop a run, by their words on stderr
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a planted mistake.
+    """The result of a planted mistake."""
 
-    Attributes:
-        bug: The mistake; None where none was planted, which must pass.
-        mode: The mode.
-        problems: Problems that the comparison found, or the last lines of a run that failed.
-        finished: Whether the run ended normally.
-        acted: Whether the wrong code has run.
-        guard: The check during training that stopped the run; None if none did.
-    """
-
-    bug: Bug | None
+    bug: Bug | None  # the mistake; None where none was planted, which must pass
     mode: str
-    problems: list[str]
-    finished: bool
-    acted: bool = False
-    guard: str | None = None
+    problems: list[str]  # problems that the comparison found, or the last lines of a run that failed
+    finished: bool  # whether the run ended normally
+    acted: bool = False  # whether the wrong code has run
+    guard: str | None = None  # the check during training that stopped the run; None if none did
 
     @property
     def caught_by(self) -> str | None:
@@ -110,7 +100,6 @@ def _finding(bug: Bug | None, compared: Compared) -> Finding:
 
 
 def findings_table(findings: Sequence[Finding], *, title: str) -> Table:
-    """A row for each planted mistake, with the first thing that gave it away."""
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title_justify="left")
     table.add_column("planted", max_width=40)
     table.add_column("mode", no_wrap=True)

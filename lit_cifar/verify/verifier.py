@@ -50,7 +50,6 @@ class Verifier:
 
     @cached_property
     def references(self) -> References:
-        """The single-device runs so far."""
         return References(self.launcher)
 
     @cached_property
@@ -58,23 +57,16 @@ class Verifier:
         """Whether it matters which images pass the network together."""
         return normalises_batches(self.launcher.settings.module().network)
 
-    def chunks_of(self, mode: Variant) -> GhostBatches:
+    def ghost_batches_of(self, mode: Variant) -> GhostBatches:
         """What the mode normalises together, as its strategy tells it; nothing where the network has no BatchNorm."""
         if not self.normalises_batches:
             return GhostBatches()
         with quiet():
-            return mode.chunks(accumulation=self.launcher.settings.accumulation)
+            return mode.ghost_batches(accumulation=self.launcher.settings.accumulation)
 
     def compare(self, cases: Sequence[Case]) -> Iterator[Compared]:
-        """Run each case and the references that they need; several at a time, as `Settings.num_at_once` says.
-
-        Yields:
-            As they end.
-
-        Raises:
-            ConfigError: One device cannot train the configuration.
-        """
-        chunks = [self.chunks_of(case.mode) for case in cases]
+        """Run each case and the references that they need, several at a time; yields as they end."""
+        chunks = [self.ghost_batches_of(case.mode) for case in cases]
         launched: dict[Future[Outcome], tuple[int, Path]] = {}
         with workers(self.launcher.settings.num_at_once) as pool:
             for key in dict.fromkeys(chunks):
@@ -85,13 +77,10 @@ class Verifier:
                     launched[run] = number, folder
             for run in as_completed(launched):
                 number, folder = launched[run]
-                row = self._judge(cases[number].mode, run.result(), folder, chunks[number])
+                row = Row(cases[number].mode.name, self.references.words(chunks[number]))
+                judge(row, run.result(), Record(folder), self.references.get(chunks[number]), self.launcher.settings)
                 yield Compared(number, row, run.result(), folder)
                 shutil.rmtree(folder)
-
-    def _judge(self, mode: Variant, outcome: Outcome, folder: Path, chunks: GhostBatches) -> Row:
-        row = Row(mode.name, self.references.words(chunks))
-        return judge(row, outcome, Record(folder), self.references.get(chunks), self.launcher.settings)
 
 
 def verify(
@@ -102,21 +91,11 @@ def verify(
     args: Sequence[str] = (),
     report: Report = lambda line: None,
 ) -> list[Row]:
-    """Compare modes with one device.
+    """Compare modes, "all" for every one, with one device: a row for each.
 
-    Args:
-        names: Of modes; "all" for every one.
-        devices: Of each mode; on the CPU processes, or virtual devices of one process.
-        steps: Optimizer steps; in float32, rounding is magnified from step to step.
-        args: Flags of `fit`, `--config` among them; by default ResNet34 on synthetic images.
-        report: Called with a line whenever a run begins, and when it has ended.
-
-    Returns:
-        A row for each mode.
-
-    Raises:
-        ConfigError: Unknown modes, flags that `fit` refuses, or a mode called by its name that cannot run on so many
-            devices or with batches of this size; "all" leaves those out.
+    A mode has so many `devices`: GPUs, or on the CPU processes or virtual devices of one process. In float32, rounding
+    is magnified from step to step. `args` are flags of `fit`; by default it is ResNet34 on synthetic images. A mode
+    called by its name that cannot run so is a `ConfigError`; "all" leaves it out.
     """
     if steps < 2:
         raise ConfigError(f"--steps={steps} leaves no step after a resume", remedy="pass --steps 2 or more")
@@ -130,10 +109,9 @@ def verify(
 def verify_modes(verifier: Verifier, wanted: Sequence[Variant]) -> list[Row]:
     """Rows in the order of `wanted`; each reference is forgotten as soon as its last mode has been compared.
 
-    Raises:
-        ConfigError: What only the run of a mode can find: that is no failed proof.
+    What only the run of a mode finds wrong with the user's flags is a `ConfigError`, no failed proof.
     """
-    chunks = {mode.name: verifier.chunks_of(mode) for mode in wanted}
+    chunks = {mode.name: verifier.ghost_batches_of(mode) for mode in wanted}
     waiting = Counter(chunks.values())
     rows: dict[str, Row] = {}
     for compared in verifier.compare([Case(mode) for mode in wanted]):
@@ -150,10 +128,7 @@ def verify_modes(verifier: Verifier, wanted: Sequence[Variant]) -> list[Row]:
 def _possible(wanted: Sequence[Variant], settings: Settings, report: Report, *, leave_out: bool) -> Iterator[Variant]:
     """Those that can run on so many devices with such batches: `tp`, say, must divide the channels.
 
-    Of the others `report` says why they are left out.
-
-    Raises:
-        ConfigError: None may be left out, or not even one device can train the configuration.
+    Of the others `report` says why they are left out, or the error is raised if none may be.
     """
     module, sampler = settings.module(), settings.train_sampler()
     for mode in wanted:

@@ -6,24 +6,3 @@ torchrun restarts processes that have died, but not those that hang. So each pro
 a `Heartbeat` once a second, with the progress of its main thread, over the store at which they have met. It also judges
 the heartbeats of the others (`diagnose`). See `Monitor`.
 """
-
-from lit_cifar.launch.parent import end_with_launcher
-from lit_cifar.watchdog.activity import HELPER
-from lit_cifar.watchdog.diagnosis import Verdict
-from lit_cifar.watchdog.heartbeat import Heartbeat
-from lit_cifar.watchdog.monitor import Monitor, first_heartbeat
-from lit_cifar.watchdog.phases import PhaseTimer
-from lit_cifar.watchdog.store import HeartbeatStore, connect, host_of_store
-
-__all__ = [
-    "HELPER",
-    "Heartbeat",
-    "HeartbeatStore",
-    "Monitor",
-    "PhaseTimer",
-    "Verdict",
-    "connect",
-    "end_with_launcher",
-    "first_heartbeat",
-    "host_of_store",
-]

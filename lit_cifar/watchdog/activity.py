@@ -23,13 +23,8 @@ class Activity:
 
     The process works if it uses a processor or waits for a disk. Of its threads only the main one and its helpers
     count, as those of NCCL use a processor while they wait. Processes that it has started count too, such as compilers
-    and data loaders, but not the other ranks.
-
-    Args:
-        peers: Pids of the other ranks.
-        memory_s: How long an observation counts, in seconds: compilers pause, and after waiting it takes a moment until
-            work is observed.
-        clock: Monotonic, in seconds.
+    and data loaders, but not the other ranks, whose pids are `peers`. An observation counts for `memory_s`: compilers
+    pause, and after waiting it takes a moment until work is observed.
     """
 
     def __init__(self, *, peers: Collection[int], memory_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -54,12 +49,10 @@ class Activity:
 
     @property
     def works(self) -> bool:
-        """Whether it worked recently."""
         return self._is_recent(self._worked_at)
 
     @property
     def waits(self) -> bool:
-        """Whether it waited for other processes recently, and did not work."""
         return self._is_recent(self._waited_at) and not self.works
 
     def _is_recent(self, then: float | None) -> bool:

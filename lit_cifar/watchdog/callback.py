@@ -17,16 +17,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from lit_cifar.errors import ConfigError, Stopped
-from lit_cifar.watchdog import (
-    Heartbeat,
-    HeartbeatStore,
-    Monitor,
-    PhaseTimer,
-    connect,
-    end_with_launcher,
-    first_heartbeat,
-    host_of_store,
-)
+from lit_cifar.launch.parent import end_with_launcher
+from lit_cifar.watchdog.heartbeat import Heartbeat
+from lit_cifar.watchdog.monitor import Monitor, first_heartbeat
+from lit_cifar.watchdog.phases import PhaseTimer
+from lit_cifar.watchdog.store import HeartbeatStore, connect, host_of_store
 
 # The phase that the main thread enters with each hook. A hook that is not here belongs to the phase before it.
 PHASES = {
@@ -105,7 +100,6 @@ class Watchdog(Callback):
         self._watch.start()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stop the watch: the run has succeeded."""
         self._leave()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -122,7 +116,7 @@ class Watchdog(Callback):
         quiet = isinstance(exception, ConfigError)  # the command line shows it
         verdict = self._watch.fail("\n".join(lines[-_MAX_TRACEBACK_LINES:]), quiet=quiet)
         if verdict is not None and verdict.rank != trainer.global_rank:
-            sys.excepthook = _show_nothing
+            sys.excepthook = lambda *_: None
 
     def _run_stage(self, trainer: Trainer, pl_module: LightningModule) -> Any:
         del trainer._run_stage  # back to the method of the class
@@ -170,8 +164,7 @@ def _was_launched(trainer: Trainer) -> bool:
 def _come_before_observer(watch: Monitor) -> None:
     """Suspend Lightning's observer of the processes that it has launched while the watchdog is active.
 
-    It looks every five seconds for a failed process and kills all others, its own included, before they can report
-    anything. It continues when the watch is over.
+    It looks every five seconds for a failed process and kills all others before they can report anything.
     """
 
     def look(observer: _ChildProcessObserver) -> bool:
@@ -180,7 +173,3 @@ def _come_before_observer(watch: Monitor) -> None:
     for thread in threading.enumerate():
         if isinstance(thread, _ChildProcessObserver):
             thread._run = partial(look, thread)  # type: ignore[method-assign]
-
-
-def _show_nothing(*_: object) -> None:
-    """Replaces the traceback of an exception that is only a consequence."""

@@ -18,32 +18,20 @@ _MAX_LINES = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Which process has caused the end of a run.
+    """Which process has caused the end of a run."""
 
-    Attributes:
-        kind: "killed" (its process is gone), "silent" (it sends no heartbeats), "failed" (by an exception) or "hung"
-            (its main thread makes no progress).
-        rank: Rank of that process, the culprit. The next four are from its last heartbeat.
-        pid: Its process id.
-        host: Name of its machine.
-        step: Optimizer steps that it had done.
-        phase: Phase of its main thread.
-        what: What happened, as a clause.
-        lines: The end of its traceback, or the stack where it hangs.
-        reporter: The rank that prints the verdict.
-        quiet: Whether the culprit itself prints the message.
-    """
-
+    # "killed" (its process is gone), "silent" (it sends no heartbeats), "failed" (by an exception) or "hung" (its
+    # main thread makes no progress).
     kind: Literal["killed", "silent", "failed", "hung"]
-    rank: int
+    rank: int  # of that process, the culprit; the next four are from its last heartbeat
     pid: int
     host: str
-    step: int
+    step: int  # optimizer steps that it had done
     phase: str
-    what: str
-    lines: str = ""
-    reporter: int = 0
-    quiet: bool = False
+    what: str  # what happened, as a clause
+    lines: str = ""  # the end of its traceback, or the stack where it hangs
+    reporter: int = 0  # the rank that prints the verdict
+    quiet: bool = False  # whether the culprit itself prints the message
 
     def __str__(self) -> str:
         where = f"after {self.step} optimizer steps, phase: {self.phase}"
@@ -52,31 +40,23 @@ class Verdict:
         return "\n".join([first, *shown, "lit_cifar: the other processes stop"])
 
     def to_json(self) -> str:
-        """One line of text."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Verdict":
-        """The inverse of `to_json`."""
         return cls(**json.loads(text))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """What this process knows of one process, itself included.
-
-    Attributes:
-        beat: The latest heartbeat.
-        heard_at: When it was received, on this process's clock, in seconds.
-        sight: State of the process, observed before its latest heartbeat was read. So if it is gone, its last heartbeat
-            is known.
-        answered: Whether a heartbeat was received after a failure or an exit became known.
-    """
+    """What this process knows of one process, itself included."""
 
     beat: Heartbeat
-    heard_at: float
+    heard_at: float  # when it was received, on this process's clock, in seconds
+    # State of the process, observed before its latest heartbeat was read. So if it is gone, its last heartbeat is
+    # known.
     sight: Sight
-    answered: bool = False
+    answered: bool = False  # whether a heartbeat was received after a failure or an exit became known
 
 
 def updated(
@@ -95,19 +75,15 @@ def updated(
 def diagnose(
     peers: Mapping[int, Peer], *, me: int, now: float, timeout_s: float, store_host: int | None
 ) -> Verdict | None:
-    """The verdict, or None while there is none.
+    """The verdict of the rank `me`, or None while there is none.
 
     It names the first cause: a process that has exited makes others fail, and a failure makes others wait. Of several
     failures the one that was reported first is the cause, because a process reports its failure before it closes its
     connections. Of several processes that are gone it is the one with the oldest heartbeat. One that was ended by
     SIGABRT or SIGTERM is the cause only if all of them were, and all others have answered since.
 
-    Args:
-        peers: By rank.
-        me: The rank that judges.
-        now: On the clock of `Peer.heard_at`, in seconds.
-        timeout_s: How long a process may be silent.
-        store_host: The rank whose process serves the store; None if it is another process.
+    A process may be silent for `timeout_s`. `store_host` is the rank whose process serves the store; None if it is
+    another process.
     """
     watched = {rank: peer for rank, peer in peers.items() if not peer.beat.over}
     others = {rank: peer for rank, peer in watched.items() if rank != me and not peer.beat.failure}
@@ -131,17 +107,8 @@ def diagnose(
 
 
 def _verdict(peer: Peer, kind: Literal["killed", "silent", "failed", "hung"], what: str, *, lines: str = "") -> Verdict:
-    beat = peer.beat
-    return Verdict(
-        kind=kind,
-        rank=beat.rank,
-        pid=beat.pid,
-        host=beat.host,
-        step=beat.step,
-        phase=beat.phase,
-        what=what,
-        lines=lines,
-    )
+    known = {name: getattr(peer.beat, name) for name in ("rank", "pid", "host", "step", "phase")}
+    return Verdict(kind=kind, what=what, lines=lines, **known)
 
 
 def _is_clear(gone: list[Peer], store_host: int | None) -> bool:

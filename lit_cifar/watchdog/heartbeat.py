@@ -3,7 +3,7 @@
 import json
 import sys
 import traceback
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from types import FrameType
 
 _NUM_FRAMES = 4
@@ -11,55 +11,32 @@ _NUM_FRAMES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """A process and its progress.
-
-    Attributes:
-        rank: Global rank of the process.
-        pid: Its process id on its host.
-        started: When the process was started, as returned by `process.start_time`; "" if unknown.
-        host: Name of its machine.
-        number: Number of the heartbeat, from 0.
-        phase: Phase of the main thread.
-        step: Optimizer steps that are done.
-        events: Number of phases that the main thread has begun.
-        idle_s: Seconds since this phase began.
-        patience_s: Seconds that this phase may take.
-        stack: The main thread's innermost frames, outermost first, once it has been idle for some time.
-        waits: Whether it then waited for other processes, see `Activity`.
-        works: Whether it computed, or used a disk.
-        failure: The end of the traceback with which the main thread failed, or "".
-        quiet: Whether the process itself prints the message about its failure.
-        order: Number of failures when this one was reported, itself included; 0 without one.
-        over: Whether the main thread has finished and need not be watched any more.
-    """
+    """A process and its progress."""
 
     rank: int
     pid: int
-    started: str
+    started: str  # when the process was started, as returned by `process.start_time`; "" if unknown
     host: str
-    number: int = 0
+    number: int = 0  # number of the heartbeat, from 0
     phase: str = "starting"
-    step: int = 0
-    events: int = 0
-    idle_s: float = 0.0
-    patience_s: float = 0.0
-    stack: str = ""
-    waits: bool = False
-    works: bool = False
-    failure: str = ""
-    quiet: bool = False
-    order: int = 0
-    over: bool = False
+    step: int = 0  # optimizer steps that are done
+    events: int = 0  # number of phases that the main thread has begun
+    idle_s: float = 0.0  # seconds since this phase began
+    patience_s: float = 0.0  # seconds that this phase may take
+    stack: str = ""  # the main thread's innermost frames, outermost first, once it has been idle for some time
+    waits: bool = False  # whether it then waited for other processes, see `Activity`
+    works: bool = False  # whether it computed, or used a disk
+    failure: str = ""  # the end of the traceback with which the main thread failed, or ""
+    quiet: bool = False  # whether the process itself prints the message about its failure
+    order: int = 0  # number of failures when this one was reported, itself included; 0 without one
+    over: bool = False  # whether the main thread has finished and need not be watched any more
 
     def to_json(self) -> str:
-        """One line of text."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Heartbeat":
-        """The inverse of `to_json`; fields that this version does not know are left out."""
-        known = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in json.loads(text).items() if name in known})
+        return cls(**json.loads(text))
 
 
 def stack_of(thread_id: int) -> tuple[str, str]:

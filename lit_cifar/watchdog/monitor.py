@@ -30,17 +30,7 @@ class Monitor(threading.Thread):
     A process has caused the end of a run if it has exited without a message, if it sends no heartbeat for `timeout_s`
     (it is stopped, or its machine is lost), if it was the first to fail by an exception, or if no main thread makes
     progress and its own is behind the others. One process reports that on stderr. Then each ends: by an exception of
-    its main thread, which a broken connection raises in most, or after `GRACE_S` without one.
-
-    Args:
-        everyone: The first heartbeat of each rank, in order.
-        rank: Rank of this process.
-        board: Exchanges the heartbeats.
-        progress: Written by this process's main thread.
-        timeout_s: How long a process may be silent, and the least time that a phase of its main thread may take.
-        store_host: The rank whose process serves the store, see `host_of_store`.
-        grace_s: How long the main thread may take to end by an exception.
-        end: Ends the process, given its exit status.
+    its main thread, which a broken connection raises in most, or after `grace_s` without one.
     """
 
     def __init__(
@@ -84,11 +74,10 @@ class Monitor(threading.Thread):
     # For the main thread.
 
     def fail(self, failure: str, *, quiet: bool = False) -> Verdict | None:
-        """Report that the main thread has failed, and return the verdict once there is one.
+        """Report that the main thread has failed, with the end of its traceback, and return the verdict once there is
+        one.
 
-        Args:
-            failure: The end of its traceback.
-            quiet: Whether the main thread prints the message itself.
+        If it is `quiet` the main thread prints the message itself.
         """
         self._failure, self._quiet = failure, quiet
         self._wake.set()
@@ -133,7 +122,7 @@ class Monitor(threading.Thread):
         self._look()
         sights = self._sights()
         if self._store_host in sights and sights[self._store_host].state == "gone":
-            self._board.give_up()
+            self._board.lost = True  # torch would print a page about its host, which is gone
         beat = self._beat()
         news = self._board.exchange(beat, wait_s=BEAT_S)
         # Otherwise the others would report this process as killed when it ends.
@@ -181,7 +170,6 @@ class Monitor(threading.Thread):
         )
 
     def _sights(self) -> dict[int, Sight]:
-        """The states of the other processes on this machine."""
         codes = self.exit_codes()
         sights = {}
         for rank, peer in self._peers.items():
@@ -209,7 +197,6 @@ class Monitor(threading.Thread):
         )
 
     def _conclude(self, verdict: Verdict) -> None:
-        """Print the verdict, and end the process."""
         self.verdict = verdict
         if verdict.reporter == self._own.rank and not verdict.quiet:
             print(verdict, file=sys.stderr, flush=True)
@@ -249,7 +236,6 @@ class Monitor(threading.Thread):
 
 
 def first_heartbeat(rank: int) -> Heartbeat:
-    """The first heartbeat of this process."""
     pid = os.getpid()
     started = process.start_time(pid)
     return Heartbeat(rank=rank, pid=pid, started=started, host=socket.gethostname(), patience_s=FIRST_TIME_S)

@@ -14,21 +14,13 @@ _NUM_SETTLED = 3
 
 
 class Moment(NamedTuple):
-    """The current phase of the main thread.
+    """The current phase of the main thread."""
 
-    Attributes:
-        phase: Its name, e.g. "training step".
-        step: Optimizer steps that are done.
-        events: Number of phases begun so far, by which processes are compared.
-        since: When this phase began, on this process's monotonic clock, in seconds.
-        shape: Shape of the newest batch. With another shape the same phase may compile again.
-    """
-
-    phase: str
-    step: int
-    events: int
-    since: float
-    shape: Hashable = None
+    phase: str  # its name, e.g. "training step"
+    step: int  # optimizer steps that are done
+    events: int  # number of phases begun so far, by which processes are compared
+    since: float  # when this phase began, on this process's monotonic clock, in seconds
+    shape: Hashable = None  # shape of the newest batch. With another shape the same phase may compile again.
 
     @property
     def kind(self) -> Hashable:
@@ -37,12 +29,7 @@ class Moment(NamedTuple):
 
 
 class PhaseTimer:
-    """Written by the main thread and read by another one; `moment` is replaced as a whole, so there is no lock.
-
-    Args:
-        timeout_s: The least time that a phase may take.
-        clock: Monotonic, in seconds.
-    """
+    """Written by the main thread and read by another one; `moment` is replaced as a whole, so there is no lock."""
 
     def __init__(self, *, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.timeout_s = timeout_s
@@ -71,11 +58,9 @@ class PhaseTimer:
         self._awake_since = self.clock()
 
     def idle_s(self) -> float:
-        """How long the main thread has been in its phase."""
         return self.clock() - max(self.moment.since, self._awake_since)
 
     def patience_s(self) -> float:
-        """How long the main thread may be in its phase."""
         durations = self._durations.get(self.moment.kind)
         expected = FIRST_TIME_S if durations is None else FACTOR * durations.longest()
         return max(self.timeout_s, expected)

@@ -6,20 +6,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import psutil  # type: ignore[import-untyped]
+
 # Fields of /proc/PID/stat after the command's name: proc_pid_stat(5), from field 3 on.
 _STATE, _START_TIME, _EXIT_CODE = 0, 19, 49
 
 
 class Sight(NamedTuple):
-    """The observed state of a process.
+    """The observed state of a process."""
 
-    Attributes:
-        state: "unseen" for a process that cannot be observed from here, as on another machine.
-        ending: How the process ended, e.g. "SIGKILL", if that is known.
-    """
-
+    # "unseen" for a process that cannot be observed from here, as on another machine.
     state: Literal["running", "stopped", "gone", "unseen"]
-    ending: str = ""
+    ending: str = ""  # how the process ended, e.g. "SIGKILL", if that is known
 
 
 def start_time(pid: int) -> str:
@@ -32,9 +30,8 @@ def start_time(pid: int) -> str:
 
 
 def look_at(pid: int, started: str) -> Sight:
-    """The state of the process `pid` that was started at `started`."""
     if not started:
-        return Sight("running" if _exists(pid) else "gone")
+        return Sight("running" if psutil.pid_exists(pid) else "gone")
     fields = _stat(pid)
     if not fields or fields[_START_TIME] != started:
         return Sight("gone")
@@ -67,13 +64,3 @@ def _stat(pid: int) -> list[str]:
     except OSError:
         return []
     return text.rpartition(")")[2].split()  # the command's name before it may contain any character
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -24,27 +24,17 @@ from lit_cifar.watchdog.heartbeat import Heartbeat
 
 
 class News(NamedTuple):
-    """The result of an exchange.
+    """The result of an exchange."""
 
-    Attributes:
-        beats: The latest heartbeat of each rank; empty until every rank has sent one.
-        verdict: The verdict of one of the processes, if there is one.
-    """
-
-    beats: list[Heartbeat]
-    verdict: Verdict | None
+    beats: list[Heartbeat]  # the latest heartbeat of each rank; empty until every rank has sent one
+    verdict: Verdict | None  # the verdict of one of the processes, if there is one
 
 
 class HeartbeatStore:
-    """A client of a store that all processes can reach.
+    """A client of a store that all processes can reach, with a connection of its own, as calls may block it.
 
-    Args:
-        store: A connection for the board alone, as calls may block it.
-        run: Distinguishes this run's entries from those of others in the same store.
-        world_size: Number of processes that send heartbeats.
-
-    Attributes:
-        lost: Whether the store is lost, and no more calls are made.
+    `run` distinguishes this run's entries from those of others in the same store. Once the store is `lost` no more
+    calls are made.
     """
 
     def __init__(self, store: Store, *, run: str, world_size: int) -> None:
@@ -65,10 +55,6 @@ class HeartbeatStore:
         """Publish a verdict; returns an earlier one of another process if there is one."""
         news = self._call(lambda: self._publish(verdict), wait_s)
         return verdict if news is None or news.verdict is None else news.verdict
-
-    def give_up(self) -> None:
-        """Make no more calls: the store's host is gone, and torch would print a page about it."""
-        self.lost = True
 
     def close(self) -> None:
         """End the thread, once the store has answered its last call."""

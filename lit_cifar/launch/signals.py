@@ -1,0 +1,75 @@
+"""Requests to stop: a second Ctrl-C, the processes of `ddp_spawn`, and the handlers that a run puts back."""
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import active_children
+from types import FrameType
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from torch.multiprocessing.spawn import ProcessExitedException
+
+EXIT_STOPPED = 128 + signal.SIGTERM
+_ONE_KEYSTROKE_S = 1.0
+
+
+class Keystrokes:
+    """Distinguishes a second Ctrl-C from one that arrives twice, from the terminal and from the parent process."""
+
+    def __init__(self) -> None:
+        self._first_at = math.inf
+
+    def insist(self, number: int) -> bool:
+        """Whether signal `number`, which has just arrived, is a second Ctrl-C."""
+        now = time.monotonic()
+        if number == signal.SIGINT:
+            self._first_at = min(self._first_at, now)
+        return number == signal.SIGINT and now - self._first_at > _ONE_KEYSTROKE_S
+
+
+@contextmanager
+def handlers_put_back() -> Iterator[None]:
+    """Put this process's signal handlers back at the end."""
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: handler for number in signals if (handler := signal.getsignal(number)) is not None}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+@contextmanager
+def signals_to_spawned(trainer: Trainer) -> Iterator[None]:
+    """Forward a request to stop to the processes of `ddp_spawn`, and take over their exit status.
+
+    While they are being started, and at a second Ctrl-C, they are killed at once.
+    """
+    launcher = trainer.strategy.launcher
+    if not isinstance(launcher, _MultiProcessingLauncher):
+        yield
+        return
+    keystrokes = Keystrokes()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if launcher.procs and not keystrokes.insist(number):
+            launcher.kill(signal.SIGTERM)
+            return
+        for process in active_children():  # the launcher knows its processes only when it has started all
+            process.kill()
+        raise SystemExit(128 + number)
+
+    with handlers_put_back():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, stop)
+        try:
+            yield
+        except ProcessExitedException as error:
+            if error.exit_code not in (EXIT_STOPPED, -signal.SIGTERM):  # SIGTERM came before its handler was installed
+                raise
+            raise SystemExit(EXIT_STOPPED) from None

@@ -1,0 +1,100 @@
+"""The checkpoint that a command starts from: which file, what it says about the run, and whether it fits the model."""
+
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import Namespace
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lit_cifar.checkpoint.files import newest_valid
+from lit_cifar.checkpoint.format import check_shapes, holds_weights_alone, load_weights, naming, read_checkpoint
+from lit_cifar.errors import CheckpointError, ConfigError
+from lit_cifar.module import LitResNet
+from lit_cifar.sample_audit.digest import Receipt
+
+
+class StartingCheckpoint:
+    """What is read from the checkpoint before the model is made; only a new fit has none.
+
+    With `--resume=auto` the `ckpt_path` of `config` is set.
+    """
+
+    def __init__(self, subcommand: str, config: Namespace) -> None:
+        self.position: dict[str, Any] = {}  # of the run that is resumed in its own folder; empty for a new run
+        self.receipt: Receipt | None = None  # of a fit that is resumed
+        self.has_weights_alone = False  # with which the network starts
+        self._content: dict[str, Any] | None = None
+        self._config = config
+        self._subcommand = subcommand
+        if config.resume is not None:
+            config.ckpt_path = _newest(subcommand, config)
+        if config.ckpt_path is not None:
+            self._read(Path(config.ckpt_path), resumes=config.resume is not None)
+        elif subcommand != "fit":
+            raise CheckpointError(
+                f"{subcommand} needs a checkpoint: without one the network is untrained",
+                remedy="pass --ckpt_path=RUN_FOLDER/checkpoints/best.ckpt",
+            )
+
+    def _read(self, path: Path, *, resumes: bool) -> None:
+        self._content = read_checkpoint(path)
+        self.has_weights_alone = holds_weights_alone(self._content)
+        if self.has_weights_alone:
+            return
+        if self._subcommand == "fit":
+            with naming(path):
+                self.receipt = Receipt.read(self._content)
+        if resumes:
+            self.position = self._content.get("position", {})
+
+    def check(self, module: LitResNet, *, dataset: str) -> None:
+        """Refuse a checkpoint of another network; weights alone are loaded at once."""
+        content, self._content = self._content, None  # the file may be replaced from now on
+        if content is None:
+            return
+        with naming(self._config.ckpt_path):
+            self._compare(content, module, dataset=dataset)
+
+    def _compare(self, content: dict[str, Any], module: LitResNet, *, dataset: str) -> None:
+        if self.has_weights_alone:
+            module.header.check_weights(content, any_classes=self._subcommand == "fit")
+            load_weights(module.network, content)
+            return
+        module.header.check(content)
+        check_shapes(module.network, content.get("state_dict", {}))
+        if self._subcommand == "predict":
+            _check_classes(content, dataset)
+
+
+def _check_classes(checkpoint: dict[str, Any], dataset: str) -> None:
+    """Refuse to `predict` with the class names and the normalisation of another data set than the checkpoint's."""
+    receipt = Receipt.read(checkpoint)
+    trained_on = dataset if receipt is None else receipt.settings["dataset"]
+    if trained_on != dataset:
+        raise CheckpointError(
+            f"the checkpoint was trained on {trained_on}, not on {dataset}: classes and normalisation differ",
+            remedy=f"pass --data.dataset={str(trained_on).partition(' ')[0]}, or --config RUN_FOLDER/config.yaml",
+        )
+
+
+def _newest(subcommand: str, config: Namespace) -> str | None:
+    """The checkpoint that `--resume=auto` resumes from; None if there is none yet."""
+    flags = f"--resume={config.resume}"
+    if subcommand != "fit":
+        raise ConfigError(f"{flags} resumes a training, and this is {subcommand}", remedy="leave it out")
+    if config.run_dir is None:
+        raise ConfigError(f"{flags} must know which run to resume", remedy="pass --run_dir=RUN_FOLDER")
+    if config.ckpt_path is not None:
+        raise ConfigError(
+            f"{flags} takes the newest checkpoint, but --ckpt_path={config.ckpt_path} names one",
+            remedy="leave one of the two out",
+        )
+    path, refused = newest_valid(Path(config.run_dir) / "checkpoints")
+    if refused and path is None:
+        raise CheckpointError(
+            "\n".join(refused), remedy="restore one of them, or start a new run in another folder: --run_dir=FOLDER"
+        )
+    for problem in refused:
+        rank_zero_warn(f"{flags} skips a checkpoint: {problem}")
+    rank_zero_info(f"{flags}: " + (f"resuming from {path}" if path else f"starting a new run in {config.run_dir}"))
+    return None if path is None else str(path)

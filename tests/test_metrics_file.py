@@ -1,0 +1,79 @@
+"""`metrics.csv`: one row for each logged step, also where training, validation and schedule log it by turns."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import TINY, run_here
+
+from lit_cifar.reporting.run_folder import run_loggers
+
+
+def write(folder: Path, *calls: dict[str, Any], kept_rows: int = 0) -> None:
+    """Log as Lightning does, which saves after each call but those of its learning rate monitor."""
+    _, logger = run_loggers(folder, kept_rows=kept_rows)
+    for call in calls:
+        logger.log_metrics({name: value for name, value in call.items() if name != "step"}, step=call["step"])
+        if "epoch" in call:
+            logger.save()
+    logger.finalize("success")
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return [{name: cell for name, cell in row.items() if cell} for row in csv.DictReader(file)]
+
+
+STEP = {"epoch": 0, "train/loss_step": 1.5, "step": 3}
+VALIDATION = {"epoch": 0, "val/acc": 0.5, "step": 3}
+NEXT = {"epoch": 1, "train/loss_step": 1.25, "step": 4}
+
+
+def test_what_is_logged_of_a_step_is_one_row(tmp_path: Path) -> None:
+    write(tmp_path, {"lr-SGD": 0.1, "step": 3}, STEP, VALIDATION, {"lr-SGD": 0.05, "step": 4}, NEXT)
+    assert rows(tmp_path) == [
+        {"epoch": "0", "lr-SGD": "0.1", "step": "3", "train/loss_step": "1.5", "val/acc": "0.5"},
+        {"epoch": "1", "lr-SGD": "0.05", "step": "4", "train/loss_step": "1.25"},
+    ]
+
+
+def test_a_learning_rate_alone_is_no_row(tmp_path: Path) -> None:
+    """Of a run that ends in the middle of a step, before its loss is known."""
+    write(tmp_path, {"lr-SGD": 0.1, "step": 2}, STEP, {"lr-SGD": 0.05, "step": 4})
+    assert rows(tmp_path) == [{"epoch": "0", "step": "3", "train/loss_step": "1.5"}]
+
+
+def test_other_numbers_that_are_logged_without_an_epoch_are_kept(tmp_path: Path) -> None:
+    write(tmp_path, {"mine": 7, "step": 2}, STEP)
+    assert rows(tmp_path) == [{"mine": "7", "step": "2"}, {"epoch": "0", "step": "3", "train/loss_step": "1.5"}]
+
+
+@pytest.mark.parametrize("killed_after", [1, 2, 3])
+def test_a_resumed_run_fills_the_row_of_its_checkpoint(tmp_path: Path, killed_after: int) -> None:
+    """The checkpoint was written after one row, before the validation of its step."""
+    calls = [STEP, VALIDATION, NEXT]
+    write(tmp_path / "whole", *calls)
+    write(tmp_path / "run", *calls[:killed_after])
+    write(tmp_path / "run", VALIDATION, NEXT, kept_rows=1)
+    assert (tmp_path / "run" / "metrics.csv").read_bytes() == (tmp_path / "whole" / "metrics.csv").read_bytes()
+
+
+def test_every_row_of_a_run_has_its_step_its_epoch_and_more(tmp_path: Path) -> None:
+    """With a schedule by epochs too, which Lightning's monitor would log at the beginning of each."""
+    run = tmp_path / "run"
+    flags = ["--model.lr_scheduler=StepLR", "--model.lr_scheduler.step_size=1", "--trainer.max_epochs=2"]
+    assert run_here("fit", *TINY, *flags, "--trainer.log_every_n_steps=2", f"--run_dir={run}").status == 0
+    found = rows(run)
+    assert [int(row["step"]) for row in found] == [
+        1,
+        3,
+        4,
+        5,
+        7,
+        9,
+    ]  # of five steps an epoch, every second and the last
+    assert [int(row["epoch"]) for row in found] == [0, 0, 0, 1, 1, 1]
+    assert {"train/loss_step", "lr-NesterovSGD"} <= found[0].keys()
+    assert {"train/loss", "val/acc", "train/loss_step", "lr-NesterovSGD"} <= found[-1].keys()
+    assert {"train/loss", "val/acc"} <= found[2].keys()
