@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor
 from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
 from lit_cifar.checkpoint.exact_resume import ExactResume
 from lit_cifar.checkpoint.step_boundary import StepBoundary
+from lit_cifar.reporting.confusion import ConfusionCounts
 from lit_cifar.reporting.model_graph import ModelGraph
 from lit_cifar.reporting.per_rank import PerRankAccuracy
 from lit_cifar.reporting.predictions import PredictionWriter
@@ -27,6 +28,7 @@ def default_callbacks() -> list[Callback]:
         LearningRateMonitor(logging_interval="step"),  # with the other metrics of a step
         Throughput(),
         PerRankAccuracy(),
+        ConfusionCounts(),
         ModelGraph(),
         RunSettings(),
         PredictionWriter(),

@@ -28,7 +28,7 @@ LAYERS = [
     {"strategies"},
     {"callbacks", "export", "modes"},
     {"verify"},
-    {"chaos"},
+    {"chaos", "html_report"},
     {"commands"},
     {"cli_help"},
     {"usage_errors"},

@@ -268,6 +268,7 @@ def test_a_run_folder_holds_everything(trained: Path) -> None:
     assert names == {
         "checkpoints",
         "config.yaml",
+        "confusion.csv",
         "environment.json",
         "events",
         "hparams.yaml",

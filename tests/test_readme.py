@@ -19,6 +19,7 @@ from torch.distributed.run import get_args_parser
 
 from lit_cifar.commands.chaos import chaos_parser
 from lit_cifar.commands.export import export_parser
+from lit_cifar.commands.report import report_parser
 from lit_cifar.commands.verify import verify_parser
 from lit_cifar.errors import ConfigError
 
@@ -73,6 +74,8 @@ def check_program(args: list[str]) -> None:
         case "export":
             _, rest = export_parser().parse_known_args(args[1:])
             assert all(word.startswith("--model.network.") for word in rest)
+        case "report":
+            report_parser().parse_args(args[1:])
         case "verify":
             _, rest = verify_parser().parse_known_args(args[1:])
             parser_of("fit").parse_args(["fit", *rest])
@@ -133,6 +136,7 @@ def test_commands_parse(words: tuple[str, ...], capsys: pytest.CaptureFixture[st
         "python -m lit_cifar chaos --kill 20",
         "python -m lit_cifar modes all",
         "python -m lit_cifar export some.ckpt --no_such=1",
+        "python -m lit_cifar report --no-such RUN",
         "torchrun --standalone --nproc=2 --no-such -m lit_cifar fit",
         "torchrun --standalone --nproc-per-node=2 -m lit_cifar fit --model.no_such=1",
         "python benchmarks/figures.py a b",

@@ -74,6 +74,7 @@ def test_fit_prints_plan_result_and_commands(
     assert lines["run"] == "folder  'my run'"
     command = shlex.split(lines["look"].removeprefix("at it").strip())
     assert command == ["tensorboard", "--logdir", "my run", "--host", "localhost"]
+    assert shlex.split(lines["report"]) == ["python", "-m", "lit_cifar", "report", "my run"]
     command = shlex.split(lines["test"].removeprefix("it").strip())
     assert command[:6] == ["python", "-m", "lit_cifar", "test", "--config", "my run/config.yaml"]
     assert command[6:] == ["--ckpt_path", "my run/checkpoints/best.ckpt"]
@@ -157,6 +158,7 @@ def test_folders_elsewhere_stay_absolute(tmp_path: Path, monkeypatch: pytest.Mon
     assert next_steps(tmp_path / "there", "test") == [
         f"run folder  {tmp_path}/there",
         f"look at it  tensorboard --logdir {tmp_path}/there --host localhost",
+        f"report      python -m lit_cifar report {tmp_path}/there",
     ]
     assert next_steps(Path(), "predict") == ["run folder  .", "predictions predictions.csv"]
 

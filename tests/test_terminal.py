@@ -17,7 +17,8 @@ from lit_cifar.reporting.output import without_banners
 # Each of these makes Lightning say something.
 TALKATIVE = ["--trainer.log_every_n_steps=50", "--trainer.limit_val_batches=1", "--seed_everything=1"]
 # What a line of a fit begins with.
-OURS = ("model ", "data ", "batch ", "mode ", "split ", "epoch ", "result ", "run folder ", "look at it ", "test it ")
+OURS = ("model ", "data ", "batch ", "mode ", "split ", "epoch ", "result ", "run folder ", "look at it ", "report ")
+OURS += ("test it ",)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from lit_cifar.commands.chaos import main as chaos
 from lit_cifar.commands.export import main as export
 from lit_cifar.commands.modes import main as modes
+from lit_cifar.commands.report import main as report
 from lit_cifar.commands.verify import main as verify
 
 # Each takes what follows its name on the command line and returns the exit status.
@@ -12,5 +13,6 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "chaos": chaos,
     "export": export,
     "modes": modes,
+    "report": report,
     "verify": verify,
 }

@@ -159,15 +159,16 @@ def checkpoint_path(trainer: Trainer) -> Path | None:
 
 def next_steps(folder: Path, stage: str, *, checkpoint: Path | None = None) -> list[str]:
     """The run folder and commands to paste, a line each, never wrapped."""
-    lines = [_line("run folder", _shown(folder))]
+    lines = [_line("run folder", shown(folder))]
     if stage == "predict":
-        lines.append(_line("predictions", _shown(folder / PREDICTIONS)))
+        lines.append(_line("predictions", shown(folder / PREDICTIONS)))
     else:
-        lines.append(_line("look at it", f"tensorboard --logdir {_shown(folder)} --host localhost"))
+        lines.append(_line("look at it", f"tensorboard --logdir {shown(folder)} --host localhost"))
+        lines.append(_line("report", f"python -m lit_cifar report {shown(folder)}"))
     if checkpoint is not None:
         config = folder / "config.yaml"
-        with_config = f" --config {_shown(config)}" if config.exists() else ""
-        lines.append(_line("test it", f"python -m lit_cifar test{with_config} --ckpt_path {_shown(checkpoint)}"))
+        with_config = f" --config {shown(config)}" if config.exists() else ""
+        lines.append(_line("test it", f"python -m lit_cifar test{with_config} --ckpt_path {shown(checkpoint)}"))
     return lines
 
 
@@ -178,7 +179,7 @@ def _unread(datamodule: Any) -> list[str]:
     return [_line("not read", f"{len(broken)} of {len(files)} files; the first is {broken[0]}")] if broken else []
 
 
-def _shown(path: Path) -> str:
+def shown(path: Path) -> str:
     """`path` quoted for the shell, and relative if it is below the current folder."""
     absolute = path.absolute()  # not resolve(): the user may have named a link
     here = Path.cwd()
