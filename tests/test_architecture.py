@@ -28,7 +28,7 @@ LAYERS = [
     {"strategies"},
     {"callbacks", "modes"},
     {"verify"},
-    {"chaos"},
+    {"chaos", "doctor"},
     {"commands"},
     {"cli_help"},
     {"usage_errors"},

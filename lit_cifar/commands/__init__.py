@@ -3,12 +3,14 @@
 from collections.abc import Callable
 
 from lit_cifar.commands.chaos import main as chaos
+from lit_cifar.commands.doctor import main as doctor
 from lit_cifar.commands.modes import main as modes
 from lit_cifar.commands.verify import main as verify
 
 # Each takes what follows its name on the command line and returns the exit status.
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "chaos": chaos,
+    "doctor": doctor,
     "modes": modes,
     "verify": verify,
 }

@@ -30,7 +30,7 @@ def address_of(interface: str) -> str:
     """IPv4 address of an interface, which must have one."""
     if interface == loopback_interface():
         return LOOPBACK
-    address = _addresses().get(interface)
+    address = addresses().get(interface)
     if address is None:
         raise ConfigError(
             f"GLOO_SOCKET_IFNAME={interface} is not an interface of this machine with an IPv4 address",
@@ -53,12 +53,12 @@ def listen_only_on(interface: str) -> None:
 
 
 def _known() -> str:
-    found = {name: address for name, address in _addresses().items() if address != LOOPBACK}
+    found = {name: address for name, address in addresses().items() if address != LOOPBACK}
     return ", ".join(f"{name} ({address})" for name, address in found.items()) or "none but the loopback interface"
 
 
-def _addresses() -> dict[str, str]:
-    """Interfaces that have an IPv4 address. Linux only, as NCCL is."""
+def addresses() -> dict[str, str]:
+    """IPv4 addresses by interface, of those that have one. Linux only, as NCCL is."""
     import fcntl  # does not exist on every system that can run on one machine
 
     found = {}
