@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from lit_cifar.doctor.findings import COPY_MODES, Finding
+from lit_cifar.doctor.findings import Finding
 
 
 def check_copies(num_gpus: int, *, report: Callable[[str], None]) -> tuple[str, list[Finding]]:

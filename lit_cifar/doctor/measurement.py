@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lit_cifar.doctor import collectives
-from lit_cifar.doctor.arithmetic import OPERATIONS, RIGHT, Accelerator, Operation, difference, digest, operations
+from lit_cifar.doctor.arithmetic import RIGHT, Accelerator, Operation, difference, digest, operations
 
 _NUM_TURNS = 7
 _NUM_CALLS = 5
