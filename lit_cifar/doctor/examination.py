@@ -5,6 +5,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from lit_cifar.copy_probe import ProbeError, collective_faults
 from lit_cifar.doctor.arithmetic import Accelerator
 from lit_cifar.doctor.copies import check_copies
 from lit_cifar.doctor.environment import Clock, look_at_environment
@@ -12,11 +15,13 @@ from lit_cifar.doctor.findings import Finding
 from lit_cifar.doctor.links import Link, find_links
 from lit_cifar.doctor.machine import Facts, find_gpus, look_at_machine
 from lit_cifar.doctor.mode_table import Machine, mode_table
-from lit_cifar.doctor.ranks import Ranks, judge_ranks, probe_ranks
+from lit_cifar.doctor.rank_judge import judge_ranks, slow_ranks
+from lit_cifar.doctor.ranks import Ranks, probe_ranks
 from lit_cifar.doctor.verdicts import Verdict, judge_modes, missing_from_torch
 from lit_cifar.errors import ConfigError
 
 Report = Callable[[str], None]
+_NUM_CONFIRMATIONS = 2  # of a rank that seems slow
 _WITHOUT_PEERS = {"NCCL_P2P_DISABLE": "1"}
 
 
@@ -69,10 +74,10 @@ def examine(num_devices: int | None, *, folder: Path, report: Report) -> Examina
     report("machine and environment")
     facts, findings = look_at_machine(gpus, folder=folder)
     around, more = look_at_environment()
-    copies, lost = check_copies(len(gpus), report=report)
+    copies, lost = check_copies([torch.device("cuda", index) for index in range(len(gpus))], report=report)
     where = "GPUs" if accelerator == "cuda" else "the CPU"
     report(f"ranks: {num_ranks} on {where} calculate and send each other tensors")
-    ranks, wrong = probe_transports(num_ranks, accelerator)
+    ranks, wrong = examine_ranks(num_ranks, accelerator)
     rows = mode_table(machine)
     findings = [*findings, *missing_from_torch(rows), *more, *lost, *wrong, *clock.check()]
     return Examination(
@@ -107,28 +112,46 @@ def placed(num_devices: int | None, *, num_gpus: int, has_nccl: bool) -> tuple[i
     return num_devices, "cuda" if on_gpus else "cpu"
 
 
-def probe_transports(
-    num_ranks: int, accelerator: Accelerator, *, probe: Callable[..., Ranks] = probe_ranks
+def examine_ranks(
+    num_ranks: int, accelerator: Accelerator, *, probe: Callable[..., Ranks] | None = None
 ) -> tuple[Ranks, list[Finding]]:
-    """Let the processes measure; if NCCL fails or loses something, once more without copies from GPU to GPU.
+    """Let the processes measure; again, if a rank seems slow, or if NCCL loses something.
 
     Args:
         num_ranks: Number of processes.
         accelerator: On what.
         probe: What lets them measure.
     """
+    probe = probe or _probe
     ranks = probe(num_ranks, accelerator)
     findings = judge_ranks(ranks)
-    if accelerator == "cpu" or not ranks.is_transport_faulty:
-        return ranks, findings
-    again = probe(num_ranks, accelerator, settings=_WITHOUT_PEERS)
-    if again.is_transport_faulty:
-        return ranks, findings
-    return ranks, [_mended(finding) for finding in findings]
+    slow = slow_ranks(ranks)
+    for _ in range(_NUM_CONFIRMATIONS if slow else 0):
+        again = slow_ranks(probe(num_ranks, accelerator))
+        slow = {rank: finding for rank, finding in slow.items() if rank in again}
+    if accelerator == "cuda" and ranks.is_transport_faulty:
+        findings = _with_remedy(findings, probe(num_ranks, accelerator, settings=_WITHOUT_PEERS))
+    return ranks, [*findings, *slow.values()]
 
 
-def _mended(finding: Finding) -> Finding:
-    """The finding, if it is about what processes send each other, with what has just helped."""
-    if "all-reduce" not in finding.problem and "failed" not in finding.problem:
-        return finding
-    return replace(finding, mend="export NCCL_P2P_DISABLE=1   # with it, all sums were right")
+def _with_remedy(findings: list[Finding], without_peers: Ranks) -> list[Finding]:
+    """The findings; if all is well without copies from GPU to GPU, with the variable that turns them off."""
+    if without_peers.is_transport_faulty:
+        return findings
+    mend = "export NCCL_P2P_DISABLE=1   # with it everything arrived"
+    return [replace(finding, mend=mend) if finding.part == "transport" else finding for finding in findings]
+
+
+def _probe(num_ranks: int, accelerator: Accelerator, *, settings: dict[str, str] | None = None) -> Ranks:
+    """All-reduces of many sizes first; if these arrive, broadcasts from each rank too."""
+    ranks = probe_ranks(num_ranks, accelerator, settings=settings)
+    if ranks.is_transport_faulty or num_ranks < 2:
+        return ranks
+    backend = "nccl" if accelerator == "cuda" else "gloo"
+    devices = [
+        torch.device("cuda", rank) if accelerator == "cuda" else torch.device("cpu") for rank in range(num_ranks)
+    ]
+    try:
+        return replace(ranks, messages=collective_faults(backend, devices, environment=settings))
+    except ProbeError as error:
+        return replace(ranks, messages=[str(error)])

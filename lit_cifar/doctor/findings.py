@@ -15,7 +15,7 @@ class Finding:
     """Something that is not as it should be.
 
     Attributes:
-        part: Where it was found: "machine", "environment", "links", "copies" or "ranks".
+        part: Where it was found: "machine", "environment", "copies", "ranks" (a device) or "transport" (between ranks).
         problem: One sentence.
         mend: What to type or to do.
         modes: Names of the modes that are not fit because of it. Without any it is a note, and no fault.

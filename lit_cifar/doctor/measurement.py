@@ -1,6 +1,6 @@
 """What one rank measures: its arithmetic, its speed, and the all-reduces in which it takes part."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter, time
 
@@ -77,6 +77,7 @@ def measure(
     world_size: int,
     meet: Callable[[], None],
     report: Callable[[str], None],
+    sizes: Sequence[int] = collectives.SIZES,
 ) -> Measurement:
     """Measure as `rank`, together with the other ranks.
 
@@ -86,6 +87,7 @@ def measure(
         world_size: Number of ranks that measure.
         meet: Returns when all ranks have called it.
         report: Called with what comes next.
+        sizes: Of all-reduces, in bytes.
     """
     found = Measurement(rank=rank, device=device.name)
     meet()
@@ -93,7 +95,7 @@ def measure(
     for operation in operations(device.accelerator):
         report(f"the {operation.name}")
         _calculate(found, device, operation.to(device.device), world_size=world_size, meet=meet)
-    for num_bytes in collectives.SIZES if world_size > 1 else ():
+    for num_bytes in sizes if world_size > 1 else ():
         report(f"an all-reduce of {num_bytes:,} bytes")
         _all_reduce(found, device, num_bytes, world_size=world_size)
     found.drift_s = time() - monotonic() - offset

@@ -8,12 +8,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lit_cifar.copy_probe.findings import size_of
 from lit_cifar.doctor.arithmetic import OPERATIONS
 from lit_cifar.doctor.collectives import SIZES
 from lit_cifar.doctor.examination import Examination
 from lit_cifar.doctor.findings import Finding
 from lit_cifar.doctor.links import Link
-from lit_cifar.doctor.ranks import Ranks, in_bytes
+from lit_cifar.doctor.ranks import Ranks
 from lit_cifar.doctor.verdicts import Verdict
 
 
@@ -103,7 +104,7 @@ def _sweep(ranks: Ranks, links: Sequence[Link]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE)
     table.add_column("size")
     for size in SIZES:
-        table.add_column(in_bytes(size), justify="right")
+        table.add_column(size_of(size), justify="right")
     table.add_row("time", *(f"{1e3 * ranks.all_reduce_s(size):.3g} ms" for size in SIZES))
     table.add_row("GB/s", *(f"{ranks.all_reduce_gb_s(size):.2g}" for size in SIZES))
     return table

@@ -1,25 +1,19 @@
-"""Starts the processes that measure, and judges what they have found: who is wrong, who is slow, what gets lost."""
+"""Starts the processes that measure, and reads what they have found."""
 
 import json
 import os
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lit_cifar.doctor.arithmetic import OPERATIONS, Accelerator
-from lit_cifar.doctor.findings import ALL_MODES, PROCESS_MODES, Finding
+from lit_cifar.doctor.arithmetic import Accelerator
 from lit_cifar.doctor.measurement import Measurement
 from lit_cifar.launch.forked import ForkedRun
 
 PROBE = "lit_cifar.doctor.rank_probe"
 _TIMEOUT_S = 90.0
-_SLOW = 2.0
-"""How many times as long as the others a rank may take, in its fastest turn."""
-_CLOCK_S = 5.0
-"""By how much clocks may differ: far more than the ranks of a busy machine need to leave a barrier."""
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR")
 _LAUNCHER += ("MASTER_PORT",)
 
@@ -32,18 +26,18 @@ class Ranks:
         accelerator: On which they ran.
         measurements: By rank; empty if a process failed.
         failure: Why there are none.
-        settings: Environment variables that were set for them.
+        messages: What went wrong in further collectives, a sentence for each fault.
     """
 
     accelerator: Accelerator
     measurements: list[Measurement] = field(default_factory=list)
     failure: str | None = None
-    settings: dict[str, str] = field(default_factory=dict)
+    messages: list[str] = field(default_factory=list)
 
     @property
     def is_transport_faulty(self) -> bool:
         """Whether the processes could not send each other tensors, or something else arrived."""
-        return self.failure is not None or any(each.faults for each in self.measurements)
+        return bool(self.failure or self.messages or any(each.faults for each in self.measurements))
 
     def all_reduce_s(self, num_bytes: int) -> float:
         """The median time of an all-reduce of that size. The rank that comes last has not waited for others."""
@@ -72,13 +66,12 @@ def probe_ranks(
         module: What they run. A test's module has a device with a fault.
         timeout_s: After which they are ended.
     """
-    settings = settings or {}
     with tempfile.TemporaryDirectory(prefix="lit_cifar-doctor-") as name:
         folder = Path(name)
         out, err = folder / "stdout", folder / "stderr"
         run = ForkedRun(
             [accelerator, name],
-            environment=_environment(num_ranks) | settings,
+            environment=_environment(num_ranks) | (settings or {}),
             stdout=out,
             stderr=err,
             num_ranks=num_ranks,
@@ -90,9 +83,9 @@ def probe_ranks(
             run.kill()
         if status != 0:
             reason = _reason(status, folder, err, num_ranks=num_ranks, timeout_s=timeout_s)
-            return Ranks(accelerator=accelerator, failure=reason, settings=settings)
+            return Ranks(accelerator=accelerator, failure=reason)
         found = [_read(folder / f"rank{rank}.json") for rank in range(num_ranks)]
-    return Ranks(accelerator=accelerator, measurements=found, settings=settings)
+    return Ranks(accelerator=accelerator, measurements=found)
 
 
 def _environment(num_ranks: int) -> dict[str, str]:
@@ -120,111 +113,3 @@ def _reason(status: int | None, folder: Path, stderr: Path, *, num_ranks: int, t
     lines = [line.strip() for line in stderr.read_text(errors="replace").splitlines()] if stderr.exists() else []
     errors = [line for line in lines if "Error" in line]
     return "; ".join([ended, *were, *(line[:200] for line in errors[-1:])])
-
-
-def judge_ranks(ranks: Ranks) -> list[Finding]:
-    """What is wrong with the processes, their devices, or what they send each other."""
-    if ranks.failure is not None:
-        return [_failed(ranks.failure, ranks.accelerator)]
-    found = ranks.measurements
-    problems = [finding for each in found for finding in _wrong(each, ranks.accelerator, len(found))]
-    problems += _lost(found, ranks.accelerator)
-    problems += [finding for name in OPERATIONS for finding in _slow(found, name, ranks.accelerator)][:1]
-    return problems + _clocks(found)
-
-
-def _failed(reason: str, accelerator: Accelerator) -> Finding:
-    variable = "NCCL_DEBUG=INFO" if accelerator == "cuda" else "TORCH_DISTRIBUTED_DEBUG=DETAIL"
-    return Finding(
-        part="ranks",
-        problem=f"Processes that send each other tensors failed: they {reason}.",
-        mend=f"{variable} python -m lit_cifar doctor   # shows what they wait for",
-        modes=PROCESS_MODES,
-    )
-
-
-def _wrong(found: Measurement, accelerator: Accelerator, num_ranks: int) -> list[Finding]:
-    return [
-        Finding(
-            part="ranks",
-            problem=f"Rank {found.rank} ({found.device}) computes wrongly: its {name} was wrong in {len(wrong)} of "
-            f"{len(found.seconds[name]) + 1} repeats ({wrong[0]}).",
-            mend=without_gpu(found.rank, num_ranks) if accelerator == "cuda" else "memtest86+, or another machine",
-            modes=ALL_MODES,
-        )
-        for name, wrong in found.wrong.items()
-        if wrong
-    ]
-
-
-def without_gpu(rank: int, num_gpus: int) -> str:
-    """The command that hides a rank's GPU."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = given.split(",") if given else [str(index) for index in range(num_gpus)]
-    return f"export CUDA_VISIBLE_DEVICES={','.join(name for index, name in enumerate(names) if index != rank)}"
-
-
-def _lost(found: Sequence[Measurement], accelerator: Accelerator) -> list[Finding]:
-    """One finding for each rank whose all-reduces went wrong, and each cause."""
-    problems = []
-    for each in found:
-        causes: dict[str, list[int]] = {}
-        for num_bytes, cause in each.faults:
-            causes.setdefault(cause.split(", in ")[0], []).append(num_bytes)
-        for cause, sizes in causes.items():
-            example = next(problem for _, problem in each.faults if problem.startswith(cause))
-            problems.append(
-                Finding(
-                    part="ranks",
-                    problem=f"Rank {each.rank} ({each.device}) gets wrong sums from all-reduce, in {len(sizes)} of "
-                    f"{sum(map(len, each.sweep.values()))} calls, the smallest of {in_bytes(min(sizes))}: {example}.",
-                    mend="NCCL_P2P_DISABLE=1 python -m lit_cifar doctor"
-                    if accelerator == "cuda"
-                    else "memtest86+, or another machine",
-                    modes=PROCESS_MODES,
-                )
-            )
-    return problems
-
-
-def _slow(found: Sequence[Measurement], name: str, accelerator: Accelerator) -> list[Finding]:
-    """Ranks that took twice as long as the others even in their fastest turn."""
-    problems = []
-    for each in found if len(found) > 1 else ():
-        others = median(median(other.seconds[name]) for other in found if other is not each)
-        ratio = min(each.seconds[name]) / others
-        if ratio >= _SLOW:
-            problems.append(
-                Finding(
-                    part="ranks",
-                    problem=f"Rank {each.rank} ({each.device}) takes {ratio:.1f} times as long as the others for the "
-                    f"same {name}: every step waits for it.",
-                    mend="nvidia-smi   # who else uses it, its clock and temperature; to leave it out: "
-                    f"{without_gpu(each.rank, len(found))}"
-                    if accelerator == "cuda"
-                    else "top   # which other programs use its cores",
-                    modes=PROCESS_MODES,
-                )
-            )
-    return problems
-
-
-def _clocks(found: Sequence[Measurement]) -> list[Finding]:
-    walls = [each.wall_s for each in found]
-    spread, drift = max(walls) - min(walls), max((each.drift_s for each in found), key=abs)
-    if spread < _CLOCK_S and abs(drift) < _CLOCK_S:
-        return []
-    problem = (
-        f"The clocks of the ranks differ by {spread:.0f} s."
-        if spread >= _CLOCK_S
-        else f"The clock was set by {drift:+.0f} s during the check."
-    )
-    return [Finding(part="ranks", problem=problem, mend="timedatectl set-ntp true")]
-
-
-def in_bytes(number: int) -> str:
-    """E.g. "64 KiB"."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number} bytes"
