@@ -352,6 +352,8 @@ def test_gpus_are_compared_with_torch_and_each_other() -> None:
     assert old.problem == "This torch has no code for GPU 0, NVIDIA X (sm_61)."
     assert old.is_fault
     assert busy.problem.startswith("Of GPU 1 12.8 GiB of 64 GiB are free")
+    (broken,) = machine.check_gpus([Gpu(name="not usable", error="CUDA error: unknown")], architectures)
+    assert (broken.problem, broken.modes) == ("GPU 0 cannot be used: CUDA error: unknown.", ALL_MODES)
     (mixed,) = machine.check_gpus([gpu(), gpu("NVIDIA Y")], architectures)
     assert "different models" in mixed.problem
 

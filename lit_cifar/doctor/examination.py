@@ -83,7 +83,7 @@ def examine(num_devices: int | None, *, folder: Path, report: Report) -> Examina
     return Examination(
         machine=facts,
         environment=around,
-        links=find_links(),
+        links=[] if any(gpu.error for gpu in gpus) else find_links(),
         copies=copies,
         ranks=ranks,
         findings=findings,

@@ -15,13 +15,13 @@ _NVLINK, _PCIE, _HOST = "#1a9850", "#4575b4", "#999999"
 
 def draw(links: Sequence[Link], file: Path) -> None:
     """Draw the GPUs in a circle, with a line for each pair: dotted where one cannot read the other's memory."""
-    figure = Figure(figsize=(6, 6), layout="constrained")
+    figure = Figure(figsize=(6, 7), layout="constrained")
     axes = figure.subplots()
     axes.set(xlim=(-1.3, 1.3), ylim=(-1.3, 1.3), aspect="equal")
     axes.axis("off")
     if links:
         _draw_all(axes, links)
-        figure.legend(loc="outside lower center", ncols=2, frameon=False)
+        figure.legend(loc="outside lower center", ncols=1, frameon=False)
     else:
         axes.text(0, 0, "torch sees fewer than two GPUs", ha="center")
     figure.savefig(file)

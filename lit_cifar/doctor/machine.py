@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -32,22 +32,28 @@ class Gpu:
         capability: E.g. (9, 0).
         free: Bytes of its memory that no process uses.
         total: Bytes of its memory.
+        error: Why it cannot be used, "" if it can.
     """
 
     name: str
-    capability: tuple[int, int]
-    free: int
-    total: int
+    capability: tuple[int, int] = (0, 0)
+    free: int = 0
+    total: int = 0
+    error: str = ""
 
 
 def find_gpus() -> list[Gpu]:
     """Those that torch sees."""
-    found = []
-    for index in range(torch.cuda.device_count()):
+    return [_find_gpu(index) for index in range(torch.cuda.device_count())]
+
+
+def _find_gpu(index: int) -> Gpu:
+    try:
         free, total = torch.cuda.mem_get_info(index)
         name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
-        found.append(Gpu(name=name, capability=capability, free=free, total=total))
-    return found
+    except RuntimeError as error:
+        return Gpu(name="not usable", error=str(error).splitlines()[0])
+    return Gpu(name=name, capability=capability, free=free, total=total)
 
 
 def look_at_machine(gpus: Sequence[Gpu], *, folder: Path, ask: Ask = ask_nvidia_smi) -> tuple[Facts, list[Finding]]:
@@ -143,6 +149,10 @@ def check_gpus(gpus: Sequence[Gpu], architectures: Sequence[str]) -> list[Findin
     """
     findings = []
     for index, gpu in enumerate(gpus):
+        if gpu.error:
+            problem = f"GPU {index} cannot be used: {gpu.error}."
+            findings.append(Finding(part="machine", problem=problem, mend="nvidia-smi   # shows more", modes=ALL_MODES))
+            continue
         if not runs_on(gpu.capability, architectures):
             problem = f"This torch has no code for GPU {index}, {gpu.name} (sm_{gpu.capability[0]}{gpu.capability[1]})."
             mend = "https://pytorch.org/get-started/locally   # choose a build that has it"
@@ -150,7 +160,7 @@ def check_gpus(gpus: Sequence[Gpu], architectures: Sequence[str]) -> list[Findin
         if gpu.free < gpu.total / 2:
             problem = f"Of GPU {index} {_gib(gpu.free)} of {_gib(gpu.total)} are free: other processes use the rest."
             findings.append(Finding(part="machine", problem=problem, mend="nvidia-smi   # shows which"))
-    if len({gpu.name for gpu in gpus}) > 1:
+    if len({gpu.name for gpu in gpus if not gpu.error}) > 1:
         problem = "The GPUs are of different models: every step waits for the slowest."
         mend = "export CUDA_VISIBLE_DEVICES=...   # with those of one model"
         findings.append(Finding(part="machine", problem=problem, mend=mend))

@@ -41,10 +41,14 @@ def main(make_device: Callable[[torch.device, int], Device] = lambda device, ran
     device = torch.device("cuda", rank) if accelerator == "cuda" else torch.device("cpu")
     with _process_group(environment, device, rank=rank, world_size=world_size):
         own = make_device(device, rank)
-        found = measure(own, rank=rank, world_size=world_size, meet=dist.barrier, report=report)
+        found = measure(own, rank=rank, world_size=world_size, meet=_meet, report=report)
         report("the end")
-        dist.barrier()  # no rank leaves while another still needs it
+        _meet()  # no rank leaves while another still needs it
     (folder / f"rank{rank}.json").write_text(json.dumps(asdict(found)))
+
+
+def _meet() -> None:
+    dist.barrier()
 
 
 @contextmanager

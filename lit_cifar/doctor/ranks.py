@@ -14,8 +14,8 @@ from lit_cifar.launch.forked import ForkedRun
 
 PROBE = "lit_cifar.doctor.rank_probe"
 _TIMEOUT_S = 90.0
-_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR")
-_LAUNCHER += ("MASTER_PORT",)
+_LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"}
+_LAUNCHER |= {"MASTER_ADDR", "MASTER_PORT"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,9 @@ class Ranks:
 
     def all_reduce_s(self, num_bytes: int) -> float:
         """The median time of an all-reduce of that size. The rank that comes last has not waited for others."""
-        return median(min(call) for call in zip(*(each.sweep[num_bytes] for each in self.measurements), strict=True))
+        return float(
+            median(min(call) for call in zip(*(each.sweep[num_bytes] for each in self.measurements), strict=True))
+        )
 
     def all_reduce_gb_s(self, num_bytes: int) -> float:
         """GB/s that each rank has sent, and received, in a ring."""
