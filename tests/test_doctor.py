@@ -239,11 +239,17 @@ def test_real_processes_with_three_faults() -> None:
 
 
 @pytest.mark.usefixtures("in_tests")
-def test_real_processes_that_hang_are_ended_and_say_where() -> None:
-    ranks = probe_ranks(2, "cpu", module="hanging_device", timeout_s=8)
-    (finding,) = judge_ranks(ranks)
-    assert "did not end within 8 s" in finding.problem
+def test_a_process_that_dies_is_named_with_its_place() -> None:
+    (finding,) = judge_ranks(probe_ranks(2, "cpu", module="dying_device"))
+    assert finding.problem.startswith("Processes that send each other tensors failed: they ended with status 3")
     assert "rank 1 was at an all-reduce of 1,024 bytes" in finding.problem
+    assert finding.modes == PROCESS_MODES
+
+
+def test_processes_that_take_too_long_are_ended() -> None:
+    """That none is left is checked after each test."""
+    (finding,) = judge_ranks(probe_ranks(2, "cpu", timeout_s=0))
+    assert "they did not end within 0 s" in finding.problem
 
 
 # Copies.
