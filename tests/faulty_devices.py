@@ -13,7 +13,7 @@ from lit_cifar.doctor.rank_probe import main
 
 CPU = torch.device("cpu")
 SMALL = (1024, 65536)
-PAUSE_S = 0.1
+PAUSE_S = 0.05
 """So long that the ratio to a matrix product of milliseconds is beyond doubt."""
 
 
