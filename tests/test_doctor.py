@@ -204,8 +204,8 @@ def test_clocks_that_differ_are_noted() -> None:
 
 
 def test_what_nccl_loses_is_tried_without_copies_from_gpu_to_gpu() -> None:
-    lost = Ranks(accelerator="cuda", messages=["rank 1 got something else"])
     whole = Ranks(accelerator="cuda", measurements=[Measurement(rank=0, device="X")])
+    lost = replace(whole, messages=["rank 1 got something else"])
     for without, mend in ((whole, "export NCCL_P2P_DISABLE=1"), (lost, "boot with iommu=off")):
         settings: list[object] = []
 
