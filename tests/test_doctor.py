@@ -206,7 +206,7 @@ def test_clocks_that_differ_are_noted() -> None:
 def test_what_nccl_loses_is_tried_without_copies_from_gpu_to_gpu() -> None:
     whole = Ranks(accelerator="cuda", measurements=[Measurement(rank=0, device="X")])
     lost = replace(whole, messages=["rank 1 got something else"])
-    for without, mend in ((whole, "export NCCL_P2P_DISABLE=1"), (lost, "boot with iommu=off")):
+    for without, mend in ((whole, "export NCCL_P2P_DISABLE=1"), (lost, "turn off the IOMMU")):
         settings: list[object] = []
 
         def probe(*_: object, settings_: list[object] = settings, other: Ranks = without, **given: object) -> Ranks:

@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from lit_cifar.copy_probe.findings import SENTINEL, classify, size_of
 from lit_cifar.copy_probe.pair_check import pattern
@@ -72,6 +73,8 @@ def _of_rank(rank: int, connection: Connection, deadline: float) -> Iterator[str
     doing = "the start"
     while (message := received(connection, deadline - time.monotonic())) is not None:
         if isinstance(message, Ended):
+            if message.kind is None:
+                raise ProbeError(f"the collectives could not be probed: rank {rank}: {message.detail}")
             yield f"{doing} {message.kind} on rank {rank}: {message.detail}"
             return
         doing, fault = message
@@ -90,7 +93,6 @@ def _work(
     connection: Connection,
 ) -> None:
     """Send what is being done before it is done, and once more with its fault; None at the end."""
-    torch.set_num_threads(1)
     os.environ.update(environment)
     listen_only_on(loopback_interface())
     device = devices[rank]
@@ -99,7 +101,7 @@ def _work(
         connection.send("ready")
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group(backend, store=dist.FileStore(store, len(devices)), rank=rank, world_size=len(devices))
+        dist.init_process_group(backend, store=FileStore(store, len(devices)), rank=rank, world_size=len(devices))
         for number, num_bytes in enumerate(sizes):
             for what, arrived, expected in _messages(collectives, num_bytes // 8, number, rank, connection, device):
                 wrong = not torch.equal(arrived, expected)

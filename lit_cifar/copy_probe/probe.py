@@ -105,6 +105,8 @@ class _Prober:
                 continue
             self._stack.close()
             self._connection = None
+            if message.kind is None:
+                raise ProbeError(f"the copies between devices could not be probed: {message.detail}")
             yield CopyFault(pair[0].name, pair[1].name, message.kind, 0, message.detail)
             return
 
@@ -124,7 +126,6 @@ def _work(
     connection: Connection,
 ) -> None:
     """Answer each pair with its faults and None; at first send None when the devices are ready."""
-    torch.set_num_threads(1)
     try:
         load = Load(everywhere, num_bytes=max(sizes))
         connection.send(None)

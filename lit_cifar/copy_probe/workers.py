@@ -1,11 +1,14 @@
 """Processes that may hang, and are killed."""
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
+
+import torch
 
 from lit_cifar.copy_probe.findings import Kind
 from lit_cifar.launch.forked import start_forked
@@ -20,9 +23,9 @@ class ProbeError(RuntimeError):
 
 @dataclass(frozen=True)
 class Ended:
-    """Why nothing more comes from a process."""
+    """Why nothing more comes from a process; without a kind if that says nothing about the copies."""
 
-    kind: Kind
+    kind: Kind | None
     detail: str
 
 
@@ -30,7 +33,7 @@ class Ended:
 def worker(target: Callable[..., None], *args: object) -> Iterator[Connection]:
     """A process that runs `target(*args, connection)`, and the other end of the connection; it is killed at the end."""
     connection, theirs = Pipe()
-    process = start_forked(target, (*args, theirs))
+    process = start_forked(_run, (target, *args, theirs))
     theirs.close()
     try:
         yield connection
@@ -38,6 +41,12 @@ def worker(target: Callable[..., None], *args: object) -> Iterator[Connection]:
         process.kill()
         process.join()
         connection.close()
+
+
+def _run(target: Callable[..., None], *args: object) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the caller too, which ends this process
+    torch.set_num_threads(1)
+    target(*args)
 
 
 def received(connection: Connection, limit_s: float) -> Any:
@@ -52,4 +61,5 @@ def received(connection: Connection, limit_s: float) -> Any:
 
 def reason(error: Exception) -> Ended:
     """What to send of an error of a device: these are of many types, and all later calls to the device fail too."""
-    return Ended("failed", " ".join(str(error).split())[:300])
+    detail = " ".join(str(error).split())[:300]
+    return Ended(None if isinstance(error, torch.OutOfMemoryError) else "failed", detail)

@@ -9,7 +9,7 @@ from lit_cifar.copy_probe.probe import SIZES
 from lit_cifar.doctor.findings import COPY_MODES, Finding
 
 _MOST_PAIRS = 6  # that are named in a sentence
-_MEND = "boot with iommu=off and with PCIe ACS disabled; until then: python -m lit_cifar fit --trainer.strategy=ddp"
+_MEND = "turn off the IOMMU or PCIe ACS in the BIOS, or boot with iommu=pt   # until then use ddp, see docs/copies.md"
 
 
 def check_copies(

@@ -93,7 +93,7 @@ def _undelivered(ranks: Ranks) -> list[Finding]:
 
 def _mend_transport(accelerator: Accelerator) -> str:
     if accelerator == "cuda":
-        return "boot with iommu=off and with PCIe ACS disabled   # NCCL_P2P_DISABLE=1 did not help"
+        return "turn off the IOMMU or PCIe ACS in the BIOS, or boot with iommu=pt   # NCCL_P2P_DISABLE=1 did not help"
     return "memtest86+, or another machine"
 
 

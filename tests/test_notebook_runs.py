@@ -1,0 +1,54 @@
+"""Starting runs from a notebook."""
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import pytest
+from commands import TINY
+from nbclient import NotebookClient
+
+from lit_cifar import notebook
+
+
+def test_a_run_returns_what_the_command_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    done = notebook.run("modes")
+    assert done.process.returncode == 0
+    assert "ddp_spawn" in done.output
+    assert capfd.readouterr().out.startswith("lit_cifar modes: done after ")
+
+
+def test_a_run_that_fails_raises_with_its_last_lines() -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)lit_cifar fit: exit status 2\n.*--model.arch"):
+        notebook.run("fit", "--model.arch=resnet35")
+
+
+def test_an_interrupted_cell_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = notebook.start("fit", *TINY, "--trainer.max_epochs=1000", f"--run_dir={tmp_path}")
+
+    def interrupt(self: notebook.Run) -> bool:
+        while not (tmp_path / "metrics.csv").exists() and self.process.poll() is None:
+            time.sleep(0.1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(notebook.Run, "_has_ended", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        started.wait()
+    assert started.process.returncode == 128 + signal.SIGTERM, started.output
+
+
+def test_torchrun_starts_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notebook, "Run", lambda command, **_: command)
+    assert notebook.start("fit", "--a=1", torchrun=["--nproc_per_node=2"]) == [
+        *[sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "lit_cifar", "fit", "--a=1"]
+    ]
+
+
+def test_a_notebook_shows_one_line_for_each_run() -> None:
+    cell = nbformat.v4.new_code_cell("from lit_cifar import notebook\nstarted = notebook.run('modes')")
+    book = nbformat.v4.new_notebook(cells=[cell])
+    NotebookClient(book, timeout=100, kernel_name="python3").execute()
+    (output,) = book.cells[0]["outputs"]
+    assert output["data"]["text/plain"].startswith("lit_cifar modes: done after ")
