@@ -10,11 +10,11 @@ from lit_cifar.doctor.nvidia_smi import Ask, DriverGpu, ask_nvidia_smi, driver_g
 
 # The kinds of `nvidia-smi topo -m`, from near to far.
 _KINDS = {
-    "PIX": "PCIe, one switch",
-    "PXB": "PCIe, several switches",
-    "PHB": "PCIe, through the CPU",
-    "NODE": "through the host",
-    "SYS": "through the host, between sockets",
+    "PIX": "PCIe switch",
+    "PXB": "PCIe switches",
+    "PHB": "PCIe, CPU",
+    "NODE": "host",
+    "SYS": "host, sockets",
 }
 _UNKNOWN = "not known"
 
@@ -39,7 +39,7 @@ class Link:
 
     @property
     def in_words(self) -> str:
-        """E.g. "NVLink x 12" or "PCIe, one switch"."""
+        """E.g. "NVLink x 12" or "PCIe switch"."""
         if self.kind.startswith("NV"):
             return f"NVLink x {self.kind[2:]}"
         return _KINDS.get(self.kind, _UNKNOWN)

@@ -51,8 +51,8 @@ def _modes(verdicts: Sequence[Verdict], faults: Sequence[Finding]) -> Table:
         if verdict.fit:
             words = f"[green]{verdict.reason}"
         else:
-            number = next(i for i, fault in enumerate(faults, start=1) if verdict.mode in fault.modes)
-            words = f"[red]no, see {number}."
+            numbers = [str(i) for i, fault in enumerate(faults, start=1) if verdict.mode in fault.modes]
+            words = f"[red]no, see {', '.join(numbers)}"
         table.add_row(verdict.mode, words)
     return table
 
@@ -69,6 +69,9 @@ def _links(links: Sequence[Link]) -> Table:
     gpus = sorted({link.source for link in links})
     cells = {(link.source, link.destination): link for link in links}
     table = Table(title="\nlinks", title_justify="left", title_style="bold", box=SIMPLE)
+    if not all(link.peer for link in links):
+        table.caption = "* neither can read the other's memory: copies take the way through the host"
+        table.caption_justify = "left"
     table.add_column("from \\ to")
     for gpu in gpus:
         table.add_column(f"GPU {gpu}")
@@ -79,7 +82,7 @@ def _links(links: Sequence[Link]) -> Table:
 
 def _of_link(link: Link) -> str:
     speed = "" if link.gb_s is None else f"\n[dim]{link.gb_s:.0f} GB/s"
-    return f"{link.in_words}{'' if link.peer else ', no direct copies'}{speed}"
+    return f"{link.in_words}{'' if link.peer else ' *'}{speed}"
 
 
 def _print_ranks(out: Console, ranks: Ranks, links: Sequence[Link]) -> None:
@@ -100,7 +103,7 @@ def _sweep(ranks: Ranks, links: Sequence[Link]) -> Table:
     backend = "NCCL" if ranks.accelerator == "cuda" else "gloo"
     speeds = [link.gb_s for link in links if link.gb_s is not None]
     best = f"; the slowest link can carry {min(speeds):.0f} GB/s" if speeds else ""
-    title = f"all-reduce over {len(ranks.measurements)} ranks, {backend}{best}"
+    title = f"\nall-reduce over {len(ranks.measurements)} ranks, {backend}{best}"
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE)
     table.add_column("size")
     for size in SIZES:
