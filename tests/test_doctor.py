@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
@@ -594,7 +595,8 @@ def test_wrong_arguments_are_exit_status_2(args: list[str], words: str) -> None:
 
 
 def test_torchrun_starts_no_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lit_cifar.commands.doctor.is_torchelastic_launched", lambda: True)
+    command = sys.modules["lit_cifar.commands.doctor"]  # the package has a function of that name
+    monkeypatch.setattr(command, "is_torchelastic_launched", lambda: True)
     result = run_here("doctor")
     assert result.status == 2
     assert "run python -m lit_cifar doctor without torchrun" in result.stderr
