@@ -60,6 +60,7 @@ SUBCOMMANDS = {
 DESCRIPTION = "Train networks on CIFAR-10 and similar data, in any mode of parallelism."
 EPILOG = """\
 further commands, each with a --help of its own:
+    doctor              Whether this machine is fit to train in parallel, mode by mode.
     modes               Which modes run on this machine, and how to start them.
     verify              Compare modes step by step with the single-device computation that each must equal.
     chaos               Kill, stop and resize small trainings at random, and check that nothing is lost.

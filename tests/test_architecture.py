@@ -28,7 +28,7 @@ LAYERS = [
     {"strategies"},
     {"callbacks", "export", "modes"},
     {"verify"},
-    {"chaos", "html_report"},
+    {"chaos", "doctor", "html_report"},
     {"commands"},
     {"cli_help"},
     {"usage_errors"},

@@ -620,7 +620,9 @@ def test_two_processes_prove_what_they_used_together(tmp_path: Path) -> None:
 def test_a_refused_checkpoint_is_named(tmp_path: Path) -> None:
     assert run_here("fit", *TINY, "--trainer.max_steps=2", f"--run_dir={tmp_path / 'run'}").status == 0
     checkpoint = tmp_path / "run" / "checkpoints" / "last.ckpt"
-    result = run_here("fit", *TINY, "--data.batch_size=20", f"--ckpt_path={checkpoint}", f"--run_dir={tmp_path / 'new'}")
+    result = run_here(
+        "fit", *TINY, "--data.batch_size=20", f"--ckpt_path={checkpoint}", f"--run_dir={tmp_path / 'new'}"
+    )
     assert result.status == 2
     assert f"{checkpoint}: " in result.stderr
     assert "--data.batch_size=16" in result.stderr

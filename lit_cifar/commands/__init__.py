@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from lit_cifar.commands.chaos import main as chaos
+from lit_cifar.commands.doctor import main as doctor
 from lit_cifar.commands.export import main as export
 from lit_cifar.commands.modes import main as modes
 from lit_cifar.commands.report import main as report
@@ -12,6 +13,7 @@ from lit_cifar.commands.verify import main as verify
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "chaos": chaos,
     "export": export,
+    "doctor": doctor,
     "modes": modes,
     "report": report,
     "verify": verify,

@@ -1,98 +1,21 @@
 """`python -m lit_cifar modes`: the modes, and which of them run on this machine."""
 
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
 from rich.box import SIMPLE
 from rich.table import Table
 
 from lit_cifar.commands.terminal import CommandParser, console
-from lit_cifar.modes import MODES, Mode
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """What decides which modes run."""
-
-    num_cores: int  # that this process may use
-    num_gpus: int  # CUDA devices
-    backends: frozenset[str]  # of process groups: "gloo", "nccl"
-
-    @classmethod
-    def here(cls) -> "Machine":
-        found = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
-        return cls(
-            num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-            num_gpus=torch.cuda.device_count(),
-            backends=frozenset(name for name, has in found.items() if has),
-        )
-
-    def __str__(self) -> str:
-        gpus = _count(self.num_gpus, "GPU") if self.num_gpus else "no GPU"
-        return f"{_count(self.num_cores, 'core')}, {gpus}, torch {torch.__version__}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """A mode on a machine."""
-
-    mode: Mode
-    accelerator: str | None  # where it runs: "cuda", "cpu", or None if it does not
-    verdict: str  # in words: with what, or why not
-    command: str | None  # what to type to run it there, None if it does not run
-
-
-def mode_table(machine: Machine) -> list[Row]:
-    """Every mode on `machine`: on its GPUs where they suffice, else on the CPU."""
-    return [_row(mode, machine) for mode in MODES]
-
-
-def _row(mode: Mode, machine: Machine) -> Row:
-    obstacle = _obstacle_to_gpus(mode, machine)
-    if obstacle is None:
-        return _on_gpus(mode, machine)
-    if mode.has_processes and "gloo" not in machine.backends:
-        reason = f"{obstacle}; the CPU needs gloo" if machine.num_gpus else "this torch has no gloo"
-        return Row(mode=mode, accelerator=None, verdict=f"no: {reason}", command=None)
-    if machine.num_gpus:
-        verdict = f"on the CPU alone: {obstacle}"
-    elif mode.has_processes:
-        verdict = f"yes, gloo processes on {_count(machine.num_cores, 'core')}"
-    else:
-        verdict = "yes, on the CPU" if mode.min_devices == 1 else "yes, on virtual devices of the CPU"
-    return Row(
-        mode=mode,
-        accelerator="cpu",
-        verdict=verdict,
-        command=_command(*mode.flags(mode.min_devices), "--trainer.accelerator=cpu"),
-    )
-
-
-def _obstacle_to_gpus(mode: Mode, machine: Machine) -> str | None:
-    """Why `mode` cannot run on the machine's GPUs; None if it can."""
-    if mode.has_processes and "nccl" not in machine.backends and machine.num_gpus >= mode.min_devices:
-        return "this torch has no NCCL"
-    if mode.name == "mp" and machine.num_gpus == 1:
-        return None
-    return f"needs {mode.min_devices} GPUs" if machine.num_gpus < mode.min_devices else None
-
-
-def _on_gpus(mode: Mode, machine: Machine) -> Row:
-    if machine.num_gpus < mode.min_devices:
-        # More stages than devices take the form with the class: a short name takes no arguments.
-        verdict = "yes, all stages on the one GPU"
-        flags = ["--trainer.strategy=LayerParallelStrategy", "--trainer.strategy.num_stages=2", "--trainer.devices=1"]
-    else:
-        flags = mode.flags(mode.min_devices)
-        verdict = f"yes, on {_in_words(mode.counts(machine.num_gpus))}"
-    return Row(mode=mode, accelerator="cuda", verdict=verdict, command=_command(*flags))
+from lit_cifar.doctor.mode_table import Machine, Row, mode_table
 
 
 def main(args: list[str]) -> int:
-    """Print the table for this machine, and the command of every mode that runs."""
+    """Print the table for this machine, and the command of every mode that runs.
+
+    Raises:
+        ConfigError: There are arguments; only `--help` is known.
+        SystemExit: After --help.
+    """
     CommandParser("modes", description="Which modes run on this machine, and how to start them.").parse_args(args)
     machine = Machine.here()
     rows = mode_table(machine)
@@ -111,22 +34,3 @@ def _drawn(rows: Sequence[Row], *, title: str) -> Table:
         verdict = f"[{styles[row.accelerator]}]{row.verdict}"
         table.add_row(row.mode.name, row.mode.splits, row.mode.processes, verdict)
     return table
-
-
-def _command(*flags: str) -> str:
-    return " ".join(["python -m lit_cifar fit", *flags])
-
-
-def _in_words(counts: Sequence[int]) -> str:
-    """E.g. "2 to 5 GPUs", or "2, 4 or 8 GPUs" where some between are missing."""
-    *others, last = counts
-    words = _count(last, "GPU")
-    if not others:
-        return words
-    if len(counts) == last - counts[0] + 1:
-        return f"{counts[0]} to {words}"
-    return f"{', '.join(map(str, others))} or {words}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

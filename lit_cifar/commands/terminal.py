@@ -52,8 +52,8 @@ def exit_orderly_when_terminated() -> None:
                 signal.signal(number, leave)
 
 
-def writable(path: Path) -> Path:
-    """`path`, checked to be writable now and not only at the end of the command."""
+def writable(path: Path, *, option: str = "--json") -> Path:
+    """`path`, which an option names, checked to be writable now and not only at the end of the command."""
     try:
         existed = path.exists()
         with path.open("ab"):
@@ -61,7 +61,9 @@ def writable(path: Path) -> Path:
         if not existed:
             path.unlink()
     except OSError as error:
-        raise ConfigError(f"--json={path} cannot be written: {error.strerror}", remedy="choose another file") from error
+        raise ConfigError(
+            f"{option}={path} cannot be written: {error.strerror}", remedy="choose another file"
+        ) from error
     return path
 
 

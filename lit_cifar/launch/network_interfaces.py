@@ -30,7 +30,7 @@ def address_of(interface: str) -> str:
     """IPv4 address of an interface, which must have one."""
     if interface == loopback_interface():
         return LOOPBACK
-    address = _addresses().get(interface)
+    address = addresses().get(interface)
     if address is None:
         raise ConfigError(
             f"GLOO_SOCKET_IFNAME={interface} is not an interface of this machine with an IPv4 address",
@@ -53,12 +53,12 @@ def listen_only_on(interface: str) -> None:
 
 
 def _known() -> str:
-    found = {name: address for name, address in _addresses().items() if address != LOOPBACK}
+    found = {name: address for name, address in addresses().items() if address != LOOPBACK}
     return ", ".join(f"{name} ({address})" for name, address in found.items()) or "none but the loopback interface"
 
 
-def _addresses() -> dict[str, str]:
+def addresses() -> dict[str, str]:
     """The first IPv4 address of each interface that has one."""
     found = psutil.net_if_addrs().items()
     ipv4 = {name: [entry.address for entry in entries if entry.family == socket.AF_INET] for name, entries in found}
-    return {name: addresses[0] for name, addresses in ipv4.items() if addresses}
+    return {name: own[0] for name, own in ipv4.items() if own}

@@ -82,12 +82,12 @@ class LocalEnvironment(LightningEnvironment):
     def main_port(self) -> int:
         """The store's port, open from then on: Lightning's own search would close it until the processes start."""
         if self._main_port == -1:
-            self._main_port = self._open() if self.local_rank() == 0 else _given_port()
+            self._main_port = self._open() if self.local_rank() == 0 else given_port()
         return self._main_port
 
     def check(self) -> None:
         """Refuse processes that were started by hand without a port at which they meet."""
-        if not _given_port() and self.creates_processes_externally:
+        if not given_port() and self.creates_processes_externally:
             raise ConfigError(
                 f"LOCAL_RANK={self.local_rank()} in the environment: each process was started by hand, but MASTER_PORT "
                 "does not say where they meet",
@@ -95,7 +95,7 @@ class LocalEnvironment(LightningEnvironment):
             )
 
     def _open(self) -> int:
-        wanted = _given_port()
+        wanted = given_port()
         # Whoever started this process by hand has told the same port to others.
         self._store = open_store(LOOPBACK, port=wanted, only_there=wanted > 0 and self.creates_processes_externally)
         self._keeper = os.getpid()
@@ -213,7 +213,7 @@ def _is_kept(address: str, port: int, token: str) -> bool:
         return False
 
 
-def _given_port() -> int:
+def given_port() -> int:
     """The port in `MASTER_PORT`; 0 if it is not set."""
     text = os.environ.get("MASTER_PORT", "0")
     if not text.isdecimal() or int(text) > _LAST_PORT:

@@ -1,0 +1,73 @@
+"""`python -m lit_cifar doctor`: arguments, page and exit status."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from torch.distributed import is_torchelastic_launched
+
+from lit_cifar.commands.terminal import CommandParser, about, console, exit_orderly_when_terminated, say, writable
+from lit_cifar.doctor.examination import examine
+from lit_cifar.doctor.link_figure import FORMATS, draw
+from lit_cifar.doctor.page import print_page
+from lit_cifar.errors import ConfigError
+
+_DESCRIPTION = """\
+Whether this machine is fit to train in parallel, mode by mode. Looked at are devices, memory, links, versions, disk,
+ports, network interfaces and what a launcher has left in the environment. Copies between GPUs are probed. Processes
+calculate and send each other tensors: whoever is wrong or slow is named.
+Exit status: 0 if no fault was found, 1 if one was, 2 for arguments that cannot work."""
+
+
+def main(args: list[str]) -> int:
+    """Examine, print, and return 0 if no fault was found, else 1.
+
+    Raises:
+        ConfigError: Arguments that cannot work, or torchrun has started this process.
+        SystemExit: After --help; with status 143 when terminated. Ctrl-C returns 130.
+    """
+    options = doctor_parser().parse_args(args)
+    if is_torchelastic_launched():
+        raise ConfigError(
+            "torchrun has started this process, and doctor starts its own",
+            remedy="run python -m lit_cifar doctor without torchrun, once on each machine",
+        )
+    json_file = None if options.json is None else writable(Path(options.json))
+    figure = None if options.figure is None else _figure(Path(options.figure))
+    exit_orderly_when_terminated()
+    try:
+        found = examine(options.devices, folder=Path(options.run_dir), report=lambda line: say(f"checking {line}"))
+    except KeyboardInterrupt:
+        print("interrupted; every process was ended", file=sys.stderr)
+        return 130
+    print_page(found, console())
+    if json_file is not None:
+        json_file.write_text(json.dumps(about() | found.to_json(), indent=2) + "\n")
+    if figure is not None:
+        draw(found.links, figure)
+    return 1 if found.faults else 0
+
+
+def _figure(path: Path) -> Path:
+    if path.suffix not in FORMATS:
+        known = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+        raise ConfigError(f"--figure={path} must end in {known}", remedy="pass --figure links.png")
+    return writable(path, option="--figure")
+
+
+def doctor_parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    parser = CommandParser("doctor", description=_DESCRIPTION)
+    parser.add_argument(
+        "--devices",
+        type=int,
+        metavar="N",
+        help="Processes that calculate and send each other tensors (default: one for each GPU, or 2 on the CPU).",
+    )
+    parser.add_argument(
+        "--run_dir", default="runs", metavar="FOLDER", help="Where runs will be written (default: runs)."
+    )
+    parser.add_argument("--json", metavar="FILE", help="Write everything that was found, versions and hardware to it.")
+    parser.add_argument("--figure", metavar="FILE", help="Draw the links between the GPUs, as PNG, SVG or PDF.")
+    return parser
