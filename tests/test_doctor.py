@@ -37,7 +37,7 @@ from lit_cifar.doctor.ranks import Ranks, probe_ranks
 from lit_cifar.doctor.verdicts import judge_modes, missing_from_torch
 from lit_cifar.errors import ConfigError
 
-# Printed by `nvidia-smi` on a machine with four GPUs, pairs of which have NVLinks.
+# In the form in which `nvidia-smi` prints: four GPUs, pairs of which have NVLinks.
 TOPOLOGY = """\
 \t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
 GPU0\t X \tNV4\tPHB\tSYS\tPIX\t0-23\t0\t\tN/A
