@@ -9,7 +9,15 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("*.md", "docs/*.md", "docs/*.css", "docs/figures/*.png", "benchmarks/**/README.md", "notebooks/*.ipynb")
+PAGES = (
+    "*.md",
+    "docs/*.md",
+    "docs/*.css",
+    "docs/figures/*.png",
+    "benchmarks/**/README.md",
+    "benchmarks/articles.md",
+    "notebooks/*.ipynb",
+)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
