@@ -23,6 +23,7 @@ from lit_cifar.reporting.articles import PRINTED_LOSSES
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 ARTICLES = BENCHMARKS / "2026-11-20-articles-stem"
 ARTICLES_BEFORE = BENCHMARKS / "2026-11-20-articles-run"
+PLAIN = BENCHMARKS / "2026-11-22-articles-plain-momentum"
 DEFAULT = BENCHMARKS / "2026-11-20-default-recipe"
 EVALUATION = BENCHMARKS / "2026-11-20-evaluation"
 FOUR_MODES = BENCHMARKS / "2026-11-20-modes"
@@ -278,6 +279,15 @@ def test_the_articles_recipe() -> None:
         assert articles_row(run.name.replace("seed", "seed "), run, f"{correct:,}") in page(ARTICLES_BEFORE)
     slow, fast = (logged(ARTICLES_BEFORE / name / "fit", "train/loss") for name in ("seed0", "seed1"))
     assert all(a > b for a, b in zip(slow, fast, strict=True))  # "in every epoch"
+
+
+def test_the_recipe_with_plain_momentum_as_far_as_it_has_come() -> None:
+    losses, accuracies = (logged(PLAIN / "seed0" / "fit", f"train/{name}") for name in ("loss", "acc"))
+    shown = " ".join(f"{loss:.2f}" for loss in losses[:6])
+    accuracy = f"{accuracies[-1]:.1%}".replace("%", " %")
+    assert f"| seed 0 | {shown} | {len(losses)} | {accuracy} |" in page(PLAIN)
+    assert f"{len(losses)} of 15 epochs are here" in page(PLAIN)
+    assert f" so far | {shown} | 1 |" in page(BENCHMARKS / "articles.md")
 
 
 def test_the_articles_numbers_beside_ours() -> None:

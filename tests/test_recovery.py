@@ -97,14 +97,13 @@ def test_a_run_killed_just_after_saving_repeats_nothing() -> None:
     }
 
 
-def test_timelines_show_the_kill_above_the_run_left_alone(tmp_path: Path) -> None:
-    figure = plot_timelines(
-        {"ours": {"killed": KILLED, "left alone": KILLED.assign(event="")}, "theirs": {"k": KILLED}}
-    )
+def test_timelines_show_the_kill_and_what_is_repeated(tmp_path: Path) -> None:
+    figure = plot_timelines({"ours": KILLED, "theirs": KILLED})
     first, second = figure.axes
-    assert [line.get_label() for line in first.lines] == ["left alone", "killed", "rank 1 is killed"]
-    assert first.lines[2].get_xydata().tolist() == [[3.5, 3.0]]
-    assert first.lines[1].get_ydata().tolist() == KILLED["step"].tolist()
+    assert [line.get_label() for line in first.lines] == ["steps done", "rank 1 is killed"]
+    assert first.lines[0].get_ydata().tolist() == KILLED["step"].tolist()
+    assert first.lines[1].get_xydata().tolist() == [[3.5, 3.0]]
+    assert [(text.get_text(), text.xy) for text in first.texts] == [("resumed from step 2:\n2 steps again", (9.0, 2))]
     assert (second.get_title(), first.get_ylabel()) == ("theirs", "optimizer steps done")
     figure.savefig(tmp_path / "figure.png")
 

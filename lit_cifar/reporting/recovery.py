@@ -123,23 +123,24 @@ def uses_per_epoch(log: pd.DataFrame) -> "pd.Series[int]":
     return log["ids"].map(len).groupby(log["epoch"]).sum().rename("samples read")
 
 
-def plot_timelines(panels: Mapping[str, Mapping[str, pd.DataFrame]]) -> Figure:
-    """Optimizer steps done against time, a panel for each trainer, with a cross where a process was killed.
+def plot_timelines(timelines: Mapping[str, pd.DataFrame]) -> Figure:
+    """Optimizer steps done against time, a panel for each run, with a cross where a process was killed.
 
     Args:
-        panels: By title, frames of `StepWatch` by label. A frame without an event is drawn in grey, below the others.
+        timelines: Frames of `StepWatch` with one event, by title.
     """
-    figure = Figure(figsize=(4.8 * len(panels), 3.8), layout="constrained")
-    for axes, (title, runs) in zip(_panels(figure, len(panels)), panels.items(), strict=True):
-        for label, frame in sorted(runs.items(), key=lambda run: (run[1]["event"] != "").any()):
-            events = frame[frame["event"] != ""]
-            whole = {"color": GREY, "linewidth": 4, "alpha": 0.4}
-            style = whole if events.empty else {"color": BLUE, "linewidth": 1.6}
-            axes.step(frame["seconds"], frame["step"], where="post", label=label, **style)
-            for event in events.itertuples():
-                axes.plot(event.seconds, event.step, "x", color=RED, markersize=9, mew=2.2, label=event.event)
+    figure = Figure(figsize=(4.8 * len(timelines), 3.8), layout="constrained")
+    for axes, (title, frame) in zip(_panels(figure, len(timelines)), timelines.items(), strict=True):
+        axes.step(frame["seconds"], frame["step"], where="post", color=BLUE, label="steps done")
+        event, found = frame[frame["event"] != ""].iloc[0], interruption(frame)
+        axes.plot(event["seconds"], event["step"], "x", color=RED, markersize=9, mew=2.2, label=event["event"])
+        later = frame.loc[event.name :]
+        low = later.loc[later["step"].idxmin()]
+        text = f"resumed from step {found['resumed_from_step']}:\n{found['steps_repeated']} steps again"
+        offset = {"xytext": (-6, -4), "textcoords": "offset points", "ha": "right", "va": "top", "fontsize": 9}
+        axes.annotate(text, (low["seconds"], low["step"]), **offset)
         axes.set(title=title, xlabel="time since the start of torchrun (seconds)", xlim=(0, None), ylim=(0, None))
-        axes.legend(frameon=False, loc="upper left", fontsize=8)
+        axes.legend(frameon=False, loc="upper left", fontsize=9)
     figure.axes[0].set_ylabel("optimizer steps done")
     return figure
 
@@ -156,7 +157,7 @@ def plot_learning_rates(panels: Mapping[str, Mapping[str, pd.DataFrame]]) -> Fig
         for style, (label, frame) in zip(styles, runs.items(), strict=False):
             axes.plot(frame["step"], frame["lr"], label=label, **style)
         axes.set(title=title, xlabel="optimizer step", ylim=(0, None))
-        axes.legend(frameon=False, loc="lower left", fontsize=8)
+        axes.legend(frameon=False, fontsize=9)
     figure.axes[0].set_ylabel("learning rate")
     return figure
 
