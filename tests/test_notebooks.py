@@ -25,7 +25,7 @@ SMALL = {
 
 CHECKS = {
     "fault_tolerance.ipynb": """
-assert "rank 1" in killed.output and "was ended by SIGKILL" in killed.output
+assert "lit_cifar: rank 1 " in killed.output and "SIGKILL" in killed.output
 assert difference == 0 and not any(problems.values())
 assert accounts["lit_cifar"].tolist()[:3] == [120, 120, 0.0]
 assert accounts["loop"].tolist()[:2] == [120, 160]
