@@ -286,7 +286,7 @@ def test_the_recipe_with_plain_momentum_as_far_as_it_has_come() -> None:
     shown = " ".join(f"{loss:.2f}" for loss in losses[:6])
     accuracy = f"{accuracies[-1]:.1%}".replace("%", " %")
     assert f"| seed 0 | {shown} | {len(losses)} | {accuracy} |" in page(PLAIN)
-    assert f"{len(losses)} of 15 epochs are here" in page(PLAIN)
+    assert f"epochs recorded so far: {len(losses)} of 15" in page(PLAIN)
     assert f" so far | {shown} | 1 |" in page(BENCHMARKS / "articles.md")
 
 

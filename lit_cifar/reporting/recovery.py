@@ -134,11 +134,8 @@ def plot_timelines(timelines: Mapping[str, pd.DataFrame]) -> Figure:
         axes.step(frame["seconds"], frame["step"], where="post", color=BLUE, label="steps done")
         event, found = frame[frame["event"] != ""].iloc[0], interruption(frame)
         axes.plot(event["seconds"], event["step"], "x", color=RED, markersize=9, mew=2.2, label=event["event"])
-        later = frame.loc[event.name :]
-        low = later.loc[later["step"].idxmin()]
         text = f"resumed from step {found['resumed_from_step']}:\n{found['steps_repeated']} steps again"
-        offset = {"xytext": (-6, -4), "textcoords": "offset points", "ha": "right", "va": "top", "fontsize": 9}
-        axes.annotate(text, (low["seconds"], low["step"]), **offset)
+        axes.text(0.98, 0.05, text, transform=axes.transAxes, ha="right", fontsize=9)
         axes.set(title=title, xlabel="time since the start of torchrun (seconds)", xlim=(0, None), ylim=(0, None))
         axes.legend(frameon=False, loc="upper left", fontsize=9)
     figure.axes[0].set_ylabel("optimizer steps done")
