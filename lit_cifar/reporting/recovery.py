@@ -107,13 +107,13 @@ def read_step_log(folder: str | Path) -> pd.DataFrame:
         raise ConfigError(f"no steps_rank*.csv in {folder}", remedy="run the loop that writes them into it")
     ranks = [pd.read_csv(path).assign(rank=rank) for rank, path in enumerate(paths)]
     frame = pd.concat(ranks).dropna(subset=["loss"]).reset_index(drop=True)
-    return frame.assign(ids=[[int(i) for i in str(ids).split()] for ids in frame["ids"]])
+    return frame.assign(ids=frame["ids"].map(lambda ids: [int(i) for i in str(ids).split()]))
 
 
 def learning_rates(run: str | Path) -> pd.DataFrame:
     """The learning rate of each logged step of a run folder: columns step, counted from 1, and lr."""
     metrics = read_metrics(run)
-    name = next(column for column in metrics if column.startswith("lr-"))  # the optimizer's class follows
+    name = next(str(name) for name in metrics.columns if str(name).startswith("lr-"))  # the optimizer's class follows
     frame = metrics.rename(columns={name: "lr"}).dropna(subset=["lr"])
     return frame.assign(step=frame["step"] + 1)[["step", "lr"]]
 
@@ -150,7 +150,11 @@ def plot_learning_rates(panels: Mapping[str, Mapping[str, pd.DataFrame]]) -> Fig
     """
     figure = Figure(figsize=(4.8 * len(panels), 3.4), layout="constrained")
     for axes, (title, runs) in zip(_panels(figure, len(panels)), panels.items(), strict=True):
-        styles = [{"color": GREY, "linewidth": 6, "alpha": 0.4}, {"color": BLUE}, {"color": RED, "linestyle": "--"}]
+        styles: list[dict[str, Any]] = [
+            {"color": GREY, "linewidth": 6, "alpha": 0.4},
+            {"color": BLUE},
+            {"color": RED, "linestyle": "--"},
+        ]
         for style, (label, frame) in zip(styles, runs.items(), strict=False):
             axes.plot(frame["step"], frame["lr"], label=label, **style)
         axes.set(title=title, xlabel="optimizer step", ylim=(0, None))
