@@ -8,15 +8,15 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.reporting.analysis import GREY, RED, read_metrics, read_per_rank
+from lit_cifar.reporting.analysis import GREY, read_metrics, read_per_rank
 
 PRINTED_LOSSES = (2.07, 1.46, 1.21, 0.99, 0.82, 0.55)
 """Mean training loss of epochs 1 to 6, one process."""
 
 PRINTED_RUNS = pd.DataFrame(
     [
-        ("Part 1", "one device", "single", 128, None, "74.79 to 76.04"),
-        ("Part 2", "dp, 2 GPUs", "dp", 128, None, "74.79"),
+        ("Part 1", "one device", "single", 128, "not printed", "74.79 to 76.04"),
+        ("Part 2", "dp, 2 GPUs", "dp", 128, "not printed", "74.79"),
         ("Part 3", "ddp, 2 GPUs", "ddp", 256, 196, "71.29 and 70.12"),
     ],
     columns=["article", "run", "config", "batch", "steps per epoch", "test accuracy (%)"],
@@ -97,7 +97,7 @@ def plot_beside_printed(runs: Mapping[str, pd.DataFrame]) -> Figure:
     for number, (label, run) in enumerate(runs.items()):
         axes.plot(run.index, run["loss"], marker="o", markersize=3, color=f"C{number}", label=label)
     epochs = np.arange(1, len(PRINTED_LOSSES) + 1)
-    axes.plot(epochs, PRINTED_LOSSES, "x", color=RED, markersize=8, mew=2, label="printed in the articles")
+    axes.plot(epochs, PRINTED_LOSSES, "x", color="black", markersize=8, mew=2, label="printed in the articles")
     for drop in _RATE_DROPS:
         axes.axvline(drop + 0.5, color=GREY, linewidth=0.8, linestyle=":")
     longest = max([len(epochs), *(len(run) for run in runs.values())])
