@@ -16,6 +16,7 @@ PAGES = (
     "docs/*.png",
     "docs/figures/*.png",
     "benchmarks/**/README.md",
+    "benchmarks/articles.md",
     "notebooks/*.ipynb",
 )
 

@@ -9,10 +9,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any
+
+import psutil  # type: ignore[import-untyped]
 
 _SHOW_EVERY_S = 0.5
 _COLOURS = ("FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE")  # Jupyter sets them; the codes would stand in the output
@@ -62,6 +65,18 @@ class Run:
         if check and status:
             raise RuntimeError(f"{self._title}: exit status {status}\n{output[-3000:]}")
         return self
+
+    def rank(self, number: int) -> psutil.Process:
+        """The process of a rank that torchrun has started, e.g. to end it: `run.rank(1).kill()`.
+
+        Raises:
+            RuntimeError: There is none, as torchrun has not started it yet or has ended.
+        """
+        with suppress(psutil.Error):  # a process may end while it is looked at
+            for process in psutil.Process(self.process.pid).children():
+                if process.environ().get("RANK") == str(number):
+                    return process
+        raise RuntimeError(f"{self._title}: no process of rank {number}\n{self.output[-3000:]}")
 
     def _has_ended(self) -> bool:
         try:

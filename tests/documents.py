@@ -21,6 +21,7 @@ PAGES = [
     ROOT / "CHANGELOG.md",
     *sorted((ROOT / "docs").glob("*.md")),
     BENCHMARKS / "README.md",
+    BENCHMARKS / "articles.md",
     *(record / "README.md" for record in RECORDS),
 ]
 

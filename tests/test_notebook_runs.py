@@ -1,8 +1,10 @@
 """Starting runs from a notebook."""
 
+import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import nbformat
@@ -44,6 +46,26 @@ def test_torchrun_starts_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert notebook.start("fit", "--a=1", torchrun=["--nproc_per_node=2"]) == [
         *[sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "lit_cifar", "fit", "--a=1"]
     ]
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_is_found_below_torchrun_and_can_be_killed(tmp_path: Path) -> None:
+    script = tmp_path / "sleep.py"
+    script.write_text("import time\ntime.sleep(60)\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    run = notebook.Run(command, title="torchrun sleep.py", environment=os.environ)
+    while True:
+        with suppress(RuntimeError):  # not started yet
+            rank = run.rank(1)
+            break
+        time.sleep(0.1)
+    assert str(script) in rank.cmdline()
+    assert rank.environ()["RANK"] == "1"
+    rank.kill()
+    with pytest.raises(RuntimeError, match=r"torchrun sleep\.py: exit status 1"):
+        run.wait()
+    with pytest.raises(RuntimeError, match="no process of rank 1"):
+        run.rank(1)
 
 
 def test_a_notebook_shows_one_line_for_each_run() -> None:

@@ -9,13 +9,34 @@ from nbclient import NotebookClient
 NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
 
 SMALL = {
+    "fault_tolerance.ipynb": (
+        'DATASET = "synthetic"\n'
+        'SIZES["small"] = {"arch": "tiny", "stem": "imagenet", "num_train": 1280, "batch": 32, "save_every": 7}\n'
+    ),
     # Four runs instead of seven, a tenth of the images; the statements about counts stay exact.
     "per_rank_accuracy.ipynb": (
         "PROCESS_COUNTS = (1, 2)\nPADDED_PROCESSES = 2\nNUM_TRAIN, NUM_TEST, EPOCHS = 2000, 1001, 2\n"
     ),
+    "reproduce_the_articles.ipynb": (
+        'DATASET, SEEDS = "synthetic", (0,)\n'
+        'SIZES["small"] = ["--model.arch=tiny", "--data.num_train=512", "--trainer.max_epochs=2"]\n'
+    ),
 }
 
 CHECKS = {
+    "fault_tolerance.ipynb": """
+assert "lit_cifar: rank 1 " in killed.output and "SIGKILL" in killed.output
+assert difference == 0 and not any(problems.values())
+assert accounts["lit_cifar"].tolist()[:3] == [120, 120, 0.0]
+assert accounts["loop"].tolist()[:2] == [120, 160]
+assert accounts.loc["largest difference of weights", "loop"] > 1e-3
+assert mine["resumed_from_step"] % 7 == 0 or mine["resumed_from_step"] % 40 == 0
+assert min(mine["killed_after_step"], theirs["killed_after_step"]) >= KILL_AT == 96
+assert theirs["resumed_from_step"] == 40
+assert same_before
+assert uses_per_epoch(log).tolist()[:2] == [1280, 2560]
+assert uses_per_epoch(undisturbed_log).tolist() == [1280] * 3
+""",
     "per_rank_accuracy.ipynb": """
 assert comparison["processes"].tolist() == [1, 2]
 assert comparison["total"].tolist() == [1001, 1001]
@@ -28,6 +49,15 @@ assert 0 <= padded["correct"].iloc[-1] - exact["correct"].iloc[-1] <= 1
 assert 0.05 < missing < 0.5
 assert flagged < 0.02
 assert found[-1] > found[0]
+""",
+    "reproduce_the_articles.ipynb": """
+assert list(records)[0] == "stem of the copies, Nesterov, decay 5e-4, seed 0"
+assert {len(means) for means in list(records.values())[:3]} == {15}
+assert table.loc["printed", 6] == 0.55
+assert 0.08 < table.loc[list(records)[0], "distance"] < 0.09
+assert steps_of("ddp") == 196
+assert losses.shape == (2, 2) and losses.notna().all(axis=None)
+assert losses.iloc[-1].nunique() == 2, "the two optimizers should train differently"
 """,
 }
 

@@ -18,9 +18,12 @@ from commands import counts
 from documents import BENCHMARKS, PAGES, RECORDS, ROOT, blocks, is_in_history, parser_of
 from PIL import Image
 
+from lit_cifar.reporting.articles import PRINTED_LOSSES
+
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 ARTICLES = BENCHMARKS / "2026-11-20-articles-stem"
 ARTICLES_BEFORE = BENCHMARKS / "2026-11-20-articles-run"
+PLAIN = BENCHMARKS / "2026-11-22-articles-plain-momentum"
 DEFAULT = BENCHMARKS / "2026-11-20-default-recipe"
 EVALUATION = BENCHMARKS / "2026-11-20-evaluation"
 FOUR_MODES = BENCHMARKS / "2026-11-20-modes"
@@ -295,6 +298,39 @@ def test_the_articles_recipe() -> None:
         assert articles_row(run.name.replace("seed", "seed "), run, f"{correct:,}") in page(ARTICLES_BEFORE)
     slow, fast = (logged(ARTICLES_BEFORE / name / "fit", "train/loss") for name in ("seed0", "seed1"))
     assert all(a > b for a, b in zip(slow, fast, strict=True))  # "in every epoch"
+
+
+def test_the_recipe_with_plain_momentum_as_far_as_it_has_come() -> None:
+    losses, accuracies = (logged(PLAIN / "seed0" / "fit", f"train/{name}") for name in ("loss", "acc"))
+    shown = " ".join(f"{loss:.2f}" for loss in losses[:6])
+    accuracy = f"{accuracies[-1]:.1%}".replace("%", " %")
+    assert f"| seed 0 | {shown} | {len(losses)} | {accuracy} |" in page(PLAIN)
+    assert f"epochs recorded so far: {len(losses)} of 15" in page(PLAIN)
+    assert f" so far | {shown} | 1 |" in page(BENCHMARKS / "articles.md")
+
+
+def test_the_articles_numbers_beside_ours() -> None:
+    text = page(BENCHMARKS / "articles.md")
+    assert f"| printed | {' '.join(f'{loss:.2f}' for loss in PRINTED_LOSSES)} | 1 |" in text
+    for run in (ARTICLES / "seed0", *ARTICLES_BEFORE.glob("seed*")):
+        losses = " ".join(f"{loss:.2f}" for loss in logged(run / "fit", "train/loss")[:6])
+        assert f"| {losses} | 1 |" in text
+    (best, _), *before = (
+        counts(run / "test")["all"] for run in (ARTICLES / "seed0", *sorted(ARTICLES_BEFORE.glob("seed*")))
+    )
+    assert f"| 74.79 to 76.04 % | {best / 100:.2f} %, stem of their code" in text
+    assert (
+        f"| {' and '.join(f'{correct / 100:.2f}' for correct, _ in before)} %, torchvision's stem | {len(before)} |"
+        in text
+    )
+    for processes, printed in (("2", "3,491 + 3,521"), ("4", "1,751 + 1,730 + 1,740 + 1,791")):
+        found = counts(EVALUATION / f"ddp{processes}")
+        ranks = " + ".join(f"{correct:,}" for rank, (correct, _) in found.items() if rank != "all")
+        assert f"| {processes} | {printed} = 7,012 | {ranks} = {found['all'][0]:,} |" in text
+    counted = [counts(EVALUATION / name)["all"][1] for name in ("ddp3", "ddp3-padded")]
+    assert f"| 10,002 | {counted[0]:,}; with `--data.pad_eval=true` {counted[1]:,} |" in text
+    (mean,) = logged(FOUR_MODES / "dp" / "fit", "train/loss")
+    assert f"finite; mean training loss {mean:.3f}, n = 1" in text
 
 
 def test_the_default_recipe() -> None:
