@@ -19,10 +19,9 @@ from lit_cifar.verify.runs import refuse_if_invalid, run
 PROCESSES = (1, 2, 4)
 CONFIG = Path(__file__).parents[1] / "configs" / "reproduce" / "single.yaml"
 SETTINGS = [
-    "--model.arch=resnet10",
+    "--model.arch=tiny",
     "--model.stem=imagenet",
-    "--data.num_train=1000",
-    "--data.batch_size=64",
+    "--data.num_train=2000",
     "--trainer.accelerator=cpu",
     "--trainer.enable_progress_bar=false",
     "--figures.every_n_epochs=0",

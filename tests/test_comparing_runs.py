@@ -85,4 +85,7 @@ def test_a_figure_has_a_point_for_each_run_and_a_line_for_each_mean(tmp_path: Pa
     assert [label.get_text() for label in ours.get_xticklabels()] == ["with", "without"]
     assert ours.get_ylabel() == "acc in %"
     assert len(theirs.lines) == 1
+    heights = [high - low for low, high in (axes.get_ylim() for axes in figure.axes)]
+    assert heights[0] == pytest.approx(heights[1])
+    assert heights[0] > 2
     figure.savefig(tmp_path / "figure.png")

@@ -126,6 +126,8 @@ def read_shuffling(record: str | Path) -> pd.DataFrame:
 def plot_groups(panels: Mapping[str, Mapping[str, Sequence[float]]], *, ylabel: str) -> Figure:
     """A panel for each title: a column of points for each group of runs, its mean a line, groups in the order given.
 
+    The panels may begin at different values, but a unit is equally long in all of them.
+
     Args:
         panels: By title, and there by label, the values of the runs.
         ylabel: What they are, with the unit.
@@ -137,6 +139,10 @@ def plot_groups(panels: Mapping[str, Mapping[str, Sequence[float]]], *, ylabel: 
         _draw_groups(axes, groups)
         axes.set_title(title, fontsize=10)
     drawn[0].set_ylabel(ylabel)
+    height = max(high - low for low, high in (axes.get_ylim() for axes in drawn))
+    for axes in drawn:
+        middle = sum(axes.get_ylim()) / 2
+        axes.set_ylim(middle - height / 2, middle + height / 2)
     return figure
 
 
