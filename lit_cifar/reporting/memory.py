@@ -1,13 +1,12 @@
 """What a process keeps in memory for training, measured on request: a mode may divide it or keep it whole in each."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lit_cifar.reporting.run_report import run_folder
 
@@ -23,34 +22,37 @@ class TrainingMemory(Callback):
     process since the training began, activations too; without a GPU it is null.
     """
 
+    def __init__(self) -> None:
+        self._with_gradient = 0
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget the peaks of what came before."""
+        self._with_gradient = 0
         for device in _gpus(trainer):
             torch.cuda.reset_peak_memory_stats(device)
 
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Count parameters and gradients in the first step, when both are there."""
+        if not self._with_gradient:
+            trained = [parameter for parameter in pl_module.parameters() if parameter.grad is not None]
+            self._with_gradient = sum(_own_bytes(parameter) + _own_bytes(parameter.grad) for parameter in trained)
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure: the gradients of the last step are still there."""
+        """Add the optimizers' state, and write."""
         folder = run_folder(trainer)
         if folder is None:
             return
+        kept = [
+            value for optimizer in trainer.optimizers for state in optimizer.state.values() for value in state.values()
+        ]
         peaks = [torch.cuda.max_memory_allocated(device) for device in _gpus(trainer)]
         found = {
             "rank": trainer.global_rank,
-            "state_bytes": sum(map(_own_bytes, _state(trainer, pl_module))),
+            "state_bytes": self._with_gradient + sum(_own_bytes(value) for value in kept if isinstance(value, Tensor)),
             "gpu_peak_bytes": max(peaks, default=None),
         }
         folder.mkdir(parents=True, exist_ok=True)
-        Path(folder / FILES.replace("*", str(trainer.global_rank))).write_text(json.dumps(found) + "\n")
-
-
-def _state(trainer: Trainer, pl_module: LightningModule) -> Iterator[Tensor]:
-    """The parameters with a gradient, these gradients, and the tensors that the optimizers keep."""
-    for parameter in pl_module.parameters():
-        if parameter.grad is not None:
-            yield from (parameter, parameter.grad)
-    for optimizer in trainer.optimizers:
-        for kept in optimizer.state.values():
-            yield from (value for value in kept.values() if isinstance(value, Tensor))
+        (folder / FILES.replace("*", str(trainer.global_rank))).write_text(json.dumps(found) + "\n")
 
 
 def _own_bytes(tensor: Any) -> int:
