@@ -61,9 +61,6 @@ def _own_bytes(tensor: Any) -> int:
     return int(own.nbytes)
 
 
-def _gpus(trainer: Trainer) -> list[torch.device]:
-    """Of this process."""
-    strategy: Any = trainer.strategy
-    several = getattr(strategy, "parallel_devices", None) if trainer.world_size == 1 else None
-    devices = several or [strategy.root_device]
-    return sorted({device for device in devices if device.type == "cuda"}, key=str)
+def _gpus(trainer: Trainer) -> range:
+    """All that are visible: torch counts what this process itself has on each, 0 on the others."""
+    return range(torch.cuda.device_count() if trainer.strategy.root_device.type == "cuda" else 0)
