@@ -7,14 +7,18 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.analysis import BLUE, GREY, RED, read_metrics
+
+Floats: TypeAlias = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +86,7 @@ def _compared(difference: float, error: float, freedom: float, *, num_runs: tupl
     )
 
 
-def _student(freedom: float) -> tuple[np.ndarray, np.ndarray]:
+def _student(freedom: float) -> tuple[Floats, Floats]:
     """Student's t distribution as a table: values, and the share of the distribution below each.
 
     With t = sqrt(freedom) tan(angle) its density is cos(angle) ** (freedom - 1).
