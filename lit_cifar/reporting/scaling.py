@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
-import yaml
+import yaml  # type: ignore[import-untyped]
 from matplotlib.figure import Figure
 
 from lit_cifar.errors import ConfigError
