@@ -83,9 +83,14 @@ def main(output: Path, flags: list[str], *, seeds: int) -> None:
         say(f"{row['seconds']:4d} s  {which}: {row['correct']} of {row['total']}")
 
 
-if __name__ == "__main__":
+def parser() -> argparse.ArgumentParser:
+    """The script's own arguments; the others go to `fit`."""
     parser = argparse.ArgumentParser(description="Train with another order in every epoch and with one order.")
     parser.add_argument("output", type=Path, help="JSON file to write")
     parser.add_argument("--seeds", type=int, default=5, help="pairs of runs for each number of processes")
-    arguments, rest = parser.parse_known_args()
+    return parser
+
+
+if __name__ == "__main__":
+    arguments, rest = parser().parse_known_args()
     main(arguments.output, rest, seeds=arguments.seeds)
