@@ -8,27 +8,17 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = ROOT / "notebooks"
-TINY = 'SIZE = "tiny"\nDATA = ["--data.dataset=synthetic"]\n'
 
 SMALL = {
-    "fashion_mnist.ipynb": TINY,
     # Four runs instead of seven, a tenth of the images; the statements about counts stay exact.
     "per_rank_accuracy.ipynb": (
         "PROCESS_COUNTS = (1, 2)\nPADDED_PROCESSES = 2\nNUM_TRAIN, NUM_TEST, EPOCHS = 2000, 1001, 2\n"
     ),
-    "scaling.ipynb": TINY,
-    "shuffling.ipynb": f"{TINY}RECORD = {str(ROOT / 'benchmarks' / '2026-11-22-shuffling' / 'shuffling.json')!r}\n",
+    "shuffling.ipynb": 'SIZE = "tiny"\nDATA = ["--data.dataset=synthetic"]\n'
+    f"RECORD = {str(ROOT / 'benchmarks' / '2026-11-22-shuffling' / 'shuffling.json')!r}\n",
 }
 
 CHECKS = {
-    "fashion_mnist.ipynb": """
-assert by_processes.index.tolist() == ["1 x 32 images", "2 x 32 images"]
-assert by_rule.index.tolist() == ["batch 32", "batch 512, linear"]
-for frame in (by_processes, by_rule):
-    assert (frame["images/s"] > 0).all()
-    assert frame["last accuracy in %"].between(1, 100).all()
-    assert (frame["epochs to target"].isna() == frame["seconds to target"].isna()).all()
-""",
     "per_rank_accuracy.ipynb": """
 assert comparison["processes"].tolist() == [1, 2]
 assert comparison["total"].tolist() == [1001, 1001]
@@ -41,15 +31,6 @@ assert 0 <= padded["correct"].iloc[-1] - exact["correct"].iloc[-1] <= 1
 assert 0.05 < missing < 0.5
 assert flagged < 0.02
 assert found[-1] > found[0]
-""",
-    "scaling.ipynb": """
-assert list(zip(speeds["mode"], speeds["devices"])) == [("single", 1), ("ddp", 2)]
-assert (speeds["images_per_s"] > 0).all()
-assert speeds["state_mib"].nunique() == 1, "every process of ddp holds what one device holds"
-assert speeds["efficiency"].tolist() == [1, speeds["speedup"][1] / 2]
-assert reached["steps"].tolist() == [16, 4]
-assert len({tuple(frame["accuracy"]) for frame in curves.values()}) > 1
-assert all(frame["seconds"].is_monotonic_increasing for frame in curves.values())
 """,
     "shuffling.ipynb": """
 assert that_moved(torch_with) == that_moved_in_ours(ours_with) == 8
