@@ -38,6 +38,8 @@ assert that_moved(torch_without) == that_moved_in_ours(ours_without) == 0
 assert len(ours) == ours["loss"].nunique() == 4, "both kinds train, and otherwise"
 assert abs(article.difference - 2.06) < 1e-9
 assert len(record) == 2 * pairs.num_runs[0] == 2 * 3 * seeds
+named = [f"{number:.2f}" for number in (pairs.difference, pairs.low, pairs.high)]
+assert named == ["1.76", "0.35", "3.17"], "the conclusion names them"
 """,
 }
 
