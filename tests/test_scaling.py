@@ -21,15 +21,15 @@ from lit_cifar.reporting.scaling import (
 
 MEMORY = "--trainer.callbacks+=lit_cifar.reporting.memory.TrainingMemory"
 NUM_PARAMETERS = 91_866  # of the tiny network
-# Two epochs of 4 steps; a window of 2 steps is logged at its end, validation at the end of the epoch.
+# A window of 2 steps is logged at its end. Epochs end with step 2, within a window, and with step 6, after the last one.
 METRICS = """epoch,step,train/images_per_s,train/loss,val/acc
 0,1,100,,
-0,3,50,,
-0,3,,,0.3
-0,3,,2.0,
+0,2,,,0.3
+0,2,,2.0,
+1,3,50,,
 1,5,100,,
-1,7,,,0.5
-1,7,,1.5,
+1,6,,,0.5
+1,6,,1.5,
 """
 
 
@@ -69,16 +69,16 @@ def test_modes_are_compared_with_one_device(tmp_path: Path) -> None:
 
 
 def test_seconds_follow_from_the_speed_of_each_window(tmp_path: Path) -> None:
-    """Steps 0 and 1 took 20 / 100 s, 2 and 3 took 20 / 50 s, 4 and 5 again 0.2 s; the last two have no window."""
+    """Steps 0 and 1 took 0.1 s each, 2 and 3 took 0.2 s each, 4 and 5 again 0.1 s; step 6 is taken to be like them."""
     frame = accuracy_over_time(write_run(tmp_path / "run"))
     assert frame["accuracy"].tolist() == [0.3, 0.5]
-    assert frame["seconds"].tolist() == pytest.approx([0.6, 1.0])
-    assert seconds_to(frame, 0.3) == pytest.approx(0.6)
-    assert seconds_to(frame, 0.31) == pytest.approx(1.0)
+    assert frame["seconds"].tolist() == pytest.approx([0.4, 0.9])
+    assert seconds_to(frame, 0.3) == pytest.approx(0.4)
+    assert seconds_to(frame, 0.31) == pytest.approx(0.9)
     assert math.isnan(seconds_to(frame, 0.6))
     steps, seconds = plot_accuracy_over_time({"a run": frame}, target=0.4).axes
-    assert steps.lines[0].get_xydata().tolist() == [[3, 30], [7, 50]]
-    assert seconds.lines[0].get_xdata().tolist() == pytest.approx([0.6, 1.0])
+    assert steps.lines[0].get_xydata().tolist() == [[2, 30], [6, 50]]
+    assert seconds.lines[0].get_xdata().tolist() == pytest.approx([0.4, 0.9])
     assert seconds.lines[1].get_ydata()[0] == 40
 
 
