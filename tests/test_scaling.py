@@ -21,7 +21,7 @@ from lit_cifar.reporting.scaling import (
 
 MEMORY = "--trainer.callbacks+=lit_cifar.reporting.memory.TrainingMemory"
 NUM_PARAMETERS = 91_866  # of the tiny network
-# A window of 2 steps is logged at its end. Epochs end with step 2, within a window, and with step 6, after the last one.
+# A window of 2 steps is logged at its end. Epochs end with step 2, in a window, and with step 6, after the last one.
 METRICS = """epoch,step,train/images_per_s,train/loss,val/acc
 0,1,100,,
 0,2,,,0.3
