@@ -6,7 +6,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
+ROOT = Path(__file__).parent.parent
+NOTEBOOKS = ROOT / "notebooks"
 
 SMALL = {
     "fault_tolerance.ipynb": (
@@ -21,6 +22,8 @@ SMALL = {
         'DATASET, SEEDS = "synthetic", (0,)\n'
         'SIZES["small"] = ["--model.arch=tiny", "--data.num_train=512", "--trainer.max_epochs=2"]\n'
     ),
+    "shuffling.ipynb": 'SIZE = "tiny"\nDATA = ["--data.dataset=synthetic"]\n'
+    f"RECORD = {str(ROOT / 'benchmarks' / '2026-11-22-shuffling' / 'shuffling.json')!r}\n",
 }
 
 CHECKS = {
@@ -58,6 +61,15 @@ assert 0.08 < table.loc[list(records)[0], "distance"] < 0.09
 assert steps_of("ddp") == 196
 assert losses.shape == (2, 2) and losses.notna().all(axis=None)
 assert losses.iloc[-1].nunique() == 2, "the two optimizers should train differently"
+""",
+    "shuffling.ipynb": """
+assert that_moved(torch_with) == that_moved_in_ours(ours_with) == 8
+assert that_moved(torch_without) == that_moved_in_ours(ours_without) == 0
+assert len(ours) == ours["loss"].nunique() == 4, "both kinds train, and otherwise"
+assert abs(article.difference - 2.06) < 1e-9
+assert len(record) == 2 * pairs.num_runs[0] == 2 * 3 * seeds
+named = [f"{number:.2f}" for number in (pairs.difference, pairs.low, pairs.high)]
+assert named == ["1.76", "0.35", "3.17"], "the conclusion names them"
 """,
 }
 

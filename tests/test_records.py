@@ -19,6 +19,7 @@ from documents import BENCHMARKS, PAGES, RECORDS, ROOT, blocks, is_in_history, p
 from PIL import Image
 
 from lit_cifar.reporting.articles import PRINTED_LOSSES
+from lit_cifar.reporting.comparing_runs import paired, read_shuffling, welch
 
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 ARTICLES = BENCHMARKS / "2026-11-20-articles-stem"
@@ -33,6 +34,7 @@ SELF_TEST = BENCHMARKS / "2026-11-22-self-test"
 AGREEMENT = BENCHMARKS / "2026-11-20-agreement"
 CHAOS = BENCHMARKS / "2026-11-22-chaos"
 CURVES = BENCHMARKS / "2026-11-21-loss-curves"
+SHUFFLING = BENCHMARKS / "2026-11-22-shuffling"
 # Written before these commands noted commit and machine; their pages say so.
 WITHOUT_COMMIT = {
     *(VERIFY / f"devices{n}_float{bits}.json" for n in (2, 4) for bits in (32, 64)),
@@ -413,3 +415,25 @@ def test_what_agreeing_costs() -> None:
     assert shares.replace("%", " %") in text
     assert f"medians over {content['n']} steps" in text
     assert f"asking takes {asking:.1f} ms" in page(DOCS / "resume.md")
+
+
+def test_what_a_frozen_order_costs() -> None:
+    frame = read_shuffling(SHUFFLING / "shuffling.json")
+    frame = frame.assign(accuracy=100 * frame["accuracy"]).sort_values(["processes", "seed"])
+    groups = {"1": welch, "2": welch, "4": welch, "all, in pairs": paired}
+    for value, digits in (("accuracy", 2), ("loss", 4)):
+        for name, test in groups.items():
+            some = frame if name not in "124" else frame[frame["processes"] == int(name)]
+            first, second = (some.loc[some["set_epoch"] == flag, value].tolist() for flag in (True, False))
+            found = test(first, second)
+            means = [f"{statistics.fmean(values):.{digits}f}" for values in (first, second)]
+            interval = f"{found.low:+.{digits}f} to {found.high:+.{digits}f}"
+            cells = [
+                name,
+                *means,
+                f"{found.difference:+.{digits}f}",
+                interval,
+                f"{found.p:.3f}",
+                f"{found.num_runs[0]} + {found.num_runs[1]}",
+            ]
+            assert f"| {' | '.join(cells)} |" in page(SHUFFLING)

@@ -1,0 +1,66 @@
+"""What a process keeps in memory for training, measured on request: a mode may divide it or keep it whole in each."""
+
+import json
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lit_cifar.reporting.run_report import run_folder
+
+FILES = "memory-rank*.json"
+
+
+class TrainingMemory(Callback):
+    """Writes `memory-rank0.json` and so on into the run folder at the end of the training, one for each process.
+
+    Not among the callbacks of every run: `--trainer.callbacks+=lit_cifar.reporting.memory.TrainingMemory` adds it.
+    `state_bytes` counts the parameters that this process trains, their gradients and the optimizer's state: this
+    process's part of a tensor that is shared out. `gpu_peak_bytes` is the most that torch has held on one GPU of this
+    process since the training began, activations too; without a GPU it is null.
+    """
+
+    def __init__(self) -> None:
+        self._with_gradient = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget the peaks of what came before."""
+        self._with_gradient = 0
+        for device in _gpus(trainer):
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Count parameters and gradients in the first step, when both are there."""
+        if not self._with_gradient:
+            trained = [parameter for parameter in pl_module.parameters() if parameter.grad is not None]
+            self._with_gradient = sum(_own_bytes(parameter) + _own_bytes(parameter.grad) for parameter in trained)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Add the optimizers' state, and write."""
+        folder = run_folder(trainer)
+        if folder is None:
+            return
+        kept = [
+            value for optimizer in trainer.optimizers for state in optimizer.state.values() for value in state.values()
+        ]
+        peaks = [torch.cuda.max_memory_allocated(device) for device in _gpus(trainer)]
+        found = {
+            "rank": trainer.global_rank,
+            "state_bytes": self._with_gradient + sum(_own_bytes(value) for value in kept if isinstance(value, Tensor)),
+            "gpu_peak_bytes": max(peaks, default=None),
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / FILES.replace("*", str(trainer.global_rank))).write_text(json.dumps(found) + "\n")
+
+
+def _own_bytes(tensor: Any) -> int:
+    """Of a DTensor the part that this process holds."""
+    own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return int(own.nbytes)
+
+
+def _gpus(trainer: Trainer) -> range:
+    """All that are visible: torch counts what this process itself has on each, 0 on the others."""
+    return range(torch.cuda.device_count() if trainer.strategy.root_device.type == "cuda" else 0)

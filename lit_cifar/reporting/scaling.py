@@ -1,0 +1,158 @@
+"""Speed, memory and time to an accuracy by mode and number of devices, read from run folders. For notebooks.
+
+Needs the extra `notebooks`.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pandas as pd
+import yaml  # type: ignore[import-untyped]
+from matplotlib.figure import Figure
+
+from lit_cifar.errors import ConfigError
+from lit_cifar.reporting.analysis import BLUE, GREY, read_metrics
+from lit_cifar.reporting.memory import FILES
+from lit_cifar.reporting.throughput import METRIC as SPEED
+
+MIB = 2**20
+Kind = tuple[str, int]  # mode and number of devices
+_COLORS = (BLUE, "#d98c1f", "#3a8f5c", "#7d5ba6", "#c8321e", GREY)
+
+
+def read_speed(run: str | Path) -> float:
+    """Images per second of training, the median of the logged windows.
+
+    Raises:
+        ConfigError: The run has logged none.
+    """
+    metrics = read_metrics(run)
+    if SPEED not in metrics:
+        raise ConfigError(
+            f"{run} has logged no {SPEED}: it was shorter than a window",
+            remedy="train longer, or pass a smaller --trainer.log_every_n_steps",
+        )
+    return float(metrics[SPEED].median())
+
+
+def read_memory(run: str | Path) -> pd.DataFrame:
+    """What `TrainingMemory` wrote: a row for each process with columns state_mib and gpu_peak_mib (nan without a GPU).
+
+    Raises:
+        ConfigError: It was not among the callbacks.
+    """
+    files = sorted(Path(run).glob(FILES))
+    if not files:
+        raise ConfigError(
+            f"no {FILES} in the run folder {run}",
+            remedy="add --trainer.callbacks+=lit_cifar.reporting.memory.TrainingMemory to the fit",
+        )
+    frame = pd.DataFrame([json.loads(file.read_text()) for file in files]).set_index("rank").sort_index().astype(float)
+    return (frame / MIB).rename(columns=lambda name: name.replace("_bytes", "_mib"))
+
+
+def scaling_frame(runs: Mapping[Kind, Sequence[str | Path]], *, reference: Kind = ("single", 1)) -> pd.DataFrame:
+    """A row for each mode and number of devices.
+
+    Args:
+        runs: Run folders of repeated runs by mode and number of devices.
+        reference: Which of them the others are compared with.
+
+    Returns:
+        Columns mode, devices, repeats, images_per_s (median over the repeats), slowest, fastest, speedup (of the
+        medians), efficiency (speed-up for each device), state_mib and gpu_peak_mib (of the process with the most).
+    """
+    rows = []
+    for (mode, devices), folders in runs.items():
+        speeds = pd.Series([read_speed(folder) for folder in folders])
+        memory = read_memory(folders[0])
+        rows.append(
+            {"mode": mode, "devices": devices, "repeats": len(speeds)}
+            | {"images_per_s": speeds.median(), "slowest": speeds.min(), "fastest": speeds.max()}
+            | {name: memory[name].max() for name in ("state_mib", "gpu_peak_mib")}
+        )
+    frame = pd.DataFrame(rows)
+    is_reference = (frame["mode"] == reference[0]) & (frame["devices"] == reference[1])
+    speedup = frame["images_per_s"] / float(frame.loc[is_reference, "images_per_s"].iloc[0])
+    frame.insert(6, "speedup", speedup)
+    frame.insert(7, "efficiency", speedup / frame["devices"])
+    return frame
+
+
+def accuracy_over_time(run: str | Path) -> pd.DataFrame:
+    """Validation accuracy after every epoch, and the seconds of training until then.
+
+    The seconds follow from the logged images per second. Validation, checkpoints and the start of the run are left out,
+    as of `lit_cifar.reporting.throughput`.
+
+    Returns:
+        Columns step, seconds and accuracy.
+    """
+    metrics = read_metrics(run)
+    read_speed(run)  # refuses a run without
+    batch_size = yaml.safe_load((Path(run) / "config.yaml").read_text())["data"]["batch_size"]
+    speed = metrics[SPEED].bfill().ffill()  # a window is logged at its last step
+    steps = metrics["step"].diff().fillna(metrics["step"].iloc[0] + 1)  # steps are counted from 0
+    frame = metrics.assign(seconds=(steps * batch_size / speed).cumsum(), accuracy=metrics["val/acc"])
+    return frame.dropna(subset=["accuracy"])[["step", "seconds", "accuracy"]].reset_index(drop=True)
+
+
+def seconds_to(frame: pd.DataFrame, accuracy: float) -> float:
+    """Seconds of training until the first validation that reached `accuracy`; nan if none did.
+
+    Args:
+        frame: From `accuracy_over_time`.
+        accuracy: From 0 to 1.
+    """
+    reached = frame[frame["accuracy"] >= accuracy]
+    return math.nan if reached.empty else float(reached["seconds"].iloc[0])
+
+
+def plot_scaling(frame: pd.DataFrame) -> Figure:
+    """Images per second, with the range of the repeats, and memory of a process, by mode and number of devices.
+
+    Args:
+        frame: From `scaling_frame`.
+    """
+    labels = [f"{mode}, {devices}" for mode, devices in zip(frame["mode"], frame["devices"], strict=True)]
+    figure = Figure(figsize=(9, 1.3 + 0.34 * len(labels)), layout="constrained")
+    speed, memory = figure.subplots(1, 2, sharey=True)
+    middle = frame["images_per_s"].to_numpy()
+    ends = [middle - frame["slowest"].to_numpy(), frame["fastest"].to_numpy() - middle]
+    places = range(len(labels))
+    speed.barh(places, middle, xerr=ends, color=BLUE, alpha=0.85, ecolor=GREY, capsize=3)
+    speed.set(xlabel="images/s: median, range of the repeats", ylabel="mode, devices")
+    has_gpu = frame["gpu_peak_mib"].notna().all()
+    memory.barh(places, frame["gpu_peak_mib" if has_gpu else "state_mib"].to_numpy(), color=GREY, alpha=0.85)
+    what = "peak of a GPU" if has_gpu else "weights, gradients and momentum\nof a process"
+    memory.set_xlabel(f"{what}, MiB")
+    speed.set_yticks(places, labels)
+    speed.invert_yaxis()
+    for axes in (speed, memory):
+        axes.grid(axis="x", alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def plot_accuracy_over_time(runs: Mapping[str, pd.DataFrame], *, target: float | None = None) -> Figure:
+    """Validation accuracy over epochs' ends, once over the optimizer steps and once over the seconds of training.
+
+    Args:
+        runs: Frames of `accuracy_over_time` by label.
+        target: An accuracy to mark.
+    """
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, column, xlabel in zip(panels, ("step", "seconds"), ("optimizer step", "training time in s"), strict=True):
+        for (label, frame), color in zip(runs.items(), _COLORS * len(runs), strict=False):
+            axes.plot(frame[column], 100 * frame["accuracy"], marker=".", color=color, label=label)
+        if target is not None:
+            axes.axhline(100 * target, color=GREY, linestyle="--", linewidth=1)
+        axes.set_xlabel(xlabel)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("validation accuracy in %")
+    panels[1].legend(frameon=False, fontsize=8, loc="lower right")
+    return figure

@@ -1,0 +1,91 @@
+"""Comparisons of runs, against values of the literature and by counting."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lit_cifar.errors import ConfigError
+from lit_cifar.reporting.comparing_runs import paired, plot_groups, read_run, read_shuffling, welch
+
+# Student, "The probable error of a mean", Biometrika 6, 1908: additional hours of sleep of ten patients, two drugs.
+DEXTRO = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
+LAEVO = [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4]
+
+
+def test_welch_on_student_s_data() -> None:
+    """As every textbook prints it: t = -1.8608, 17.776 degrees of freedom, p = 0.07939, interval -3.365 to 0.205."""
+    found = welch(DEXTRO, LAEVO)
+    assert found.num_runs == (10, 10)
+    assert found.difference == pytest.approx(-1.58)
+    assert (found.low, found.high) == pytest.approx((-3.3654832, 0.2054832), abs=1e-4)
+    assert found.p == pytest.approx(0.07939, abs=1e-5)
+
+
+def test_pairs_on_student_s_data() -> None:
+    """Student himself: t = -4.0621 with 9 degrees of freedom, p = 0.002833, interval -2.45989 to -0.70011."""
+    found = paired(DEXTRO, LAEVO)
+    assert (found.low, found.high) == pytest.approx((-2.4598858, -0.7001142), abs=1e-4)
+    assert found.p == pytest.approx(0.002833, abs=1e-5)
+
+
+@pytest.mark.parametrize("compare", [welch, paired])
+def test_of_equal_groups_one_in_twenty_seems_to_differ(compare) -> None:
+    rng = np.random.default_rng(0)
+    found = [compare(*rng.normal(size=(2, 4))) for _ in range(400)]
+    assert 0.02 < np.mean([comparison.p < 0.05 for comparison in found]) < 0.08
+    assert [comparison.p < 0.05 for comparison in found] == [not c.low <= 0 <= c.high for c in found]
+
+
+@pytest.mark.parametrize("values", [([1.0], [2.0]), ([1.0, 1.0], [2.0, 2.0])])
+@pytest.mark.parametrize("compare", [welch, paired])
+def test_what_cannot_be_compared_says_so(compare, values) -> None:
+    with pytest.raises(ConfigError, match="train more seeds"):
+        compare(*values)
+
+
+def test_a_record_becomes_a_frame(tmp_path: Path) -> None:
+    row = {
+        "seed": 0,
+        "processes": 2,
+        "set_epoch": True,
+        "losses": [2.0, 0.5],
+        "correct": 40,
+        "total": 100,
+        "seconds": 9,
+    }
+    (tmp_path / "record.json").write_text(json.dumps({"rows": [row, row | {"set_epoch": False, "correct": 30}]}))
+    frame = read_shuffling(tmp_path / "record.json")
+    assert frame.to_dict("list") == {
+        "seed": [0, 0],
+        "processes": [2, 2],
+        "set_epoch": [True, False],
+        "accuracy": [0.4, 0.3],
+        "loss": [0.5, 0.5],
+    }
+    with pytest.raises(ConfigError, match=r"no record .*\n.*benchmarks/shuffling\.py"):
+        read_shuffling(tmp_path / "absent.json")
+
+
+def test_a_run_s_accuracy_and_last_loss(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("epoch,step,train/loss,val/acc\n0,3,1.5,\n0,3,,0.5\n1,7,1.25,\n1,7,,0.6\n")
+    assert read_run(tmp_path) == {"accuracy": 0.6, "loss": 1.25}
+    (tmp_path / "metrics.csv").write_text("epoch,step,train/loss\n0,3,1.5\n")
+    with pytest.raises(ConfigError, match=r"has logged no val/acc.*\n.*--data\.val_size"):
+        read_run(tmp_path)
+
+
+def test_a_figure_has_a_point_for_each_run_and_a_line_for_each_mean(tmp_path: Path) -> None:
+    figure = plot_groups({"ours": {"with": [3.0, 1.0], "without": [1.0]}, "theirs": {"with": [5.0]}}, ylabel="acc in %")
+    ours, theirs = figure.axes
+    assert [axes.get_title() for axes in figure.axes] == ["ours", "theirs"]
+    assert [line.get_ydata().tolist() for line in ours.lines] == [[3.0, 1.0], [1.0]]
+    assert [segments.get_segments()[0][0][1] for segments in ours.collections] == [2.0, 1.0]
+    assert [label.get_text() for label in ours.get_xticklabels()] == ["with", "without"]
+    assert ours.get_ylabel() == "acc in %"
+    assert len(theirs.lines) == 1
+    heights = [high - low for low, high in (axes.get_ylim() for axes in figure.axes)]
+    assert heights[0] == pytest.approx(heights[1])
+    assert heights[0] > 2
+    figure.savefig(tmp_path / "figure.png")
