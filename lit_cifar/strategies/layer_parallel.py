@@ -19,6 +19,7 @@ from typing_extensions import override
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.partition import Partition
+from lit_cifar.reporting.timeline import Recorder
 from lit_cifar.strategies.custom_forward import CustomForwardStrategy
 from lit_cifar.strategies.network import Runner, RunsNetwork, check_chain, compiles
 
@@ -34,6 +35,7 @@ class StagedRunner:
         devices: Where each stage's layers are.
         num_microbatches: Into how many pieces a batch is cut, by `Tensor.tensor_split`; fewer where a batch has fewer
             samples.
+        recorder: Who is told which stage works when.
     """
 
     def __init__(
@@ -42,18 +44,29 @@ class StagedRunner:
         devices: Sequence[torch.device],
         *,
         num_microbatches: int = 1,
+        recorder: Recorder | None = None,
     ) -> None:
         self.stages = list(zip(stages, devices, strict=True))
         self.num_microbatches = num_microbatches
+        self._recorder = recorder or Recorder()
+        self._names = device_names(devices)
 
     def __call__(self, images: Tensor) -> Tensor:
         """The output (n, ...) for a batch (n, ...), on the batch's device; n may be 0."""
         pieces = [piece for piece in images.tensor_split(self.num_microbatches) if len(piece)] or [images]
         for microbatch, index in gpipe_order(num_microbatches=len(pieces), num_stages=len(self.stages)):
-            stage, device = self.stages[index]
-            pieces[microbatch] = stage(_sent(pieces[microbatch], device))
+            pieces[microbatch] = self._run(index, microbatch, pieces[microbatch])
         outputs = [_sent(piece, images.device) for piece in pieces]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _run(self, index: int, microbatch: int, piece: Tensor) -> Tensor:
+        stage, device = self.stages[index]
+        here = _sent(piece, device)
+        what: Any = {"stage": index, "microbatch": microbatch, "worker": self._names[index], "device": device}
+        with self._recorder.span("forward", **what):
+            output = stage(here)
+        self._recorder.follow_backward(output, here, **what)
+        return output
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:
@@ -88,6 +101,7 @@ class StagedStrategy(CustomForwardStrategy, ABC):
         super().__init__(**kwargs)
         self.num_microbatches = num_microbatches
         self.cuts = cuts
+        self.recorder = Recorder()
         self._num_stages = num_stages
         self._partition: Partition | None = None
 
@@ -160,12 +174,10 @@ class StagedStrategy(CustomForwardStrategy, ABC):
 
     @override
     def make_runner(self, network: nn.Module) -> Runner:
-        stages = [stage.module(network) for stage in self.partition.stages]
+        stages: list[Any] = [stage.module(network) for stage in self.partition.stages]
         if compiles(self.lightning_module):
-            return StagedRunner(
-                [Compiled(stage) for stage in stages], self.stage_devices, num_microbatches=self.num_microbatches
-            )
-        return StagedRunner(stages, self.stage_devices, num_microbatches=self.num_microbatches)
+            stages = [Compiled(stage) for stage in stages]
+        return StagedRunner(stages, self.stage_devices, num_microbatches=self.num_microbatches, recorder=self.recorder)
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
