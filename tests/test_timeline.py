@@ -87,7 +87,7 @@ def test_what_is_saved_for_backward_is_that_of_the_microbatch_without_parameters
         assert (frame.loc[frame["kind"] != "forward", "saved_mib"] == 0).all()
     whole, parts = saved
     # A few numbers for each channel, mean and variance of BatchNorm, are kept by every microbatch.
-    assert parts.sum().to_numpy() == pytest.approx(whole.sum().to_numpy(), rel=0.02)
+    assert parts.sum().to_numpy() == pytest.approx(whole.sum().to_numpy(), rel=0.05)
     images_mib = 8 * 3 * 32 * 32 * 4 / 2**20
     assert whole.sum()[0] > images_mib
     linear = Recorder()
