@@ -24,7 +24,7 @@ LAYERS = [
     {"data", "metrics", "optim"},
     {"reporting"},
     {"checkpoint", "sample_audit"},
-    {"module"},
+    {"module", "copy_probe"},
     {"strategies"},
     {"callbacks", "modes"},
     {"verify"},

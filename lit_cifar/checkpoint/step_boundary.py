@@ -165,7 +165,7 @@ class StepBoundary(Callback):
         if trainer.strategy.reduce(bad, group=group.WORLD, reduce_op="max").item():
             self._settle(trainer)
             message = f"the weights are not finite after {trainer.global_step} optimizer steps"
-            _end(trainer, f"{message}; {self._newest()}", status=1)
+            _end(trainer, f"{message}; {self._newest()}\n{_cause(trainer, trainer.global_step)}", status=1)
 
     def _agree(self, trainer: Trainer) -> Agreed:
         """Agree by an all-reduce of maxima, also on the number of steps until the next agreement."""
@@ -220,7 +220,7 @@ class StepBoundary(Callback):
         _end(
             trainer,
             f"the loss of rank {rank} is not finite in optimizer step {step} (counted from 0); its samples: {shown}\n"
-            f"{self._newest()}",
+            f"{_cause(trainer, step)}\n{self._newest()}",
             status=1,
         )
 
@@ -249,6 +249,21 @@ def _ids_of_step(trainer: Trainer, epoch: int, step: int) -> list[int]:
     sampler.start = step
     parts = zip(range(trainer.accumulate_grad_batches), sampler, strict=False)
     return [int(id_) for _, part in parts for id_ in part.ids]
+
+
+def _cause(trainer: Trainer, num_steps: int) -> str:
+    """Why numbers are not finite after `num_steps` optimizer steps, for rank 0 to print."""
+    if not trainer.is_global_zero:
+        return ""
+    if not num_steps:
+        return "no step had been taken before: look at the images and labels"
+    examine = getattr(trainer.strategy, "examine_copies", None)
+    faulty, found = examine() if examine is not None else (False, "")
+    if faulty:
+        return str(found)
+    rate = trainer.optimizers[0].param_groups[0]["lr"]
+    diverged = f"the optimisation has diverged: try a lower --model.optimizer.lr (the learning rate was {rate:.3g})"
+    return f"{found}; so {diverged}" if found else diverged
 
 
 @contextmanager

@@ -15,12 +15,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_only
@@ -102,10 +103,14 @@ def _pid(process: ForkServerProcess) -> int:
 def _start(
     module: str, words: Sequence[str], environment: Mapping[str, str], *, stdout: Path, stderr: Path
 ) -> ForkServerProcess:
+    return start_forked(_run, (module, list(words), environment, str(stdout), str(stderr), str(Path.cwd())))
+
+
+def start_forked(target: Callable[..., None], args: tuple[Any, ...]) -> ForkServerProcess:
+    """A new process that calls `target(*args)`, forked from one that has imported the package already."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lit_cifar.cli"])
-    settings = (module, list(words), environment, str(stdout), str(stderr), str(Path.cwd()))
-    process = context.Process(target=_run, args=settings)
+    process = context.Process(target=target, args=args)
     with _starting:
         main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
         try:  # else the new process would import this one's program, which it does not need

@@ -4,11 +4,14 @@ from abc import ABC, abstractmethod
 from typing import cast
 
 import lightning as L
+import torch
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import nn
 from typing_extensions import override
 
+from lit_cifar.copy_probe.verdict import blame, refuse_faulty_copies
+from lit_cifar.copy_probe.virtual_devices import VirtualDevices
 from lit_cifar.strategies.network import Runner, RunsNetwork, as_runs_network, runs_network
 
 
@@ -20,14 +23,43 @@ class CustomForwardStrategy(ParallelStrategy, ABC):
     Attributes:
         strategy_name: Value of `--trainer.strategy`.
         description: What the mode does, for Lightning's registry.
+        virtual_devices: What copies between the virtual devices of a CPU; by default nothing, as they share a memory.
     """
 
     strategy_name = "runner"
     description = ""
+    virtual_devices: VirtualDevices | None = None
 
     @abstractmethod
     def make_runner(self, network: nn.Module) -> Runner:
         """The callable to use in place of `network`, which is on the device where `model_to_device` has put it."""
+
+    @property
+    def copying_devices(self) -> list[list[torch.device]]:
+        """Of each process on this machine, the devices between which it copies tensors; none of most modes."""
+        return []
+
+    @override
+    def setup_environment(self) -> None:
+        """Refuse devices between which copies are lost, before there is a context on them."""
+        environment = self.cluster_environment
+        if environment is None or environment.local_rank() == 0:
+            for devices in self.copying_devices:
+                if len(on_cuda := [*dict.fromkeys(devices)]) > 1 and on_cuda[0].type == "cuda":
+                    refuse_faulty_copies(on_cuda, strategy=self.strategy_name)
+        super().setup_environment()
+
+    def examine_copies(self) -> tuple[bool, str]:
+        """Whether copies between devices are to blame for a loss that is not finite, and what was found."""
+        devices = [*dict.fromkeys(device for group in self.copying_devices for device in group)]
+        if self.virtual_devices is not None:
+            every = [torch.device("cpu", index) for index, _ in enumerate(self.copying_devices[0])]
+            return blame(every, transport=self.virtual_devices.transport)
+        if len(devices) < 2 or devices[0].type != "cuda":
+            return False, ""
+        if self.world_size > 1:  # the others would wait for this process longer than the watchdog lets them
+            return False, "copies between the devices arrived before the run; python -m lit_cifar doctor probes again"
+        return blame(devices)
 
     def check(self) -> None:
         """Raise a `ConfigError` if sizes and flags contradict each other; subclasses extend this."""

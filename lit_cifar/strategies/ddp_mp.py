@@ -69,6 +69,11 @@ class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
     def stage_devices(self) -> list[torch.device]:
         return self._devices_of(self.local_rank)
 
+    @property
+    @override
+    def copying_devices(self) -> list[list[torch.device]]:
+        return [self._devices_of(local_rank) for local_rank in range(self.num_processes)]
+
     def _devices_of(self, local_rank: int) -> list[torch.device]:
         assert self.parallel_devices is not None
         return self.parallel_devices[local_rank * self.num_stages :][: self.num_stages]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from typing_extensions import override
 
+from lit_cifar.copy_probe.virtual_devices import VirtualDevices
 from lit_cifar.errors import ConfigError
 from lit_cifar.strategies.network import Runner, compiles
 from lit_cifar.strategies.single_process import SingleProcessStrategy
@@ -37,12 +38,15 @@ def replica_of(num_samples: int, *, num_replicas: int) -> Tensor:
     return torch.arange(num_samples) // samples_per_chunk
 
 
-def replicate(network: nn.Module, devices: Sequence[torch.device]) -> Runner:
+def replicate(
+    network: nn.Module, devices: Sequence[torch.device], *, virtual_devices: VirtualDevices | None = None
+) -> Runner:
     """The callable to use in place of `network` so that a batch is divided over `devices`.
 
     Args:
         network: Takes (n, ...) and returns (n, ...); already on `devices[0]`.
         devices: One for each replica; CUDA devices, which several may share, or the CPU for all of them.
+        virtual_devices: What copies between the replicas on the CPU; by default they share its memory.
 
     Returns:
         A plain callable, never an `nn.Module`: set as an attribute of one, it must not become its child, or every name
@@ -50,7 +54,7 @@ def replicate(network: nn.Module, devices: Sequence[torch.device]) -> Runner:
     """
     if devices[0].type == "cuda" and len(devices) > 1:
         return DeviceReplicas(network, devices)
-    return VirtualReplicas(network, num_replicas=len(devices))
+    return VirtualReplicas(network, num_replicas=len(devices), virtual_devices=virtual_devices)
 
 
 class VirtualReplicas:
@@ -62,11 +66,13 @@ class VirtualReplicas:
     Args:
         network: The module whose parameters all replicas share.
         num_replicas: The largest number of chunks into which a batch is cut.
+        virtual_devices: What copies parameters, chunks, outputs and gradients between the replicas.
     """
 
-    def __init__(self, network: nn.Module, *, num_replicas: int) -> None:
+    def __init__(self, network: nn.Module, *, num_replicas: int, virtual_devices: VirtualDevices | None = None) -> None:
         self.network = network
         self.num_replicas = num_replicas
+        self.virtual_devices = virtual_devices
 
     def __call__(self, images: Tensor) -> Tensor:
         """The gathered output (n, ...) for a batch (n, ...); n may be smaller than `num_replicas`, or 0."""
@@ -74,8 +80,20 @@ class VirtualReplicas:
         # Copied before replica 0 updates its running statistics: all replicas start from the same buffers.
         copies = [{name: buffer.clone() for name, buffer in self.network.named_buffers()} for _ in others]
         outputs = [self.network(first)]
-        outputs += [functional_call(self.network, copy, (chunk,)) for copy, chunk in zip(copies, others, strict=True)]
+        for replica, (copy, chunk) in enumerate(zip(copies, others, strict=True), start=1):
+            outputs.append(self._run(replica, copy, chunk))
         return torch.cat(outputs)
+
+    def _run(self, replica: int, buffers: dict[str, Tensor], chunk: Tensor) -> Tensor:
+        send = None if self.virtual_devices is None else self.virtual_devices.send
+        if send is None:
+            output: Tensor = functional_call(self.network, buffers, (chunk,))
+            return output
+        state = {
+            name: send(tensor, 0, replica)
+            for name, tensor in {**dict(self.network.named_parameters()), **buffers}.items()
+        }
+        return send(functional_call(self.network, state, (send(chunk, 0, replica),)), replica, 0)
 
 
 class DeviceReplicas:
@@ -159,7 +177,13 @@ class DataParallelStrategy(SingleProcessStrategy):
     @override
     def make_runner(self, network: nn.Module) -> Runner:
         each = self.replicas_per_shard // len(self.devices)
-        return replicate(network, [device for device in self.devices for _ in range(each)])
+        devices = [device for device in self.devices for _ in range(each)]
+        return replicate(network, devices, virtual_devices=self.virtual_devices)
+
+    @property
+    @override
+    def copying_devices(self) -> list[list[torch.device]]:
+        return [self.devices]
 
     @override
     def connect(self, model: L.LightningModule) -> None:

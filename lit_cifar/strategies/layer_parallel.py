@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lit_cifar.copy_probe.virtual_devices import VirtualDevices
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.partition import Partition
@@ -36,6 +37,7 @@ class StagedRunner:
         num_microbatches: Into how many pieces a batch is cut, by `Tensor.tensor_split`; fewer where a batch has fewer
             samples.
         recorder: Who is told which stage works when.
+        virtual_devices: What copies between stages on the CPU; by default they share its memory.
     """
 
     def __init__(
@@ -45,9 +47,11 @@ class StagedRunner:
         *,
         num_microbatches: int = 1,
         recorder: Recorder | None = None,
+        virtual_devices: VirtualDevices | None = None,
     ) -> None:
         self.stages = list(zip(stages, devices, strict=True))
         self.num_microbatches = num_microbatches
+        self.virtual_devices = virtual_devices
         self._recorder = recorder or Recorder()
         self._names = device_names(devices)
 
@@ -56,17 +60,24 @@ class StagedRunner:
         pieces = [piece for piece in images.tensor_split(self.num_microbatches) if len(piece)] or [images]
         for microbatch, index in gpipe_order(num_microbatches=len(pieces), num_stages=len(self.stages)):
             pieces[microbatch] = self._run(index, microbatch, pieces[microbatch])
-        outputs = [_sent(piece, images.device) for piece in pieces]
+        last = len(self.stages) - 1
+        outputs = [self._sent(piece, images.device, sender=last, receiver=0) for piece in pieces]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _run(self, index: int, microbatch: int, piece: Tensor) -> Tensor:
         stage, device = self.stages[index]
-        here = _sent(piece, device)
+        here = self._sent(piece, device, sender=max(0, index - 1), receiver=index)
         what: Any = {"stage": index, "microbatch": microbatch, "worker": self._names[index], "device": device}
         with self._recorder.span("forward", **what):
             output = stage(here)
         self._recorder.follow_backward(output, here, **what)
         return output
+
+    def _sent(self, tensor: Tensor, device: torch.device, *, sender: int, receiver: int) -> Tensor:
+        """`tensor` of the stage `sender` on the device of the stage `receiver`."""
+        if self.virtual_devices is None or sender == receiver:
+            return _sent(tensor, device)
+        return self.virtual_devices.send(tensor, sender, receiver)
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:
@@ -114,6 +125,11 @@ class StagedStrategy(CustomForwardStrategy, ABC):
     @abstractmethod
     def stage_devices(self) -> list[torch.device]:
         """The device of each of this process's stages; the first is the root device."""
+
+    @property
+    @override
+    def copying_devices(self) -> list[list[torch.device]]:
+        return [self.stage_devices]
 
     @property
     def partition(self) -> Partition:
@@ -174,10 +190,14 @@ class StagedStrategy(CustomForwardStrategy, ABC):
 
     @override
     def make_runner(self, network: nn.Module) -> Runner:
-        stages: list[Any] = [stage.module(network) for stage in self.partition.stages]
-        if compiles(self.lightning_module):
-            stages = [Compiled(stage) for stage in stages]
-        return StagedRunner(stages, self.stage_devices, num_microbatches=self.num_microbatches, recorder=self.recorder)
+        stages = [stage.module(network) for stage in self.partition.stages]
+        return StagedRunner(
+            [Compiled(stage) for stage in stages] if compiles(self.lightning_module) else stages,
+            self.stage_devices,
+            num_microbatches=self.num_microbatches,
+            recorder=self.recorder,
+            virtual_devices=self.virtual_devices,
+        )
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
