@@ -16,14 +16,14 @@ Fault = Literal["lost", "stale", "torn", "delayed", "flipped", "hung"]
 
 
 class FaultyTransport:
-    """Copies at the place of the caller, and does it wrong.
+    """Copies between tensors on the CPU, with a fault.
 
     Args:
-        kind: "lost": nothing is copied. "stale": what the copy before this one sent is copied. "torn": the first half
-            is copied. "delayed": the copy is complete only when the caller has waited for it twice. "flipped": one bit
-            is flipped. "hung": the copy never ends.
+        kind: "lost": nothing is copied. "stale": what the copy before this one, of the same shape, sent is copied.
+            "torn": the first half is copied. "delayed": the copy is complete only when the caller waits for it.
+            "flipped": one bit is flipped. "hung": the copy never ends.
         pair: Names of the sender and the receiver whose copies are affected; None for all.
-        every: Only each so manieth copy is affected.
+        every: Of how many copies one is affected.
 
     Attributes:
         name: As of a `Transport`.
@@ -39,7 +39,7 @@ class FaultyTransport:
         self.every = every
         self.num_copies = 0
         self._earlier: dict[tuple[str, str, torch.Size], Tensor] = {}
-        self._late: list[tuple[Tensor, Tensor, int]] = []
+        self._late: list[tuple[Tensor, Tensor]] = []
 
     def copy(self, source: Tensor, out: Tensor, *, sender: str, receiver: str) -> None:
         """Copy `source` into `out`, or do what the fault does."""
@@ -54,11 +54,10 @@ class FaultyTransport:
             self._earlier[key] = source.clone()
 
     def wait(self, *tensors: Tensor) -> None:
-        """Complete the copies that have been waited for before."""
-        for source, out, num_waits in self._late:
-            if num_waits == 1:
-                out.copy_(source)
-        self._late = [(source, out, 1) for source, out, num_waits in self._late if num_waits == 0]
+        """Complete the copies that are delayed."""
+        for source, out in self._late:
+            out.copy_(source)
+        self._late.clear()
 
     def __reduce__(self) -> tuple[object, ...]:
         """Without what has been copied so far, which other processes do not need."""
@@ -70,7 +69,7 @@ class FaultyTransport:
             "lost": lambda source, out, earlier: None,
             "stale": lambda source, out, earlier: None if earlier is None else out.copy_(earlier),
             "torn": lambda source, out, earlier: _first_half(out).copy_(_first_half(source)),
-            "delayed": lambda source, out, earlier: self._late.append((source.clone(), out, 0)),
+            "delayed": lambda source, out, earlier: self._late.append((source.clone(), out)),
             "flipped": lambda source, out, earlier: _flip(out.copy_(source)),
             "hung": lambda source, out, earlier: _never_end(),
         }
@@ -97,10 +96,10 @@ class FaultyCopies(L.Callback):
 
     Args:
         kind: What happens to a copy, see `FaultyTransport`; "none" lets all arrive.
-        every: Only each so manieth copy is affected.
+        every: Of how many copies one is affected.
     """
 
-    def __init__(self, kind: Literal[Fault, "none"] = "lost", *, every: int = 1) -> None:
+    def __init__(self, kind: Literal["lost", "stale", "torn", "flipped", "none"] = "lost", *, every: int = 1) -> None:
         self.transport: Transport = DeviceTransport() if kind == "none" else FaultyTransport(kind, every=every)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

@@ -28,7 +28,7 @@ class Transport(Protocol):
         """
 
     def wait(self, *tensors: Tensor) -> None:
-        """Return when the copies from and to the devices of `tensors` should be complete."""
+        """Return when all copies from and to the devices of `tensors` are complete."""
 
 
 class DeviceTransport:

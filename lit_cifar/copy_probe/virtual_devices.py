@@ -29,7 +29,7 @@ class VirtualDevices:
 
     def send(self, tensor: Tensor, sender: int, receiver: int) -> Tensor:
         """`tensor` as it arrives at the device `receiver`; its gradient is sent the other way."""
-        arrived: Tensor = _Sent.apply(tensor, self, sender, receiver)  # type: ignore[no-untyped-call]
+        arrived: Tensor = _Sent.apply(tensor, self, sender, receiver)
         return arrived
 
     def copy(self, tensor: Tensor, sender: int, receiver: int) -> Tensor:
@@ -43,7 +43,9 @@ class VirtualDevices:
         return out.clone()
 
     def _take(self, device: int, like: Tensor) -> Tensor:
-        return self._memories.setdefault(device, _Memory(self.memory_bytes)).take(like)
+        if device not in self._memories:
+            self._memories[device] = _Memory(self.memory_bytes)
+        return self._memories[device].take(like)
 
 
 class _Memory:

@@ -176,14 +176,13 @@ class DataParallelStrategy(SingleProcessStrategy):
 
     @override
     def make_runner(self, network: nn.Module) -> Runner:
-        each = self.replicas_per_shard // len(self.devices)
-        devices = [device for device in self.devices for _ in range(each)]
-        return replicate(network, devices, virtual_devices=self.virtual_devices)
+        return replicate(network, self.copying_devices[0], virtual_devices=self.virtual_devices)
 
     @property
     @override
     def copying_devices(self) -> list[list[torch.device]]:
-        return [self.devices]
+        each = self.replicas_per_shard // len(self.devices)
+        return [[device for device in self.devices for _ in range(each)]]
 
     @override
     def connect(self, model: L.LightningModule) -> None:
