@@ -33,7 +33,7 @@ SMALLEST_MISTAKES = {  # of each mode
     "no-batchnorm-sync": "BatchNorm not synchronised",
     "copied-stage": "a stage that nobody trains",
     "unaveraged-stage": "one gradient not averaged",
-    "lost-accumulation": "accumulated gradients lost",
+    "stale-shard": "a shard is not updated",
     "shifted-norm": "one rank's BatchNorm diverges",
     "other-rate": "one rank has another learning rate",
     "dropped-microbatch": "a microbatch without gradients",
@@ -103,7 +103,7 @@ def mistakes(record: Path) -> dict[str, dict[str, float]]:
     """For each mode the planted mistakes of which the record has a size, and the size."""
     found: dict[str, dict[str, float]] = {}
     for finding in json.loads(record.read_text())["findings"]:
-        sizes = re.findall(r"is off by (\S+),", " ".join(finding["problems"]))
+        sizes = re.findall(r"differs by (\S+),", " ".join(finding["problems"]))
         if sizes:
             found.setdefault(finding["mode"], {})[finding["bug"]] = float(sizes[0])
     return found

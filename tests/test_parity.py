@@ -2,7 +2,7 @@
 
 In float64 at a real learning rate. In float32 any change of the summation order (1e-7) moves some activation across a
 kink of ReLU or max-pooling within a few steps, and its gradient then differs by far more than 1e-7: the same run from
-weights that differ by 1e-7 is off by a twentieth of all that it learned after 12 steps. So the float32 case takes
+weights that differ by 1e-7 differs by a twentieth of all that it learned after 12 steps. So the float32 case takes
 small steps: enough for a wrong gradient to stand out five times over the tolerance, and too small for kinks to matter.
 """
 

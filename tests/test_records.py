@@ -25,6 +25,7 @@ DEFAULT = BENCHMARKS / "2026-11-20-default-recipe"
 EVALUATION = BENCHMARKS / "2026-11-20-evaluation"
 FOUR_MODES = BENCHMARKS / "2026-11-20-modes"
 VERIFY = BENCHMARKS / "2026-11-20-verify"
+NETWORKS = BENCHMARKS / "2026-11-22-networks"
 SELF_TEST = BENCHMARKS / "2026-11-22-self-test"
 AGREEMENT = BENCHMARKS / "2026-11-20-agreement"
 CHAOS = BENCHMARKS / "2026-11-22-chaos"
@@ -173,6 +174,24 @@ def test_what_verify_found() -> None:
         cells = [brief(max(row["differences"].values())) if row else "-" for row in rows[:2]]
         cells += [_of_what_it_may(row) if row else "-" for row in rows[2:]]
         assert f"| `{mode}` | {' | '.join(cells)} |" in text
+
+
+@pytest.mark.parametrize(("column", "network"), [(0, "vit_tiny"), (1, "wide_resnet50_2")])
+def test_what_verify_found_with_other_networks(column: int, network: str) -> None:
+    rows = [row for path in NETWORKS.glob(f"{network}_*.json") for row in read(path)["rows"]]
+    assert all(row["passed"] for row in rows)
+    shown = re.findall(
+        r"^\| `([\w-]+)` \| (\S+) \| (\S+) \|$", (NETWORKS / "README.md").read_text(), flags=re.MULTILINE
+    )
+    assert {mode: cells[column] for mode, *cells in shown} == {
+        row["mode"]: brief(max(row["differences"].values())) for row in rows
+    }
+
+
+def test_the_largest_difference_with_other_networks() -> None:
+    rows = [row for path in NETWORKS.glob("*.json") for row in read(path)["rows"]]
+    largest = max(difference for row in rows for difference in row["differences"].values())
+    assert f"the largest difference is {brief(largest)} in float64" in page(DOCS / "networks.md")
 
 
 def _of_what_it_may(row: dict[str, Any]) -> str:

@@ -157,7 +157,7 @@ def _compare(row: Row, reader: JournalReader, run: Path, reference: Undisturbed)
     row.problems += found.problems
     row.difference, row.tensor = distance(run / _LAST, reference.run / _LAST)
     if row.difference > row.bound:
-        row.problems.append(f"{row.tensor} is off by {row.difference:.1e} at the end, allowed {row.bound:.0e}")
+        row.problems.append(f"{row.tensor} differs by {row.difference:.1e} at the end, allowed {row.bound:.0e}")
     row.problems += position_problems(run / _LAST, reference.run / _LAST)
     row.problems += receipt_problems(run / "receipt.csv", reference.run / "receipt.csv")
     if row.bound == 0.0:

@@ -93,7 +93,6 @@ def _work(
     connection: Connection,
 ) -> None:
     """Send what is being done before it is done, and once more with its fault; None at the end."""
-    torch.set_num_threads(1)
     os.environ.update(environment)
     listen_only_on(loopback_interface())
     device = devices[rank]

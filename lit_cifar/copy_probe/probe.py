@@ -126,7 +126,6 @@ def _work(
     connection: Connection,
 ) -> None:
     """Answer each pair with its faults and None; at first send None when the devices are ready."""
-    torch.set_num_threads(1)
     try:
         load = Load(everywhere, num_bytes=max(sizes))
         connection.send(None)

@@ -1,5 +1,6 @@
 """Processes that may hang, and are killed."""
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class Ended:
 def worker(target: Callable[..., None], *args: object) -> Iterator[Connection]:
     """A process that runs `target(*args, connection)`, and the other end of the connection; it is killed at the end."""
     connection, theirs = Pipe()
-    process = start_forked(target, (*args, theirs))
+    process = start_forked(_run, (target, *args, theirs))
     theirs.close()
     try:
         yield connection
@@ -40,6 +41,12 @@ def worker(target: Callable[..., None], *args: object) -> Iterator[Connection]:
         process.kill()
         process.join()
         connection.close()
+
+
+def _run(target: Callable[..., None], *args: object) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the caller too, which ends this process
+    torch.set_num_threads(1)
+    target(*args)
 
 
 def received(connection: Connection, limit_s: float) -> Any:
