@@ -97,8 +97,8 @@ class FaultyCopies(L.Callback):
     Args:
         kind: What happens to a copy, see `FaultyTransport`; "none" lets all arrive.
         every: Of how many copies one is affected.
-        memory_bytes: Of each virtual device. Less than the parameters need makes a small network meet old tensors in the
-            first steps, as a large one does on a GPU.
+        memory_bytes: Of each virtual device. Less than the parameters need makes a small network meet old tensors in
+            the first steps, as a large one does on a GPU.
     """
 
     def __init__(
