@@ -129,6 +129,7 @@ def test_replayed_in_parallel_the_order_has_the_bubble_of_the_formula(num_worker
 
 def test_a_replay_takes_measured_costs() -> None:
     step = timeline_of(gpipe(2, 1))
+    assert replay(step, forward=0.5)["end_ms"].tolist() == [0.5, 1.0, 2.0, 3.0]
     costs = {("forward", 0): 1.0, ("forward", 1): 2.0, ("backward", 1): 4.0, ("backward", 0): 8.0}
     assert replay(step, costs)["end_ms"].tolist() == [1.0, 3.0, 7.0, 15.0]
     assert set(mean_costs(step).values()) == {1.0}

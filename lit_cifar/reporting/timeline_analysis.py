@@ -82,12 +82,15 @@ def mean_costs(timeline: pd.DataFrame) -> dict[tuple[str, int], float]:
     return {(str(kind), int(stage)): float(value) for (kind, stage), value in durations.items()}  # type: ignore[misc]
 
 
-def replay(step: pd.DataFrame, costs: Mapping[tuple[str, int], float] | None = None) -> pd.DataFrame:
+def replay(
+    step: pd.DataFrame, costs: Mapping[tuple[str, int], float] | None = None, *, forward: float = 1.0
+) -> pd.DataFrame:
     """The same work in the same order, if messages took no time and all workers worked at the same time.
 
     Args:
         step: The spans of one step.
-        costs: Duration by kind and stage. By default a forward takes 1, a backward 2, each half of a backward 1.
+        costs: Duration by kind and stage. By default a backward takes twice as long as a forward, each half of it as long.
+        forward: The duration of a forward if there are no `costs`.
 
     Returns:
         The frame with other times.
@@ -105,7 +108,7 @@ def replay(step: pd.DataFrame, costs: Mapping[tuple[str, int], float] | None = N
         for worker in ready:
             index = queues[worker].pop(0)
             kind = str(step["kind"][index])
-            cost = UNIT_COSTS[kind] if costs is None else costs[kind, names[index][1]]
+            cost = forward * UNIT_COSTS[kind] if costs is None else costs[kind, names[index][1]]
             start = max([free[worker], *(ends[need] for need in _needs(names[index], names))])
             free[worker] = ends[names[index]] = start + cost
             times[index] = (start, start + cost)
@@ -232,6 +235,6 @@ def plot_partition(blocks: pd.DataFrame) -> Figure:
             )  # type: ignore[call-overload]
         axes.set_xticks(range(len(blocks)), blocks["block"].tolist(), rotation=90, fontsize=7)
         axes.set_ylabel(label)
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4)
         axes.spines[["top", "right"]].set_visible(False)
     return figure
