@@ -89,7 +89,7 @@ def replay(
 
     Args:
         step: The spans of one step.
-        costs: Duration by kind and stage. By default a backward takes twice as long as a forward, each half of it as long.
+        costs: Duration by kind and stage. By default a backward takes twice as long as a forward.
         forward: The duration of a forward if there are no `costs`.
 
     Returns:
