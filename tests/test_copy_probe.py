@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_cifar.copy_probe import CopyFault, DeviceTransport, ProbeError, cache, collective_faults, probe, verdict
-from lit_cifar.copy_probe.faulty import FaultyTransport
+from lit_cifar.copy_probe.faulty import FaultyCopies, FaultyTransport
 from lit_cifar.copy_probe.findings import SENTINEL, classify
 from lit_cifar.copy_probe.virtual_devices import VirtualDevices
 from lit_cifar.errors import ConfigError
@@ -327,6 +328,15 @@ def test_a_loss_that_is_not_finite_names_its_cause(kind: str, cause: str, mode: 
     assert result.status == 1
     assert cause in result.stderr
     assert len(result.stderr.splitlines()) <= 5
+
+
+def test_a_small_network_meets_old_tensors_in_a_small_memory() -> None:
+    strategy = mock.Mock(copying_devices=[[0, 1]], root_device=torch.device("cpu"))
+    FaultyCopies("lost", memory_bytes=256).setup(mock.Mock(strategy=strategy), mock.Mock(), "fit")
+    arrived = [strategy.virtual_devices.copy(torch.full((64,), value), 0, 1) for value in (1.0, 2.0)]
+    assert [tensor.tolist() for tensor in arrived] == [[0.0] * 64] * 2, "nothing is sent from where it arrives"
+    strategy.virtual_devices.copy(torch.full((64,), 3.0), 1, 0)
+    assert strategy.virtual_devices.copy(torch.full((64,), 4.0), 0, 1).tolist() == [3.0] * 64
 
 
 def test_without_copies_the_learning_rate_is_to_blame(tmp_path: Path) -> None:

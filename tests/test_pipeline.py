@@ -25,6 +25,8 @@ from lit_cifar.models import build_resnet
 from lit_cifar.models.ghost_batchnorm import normalise_apart
 from lit_cifar.models.partition import Partition
 from lit_cifar.module import LitResNet
+from lit_cifar.reporting.timeline import Recorder, write_trace
+from lit_cifar.reporting.timeline_analysis import bubble_formula, bubbles, read_timeline, replay
 from lit_cifar.strategies import PipelineStrategy, mesh
 from lit_cifar.strategies.mesh import make_mesh
 from lit_cifar.strategies.pipeline import HandOver, Pipeline, Schedule, ScheduleName
@@ -229,6 +231,8 @@ def run_schedule(name: ScheduleName, rank: int) -> dict[str, object]:
     partition = Partition.of(network, IMAGE, num_stages=schedule.num_stages)
     group = dist.group.WORLD
     assert group is not None
+    recorder = Recorder()
+    recorder.begin(0, network)
     pipeline = Pipeline(
         network,
         partition,
@@ -237,8 +241,11 @@ def run_schedule(name: ScheduleName, rank: int) -> dict[str, object]:
         loss=loss_of,
         group=group,
         device=torch.device("cpu"),
+        recorder=recorder,
     )
     logits = [pipeline.train(*batch_of(n), scale=1 / n) for n in TRAINED]
+    spans = recorder.spans()
+    recorder.step = None
     network.eval()
     with torch.no_grad():
         logits += [pipeline.evaluate(batch_of(n)[0]) for n in EVALUATED]
@@ -247,6 +254,7 @@ def run_schedule(name: ScheduleName, rank: int) -> dict[str, object]:
     held = {key for key, tensor in network.state_dict(keep_vars=True).items() if id(tensor) in ids}
     return {
         "logits": logits,
+        "spans": spans[: len(spans) // len(TRAINED)],
         "gradients": {key: p.grad for key, p in network.named_parameters() if p.grad is not None},
         "buffers": {key: buffer for key, buffer in network.named_buffers() if key in held},
         "held": held,
@@ -317,6 +325,19 @@ def test_gradients_and_running_statistics_are_those_of_one_device(name: str, by_
     assert buffers.keys() == dict(alone[0].named_buffers()).keys()
     for key, buffer in alone[0].named_buffers():
         torch.testing.assert_close(buffers[key], buffer, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_recorded_order_has_the_bubble_of_its_formula(
+    name: ScheduleName, by_processes: list, tmp_path: Path
+) -> None:
+    write_trace([span for process in by_processes for span in process[name]["spans"]], tmp_path / "timeline.json")
+    again = replay(read_timeline(tmp_path))
+    works = again.groupby(["kind", "stage"]).size()
+    assert set(works) == {MICROBATCHES} or name == "ZBVZeroBubble"
+    assert works["forward"].tolist() == [MICROBATCHES] * Schedule.of(name, 2).num_stages
+    expected = bubble_formula(name, num_workers=2, num_microbatches=MICROBATCHES)
+    assert bubbles(again)["bubble"].item() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -97,9 +97,18 @@ class FaultyCopies(L.Callback):
     Args:
         kind: What happens to a copy, see `FaultyTransport`; "none" lets all arrive.
         every: Of how many copies one is affected.
+        memory_bytes: Of each virtual device. Less than the parameters need makes a small network meet old tensors in
+            the first steps, as a large one does on a GPU.
     """
 
-    def __init__(self, kind: Literal["lost", "stale", "torn", "flipped", "none"] = "lost", *, every: int = 1) -> None:
+    def __init__(
+        self,
+        kind: Literal["lost", "stale", "torn", "flipped", "none"] = "lost",
+        *,
+        every: int = 1,
+        memory_bytes: int = 2**26,
+    ) -> None:
+        self.memory_bytes = memory_bytes
         self.transport: Transport = DeviceTransport() if kind == "none" else FaultyTransport(kind, every=every)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -110,4 +119,4 @@ class FaultyCopies(L.Callback):
                 "FaultyCopies spoils copies between virtual devices of one process, and this run has none",
                 remedy="use --trainer.accelerator=cpu --trainer.devices=2 with --trainer.strategy=dp or mp",
             )
-        strategy.virtual_devices = VirtualDevices(self.transport)
+        strategy.virtual_devices = VirtualDevices(self.transport, memory_bytes=self.memory_bytes)

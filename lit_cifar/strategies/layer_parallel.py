@@ -20,6 +20,7 @@ from lit_cifar.copy_probe.virtual_devices import VirtualDevices
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.partition import Partition
+from lit_cifar.reporting.timeline import Recorder
 from lit_cifar.strategies.custom_forward import CustomForwardStrategy
 from lit_cifar.strategies.network import Runner, RunsNetwork, check_chain, compiles
 
@@ -35,6 +36,7 @@ class StagedRunner:
         devices: Where each stage's layers are.
         num_microbatches: Into how many pieces a batch is cut, by `Tensor.tensor_split`; fewer where a batch has fewer
             samples.
+        recorder: Who is told which stage works when.
         virtual_devices: What copies between stages on the CPU; by default they share its memory.
     """
 
@@ -44,21 +46,32 @@ class StagedRunner:
         devices: Sequence[torch.device],
         *,
         num_microbatches: int = 1,
+        recorder: Recorder | None = None,
         virtual_devices: VirtualDevices | None = None,
     ) -> None:
         self.stages = list(zip(stages, devices, strict=True))
         self.num_microbatches = num_microbatches
         self.virtual_devices = virtual_devices
+        self._recorder = recorder or Recorder()
+        self._names = device_names(devices)
 
     def __call__(self, images: Tensor) -> Tensor:
         """The output (n, ...) for a batch (n, ...), on the batch's device; n may be 0."""
         pieces = [piece for piece in images.tensor_split(self.num_microbatches) if len(piece)] or [images]
         for microbatch, index in gpipe_order(num_microbatches=len(pieces), num_stages=len(self.stages)):
-            stage, device = self.stages[index]
-            pieces[microbatch] = stage(self._sent(pieces[microbatch], device, sender=max(0, index - 1), receiver=index))
+            pieces[microbatch] = self._run(index, microbatch, pieces[microbatch])
         last = len(self.stages) - 1
         outputs = [self._sent(piece, images.device, sender=last, receiver=0) for piece in pieces]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _run(self, index: int, microbatch: int, piece: Tensor) -> Tensor:
+        stage, device = self.stages[index]
+        here = self._sent(piece, device, sender=max(0, index - 1), receiver=index)
+        what: Any = {"stage": index, "microbatch": microbatch, "worker": self._names[index], "device": device}
+        with self._recorder.span("forward", **what):
+            output = stage(here)
+        self._recorder.follow_backward(output, here, **what)
+        return output
 
     def _sent(self, tensor: Tensor, device: torch.device, *, sender: int, receiver: int) -> Tensor:
         """`tensor` of the stage `sender` on the device of the stage `receiver`."""
@@ -99,6 +112,7 @@ class StagedStrategy(CustomForwardStrategy, ABC):
         super().__init__(**kwargs)
         self.num_microbatches = num_microbatches
         self.cuts = cuts
+        self.recorder = Recorder()
         self._num_stages = num_stages
         self._partition: Partition | None = None
 
@@ -181,6 +195,7 @@ class StagedStrategy(CustomForwardStrategy, ABC):
             [Compiled(stage) for stage in stages] if compiles(self.lightning_module) else stages,
             self.stage_devices,
             num_microbatches=self.num_microbatches,
+            recorder=self.recorder,
             virtual_devices=self.virtual_devices,
         )
 

@@ -1,6 +1,7 @@
 """One replica of a network as a pipeline of processes: torch's schedules in training, a plain relay in evaluation."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.memory_format import PlainGradient, PlainOutput
 from lit_cifar.models.partition import Partition
+from lit_cifar.reporting.timeline import Kind, Recorder
 
 ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -74,7 +76,8 @@ class Pipeline:
 
     Images and labels are the same in all processes of the pipeline, and so are the logits that it returns. `loss` is
     that of each sample, from logits (n, C) and labels (n,). `group` has the processes in the order of the stages. If it
-    `compiles` them, each stage is compiled by itself.
+    `compiles` them, each stage is compiled by itself. The `recorder` is told which stage
+    works when.
     """
 
     def __init__(
@@ -88,12 +91,14 @@ class Pipeline:
         group: dist.ProcessGroup,
         device: torch.device,
         compiles: bool = False,
+        recorder: Recorder | None = None,
     ) -> None:
         self.partition = partition
         self.schedule = schedule
         self.num_microbatches = num_microbatches
         self.group = group
         self.device = device
+        self._recorder = recorder or Recorder()
         self._loss = loss
         self._rank = dist.get_rank(group)
         self.stages = {
@@ -205,6 +210,7 @@ class Pipeline:
                 input_args=self._boundary(index, num_samples, dtype).requires_grad_() if index else images,
                 output_args=self._boundary(index + 1, num_samples, dtype).requires_grad_(),
                 group=self.group,
+                recorder=self._recorder,
             )
 
     def _scaled_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -212,12 +218,37 @@ class Pipeline:
 
 
 class _Stage(PipelineStage):
-    """A stage that greets other processes only.
+    """A stage that greets other processes only, and says when it works."""
 
-    In torch 2.11 the first step exchanges a message between neighbouring stages, also where a V has both on one
-    process; gloo cannot send to itself.
-    """
+    def __init__(self, *args: Any, recorder: Recorder, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._recorder = recorder
 
+    def _span(self, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
+        worker = f"process {dist.get_rank()}"
+        return self._recorder.span(
+            kind, stage=self.stage_index, microbatch=microbatch, worker=worker, device=self.device
+        )
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """As torch's, recorded."""
+        with self._span("forward", fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> Any:
+        """As torch's, recorded."""
+        with self._span("backward" if full_backward else "backward_input", bwd_chunk_id):
+            return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
+        """As torch's, recorded."""
+        with self._span("backward_weight", bwd_chunk_id):
+            return super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    # In torch 2.11 the first step exchanges a message between neighbouring stages, also where a V has both on one
+    # process; gloo cannot send to itself.
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         operations: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc]  # not in newer ones
         return [operation for operation in operations if operation.group_peer != self.group_rank]

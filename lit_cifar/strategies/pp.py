@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.partition import Partition
+from lit_cifar.reporting.timeline import Recorder
 from lit_cifar.strategies.loss_scaling import loss_scale
 from lit_cifar.strategies.mesh import MeshStrategy
 from lit_cifar.strategies.network import ComputesLoss, Runner, RunsNetwork, as_computes_loss, check_chain, compiles
@@ -57,6 +58,7 @@ class PipelineStrategy(MeshStrategy):
         self._num_microbatches = num_microbatches
         self.schedule_name: ScheduleName = schedule
         self.cuts = cuts
+        self.recorder = Recorder()
         self._pipeline: Pipeline | None = None
         self._partition: Partition | None = None
         self._average = True
@@ -145,6 +147,7 @@ class PipelineStrategy(MeshStrategy):
             group=self.model_group,
             device=self.root_device,
             compiles=compiles(self.lightning_module),
+            recorder=self.recorder,
         )
         for index, stage in enumerate(self._partition.stages):
             if index not in self._pipeline.stages:

@@ -1,0 +1,268 @@
+"""Who works when, in modes that cut the network into stages: recorded on request, written as a Chrome trace.
+
+Off unless the callback is added: `--trainer.callbacks+=lit_cifar.reporting.timeline.Timeline`.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import monotonic_ns
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.autograd.graph import Node, saved_tensors_hooks
+
+from lit_cifar.errors import ConfigError
+
+FILE = "timeline.json"
+Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
+LETTERS: dict[Kind, str] = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """A stage at work on a microbatch.
+
+    Attributes:
+        kind: "backward_input" and "backward_weight" are the two halves into which zero-bubble schedules cut backward.
+        step: Training batch, counted from 0 in each fit.
+        stage: Index of the stage.
+        microbatch: Index within the batch.
+        rank: Global rank of the process.
+        worker: The process or device that works, of which there is one for each row of a picture.
+        start_ns: By the machine's monotonic clock, which its processes share; those of other machines have another.
+        end_ns: By the same clock.
+        saved_bytes: Of a forward, what it keeps for backward; 0 for others. Parameters and buffers are not counted.
+    """
+
+    kind: Kind
+    step: int
+    stage: int
+    microbatch: int
+    rank: int
+    worker: str
+    start_ns: int
+    end_ns: int
+    saved_bytes: int = 0
+
+
+class _Clock:
+    """When a device reaches the point of its queue where it was marked: now on the CPU, asked for later on CUDA."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            self._origin, self._origin_ns = self.mark(), monotonic_ns()
+
+    def mark(self) -> Any:
+        if self._device.type != "cuda":
+            return monotonic_ns()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def ns(self, mark: Any) -> int:
+        if self._device.type != "cuda":
+            return int(mark)
+        mark.synchronize()
+        return self._origin_ns + round(1e6 * self._origin.elapsed_time(mark))
+
+
+@dataclass
+class _Work:
+    """A span that is not over yet."""
+
+    description: dict[str, Any]
+    clock: _Clock
+    start: Any = None
+    end: Any = None
+    saved_bytes: int = 0
+
+
+class Recorder:
+    """What stages report their work to; it does nothing while `step` is None.
+
+    Attributes:
+        step: The step that is being recorded.
+    """
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        self._weights: set[int] = set()
+        self._clocks: dict[torch.device, _Clock] = {}
+        self._works: list[_Work] = []
+
+    def begin(self, step: int, network: nn.Module) -> None:
+        """Record from here on; what is kept of `network` itself does not count as saved for backward."""
+        self.step = step
+        tensors = [*network.parameters(), *network.buffers()]
+        self._weights = {tensor.data_ptr() for tensor in tensors}
+
+    @contextmanager
+    def span(self, kind: Kind, *, stage: int, microbatch: int, worker: str, device: torch.device) -> Iterator[None]:
+        """Record what is done within."""
+        if self.step is None:
+            yield
+            return
+        work = self._new(kind, stage, microbatch, worker, device)
+        work.start = work.clock.mark()
+        if kind == "forward":
+            with self._counting(work):
+                yield
+        else:
+            yield
+        work.end = work.clock.mark()
+
+    def follow_backward(
+        self, output: Tensor, given: Tensor, *, stage: int, microbatch: int, worker: str, device: torch.device
+    ) -> None:
+        """Record when autograd is between `output` of a stage and what it was `given`."""
+        if self.step is None or output.grad_fn is None:
+            return
+        work = self._new("backward", stage, microbatch, worker, device)
+
+        def start(_: Tensor) -> None:
+            work.start = work.clock.mark()
+
+        def end(*_: Any) -> None:
+            work.end = work.clock.mark()
+
+        output.register_hook(start)
+        # The last of the nodes to run ends it. The first stage is given images, which no gradient reaches.
+        for node in _nodes_between(output.grad_fn, given.grad_fn):
+            node.register_hook(end)
+
+    def _new(self, kind: Kind, stage: int, microbatch: int, worker: str, device: torch.device) -> _Work:
+        if device not in self._clocks:
+            self._clocks[device] = _Clock(device)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        description = {"kind": kind, "step": self.step, "stage": stage, "microbatch": microbatch}
+        self._works.append(_Work({**description, "rank": rank, "worker": worker}, self._clocks[device]))
+        return self._works[-1]
+
+    @contextmanager
+    def _counting(self, work: _Work) -> Iterator[None]:
+        """Count what autograd keeps, each tensor once; a microbatch is a view of its batch."""
+        seen = set(self._weights)
+
+        def pack(tensor: Tensor) -> Tensor:
+            if tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                work.saved_bytes += tensor.nbytes
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+
+    def spans(self) -> list[Span]:
+        """What has been recorded; waits for the devices."""
+        return [
+            Span(
+                **work.description,
+                start_ns=work.clock.ns(work.start),
+                end_ns=work.clock.ns(work.end),
+                saved_bytes=work.saved_bytes,
+            )
+            for work in self._works
+            if work.end is not None
+        ]
+
+
+def _nodes_between(output: Node, given: Node | None) -> set[Node]:
+    """The nodes of the graph from `output` to before `given`, without those of parameters, which steps share."""
+    found: set[Node] = set()
+    waiting = [output]
+    while waiting:
+        node = waiting.pop()
+        if node not in found and node is not given and not hasattr(node, "variable"):
+            found.add(node)
+            waiting.extend(successor for successor, _ in node.next_functions if successor is not None)
+    return found
+
+
+class Timeline(Callback):
+    """Writes `timeline.json` into the run folder: when each stage worked on which microbatch.
+
+    The file is a Chrome trace: chrome://tracing and https://ui.perfetto.dev open it.
+    `lit_cifar.reporting.timeline_analysis.read_timeline` reads it.
+
+    Args:
+        first_step: The first training batch to record, counted from 0; the ones before it warm up.
+        num_steps: How many to record.
+    """
+
+    def __init__(self, *, first_step: int = 3, num_steps: int = 3) -> None:
+        self.first_step = first_step
+        self.num_steps = num_steps
+        self._num_batches = 0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Start counting.
+
+        Raises:
+            ConfigError: The mode has no stages.
+        """
+        if not hasattr(trainer.strategy, "recorder"):
+            raise ConfigError(
+                "the callback Timeline records stages, and this mode has none",
+                remedy="use --trainer.strategy=mp, ddp_mp, pp or ddp_pp, or leave the callback out",
+            )
+        self._num_batches = 0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Switch the recorder on when it is time."""
+        if self.first_step <= self._num_batches < self.first_step + self.num_steps:
+            recorder_of(trainer).begin(self._num_batches, pl_module.network)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Switch it off."""
+        recorder_of(trainer).step = None
+        self._num_batches += 1
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Gather the spans of all processes and write them."""
+        spans = recorder_of(trainer).spans()
+        gathered: list[Any] = [spans]
+        if dist.is_initialized():
+            gathered = [None] * dist.get_world_size()
+            dist.all_gather_object(gathered, spans)
+        if trainer.is_global_zero and trainer.log_dir is not None:
+            write_trace([span for part in gathered for span in part], Path(trainer.log_dir) / FILE)
+
+
+def recorder_of(trainer: Trainer) -> Recorder:
+    """The recorder of a strategy that has stages."""
+    recorder: Recorder = trainer.strategy.recorder  # type: ignore[attr-defined]  # `setup` has looked
+    return recorder
+
+
+def write_trace(spans: list[Span], path: Path) -> None:
+    """Write spans as a Chrome trace (the format of "Trace Event Format", Google): processes, and stages as threads."""
+    origin = min((span.start_ns for span in spans), default=0)
+    stages = sorted({(span.rank, span.stage, span.worker) for span in spans})
+    names = [
+        {"ph": "M", "name": "thread_name", "pid": rank, "tid": stage, "args": {"name": f"stage {stage}, {worker}"}}
+        for rank, stage, worker in stages
+    ]
+    events = [
+        {
+            "ph": "X",
+            "name": f"{LETTERS[span.kind]}{span.microbatch}",
+            "cat": span.kind,
+            "pid": span.rank,
+            "tid": span.stage,
+            "ts": (span.start_ns - origin) / 1e3,
+            "dur": (span.end_ns - span.start_ns) / 1e3,
+            "args": asdict(span),
+        }
+        for span in sorted(spans, key=lambda span: span.start_ns)
+    ]
+    path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": names + events}), encoding="utf-8")

@@ -1,0 +1,240 @@
+"""Timelines of stages as pandas frames and figures: who works when, the idle share, and what is kept for backward."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from lit_cifar.errors import ConfigError
+from lit_cifar.models.partition import Partition
+from lit_cifar.reporting.analysis import pd
+from lit_cifar.reporting.timeline import FILE
+
+COLORS = {"forward": "#1f6fb4", "backward": "#d9822b", "backward_input": "#d9822b", "backward_weight": "#6a994e"}
+LABELS = {
+    "forward": "forward",
+    "backward": "backward",
+    "backward_input": "backward, inputs",
+    "backward_weight": "backward, weights",
+}
+UNIT_COSTS = {"forward": 1.0, "backward": 2.0, "backward_input": 1.0, "backward_weight": 1.0}
+
+
+def read_timeline(run: str | Path) -> pd.DataFrame:
+    """The spans of `timeline.json`.
+
+    Args:
+        run: A run folder.
+
+    Returns:
+        Columns step, rank, worker, stage, microbatch, kind, start_ms, end_ms (from the start of the step), saved_mib.
+
+    Raises:
+        ConfigError: If the folder has no such file.
+    """
+    path = Path(run) / FILE
+    if not path.is_file():
+        raise ConfigError(
+            f"no {FILE} in the run folder {run}",
+            remedy="python -m lit_cifar fit --trainer.strategy=pp "
+            "--trainer.callbacks+=lit_cifar.reporting.timeline.Timeline writes one",
+        )
+    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    frame = pd.DataFrame([event["args"] for event in events if event["ph"] == "X"])
+    begin = frame.groupby("step")["start_ns"].transform("min")
+    frame["start_ms"], frame["end_ms"] = (frame["start_ns"] - begin) / 1e6, (frame["end_ns"] - begin) / 1e6
+    frame["saved_mib"] = frame["saved_bytes"] / 2**20
+    columns = ["step", "rank", "worker", "stage", "microbatch", "kind", "start_ms", "end_ms", "saved_mib"]
+    return frame[columns].sort_values(["step", "start_ms"], ignore_index=True)
+
+
+def bubbles(timeline: pd.DataFrame) -> pd.DataFrame:
+    """The time of each step and the share of it in which workers stand still.
+
+    The time of a step is that of the worker that needs longest from its first span to its last, as in Qi et al., Zero
+    bubble pipeline parallelism, 2024.
+
+    Returns:
+        Indexed by step, columns time_ms and bubble (0 to 1).
+    """
+    rows = {}
+    for step, frame in timeline.groupby("step"):
+        windows = frame.groupby("worker").agg(first=("start_ms", "min"), last=("end_ms", "max"))
+        time_ms = float((windows["last"] - windows["first"]).max())
+        busy_ms = float((frame["end_ms"] - frame["start_ms"]).sum())
+        rows[step] = {"time_ms": time_ms, "bubble": 1 - busy_ms / (time_ms * len(windows))}
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("step")
+
+
+def fastest_step(timeline: pd.DataFrame) -> pd.DataFrame:
+    """The spans of the step that took least time: the one that the rest of the machine disturbed least."""
+    return timeline[timeline["step"] == bubbles(timeline)["time_ms"].idxmin()].reset_index(drop=True)
+
+
+def mean_costs(timeline: pd.DataFrame) -> dict[tuple[str, int], float]:
+    """How long each kind of work takes on each stage, in ms: the median over microbatches and steps."""
+    durations = (timeline["end_ms"] - timeline["start_ms"]).groupby([timeline["kind"], timeline["stage"]]).median()
+    return {(str(kind), int(stage)): float(value) for (kind, stage), value in durations.items()}  # type: ignore[misc]
+
+
+def replay(
+    step: pd.DataFrame, costs: Mapping[tuple[str, int], float] | None = None, *, forward: float = 1.0
+) -> pd.DataFrame:
+    """The same work in the same order, if messages took no time and all workers worked at the same time.
+
+    Args:
+        step: The spans of one step.
+        costs: Duration by kind and stage. By default a backward takes twice as long as a forward.
+        forward: The duration of a forward if there are no `costs`.
+
+    Returns:
+        The frame with other times.
+    """
+    queues = {worker: list(frame.sort_values("start_ms").index) for worker, frame in step.groupby("worker")}
+    names = {
+        index: (_pass(str(row["kind"])), int(row["stage"]), int(row["microbatch"])) for index, row in step.iterrows()
+    }
+    ends: dict[tuple[str, int, int], float] = {}
+    free = dict.fromkeys(queues, 0.0)
+    times: dict[Any, tuple[float, float]] = {}
+    while any(queues.values()):
+        ready = [worker for worker, queue in queues.items() if queue and _needs(names[queue[0]], names) <= set(ends)]
+        assert ready, "a schedule that waits for itself"
+        for worker in ready:
+            index = queues[worker].pop(0)
+            kind = str(step["kind"][index])
+            cost = forward * UNIT_COSTS[kind] if costs is None else costs[kind, names[index][1]]
+            start = max([free[worker], *(ends[need] for need in _needs(names[index], names))])
+            free[worker] = ends[names[index]] = start + cost
+            times[index] = (start, start + cost)
+    started = pd.Series({index: start for index, (start, _) in times.items()})
+    ended = pd.Series({index: end for index, (_, end) in times.items()})
+    return step.assign(start_ms=started, end_ms=ended)
+
+
+def _pass(kind: str) -> str:
+    return "backward" if kind == "backward_input" else kind
+
+
+def _needs(name: tuple[str, int, int], names: Mapping[Any, tuple[str, int, int]]) -> set[tuple[str, int, int]]:
+    """What must have ended before: a message from a neighbouring stage, or an earlier pass of the same stage."""
+    kind, stage, microbatch = name
+    needed = {
+        "forward": {("forward", stage - 1, microbatch)},
+        "backward": {("backward", stage + 1, microbatch), ("forward", stage, microbatch)},
+        "backward_weight": {("backward", stage, microbatch), ("forward", stage, microbatch)},
+    }[kind]
+    return needed & set(names.values())
+
+
+def bubble_formula(schedule: str, *, num_workers: int, num_microbatches: int) -> float:
+    """The share of a step in which workers stand still, if stages take equally long and messages take no time.
+
+    Sources: GPipe: Huang et al. 2019; 1F1B: Narayanan et al. 2019; Interleaved1F1B, two stages for each worker:
+    Narayanan et al. 2021, section 2.2; ZBVZeroBubble, if forward and both halves of backward take equally long: Qi et
+    al. 2024, "Pipeline parallelism with controllable memory". One microbatch makes GPipe the naive order.
+    """
+    if schedule == "ZBVZeroBubble":
+        return 0.0
+    stages_per_worker = 2 if schedule == "Interleaved1F1B" else 1
+    return (num_workers - 1) / (stages_per_worker * num_microbatches + num_workers - 1)
+
+
+def stored_mib(timeline: pd.DataFrame) -> pd.Series:
+    """The most that each worker keeps for backward at any time, in MiB, parameters not counted.
+
+    A forward's tensors count from its start to the end of the last backward of the same stage and microbatch.
+    """
+    keys = ["step", "worker", "stage", "microbatch"]
+    kept = timeline[timeline["kind"] == "forward"].set_index(keys)
+    kept = kept.assign(freed_ms=timeline[timeline["kind"] != "forward"].groupby(keys)["end_ms"].max())
+    peaks = {}
+    for (step, worker), frame in kept.groupby(["step", "worker"]):  # type: ignore[misc]
+        moments = [
+            frame["saved_mib"][(frame["start_ms"] <= t) & (t < frame["freed_ms"])].sum() for t in frame["start_ms"]
+        ]
+        peaks[step, worker] = max(moments)
+    return pd.Series(peaks).groupby(level=1).max().rename("stored_mib").rename_axis("worker")
+
+
+def plot_timelines(timelines: Mapping[str, pd.DataFrame], *, unit: str = "ms") -> Figure:
+    """A panel for each timeline, a row for each worker, a bar for each span with the number of its microbatch.
+
+    Args:
+        timelines: Spans of one step by title.
+        unit: Of the times, on the axis.
+    """
+    rows = [frame["worker"].nunique() for frame in timelines.values()]
+    figure = Figure(figsize=(9, 0.9 + sum(0.65 + 0.32 * row for row in rows)), layout="constrained")
+    panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=[row + 0.6 for row in rows])[:, 0]
+    last = max(float(frame["end_ms"].max()) for frame in timelines.values())
+    for axes, (title, frame) in zip(panels, timelines.items(), strict=True):
+        _draw_timeline(axes, frame, min_width=last / 60)
+        axes.set_title(title, fontsize=10, loc="left")
+    panels[-1].set_xlim(-last / 200, last * 1.005)
+    panels[-1].set_xlabel(f"time since the start of the step ({unit})")
+    kinds = set().union(*(frame["kind"] for frame in timelines.values()))
+    shown = [kind for kind in LABELS if kind in kinds and not (kind == "backward_input" and "backward" in kinds)]
+    handles = [Patch(color=COLORS[kind], label=LABELS[kind]) for kind in shown]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    return figure
+
+
+def _draw_timeline(axes: Axes, frame: pd.DataFrame, *, min_width: float) -> None:
+    workers = sorted(frame["worker"].unique())
+    for _, span in frame.iterrows():
+        y, start, width = workers.index(span["worker"]), span["start_ms"], span["end_ms"] - span["start_ms"]
+        color = COLORS[span["kind"]] if span["stage"] < len(workers) else _lighter(COLORS[span["kind"]])
+        axes.barh(y, width, left=start, height=0.8, color=color, edgecolor="white", linewidth=0.5)
+        if width >= min_width:
+            axes.text(start + width / 2, y, span["microbatch"], ha="center", va="center", color="white", fontsize=7)
+    axes.set_yticks(range(len(workers)), workers)
+    axes.set_ylim(len(workers) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _lighter(color: str) -> tuple[float, ...]:
+    return tuple(0.6 * value + 0.4 for value in to_rgb(color))
+
+
+def partition_frame(partition: Partition) -> pd.DataFrame:
+    """A row for each block: stage, block, mflop (forward pass of one image), parameters, sends_kib (float32)."""
+    rows = [
+        {
+            "stage": index,
+            "block": block.name,
+            "mflop": block.flop / 1e6,
+            "parameters": block.num_parameters,
+            "sends_kib": 4 * float(pd.Series(block.output_shape).prod()) / 1024,
+        }
+        for index, stage in enumerate(partition.stages)
+        for block in stage.blocks
+    ]
+    return pd.DataFrame(rows)
+
+
+def plot_partition(blocks: pd.DataFrame) -> Figure:
+    """Two panels over the blocks of `partition_frame`, a color for each stage: work, and parameters."""
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    palette = ["#1f6fb4", "#d9822b", "#6a994e", "#8e6c8a"]
+    for axes, (column, label, scale) in zip(
+        figure.subplots(1, 2),
+        [("mflop", "forward pass (MFLOP per image)", 1), ("parameters", "parameters (millions)", 1e6)],
+        strict=True,
+    ):
+        for stage, frame in blocks.groupby("stage"):
+            share = frame[column].sum() / blocks[column].sum()
+            axes.bar(
+                frame.index, frame[column] / scale, color=palette[int(stage) % 4], label=f"stage {stage}: {share:.0%}"
+            )  # type: ignore[call-overload]
+        axes.set_xticks(range(len(blocks)), blocks["block"].tolist(), rotation=90, fontsize=7)
+        axes.set_ylabel(label)
+        axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure

@@ -1,0 +1,93 @@
+"""How trainings differ: parameters, running statistics of BatchNorm, and losses that explode."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from lit_cifar.errors import ConfigError
+from lit_cifar.reporting.analysis import pd, read_metrics
+
+RUNNING = ("running_mean", "running_var")
+
+
+def read_weights(run: str | Path) -> dict[str, Tensor]:
+    """The network in the last checkpoint of a run folder.
+
+    Raises:
+        ConfigError: If the folder has none.
+    """
+    path = Path(run) / "checkpoints" / "last.ckpt"
+    if not path.is_file():
+        raise ConfigError(
+            f"no checkpoints/last.ckpt in the run folder {run}",
+            remedy="python -m lit_cifar fit writes one; its run folder is printed at the end",
+        )
+    weights: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
+    return weights
+
+
+def largest_differences(weights: Mapping[str, Mapping[str, Tensor]], *, running: bool) -> pd.DataFrame:
+    """The largest absolute difference of any number between each two networks.
+
+    Args:
+        weights: What `read_weights` returns, by label.
+        running: Compare BatchNorm's running means and variances; else all that is trained.
+
+    Returns:
+        Labels as rows and columns.
+    """
+    return pd.DataFrame(
+        {one: {other: _difference(weights[one], weights[other], running) for other in weights} for one in weights}
+    )
+
+
+def _difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor], running: bool) -> float:
+    names = [name for name, tensor in one.items() if tensor.is_floating_point() and name.endswith(RUNNING) == running]
+    return max(float((one[name].double() - other[name].double()).abs().max()) for name in names)
+
+
+def read_losses(run: str | Path) -> list[float]:
+    """The loss of each logged step; nan as the last one if the run ended because a loss or a weight was not finite.
+
+    Raises:
+        ConfigError: If the folder has no metrics.
+    """
+    losses = read_metrics(run)["train/loss_step"].dropna().tolist()
+    ended = (Path(run) / "checkpoints" / "last.ckpt").is_file()
+    return losses if ended else [*losses, float("nan")]
+
+
+def plot_losses(panels: Mapping[str, Mapping[str, Sequence[float]]], *, xlabels: Sequence[str]) -> Figure:
+    """A panel for each group of curves over 0, 1, 2, ..., with one logarithmic axis; a cross where a curve becomes nan.
+
+    Args:
+        panels: Losses by label, by title. None of the finite ones may be 0 or less.
+        xlabels: What is counted on the horizontal axis of each panel.
+    """
+    figure = Figure(figsize=(3.3 * len(panels), 3.4), layout="constrained")
+    every_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (title, curves), xlabel in zip(every_axes, panels.items(), xlabels, strict=True):
+        for label, losses in curves.items():
+            _draw_losses(axes, np.array(losses, dtype=float), label)
+        axes.set(yscale="log", xlabel=xlabel)
+        axes.set_title(title, fontsize=10)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8)
+    every_axes[0].set_ylabel("training loss")
+    return figure
+
+
+def _draw_losses(axes: Axes, losses: np.ndarray[tuple[int], np.dtype[np.float64]], label: str) -> None:
+    steps, finite = np.arange(len(losses)), np.isfinite(losses)
+    (line,) = axes.plot(steps[finite], losses[finite], marker="." if finite.sum() < 10 else "", label=label)
+    if not finite.all():
+        first = int(np.argmin(finite))
+        height = losses[first - 1] if first else 1.0
+        axes.plot([first], [height], marker="x", markersize=9, markeredgewidth=2, color=line.get_color())
+        axes.annotate(" nan", (first, height), color=line.get_color(), fontsize=8)

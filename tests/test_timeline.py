@@ -1,0 +1,233 @@
+"""Who works when: the recorder, its trace, and what is read from it."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from commands import TINY, launch, mode_flags, run_here
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lit_cifar.errors import ConfigError
+from lit_cifar.models import build_resnet
+from lit_cifar.models.partition import Partition
+from lit_cifar.reporting.timeline import Recorder, Span, write_trace
+from lit_cifar.reporting.timeline_analysis import (
+    bubble_formula,
+    bubbles,
+    fastest_step,
+    mean_costs,
+    partition_frame,
+    plot_partition,
+    plot_timelines,
+    read_timeline,
+    replay,
+    stored_mib,
+)
+from lit_cifar.strategies.layer_parallel import StagedRunner, gpipe_order
+
+CPU = torch.device("cpu")
+RECORD = ["--trainer.callbacks+=lit_cifar.reporting.timeline.Timeline", "--trainer.callbacks.first_step=1"]
+
+
+def trained(recorder: Recorder | None, *, num_microbatches: int) -> tuple[nn.Module, Tensor]:
+    """A step of a network in two stages."""
+    torch.manual_seed(0)
+    network = build_resnet("tiny", stem="strided")
+    stages = [stage.module(network) for stage in Partition.of(network, (3, 32, 32), num_stages=2).stages]
+    runner = StagedRunner(stages, [CPU, CPU], num_microbatches=num_microbatches, recorder=recorder)
+    if recorder is not None:
+        recorder.begin(0, network)
+    logits = runner(torch.randn(8, 3, 32, 32))
+    F.cross_entropy(logits, torch.arange(8)).backward()
+    return network, logits
+
+
+def frame_of(recorder: Recorder, folder: Path) -> pd.DataFrame:
+    write_trace(recorder.spans(), folder / "timeline.json")
+    return read_timeline(folder)
+
+
+def test_nothing_is_recorded_unless_asked_for() -> None:
+    recorder = Recorder()
+    with recorder.span("forward", stage=0, microbatch=0, worker="cpu 0", device=CPU):
+        pass
+    assert recorder.spans() == []
+
+
+def test_stages_of_one_process_are_recorded_in_the_order_of_their_work(tmp_path: Path) -> None:
+    recorder = Recorder()
+    trained(recorder, num_microbatches=4)
+    frame = frame_of(recorder, tmp_path)
+    order = list(gpipe_order(num_microbatches=4, num_stages=2))
+    done = {kind: list(zip(part["microbatch"], part["stage"], strict=True)) for kind, part in frame.groupby("kind")}
+    assert done == {"forward": order, "backward": order[::-1]}
+    assert (frame["start_ms"].to_numpy()[1:] >= frame["end_ms"].to_numpy()[:-1]).all(), "one process, one at a time"
+    assert (frame["end_ms"] > frame["start_ms"]).all()
+    assert frame["worker"].tolist() == [f"cpu {stage}" for stage in frame["stage"]]
+
+
+def test_recording_changes_no_bit() -> None:
+    plain, recorded = (trained(recorder, num_microbatches=2) for recorder in (None, Recorder()))
+    assert torch.equal(plain[1], recorded[1])
+    for expected, found in zip(plain[0].parameters(), recorded[0].parameters(), strict=True):
+        assert torch.equal(expected.grad, found.grad)
+
+
+def test_what_is_saved_for_backward_is_that_of_the_microbatch_without_parameters(tmp_path: Path) -> None:
+    saved = []
+    for num_microbatches in (1, 4):
+        recorder = Recorder()
+        trained(recorder, num_microbatches=num_microbatches)
+        frame = frame_of(recorder, tmp_path)
+        saved.append(frame[frame["kind"] == "forward"].groupby("stage")["saved_mib"])
+        assert (frame.loc[frame["kind"] != "forward", "saved_mib"] == 0).all()
+    whole, parts = saved
+    # A few numbers for each channel, mean and variance of BatchNorm, are kept by every microbatch.
+    assert parts.sum().to_numpy() == pytest.approx(whole.sum().to_numpy(), rel=0.05)
+    images_mib = 8 * 3 * 32 * 32 * 4 / 2**20
+    assert whole.sum()[0] > images_mib
+    linear = Recorder()
+    layer = nn.Linear(512, 4, bias=False)
+    linear.begin(0, layer)
+    with linear.span("forward", stage=0, microbatch=0, worker="cpu 0", device=CPU):
+        layer(torch.ones(2, 512, requires_grad=True))
+    (span,) = linear.spans()
+    assert span.saved_bytes == 2 * 512 * 4
+
+
+# ---------------------------------------------------------------- schedules as tables
+
+
+def gpipe(num_workers: int, num_microbatches: int) -> Iterator[tuple[str, int, int]]:
+    for microbatch in range(num_microbatches):
+        yield from (("forward", stage, microbatch) for stage in range(num_workers))
+    for microbatch in range(num_microbatches):
+        yield from (("backward", stage, microbatch) for stage in reversed(range(num_workers)))
+
+
+def timeline_of(works: Iterator[tuple[str, int, int]]) -> pd.DataFrame:
+    """A frame in which one work follows the other."""
+    rows = [
+        {"step": 0, "worker": f"process {stage}", "stage": stage, "microbatch": microbatch, "kind": kind}
+        | {"start_ms": float(index), "end_ms": index + 1.0, "saved_mib": 3.0 if kind == "forward" else 0.0}
+        for index, (kind, stage, microbatch) in enumerate(works)
+    ]
+    return pd.DataFrame(rows)
+
+
+@pytest.mark.parametrize(("num_workers", "num_microbatches"), [(1, 3), (2, 1), (2, 4), (4, 8)])
+def test_replayed_in_parallel_the_order_has_the_bubble_of_the_formula(num_workers: int, num_microbatches: int) -> None:
+    again = replay(timeline_of(gpipe(num_workers, num_microbatches)))
+    expected = bubble_formula("GPipe", num_workers=num_workers, num_microbatches=num_microbatches)
+    assert bubbles(again)["bubble"].item() == pytest.approx(expected)
+    assert bubbles(again)["time_ms"].item() == 3 * (num_microbatches + num_workers - 1)
+
+
+def test_a_replay_takes_measured_costs() -> None:
+    step = timeline_of(gpipe(2, 1))
+    assert replay(step, forward=0.5)["end_ms"].tolist() == [0.5, 1.0, 2.0, 3.0]
+    costs = {("forward", 0): 1.0, ("forward", 1): 2.0, ("backward", 1): 4.0, ("backward", 0): 8.0}
+    assert replay(step, costs)["end_ms"].tolist() == [1.0, 3.0, 7.0, 15.0]
+    assert set(mean_costs(step).values()) == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"), [("GPipe", 1 / 5), ("1F1B", 1 / 5), ("Interleaved1F1B", 1 / 9), ("ZBVZeroBubble", 0)]
+)
+def test_formulas(schedule: str, expected: float) -> None:
+    assert bubble_formula(schedule, num_workers=2, num_microbatches=4) == expected
+
+
+def test_the_bubble_is_what_is_left_of_the_longest_window() -> None:
+    step = timeline_of(
+        gpipe(2, 1)
+    )  # forward 0 to 1 and 1 to 2, backward of stage 1 from 2 to 3, of stage 0 from 3 to 4
+    assert bubbles(step).loc[0].tolist() == [4.0, 0.5]
+    slower = step.assign(step=1, end_ms=step["end_ms"] + 0.25)
+    assert set(fastest_step(pd.concat([slower, step]))["step"]) == {0}
+
+
+def test_stored_activations_are_counted_until_their_last_backward() -> None:
+    assert stored_mib(timeline_of(gpipe(2, 4))).to_dict() == {"process 0": 12.0, "process 1": 12.0}
+    freed = timeline_of(iter([("forward", 0, 0), ("backward", 0, 0), ("forward", 0, 1), ("backward", 0, 1)]))
+    assert stored_mib(freed).to_dict() == {"process 0": 3.0}
+    halves = [("forward", 0, 0), ("backward_input", 0, 0), ("forward", 0, 1), ("backward_input", 0, 1)]
+    halves += [("backward_weight", 0, 0), ("backward_weight", 0, 1)]
+    assert stored_mib(timeline_of(iter(halves))).to_dict() == {"process 0": 6.0}
+
+
+# ---------------------------------------------------------------- files and figures
+
+
+def test_the_trace_has_a_row_for_each_stage_and_microseconds(tmp_path: Path) -> None:
+    spans = [
+        Span(kind=kind, step=0, stage=1, microbatch=2, rank=1, worker="process 1", start_ns=start, end_ns=start + 5000)
+        for kind, start in (("forward", 1_000_000), ("backward", 3_000_000))
+    ]
+    write_trace(spans, tmp_path / "timeline.json")
+    name, forward, backward = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    assert name["args"] == {"name": "stage 1, process 1"}
+    assert {key: forward[key] for key in ("ph", "name", "cat", "pid", "tid", "ts", "dur")} == {
+        **{"ph": "X", "name": "F2", "cat": "forward", "pid": 1, "tid": 1},
+        **{"ts": 0.0, "dur": 5.0},
+    }
+    assert (backward["name"], backward["ts"]) == ("B2", 2000.0)
+    assert read_timeline(tmp_path)["start_ms"].tolist() == [0.0, 2.0]
+
+
+def test_a_folder_without_a_timeline_names_the_command(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no timeline\.json in the run folder .*\n.*timeline\.Timeline"):
+        read_timeline(tmp_path)
+
+
+def test_a_picture_has_a_row_for_each_worker_and_a_bar_for_each_span(tmp_path: Path) -> None:
+    step = timeline_of(gpipe(2, 3))
+    figure = plot_timelines({"one": step, "other": step})
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["one", "other"]
+    for axes in figure.axes:
+        assert [label.get_text() for label in axes.get_yticklabels()] == ["process 0", "process 1"]
+        assert len(axes.patches) == len(step)
+        assert [text.get_text() for text in axes.texts] == [str(m) for m in step["microbatch"]]
+    figure.savefig(tmp_path / "figure.png")
+
+
+def test_the_partition_is_drawn_block_by_block(tmp_path: Path) -> None:
+    partition = Partition.of(build_resnet("tiny", stem="imagenet"), (3, 32, 32), num_stages=2)
+    blocks = partition_frame(partition)
+    assert blocks.groupby("stage").size().tolist() == [len(stage.blocks) for stage in partition.stages]
+    assert blocks["parameters"].sum() == sum(stage.num_parameters for stage in partition.stages)
+    assert blocks["sends_kib"].iloc[-1] == 4 * 10 / 1024
+    work, parameters = plot_partition(blocks).axes
+    assert len(work.patches) == len(parameters.patches) == len(blocks)
+    plot_partition(blocks).savefig(tmp_path / "figure.png")
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def test_a_run_writes_its_timeline_when_asked_to(tmp_path: Path) -> None:
+    flags = [*TINY, *mode_flags("mp"), *RECORD, "--trainer.callbacks.num_steps=2", f"--run_dir={tmp_path / 'run'}"]
+    assert run_here("fit", *flags).status == 0
+    frame = read_timeline(tmp_path / "run")
+    assert sorted(set(frame["step"])) == [1, 2]
+    assert len(frame) == 2 * 2 * 2
+    assert frame.loc[frame["step"] == 2, "start_ms"].min() == 0
+
+
+def test_the_spans_of_all_processes_are_in_one_file(tmp_path: Path) -> None:
+    flags = [*TINY, *mode_flags("pp"), *RECORD, f"--run_dir={tmp_path / 'run'}"]
+    launch("fit", *flags, ranks=2)
+    frame = read_timeline(tmp_path / "run")
+    workers = {rank: set(part["worker"]) for rank, part in frame.groupby("rank")}
+    assert workers == {0: {"process 0"}, 1: {"process 1"}}
+
+
+def test_a_mode_without_stages_is_refused(tmp_path: Path) -> None:
+    result = run_here("fit", *TINY, *RECORD, f"--run_dir={tmp_path / 'run'}")
+    assert result.status == 2
+    assert "records stages" in result.stderr
+    assert len(result.stderr.strip().splitlines()) <= 5
