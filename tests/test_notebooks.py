@@ -11,6 +11,8 @@ NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
 SYNTHETIC = 'DATA = ["--data.dataset=synthetic"]\n'
 
 SMALL = {
+    "dp_versus_ddp.ipynb": SYNTHETIC
+    + "BATCH, STEPS, FAULTY_STEPS, LEARNING_RATES, TOO_LARGE = 32, 3, 30, (0.1,), (100.0,)\n",
     # Four runs instead of six, a tenth of the images; the statements about counts stay exact.
     "per_rank_accuracy.ipynb": SYNTHETIC
     + "PROCESS_COUNTS = (1, 2)\nPADDED_PROCESSES = 2\nNUM_TEST = 1001\n"
@@ -18,6 +20,16 @@ SMALL = {
 }
 
 CHECKS = {
+    "dp_versus_ddp.ipynb": """
+for one, other in same:
+    assert trained.loc[one, other] < 1e-9
+    assert running.loc[one, other] < 1e-9
+assert trained.loc["dp", "ddp"] > 1e-4
+assert means["kept"] == means["replica 0"] == 1.5
+import math
+assert all(map(math.isfinite, arrived["0.1"]))
+assert diverges(lost["0.1"]) and diverges(arrived["100"]) and not diverges(arrived["0.1"])
+""",
     "per_rank_accuracy.ipynb": """
 assert comparison["processes"].tolist() == [1, 2]
 assert comparison["total"].tolist() == [1001, 1001]

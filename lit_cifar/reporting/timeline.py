@@ -63,7 +63,7 @@ class _Clock:
     def mark(self) -> Any:
         if self._device.type != "cuda":
             return monotonic_ns()
-        event = torch.cuda.Event(enable_timing=True)
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
@@ -71,7 +71,8 @@ class _Clock:
         if self._device.type != "cuda":
             return int(mark)
         mark.synchronize()
-        return self._origin_ns + round(1e6 * self._origin.elapsed_time(mark))
+        elapsed_ms: float = self._origin.elapsed_time(mark)
+        return self._origin_ns + round(1e6 * elapsed_ms)
 
 
 @dataclass
@@ -133,7 +134,7 @@ class Recorder:
         def end(*_: Any) -> None:
             work.end = work.clock.mark()
 
-        output.register_hook(start)
+        output.register_hook(start)  # type: ignore[no-untyped-call]
         # The last of the nodes to run ends it. The first stage is given images, which no gradient reaches.
         for node in _nodes_between(output.grad_fn, given.grad_fn):
             node.register_hook(end)
@@ -218,7 +219,7 @@ class Timeline(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Switch the recorder on when it is time."""
         if self.first_step <= self._num_batches < self.first_step + self.num_steps:
-            recorder_of(trainer).begin(self._num_batches, pl_module.network)
+            recorder_of(trainer).begin(self._num_batches, pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -234,8 +235,9 @@ class Timeline(Callback):
         if dist.is_initialized():
             gathered = [None] * dist.get_world_size()
             dist.all_gather_object(gathered, spans)
-        if trainer.is_global_zero and trainer.log_dir is not None:
-            write_trace([span for part in gathered for span in part], Path(trainer.log_dir) / FILE)
+        log_dir = trainer.log_dir  # in every process: asking for it sends a message
+        if trainer.is_global_zero and log_dir is not None:
+            write_trace([span for part in gathered for span in part], Path(log_dir) / FILE)
 
 
 def recorder_of(trainer: Trainer) -> Recorder:

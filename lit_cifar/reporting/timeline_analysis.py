@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
@@ -12,7 +14,6 @@ from matplotlib.patches import Patch
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.partition import Partition
-from lit_cifar.reporting.analysis import pd
 from lit_cifar.reporting.timeline import FILE
 
 COLORS = {"forward": "#1f6fb4", "backward": "#d9822b", "backward_input": "#d9822b", "backward_weight": "#6a994e"}
@@ -79,7 +80,8 @@ def fastest_step(timeline: pd.DataFrame) -> pd.DataFrame:
 def mean_costs(timeline: pd.DataFrame) -> dict[tuple[str, int], float]:
     """How long each kind of work takes on each stage, in ms: the median over microbatches and steps."""
     durations = (timeline["end_ms"] - timeline["start_ms"]).groupby([timeline["kind"], timeline["stage"]]).median()
-    return {(str(kind), int(stage)): float(value) for (kind, stage), value in durations.items()}  # type: ignore[misc]
+    keys: list[Any] = durations.index.tolist()
+    return {(str(kind), int(stage)): float(durations[kind, stage]) for kind, stage in keys}
 
 
 def replay(
@@ -154,7 +156,7 @@ def stored_mib(timeline: pd.DataFrame) -> pd.Series:
     kept = timeline[timeline["kind"] == "forward"].set_index(keys)
     kept = kept.assign(freed_ms=timeline[timeline["kind"] != "forward"].groupby(keys)["end_ms"].max())
     peaks = {}
-    for (step, worker), frame in kept.groupby(["step", "worker"]):  # type: ignore[misc]
+    for (step, worker), frame in kept.groupby(["step", "worker"]):
         moments = [
             frame["saved_mib"][(frame["start_ms"] <= t) & (t < frame["freed_ms"])].sum() for t in frame["start_ms"]
         ]
@@ -211,7 +213,7 @@ def partition_frame(partition: Partition) -> pd.DataFrame:
             "block": block.name,
             "mflop": block.flop / 1e6,
             "parameters": block.num_parameters,
-            "sends_kib": 4 * float(pd.Series(block.output_shape).prod()) / 1024,
+            "sends_kib": 4 * prod(block.output_shape) / 1024,
         }
         for index, stage in enumerate(partition.stages)
         for block in stage.blocks
@@ -228,11 +230,10 @@ def plot_partition(blocks: pd.DataFrame) -> Figure:
         [("mflop", "forward pass (MFLOP per image)", 1), ("parameters", "parameters (millions)", 1e6)],
         strict=True,
     ):
-        for stage, frame in blocks.groupby("stage"):
+        for stage in range(int(blocks["stage"].max()) + 1):
+            frame = blocks[blocks["stage"] == stage]
             share = frame[column].sum() / blocks[column].sum()
-            axes.bar(
-                frame.index, frame[column] / scale, color=palette[int(stage) % 4], label=f"stage {stage}: {share:.0%}"
-            )  # type: ignore[call-overload]
+            axes.bar(frame.index, frame[column] / scale, color=palette[stage % 4], label=f"stage {stage}: {share:.0%}")
         axes.set_xticks(range(len(blocks)), blocks["block"].tolist(), rotation=90, fontsize=7)
         axes.set_ylabel(label)
         axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4)

@@ -4,13 +4,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.reporting.analysis import pd, read_metrics
+from lit_cifar.reporting.analysis import read_metrics
 
 RUNNING = ("running_mean", "running_var")
 
