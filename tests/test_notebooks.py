@@ -12,6 +12,8 @@ NOTEBOOKS = ROOT / "notebooks"
 SYNTHETIC = 'DATA = ["--data.dataset=synthetic"]\n'
 
 SMALL = {
+    "dp_versus_ddp.ipynb": SYNTHETIC
+    + "BATCH, STEPS, FAULTY_STEPS, LEARNING_RATES, TOO_LARGE = 32, 3, 30, (0.1,), (100.0,)\n",
     "fault_tolerance.ipynb": (
         'DATASET = "synthetic"\n'
         'SIZES["small"] = {"arch": "tiny", "stem": "imagenet", "num_train": 1280, "batch": 32, "save_every": 7}\n'
@@ -29,6 +31,16 @@ SMALL = {
 }
 
 CHECKS = {
+    "dp_versus_ddp.ipynb": """
+for one, other in same:
+    assert trained.loc[one, other] < 1e-9
+    assert running.loc[one, other] < 1e-9
+assert trained.loc["dp", "ddp"] > 1e-4
+assert means["kept"] == means["replica 0"] == 1.5
+import math
+assert all(map(math.isfinite, arrived["0.1"]))
+assert diverges(lost["0.1"]) and diverges(arrived["100"]) and not diverges(arrived["0.1"])
+""",
     "fault_tolerance.ipynb": """
 assert "lit_cifar: rank 1 " in killed.output and "SIGKILL" in killed.output
 assert difference == 0 and not any(problems.values())

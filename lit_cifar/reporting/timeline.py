@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic_ns
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -63,7 +63,7 @@ class _Clock:
     def mark(self) -> Any:
         if self._device.type != "cuda":
             return monotonic_ns()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
@@ -71,7 +71,8 @@ class _Clock:
         if self._device.type != "cuda":
             return int(mark)
         mark.synchronize()
-        return self._origin_ns + round(1e6 * float(self._origin.elapsed_time(mark)))
+        elapsed_ms: float = self._origin.elapsed_time(mark)
+        return self._origin_ns + round(1e6 * elapsed_ms)
 
 
 @dataclass
@@ -218,7 +219,7 @@ class Timeline(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Switch the recorder on when it is time."""
         if self.first_step <= self._num_batches < self.first_step + self.num_steps:
-            recorder_of(trainer).begin(self._num_batches, cast(nn.Module, pl_module.network))
+            recorder_of(trainer).begin(self._num_batches, pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -234,9 +235,9 @@ class Timeline(Callback):
         if dist.is_initialized():
             gathered = [None] * dist.get_world_size()
             dist.all_gather_object(gathered, spans)
-        folder = trainer.log_dir  # a collective operation: every process must ask
-        if trainer.is_global_zero and folder is not None:
-            write_trace([span for part in gathered for span in part], Path(folder) / FILE)
+        log_dir = trainer.log_dir  # in every process: asking for it sends a message
+        if trainer.is_global_zero and log_dir is not None:
+            write_trace([span for part in gathered for span in part], Path(log_dir) / FILE)
 
 
 def recorder_of(trainer: Trainer) -> Recorder:

@@ -1,8 +1,8 @@
 """Timelines of stages as pandas frames and figures: who works when, the idle share, and what is kept for backward."""
 
 import json
-import math
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,8 @@ def fastest_step(timeline: pd.DataFrame) -> pd.DataFrame:
 def mean_costs(timeline: pd.DataFrame) -> dict[tuple[str, int], float]:
     """How long each kind of work takes on each stage, in ms: the median over microbatches and steps."""
     durations = (timeline["end_ms"] - timeline["start_ms"]).groupby([timeline["kind"], timeline["stage"]]).median()
-    return {(str(key[0]), int(key[1])): float(value) for key, value in dict(durations).items()}
+    keys: list[Any] = durations.index.tolist()
+    return {(str(kind), int(stage)): float(durations[kind, stage]) for kind, stage in keys}
 
 
 def replay(
@@ -212,7 +213,7 @@ def partition_frame(partition: Partition) -> pd.DataFrame:
             "block": block.name,
             "mflop": block.flop / 1e6,
             "parameters": block.num_parameters,
-            "sends_kib": 4 * math.prod(block.output_shape) / 1024,
+            "sends_kib": 4 * prod(block.output_shape) / 1024,
         }
         for index, stage in enumerate(partition.stages)
         for block in stage.blocks
@@ -229,7 +230,8 @@ def plot_partition(blocks: pd.DataFrame) -> Figure:
         [("mflop", "forward pass (MFLOP per image)", 1), ("parameters", "parameters (millions)", 1e6)],
         strict=True,
     ):
-        for stage, frame in ((int(stage), blocks[blocks["stage"] == stage]) for stage in blocks["stage"].unique()):
+        for stage in range(int(blocks["stage"].max()) + 1):
+            frame = blocks[blocks["stage"] == stage]
             share = frame[column].sum() / blocks[column].sum()
             axes.bar(frame.index, frame[column] / scale, color=palette[stage % 4], label=f"stage {stage}: {share:.0%}")
         axes.set_xticks(range(len(blocks)), blocks["block"].tolist(), rotation=90, fontsize=7)
