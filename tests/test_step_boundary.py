@@ -278,7 +278,15 @@ def alone(**attributes: Any) -> Any:
     strategy = SimpleNamespace(
         reduce=lambda tensor, **_: tensor, barrier=lambda _: None, launcher=None, checkpoint_io=None
     )
-    defaults = {"strategy": strategy, "global_step": 3, "world_size": 1, "global_rank": 0, "is_global_zero": True}
+    optimizers = [torch.optim.SGD([torch.ones(1)], lr=0.1)]
+    defaults = {
+        "optimizers": optimizers,
+        "strategy": strategy,
+        "global_step": 3,
+        "world_size": 1,
+        "global_rank": 0,
+        "is_global_zero": True,
+    }
     return SimpleNamespace(**defaults | attributes)
 
 

@@ -122,7 +122,7 @@ def open_checkpoint(path: Path, *, network: nn.Module | None, dataset: str | Non
         )
     arguments: dict[str, Any] = {} if network is None else {"network": network}
     with naming(path):
-        module = LitResNet.load_from_checkpoint(path, map_location="cpu", **arguments)
+        module = LitResNet.load_from_checkpoint(path, map_location="cpu", weights_only=True, **arguments)
     return Trained(module=module.eval(), data=data)
 
 
