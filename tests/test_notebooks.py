@@ -13,10 +13,13 @@ SYNTHETIC = 'DATA = ["--data.dataset=synthetic"]\n'
 SMALL = {
     "dp_versus_ddp.ipynb": SYNTHETIC
     + "BATCH, STEPS, FAULTY_STEPS, LEARNING_RATES, TOO_LARGE = 32, 3, 30, (0.1,), (100.0,)\n",
+    # Two schedules of four, and a small network.
+    "model_parallel.ipynb": SYNTHETIC
+    + 'SCHEDULES = ("1F1B", "ZBVZeroBubble")\nARCH, BATCH, MICROBATCHES, STEPS = "tiny", 16, 4, 4\n',
     # Four runs instead of six, a tenth of the images; the statements about counts stay exact.
     "per_rank_accuracy.ipynb": SYNTHETIC
     + "PROCESS_COUNTS = (1, 2)\nPADDED_PROCESSES = 2\nNUM_TEST = 1001\n"
-    + 'FIT = ["--trainer.max_epochs=2", "--data.num_train=2000", "--data.val_size=500"]\n',
+    + 'FIT = ["--trainer.max_epochs=6", "--data.num_train=3000", "--data.val_size=500"]\n',
 }
 
 CHECKS = {
@@ -29,6 +32,17 @@ assert means["kept"] == means["replica 0"] == 1.5
 import math
 assert all(map(math.isfinite, arrived["0.1"]))
 assert diverges(lost["0.1"]) and diverges(arrived["100"]) and not diverges(arrived["0.1"])
+""",
+    "model_parallel.ipynb": """
+assert table["formula"].tolist() == [1 / 2, 1 / 5, 1 / 5, 0]
+assert (table["formula"] - table["recorded order, equal stages"]).abs().max() < 1e-9
+assert table.loc["naive (mp)", "measured"] > 0.5 - 1e-9, "one process works for both devices"
+first = with_microbatches.iloc[0]
+assert first.max() - first.min() < 1e-5
+assert (activations > 0).all()
+import json
+trace = json.loads((runs["1F1B (pp)"] / "timeline.json").read_text())
+assert {event["pid"] for event in trace["traceEvents"]} == {0, 1}
 """,
     "per_rank_accuracy.ipynb": """
 assert comparison["processes"].tolist() == [1, 2]
