@@ -18,10 +18,13 @@ SMALL = {
         'DATASET = "synthetic"\n'
         'SIZES["small"] = {"arch": "tiny", "stem": "imagenet", "num_train": 1280, "batch": 32, "save_every": 7}\n'
     ),
+    # Two schedules of four, and a small network.
+    "model_parallel.ipynb": SYNTHETIC
+    + 'SCHEDULES = ("1F1B", "ZBVZeroBubble")\nARCH, BATCH, MICROBATCHES, STEPS = "tiny", 16, 4, 4\n',
     # Four runs instead of six, a tenth of the images; the statements about counts stay exact.
     "per_rank_accuracy.ipynb": SYNTHETIC
     + "PROCESS_COUNTS = (1, 2)\nPADDED_PROCESSES = 2\nNUM_TEST = 1001\n"
-    + 'FIT = ["--trainer.max_epochs=2", "--data.num_train=2000", "--data.val_size=500"]\n',
+    + 'FIT = ["--trainer.max_epochs=6", "--data.num_train=3000", "--data.val_size=500"]\n',
     "reproduce_the_articles.ipynb": (
         'DATASET, SEEDS = "synthetic", (0,)\n'
         'SIZES["small"] = ["--model.arch=tiny", "--data.num_train=512", "--trainer.max_epochs=2"]\n'
@@ -53,6 +56,17 @@ assert theirs["resumed_from_step"] == 40
 assert same_before
 assert uses_per_epoch(log).tolist()[:2] == [1280, 2560]
 assert uses_per_epoch(undisturbed_log).tolist() == [1280] * 3
+""",
+    "model_parallel.ipynb": """
+assert table["formula"].tolist() == [1 / 2, 1 / 5, 1 / 5, 0]
+assert (table["formula"] - table["recorded order, equal stages"]).abs().max() < 1e-9
+assert table.loc["naive (mp)", "measured"] > 0.5 - 1e-9, "one process works for both devices"
+first = with_microbatches.iloc[0]
+assert first.max() - first.min() < 1e-5
+assert (activations > 0).all()
+import json
+trace = json.loads((runs["1F1B (pp)"] / "timeline.json").read_text())
+assert {event["pid"] for event in trace["traceEvents"]} == {0, 1}
 """,
     "per_rank_accuracy.ipynb": """
 assert comparison["processes"].tolist() == [1, 2]
