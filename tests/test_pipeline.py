@@ -335,7 +335,7 @@ def test_the_recorded_order_has_the_bubble_of_its_formula(
     again = replay(read_timeline(tmp_path))
     works = again.groupby(["kind", "stage"]).size()
     assert set(works) == {MICROBATCHES} or name == "ZBVZeroBubble"
-    assert works["forward"].tolist() == [MICROBATCHES] * Schedule.of(name, 2).num_stages
+    assert works["forward"].tolist() == [MICROBATCHES] * Schedule(name=name, num_processes=2).num_stages
     expected = bubble_formula(name, num_workers=2, num_microbatches=MICROBATCHES)
     assert bubbles(again)["bubble"].item() == pytest.approx(expected)
 
