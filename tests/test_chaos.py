@@ -26,7 +26,7 @@ from lit_cifar.chaos.experiment import plan_for
 from lit_cifar.chaos.fault_schedule import EQUAL_SIZE, Fault, equal_size_cards, plan, resized_cards, shares
 from lit_cifar.chaos.injector import Event, Trial, TrialError
 from lit_cifar.chaos.job import Job, wait_until
-from lit_cifar.chaos.report import Row, result_table
+from lit_cifar.chaos.result_table import Row, result_table
 from lit_cifar.chaos.sample_history import Batches, Line, Start, audit, effective, num_repeated
 from lit_cifar.chaos.sample_log import Journal, JournalReader
 from lit_cifar.chaos.settings import Training, chosen_modes

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_cifar.copy_probe import CopyFault, DeviceTransport, ProbeError, cache, collective_faults, probe, verdict
+from lit_cifar.copy_probe.copy_fault import SENTINEL, classify
 from lit_cifar.copy_probe.faulty import FaultyCopies, FaultyTransport
-from lit_cifar.copy_probe.findings import SENTINEL, classify
 from lit_cifar.copy_probe.virtual_devices import VirtualDevices
 from lit_cifar.errors import ConfigError
 from lit_cifar.strategies import DataParallelStrategy, DDPLayerParallelStrategy, LayerParallelStrategy

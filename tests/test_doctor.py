@@ -19,9 +19,9 @@ from faulty_devices import CPU, Flipping, Sending, Slow, World, garble, keep, lo
 from rich.console import Console
 
 from lit_cifar.copy_probe.faulty import FaultyTransport
-from lit_cifar.doctor import environment, examination, machine
+from lit_cifar.doctor import examination, launch_environment, machine
+from lit_cifar.doctor.all_reduce import SIZES
 from lit_cifar.doctor.arithmetic import OPERATIONS, RIGHT, operations
-from lit_cifar.doctor.collectives import SIZES
 from lit_cifar.doctor.copies import check_copies
 from lit_cifar.doctor.examination import Examination, examine_ranks, placed
 from lit_cifar.doctor.findings import ALL_MODES, COPY_MODES, PROCESS_MODES, Finding
@@ -393,56 +393,56 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_a_bare_environment_is_right(bare: pytest.MonkeyPatch) -> None:
-    facts, findings = environment.look_at_environment()
+    facts, findings = launch_environment.look_at_environment()
     assert findings == []
     assert [name for name, _ in facts] == ["interfaces", "variables"]
 
 
 def test_a_rank_that_was_left_behind(bare: pytest.MonkeyPatch) -> None:
     bare.setenv("WORLD_SIZE", "2")
-    assert environment.check_launcher() == []
+    assert launch_environment.check_launcher() == []
     bare.setenv("RANK", "1")
-    (finding,) = environment.check_launcher()
+    (finding,) = launch_environment.check_launcher()
     assert finding.problem.startswith("RANK=1 WORLD_SIZE=2 in the environment")
     assert (finding.mend, finding.modes) == ("unset RANK WORLD_SIZE", ALL_MODES)
     bare.setenv("RANK", "0")
-    assert environment.check_launcher()[0].modes == PROCESS_MODES
+    assert launch_environment.check_launcher()[0].modes == PROCESS_MODES
 
 
 def test_a_job_of_several_tasks_needs_torchrun(bare: pytest.MonkeyPatch) -> None:
     bare.setenv("SLURM_NTASKS", "4")
     bare.setenv("SLURM_JOB_NAME", "train")
-    (finding,) = environment.check_launcher()
+    (finding,) = launch_environment.check_launcher()
     assert "4 tasks" in finding.problem
     assert "configs/cluster/slurm.sh" in finding.mend
 
 
 def test_ports(bare: pytest.MonkeyPatch) -> None:
     bare.setenv("MASTER_PORT", "http")
-    assert environment.check_port()[0].problem == "MASTER_PORT=http in the environment is not a port."
+    assert launch_environment.check_port()[0].problem == "MASTER_PORT=http in the environment is not a port."
     with socket.create_server(("127.0.0.1", 0)) as busy:
         bare.setenv("MASTER_PORT", str(busy.getsockname()[1]))
-        (finding,) = environment.check_port()
+        (finding,) = launch_environment.check_port()
         assert (finding.mend, finding.is_fault) == ("unset MASTER_PORT", False)
 
     def refuse(address: tuple[str, int]) -> socket.socket:
         raise OSError("no such device")
 
-    assert environment.check_loopback(refuse)[0].modes == PROCESS_MODES
+    assert launch_environment.check_loopback(refuse)[0].modes == PROCESS_MODES
 
 
 def test_an_interface_that_does_not_exist_is_noted(bare: pytest.MonkeyPatch) -> None:
     bare.setenv("GLOO_SOCKET_IFNAME", "ib99")
-    (finding,) = environment.check_interface()
+    (finding,) = launch_environment.check_interface()
     assert "ib99 is not an interface of this machine" in finding.problem
     assert not finding.is_fault
 
 
 def test_a_clock_that_is_set_meanwhile_is_noted() -> None:
     times = iter([1000.0, 1090.0])
-    clock = environment.Clock(lambda: next(times), iter([0.0, 30.0]).__next__)
+    clock = launch_environment.Clock(lambda: next(times), iter([0.0, 30.0]).__next__)
     assert "set by +60 s" in clock.check()[0].problem
-    assert environment.Clock().check() == []
+    assert launch_environment.Clock().check() == []
 
 
 # Verdicts, page and command.

@@ -22,8 +22,8 @@ from lit_cifar.verify.configuration import Settings
 from lit_cifar.verify.launcher import Launcher
 from lit_cifar.verify.record import Record
 from lit_cifar.verify.reference import References
-from lit_cifar.verify.report import Row
 from lit_cifar.verify.runs import Outcome
+from lit_cifar.verify.verdict_table import Row
 from lit_cifar.verify.verifier import Case, Verifier
 
 PAGE = Path(__file__).parents[1] / "docs" / "gpu-options.md"

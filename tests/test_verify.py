@@ -51,7 +51,6 @@ from lit_cifar.verify.rank_state import (
 from lit_cifar.verify.record import Record
 from lit_cifar.verify.recorder import Trace
 from lit_cifar.verify.reference import Reference, References
-from lit_cifar.verify.report import Row
 from lit_cifar.verify.runs import Outcome, run
 from lit_cifar.verify.self_test import (
     COMPARISON,
@@ -62,6 +61,7 @@ from lit_cifar.verify.self_test import (
     findings_table,
     self_test,
 )
+from lit_cifar.verify.verdict_table import Row
 from lit_cifar.verify.verifier import Compared, Verifier, _possible, verify_modes
 
 TINY = [

@@ -11,7 +11,7 @@ from lit_cifar.chaos.disk_fault import CAN_FILL
 from lit_cifar.chaos.fault_schedule import Fault, equal_size_cards, plan, resized_cards, shares
 from lit_cifar.chaos.injector import Report, Trial, TrialError
 from lit_cifar.chaos.job import Job, wait_until
-from lit_cifar.chaos.report import Row
+from lit_cifar.chaos.result_table import Row
 from lit_cifar.chaos.sample_history import Batches, audit, effective
 from lit_cifar.chaos.sample_log import JournalReader
 from lit_cifar.chaos.settings import ANEW_EVERY, EVERY_N_STEPS, NUM_SAMPLES, JobMode, Training

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lit_cifar.chaos.experiment import chaos
 from lit_cifar.chaos.fault_schedule import EQUAL_SIZE, shares
-from lit_cifar.chaos.report import Row, result_table
+from lit_cifar.chaos.result_table import Row, result_table
 from lit_cifar.chaos.settings import ANEW_EVERY, chosen_modes
 from lit_cifar.commands.terminal import CommandParser, about, console, exit_orderly_when_terminated, say, writable
 from lit_cifar.errors import ConfigError

@@ -12,8 +12,8 @@ import torch
 from lit_cifar.commands.terminal import CommandParser, about, console, exit_orderly_when_terminated, say, writable
 from lit_cifar.errors import ConfigError
 from lit_cifar.verify.comparison import EXACT_BOUND, FLOOR_ULP, NOISE_FACTOR
-from lit_cifar.verify.report import verdict_table
 from lit_cifar.verify.self_test import Finding, findings_table, self_test
+from lit_cifar.verify.verdict_table import verdict_table
 from lit_cifar.verify.verifier import verify
 
 _DESCRIPTION = """\

@@ -5,10 +5,10 @@ does not support peer-to-peer copies there (CUDA C++ programming guide, "IOMMU o
 """
 
 from lit_cifar.copy_probe.collectives import collective_faults
-from lit_cifar.copy_probe.findings import CopyFault
+from lit_cifar.copy_probe.copy_fault import CopyFault
 from lit_cifar.copy_probe.probe import faults_of, probe
+from lit_cifar.copy_probe.probe_process import ProbeError
 from lit_cifar.copy_probe.transport import DeviceTransport, Transport
-from lit_cifar.copy_probe.workers import ProbeError
 
 __all__ = [
     "CopyFault",

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from lit_cifar.copy_probe.findings import SENTINEL, classify, size_of
+from lit_cifar.copy_probe.copy_fault import SENTINEL, classify, size_of
 from lit_cifar.copy_probe.pair_check import pattern
-from lit_cifar.copy_probe.workers import START_S, Ended, ProbeError, reason, received, worker
+from lit_cifar.copy_probe.probe_process import START_S, Ended, ProbeError, reason, received, worker
 from lit_cifar.launch.network_interfaces import listen_only_on, loopback_interface
 
 COLLECTIVE_SIZES = (2**12, 2**20, 2**24)

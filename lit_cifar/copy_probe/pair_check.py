@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lit_cifar.copy_probe.findings import SENTINEL, CopyFault, Kind, classify
+from lit_cifar.copy_probe.copy_fault import SENTINEL, CopyFault, Kind, classify
 from lit_cifar.copy_probe.transport import Transport
 from lit_cifar.data.counter_rng import Purpose, keyed_bits
 

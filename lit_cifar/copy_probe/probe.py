@@ -7,10 +7,10 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from lit_cifar.copy_probe.findings import CopyFault
+from lit_cifar.copy_probe.copy_fault import CopyFault
 from lit_cifar.copy_probe.pair_check import Load, Pair, PairCheck, Place, places
+from lit_cifar.copy_probe.probe_process import START_S, ProbeError, reason, received, worker
 from lit_cifar.copy_probe.transport import DeviceTransport, Transport
-from lit_cifar.copy_probe.workers import START_S, ProbeError, reason, received, worker
 
 SIZES = tuple(2**exponent for exponent in range(12, 27, 2))
 """4 KiB to 64 MiB, in bytes; sizes are multiples of 16."""

@@ -7,8 +7,8 @@ import torch
 
 from lit_cifar.copy_probe.cache import known_clean, remember_clean
 from lit_cifar.copy_probe.probe import SHORT_SIZES, faults_of
+from lit_cifar.copy_probe.probe_process import ProbeError
 from lit_cifar.copy_probe.transport import Transport
-from lit_cifar.copy_probe.workers import ProbeError
 from lit_cifar.errors import ConfigError
 
 _REPEATS = 2

@@ -10,8 +10,8 @@ import torch
 from lit_cifar.copy_probe import ProbeError, collective_faults
 from lit_cifar.doctor.arithmetic import Accelerator
 from lit_cifar.doctor.copies import check_copies
-from lit_cifar.doctor.environment import Clock, look_at_environment
 from lit_cifar.doctor.findings import Finding
+from lit_cifar.doctor.launch_environment import Clock, look_at_environment
 from lit_cifar.doctor.links import Link, find_links
 from lit_cifar.doctor.machine import Facts, find_gpus, look_at_machine
 from lit_cifar.doctor.mode_table import Machine, mode_table

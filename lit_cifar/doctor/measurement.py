@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lit_cifar.doctor import collectives
+from lit_cifar.doctor import all_reduce
 from lit_cifar.doctor.arithmetic import RIGHT, Accelerator, Operation, difference, digest, operations
 
 _NUM_TURNS = 7
@@ -54,7 +54,7 @@ class Measurement:
         device: Name of its device.
         seconds: Of each operation, one number for each turn.
         wrong: Where results of an operation are wrong, one text for each turn in which they were.
-        sweep: Seconds of all-reduce calls, each a list by the number of bytes in `collectives.SIZES`.
+        sweep: Seconds of all-reduce calls, each a list by the number of bytes in `all_reduce.SIZES`.
         faults: What was wrong with the result of an all-reduce: bytes, and a text for each such call.
         wall_s: Wall clock right after all ranks have met.
         drift_s: By how much the wall clock moved against the monotonic one meanwhile.
@@ -77,7 +77,7 @@ def measure(
     world_size: int,
     meet: Callable[[], None],
     report: Callable[[str], None],
-    sizes: Sequence[int] = collectives.SIZES,
+    sizes: Sequence[int] = all_reduce.SIZES,
 ) -> Measurement:
     """Measure as `rank`, together with the other ranks.
 
@@ -134,13 +134,13 @@ def _all_reduce(found: Measurement, device: Device, num_bytes: int, *, world_siz
     values = torch.zeros(num_values, device=device.device)
     seconds = []
     for call in range(_NUM_CALLS):
-        sent = collectives.pattern(num_values, call=call, device=device.device)
-        values.copy_(sent).mul_(collectives.weight(found.rank))
+        sent = all_reduce.pattern(num_values, call=call, device=device.device)
+        values.copy_(sent).mul_(all_reduce.weight(found.rank))
         device.wait()
         begin = perf_counter()
         device.all_reduce(values)
         device.wait()
         seconds.append(perf_counter() - begin)
-        if problem := collectives.fault(values, call=call, rank=found.rank, world_size=world_size):
+        if problem := all_reduce.fault(values, call=call, rank=found.rank, world_size=world_size):
             found.faults.append((num_bytes, problem))
     found.sweep[num_bytes] = seconds

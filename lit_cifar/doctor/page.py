@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lit_cifar.copy_probe.findings import size_of
+from lit_cifar.copy_probe.copy_fault import size_of
+from lit_cifar.doctor.all_reduce import SIZES
 from lit_cifar.doctor.arithmetic import OPERATIONS
-from lit_cifar.doctor.collectives import SIZES
 from lit_cifar.doctor.examination import Examination
 from lit_cifar.doctor.findings import Finding
 from lit_cifar.doctor.links import Link

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from statistics import median
 
-from lit_cifar.copy_probe.findings import size_of
+from lit_cifar.copy_probe.copy_fault import size_of
 from lit_cifar.doctor.arithmetic import OPERATIONS, Accelerator
 from lit_cifar.doctor.findings import ALL_MODES, PROCESS_MODES, Finding
 from lit_cifar.doctor.measurement import Measurement

@@ -5,10 +5,10 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from lit_cifar.html_report.comparison import different_settings
 from lit_cifar.html_report.markup import Markup, element, joined
 from lit_cifar.html_report.parts import run_name, table
 from lit_cifar.html_report.run import Run
+from lit_cifar.html_report.run_differences import different_settings
 from lit_cifar.reporting.run_report import shown
 from lit_cifar.reporting.throughput import METRIC as THROUGHPUT
 

@@ -8,8 +8,8 @@ from lit_cifar.verify.configuration import Settings
 from lit_cifar.verify.logged_metrics import METRIC_BOUND, logged_problems
 from lit_cifar.verify.record import Record
 from lit_cifar.verify.reference import Reference
-from lit_cifar.verify.report import Row
 from lit_cifar.verify.runs import Outcome
+from lit_cifar.verify.verdict_table import Row
 
 
 def judge(row: Row, outcome: Outcome, record: Record, reference: Reference, settings: Settings) -> Row:

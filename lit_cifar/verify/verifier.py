@@ -20,8 +20,8 @@ from lit_cifar.verify.judge import judge
 from lit_cifar.verify.launcher import Launcher, Report
 from lit_cifar.verify.record import Record
 from lit_cifar.verify.reference import References
-from lit_cifar.verify.report import Row
 from lit_cifar.verify.runs import REFUSED, Outcome, refuse_if_invalid, workers
+from lit_cifar.verify.verdict_table import Row
 
 
 @dataclass(frozen=True)

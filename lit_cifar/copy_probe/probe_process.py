@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lit_cifar.copy_probe.findings import Kind
+from lit_cifar.copy_probe.copy_fault import Kind
 from lit_cifar.launch.forked import start_forked
 
 START_S = 300.0
