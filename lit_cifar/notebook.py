@@ -126,7 +126,7 @@ class _StatusLine:
     def show(self, text: str, *, last: bool = False) -> None:
         """Replace the line."""
         line = f"{self._title}: {text or 'starting'}"
-        if "ipykernel" not in sys.modules:
+        if not _in_notebook():
             if last:
                 print(line)
             return
@@ -136,3 +136,9 @@ class _StatusLine:
             self._display = display({"text/plain": line}, raw=True, display_id=True)  # type: ignore[no-untyped-call]
         else:
             self._display.update({"text/plain": line}, raw=True)
+
+
+def _in_notebook() -> bool:
+    """Whether a kernel runs this code; its modules may have been imported without one."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")

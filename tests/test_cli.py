@@ -5,12 +5,14 @@ import csv
 import os
 import runpy
 import shlex
+import signal
 import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
+import lightning as L
 import pytest
 import torch
 import yaml
@@ -22,6 +24,7 @@ from lit_cifar import __version__
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.cli import main
 from lit_cifar.commands import COMMANDS
+from lit_cifar.launch.signals import handlers_put_back
 from lit_cifar.reporting.environment import versions
 
 
@@ -469,3 +472,34 @@ def test_help_on_checkpoints_offers_nothing_that_is_refused(subcommand: str) -> 
     assert "--weights_only" in shown
     assert "false is refused" in shown
     assert not any(word in shown for word in ('"last"', '"best"', "hpc", "registry", "weights_only=False"))
+
+
+class NotesOrder(L.Callback):
+    """Writes the names of all callbacks, in the order in which their hooks are called."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        names = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
+        Path(self.file).write_text("\n".join(names))
+
+
+def test_callbacks_that_save_come_last_and_the_agreement_first(tmp_path: Path) -> None:
+    order = tmp_path / "order"
+    own = ["--trainer.callbacks+=test_cli.NotesOrder", f"--trainer.callbacks.file={order}"]
+    result = run_here("fit", *TINY, "--trainer.max_steps=1", *own, f"--run_dir={tmp_path / 'run'}")
+    assert result.status == 0, result.stderr
+    names = order.read_text().splitlines()
+    assert names[:2] == ["StepBoundary", "Watchdog"]
+    assert names[-2:] == ["BestCheckpoint", "LastCheckpoint"]
+    assert "NotesOrder" in names[2:-2]
+
+
+def test_signal_handlers_are_put_back() -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    with handlers_put_back():
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+    assert {number: signal.getsignal(number) for number in numbers} == before

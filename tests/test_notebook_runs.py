@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 import nbformat
@@ -16,6 +17,7 @@ from lit_cifar import notebook
 
 
 def test_a_run_returns_what_the_command_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    import_module("ipykernel")  # as another test may have done: that makes no notebook
     done = notebook.run("modes")
     assert done.process.returncode == 0
     assert "ddp_spawn" in done.output

@@ -1,13 +1,12 @@
 """`confusion.csv`: how often each class was taken for each, in whole numbers."""
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lit_cifar.reporting.csv_files import replace_csv
+from lit_cifar.reporting.csv_files import replace_split
 from lit_cifar.reporting.run_report import run_folder
 
 FILE_NAME = "confusion.csv"
@@ -52,13 +51,5 @@ def write_confusion(folder: Path, split: str, classes: Sequence[str], counts: Se
         classes: C names.
         counts: C rows, one for each true class, of C counts, one for each predicted class.
     """
-    path, header = folder / FILE_NAME, [*COLUMNS, *classes]
-    rows: list[list[Any]] = []
-    if path.exists():
-        with path.open(newline="", encoding="utf-8", errors="surrogateescape") as old:
-            found = [*csv.reader(old)]
-        if found[:1] == [header]:
-            rows = [row for row in found[1:] if row and row[0] != split]
-    rows += [[split, name, *row] for name, row in zip(classes, counts, strict=True)]
-    folder.mkdir(parents=True, exist_ok=True)
-    replace_csv(path, [header, *rows])
+    rows = ([name, *row] for name, row in zip(classes, counts, strict=True))
+    replace_split(folder / FILE_NAME, [*COLUMNS, *classes], split, rows)

@@ -1,6 +1,5 @@
 """Accuracy of every rank in validation and test, from integer counts."""
 
-import csv
 from pathlib import Path
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from lit_cifar.data.images import Batch
 from lit_cifar.layout import Layout
-from lit_cifar.reporting.csv_files import replace_csv
+from lit_cifar.reporting.csv_files import replace_split
 from lit_cifar.reporting.evaluation_callback import EvaluationCallback, Split
 from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates, pooled
 from lit_cifar.reporting.run_report import run_folder
@@ -114,12 +113,6 @@ def write_per_rank(folder: Path, split: str, counts: list[AccuracyCount]) -> Non
 
     The file is replaced as a whole, so that a reader never sees half a table.
     """
-    path = folder / FILE_NAME
-    rows = []
-    if path.exists():
-        with path.open(newline="") as old:
-            rows = [row for row in csv.reader(old) if row and row[0] not in (COLUMNS[0], split)]
     named = [*((str(rank), count) for rank, count in enumerate(counts)), ("all", pooled(counts))]
-    rows += [[split, rank, str(c.correct), str(c.total), f"{c.accuracy:.6f}"] for rank, c in named]
-    folder.mkdir(parents=True, exist_ok=True)
-    replace_csv(path, [COLUMNS, *rows])
+    rows = [[rank, c.correct, c.total, f"{c.accuracy:.6f}"] for rank, c in named]
+    replace_split(folder / FILE_NAME, COLUMNS, split, rows)
