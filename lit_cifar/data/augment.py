@@ -45,11 +45,16 @@ class Augmentation:
 
 
 class AugmentedImages:
-    """The `images` of a whole set (uint8, (N, 3, H, W)) as `augmentation` changes them, where they lie."""
+    """The `images` of a whole set (uint8, (N, 3, H, W)) as `augmentation` changes them, where they lie.
+
+    Attributes:
+        images: The same images in the memory that is read; those that were handed in are used no more.
+    """
 
     def __init__(self, images: Tensor, augmentation: Augmentation) -> None:
         crop = CropByCopy if images.device.type == "cpu" else CropByGather
         self._crop: Crop = crop(images, augmentation.padding)
+        self.images = self._crop.images
         self._size = images.shape[2:]
         self.augmentation = augmentation
 

@@ -15,6 +15,10 @@ from torch.nn import functional as F
 
 
 class Crop(Protocol):
+    @property
+    def images(self) -> Tensor:
+        """All of them, as they were handed in."""
+
     def __call__(self, ids: Tensor, rows: Tensor, columns: Tensor, mirrored: Tensor) -> Tensor: ...
 
 
@@ -26,18 +30,22 @@ class CropByCopy:
     border, where it has some of the next row or the next image. These are blackened afterwards, by a mask for each of
     the few places of a window.
 
-    Beside the images lie their mirror images, as to mirror a window takes as long as to copy it. So the images take
-    twice their memory once more.
+    The images are copied and their mirror images laid beside them, as to mirror a window would take as long as to copy
+    it. So they take twice their memory.
+
+    Attributes:
+        images: The copy, so that whoever handed them in can let go of them.
     """
 
     def __init__(self, images: Tensor, padding: int) -> None:
-        self._num_images, self._shape, self._padding = len(images), images.shape[1:], padding
+        self._shape, self._padding = images.shape[1:], padding
         height, width = images.shape[2:]
         margin = padding * (width + 1)  # what the windows of the first and the last image reach beyond them
         # By numpy, which asks the system for large pages: an image is found faster.
         self._memory = np.zeros(2 * images.numel() + 2 * margin, dtype=np.uint8)
         stored = torch.from_numpy(self._memory)[margin : margin + 2 * images.numel()].view(2, *images.shape)
         stored[0], stored[1] = images, images.flip(3)
+        self.images = stored[0]
         inside = _inside(height, padding)[:, None, :, None] & _inside(width, padding)[None, :, None, :]
         self._masks = inside.flatten(end_dim=1).to(torch.uint8) * 255
 
@@ -45,7 +53,7 @@ class CropByCopy:
         size, width = self._shape.numel(), self._shape[-1]
         # In the mirror image a window lies as far from the right as it lies from the left in the image.
         columns = torch.where(mirrored, 2 * self._padding - columns, columns)
-        starts = (ids + mirrored * self._num_images) * size + rows * width + columns
+        starts = (ids + mirrored * len(self.images)) * size + rows * width + columns
         # Every run of `size` bytes as one element. A view as long as this one must not be kept: copies of it are huge.
         windows = np.ndarray((self._memory.size - size + 1,), f"V{size}", self._memory, strides=(1,))
         cropped = torch.from_numpy(windows[starts.numpy()].view(np.uint8)).view(len(ids), *self._shape)

@@ -5,6 +5,7 @@ gather below feeds a GPU without any worker, and Lightning leaves an iterable th
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,9 +31,9 @@ class BatchLoader:
     def __init__(
         self, images: ImageSet, sampler: TrainSampler | EvaluationSampler, *, augmentation: Augmentation | None = None
     ) -> None:
-        self.images = images
-        self.sampler = sampler
         self._augmented = AugmentedImages(images.images, augmentation) if augmentation else None
+        self.images = replace(images, images=self._augmented.images) if self._augmented else images
+        self.sampler = sampler
 
     def __len__(self) -> int:
         return len(self.sampler)
