@@ -82,7 +82,7 @@ def paths(data: CIFAR10DataModule) -> dict[str, Callable[[], float]]:
 
 
 def _seconds(batches: Iterable[object]) -> float:
-    """CPU time of this thread, which does all the work; like a training loop it holds a batch while it gets the next."""
+    """CPU time of this thread, which does all the work. A batch is held while the next is made, as in training."""
     start = thread_time()
     deque(batches, maxlen=1)
     return thread_time() - start
