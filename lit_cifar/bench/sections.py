@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 
-from lit_cifar.bench import step
+from lit_cifar.bench import data_path, step
 from lit_cifar.bench.rows import Row
 from lit_cifar.bench.settings import Report, Settings
 
 SECTIONS: dict[str, Callable[[Settings, Report], list[Row]]] = {
+    "data": data_path.measure,
     "step": step.measure,
 }
