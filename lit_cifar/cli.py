@@ -167,6 +167,8 @@ class CLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Refuse arguments that the Trainer accepts but a run folder cannot use; tell the model about the data."""
         check_arguments(self._arguments.trainer, trains=self._subcommand == "fit")
+        if self._arguments.kernels is not None and self._subcommand != "fit":
+            raise ConfigError("--kernels=auto is for training", remedy="leave it out, or use the fit subcommand")
         model, data = self._arguments.model, self._arguments.data
         source = open_dataset(data.dataset, data.root, image_size=data.image_size)
         if model.network is None:

@@ -46,7 +46,7 @@ def _measure(arguments: Namespace) -> dict[Kernels, float]:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ConfigError(
             "--kernels=auto measures before a run starts its processes, and torchrun has started them already",
-            remedy="measure once with python -m lit_cifar bench kernels, and pass --trainer.precision and "
+            remedy="measure once with python -m lit_cifar bench step, and pass --trainer.precision and "
             "--model.channels_last",
         )
     model = arguments.model

@@ -38,7 +38,7 @@ def processes(config: Path) -> int:
 
 
 def command(config: Path, folder: Path) -> list[str]:
-    drawn = {"modes": TINY, "reproduce": DRAWN}.get(config.parent.name, [])
+    drawn = {"modes": TINY, "recipes": [*TINY, "--model.compile=false"], "reproduce": DRAWN}.get(config.parent.name, [])
     configs = [f"--config={file}" for file in files(config)]
     return ["fit", *configs, *drawn, *SHORT, f"--run_dir={folder / config.parent.name / config.stem}"]
 
@@ -61,7 +61,8 @@ def test_config_trains(config: Path, tmp_path: Path) -> None:
     expected = {0: 1, 1: 2}.get(ranks, ranks)  # of those in one process, only ddp_spawn starts others
     assert environment["world_size"] == expected
     strategy = OVERLAYS.get(config.stem, config.stem)
-    assert environment["strategy"] == {"single": "single_device", "quickstart": "single_device"}.get(strategy, strategy)
+    alone = strategy in ("single", "quickstart") or config.parent.name == "recipes"
+    assert environment["strategy"] == ("single_device" if alone else strategy)
 
 
 @pytest.mark.parametrize("config", PATHS, ids=lambda path: str(path.relative_to(CONFIGS)))

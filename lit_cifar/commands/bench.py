@@ -24,6 +24,8 @@ def main(args: list[str]) -> int:
     """Measure and print; 130 after Ctrl-C."""
     options = bench_parser().parse_args(args)
     names = _sections(options.sections)
+    if options.rounds < 1:
+        raise ConfigError(f"--rounds={options.rounds} would measure nothing", remedy="pass --rounds 5")
     json_file = None if options.json is None else writable(Path(options.json))
     picture = None if options.figure is None else _picture(Path(options.figure))
     page = None if options.markdown is None else writable(Path(options.markdown), option="--markdown")
