@@ -1,4 +1,4 @@
-"""What a mode costs and wins on the CPU: processes against threads, a pipeline against one process, parts of tensors."""
+"""What modes win and cost on the CPU: processes against threads, a pipeline against one process."""
 
 from functools import partial
 
@@ -57,13 +57,14 @@ def _layers(settings: Settings, report: Report) -> list[Row]:
     found = _timed(fits, "cifar", settings)
     name = f"cifar stem, batch {_batch_size('cifar', settings)}"
     of = partial(Row, section="modes", unit="x")
+    share = _largest_share(settings)
     goals = dict(zip(_MICROBATCHES, (Goal(at_least=1.6), Goal(at_least=1.7)), strict=True))
     rows = [
         of(
             name=f"speed of pp, 2 stages x 1 thread, {number} microbatches, against 1 process x 1 thread, {name}",
             found=ratio(found["one"], found[f"pp{number}"]),
             goal=goal,
-            note=f"at most {number / (number + 1) / _largest_share(settings):.3f}x by the schedule's bubble and the cut",
+            note=f"at most {number / (number + 1) / share:.3f}x by the schedule's bubble and the cut",
         )
         for number, goal in goals.items()
     ]
