@@ -5,7 +5,7 @@ Exit status: 0 done, 1 failed while running, 2 the user's input, 143 stopped by 
 
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -26,6 +26,8 @@ from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.sources import open_dataset
 from lit_cifar.empty_hooks import NoProfiler, leave_out_empty_hooks
 from lit_cifar.errors import ConfigError, SaveError
+from lit_cifar.kernel_choice import KernelChoice
+from lit_cifar.kernels import told_to_children
 from lit_cifar.launch.parent import end_with_launcher
 from lit_cifar.launch.processes import as_list, check_processes, settle_processes
 from lit_cifar.launch.signals import handlers_put_back, signals_to_spawned
@@ -116,6 +118,13 @@ class CLI(LightningCLI):
             default=None,
             help="With auto, resume the run in --run_dir from its newest valid checkpoint; start it if there is none.",
         )
+        parser.add_argument(
+            "--kernels",
+            type=Literal["auto"] | None,
+            default=None,
+            help="With auto, time some steps in 32-true and bf16-mixed, with and without channels_last, for about a "
+            "second, and train with the fastest. This sets --trainer.precision and --model.channels_last.",
+        )
         parser.add_lightning_class_args(BestCheckpoint, "best_checkpoint")
         parser.add_lightning_class_args(LastCheckpoint, "last_checkpoint")
         parser.add_lightning_class_args(EvaluationFigures, "figures")
@@ -164,12 +173,15 @@ class CLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Refuse arguments that the Trainer accepts but a run folder cannot use; tell the model about the data."""
         check_arguments(self._arguments.trainer, trains=self._subcommand == "fit")
+        if self._arguments.kernels is not None and self._subcommand != "fit":
+            raise ConfigError("--kernels=auto is for training", remedy="leave it out, or use the fit subcommand")
         model, data = self._arguments.model, self._arguments.data
         source = open_dataset(data.dataset, data.root, image_size=data.image_size)
         if model.network is None:
             model.arch = model.arch or DEFAULT_ARCH
         model.num_classes = model.num_classes or len(source.classes)
         model.image_size = model.image_size or source.image_size
+        self._kernels = None if self._arguments.kernels is None else KernelChoice(self._arguments)
 
     def instantiate_classes(self) -> None:
         """Build data, model and trainer; an error of their constructors is a mistake in the user's input.
@@ -216,10 +228,12 @@ class CLI(LightningCLI):
         folder = None if self._arguments.trainer.fast_dev_run else self._make_run_folder()
         if process_rank() == 0:
             report = next(c for c in self.trainer.callbacks if isinstance(c, RunReport))  # type: ignore[attr-defined]
+            report.kernels = {} if self._kernels is None else self._kernels.seconds
             report.announce(self.trainer, self.model, self.datamodule, stage=subcommand)
         # Lightning converts after loading a checkpoint, when its float64 weights have already been rounded.
         self.trainer.precision_plugin.convert_module(self.model)
-        with signals_to_spawned(self.trainer), reporting_disk(folder):
+        told = nullcontext() if self._kernels is None else told_to_children(self._kernels.kernels)
+        with signals_to_spawned(self.trainer), reporting_disk(folder), told:
             super()._run_subcommand(subcommand)
 
     def _check(self, subcommand: str) -> None:

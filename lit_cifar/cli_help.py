@@ -27,7 +27,7 @@ COMMON: dict[str, dict[str, tuple[str, ...]]] = {
             *("trainer.max_epochs", "trainer.accumulate_grad_batches"),
         ),
         "data": _DATA,
-        "devices": (*_WHERE, "trainer.sync_batchnorm"),
+        "devices": (*_WHERE, "trainer.sync_batchnorm", "kernels"),
     },
     "validate": _EVALUATION,
     "test": _EVALUATION,
@@ -60,6 +60,7 @@ SUBCOMMANDS = {
 DESCRIPTION = "Train networks on CIFAR-10 and similar data, in any mode of parallelism."
 EPILOG = """\
 further commands, each with a --help of its own:
+    bench               How fast this machine is, and how near training comes to its limits.
     doctor              Whether this machine is fit to train in parallel, mode by mode.
     modes               Which modes run on this machine, and how to start them.
     verify              Compare modes step by step with the single-device computation that each must equal.

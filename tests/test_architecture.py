@@ -18,7 +18,7 @@ PACKAGE = Path(lit_cifar.__file__).parent
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 # Each part may import the parts before it.
 LAYERS = [
-    {"errors", "layout", "notebook"},
+    {"errors", "kernels", "layout", "notebook"},
     {"launch"},
     {"models", "watchdog"},
     {"data", "metrics", "optim"},
@@ -28,11 +28,11 @@ LAYERS = [
     {"strategies"},
     {"callbacks", "empty_hooks", "export", "modes"},
     {"verify"},
-    {"chaos", "doctor", "html_report"},
+    {"bench", "chaos", "doctor", "html_report"},
     {"commands"},
     {"cli_help"},
     {"usage_errors"},
-    {"checks", "starting_checkpoint"},
+    {"checks", "kernel_choice", "starting_checkpoint"},
     {"cli"},
 ]
 

@@ -17,6 +17,8 @@ from documents import BENCHMARKS, PAGES, ROOT, blocks, commit_of, exists_at, inl
 from parts import in_part
 from torch.distributed.run import get_args_parser
 
+from lit_cifar.bench.sections import SECTIONS
+from lit_cifar.commands.bench import bench_parser
 from lit_cifar.commands.chaos import chaos_parser
 from lit_cifar.commands.doctor import doctor_parser
 from lit_cifar.commands.export import export_parser
@@ -70,6 +72,9 @@ def check_program(args: list[str]) -> None:
     match args[0]:
         case "modes":
             assert args == ["modes"]
+        case "bench":
+            options = bench_parser().parse_args(args[1:])
+            assert {*options.sections} <= {*SECTIONS, "all"}
         case "doctor":
             doctor_parser().parse_args(args[1:])
         case "chaos":

@@ -13,5 +13,5 @@ def _run(name: str, words: list[str]) -> int:
 
 # Each takes what follows its name on the command line and returns the exit status.
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    name: partial(_run, name) for name in ("chaos", "export", "doctor", "modes", "report", "verify")
+    name: partial(_run, name) for name in ("bench", "chaos", "export", "doctor", "modes", "report", "verify")
 }

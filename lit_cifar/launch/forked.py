@@ -31,6 +31,7 @@ from lit_cifar.launch import parent
 _LOOPBACK = "127.0.0.1"
 # How long the other ranks of a run have to end, once one has failed: as Lightning's launcher gives them.
 _FAREWELL_S = 5.0
+_LONGEST_FOLDER = 70  # of temporary files, in characters: multiprocessing adds a folder and the name of the socket
 _starting = threading.Lock()
 
 
@@ -103,13 +104,25 @@ def start_forked(target: Callable[..., None], args: tuple[Any, ...]) -> ForkServ
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lit_cifar.cli"])
     process = context.Process(target=target, args=args)
-    with _starting:
+    with _starting, _short_temporary_folder():
         main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
         try:  # else the new process would import this one's program, which it does not need
             process.start()
         finally:
             sys.modules["__main__"] = main
     return process
+
+
+@contextmanager
+def _short_temporary_folder() -> Iterator[None]:
+    """Where the fork server's socket finds room: the path of a socket has at most 107 characters."""
+    own = tempfile.tempdir
+    if len(tempfile.gettempdir()) > _LONGEST_FOLDER:
+        tempfile.tempdir = "/tmp"
+    try:
+        yield
+    finally:
+        tempfile.tempdir = own
 
 
 @contextmanager

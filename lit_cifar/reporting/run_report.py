@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
@@ -10,6 +11,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lit_cifar.kernels import Kernels, in_words
 from lit_cifar.layout import Layout
 from lit_cifar.reporting.environment import environment, strategy_name
 from lit_cifar.reporting.output import leave_out_banners, outlast_readers
@@ -27,6 +29,7 @@ class RunReport(Callback):
     """
 
     def __init__(self) -> None:
+        self.kernels: Mapping[Kernels, float] = {}  # seconds of a step with each, if `--kernels=auto` has timed them
         self._folder: Path | None = None
         self._started_at = 0.0
         self._announced = False
@@ -46,7 +49,10 @@ class RunReport(Callback):
         """
         if not self._announced:
             self._announced = True
-            print(*(plan(trainer, pl_module, datamodule) if stage == "fit" else [_mode(trainer)]), sep="\n", flush=True)
+            lines = plan(trainer, pl_module, datamodule) if stage == "fit" else [_mode(trainer)]
+            if self.kernels:
+                lines.append(_line("kernels", in_words(self.kernels)))
+            print(*lines, sep="\n", flush=True)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._started_at = perf_counter()
@@ -58,7 +64,10 @@ class RunReport(Callback):
             self._folder.mkdir(parents=True, exist_ok=True)
             path = self._folder / FILE_NAME
             if not path.exists():  # else it belongs to the run's first stage
-                path.write_text(json.dumps(environment(trainer, data_name=datamodule.name), indent=2) + "\n")
+                found = environment(trainer, data_name=datamodule.name)
+                if self.kernels:
+                    found["kernels_s"] = {str(each): seconds for each, seconds in self.kernels.items()}
+                path.write_text(json.dumps(found, indent=2) + "\n")
         self.announce(trainer, pl_module, datamodule, stage=stage)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

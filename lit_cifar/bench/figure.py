@@ -1,0 +1,50 @@
+"""The rows of `bench` as a picture: how far each is from its goal."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from lit_cifar.bench.rows import Row, shown
+
+FORMATS = (".png", ".svg", ".pdf")
+_BLUE, _ORANGE = "#2f6db5", "#d98c1f"
+
+
+def draw(rows: Sequence[Row], *, title: str) -> Figure:
+    """A bar for each row with a goal, to the right of the line if it is met; the whisker is the middle half.
+
+    The axis is logarithmic and shows value over goal, or goal over value where small is good.
+    """
+    goals = [row for row in rows if row.goal is not None]
+    figure = Figure(figsize=(9.5, 1.2 + 0.42 * len(goals)), layout="constrained")
+    axes = figure.subplots()
+    for place, row in enumerate(goals):
+        low, middle, high = sorted(_share(row, value) for value in (row.found.low, row.found.median, row.found.high))
+        color = _BLUE if row.met else _ORANGE
+        axes.barh(place, middle - 1, left=1, height=0.6, color=color)
+        axes.plot([low, high], [place, place], color="#444444", linewidth=1.5)
+        assert row.goal is not None
+        words = f"{shown(row.found.median, row.unit)}, goal {row.goal.in_words(row.unit)}"
+        axes.text(1.02, place, words, transform=axes.get_yaxis_transform(), va="center", fontsize=8)
+    axes.axvline(1, color="#444444", linewidth=1)
+    axes.set_xscale("log")
+    axes.set_yticks(range(len(goals)), [row.name for row in goals], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("times the goal; right of the line it is met")
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.grid(axis="x", which="both", alpha=0.25)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    return figure
+
+
+def save(rows: Sequence[Row], path: Path, *, title: str) -> None:
+    draw(rows, title=title).savefig(path, dpi=150)
+
+
+def _share(row: Row, value: float) -> float:
+    """By what factor a value is better than the goal; a difference of nothing or less is 100 times as good."""
+    assert row.goal is not None
+    if row.goal.at_least is not None:
+        return value / row.goal.bound
+    return row.goal.bound / max(value, row.goal.bound / 100)

@@ -1,0 +1,104 @@
+"""`python -m lit_cifar bench`: measures sections, prints their rows, and writes them down."""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from lit_cifar.bench import figure
+from lit_cifar.bench.rows import Row, markdown, result_table
+from lit_cifar.bench.sections import SECTIONS
+from lit_cifar.bench.settings import Settings
+from lit_cifar.commands.terminal import CommandParser, about, console, exit_orderly_when_terminated, say, writable
+from lit_cifar.errors import ConfigError
+
+_DESCRIPTION = """\
+Measure this machine, and how near training comes to its limits. Each row is a ratio or difference of things that were
+measured in turn, in the same run. A row that falls short of its goal is no error: the exit status is 0."""
+
+
+def main(args: list[str]) -> int:
+    """Measure and print; 130 after Ctrl-C."""
+    options = bench_parser().parse_args(args)
+    names = _sections(options.sections)
+    if options.rounds < 1:
+        raise ConfigError(f"--rounds={options.rounds} would measure nothing", remedy="pass --rounds 5")
+    json_file = None if options.json is None else writable(Path(options.json))
+    picture = None if options.figure is None else _picture(Path(options.figure))
+    page = None if options.markdown is None else writable(Path(options.markdown), option="--markdown")
+    record = about()
+    exit_orderly_when_terminated()
+    try:
+        rows = _measure(names, options)
+    except KeyboardInterrupt:
+        print("interrupted; every process was ended", file=sys.stderr)
+        return 130
+    if json_file is not None:
+        json_file.write_text(json.dumps(record | {"rows": [row.to_json() for row in rows]}, indent=2) + "\n")
+    if picture is not None:
+        figure.save(rows, picture, title=_title(record))
+    if page is not None:
+        page.write_text(markdown(rows))
+    return 0
+
+
+def _measure(names: list[str], options: argparse.Namespace) -> list[Row]:
+    """The rows of all sections; a section's table is printed when it has been measured."""
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="lit_cifar-bench-") as folder:
+        settings = Settings(
+            device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+            folder=Path(folder),
+            rounds=options.rounds,
+            small=options.small,
+        )
+        console().print(_title(about()), markup=False)
+        for name in names:
+            found = SECTIONS[name](settings, lambda line: say(f"measuring {line}"))
+            console().print(result_table(found, title=name))
+            rows += found
+    return rows
+
+
+def _title(record: dict[str, object]) -> str:
+    """What was measured on, in a line."""
+    cpu, versions, gpus = record["cpu"], record["versions"], record["gpus"]
+    assert isinstance(cpu, dict)
+    assert isinstance(versions, dict)
+    assert isinstance(gpus, list)
+    return f"{cpu['model']}, {cpu['cores']} cores; {', '.join(gpus) or 'no GPU'}; torch {versions['torch']}"
+
+
+def _sections(names: list[str]) -> list[str]:
+    known = [*SECTIONS, "all"]
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"bench has no section {unknown[0]!r}", remedy=f"choose among {', '.join(known)}")
+    return list(SECTIONS) if "all" in names else [name for name in SECTIONS if name in names]
+
+
+def _picture(path: Path) -> Path:
+    if path.suffix not in figure.FORMATS:
+        known = f"{', '.join(figure.FORMATS[:-1])} or {figure.FORMATS[-1]}"
+        raise ConfigError(f"--figure={path} must end in {known}", remedy="pass --figure bench.png")
+    return writable(path, option="--figure")
+
+
+def bench_parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    parser = CommandParser("bench", description=_DESCRIPTION)
+    parser.add_argument(
+        "sections",
+        nargs="*",
+        default=["all"],
+        metavar="SECTION",
+        help=f"What to measure: {', '.join(SECTIONS)}, or all (default).",
+    )
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="How often each is timed (default: 5).")
+    parser.add_argument("--json", metavar="FILE", help="Write every value, versions and hardware to it.")
+    parser.add_argument("--markdown", metavar="FILE", help="Write the rows to it, as a table for a page.")
+    parser.add_argument("--figure", metavar="FILE", help="Draw the rows beside their goals, as PNG, SVG or PDF.")
+    parser.add_argument("--small", action="store_true", help="A tiny network, for a look at the command itself.")
+    return parser

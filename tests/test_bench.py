@@ -1,0 +1,158 @@
+"""`python -m lit_cifar bench`: what is timed in turn, rows and their goals, and the command."""
+
+import json
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from commands import run_here
+from PIL import Image
+
+from lit_cifar.bench import baseline, figure
+from lit_cifar.bench.rows import Goal, Row, markdown, result_table, shown
+from lit_cifar.bench.sections import SECTIONS
+from lit_cifar.bench.settings import Settings
+from lit_cifar.bench.timing import Spread, difference, in_turn, measured_in_turn, ratio
+from lit_cifar.data import CIFAR10DataModule
+from lit_cifar.errors import ConfigError
+
+command = import_module("lit_cifar.commands.bench")  # whose name in its package is the function
+
+
+def row(*values: float, goal: Goal | None, **kwargs: object) -> Row:
+    return Row(section="step", name="a against b", unit="x", found=Spread(values), goal=goal, **kwargs)  # type: ignore[arg-type]
+
+
+def test_a_spread_is_a_median_and_the_middle_half() -> None:
+    spread = Spread((5.0, 1.0, 2.0, 4.0, 3.0))
+    assert (spread.low, spread.median, spread.high, spread.n) == (2.0, 3.0, 4.0, 5)
+    assert (Spread((7.0,)).low, Spread((7.0,)).high) == (7.0, 7.0)
+
+
+def test_things_are_timed_in_turn_and_every_other_round_backwards() -> None:
+    called: list[str] = []
+    now = iter(range(100))
+    calls = {name: (lambda name=name: called.append(name)) for name in "ab"}
+    found = in_turn(calls, rounds=3, warmup=1, clock=lambda: float(next(now)))
+    assert called == ["a", "b", *"ab", *"ba", *"ab"]
+    assert found == {"a": Spread((1.0,) * 3), "b": Spread((1.0,) * 3)}
+
+
+def test_the_clock_waits_for_queued_work() -> None:
+    called: list[str] = []
+    in_turn({"a": lambda: called.append("a")}, rounds=1, warmup=0, wait=lambda: called.append("wait"))
+    assert called == ["wait", "a", "wait"]
+
+
+def test_ratios_are_of_each_round() -> None:
+    """A machine that is slower in one round is slower for both."""
+    found = measured_in_turn({"a": iter([2.0, 20.0]).__next__, "b": iter([1.0, 10.0]).__next__}, rounds=2)
+    assert ratio(found["a"], found["b"]) == Spread((2.0, 2.0))
+    assert difference(found["a"], found["b"]) == Spread((1.0, 10.0))
+    with pytest.raises(ValueError, match="zip"):
+        ratio(Spread((1.0,)), Spread((1.0, 2.0)))
+
+
+@pytest.mark.parametrize(
+    ("goal", "value", "met"),
+    [
+        (Goal(at_least=2.0), 2.0, True),
+        (Goal(at_least=2.0), 1.99, False),
+        (Goal(at_most=2.0), 2.0, True),
+        (Goal(at_most=2.0), 2.01, False),
+        (None, 1.0, None),
+    ],
+)
+def test_the_median_meets_a_goal_or_not(goal: Goal | None, value: float, met: bool | None) -> None:
+    assert row(0.0, value, 99.0, goal=goal).met is met
+
+
+def test_a_goal_has_one_side() -> None:
+    for both in ({}, {"at_least": 1.0, "at_most": 2.0}):
+        with pytest.raises(ValueError, match="either"):
+            Goal(**both)
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [(0.9168, "x", "0.917x"), (0.12345, "%", "12.3 %"), (34567.0, "img/s", "34,600 img/s"), (250.0, "us", "250 us")],
+)
+def test_three_digits_and_the_unit(value: float, unit: str, text: str) -> None:
+    assert shown(value, unit) == text  # type: ignore[arg-type]
+
+
+def test_what_falls_short_stands_in_the_table_with_its_reason() -> None:
+    found = [row(1.0, 1.1, 1.2, goal=Goal(at_least=2.0), note="all-reduce [a] takes 76 ms"), row(3.0, goal=None)]
+    assert markdown(found).splitlines()[2:] == [
+        "| a against b. all-reduce [a] takes 76 ms | >= 2.00x | 1.10x | 1.05x to 1.15x | 3 | **not met** |",
+        "| a against b |  | 3.00x | 3.00x to 3.00x | 1 |  |",
+    ]
+    assert result_table(found, title="step").row_count == 2
+    content = found[0].to_json()
+    assert (content["met"], content["median"], content["values"]) == (False, 1.1, [1.0, 1.1, 1.2])
+
+
+def test_the_picture_has_a_bar_for_each_goal(tmp_path: Path) -> None:
+    """Right of the line what is met, for goals of both kinds."""
+    rows = [row(4.0, goal=Goal(at_least=2.0)), row(4.0, goal=Goal(at_most=2.0)), row(1.0, goal=None)]
+    (axes,) = figure.draw(rows, title="a machine").axes
+    assert [bar.get_x() + bar.get_width() for bar in axes.patches] == [2.0, 0.5]
+    figure.save(rows, tmp_path / "bench.png", title="a machine")
+    with Image.open(tmp_path / "bench.png") as picture:
+        assert picture.width > 1000
+
+
+def test_the_articles_loop_trains() -> None:
+    data = CIFAR10DataModule(dataset="synthetic", num_train=64, val_size=0)
+    data.setup("fit")
+    images = data.sets["train"]
+    batches = baseline.loader(images, batch_size=32, mean=data.source.mean, std=data.source.std)
+    assert len(batches) == 2
+    network = torch.nn.Sequential(torch.nn.AvgPool2d(8), torch.nn.Flatten(), torch.nn.Linear(48, 10))
+    step = baseline.training_step(network, baseline.forever(batches), torch.device("cpu"))
+    losses = [step() for _ in range(30)]
+    assert losses[-1] < losses[0]
+
+
+def one_row(settings: Settings, report: object) -> list[Row]:
+    assert settings.folder.is_dir()
+    return [row(float(settings.rounds), goal=Goal(at_least=2.0))]
+
+
+def test_the_command_prints_and_writes_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "SECTIONS", {"step": one_row, "data": one_row})
+    files = [tmp_path / name for name in ("bench.json", "bench.md", "bench.svg")]
+    options = [f"--{name}={file}" for name, file in zip(("json", "markdown", "figure"), files, strict=True)]
+    done = run_here("bench", "step", "--rounds=3", *options)
+    assert done.status == 0, done.stderr
+    assert "3.00x" in done.stdout
+    assert "met" in done.stdout
+    content = json.loads(files[0].read_text())
+    assert [found["median"] for found in content["rows"]] == [3.0]
+    assert {"versions", "cpu", "git", "command"} <= set(content)
+    assert "| a against b | >= 2.00x | 3.00x |" in files[1].read_text()
+    assert files[2].stat().st_size > 1000
+
+
+def test_all_is_every_section_in_its_order() -> None:
+    assert command._sections(["all"]) == list(SECTIONS)
+    assert command._sections(["step"]) == ["step"]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [(["speed"], "no section 'speed'"), (["--figure=bench.txt"], "must end in"), (["--rounds=0"], "--rounds=0")],
+)
+def test_a_mistake_has_a_remedy(words: list[str], text: str) -> None:
+    done = run_here("bench", *words)
+    assert done.status == 2
+    assert text in done.stderr
+
+
+def test_a_section_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(settings: Settings, report: object) -> list[Row]:
+        raise ConfigError("no", remedy="yes")
+
+    monkeypatch.setattr(command, "SECTIONS", {"step": fails})
+    assert run_here("bench", "step").status == 2

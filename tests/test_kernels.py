@@ -1,0 +1,119 @@
+"""`--kernels=auto`: the fastest of four is chosen, told to the other processes, kept by a resumed run."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from commands import TINY, launch, mode_flags, run_here
+
+from lit_cifar import kernel_choice, kernels
+from lit_cifar.kernels import CANDIDATES, Kernels, fastest, in_words, time_candidates, told_by_parent, told_to_children
+from lit_cifar.models import build_network
+
+BF16 = Kernels("bf16-mixed", channels_last=True)
+
+
+def settings_of(run: Path) -> Kernels:
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["kernels"] is None
+    return Kernels(config["trainer"]["precision"], config["model"]["channels_last"])
+
+
+@pytest.fixture
+def bf16_is_fastest(monkeypatch: pytest.MonkeyPatch) -> dict[Kernels, float]:
+    seconds = {each: 2.0 - (each == BF16) for each in CANDIDATES}
+    monkeypatch.setattr(kernel_choice, "time_candidates", lambda *args, **kwargs: seconds)
+    return seconds
+
+
+def test_the_shortest_step_wins_and_the_others_are_compared_with_it() -> None:
+    seconds = dict(zip(CANDIDATES, (0.4, 0.3, 0.6, 0.2), strict=True))
+    assert fastest(seconds) == BF16
+    assert in_words(seconds) == (
+        "bf16-mixed channels_last; slower: 32-true 2.00x, 32-true channels_last 1.50x, bf16-mixed 3.00x"
+    )
+    assert [Kernels.parse(str(each)) for each in CANDIDATES] == list(CANDIDATES)
+
+
+def test_timing_changes_neither_network_nor_generators() -> None:
+    network = build_network("tiny", stem="imagenet", num_classes=10, image_size=32)
+    before, generator = {k: v.clone() for k, v in network.state_dict().items()}, torch.get_rng_state()
+    seconds = time_candidates(network, (3, 32, 32), batch_size=8, device=torch.device("cpu"))
+    assert list(seconds) == list(CANDIDATES)
+    assert all(0 < each < 60 for each in seconds.values())
+    assert all(value.equal(before[name]) for name, value in network.state_dict().items())
+    assert torch.get_rng_state().equal(generator)
+    assert all(parameter.grad is None for parameter in network.parameters())
+
+
+def test_the_slow_are_timed_with_few_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = build_network("tiny", stem="imagenet", num_classes=10, image_size=32)
+    for seconds, expected in ((10.0, 4), (1 / 32, 8), (1e-6, 64)):
+        monkeypatch.setattr(kernels, "_time", lambda step, device, found=seconds: found)
+        assert kernels._affordable(network, (3, 32, 32), 64) == expected
+
+
+def test_a_run_says_saves_and_uses_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], bf16_is_fastest: dict[Kernels, float]
+) -> None:
+    run = tmp_path / "run"
+    done = run_here("fit", *TINY, "--kernels=auto", f"--run_dir={run}")
+    assert done.status == 0, done.stderr
+    assert f"kernels     {in_words(bf16_is_fastest)}\n" in done.stdout
+    assert "cpu, bf16-mixed" in done.stdout
+    assert settings_of(run) == BF16
+    assert '"bf16-mixed channels_last": 1.0' in (run / "environment.json").read_text()
+    assert kernels.VARIABLE not in os.environ
+
+
+def test_the_weights_at_the_start_are_those_without_it(tmp_path: Path, bf16_is_fastest: dict[Kernels, float]) -> None:
+    flags = [*TINY, "--trainer.max_steps=1", "--model.optimizer=SGD", "--model.optimizer.lr=0"]
+    for name, more in (("with", ["--kernels=auto"]), ("without", [])):
+        words = [*flags, *more, f"--run_dir={tmp_path / name}"]
+        assert run_here("fit", *words).status == 0
+    weights = [
+        torch.load(tmp_path / name / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]["conv1.weight"]
+        for name in ("with", "without")
+    ]
+    assert weights[0].equal(weights[1])
+
+
+def test_processes_that_a_run_starts_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert told_by_parent() is None
+    with told_to_children(BF16):
+        assert told_by_parent() == BF16
+    assert told_by_parent() is None
+
+
+def test_a_resumed_run_keeps_what_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bf16_is_fastest: dict[Kernels, float]
+) -> None:
+    words = [*TINY, "--kernels=auto", f"--run_dir={tmp_path / 'run'}"]
+    assert run_here("fit", *words, "--trainer.max_steps=2").status == 0
+    monkeypatch.setattr(kernel_choice, "time_candidates", lambda *args, **kwargs: dict.fromkeys(CANDIDATES, 1.0))
+    with pytest.warns(UserWarning, match="schedule"):
+        done = run_here("fit", *words, "--resume=auto")
+    assert done.status == 0, done.stderr
+    assert settings_of(tmp_path / "run") == BF16
+
+
+def test_torchrun_s_processes_cannot_agree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = run_here("fit", *TINY, "--kernels=auto", f"--run_dir={tmp_path / 'run'}")
+    assert done.status == 2
+    assert "bench step" in done.stderr
+
+
+def test_it_is_for_training(tmp_path: Path) -> None:
+    done = run_here("test", *TINY, "--kernels=auto", "--ckpt_path=none.ckpt", f"--run_dir={tmp_path / 'run'}")
+    assert done.status == 2
+
+
+@pytest.mark.slow
+def test_all_processes_have_the_same_kernels(tmp_path: Path) -> None:
+    """The strategy starts the second one, which reads its precision from the first."""
+    run = tmp_path / "run"
+    done = launch("fit", *TINY, *mode_flags("ddp"), "--kernels=auto", f"--run_dir={run}")
+    assert f"kernels     {settings_of(run)}; slower" in done.stdout
