@@ -5,6 +5,7 @@ not mounted counts too: its owner has the data and wants no download.
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
@@ -43,52 +44,65 @@ class Cifar10(Dataset):
                 return
             install(CIFAR10_BINARY, self.root, download=download)
         for split in FILES:
-            _read_records(self.root, split)
+            labels = np.concatenate([records[:, 0].copy() for records in _records(self.root, split)])
+            _check_counts(labels, split, self.root / CIFAR10_BINARY.folder)
 
     def load(self, split: Split, *, num_images: int | None = None) -> ImageSet:
         if os.path.lexists(self.root / CIFAR10_BINARY.folder):
-            records = _read_records(self.root, split)
-            labels, images = records[:, 0].astype(np.int64), records[:, 1:].reshape(-1, 3, 32, 32)
+            labels, images = _read_images(self.root, split)
         elif os.path.lexists(self.root / CIFAR10.base_folder):
             dataset = _open_python_edition(self.root, split)
             labels, images = np.asarray(dataset.targets), dataset.data.transpose(0, 3, 1, 2)
         else:
             raise DataError(f"there is no CIFAR-10 in {self.root}", remedy=remedies(CIFAR10_BINARY, self.root))
-        whole = torch.from_numpy(np.ascontiguousarray(images)), torch.from_numpy(labels)
+        whole = torch.from_numpy(np.ascontiguousarray(images)), torch.from_numpy(labels.astype(np.int64))
         return self.first(*whole, split, num_images)
 
 
-def _read_records(root: Path, split: Split) -> Bytes:
-    """All records of a split, uint8, (N, 3073): a label, then 1,024 red, green and blue pixels each, row by row.
+def _read_images(root: Path, split: Split) -> tuple[Bytes, Bytes]:
+    """Labels, uint8, (N,), and images, uint8, (N, 3, 32, 32), of a split."""
+    images = np.empty((len(FILES[split]), RECORDS_PER_FILE, RECORD_BYTES - 1), np.uint8)
+    labels = []
+    for part, records in zip(images, _records(root, split), strict=True):
+        part[:] = records[:, 1:]
+        labels.append(records[:, 0].copy())
+    whole = np.concatenate(labels)
+    _check_counts(whole, split, root / CIFAR10_BINARY.folder)
+    return whole, images.reshape(-1, 3, 32, 32)
 
-    Source: "Binary version" on https://www.cs.toronto.edu/~kriz/cifar.html.
+
+def _records(root: Path, split: Split) -> Iterator[Bytes]:
+    """Those of each file, in the same memory: new memory takes longer to get than to fill.
+
+    uint8, (RECORDS_PER_FILE, 3073): a label, then 1,024 red, green and blue pixels each, row by row. Source: "Binary
+    version" on https://www.cs.toronto.edu/~kriz/cifar.html.
     """
-    folder = root / CIFAR10_BINARY.folder
-    records = np.concatenate([_read_file(folder / name) for name in FILES[split]])
-    _check_counts(records[:, 0], split, folder)
-    return records
+    records = np.empty((RECORDS_PER_FILE, RECORD_BYTES), np.uint8)
+    for name in FILES[split]:
+        _read_file(root / CIFAR10_BINARY.folder / name, into=records)
+        yield records
 
 
-def _read_file(path: Path) -> Bytes:
-    expected = RECORDS_PER_FILE * RECORD_BYTES
+def _read_file(path: Path, *, into: Bytes) -> None:
+    """Read a file's records into uint8, (RECORDS_PER_FILE, RECORD_BYTES)."""
     try:
         found = path.stat().st_size
-        content = np.fromfile(path, np.uint8) if found == expected else None
+        if found == into.nbytes:
+            with path.open("rb", buffering=0) as file:
+                file.readinto(into.data)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}", remedy=_replace(path.parent)) from error
-    if content is None:
+    if found != into.nbytes:
         raise DataError(
-            f"{path} holds {found} bytes, not {expected} ({RECORDS_PER_FILE} records of {RECORD_BYTES})",
+            f"{path} holds {found} bytes, not {into.nbytes} ({RECORDS_PER_FILE} records of {RECORD_BYTES})",
             remedy=_replace(path.parent),
         )
-    records = content.reshape(RECORDS_PER_FILE, RECORD_BYTES)
-    wrong = np.flatnonzero(records[:, 0] >= len(CLASSES))
+    wrong = np.flatnonzero(into[:, 0] >= len(CLASSES))
     if len(wrong):
         raise DataError(
-            f"{path}: record {wrong[0]} has label {records[wrong[0], 0]}; CIFAR-10's are 0 to {len(CLASSES) - 1}",
+            f"{path}: record {wrong[0]} has label {into[wrong[0], 0]}; CIFAR-10's are 0 to {len(CLASSES) - 1}",
             remedy=_replace(path.parent),
         )
-    return records
 
 
 def _check_counts(labels: Bytes, split: Split, folder: Path) -> None:
