@@ -251,7 +251,8 @@ TINY = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "stages"), [("ddp", False), ("pp", True)])
 def test_a_step_on_two_processes(tmp_path: Path, mode: str, stages: bool) -> None:
-    done = run_here("bench", "trace", f"--mode={mode}", f"--out={tmp_path}", *TINY)
+    sizes = ["--trainer.strategy.num_microbatches=4"] if stages else []
+    done = run_here("bench", "trace", f"--mode={mode}", f"--out={tmp_path}", *TINY, *sizes)
     assert done.status == 0, done.stderr
     assert "waiting" in done.stdout
     ranks = json.loads((tmp_path / "summary.json").read_text())["ranks"]
