@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,16 +13,24 @@ from lit_cifar.bench import figure
 from lit_cifar.bench.rows import Row, markdown, result_table
 from lit_cifar.bench.sections import SECTIONS
 from lit_cifar.bench.settings import Settings
+from lit_cifar.commands import trace
 from lit_cifar.commands.terminal import CommandParser, about, console, exit_orderly_when_terminated, say, writable
 from lit_cifar.errors import ConfigError
 
+# What has options of its own: each takes what follows its name on the command line and returns the exit status.
+_TOOLS: dict[str, Callable[[list[str]], int]] = {
+    "trace": trace.main,
+}
 _DESCRIPTION = """\
 Measure this machine, and how near training comes to its limits. Each row is a ratio or difference of things that were
-measured in turn, in the same run. A row that falls short of its goal is no error: the exit status is 0."""
+measured in turn, in the same run. A row that falls short of its goal is no error: the exit status is 0.
+`bench trace` shows where the time and the memory of one training step go; see bench trace --help."""
 
 
 def main(args: list[str]) -> int:
     """Measure and print; 130 after Ctrl-C."""
+    if args and args[0] in _TOOLS:
+        return _TOOLS[args[0]](args[1:])
     options = bench_parser().parse_args(args)
     names = _sections(options.sections)
     if options.rounds < 1:
