@@ -11,7 +11,7 @@ from torch import nn
 from lit_cifar.bench.forecast.counted import count
 from lit_cifar.bench.forecast.inputs import Job, Machine, Speed
 from lit_cifar.bench.forecast.links import Link
-from lit_cifar.bench.forecast.measured import measure_link, measure_optimizer, measure_steps
+from lit_cifar.bench.forecast.measured import CHECKED, measure_link, measure_optimizer, measure_steps
 from lit_cifar.bench.forecast.tables import seconds
 from lit_cifar.bench.settings import Report, Settings
 from lit_cifar.bench.timing import Spread
@@ -98,7 +98,7 @@ def find_inputs(network: nn.Module, flags: Sequence[str], given: Given, settings
         settings: Of the measurements.
         report: Told what is measured.
     """
-    here = num_devices_here()
+    here, load = num_devices_here(), psutil.getloadavg()[0]
     link = given.link or measure_link(min(here, _MOST_RANKS), settings, report)
     if not given.measures_speed:
         machine = _machine(given, link, num_devices=_ASSUMED_DEVICES, num_cores=None, memory_bytes=inf)
@@ -106,7 +106,11 @@ def find_inputs(network: nn.Module, flags: Sequence[str], given: Given, settings
         job = Job(network=count(network, IMAGE_SHAPE), speed=speed, machine=machine)
         return Inputs(job=job, lines=_lines(job, given))
     data = ["--data.dataset=synthetic", "--data.val_size=0"]
-    steps = measure_steps([*flags, *data], settings, report, batch_size=given.batch_size, num_devices=here)
+    possible = [each for each in CHECKED if settings.device.type == "cpu" or each[1] <= here]
+    checked = possible if given.link is None else []  # the links here say nothing of another
+    steps = measure_steps(
+        [*flags, *data], settings, report, batch_size=given.batch_size, num_devices=here, checked=checked
+    )
     job = Job(
         network=count(network, IMAGE_SHAPE),
         speed=steps.speed(measure_optimizer(network, settings)),
@@ -114,9 +118,8 @@ def find_inputs(network: nn.Module, flags: Sequence[str], given: Given, settings
     )
     return Inputs(
         job=job,
-        lines=_lines(job, given),
-        # They say nothing of another link.
-        measured=dict(steps.modes) if given.link is None else {},
+        lines=_lines(job, given) | {"other programs": f"a load of {load:.1f} before the measurement; best is 0"},
+        measured=dict(steps.modes),
         threads_s=None if steps.threads is None else steps.threads.median,
     )
 

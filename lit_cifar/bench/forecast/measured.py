@@ -45,9 +45,15 @@ class Steps:
 
 
 def measure_steps(
-    flags: Sequence[str], settings: Settings, report: Report, *, batch_size: int, num_devices: int
+    flags: Sequence[str],
+    settings: Settings,
+    report: Report,
+    *,
+    batch_size: int,
+    num_devices: int,
+    checked: Sequence[tuple[str, int]],
 ) -> Steps:
-    """Fits of `batch_size` images a step in turn, and of one device with a quarter and with all of them.
+    """Fits in turn: of one device with a quarter of `batch_size` images a step and with all, and of modes with all.
 
     Args:
         flags: Of `fit`: network and data.
@@ -55,12 +61,12 @@ def measure_steps(
         report: Told what is measured.
         batch_size: Of a step, over all devices. A multiple of 16: 4 microbatches on 4 processes.
         num_devices: GPUs of this machine, or its cores.
+        checked: Modes, each with a number of processes.
     """
     on_cpu = settings.device.type == "cpu"
     kind = f"--trainer.accelerator={'cpu' if on_cpu else 'gpu'}"
     of = partial(_fit, [*flags, kind])
     parts = (batch_size // 4, batch_size)
-    checked = [each for each in CHECKED if on_cpu or each[1] <= num_devices]
     measurements: dict[str, Callable[[], float]] = {
         f"one device, {part}": partial(
             _all_at_once, of("single", 1, part), settings, count=num_devices if on_cpu else 1
@@ -74,7 +80,7 @@ def measure_steps(
     if on_cpu:
         threads = of("single", 1, batch_size, threads=num_devices)
         measurements["threads"] = partial(seconds_per_step, threads, settings, steps=_STEPS)
-    report(f"steps of one device, {' and '.join(f'{mode} on {count}' for mode, count in checked)}")
+    report(f"steps of {', '.join(['one device', *(f'{mode} on {count}' for mode, count in checked)])}")
     found = measured_in_turn(measurements, rounds=settings.rounds)
     return Steps(
         single={part: found[f"one device, {part}"] for part in parts},
