@@ -381,5 +381,5 @@ def test_forecasts_stand_beside_measurements(tmp_path: Path) -> None:
     assert min(row["step_s"][0] for row in found["measured"]) > 0
     assert found["speed"]["image_s"] + found["speed"]["step_s"] > 0
     assert found["machine"]["inside"]["bytes_per_s"] > 0
-    assert "goal: within 15%" in done.stdout
+    assert "all on this machine, batch 16; goal: within 15%" in done.stdout
     assert "The mode to choose: " in done.stdout

@@ -63,7 +63,11 @@ def main(args: list[str]) -> int:
         json_file.write_text(json.dumps(record, indent=2) + "\n")
     if picture is not None:
         panels = {_title(name, given.batch_size): each for name, each in found.items()}
-        measured = {mode: spread.median for mode, spread in inputs.measured.items()}
+        measured = {  # more processes than the machine has devices are on no line
+            (mode, count): spread.median
+            for (mode, count), spread in inputs.measured.items()
+            if count <= inputs.job.machine.num_devices
+        }
         figure.save(figure.draw(panels, title=_about(inputs), measured=measured), picture)
     return 0
 
@@ -104,7 +108,7 @@ def _print(inputs: Inputs, found: dict[str, list[Prediction]], batch_size: int, 
 
 
 def _about(inputs: Inputs) -> str:
-    return "; ".join(f"{name}: {inputs.lines[name]}" for name in ("one device", "link"))
+    return "\n".join(f"{name}: {inputs.lines[name]}" for name in ("one device", "link"))
 
 
 def _title(name: str, batch_size: int) -> str:

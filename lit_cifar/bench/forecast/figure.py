@@ -24,12 +24,12 @@ _LINES = {
 def draw(
     panels: Mapping[str, Sequence[Prediction]], *, title: str, measured: Mapping[tuple[str, int], float] | None = None
 ) -> Figure:
-    """A row of two axes for each panel.
+    """Seconds and efficiency: a row of two axes for each panel.
 
     Args:
         panels: By what stays fixed as devices are added; each begins with the prediction of one device.
-        title: Above all.
-        measured: Seconds of a step by mode and number of devices, drawn as rings in the first panel.
+        title: Above all; it may have several lines.
+        measured: Seconds of a step by mode and number of devices, as rings in the first panel.
     """
     figure = Figure(figsize=(10, 4.1 * len(panels)), layout="constrained")
     rows = figure.subplots(len(panels), 2, squeeze=False)
@@ -40,11 +40,11 @@ def draw(
         seconds.set(yscale="log", ylabel="ms of a step", title=name)
         seconds.yaxis.set_major_formatter("{x:,g}")
         efficiency.set(ylim=(0, 105), ylabel="speed of a device, % of one alone")
-    rings = [(count, 1e3 * step_s) for (_, count), step_s in (measured or {}).items()]
-    if rings:
-        rows[0][0].plot(*zip(*rings, strict=True), "o", ms=11, mfc="none", mec="black", label="measured")
+    for (mode, count), step_s in (measured or {}).items():
+        color, _ = _LINES[mode]
+        rows[0][0].plot([count], [1e3 * step_s], "o", ms=12, mfc="none", mec=color, mew=2, label=f"{mode}, measured")
     handles, labels = rows[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=9, frameon=False, fontsize=9)
+    figure.legend(handles, labels, loc="outside lower center", ncols=10, frameon=False, fontsize=8, columnspacing=1)
     figure.suptitle(title, fontsize=10, x=0.01, ha="left")
     return figure
 

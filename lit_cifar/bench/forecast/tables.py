@@ -60,7 +60,7 @@ def check_table(job: Job, measured: Mapping[tuple[str, int], Spread], batch_size
     """Forecasts beside measured steps of processes on this one machine."""
     processes = max(count for _, count in measured)
     own = replace(job, machine=replace(job.machine, num_devices=max(processes, job.machine.num_devices)))
-    table = _table(f"forecast beside measurement, batch {batch_size}; goal: within {GOAL:.0%}")
+    table = _table(f"forecast beside measurement, all on this machine, batch {batch_size}; goal: within {GOAL:.0%}")
     table.add_column("mode")
     for name in ("processes", "forecast", "measured", "middle half", "n", "forecast / measured", ""):
         table.add_column(name, justify="right", no_wrap=True)
