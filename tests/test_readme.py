@@ -22,6 +22,7 @@ from lit_cifar.commands.bench import bench_parser
 from lit_cifar.commands.chaos import chaos_parser
 from lit_cifar.commands.doctor import doctor_parser
 from lit_cifar.commands.export import export_parser
+from lit_cifar.commands.forecast import forecast_parser
 from lit_cifar.commands.report import report_parser
 from lit_cifar.commands.trace import trace_parser
 from lit_cifar.commands.verify import verify_parser
@@ -82,6 +83,8 @@ def check_program(args: list[str]) -> None:
             assert {*options.sections} <= {*SECTIONS, "all"}
         case "doctor":
             doctor_parser().parse_args(args[1:])
+        case "bench" if args[1:2] == ["forecast"]:
+            forecast_parser().parse_args(args[2:])
         case "chaos":
             chaos_parser().parse_args(args[1:])
         case "export":
@@ -148,6 +151,7 @@ def test_commands_parse(words: tuple[str, ...], capsys: pytest.CaptureFixture[st
         "python -m lit_cifar verify --modes all --no_such=1",
         "python -m lit_cifar chaos --kill 20",
         "python -m lit_cifar doctor --device 2",
+        "python -m lit_cifar bench forecast --link 3",
         "python -m lit_cifar modes all",
         "python -m lit_cifar export some.ckpt --no_such=1",
         "python -m lit_cifar report --no-such RUN",
