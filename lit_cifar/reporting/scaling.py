@@ -137,13 +137,12 @@ def plot_scaling(frame: pd.DataFrame) -> Figure:
     speed.set(xlabel="images/s: median, range", ylabel="mode, devices")
     _draw_ranges(speedup, frame[["speedup", "lowest", "highest"]])
     speedup.axvline(1, color=GREY, linestyle="--", linewidth=1)
-    speedup.set_xlabel("speed-up in a round: median, range")
+    speedup.set_xlabel("speed-up: median, range")
     has_gpu = frame["gpu_peak_mib"].notna().all()
     memory.barh(
         range(len(labels)), frame["gpu_peak_mib" if has_gpu else "state_mib"].to_numpy(), color=GREY, alpha=0.85
     )
-    what = "peak of a GPU" if has_gpu else "weights, gradients and momentum\nof a process"
-    memory.set_xlabel(f"{what}, MiB")
+    memory.set_xlabel("peak of a GPU, MiB" if has_gpu else "weights, gradients, optimizer\nstate of a process, MiB")
     speed.set_yticks(range(len(labels)), labels)
     speed.invert_yaxis()
     for axes in (speed, speedup, memory):
