@@ -33,7 +33,7 @@ _TOOLS: dict[str, Callable[[list[str]], int]] = {
 _DESCRIPTION = """\
 Measure this machine, and how near training comes to its limits. Each row is a ratio or difference of things that were
 measured in turn, in the same run. A row that falls short of its goal is no error: the exit status is 0.
-`bench trace` shows where the time and the memory of one training step go, and `bench forecast` predicts the steps of every
+`bench trace` shows where the time and the memory of one training step go. `bench forecast` predicts the steps of every
 mode on up to 1,024 devices. Both have a --help of their own."""
 
 
