@@ -156,7 +156,7 @@ def test_saved_bytes_by_hand() -> None:
 
 
 def test_autocast_keeps_narrow_copies_of_weights_unless_they_come_so() -> None:
-    """The images and the first layer's output, both in bfloat16; the weights of the second, for the gradient of its input."""
+    """The images and the first layer's output, both in bfloat16, and the weights of the second."""
     kept = [
         saved_bytes(chain(), None, (1, 2, 3), num_samples=5, autocast=torch.bfloat16, gathered=gathered)
         for gathered in (True, False)
