@@ -155,6 +155,15 @@ def test_saved_bytes_by_hand() -> None:
     assert counter._now == 0
 
 
+def test_autocast_keeps_narrow_copies_of_weights_unless_they_come_so() -> None:
+    """The images and the first layer's output, both in bfloat16, and the weights of the second."""
+    kept = [
+        saved_bytes(chain(), None, (1, 2, 3), num_samples=5, autocast=torch.bfloat16, gathered=gathered)
+        for gathered in (True, False)
+    ]
+    assert kept == [5 * (6 + 4) * 2, 5 * (6 + 4) * 2 + 2 * 4 * 2]
+
+
 @pytest.mark.parametrize(("arch", "autocast"), [("tiny", None), ("tiny", torch.bfloat16), ("vit_micro", None)])
 def test_saved_bytes_of_a_network(arch: Any, autocast: torch.dtype | None) -> None:
     """What the shapes say, what autograd asks to keep, and what the allocator gives agree."""

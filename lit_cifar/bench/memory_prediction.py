@@ -87,10 +87,11 @@ def state_per_parameter(make_optimizer: Callable[[Any], Optimizer]) -> float:
 
 def _activations(module: LitResNet, strategy: Any, layout: Layout, samples: int) -> int | None:
     autocast = autocast_dtype(strategy.precision_plugin)
+    gathered = isinstance(strategy, ShardedStrategy) and strategy.data_parallel_size != 1
 
     def kept(layers: nn.Module, shape: tuple[int, ...], num_samples: int, *, last: bool = True) -> int:
         loss = _loss_of(module) if last else None
-        return saved_bytes(layers, loss, shape, num_samples=num_samples, autocast=autocast)
+        return saved_bytes(layers, loss, shape, num_samples=num_samples, autocast=autocast, gathered=gathered)
 
     if isinstance(strategy, PipelineStrategy):
         return _of_pipeline(module, strategy, samples, kept)

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from lit_cifar.models.blocks import blocks_of
 
 # What autocast computes in the narrow type. Of all else it takes the parameters as they are.
-_NARROW = (nn.modules.conv._ConvNd, nn.Linear)
+NARROW = (nn.modules.conv._ConvNd, nn.Linear)
 
 
 def shard(network: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype | None = None) -> None:
@@ -50,7 +50,7 @@ def _wide_layers(block: nn.Module) -> Iterator[nn.Module]:
     """Single layers with parameters of their own that autocast leaves as they are."""
     for layer in block.modules():
         is_single = not any(True for _ in layer.children())
-        if is_single and _has_parameters(layer) and not isinstance(layer, _NARROW):
+        if is_single and _has_parameters(layer) and not isinstance(layer, NARROW):
             yield layer
 
 
