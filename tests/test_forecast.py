@@ -208,6 +208,8 @@ def test_rings_over_machines_share_their_link() -> None:
 def test_processes_that_share_cores_are_slower() -> None:
     cpu = replace(MACHINE, num_cores=2, num_devices=4)
     assert [cpu.busy(count) for count in (1, 2, 4, 64)] == [1, 1, 2, 2]
+    # Beside four other threads two processes have a third of the cores, four have half of them.
+    assert [replace(cpu, load=4).busy(count) for count in (1, 2, 4)] == [pytest.approx(x) for x in (5 / 6, 1, 8 / 6)]
     assert cpu.link(4).send(1000) == pytest.approx(2 * LINK.send(1000))
     job = replace(JOB, machine=replace(cpu, inside=FREE))
     two, four = (of(job, "ddp", count, 64) for count in (2, 4))

@@ -1,7 +1,7 @@
 """The inputs of a forecast: given by the user, measured here, or assumed; and a line that says which."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 import psutil  # type: ignore[import-untyped]
@@ -114,11 +114,11 @@ def find_inputs(network: nn.Module, flags: Sequence[str], given: Given, settings
     job = Job(
         network=count(network, IMAGE_SHAPE),
         speed=steps.speed(measure_optimizer(network, settings)),
-        machine=_machine_here(given, link, settings),
+        machine=_machine_here(given, link, settings, load=load),
     )
     return Inputs(
         job=job,
-        lines=_lines(job, given) | {"other programs": f"a load of {load:.1f} before the measurement; best is 0"},
+        lines=_lines(job, given) | {"other programs": f"a load of {load:.1f} before the measurement (best: 0)"},
         measured=dict(steps.modes),
         threads_s=None if steps.threads is None else steps.threads.median,
     )
@@ -130,13 +130,14 @@ def num_devices_here() -> int:
     return here.num_gpus or here.num_cores
 
 
-def _machine_here(given: Given, link: Link, settings: Settings) -> Machine:
+def _machine_here(given: Given, link: Link, settings: Settings, *, load: float) -> Machine:
     here = num_devices_here()
     if settings.device.type == "cuda":
         memory = torch.cuda.get_device_properties(0).total_memory
         return _machine(given, link, num_devices=here, num_cores=None, memory_bytes=memory)
     memory = psutil.virtual_memory().total / (given.devices_per_machine or here)
-    return _machine(given, link, num_devices=here, num_cores=here, memory_bytes=memory)
+    machine = _machine(given, link, num_devices=here, num_cores=here, memory_bytes=memory)
+    return replace(machine, load=load)
 
 
 def _machine(given: Given, link: Link, *, num_devices: int, num_cores: int | None, memory_bytes: float) -> Machine:

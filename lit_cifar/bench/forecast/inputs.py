@@ -101,6 +101,7 @@ class Machine:
         inside: The link between its devices.
         between: The link between machines, which the devices of a machine share.
         num_cores: Of a CPU, on which each device is a process with one thread; None if each device has its own.
+        load: Threads of other programs that want a core of it.
         overlap: The part of the messages that may pass while the devices compute, from 0 to 1.
         memory_bytes: Of one device.
     """
@@ -109,14 +110,20 @@ class Machine:
     inside: Link
     between: Link
     num_cores: int | None = None
+    load: float = 0.0
     overlap: float = 1.0
     memory_bytes: float = inf
 
     def busy(self, num_devices: int) -> float:
-        """How many times as long computing takes because processes share cores."""
+        """How many times as long a process computes as when there is one for each core.
+
+        Processes share the cores evenly with each other and with other programs.
+        """
         if self.num_cores is None:
             return 1.0
-        return max(1.0, min(num_devices, self.num_devices) / self.num_cores)
+        most = min(num_devices, self.num_devices)
+        own, usual = (max(1.0, (count + self.load) / self.num_cores) for count in (most, self.num_cores))
+        return own / usual
 
     def link(self, count: int, *, stride: int = 1) -> Link:
         """What a ring of `count` devices has, each `stride` devices after the one before.
