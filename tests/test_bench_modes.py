@@ -56,6 +56,7 @@ def test_a_fit_that_fails_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_every_row_of_a_tiny_network(tmp_path: Path) -> None:
     settings = Settings(device=torch.device("cpu"), folder=tmp_path, rounds=1, small=True)
     said: list[str] = []
