@@ -8,7 +8,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -38,7 +38,8 @@ class Turns(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say who is there."""
-        self._file = socket.create_connection((_LOOPBACK, self.port)).makefile("rw")
+        with socket.create_connection((_LOOPBACK, self.port)) as connection:
+            self._file = connection.makefile("rw")  # which keeps it open
         self._say({"name": self.name, "rank": trainer.global_rank})
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -83,6 +84,12 @@ class _Run:
         last = self._errors.read_text(errors="replace").splitlines()[-4:]
         raise RuntimeError("\n  ".join([f"fit {self.name} has ended while it was timed", *last]))
 
+    def end(self) -> None:
+        self.forked.kill()
+        for line in self.lines:
+            with suppress(OSError):
+                line.close()
+
     def seconds_per_step(self, *, steps: int, skip: int) -> float:
         """Let it train; the mean of the steps after the first `skip`, of the slowest process."""
         for line in self.lines:
@@ -103,8 +110,8 @@ def training_in_turn(fits: Mapping[str, Fit], *, folder: Path) -> Iterator[Calla
     """Start all `fits` below `folder`, each in so many processes as torchrun would start.
 
     What it gives takes the name of a fit, `steps` and `skip`: it lets that one alone take `skip + steps` steps and
-    returns the mean seconds of the last `steps`. A step includes fetching its batch. At the end all are killed, so a
-    fit should ask for more steps than are timed.
+    returns the mean seconds of the last `steps`. A step includes fetching its batch, but for the first of a turn. All
+    are killed at the end, so a fit should ask for more steps than are timed.
 
     Raises:
         RuntimeError: A fit ended before.
@@ -115,7 +122,7 @@ def training_in_turn(fits: Mapping[str, Fit], *, folder: Path) -> Iterator[Calla
             own = folder / f"{len(list(folder.iterdir()))}-{name}"
             own.mkdir()
             runs[name] = _Run(name, fit, port=server.getsockname()[1], folder=own)
-            stack.callback(runs[name].forked.kill)
+            stack.callback(runs[name].end)
         _meet(server, runs)
         yield lambda name, *, steps, skip=1: runs[name].seconds_per_step(steps=steps, skip=skip)
 
@@ -126,13 +133,16 @@ def _meet(server: socket.socket, runs: Mapping[str, _Run]) -> None:
     deadline = monotonic() + _START_S
     while any(len(run.lines) < run.num_ranks for run in runs.values()):
         try:
-            line = server.accept()[0].makefile("rw")
+            connection, _ = server.accept()
         except TimeoutError:
             for run in runs.values():
                 run.check()
             if monotonic() > deadline:
                 raise RuntimeError(f"no first step within {_START_S:g} s of {', '.join(runs)}") from None
             continue
+        with connection:
+            connection.settimeout(None)
+            line = connection.makefile("rw")
         runs[json.loads(line.readline())["name"]].lines.append(line)
     for run in runs.values():
         for line in run.lines:
