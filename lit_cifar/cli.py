@@ -24,6 +24,7 @@ from lit_cifar.cli_help import COMMON, DESCRIPTION, EPILOG, SUBCOMMANDS, HelpFor
 from lit_cifar.commands import COMMANDS
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.sources import open_dataset
+from lit_cifar.empty_hooks import NoProfiler, leave_out_empty_hooks
 from lit_cifar.errors import ConfigError, SaveError
 from lit_cifar.kernel_choice import KernelChoice
 from lit_cifar.kernels import told_to_children
@@ -91,7 +92,12 @@ class CLI(LightningCLI):
             },
             save_config_callback=SavedConfig,
             seed_everything_default=0,
-            trainer_defaults={"max_epochs": 15, "enable_model_summary": False, "callbacks": default_callbacks()},
+            trainer_defaults={
+                "max_epochs": 15,
+                "enable_model_summary": False,
+                "num_sanity_val_steps": 0,  # 1,000 images, 10 s of a CPU core before the first step
+                "callbacks": default_callbacks(),
+            },
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
         )
@@ -198,6 +204,7 @@ class CLI(LightningCLI):
         if config["enable_progress_bar"] is not False:
             callbacks = [ProgressBar(), *callbacks]
         config["plugins"] = [*as_list(config["plugins"]), CheckpointFiles()]
+        config["profiler"] = config["profiler"] or NoProfiler()
         if config["sync_batchnorm"]:
             config["plugins"].append(ProcessSyncBatchNorm())
         settle_processes(config)
@@ -209,6 +216,7 @@ class CLI(LightningCLI):
             given = f"--trainer.devices={config['devices']}"
             raise ConfigError(f"{given}: {error}", remedy="pass the number of devices: --trainer.devices=2") from error
         trainer.callbacks.sort(key=place)  # type: ignore[attr-defined]  # Lightning's own omission
+        leave_out_empty_hooks(trainer.callbacks, self.model)  # type: ignore[attr-defined]
         return trainer
 
     # The run.

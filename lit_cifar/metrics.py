@@ -12,6 +12,18 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 
+class MeanLoss(MeanMetric):
+    """Mean of the losses of all samples."""
+
+    def __init__(self) -> None:
+        super().__init__(nan_strategy="disable")  # looking for them makes the host wait for a GPU
+
+    def update(self, losses: Tensor) -> None:  # type: ignore[override]  # no weights
+        """Count a batch; `losses` float, (n,)."""
+        self.mean_value.add_(losses.to(self.mean_value.dtype).sum())
+        self.weight.add_(len(losses))
+
+
 class TopAccuracy(MulticlassAccuracy):
     """Share of the samples whose class is among the `top_k` most probable; it counts into `tp` and `fn` alone."""
 
@@ -25,8 +37,8 @@ class TopAccuracy(MulticlassAccuracy):
         """Count a batch; `preds` (n, C), `target` int64, (n,)."""
         if self.top_k == 1:
             right = (preds.argmax(dim=1) == target).sum()
-            self.tp += right
-            self.fn += len(target) - right
+            self.tp.add_(right)
+            self.fn.add_(len(target) - right)
         else:  # here torchmetrics counts each class separately
             found = (preds.topk(self.top_k, dim=1).indices == target[:, None]).any(dim=1)
             self.tp.index_add_(0, target, found.to(self.tp))
@@ -55,7 +67,7 @@ class EvaluationMetrics(nn.Module):
     def __init__(self, split: Literal["val", "test"], num_classes: int) -> None:
         super().__init__()
         self.split = split
-        self.loss = MeanMetric(nan_strategy="disable")
+        self.loss = MeanLoss()
         # torchmetrics would read the counts to find out which metrics share them.
         self.scores = MetricCollection(
             {"acc": TopAccuracy(num_classes), "acc_top5": TopAccuracy(num_classes, top_k=min(5, num_classes))},

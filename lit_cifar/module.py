@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torchmetrics import MeanMetric, Metric, MetricCollection
+from torchmetrics import Metric, MetricCollection
 
 from lit_cifar.checkpoint.format import Header, add_prefix, check_shapes, read_checkpoint, strip_prefix
 from lit_cifar.data.images import Batch
 from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.layout import GhostBatches
-from lit_cifar.metrics import EvaluationMetrics, TopAccuracy
+from lit_cifar.metrics import EvaluationMetrics, MeanLoss, TopAccuracy
 from lit_cifar.models import DEFAULT_ARCH, Arch, Stem, build_network, stem_of
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.ghost_batchnorm import normalise_apart
@@ -99,11 +99,23 @@ class LitResNet(L.LightningModule):
         self.lr_scaling: LRScaling = lr_scaling
         self.base_batch_size = base_batch_size
         self._runner: Callable[[Tensor], Tensor] | None = None
+        self._newest: tuple[Tensor, Tensor, Tensor] | None = None  # losses, logits, labels of a batch
+        self._logged_epoch: int | None = None
 
-        self.train_loss = MeanMetric(nan_strategy="disable")  # looking for them makes the host wait for a GPU
+        self.train_loss = MeanLoss()
         self.train_acc = TopAccuracy(num_classes)
         self.val_metrics = EvaluationMetrics("val", num_classes)
         self.test_metrics = EvaluationMetrics("test", num_classes)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As torch's, which looks for parameters and modules of this name first, even for a text.
+
+        Lightning notes the name of the current hook here before and after each, some thirty times a step.
+        """
+        if isinstance(value, str | None) and name in self.__dict__:
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
 
     def setup(self, stage: str) -> None:
         """Reset the metrics, so that they count in this process's own memory.
@@ -114,6 +126,7 @@ class LitResNet(L.LightningModule):
         for metric in self.modules():
             if isinstance(metric, Metric):
                 metric.reset()
+        self._newest = self._logged_epoch = None
         if self.compiles:  # a strategy with a runner of its own sets it later
             self.use_runner(Compiled(self.network))
 
@@ -144,14 +157,31 @@ class LitResNet(L.LightningModule):
         """The mean loss of this process's samples times the weight of their number in the global batch."""
         logits = self(batch.images)
         losses = self.loss(logits, batch.labels)
+        self._newest = losses.detach(), logits.detach(), batch.labels
         self.train_loss.update(losses.detach())
         self.train_acc.update(logits.detach(), batch.labels)
-        self.log("train/loss", self.train_loss, on_step=False, on_epoch=True)
-        self.log("train/acc", self.train_acc, on_step=False, on_epoch=True)
-        # This process's share of the step, without communication: the progress bar shows it.
-        self.log("train/loss_step", losses.detach().mean(), batch_size=len(losses))
-        self.log("train/acc_step", (logits.argmax(dim=1) == batch.labels).float().mean(), batch_size=len(losses))
+        if self._logged_epoch != self.current_epoch:  # once is enough: at the epoch's end Lightning asks the metrics
+            self._logged_epoch = self.current_epoch
+            self.log("train/loss", self.train_loss, on_step=False, on_epoch=True)
+            self.log("train/acc", self.train_acc, on_step=False, on_epoch=True)
+        every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # Lightning's own omission
+        # Not in every step: Lightning's `log` takes longer than the rest of what it does in a step.
+        if every and (self.trainer.global_step + 1) % every == 0:
+            self.log_dict(self.step_metrics())
         return losses.mean() * batch.weight
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        """Log the last step of a run that a callback has just stopped: Lightning writes a row for it."""
+        if self.trainer.should_stop:
+            self.log_dict(self.step_metrics())
+
+    def step_metrics(self) -> dict[str, Tensor]:
+        """Loss and accuracy of this process's newest training batch, without communication; none before the first."""
+        if self._newest is None:
+            return {}
+        losses, logits, labels = self._newest
+        accuracy = (logits.argmax(dim=1) == labels).float().mean()
+        return {"train/loss_step": losses.mean(), "train/acc_step": accuracy}
 
     def on_validation_epoch_start(self) -> None:
         self.val_metrics.details.reset()

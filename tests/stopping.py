@@ -24,7 +24,7 @@ class SignalAfter(L.Callback):
 class SignalAtStart(L.Callback):
     """Asks the process to stop before it has taken a step."""
 
-    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Send SIGTERM."""
         os.kill(os.getpid(), 15)
 

@@ -26,7 +26,7 @@ LAYERS = [
     {"checkpoint", "sample_audit"},
     {"module", "copy_probe"},
     {"strategies"},
-    {"callbacks", "export", "modes"},
+    {"callbacks", "empty_hooks", "export", "modes"},
     {"verify"},
     {"bench", "chaos", "doctor", "html_report"},
     {"commands"},

@@ -99,7 +99,9 @@ class StepBoundary(Callback):
         """Between two optimizer steps: agree if that is due, then save, then stop."""
         if batch_idx % trainer.accumulate_grad_batches:
             return
-        self._first_steps[trainer.current_epoch] = trainer.global_step - batch_idx // trainer.accumulate_grad_batches
+        if trainer.current_epoch not in self._first_steps:
+            first_step = trainer.global_step - batch_idx // trainer.accumulate_grad_batches
+            self._first_steps[trainer.current_epoch] = first_step
         by_step = self._last is not None and self._last.due_by_step(trainer)
         self._steps_left -= 1
         if self._steps_left > 0 and not by_step:

@@ -1,22 +1,17 @@
 """Commands beside Lightning's fit, validate, test and predict: they start processes of their own, or none."""
 
 from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 
-from lit_cifar.commands.bench import main as bench
-from lit_cifar.commands.chaos import main as chaos
-from lit_cifar.commands.doctor import main as doctor
-from lit_cifar.commands.export import main as export
-from lit_cifar.commands.modes import main as modes
-from lit_cifar.commands.report import main as report
-from lit_cifar.commands.verify import main as verify
+
+def _run(name: str, words: list[str]) -> int:
+    """Import the command's module, which takes the others some tenths of a second, and run it."""
+    status: int = import_module(f"{__name__}.{name}").main(words)
+    return status
+
 
 # Each takes what follows its name on the command line and returns the exit status.
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "bench": bench,
-    "chaos": chaos,
-    "export": export,
-    "doctor": doctor,
-    "modes": modes,
-    "report": report,
-    "verify": verify,
+    name: partial(_run, name) for name in ("bench", "chaos", "export", "doctor", "modes", "report", "verify")
 }

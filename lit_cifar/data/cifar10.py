@@ -43,7 +43,7 @@ class Cifar10(Dataset):
                 return
             install(CIFAR10_BINARY, self.root, download=download)
         for split in FILES:
-            _read_records(self.root, split)
+            _check_records(self.root, split)
 
     def load(self, split: Split, *, num_images: int | None = None) -> ImageSet:
         if os.path.lexists(self.root / CIFAR10_BINARY.folder):
@@ -58,37 +58,49 @@ class Cifar10(Dataset):
         return self.first(*whole, split, num_images)
 
 
+def _check_records(root: Path, split: Split) -> None:
+    """Read a split, file by file into the same memory."""
+    folder, labels = root / CIFAR10_BINARY.folder, []
+    records = np.empty((RECORDS_PER_FILE, RECORD_BYTES), np.uint8)
+    for name in FILES[split]:
+        _read_file(folder / name, into=records)
+        labels.append(records[:, 0].copy())
+    _check_counts(np.concatenate(labels), split, folder)
+
+
 def _read_records(root: Path, split: Split) -> Bytes:
     """All records of a split, uint8, (N, 3073): a label, then 1,024 red, green and blue pixels each, row by row.
 
     Source: "Binary version" on https://www.cs.toronto.edu/~kriz/cifar.html.
     """
     folder = root / CIFAR10_BINARY.folder
-    records = np.concatenate([_read_file(folder / name) for name in FILES[split]])
+    records = np.empty((len(FILES[split]) * RECORDS_PER_FILE, RECORD_BYTES), np.uint8)
+    for name, part in zip(FILES[split], np.split(records, len(FILES[split])), strict=True):
+        _read_file(folder / name, into=part)
     _check_counts(records[:, 0], split, folder)
     return records
 
 
-def _read_file(path: Path) -> Bytes:
-    expected = RECORDS_PER_FILE * RECORD_BYTES
+def _read_file(path: Path, *, into: Bytes) -> None:
+    """Read a file's records into uint8, (RECORDS_PER_FILE, RECORD_BYTES)."""
     try:
         found = path.stat().st_size
-        content = np.fromfile(path, np.uint8) if found == expected else None
+        if found == into.nbytes:
+            with path.open("rb", buffering=0) as file:
+                file.readinto(into.data)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}", remedy=_replace(path.parent)) from error
-    if content is None:
+    if found != into.nbytes:
         raise DataError(
-            f"{path} holds {found} bytes, not {expected} ({RECORDS_PER_FILE} records of {RECORD_BYTES})",
+            f"{path} holds {found} bytes, not {into.nbytes} ({RECORDS_PER_FILE} records of {RECORD_BYTES})",
             remedy=_replace(path.parent),
         )
-    records = content.reshape(RECORDS_PER_FILE, RECORD_BYTES)
-    wrong = np.flatnonzero(records[:, 0] >= len(CLASSES))
+    wrong = np.flatnonzero(into[:, 0] >= len(CLASSES))
     if len(wrong):
         raise DataError(
-            f"{path}: record {wrong[0]} has label {records[wrong[0], 0]}; CIFAR-10's are 0 to {len(CLASSES) - 1}",
+            f"{path}: record {wrong[0]} has label {into[wrong[0], 0]}; CIFAR-10's are 0 to {len(CLASSES) - 1}",
             remedy=_replace(path.parent),
         )
-    return records
 
 
 def _check_counts(labels: Bytes, split: Split, folder: Path) -> None:

@@ -104,6 +104,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         self.val_size = self.source.val_size if val_size is None else val_size
         self.sets: dict[str, ImageSet] = {}
         self.folder: FolderImages | None = None
+        self._prepared = False
         if cutout and not augment:
             raise ConfigError(f"--data.cutout={cutout} is part of the augmentation", remedy="pass --data.augment=true")
         if self.source.own_val and val_size is not None:
@@ -138,9 +139,10 @@ class CIFAR10DataModule(L.LightningDataModule):
     # Lightning calls prepare_data in one process per node, then setup in every process.
 
     def prepare_data(self) -> None:
-        """Download the data set if it is missing and may be downloaded."""
-        if self.predict_dir is None:
+        """Download the data set if it is missing and may be downloaded; the first time, not again in this process."""
+        if self.predict_dir is None and not self._prepared:
             self.source.prepare(download=self.download)
+            self._prepared = True
 
     def setup(self, stage: str) -> None:
         """Read what `stage` ("fit", "validate", "test" or "predict") needs into `self.sets`."""
@@ -229,6 +231,11 @@ class CIFAR10DataModule(L.LightningDataModule):
         if self.resident == "host" or (self.resident == "auto" and not _has_room(images.images, device)):
             return images
         return images.to(device)
+
+    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
+        """Nothing to do for images that are there; Lightning would look through the batch for tensors."""
+        there = batch.images.device == device
+        return batch if there else super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Normalise on the device: uint8 to float32 to the precision of the run."""

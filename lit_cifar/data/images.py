@@ -21,7 +21,7 @@ class ImageSet:
 
     def subset(self, ids: Tensor) -> "ImageSet":
         """The images at positions `ids` (int64, (M,)), in that order."""
-        return replace(self, images=self.images[ids], labels=self.labels[ids])
+        return replace(self, images=self.images.index_select(0, ids), labels=self.labels[ids])
 
     def to(self, device: torch.device) -> "ImageSet":
         return replace(self, images=self.images.to(device), labels=self.labels.to(device))

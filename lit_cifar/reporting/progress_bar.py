@@ -80,7 +80,7 @@ class ProgressBar(TQDMProgressBar):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show the values of the whole epoch and keep the line."""
         # On every rank: if this is the first use of the epoch's accuracy, all processes compute it together.
-        metrics = _short(trainer, EPOCH_NAMES)
+        metrics = _short(trainer.callback_metrics, EPOCH_NAMES)
         self.train_progress_bar.bar_format = self.DONE_FORMAT
         self.train_progress_bar.set_postfix(metrics)
         self.train_progress_bar.close()
@@ -88,7 +88,9 @@ class ProgressBar(TQDMProgressBar):
             self._write_line(trainer, metrics, "done")
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        return _short(trainer, STEP_NAMES)
+        # Of this step, while the run logs them at its log points only.
+        ask: Any = getattr(pl_module, "step_metrics", dict)
+        return _short(trainer.callback_metrics | ask(), STEP_NAMES)
 
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
         """Print above an open bar; if none is open, Lightning's own bar would print nothing."""
@@ -110,7 +112,6 @@ def _epoch_of(trainer: Trainer) -> str:
     return f"epoch {trainer.current_epoch + 1}" + (f"/{trainer.max_epochs}" if known else "")
 
 
-def _short(trainer: Trainer, names: dict[str, str]) -> dict[str, str]:
-    logged = trainer.callback_metrics
+def _short(logged: dict[str, Any], names: dict[str, str]) -> dict[str, str]:
     figures = {short: float(logged[name]) for name, short in names.items() if name in logged}
     return {short: f"{value:.0f}" if short == "img/s" else f"{value:.3f}" for short, value in figures.items()}

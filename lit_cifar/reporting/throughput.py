@@ -25,6 +25,7 @@ class Throughput(Callback):
     def __init__(self, *, warmup_steps: int = 2) -> None:
         self.warmup_steps = warmup_steps
         self._warmup_left = warmup_steps
+        self._num_shards = 1
         self._num_images = 0
         self._elapsed_s = 0.0
         self._started_at: float | None = None  # None while the clock stands still
@@ -32,6 +33,7 @@ class Throughput(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._warmup_left = self.warmup_steps
+        self._num_shards = Layout.of(trainer.strategy).num_shards
         self._reset()
         self._started_at = None
         self._logged_step = trainer.global_step
@@ -54,7 +56,7 @@ class Throughput(Callback):
                 self._start()
             return
         # The shards of a step are equally long, except that in a ragged last batch one image more or less may miss.
-        self._num_images += len(batch.labels) * Layout.of(trainer.strategy).num_shards
+        self._num_images += len(batch.labels) * self._num_shards
         step = trainer.global_step
         if step % trainer.log_every_n_steps == 0 and step != self._logged_step:  # type: ignore[attr-defined]
             self._logged_step = step
