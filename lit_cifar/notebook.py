@@ -42,16 +42,17 @@ class Run:
             self._output = os.pread(self._file.fileno(), 1 << 24, 0).decode(errors="replace")
         return self._output
 
-    def wait(self, *, check: bool = True) -> "Run":
-        """Wait for the end, and show the latest line meanwhile. If the cell is interrupted, the run saves and stops.
+    def wait(self, *, check: bool = True, show: bool = True) -> "Run":
+        """Wait for the end, and `show` the latest line meanwhile. If the cell is interrupted, the run saves and stops.
 
         Raises:
             RuntimeError: `check` and the command failed; the text ends with the last lines that it printed.
         """
-        status_line = _StatusLine(self._title)
+        status_line = _StatusLine(self._title) if show else None
         try:
             while not self._has_ended():
-                status_line.show(self.output.rstrip().rpartition("\n")[2].strip())
+                if status_line:
+                    status_line.show(self.output.rstrip().rpartition("\n")[2].strip())
         except KeyboardInterrupt:
             self.process.terminate()
             self.process.wait()
@@ -61,7 +62,8 @@ class Run:
             self._file.close()
         status = self.process.returncode
         seconds = perf_counter() - self._started_at
-        status_line.show(f"{f'exit status {status}' if status else 'done'} after {seconds:.0f} s", last=True)
+        if status_line:
+            status_line.show(f"{f'exit status {status}' if status else 'done'} after {seconds:.0f} s", last=True)
         if check and status:
             raise RuntimeError(f"{self._title}: exit status {status}\n{output[-3000:]}")
         return self
@@ -114,6 +116,37 @@ def run(
         RuntimeError: The command failed; the text ends with the last lines that it printed.
     """
     return start(command, *options, torchrun=torchrun, env=env).wait()
+
+
+def run_all(
+    commands: Sequence[Sequence[str]],
+    *,
+    at_once: int = 1,
+    env: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Run many commands in their order, and show how many are done. If one fails, those beside it are ended.
+
+    Args:
+        commands: Each as the positional arguments of `start`.
+        at_once: How many at a time. Runs whose speed is measured go one by one.
+        env: Environment variables to set.
+
+    Raises:
+        RuntimeError: A command failed; the text ends with the last lines that it printed.
+    """
+    status_line, started_at = _StatusLine("lit_cifar"), perf_counter()
+    for first in range(0, len(commands), at_once):
+        status_line.show(f"{first} of {len(commands)} runs done")
+        together = [start(*command, env=env) for command in commands[first : first + at_once]]
+        try:
+            for one in together:
+                one.wait(show=False)
+        finally:
+            for one in together:
+                one.process.terminate()  # does nothing to those that have ended
+            for one in together:
+                one.wait(check=False, show=False)
+    status_line.show(f"{len(commands)} runs done after {perf_counter() - started_at:.0f} s", last=True)
 
 
 class _StatusLine:

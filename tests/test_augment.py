@@ -6,10 +6,10 @@ import pytest
 import torch
 from counting import Operators
 from torch import Tensor
-from torch.nn import functional as F
 
-from lit_cifar.data.augment import Augmentation, crop_by_gather, crop_by_slices
+from lit_cifar.data.augment import Augmentation, AugmentedImages
 from lit_cifar.data.counter_rng import Purpose, keyed_bits, keyed_integers, keyed_permutation
+from lit_cifar.data.crops import CropByCopy, CropByGather
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -17,6 +17,12 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 @pytest.fixture
 def images() -> Tensor:
     return torch.randint(0, 256, (64, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def augmented(images: Tensor, ids: Tensor, augmentation: Augmentation, *, epoch: int) -> Tensor:
+    """`images` as what befalls the samples `ids` in `epoch` makes them."""
+    prepared = AugmentedImages(images, augmentation)
+    return prepared(torch.arange(len(ids), device=ids.device), prepared.draw(ids, epoch=epoch))
 
 
 def reference(image: Tensor, sample: int, augmentation: Augmentation, epoch: int) -> Tensor:
@@ -44,8 +50,8 @@ def reference(image: Tensor, sample: int, augmentation: Augmentation, epoch: int
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_whole_batch_equals_one_image_at_a_time(images: Tensor, augmentation: Augmentation, device: str) -> None:
     ids = torch.arange(1000, 1064)
-    augmented = augmentation(images.to(device), ids.to(device), epoch=2).cpu()
-    for image, sample, result in zip(images, ids.tolist(), augmented, strict=True):
+    found = augmented(images.to(device), ids.to(device), augmentation, epoch=2).cpu()
+    for image, sample, result in zip(images, ids.tolist(), found, strict=True):
         assert result.equal(reference(image, sample, augmentation, epoch=2))
 
 
@@ -64,9 +70,9 @@ def digest(tensor: Tensor) -> str:
 def test_the_bytes_of_every_version_are_the_same(augmentation: Augmentation, expected: str) -> None:
     """Digests of 0.1.0: who goes on with a run of then goes on with its images."""
     images = (torch.arange(64 * 3 * 32 * 32) * 2654435761 >> 7 & 255).to(torch.uint8).reshape(64, 3, 32, 32)
-    augmented = augmentation(images, torch.arange(1000, 1064), epoch=2)
-    assert augmented.is_contiguous()
-    assert digest(augmented) == expected
+    found = augmented(images, torch.arange(1000, 1064), augmentation, epoch=2)
+    assert found.is_contiguous()
+    assert digest(found) == expected
 
 
 def test_the_draws_of_every_version_are_the_same() -> None:
@@ -75,16 +81,29 @@ def test_the_draws_of_every_version_are_the_same() -> None:
     assert digest(keyed_permutation(50_000, seed=0, epoch=3, purpose=Purpose.ORDER)) == "3c0ac495f207b92d"
 
 
-def test_a_gpu_crops_as_the_host_does(images: Tensor) -> None:
-    """Windows of another height than width, so that no axis is taken for the other."""
-    generator = torch.Generator().manual_seed(1)
-    rows, columns = (torch.randint(0, bound, (64,), generator=generator) for bound in (17, 9))
-    mirrored = torch.randint(0, 2, (64,), generator=generator).bool()
-    arguments = (F.pad(images, [4] * 4), rows, columns, mirrored, (24, 32))
+@pytest.mark.parametrize("padding", [0, 1, 4])
+@pytest.mark.parametrize("crop", [CropByCopy, CropByGather])
+def test_every_window_is_the_one_a_padded_image_has(crop: type[CropByCopy | CropByGather], padding: int) -> None:
+    """All places and both directions, in the first, a middle and the last image, each neither square nor of 8 bytes."""
+    images = torch.randint(1, 256, (3, 2, 7, 5), dtype=torch.uint8)  # never black: what the border blackens is seen
+    places = torch.arange(2 * padding + 1)
+    ids, rows, columns, mirrored = torch.cartesian_prod(torch.arange(3), places, places, torch.arange(2)).T
     with Operators() as operators:
-        found = crop_by_gather(*arguments)
-    assert found.equal(crop_by_slices(*arguments))
+        found = crop(images, padding)(ids, rows, columns, mirrored.bool())
+    for window, image, row, column, mirror in zip(found, images[ids], rows, columns, mirrored, strict=True):
+        expected = torch.zeros(2, 7 + 2 * padding, 5 + 2 * padding, dtype=torch.uint8)
+        expected[:, padding : padding + 7, padding : padding + 5] = image
+        expected = expected[:, row : row + 7, column : column + 5]
+        assert window.equal(expected.flip(2) if mirror else expected)
     assert not operators.waits
+
+
+def test_cropping_leaves_the_images_as_they_are(images: Tensor) -> None:
+    before, prepared = images.clone(), AugmentedImages(images, Augmentation(seed=1, cutout=8))
+    ids = torch.arange(64)
+    first = prepared(ids, prepared.draw(ids, epoch=0))
+    assert prepared(ids, prepared.draw(ids, epoch=0)).equal(first)
+    assert images.equal(before)
 
 
 def test_a_draw_starts_few_operators_and_reads_nothing() -> None:
@@ -96,21 +115,21 @@ def test_a_draw_starts_few_operators_and_reads_nothing() -> None:
 
 
 def test_a_sample_is_augmented_alike_in_any_batch(images: Tensor) -> None:
-    augmentation, ids = Augmentation(seed=1, cutout=8), torch.randperm(64)
-    whole = augmentation(images[ids], ids, epoch=0)
-    for shard in range(3):
-        assert augmentation(images[ids[shard::3]], ids[shard::3], epoch=0).equal(whole[shard::3])
+    prepared, ids = AugmentedImages(images, Augmentation(seed=1, cutout=8)), torch.randperm(64)
+    whole = prepared(ids, prepared.draw(ids, epoch=0))
+    for part in (ids[shard::3] for shard in range(3)):
+        assert prepared(part, prepared.draw(part, epoch=0)).equal(whole[torch.isin(ids, part)])
 
 
 def test_epochs_and_seeds_differ(images: Tensor) -> None:
     ids = torch.arange(64)
-    first = Augmentation(seed=1)(images, ids, epoch=0)
-    assert not first.equal(Augmentation(seed=1)(images, ids, epoch=1))
-    assert not first.equal(Augmentation(seed=2)(images, ids, epoch=0))
+    first = augmented(images, ids, Augmentation(seed=1), epoch=0)
+    assert not first.equal(augmented(images, ids, Augmentation(seed=1), epoch=1))
+    assert not first.equal(augmented(images, ids, Augmentation(seed=2), epoch=0))
 
 
 def test_an_empty_batch_stays_empty(images: Tensor) -> None:
-    assert Augmentation(seed=1)(images[:0], torch.arange(0), epoch=0).shape == (0, 3, 32, 32)
+    assert augmented(images, torch.arange(0), Augmentation(seed=1, cutout=8), epoch=0).shape == (0, 3, 32, 32)
 
 
 def test_keyed_bits_are_splitmix64() -> None:

@@ -9,12 +9,13 @@ import torch
 from commands import run_here
 from PIL import Image
 
-from lit_cifar.bench import baseline, figure
+from lit_cifar.bench import baseline, data_path, figure
 from lit_cifar.bench.rows import Goal, Row, markdown, result_table, shown
 from lit_cifar.bench.sections import SECTIONS
 from lit_cifar.bench.settings import Settings
 from lit_cifar.bench.timing import Spread, difference, in_turn, measured_in_turn, ratio
 from lit_cifar.data import CIFAR10DataModule
+from lit_cifar.data.images import Batch
 from lit_cifar.errors import ConfigError
 
 command = import_module("lit_cifar.commands.bench")  # whose name in its package is the function
@@ -113,6 +114,45 @@ def test_the_articles_loop_trains() -> None:
     step = baseline.training_step(network, baseline.forever(batches), torch.device("cpu"))
     losses = [step() for _ in range(30)]
     assert losses[-1] < losses[0]
+
+
+# The data path -----------------------------------------------------------------------------------------------------
+
+
+def test_the_data_path_is_timed_on_one_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    threads, seen = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    monkeypatch.setattr(data_path, "_seconds", lambda batches: seen.append(torch.get_num_threads()) or len([*batches]))
+    settings = Settings(device=torch.device("cpu"), folder=tmp_path, rounds=2, small=True)
+    rows = data_path.measure(settings, lambda line: None)
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(threads)
+    assert set(seen) == {1}
+    # This clock counts batches: 16 of the baseline, an epoch of 32 of ours, each divided by its images.
+    assert [(row.unit, row.found.median) for row in rows] == [("x", 1.0), ("img/s", 128), ("img/s", 128), ("%", 0.0)]
+    assert [row.met for row in rows] == [False, None, None, None]
+
+
+def test_the_data_paths_make_the_same_kind_of_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without chance in them they make the same images."""
+    monkeypatch.setattr(baseline.transforms, "RandomCrop", lambda size, padding: lambda image: image)
+    monkeypatch.setattr(baseline.transforms, "RandomHorizontalFlip", lambda: lambda image: image)
+    data = CIFAR10DataModule(dataset="synthetic", num_train=64, val_size=0, batch_size=32, augment=False)
+    data.setup("fit")
+    made: dict[str, list[torch.Tensor]] = {}
+    for name, call in data_path.paths(data).items():
+        monkeypatch.setattr(
+            data_path, "_seconds", lambda batches, name=name: made.update({name: [batch[0] for batch in batches]}) or 1
+        )
+        call()
+    expected = data.on_after_batch_transfer(Batch(*([data.sets["train"].images] * 3), 1.0), 0).images
+    for batches in (made["baseline"], made["ours"]):
+        found = torch.cat(batches)
+        assert len(batches) == 2
+        places = torch.cdist(found.flatten(1), expected.flatten(1)).argmin(1)
+        assert places.sort().values.equal(torch.arange(64))
+        torch.testing.assert_close(found, expected[places])
+    assert {batch.dtype for batch in made["uint8"]} == {torch.uint8}
 
 
 def one_row(settings: Settings, report: object) -> list[Row]:

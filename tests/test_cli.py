@@ -194,7 +194,11 @@ def test_the_help_that_an_error_names_is_there(command: str, monkeypatch: pytest
         ("ddp_pp", "num_microbatches=8", "PipelineStrategy num_stages=2 num_microbatches=8"),
         ("tp", "tensor_parallel_size=2", "ShardedStrategy data_parallel_size=1 tensor_parallel_size=2"),
         ("tp", "data_parallel_size=2", "ShardedStrategy data_parallel_size=2 tensor_parallel_size=null"),
-        ("ddp_spawn", "find_unused_parameters=true", "DDPStrategy find_unused_parameters=true start_method=spawn"),
+        (
+            "ddp_spawn",
+            "find_unused_parameters=true",
+            "AveragingDDPStrategy find_unused_parameters=true start_method=spawn",
+        ),
     ],
 )
 def test_a_short_name_with_arguments_is_answered_with_its_class(name: str, argument: str, answer: str) -> None:

@@ -17,7 +17,7 @@ from commands import TINY, counts, launch, run_here
 from torch import Tensor, nn
 
 from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.data.augment import Augmentation
+from lit_cifar.data.augment import Augmentation, AugmentedImages
 from lit_cifar.data.images import ImageSet
 from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.samplers import TrainSampler
@@ -57,11 +57,12 @@ def sampler_of(images: ImageSet) -> TrainSampler:
 
 
 def test_augmentation_gives_the_same_bytes() -> None:
-    images = images_of(64)
-    ids = torch.arange(64) * 2**33 + 5
-    augmentation = Augmentation(seed=2**61, cutout=8)
-    expected = augmentation(images.images, ids, epoch=3)
-    assert augmentation(images.images.to(DEVICE), ids.to(DEVICE), epoch=3).cpu().equal(expected)
+    images, places = images_of(64).images, torch.arange(64)
+    here, there = (AugmentedImages(found, Augmentation(seed=2**61, cutout=8)) for found in (images, images.to(DEVICE)))
+    draws = here.draw(places * 2**33 + 5, epoch=3)
+    drawn_there = there.draw((places * 2**33 + 5).to(DEVICE), epoch=3)
+    assert drawn_there.cpu().equal(draws)
+    assert there(places.to(DEVICE), drawn_there).cpu().equal(here(places, draws))
 
 
 def test_batches_made_on_the_device_are_those_of_the_host() -> None:

@@ -1,6 +1,7 @@
 """Starting runs from a notebook."""
 
 import os
+import re
 import signal
 import sys
 import time
@@ -41,6 +42,24 @@ def test_an_interrupted_cell_stops_the_run(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(KeyboardInterrupt):
         started.wait()
     assert started.process.returncode == 128 + signal.SIGTERM, started.output
+
+
+def test_many_runs_show_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    notebook.run_all([["modes"], ["modes"], ["modes"]], at_once=2)
+    assert re.fullmatch(r"lit_cifar: 3 runs done after \d+ s\n", capfd.readouterr().out)
+
+
+def test_a_run_that_fails_ends_those_beside_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: list[notebook.Run] = []
+    start = notebook.start
+    monkeypatch.setattr(
+        notebook, "start", lambda *args, **kwargs: started.append(start(*args, **kwargs)) or started[-1]
+    )
+    endless = ["fit", *TINY, "--trainer.max_epochs=100000", f"--run_dir={tmp_path}"]
+    with pytest.raises(RuntimeError, match=r"exit status 2\n(?s:.*)--model.arch"):
+        notebook.run_all([["fit", "--model.arch=resnet35"], endless, ["modes"]], at_once=2)
+    assert len(started) == 2
+    assert started[1].process.returncode, "it was ended"
 
 
 def test_torchrun_starts_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,8 @@ SYNTHETIC = 'DATA = ["--data.dataset=synthetic"]\n'
 SMALL = {
     "dp_versus_ddp.ipynb": SYNTHETIC
     + "BATCH, STEPS, FAULTY_STEPS, LEARNING_RATES, TOO_LARGE = 32, 3, 30, (0.1,), (100.0,)\n",
+    "fashion_mnist.ipynb": SYNTHETIC
+    + "SEEDS, LARGE, NUM_TRAIN, NUM_VAL, EPOCHS, TARGET = (0,), (2,), 640, 200, 2, 0.12\n",
     "fault_tolerance.ipynb": (
         'DATASET = "synthetic"\n'
         'SIZES["small"] = {"arch": "tiny", "stem": "imagenet", "num_train": 1280, "batch": 32, "save_every": 7}\n'
@@ -43,6 +45,14 @@ assert means["kept"] == means["replica 0"] == 1.5
 import math
 assert all(map(math.isfinite, arrived["0.1"]))
 assert diverges(lost["0.1"]) and diverges(arrived["100"]) and not diverges(arrived["0.1"])
+""",
+    "fashion_mnist.ipynb": """
+assert speed[["mode", "devices"]].values.tolist() == [["one process", 1], ["batch kept", 2], ["batch grown", 2]]
+assert (speed["images_per_s"] > 0).all()
+assert [curves[kind][0]["step"].tolist() for kind in KINDS] == [[19, 39], [19, 39], [9, 19]]
+assert (one["images"] == 32 * one["steps"])[one["steps"].notna()].all()
+assert set(final) == {(2, "none"), (2, "sqrt"), (2, "linear")}
+assert len({read_run(folders[0])["loss"] for folders in grown.values()}) == 3, "the rules train differently"
 """,
     "fault_tolerance.ipynb": """
 assert "lit_cifar: rank 1 " in killed.output and "SIGKILL" in killed.output

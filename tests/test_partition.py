@@ -10,7 +10,7 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.layout import GhostBatches
 from lit_cifar.models.blocks import blocks_of
 from lit_cifar.models.ghost_batchnorm import normalise_apart
-from lit_cifar.models.partition import Block, Partition, _balanced, measure
+from lit_cifar.models.partition import Block, Partition, balanced, measure
 from lit_cifar.models.resnet import Stem, build_resnet
 
 IMAGE = (3, 32, 32)
@@ -126,7 +126,7 @@ def test_cuts_are_the_best_that_there_are(seed: int) -> None:
     num_blocks = int(torch.randint(2, 9, (), generator=generator))
     flop: list[int] = torch.randint(1, 20, (num_blocks,), generator=generator).tolist()
     for num_stages in range(1, num_blocks + 1):
-        bounds = _balanced(pieces(flop), num_stages)
+        bounds = balanced(flop, num_stages)
         assert len(bounds) == num_stages - 1
         choices = combinations(range(1, num_blocks), num_stages - 1)
         assert largest(flop, bounds) == min(largest(flop, choice) for choice in choices)

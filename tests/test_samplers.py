@@ -8,7 +8,8 @@ from counting import Operators
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
-from lit_cifar.data.augment import Augmentation
+from lit_cifar.data import CIFAR10DataModule
+from lit_cifar.data.augment import Augmentation, AugmentedImages
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.data.loader import _BLOCK_ON_DEVICE, BatchLoader
 from lit_cifar.data.samplers import EvaluationSampler, Part, TrainSampler
@@ -158,13 +159,26 @@ def test_batches_that_are_made_together_are_those_made_one_by_one(
 ) -> None:
     monkeypatch.setattr("lit_cifar.data.loader._BLOCK_ON_HOST", images_at_a_time)
     images = torch.randint(0, 256, (50, 3, 32, 32), dtype=torch.uint8)
-    labels, augment = torch.randint(0, 10, (50,)), Augmentation(seed=1)
-    loader = BatchLoader(ImageSet(images, labels, ("a",), ""), sampler, augmentation=augment)
+    labels, augmentation = torch.randint(0, 10, (50,)), Augmentation(seed=1)
+    loader = BatchLoader(ImageSet(images, labels, ("a",), ""), sampler, augmentation=augmentation)
+    augmented = AugmentedImages(images, augmentation)
     for batch, (ids, weight) in zip(loader, sampler, strict=True):
-        assert batch.images.equal(augment(images[ids], ids, epoch=getattr(sampler, "epoch", 0)))
+        assert batch.images.equal(augmented(ids, augmented.draw(ids, epoch=getattr(sampler, "epoch", 0))))
         assert batch.labels.equal(labels[ids])
         assert batch.ids.equal(ids)
         assert batch.weight == weight
+
+
+def test_the_images_of_the_loader_are_the_only_ones_that_are_kept() -> None:
+    """It needs a copy of them; the data module lets go of its own."""
+    data = CIFAR10DataModule(dataset="synthetic", num_train=40, val_size=8, batch_size=16)
+    data.setup("fit")
+    before = data.sets["train"]
+    loader = data.train_dataloader()
+    kept = data.sets["train"]
+    assert kept.images.data_ptr() == loader.images.images.data_ptr() != before.images.data_ptr()
+    assert kept.images.equal(before.images)
+    assert kept.labels.equal(before.labels)
 
 
 def test_a_gpu_is_asked_a_few_times_in_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from lit_cifar.reporting.scaling import (
     read_memory,
     read_speed,
     scaling_frame,
-    seconds_to,
+    time_to,
 )
 
 MEMORY = "--trainer.callbacks+=lit_cifar.reporting.memory.TrainingMemory"
@@ -51,21 +51,32 @@ def test_modes_are_compared_with_one_device(tmp_path: Path) -> None:
         write_run(tmp_path / f"single{n}", speeds=(speed,), state_mib=(6,)) for n, speed in enumerate((90, 100, 400))
     ]
     double = [
-        write_run(tmp_path / f"fsdp{n}", speeds=(speed, speed), state_mib=(2, 4)) for n, speed in enumerate((150, 160))
+        write_run(tmp_path / f"fsdp{n}", speeds=(speed, speed), state_mib=(2, 4))
+        for n, speed in enumerate((135, 160, 640))
     ]
     frame = scaling_frame({("single", 1): single, ("fsdp2", 2): double})
     assert frame["mode"].tolist() == ["single", "fsdp2"]
-    assert frame["repeats"].tolist() == [3, 2]
-    assert frame["images_per_s"].tolist() == [100, 155]
-    assert frame["slowest"].tolist() == [90, 150]
-    assert frame["fastest"].tolist() == [400, 160]
-    assert frame["speedup"].tolist() == [1, 1.55]
-    assert frame["efficiency"].tolist() == [1, 0.775]
+    assert frame["repeats"].tolist() == [3, 3]
+    assert frame["images_per_s"].tolist() == [100, 160]
+    assert frame["slowest"].tolist() == [90, 135]
+    assert frame["fastest"].tolist() == [400, 640]
+    # Round by round 1.5, 1.6 and 1.6: the last round is fast for both.
+    assert frame["speedup"].tolist() == [1, 1.6]
+    assert frame["lowest"].tolist() == [1, 1.5]
+    assert frame["highest"].tolist() == [1, 1.6]
+    assert frame["efficiency"].tolist() == [1, 0.8]
     assert frame["state_mib"].tolist() == [6, 4]
-    speed, memory = plot_scaling(frame).axes
-    assert [bar.get_width() for bar in speed.patches] == [100, 155]
+    speed, speedup, memory = plot_scaling(frame).axes
+    assert [bar.get_width() for bar in speed.patches] == [100, 160]
+    assert [bar.get_width() for bar in speedup.patches] == [1, 1.6]
     assert [bar.get_width() for bar in memory.patches] == [6, 4]
     assert [label.get_text() for label in speed.get_yticklabels()] == ["single, 1", "fsdp2, 2"]
+
+
+def test_a_kind_that_missed_a_round_is_named(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / f"{n}", speeds=(90,)) for n in range(3)]
+    with pytest.raises(ConfigError, match=r"\('ddp', 2\): 1.*\n.*every round"):
+        scaling_frame({("single", 1): runs[:2], ("ddp", 2): runs[2:]})
 
 
 def test_seconds_follow_from_the_speed_of_each_window(tmp_path: Path) -> None:
@@ -73,9 +84,9 @@ def test_seconds_follow_from_the_speed_of_each_window(tmp_path: Path) -> None:
     frame = accuracy_over_time(write_run(tmp_path / "run"))
     assert frame["accuracy"].tolist() == [0.3, 0.5]
     assert frame["seconds"].tolist() == pytest.approx([0.4, 0.9])
-    assert seconds_to(frame, 0.3) == pytest.approx(0.4)
-    assert seconds_to(frame, 0.31) == pytest.approx(0.9)
-    assert math.isnan(seconds_to(frame, 0.6))
+    assert time_to(frame, 0.3) == pytest.approx({"steps": 3, "seconds": 0.4})
+    assert time_to(frame, 0.31) == time_to(frame, 0.3, in_a_row=2) == pytest.approx({"steps": 7, "seconds": 0.9})
+    assert all(map(math.isnan, [*time_to(frame, 0.6).values(), *time_to(frame, 0.31, in_a_row=2).values()]))
     steps, seconds = plot_accuracy_over_time({"a run": frame}, target=0.4).axes
     assert steps.lines[0].get_xydata().tolist() == [[2, 30], [6, 50]]
     assert seconds.lines[0].get_xdata().tolist() == pytest.approx([0.4, 0.9])

@@ -7,7 +7,6 @@ from matplotlib.figure import Figure
 
 from lit_cifar.bench.rows import Row, shown
 
-FORMATS = (".png", ".svg", ".pdf")
 _BLUE, _ORANGE = "#2f6db5", "#d98c1f"
 
 

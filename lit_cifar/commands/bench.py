@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,22 +13,40 @@ from lit_cifar.bench import figure
 from lit_cifar.bench.rows import Row, markdown, result_table
 from lit_cifar.bench.sections import SECTIONS
 from lit_cifar.bench.settings import Settings
-from lit_cifar.commands.terminal import CommandParser, about, console, exit_orderly_when_terminated, say, writable
+from lit_cifar.commands import forecast, trace
+from lit_cifar.commands.terminal import (
+    CommandParser,
+    about,
+    console,
+    exit_orderly_when_terminated,
+    picture_file,
+    say,
+    writable,
+)
 from lit_cifar.errors import ConfigError
 
+# What has options of its own: each takes what follows its name on the command line and returns the exit status.
+_TOOLS: dict[str, Callable[[list[str]], int]] = {
+    "forecast": forecast.main,
+    "trace": trace.main,
+}
 _DESCRIPTION = """\
 Measure this machine, and how near training comes to its limits. Each row is a ratio or difference of things that were
-measured in turn, in the same run. A row that falls short of its goal is no error: the exit status is 0."""
+measured in turn, in the same run. A row that falls short of its goal is no error: the exit status is 0.
+`bench trace` shows where the time and the memory of one training step go. `bench forecast` predicts the steps of every
+mode on up to 1,024 devices. Both have a --help of their own."""
 
 
 def main(args: list[str]) -> int:
     """Measure and print; 130 after Ctrl-C."""
+    if args and args[0] in _TOOLS:
+        return _TOOLS[args[0]](args[1:])
     options = bench_parser().parse_args(args)
     names = _sections(options.sections)
     if options.rounds < 1:
         raise ConfigError(f"--rounds={options.rounds} would measure nothing", remedy="pass --rounds 5")
     json_file = None if options.json is None else writable(Path(options.json))
-    picture = None if options.figure is None else _picture(Path(options.figure))
+    picture = None if options.figure is None else picture_file(Path(options.figure), example="bench.png")
     page = None if options.markdown is None else writable(Path(options.markdown), option="--markdown")
     record = about()
     exit_orderly_when_terminated()
@@ -77,13 +96,6 @@ def _sections(names: list[str]) -> list[str]:
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"bench has no section {unknown[0]!r}", remedy=f"choose among {', '.join(known)}")
     return list(SECTIONS) if "all" in names else [name for name in SECTIONS if name in names]
-
-
-def _picture(path: Path) -> Path:
-    if path.suffix not in figure.FORMATS:
-        known = f"{', '.join(figure.FORMATS[:-1])} or {figure.FORMATS[-1]}"
-        raise ConfigError(f"--figure={path} must end in {known}", remedy="pass --figure bench.png")
-    return writable(path, option="--figure")
 
 
 def bench_parser() -> argparse.ArgumentParser:

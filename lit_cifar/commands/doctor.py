@@ -7,9 +7,17 @@ from pathlib import Path
 
 from torch.distributed import is_torchelastic_launched
 
-from lit_cifar.commands.terminal import CommandParser, about, console, exit_orderly_when_terminated, say, writable
+from lit_cifar.commands.terminal import (
+    CommandParser,
+    about,
+    console,
+    exit_orderly_when_terminated,
+    picture_file,
+    say,
+    writable,
+)
 from lit_cifar.doctor.examination import examine
-from lit_cifar.doctor.link_figure import FORMATS, draw
+from lit_cifar.doctor.link_figure import draw
 from lit_cifar.doctor.page import print_page
 from lit_cifar.errors import ConfigError
 
@@ -34,7 +42,7 @@ def main(args: list[str]) -> int:
             remedy="run python -m lit_cifar doctor without torchrun, once on each machine",
         )
     json_file = None if options.json is None else writable(Path(options.json))
-    figure = None if options.figure is None else _figure(Path(options.figure))
+    figure = None if options.figure is None else picture_file(Path(options.figure), example="links.png")
     exit_orderly_when_terminated()
     try:
         found = examine(options.devices, folder=Path(options.run_dir), report=lambda line: say(f"checking {line}"))
@@ -47,13 +55,6 @@ def main(args: list[str]) -> int:
     if figure is not None:
         draw(found.links, figure)
     return 1 if found.faults else 0
-
-
-def _figure(path: Path) -> Path:
-    if path.suffix not in FORMATS:
-        known = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
-        raise ConfigError(f"--figure={path} must end in {known}", remedy="pass --figure links.png")
-    return writable(path, option="--figure")
 
 
 def doctor_parser() -> argparse.ArgumentParser:

@@ -15,6 +15,7 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.environment import cpu_model, gpu_names, start_and_versions
 
 COLUMNS = 120  # of a table that goes to a file
+PICTURES = (".png", ".svg", ".pdf")
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -65,6 +66,14 @@ def writable(path: Path, *, option: str = "--json") -> Path:
             f"{option}={path} cannot be written: {error.strerror}", remedy="choose another file"
         ) from error
     return path
+
+
+def picture_file(path: Path, *, example: str) -> Path:
+    """`path`, which --figure names, checked to be writable and of a format that can be drawn."""
+    if path.suffix not in PICTURES:
+        known = f"{', '.join(PICTURES[:-1])} or {PICTURES[-1]}"
+        raise ConfigError(f"--figure={path} must end in {known}", remedy=f"pass --figure {example}")
+    return writable(path, option="--figure")
 
 
 def about() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Pad-and-crop, flip and cutout of a whole uint8 batch at once.
+"""Pad-and-crop, flip and cutout of many uint8 images at once.
 
 What happens to a sample is a function of (seed, epoch, sample id) alone, never of its rank, batch or device, and is
 integer work throughout: the CPU and the GPU give the same bytes.
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lit_cifar.data.counter_rng import Purpose, keyed_integers
+from lit_cifar.data.crops import Crop, CropByCopy, CropByGather
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,52 +23,57 @@ class Augmentation:
     flip: bool = True  # whether half of the images are mirrored left to right
     cutout: int = 0  # side in pixels of a black square at a random centre (DeVries and Taylor, 2017); 0 for none
 
-    def __call__(self, images: Tensor, ids: Tensor, *, epoch: int) -> Tensor:
-        """Augment `images` (uint8, (n, 3, H, W)) of the samples `ids` (int64, (n,)) into a new tensor like it."""
-        size = images.shape[-2:]
-        rows = self._draw(ids, 2 * self.padding + 1, Purpose.CROP_ROW, epoch)
-        columns = self._draw(ids, 2 * self.padding + 1, Purpose.CROP_COLUMN, epoch)
-        mirrored = self._draw(ids, 2 if self.flip else 1, Purpose.FLIP, epoch).bool()
-        crop = crop_by_slices if images.device.type == "cpu" else crop_by_gather
-        cropped = crop(F.pad(images, [self.padding] * 4), rows, columns, mirrored, size)
-        return cropped.masked_fill_(self._square(ids, size, epoch)[:, None], 0) if self.cutout else cropped
+    def draw(self, ids: Tensor, size: Sequence[int], *, epoch: int) -> Tensor:
+        """What happens to the samples `ids` (int64, (n,)), of images of `size` (height, width), in `epoch`.
 
-    def _draw(self, ids: Tensor, bound: int, purpose: Purpose, epoch: int) -> Tensor:
-        return keyed_integers(ids, bound, seed=self.seed, epoch=epoch, purpose=purpose)
+        Returns:
+            A column for each sample, int64, (3, n): the first row and column of its window in the padded image, and
+            whether that is mirrored. With cutout (5, n): the row and column of the square's centre too.
+        """
+        bounds = {
+            Purpose.CROP_ROW: 2 * self.padding + 1,
+            Purpose.CROP_COLUMN: 2 * self.padding + 1,
+            Purpose.FLIP: 2 if self.flip else 1,
+        }
+        if self.cutout:
+            bounds |= {Purpose.CUTOUT_ROW: size[0], Purpose.CUTOUT_COLUMN: size[1]}
+        draws = [
+            keyed_integers(ids, bound, seed=self.seed, epoch=epoch, purpose=purpose)
+            for purpose, bound in bounds.items()
+        ]
+        return torch.stack(draws)
 
-    def _square(self, ids: Tensor, size: Sequence[int], epoch: int) -> Tensor:
+
+class AugmentedImages:
+    """The `images` of a whole set (uint8, (N, 3, H, W)) as `augmentation` changes them, where they lie.
+
+    Attributes:
+        images: The same images in the memory that is read; those that were handed in are used no more.
+    """
+
+    def __init__(self, images: Tensor, augmentation: Augmentation) -> None:
+        crop = CropByCopy if images.device.type == "cpu" else CropByGather
+        self._crop: Crop = crop(images, augmentation.padding)
+        self.images = self._crop.images
+        self._size = images.shape[2:]
+        self.augmentation = augmentation
+
+    def draw(self, ids: Tensor, *, epoch: int) -> Tensor:
+        """As `Augmentation.draw`; for a whole epoch at once it takes the least time."""
+        return self.augmentation.draw(ids, self._size, epoch=epoch)
+
+    def __call__(self, ids: Tensor, draws: Tensor) -> Tensor:
+        """The images at positions `ids` (int64, (n,)) after their `draws`, a new uint8 tensor, (n, 3, H, W)."""
+        rows, columns, mirrored, *centres = draws
+        cropped = self._crop(ids, rows, columns, mirrored.bool())
+        return cropped.masked_fill_(self._square(*centres)[:, None], 0) if centres else cropped
+
+    def _square(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Which pixels cutout blackens, bool, (n, *size); a square may reach over the border."""
-        rows = self._side(ids, size[0], Purpose.CUTOUT_ROW, epoch)
-        columns = self._side(ids, size[1], Purpose.CUTOUT_COLUMN, epoch)
-        return rows[:, :, None] & columns[:, None, :]
+        height, width = self._size
+        return self._side(rows, height)[:, :, None] & self._side(columns, width)[:, None, :]
 
-    def _side(self, ids: Tensor, length: int, purpose: Purpose, epoch: int) -> Tensor:
-        start = self._draw(ids, length, purpose, epoch)[:, None] - self.cutout // 2
-        pixels = torch.arange(length, device=ids.device)
-        return (pixels >= start) & (pixels < start + self.cutout)
-
-
-# Two ways to the same bytes. Both take `padded`, uint8, (n, C, H, W); the first row and column of each image's window,
-# int64, (n,); which windows are mirrored, bool, (n,); and the (height, width) of all windows.
-
-
-def crop_by_slices(padded: Tensor, rows: Tensor, columns: Tensor, mirrored: Tensor, size: Sequence[int]) -> Tensor:
-    """One copy for each image: on the host many times as fast as a gather of its pixels."""
-    height, width = size
-    cropped = padded.new_empty((*padded.shape[:2], height, width))
-    draws = zip(rows.tolist(), columns.tolist(), mirrored.tolist(), strict=True)
-    for target, image, (row, column, mirror) in zip(cropped.numpy(), padded.numpy(), draws, strict=True):
-        window = image[:, row : row + height, column : column + width]
-        target[...] = window[:, :, ::-1] if mirror else window
-    return cropped
-
-
-def crop_by_gather(padded: Tensor, rows: Tensor, columns: Tensor, mirrored: Tensor, size: Sequence[int]) -> Tensor:
-    """All pixels at once, as a GPU does it; the host waits for nothing."""
-    height, width = (torch.arange(length, device=padded.device) for length in size)
-    rows, columns = rows[:, None] + height, columns[:, None] + width
-    columns = torch.where(mirrored[:, None], columns.flip(1), columns)
-    samples = torch.arange(len(padded), device=padded.device)[:, None, None]
-    # Channels last, so that whole pixels are copied.
-    pixels = padded.permute(0, 2, 3, 1).contiguous()[samples, rows[:, :, None], columns[:, None, :]]
-    return pixels.permute(0, 3, 1, 2).contiguous()
+    def _side(self, centres: Tensor, length: int) -> Tensor:
+        start = centres[:, None] - self.augmentation.cutout // 2
+        pixels = torch.arange(length, device=centres.device)
+        return (pixels >= start) & (pixels < start + self.augmentation.cutout)

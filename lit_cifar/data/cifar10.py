@@ -5,6 +5,7 @@ not mounted counts too: its owner has the data and wants no download.
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
@@ -43,42 +44,43 @@ class Cifar10(Dataset):
                 return
             install(CIFAR10_BINARY, self.root, download=download)
         for split in FILES:
-            _check_records(self.root, split)
+            labels = np.concatenate([records[:, 0].copy() for records in _records(self.root, split)])
+            _check_counts(labels, split, self.root / CIFAR10_BINARY.folder)
 
     def load(self, split: Split, *, num_images: int | None = None) -> ImageSet:
         if os.path.lexists(self.root / CIFAR10_BINARY.folder):
-            records = _read_records(self.root, split)
-            labels, images = records[:, 0].astype(np.int64), records[:, 1:].reshape(-1, 3, 32, 32)
+            labels, images = _read_images(self.root, split)
         elif os.path.lexists(self.root / CIFAR10.base_folder):
             dataset = _open_python_edition(self.root, split)
             labels, images = np.asarray(dataset.targets), dataset.data.transpose(0, 3, 1, 2)
         else:
             raise DataError(f"there is no CIFAR-10 in {self.root}", remedy=remedies(CIFAR10_BINARY, self.root))
-        whole = torch.from_numpy(np.ascontiguousarray(images)), torch.from_numpy(labels)
+        whole = torch.from_numpy(np.ascontiguousarray(images)), torch.from_numpy(labels.astype(np.int64))
         return self.first(*whole, split, num_images)
 
 
-def _check_records(root: Path, split: Split) -> None:
-    """Read a split, file by file into the same memory."""
-    folder, labels = root / CIFAR10_BINARY.folder, []
+def _read_images(root: Path, split: Split) -> tuple[Bytes, Bytes]:
+    """Labels, uint8, (N,), and images, uint8, (N, 3, 32, 32), of a split."""
+    images = np.empty((len(FILES[split]), RECORDS_PER_FILE, RECORD_BYTES - 1), np.uint8)
+    labels = []
+    for part, records in zip(images, _records(root, split), strict=True):
+        part[:] = records[:, 1:]
+        labels.append(records[:, 0].copy())
+    whole = np.concatenate(labels)
+    _check_counts(whole, split, root / CIFAR10_BINARY.folder)
+    return whole, images.reshape(-1, 3, 32, 32)
+
+
+def _records(root: Path, split: Split) -> Iterator[Bytes]:
+    """Those of each file, in the same memory: new memory takes longer to get than to fill.
+
+    uint8, (RECORDS_PER_FILE, 3073): a label, then 1,024 red, green and blue pixels each, row by row. Source: "Binary
+    version" on https://www.cs.toronto.edu/~kriz/cifar.html.
+    """
     records = np.empty((RECORDS_PER_FILE, RECORD_BYTES), np.uint8)
     for name in FILES[split]:
-        _read_file(folder / name, into=records)
-        labels.append(records[:, 0].copy())
-    _check_counts(np.concatenate(labels), split, folder)
-
-
-def _read_records(root: Path, split: Split) -> Bytes:
-    """All records of a split, uint8, (N, 3073): a label, then 1,024 red, green and blue pixels each, row by row.
-
-    Source: "Binary version" on https://www.cs.toronto.edu/~kriz/cifar.html.
-    """
-    folder = root / CIFAR10_BINARY.folder
-    records = np.empty((len(FILES[split]) * RECORDS_PER_FILE, RECORD_BYTES), np.uint8)
-    for name, part in zip(FILES[split], np.split(records, len(FILES[split])), strict=True):
-        _read_file(folder / name, into=part)
-    _check_counts(records[:, 0], split, folder)
-    return records
+        _read_file(root / CIFAR10_BINARY.folder / name, into=records)
+        yield records
 
 
 def _read_file(path: Path, *, into: Bytes) -> None:

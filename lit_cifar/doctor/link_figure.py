@@ -9,7 +9,6 @@ from matplotlib.figure import Figure
 
 from lit_cifar.doctor.links import Link
 
-FORMATS = (".png", ".svg", ".pdf")
 _NVLINK, _PCIE, _HOST = "#1a9850", "#4575b4", "#999999"
 
 

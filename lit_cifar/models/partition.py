@@ -78,7 +78,9 @@ class Partition:
                 f"{num_stages} stages of a network of {len(blocks)} blocks",
                 remedy=f"ask for 1 to {len(blocks)}, e.g. --trainer.devices=2",
             )
-        bounds = _balanced(blocks, num_stages) if cuts is None else _named(blocks, num_stages, cuts)
+        bounds = (
+            balanced([block.flop for block in blocks], num_stages) if cuts is None else _named(blocks, num_stages, cuts)
+        )
         edges = (0, *bounds, len(blocks))
         return cls(tuple(Stage(blocks[a:b]) for a, b in pairwise(edges)), tuple(image_shape))
 
@@ -125,11 +127,14 @@ def measure(network: nn.Module, image_shape: Sequence[int]) -> tuple[Block, ...]
     return tuple(blocks)
 
 
-def _balanced(blocks: tuple[Block, ...], num_stages: int) -> tuple[int, ...]:
-    """The bounds that minimise the largest stage, by dynamic programming over the first `end` blocks."""
+def balanced(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
+    """Where the second and later stages begin, so that the largest stage costs as little as possible.
+
+    By dynamic programming over the first `end` blocks.
+    """
     flop = [0]
-    for block in blocks:
-        flop.append(flop[-1] + block.flop)
+    for cost in costs:
+        flop.append(flop[-1] + cost)
     best: dict[int, tuple[int, tuple[int, ...]]] = {end: (flop[end], ()) for end in range(1, len(flop))}
     for _ in range(num_stages - 1):
         best = {
@@ -140,7 +145,7 @@ def _balanced(blocks: tuple[Block, ...], num_stages: int) -> tuple[int, ...]:
             )
             for end in range(min(best) + 1, len(flop))
         }
-    return best[len(blocks)][1]
+    return best[len(costs)][1]
 
 
 def _named(blocks: tuple[Block, ...], num_stages: int, cuts: Sequence[str]) -> tuple[int, ...]:

@@ -1,11 +1,12 @@
 """What a process keeps in memory for training, measured on request: a mode may divide it or keep it whole in each."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_cifar.reporting.run_report import run_folder
@@ -34,25 +35,33 @@ class TrainingMemory(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Count parameters and gradients in the first step, when both are there."""
         if not self._with_gradient:
-            trained = [parameter for parameter in pl_module.parameters() if parameter.grad is not None]
-            self._with_gradient = sum(_own_bytes(parameter) + _own_bytes(parameter.grad) for parameter in trained)
+            self._with_gradient = sum(trained_bytes(pl_module))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Add the optimizers' state, and write."""
         folder = run_folder(trainer)
         if folder is None:
             return
-        kept = [
-            value for optimizer in trainer.optimizers for state in optimizer.state.values() for value in state.values()
-        ]
         peaks = [torch.cuda.max_memory_allocated(device) for device in _gpus(trainer)]
         found = {
             "rank": trainer.global_rank,
-            "state_bytes": self._with_gradient + sum(_own_bytes(value) for value in kept if isinstance(value, Tensor)),
+            "state_bytes": self._with_gradient + optimizer_bytes(trainer.optimizers),
             "gpu_peak_bytes": max(peaks, default=None),
         }
         folder.mkdir(parents=True, exist_ok=True)
         (folder / FILES.replace("*", str(trainer.global_rank))).write_text(json.dumps(found) + "\n")
+
+
+def trained_bytes(module: nn.Module) -> tuple[int, int]:
+    """What this process holds of the parameters that have a gradient, and of the gradients."""
+    trained = [parameter for parameter in module.parameters() if parameter.grad is not None]
+    return sum(map(_own_bytes, trained)), sum(_own_bytes(parameter.grad) for parameter in trained)
+
+
+def optimizer_bytes(optimizers: Sequence[Optimizer]) -> int:
+    """What this process holds of their state."""
+    kept = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
+    return sum(_own_bytes(value) for value in kept if isinstance(value, Tensor))
 
 
 def _own_bytes(tensor: Any) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 import yaml  # type: ignore[import-untyped]
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lit_cifar.errors import ConfigError
@@ -56,29 +57,39 @@ def read_memory(run: str | Path) -> pd.DataFrame:
 def scaling_frame(runs: Mapping[Kind, Sequence[str | Path]], *, reference: Kind = ("single", 1)) -> pd.DataFrame:
     """A row for each mode and number of devices.
 
+    A run is compared with the run of the reference in the same round, because a machine that is shared may be faster in
+    one round than in the next.
+
     Args:
-        runs: Run folders of repeated runs by mode and number of devices.
+        runs: Run folders by mode and number of devices, one for each round, in the order of the rounds.
         reference: Which of them the others are compared with.
 
     Returns:
-        Columns mode, devices, repeats, images_per_s (median over the repeats), slowest, fastest, speedup (of the
-        medians), efficiency (speed-up for each device), state_mib and gpu_peak_mib (of the process with the most).
+        Columns mode, devices, repeats, images_per_s (median over the rounds), slowest, fastest, speedup (median over
+        the rounds), lowest, highest (speed-up in a round), efficiency (speed-up for each device), state_mib and
+        gpu_peak_mib (of the process with the most).
+
+    Raises:
+        ConfigError: Some were run in more rounds than others.
     """
+    if len(set(map(len, runs.values()))) > 1:
+        raise ConfigError(
+            f"not equally many runs of each kind: { {kind: len(folders) for kind, folders in runs.items()} }",
+            remedy="run each kind once in every round",
+        )
+    speeds = pd.DataFrame({kind: [read_speed(folder) for folder in folders] for kind, folders in runs.items()})
     rows = []
     for (mode, devices), folders in runs.items():
-        speeds = pd.Series([read_speed(folder) for folder in folders])
-        memory = read_memory(folders[0])
+        speed, memory = speeds[mode, devices], read_memory(folders[0])
+        speedup = speed / speeds[reference]
         rows.append(
-            {"mode": mode, "devices": devices, "repeats": len(speeds)}
-            | {"images_per_s": speeds.median(), "slowest": speeds.min(), "fastest": speeds.max()}
+            {"mode": mode, "devices": devices, "repeats": len(speed)}
+            | {"images_per_s": speed.median(), "slowest": speed.min(), "fastest": speed.max()}
+            | {"speedup": speedup.median(), "lowest": speedup.min(), "highest": speedup.max()}
+            | {"efficiency": speedup.median() / devices}
             | {name: memory[name].max() for name in ("state_mib", "gpu_peak_mib")}
         )
-    frame = pd.DataFrame(rows)
-    is_reference = (frame["mode"] == reference[0]) & (frame["devices"] == reference[1])
-    speedup = frame["images_per_s"] / float(frame.loc[is_reference, "images_per_s"].iloc[0])
-    frame.insert(6, "speedup", speedup)
-    frame.insert(7, "efficiency", speedup / frame["devices"])
-    return frame
+    return pd.DataFrame(rows)
 
 
 def accuracy_over_time(run: str | Path) -> pd.DataFrame:
@@ -99,41 +110,53 @@ def accuracy_over_time(run: str | Path) -> pd.DataFrame:
     return frame.dropna(subset=["accuracy"])[["step", "seconds", "accuracy"]].reset_index(drop=True)
 
 
-def seconds_to(frame: pd.DataFrame, accuracy: float) -> float:
-    """Seconds of training until the first validation that reached `accuracy`; nan if none did.
+def time_to(frame: pd.DataFrame, accuracy: float, *, in_a_row: int = 1) -> dict[str, float]:
+    """The optimizer steps and seconds of training until validations had reached `accuracy`; nan if none did.
 
     Args:
         frame: From `accuracy_over_time`.
         accuracy: From 0 to 1.
+        in_a_row: So many validations one after the other. The last of them counts, where a training could have stopped.
     """
-    reached = frame[frame["accuracy"] >= accuracy]
-    return math.nan if reached.empty else float(reached["seconds"].iloc[0])
+    reached = frame[(frame["accuracy"] >= accuracy).rolling(in_a_row).sum() == in_a_row]
+    if reached.empty:
+        return {"steps": math.nan, "seconds": math.nan}
+    return {"steps": float(reached["step"].iloc[0]) + 1, "seconds": float(reached["seconds"].iloc[0])}
 
 
 def plot_scaling(frame: pd.DataFrame) -> Figure:
-    """Images per second, with the range of the repeats, and memory of a process, by mode and number of devices.
+    """Images per second and speed-up, with their ranges, and memory of a process, by mode and number of devices.
 
     Args:
         frame: From `scaling_frame`.
     """
     labels = [f"{mode}, {devices}" for mode, devices in zip(frame["mode"], frame["devices"], strict=True)]
     figure = Figure(figsize=(9, 1.3 + 0.34 * len(labels)), layout="constrained")
-    speed, memory = figure.subplots(1, 2, sharey=True)
-    middle = frame["images_per_s"].to_numpy()
-    ends = [middle - frame["slowest"].to_numpy(), frame["fastest"].to_numpy() - middle]
-    places = range(len(labels))
-    speed.barh(places, middle, xerr=ends, color=BLUE, alpha=0.85, ecolor=GREY, capsize=3)
-    speed.set(xlabel="images/s: median, range of the repeats", ylabel="mode, devices")
+    speed, speedup, memory = figure.subplots(1, 3, sharey=True)
+    _draw_ranges(speed, frame[["images_per_s", "slowest", "fastest"]])
+    speed.set(xlabel="images/s: median, range", ylabel="mode, devices")
+    _draw_ranges(speedup, frame[["speedup", "lowest", "highest"]])
+    speedup.axvline(1, color=GREY, linestyle="--", linewidth=1)
+    speedup.set_xlabel("speed-up: median, range")
     has_gpu = frame["gpu_peak_mib"].notna().all()
-    memory.barh(places, frame["gpu_peak_mib" if has_gpu else "state_mib"].to_numpy(), color=GREY, alpha=0.85)
-    what = "peak of a GPU" if has_gpu else "weights, gradients and momentum\nof a process"
-    memory.set_xlabel(f"{what}, MiB")
-    speed.set_yticks(places, labels)
+    memory.barh(
+        range(len(labels)), frame["gpu_peak_mib" if has_gpu else "state_mib"].to_numpy(), color=GREY, alpha=0.85
+    )
+    memory.set_xlabel("peak of a GPU, MiB" if has_gpu else "weights, gradients, optimizer\nstate of a process, MiB")
+    speed.set_yticks(range(len(labels)), labels)
     speed.invert_yaxis()
-    for axes in (speed, memory):
+    for axes in (speed, speedup, memory):
         axes.grid(axis="x", alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def _draw_ranges(axes: Axes, frame: pd.DataFrame) -> None:
+    """Bars of the first column, with a line from the second to the third."""
+    middle, low, high = frame.to_numpy().T
+    axes.barh(
+        range(len(frame)), middle, xerr=[middle - low, high - middle], color=BLUE, alpha=0.85, ecolor=GREY, capsize=3
+    )
 
 
 def plot_accuracy_over_time(runs: Mapping[str, pd.DataFrame], *, target: float | None = None) -> Figure:

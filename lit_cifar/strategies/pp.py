@@ -86,6 +86,12 @@ class PipelineStrategy(MeshStrategy):
         return self.schedule.usual_microbatches if self._num_microbatches is None else self._num_microbatches
 
     @property
+    def partition(self) -> Partition:
+        """Which blocks make a stage; known from `connect` on."""
+        assert self._partition is not None
+        return self._partition
+
+    @property
     def pipeline(self) -> Pipeline:
         """This process's part of its pipeline; known from `setup` on."""
         assert self._pipeline is not None
@@ -130,17 +136,15 @@ class PipelineStrategy(MeshStrategy):
         super().connect(model)
 
     def plan(self) -> list[str]:
-        assert self._partition is not None
         owners = [f"process {self.schedule.owner(stage)}" for stage in range(self.schedule.num_stages)]
-        return self._partition.table(owners)
+        return self.partition.table(owners)
 
     @override
     def make_runner(self, network: nn.Module) -> Runner:
         """Leave this process's stages on its device; the others go to host memory."""
-        assert self._partition is not None
         self._pipeline = Pipeline(
             network,
-            self._partition,
+            self.partition,
             schedule=self.schedule,
             num_microbatches=self.num_microbatches,
             loss=cast(ComputesLoss, self.lightning_module).loss,
@@ -149,7 +153,7 @@ class PipelineStrategy(MeshStrategy):
             compiles=compiles(self.lightning_module),
             recorder=self.recorder,
         )
-        for index, stage in enumerate(self._partition.stages):
+        for index, stage in enumerate(self.partition.stages):
             if index not in self._pipeline.stages:
                 stage.module(network).cpu()
         return self._pipeline.evaluate
@@ -222,8 +226,7 @@ class PipelineStrategy(MeshStrategy):
 
     def _owned_tensors(self, network: nn.Module) -> Iterator[tuple[int, Tensor]]:
         """Every parameter and buffer with the process of the first pipeline that holds its stage."""
-        assert self._partition is not None
-        for index, stage in enumerate(self._partition.stages):
+        for index, stage in enumerate(self.partition.stages):
             for tensor in stage.module(network).state_dict(keep_vars=True).values():
                 yield self.schedule.owner(index), tensor
 

@@ -22,10 +22,7 @@ def plan(network: nn.Module, image_shape: Sequence[int], *, num_replicas: int, e
     parameters = dict(network.named_parameters())
     total = sum(parameter.numel() for parameter in parameters.values())
     per_replica = sum(_part_size(parameter.shape, placed[name], each) for name, parameter in parameters.items())
-    held = sum(
-        _part_size(parameter.shape, placed[name], each, num_replicas=num_replicas)
-        for name, parameter in parameters.items()
-    )
+    held = largest_part(network, num_replicas=num_replicas, each=each)
     lines = [
         f"a process holds {held / 1e6:.2f} of {total / 1e6:.2f} M parameters ({held * num_bytes / 1e6:.1f} MB), and as "
         "much of gradients and of each optimizer state"
@@ -42,6 +39,15 @@ def plan(network: nn.Module, image_shape: Sequence[int], *, num_replicas: int, e
             f"over the {each} processes of a replica: {num_sums} all-reduces, {num_values / 1e6:.2f} M values an image"
         )
     return lines
+
+
+def largest_part(network: nn.Module, *, num_replicas: int, each: int) -> int:
+    """Parameters, counted as numbers, in the process with the most; arguments as of `plan`."""
+    placed = placements(network)
+    return sum(
+        _part_size(parameter.shape, placed[name], each, num_replicas=num_replicas)
+        for name, parameter in network.named_parameters()
+    )
 
 
 @torch.no_grad()

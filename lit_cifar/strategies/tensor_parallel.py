@@ -54,9 +54,16 @@ def placements(network: nn.Module) -> dict[str, Placement]:
     split = tensor_split_of(network)
     placed: dict[str, Placement] = {}
     for name, tensor in chain(network.named_parameters(), network.named_buffers()):
-        dim = _SPLIT_DIM.get(split.get(name.rpartition(".")[0]), tensor.ndim)  # type: ignore[arg-type]
-        placed[name] = Shard(dim) if dim < tensor.ndim else Replicate()
+        part = split.get(name.rpartition(".")[0])
+        dim = None if part is None else split_dim(part, tensor)
+        placed[name] = Replicate() if dim is None else Shard(dim)
     return placed
+
+
+def split_dim(part: Part, tensor: Tensor) -> int | None:
+    """Along which dim a parameter or buffer of a layer is split; None if each process has all of it."""
+    dim = _SPLIT_DIM[part]
+    return dim if dim < tensor.ndim else None
 
 
 def _own_tensors(layer: nn.Module) -> dict[str, Tensor]:

@@ -1,0 +1,278 @@
+"""`python -m lit_cifar bench trace`: where the time and the memory of one training step go."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from commands import run_here
+from PIL import Image
+from torch import nn
+from torch.nn import functional as F
+from torch.profiler import profile
+
+from lit_cifar.bench import step_figure
+from lit_cifar.bench.memory_prediction import microbatches_in_flight, predict, state_per_parameter, tensor_part
+from lit_cifar.bench.saved_bytes import SavedForBackward, saved_bytes
+from lit_cifar.bench.step_events import RankStep, Shares, both, chrome_trace, merged, union
+from lit_cifar.models import build_network
+from lit_cifar.module import LitResNet
+from lit_cifar.optim import NesterovSGD
+from lit_cifar.strategies.pipeline import Schedule
+
+STEP = "the step"
+
+
+def event(name: str, start: float, duration: float, *, thread: Any = 1, cat: str = "cpu_op") -> dict[str, Any]:
+    return {"ph": "X", "name": name, "cat": cat, "ts": start, "dur": duration, "tid": thread, "pid": 99}
+
+
+def rank_step(*events: dict[str, Any], end: float = 100.0) -> RankStep:
+    return RankStep(rank=0, start=0.0, end=end, events=list(events), stages=[])
+
+
+# Intervals -----------------------------------------------------------------------------------------------------------
+
+
+def test_overlapping_intervals_count_once() -> None:
+    assert union([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
+    assert union([]) == []
+    assert both([(0, 4), (6, 9)], [(3, 7)]) == [(3, 4), (6, 7)]
+
+
+def test_shares_sum_to_the_step() -> None:
+    shares = Shares.of([(0, 4000), (2000, 5000)], [(4000, 8000)], 10_000)
+    assert shares == Shares(compute=4.0, overlapped=1.0, waiting=3.0, host=2.0)
+    assert shares.step == 10.0
+
+
+def test_operators_within_others_count_once_and_python_is_host() -> None:
+    found = rank_step(
+        event("Optimizer.step", 0, 90, cat="user_annotation"),
+        event("aten::conv2d", 10, 20),
+        event("aten::convolution", 12, 15),
+        event("ConvolutionBackward0", 40, 30),  # what it computes are operators again
+        event("aten::convolution_backward", 45, 10),
+    )
+    assert found.compute == [(10, 30), (45, 55)]
+    assert found.shares.host == pytest.approx(0.07)
+
+
+def test_a_collective_is_no_compute_even_while_it_copies() -> None:
+    found = rank_step(
+        event("aten::add", 0, 30),
+        event("gloo:all_gather", 20, 60, thread=7, cat="user_annotation"),
+        event("aten::copy_", 40, 30, thread=7),
+        event("c10d::allreduce_", 35, 50),
+    )
+    assert found.compute == [(0, 30)]
+    assert found.shares == Shares(compute=0.02, overlapped=0.01, waiting=0.05, host=pytest.approx(0.02))
+
+
+def test_messages_are_noted_in_the_computing_thread() -> None:
+    found = rank_step(event("gloo:recv", 10, 40, cat="user_annotation"), event("aten::mm", 20, 10))
+    assert found.compute == [(20, 30)]
+    assert found.communication == [(10, 50)]
+
+
+def test_on_a_gpu_kernels_count_and_not_the_operators_that_queue_them() -> None:
+    found = rank_step(
+        event("aten::conv2d", 0, 100),
+        event("conv_kernel", 30, 40, thread="stream 7", cat="kernel"),
+        event("ncclDevKernel_AllReduce", 50, 40, thread="stream 20", cat="kernel"),
+        event("Memcpy PtoP", 95, 5, thread="stream 7", cat="gpu_memcpy"),
+    )
+    assert found.compute == [(30, 70)]
+    assert found.communication == [(50, 90), (95, 100)]
+
+
+def test_what_began_before_the_end_is_cut_there() -> None:
+    assert rank_step(event("aten::add", 90, 50)).compute == [(90, 100)]
+
+
+# Ranks ---------------------------------------------------------------------------------------------------------------
+
+
+def two_ranks() -> list[RankStep]:
+    """Their profiles count from different moments."""
+    own = event(STEP, 1000, 500, cat="user_annotation")
+    late = event(STEP, 1100, 600, cat="user_annotation")
+    profiles = {
+        0: {"baseTimeNanoseconds": 5_000_000, "traceEvents": [own, event("aten::add", 1200, 100)]},
+        1: {
+            "baseTimeNanoseconds": 5_100_000,
+            "traceEvents": [late, event("aten::mul", 1050, 10), event("aten::add", 1300, 100), {"ph": "M", "ts": 0}],
+        },
+    }
+    stages = {1: [{"name": "F0", "ts": 6400.0, "dur": 100.0, "args": {"stage": 1}}]}
+    return merged(profiles, stages, step=STEP)
+
+
+def test_all_ranks_have_one_clock() -> None:
+    first, second = two_ranks()
+    assert (first.start, first.end, second.start, second.end) == (0, 500, 200, 800)
+    assert first.compute == [(200, 300)]
+    assert second.compute == [(400, 500)]  # and not what was before its step
+    assert second.stages[0]["ts"] == 400
+
+
+def test_the_trace_has_a_process_for_each_rank_and_a_row_for_each_stage() -> None:
+    events = chrome_trace(two_ranks())["traceEvents"]
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"rank 0", "rank 1"}
+    assert {e["pid"] for e in events} == {0, 1}
+    (stage,) = (e for e in events if e.get("cat") == "stage")
+    assert (stage["tid"], stage["pid"], stage["ph"]) == ("stage 1", 1, "X")
+
+
+def test_the_picture_has_a_row_for_each_rank(tmp_path: Path) -> None:
+    figure = step_figure.draw(two_ranks(), title="a step")
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1"]
+    assert "F0" in [text.get_text() for text in axes.texts]
+    figure.savefig(tmp_path / "step.png")
+    with Image.open(tmp_path / "step.png") as picture:
+        assert picture.width > 1000
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def chain() -> nn.Sequential:
+    return nn.Sequential(nn.Flatten(), nn.Linear(6, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+
+
+def test_saved_bytes_by_hand() -> None:
+    """The images, and the output of the first layer, which ReLU changes in place: n x (6 + 4) float32."""
+    assert saved_bytes(chain(), None, (1, 2, 3), num_samples=5) == 5 * (6 + 4) * 4
+    counter = SavedForBackward(layers := chain())
+    counter.begin()
+    output = layers(torch.randn(5, 1, 2, 3))
+    counter.end()
+    assert counter.peak == 5 * (6 + 4) * 4
+    output.sum().backward()
+    assert counter._now == 0
+
+
+@pytest.mark.parametrize(("arch", "autocast"), [("tiny", None), ("tiny", torch.bfloat16), ("vit_micro", None)])
+def test_saved_bytes_of_a_network(arch: Any, autocast: torch.dtype | None) -> None:
+    """What the shapes say, what autograd asks to keep, and what the allocator gives agree."""
+    network = build_network(arch, stem=None, num_classes=10, image_size=32).train()
+    images = torch.randn(8, 3, 32, 32)
+
+    def loss_of(logits: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits, torch.zeros(8, dtype=torch.int64))
+
+    expected = saved_bytes(network, loss_of, (3, 32, 32), num_samples=8, autocast=autocast)
+    counter = SavedForBackward(network)
+    with profile(profile_memory=True) as profiled, torch.autocast("cpu", autocast, enabled=autocast is not None):
+        counter.begin()
+        loss = loss_of(network(images))
+        counter.end()
+    allocated = sum(e.nbytes() for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]")
+    assert counter.peak == pytest.approx(expected, rel=0.01)
+    assert allocated + images.nbytes == pytest.approx(expected, rel=0.1)
+    assert loss.requires_grad  # else nothing would have been kept
+
+
+def test_microbatches_in_flight_of_each_schedule() -> None:
+    def in_flight(name: Any, stage: int) -> int | None:
+        return microbatches_in_flight(Schedule(name=name, num_processes=4), stage, num_microbatches=8)
+
+    assert [in_flight("GPipe", stage) for stage in range(4)] == [8, 8, 8, 8]
+    assert [in_flight("1F1B", stage) for stage in range(4)] == [4, 3, 2, 1]
+    assert in_flight("Interleaved1F1B", 0) is None
+
+
+def test_state_of_optimizers() -> None:
+    assert state_per_parameter(lambda p: NesterovSGD(p, lr=0.1)) == 1
+    assert state_per_parameter(lambda p: torch.optim.SGD(p, lr=0.1)) == 0
+    assert state_per_parameter(lambda p: torch.optim.AdamW(p)) == 2
+
+
+def test_prediction_for_one_process() -> None:
+    module = LitResNet(network=chain(), num_classes=2)
+    module.image_shape = (1, 2, 3)
+    strategy = SimpleNamespace(precision_plugin=None)
+    held = predict(module, strategy, batch_size=20, accumulation=2)
+    parameters = 4 * (6 * 4 + 4 + 4 * 2 + 2)
+    assert (held.parameters, held.gradients, held.optimizer_state, held.buckets) == (*[parameters] * 3, 0)
+    loss = 10 * 2 * 4 + 10 * 8  # logarithms of the softmax, labels
+    assert held.activations == pytest.approx(10 * (6 + 4) * 4 + loss, abs=16)
+
+
+def test_the_part_of_a_tensor_parallel_process() -> None:
+    """Half of the channels between the split layers of a block, and all of them elsewhere."""
+    network = build_network("tiny", stem="imagenet", num_classes=10, image_size=32)
+    part = tensor_part(network, 2)
+    shapes = {name: tuple(tensor.shape) for name, tensor in part.named_parameters()}
+    assert shapes["layer2.0.conv1.weight"] == (8, 8, 3, 3)
+    assert shapes["layer2.0.conv2.weight"] == (16, 8, 3, 3)
+    assert shapes["layer2.0.bn1.weight"] == (8,)
+    assert shapes["layer2.0.bn2.weight"] == (16,)
+    assert part(torch.randn(2, 3, 32, 32)).shape == (2, 10)
+
+
+# The command ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--mode=fsdp"], "did you mean --mode fsdp2"),
+        (["--mode=ddp", "--devices=1"], "--mode single"),
+        (["--trainer.devices=4"], "--trainer.devices itself"),
+    ],
+)
+def test_a_mistake_has_a_remedy(tmp_path: Path, words: list[str], text: str) -> None:
+    done = run_here("bench", "trace", f"--out={tmp_path / 'out'}", *words)
+    assert done.status == 2
+    assert text in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_with_files_is_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    done = run_here("bench", "trace", f"--out={tmp_path}")
+    assert done.status == 2
+    assert "is not empty" in done.stderr
+
+
+TINY = [
+    "--model.arch=tiny",
+    "--model.stem=imagenet",
+    "--data.num_train=128",
+    "--data.batch_size=16",
+    "--trainer.accelerator=cpu",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "stages"), [("ddp", False), ("pp", True)])
+def test_a_step_on_two_processes(tmp_path: Path, mode: str, stages: bool) -> None:
+    sizes = ["--trainer.strategy.num_microbatches=4"] if stages else []
+    done = run_here("bench", "trace", f"--mode={mode}", f"--out={tmp_path}", *TINY, *sizes)
+    assert done.status == 0, done.stderr
+    assert "waiting" in done.stdout
+    ranks = json.loads((tmp_path / "summary.json").read_text())["ranks"]
+    assert [rank["rank"] for rank in ranks] == [0, 1]
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    steps = {e["pid"]: e["dur"] / 1e3 for e in events if e["name"] == "one training step"}
+    for rank in ranks:
+        assert sum(rank["ms"].values()) == pytest.approx(steps[rank["rank"]])
+        assert rank["ms"]["compute"] > 0
+        assert rank["ms"]["waiting"] > 0
+        for what, predicted in rank["predicted"].items():
+            assert rank["measured"][what] == pytest.approx(predicted, rel=0.1), what
+    assert any(e["name"].startswith("gloo:") for e in events)
+    assert any(e.get("cat") == "stage" for e in events) == stages
+    with Image.open(tmp_path / "trace.png") as picture:
+        assert picture.width > 1000
+
+
+@pytest.mark.slow
+def test_an_epoch_that_is_too_short_has_a_remedy(tmp_path: Path) -> None:
+    done = run_here("bench", "trace", "--mode=single", f"--out={tmp_path}", *TINY, "--data.num_train=32")
+    assert done.status == 2
+    assert "--data.num_train" in done.stderr
