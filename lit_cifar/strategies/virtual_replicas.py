@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.images import Batch
 from lit_cifar.errors import ConfigError
 from lit_cifar.layout import Layout
@@ -50,8 +51,9 @@ class VirtualReplicas(Callback):
     def train(self, module: L.LightningModule, batch: Batch, loss_of: Callable[[Batch], Tensor]) -> Tensor:
         """Forward and backward of all parts but the last, whose loss is returned for the backward of Lightning."""
         *first, last = self._parts(batch)
-        for parameter in self._gradients:
-            parameter.grad = None  # of the step before, as Lightning does so only now
+        for parameter, total in self._gradients.items():
+            parameter.grad = None  # of the step before: Lightning forgets it only after this
+            total.clear()  # of what a run that is resumed does before its first step
         buffers = [*module.network.buffers()]  # type: ignore[union-attr]  # it has been checked
         before = [buffer.clone() for buffer in buffers]
         strategy = module.trainer.strategy
@@ -92,14 +94,8 @@ class VirtualReplicas(Callback):
     # The hooks of the Trainer.
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Check what can be checked, and let the kernels be the same on any number of processes.
-
-        Raises:
-            ConfigError: A mode, a number of processes or a setting with which the bits would differ.
-        """
-        layout = Layout.of(trainer.strategy)
-        self._num_processes = layout.num_shards
-        self._check(trainer)
+        """Let the kernels be the same on any number of processes."""
+        self._num_processes = Layout.of(trainer.strategy).num_shards
         if trainer.strategy.root_device.type == "cpu":
             torch.set_num_threads(1)  # their number decides how oneDNN divides a sum
         pl_module.virtual_replicas = self  # type: ignore[assignment]
@@ -110,7 +106,7 @@ class VirtualReplicas(Callback):
             trainer.strategy.model.require_backward_grad_sync = False
         trained = [parameter for parameter in pl_module.parameters() if parameter.requires_grad]
         self._gradients = {parameter: TreeSum() for parameter in trained}
-        self._handles = [parameter.register_post_accumulate_grad_hook(self._take) for parameter in trained]
+        self._handles = [parameter.register_post_accumulate_grad_hook(self._take) for parameter in trained]  # type: ignore[no-untyped-call]
 
     def _take(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
@@ -150,10 +146,13 @@ class VirtualReplicas(Callback):
 
     # What would change the bits.
 
-    def _check(self, trainer: L.Trainer) -> None:
-        name = f"--virtual_replicas={self.num_parts}"
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission
-        strategy = trainer.strategy
+    def check(self, trainer: L.Trainer, data: CIFAR10DataModule) -> None:
+        """Refuse what would change the bits, before any process is started.
+
+        Raises:
+            ConfigError: A mode, a number of processes, or sizes that do not fit.
+        """
+        name, strategy = f"--virtual_replicas={self.num_parts}", trainer.strategy
         if self.num_parts < 1 or self.num_parts & (self.num_parts - 1):
             nearest = 1 << max(0, self.num_parts.bit_length() - 1)
             raise ConfigError(
@@ -162,29 +161,35 @@ class VirtualReplicas(Callback):
             )
         if not isinstance(strategy, DDPStrategy | SingleDeviceStrategy) or hasattr(strategy, "make_runner"):
             raise ConfigError(
-                f"{name} trains on one device, in ddp or in ddp_spawn; other modes add gradients in an order of their "
-                "own",
+                f"{name} is for one device, ddp and ddp_spawn; other modes add gradients in an order of their own",
                 remedy="leave it out, or pass --trainer.strategy=ddp",
             )
-        if self.num_parts % self._num_processes:
+        if self.num_parts % (num_processes := Layout.of(strategy).num_shards):
             raise ConfigError(
-                f"{name} cannot be divided among {self._num_processes} processes",
-                remedy=f"pass --trainer.devices={1 << (self._num_processes.bit_length() - 1)}, or more virtual "
-                "replicas",
+                f"{name} cannot be divided among {num_processes} processes",
+                remedy=f"pass --trainer.devices={1 << (min(num_processes, self.num_parts).bit_length() - 1)}",
             )
         if trainer.accumulate_grad_batches > 1:
+            accumulated = trainer.accumulate_grad_batches
             raise ConfigError(
-                f"{name} passes its parts one after the other already, and --trainer.accumulate_grad_batches="
-                f"{trainer.accumulate_grad_batches} would add their sums in another order",
-                remedy="leave out --trainer.accumulate_grad_batches",
+                f"{name} with --trainer.accumulate_grad_batches={accumulated} would add gradients in another order",
+                remedy="leave out the latter: the parts of a batch pass one after the other already",
             )
+        self._check_sizes(data)
+
+    def _check_sizes(self, data: CIFAR10DataModule) -> None:
         for flag, size in (("batch_size", data.batch_size), ("eval_batch_size", data.eval_batch_size)):
             if size % self.num_parts:
-                nearest = max(1, size // self.num_parts) * self.num_parts
                 raise ConfigError(
                     f"--data.{flag}={size} does not divide into {self.num_parts} virtual replicas",
-                    remedy=f"pass --data.{flag}={nearest}",
+                    remedy=f"pass --data.{flag}={max(1, size // self.num_parts) * self.num_parts}",
                 )
+        rest = len(data.sets["train"]) % data.batch_size if "train" in data.sets else 0
+        if rest and not data.drop_last and rest < 2 * self.num_parts:
+            raise ConfigError(
+                f"the last batch of an epoch has {rest} images for {self.num_parts} virtual replicas; each needs 2",
+                remedy="pass --data.drop_last=true, or change --data.batch_size or --data.val_size",
+            )
 
 
 class TreeSum:
@@ -212,8 +217,11 @@ class TreeSum:
     def take(self) -> Tensor:
         """The sum of all, which are forgotten; their number must be a power of two."""
         ((_, total),) = self._sums
-        self._sums = []
+        self.clear()
         return total
+
+    def clear(self) -> None:
+        self._sums = []
 
 
 def in_tree_order(count: int) -> list[int]:
