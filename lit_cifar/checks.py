@@ -12,6 +12,7 @@ from lit_cifar.layout import Layout
 from lit_cifar.models.blocks import check_network
 from lit_cifar.module import LitResNet
 from lit_cifar.sample_audit.digest import Receipt, order_settings
+from lit_cifar.strategies.virtual_replicas import VirtualReplicas
 from lit_cifar.usage_errors import refusing
 
 
@@ -67,6 +68,9 @@ def check_run(
     data.trainer = trainer
     data.prepare_data()
     data.setup(subcommand)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning's own omission
+        if isinstance(callback, VirtualReplicas):
+            callback.check(trainer, data)
     if subcommand == "fit":
         _check_samples(data, receipt, checkpoint=asked.ckpt_path)
 

@@ -41,6 +41,7 @@ from lit_cifar.reporting.run_report import RunReport
 from lit_cifar.reporting.saved_config import SavedConfig
 from lit_cifar.starting_checkpoint import StartingCheckpoint
 from lit_cifar.strategies import ProcessSyncBatchNorm
+from lit_cifar.strategies.virtual_replicas import VirtualReplicas
 from lit_cifar.usage_errors import PROGRAM, Parser, check_command, refuse, refusing
 from lit_cifar.watchdog.callback import Watchdog
 
@@ -125,6 +126,13 @@ class CLI(LightningCLI):
             help="With auto, time some steps in 32-true and bf16-mixed, with and without channels_last, for about a "
             "second, and train with the fastest. This sets --trainer.precision and --model.channels_last.",
         )
+        parser.add_argument(
+            "--virtual_replicas",
+            type=int | None,
+            default=None,
+            help="Cut every batch into this many parts, on any number of processes that divides it: the training then "
+            "ends with the same bits on all of them. For one device, ddp and ddp_spawn.",
+        )
         parser.add_lightning_class_args(BestCheckpoint, "best_checkpoint")
         parser.add_lightning_class_args(LastCheckpoint, "last_checkpoint")
         parser.add_lightning_class_args(EvaluationFigures, "figures")
@@ -203,6 +211,8 @@ class CLI(LightningCLI):
         """Add the progress bar, the checkpoint plugin, and what the processes need."""
         if config["enable_progress_bar"] is not False:
             callbacks = [ProgressBar(), *callbacks]
+        if self._arguments.virtual_replicas is not None:
+            callbacks = [VirtualReplicas(self._arguments.virtual_replicas), *callbacks]
         config["plugins"] = [*as_list(config["plugins"]), CheckpointFiles()]
         config["profiler"] = config["profiler"] or NoProfiler()
         if config["sync_batchnorm"]:

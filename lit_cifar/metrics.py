@@ -8,20 +8,31 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 
-class MeanLoss(MeanMetric):
-    """Mean of the losses of all samples."""
+class MeanLoss(Metric):
+    """Mean of the losses of all samples, the same for any order in which they are added.
+
+    Each is rounded to a multiple of 2**-32. Their sum is exact in float64 while it is below 2**21.
+    """
+
+    total: Tensor
+    count: Tensor
 
     def __init__(self) -> None:
-        super().__init__(nan_strategy="disable")  # looking for them makes the host wait for a GPU
+        super().__init__()
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
-    def update(self, losses: Tensor) -> None:  # type: ignore[override]  # no weights
+    def update(self, losses: Tensor) -> None:
         """Count a batch; `losses` float, (n,)."""
-        self.mean_value.add_(losses.to(self.mean_value.dtype).sum())
-        self.weight.add_(len(losses))
+        self.total.add_((losses.double() * 2.0**32).round_().sum())
+        self.count.add_(len(losses))
+
+    def compute(self) -> Tensor:
+        return (self.total * 2.0**-32 / self.count).to(torch.get_default_dtype())
 
 
 class TopAccuracy(MulticlassAccuracy):

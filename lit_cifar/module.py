@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import lightning as L
 import torch
@@ -27,6 +27,16 @@ from lit_cifar.models.memory_format import follow_parameters, plain
 from lit_cifar.optim import NesterovSGD, WarmupDecay
 
 LRScaling = Literal["none", "linear", "sqrt"]
+
+
+class CutsBatches(Protocol):
+    """Passes the parts of a batch one by one."""
+
+    def train(self, module: L.LightningModule, batch: Batch, loss_of: Callable[[Batch], Tensor]) -> Tensor:
+        """The loss that is left for Lightning to go backward from."""
+
+    def evaluate(self, images: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
+        """The logits of all images, in their order."""
 
 
 class LitResNet(L.LightningModule):
@@ -99,6 +109,7 @@ class LitResNet(L.LightningModule):
         self.lr_scaling: LRScaling = lr_scaling
         self.base_batch_size = base_batch_size
         self._runner: Callable[[Tensor], Tensor] | None = None
+        self.virtual_replicas: CutsBatches | None = None
         self._newest: tuple[Tensor, Tensor, Tensor] | None = None  # losses, logits, labels of a batch
         self._logged_epoch: int | None = None
 
@@ -155,11 +166,9 @@ class LitResNet(L.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The mean loss of this process's samples times the weight of their number in the global batch."""
-        logits = self(batch.images)
-        losses = self.loss(logits, batch.labels)
-        self._newest = losses.detach(), logits.detach(), batch.labels
-        self.train_loss.update(losses.detach())
-        self.train_acc.update(logits.detach(), batch.labels)
+        self._newest = None
+        replicas = self.virtual_replicas
+        loss = self._train_on(batch) if replicas is None else replicas.train(self, batch, self._train_on)
         if self._logged_epoch != self.current_epoch:  # once is enough: at the epoch's end Lightning asks the metrics
             self._logged_epoch = self.current_epoch
             self.log("train/loss", self.train_loss, on_step=False, on_epoch=True)
@@ -168,6 +177,16 @@ class LitResNet(L.LightningModule):
         # Not in every step: Lightning's `log` takes longer than the rest of what it does in a step.
         if every and (self.trainer.global_step + 1) % every == 0:
             self.log_dict(self.step_metrics())
+        return loss
+
+    def _train_on(self, batch: Batch) -> Tensor:
+        """The loss of a batch, or of a part of one, whose samples are counted."""
+        logits = self(batch.images)
+        losses = self.loss(logits, batch.labels)
+        if self._newest is None:  # of several parts the first one, which the same process has everywhere
+            self._newest = losses.detach(), logits.detach(), batch.labels
+        self.train_loss.update(losses.detach())
+        self.train_acc.update(logits.detach(), batch.labels)
         return losses.mean() * batch.weight
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
@@ -207,7 +226,8 @@ class LitResNet(L.LightningModule):
         return metrics.details
 
     def _evaluate(self, batch: Batch, metrics: EvaluationMetrics) -> Tensor:
-        logits: Tensor = self(batch.images)
+        replicas = self.virtual_replicas
+        logits: Tensor = self(batch.images) if replicas is None else replicas.evaluate(batch.images, self)
         losses = self.loss(logits, batch.labels)
         metrics.update(logits, batch.labels, losses)
         # Lightning sees the metric objects themselves: it sums their counts over processes at the epoch's end.

@@ -1,0 +1,133 @@
+"""`--virtual_replicas`: the same bits on 1, 2 and 4 processes, and what they need for it."""
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+from commands import TINY, launch, run_here
+from torch import Tensor
+
+from lit_cifar.metrics import MeanLoss
+from lit_cifar.strategies import virtual_replicas
+from lit_cifar.strategies.virtual_replicas import TreeSum, in_tree_order, tree_sum
+
+# The last flag of a name counts. Of 58 images the last batch has 10, which are parts of 3, 3, 2 and 2.
+FLAGS = [*TINY, "--virtual_replicas=4", "--data.num_train=74", "--data.eval_batch_size=8"]
+
+
+def weights(run: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    return found
+
+
+def rows(run: Path) -> list[dict[str, str]]:
+    """What was logged, but for the speed."""
+    with (run / "metrics.csv").open(newline="") as file:
+        return [
+            {name: cell for name, cell in row.items() if "images_per_s" not in name} for row in csv.DictReader(file)
+        ]
+
+
+def fitted(folder: Path, processes: int, *flags: str) -> Path:
+    run = folder / str(processes)
+    mode = ["--trainer.strategy=ddp", f"--trainer.devices={processes}"] if processes > 1 else []
+    launch("fit", *FLAGS, *mode, *flags, f"--run_dir={run}", ranks=processes)
+    return run
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_the_parts_of_a_process_are_a_subtree(count: int) -> None:
+    """So the sums of the processes, added in the same order of ranks, are the sum of one process."""
+    generator = torch.Generator().manual_seed(count)
+    values = [10.0 ** torch.randint(-4, 4, (1000,), generator=generator) for _ in range(8)]
+    whole = tree_sum(values[part] for part in in_tree_order(8))
+    held = {rank: [part for part in range(8) if part % count == rank] for rank in range(count)}
+    sums = [tree_sum(values[held[rank][place]] for place in in_tree_order(8 // count)) for rank in range(count)]
+    assert tree_sum(sums[rank] for rank in in_tree_order(count)).equal(whole)
+    if count < 8:
+        assert not sum(values[1:], values[0]).equal(whole)  # the order matters
+
+
+def test_a_tree_sum_keeps_few_tensors() -> None:
+    total = TreeSum()
+    for number in range(1, 17):
+        total.push(torch.tensor(float(number)))
+        assert len(total._sums) == bin(number).count("1")
+    assert total.take() == 136
+    assert total.is_empty
+
+
+def test_losses_are_added_in_any_order() -> None:
+    losses = torch.rand(1000, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.arange(-5, 5).repeat(100)
+    found = []
+    for order in (losses, losses.flip(0), losses[torch.randperm(1000)]):
+        metric = MeanLoss()
+        for part in order.split(7):
+            metric.update(part)
+        found.append(metric.compute())
+    assert found[0] == found[1] == found[2]
+    assert float(found[0]) == pytest.approx(float(losses.double().mean()), rel=1e-6)
+    metric.update(torch.tensor([float("nan")]))
+    assert metric.compute().isnan()
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--virtual_replicas=3"], "no power of two"),
+        (["--virtual_replicas=32"], "--data.batch_size=16"),
+        (["--trainer.strategy=mp", "--trainer.devices=2"], "is for one device, ddp"),
+        (["--trainer.accumulate_grad_batches=2"], "another order"),
+        (["--data.eval_batch_size=6"], "--data.eval_batch_size=6"),
+    ],
+)
+def test_what_would_change_the_bits_is_refused(flags: list[str], text: str, tmp_path: Path) -> None:
+    done = run_here("fit", *FLAGS, *flags, f"--run_dir={tmp_path / 'run'}")
+    assert done.status == 2, done.stderr
+    assert text in done.stderr
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fitted(tmp_path_factory.mktemp("alone"), 1)
+
+
+def test_two_processes_end_with_the_bits_of_one(alone: Path, tmp_path: Path) -> None:
+    pair = fitted(tmp_path, 2)
+    assert all(value.equal(weights(pair)[name]) for name, value in weights(alone).items())
+    assert rows(pair) == rows(alone)
+
+
+def test_without_the_tree_the_bits_differ(alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(virtual_replicas, "in_tree_order", range)
+    run = tmp_path / "run"
+    assert run_here("fit", *FLAGS, f"--run_dir={run}").status == 0
+    assert not all(value.equal(weights(run)[name]) for name, value in weights(alone).items())
+
+
+def test_without_parts_the_bits_differ(alone: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flags = [flag for flag in FLAGS if "virtual" not in flag]
+    assert run_here("fit", *flags, f"--run_dir={run}").status == 0
+    assert not all(value.equal(weights(run)[name]) for name, value in weights(alone).items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
+def test_the_same_bits_in_other_precisions(precision: str, tmp_path: Path) -> None:
+    runs = [fitted(tmp_path, count, f"--trainer.precision={precision}") for count in (1, 2, 4)]
+    for run in runs[1:]:
+        assert all(value.equal(weights(run)[name]) for name, value in weights(runs[0]).items())
+        assert rows(run) == rows(runs[0])
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_processes(alone: Path, tmp_path: Path) -> None:
+    """It fails in the middle of the epoch on two processes, and is resumed on four."""
+    run = tmp_path / "run"
+    saving = ["--last_checkpoint.every_n_steps=2", f"--run_dir={run}", "--trainer.strategy=ddp"]
+    failing = ["--trainer.callbacks+=recorder.FailOn", "--trainer.callbacks.rank=1", "--trainer.callbacks.step=2"]
+    assert launch("fit", *FLAGS, *saving, "--trainer.devices=2", *failing, ranks=2, check=False).status == 1
+    launch("fit", *FLAGS, *saving, "--trainer.devices=4", "--resume=auto", ranks=4)
+    assert all(value.equal(weights(run)[name]) for name, value in weights(alone).items())
