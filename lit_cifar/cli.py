@@ -123,8 +123,8 @@ class CLI(LightningCLI):
             "--kernels",
             type=Literal["auto"] | None,
             default=None,
-            help="With auto, time some steps in 32-true and bf16-mixed, with and without channels_last, for about a "
-            "second, and train with the fastest. This sets --trainer.precision and --model.channels_last.",
+            help="With auto, time some steps in 32-true and bf16-mixed, with and without channels_last, for some "
+            "seconds, and train with the fastest. This sets --trainer.precision and --model.channels_last.",
         )
         parser.add_argument(
             "--virtual_replicas",

@@ -18,9 +18,10 @@ from torch.nn import functional as F
 
 Precision = Literal["32-true", "bf16-mixed"]
 VARIABLE = "LIT_CIFAR_KERNELS"  # tells the processes that a run starts what their parent has found
-_SECONDS = 1.0  # that the whole measurement takes, about
-_STEPS = 3  # timed for each candidate
-_LEAST_BATCH = 4
+_STEPS = 2  # timed for each candidate
+_FEW_IMAGES = 4
+_NEAR = 1.3  # times the shortest step: candidates that are slower on few images are left out
+_LONGEST_STEP_S = 0.5  # about, with more images
 
 
 @dataclass(frozen=True)
@@ -51,37 +52,48 @@ def fastest(seconds: Mapping[Kernels, float]) -> Kernels:
 def time_candidates(
     network: nn.Module, image_shape: tuple[int, ...], *, batch_size: int, device: torch.device
 ) -> dict[Kernels, float]:
-    """Seconds of forward and backward of the network, the shortest of some steps, for each of `CANDIDATES`.
+    """Seconds of forward and backward of the network for each of `CANDIDATES`, the shortest of some steps.
 
-    Neither the network nor torch's global generators change.
+    On a CPU the candidates are first timed on few images. Those that are much slower there are left out, and of the
+    others each is timed on more: which memory format is faster depends on the size of the batch. Neither the network
+    nor torch's global generators change.
 
     Args:
         network: From images (n, *image_shape) to logits (n, num_classes).
         image_shape: Channels, height and width.
-        batch_size: Of the training, on one device. On a CPU fewer images are taken, so that it takes about a second.
+        batch_size: Of the training, on one device. On a CPU a step may have fewer images.
         device: To measure on.
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        if device.type == "cpu":
-            batch_size = _affordable(network, image_shape, batch_size)
-        steps = {each: _step(network, each, image_shape, batch_size, device) for each in CANDIDATES}
-        seconds = dict.fromkeys(CANDIDATES, float("inf"))
-        for turn in range(1 + _STEPS):
-            for each, step in steps.items():
-                found = _time(step, device)
-                if turn:  # the first allocates memory and chooses kernels
-                    seconds[each] = min(seconds[each], found)
+        if device.type != "cpu":
+            return _time_each(network, CANDIDATES, image_shape, batch_size, device)
+        few = min(_FEW_IMAGES, batch_size)
+        first = _time_each(network, CANDIDATES, image_shape, few, device)
+        best = min(first.values())
+        near = tuple(each for each in CANDIDATES if first[each] <= _NEAR * best)
+        more = min(batch_size, few * max(1, int(_LONGEST_STEP_S / best)))
+        second = _time_each(network, near, image_shape, more, device)
+        # What those that were left out would take, by how much slower they were.
+        scale = min(second[each] / first[each] for each in near)
+        return {each: second.get(each, scale * first[each]) for each in CANDIDATES}
+
+
+def _time_each(
+    network: nn.Module,
+    candidates: tuple[Kernels, ...],
+    image_shape: tuple[int, ...],
+    batch_size: int,
+    device: torch.device,
+) -> dict[Kernels, float]:
+    """The shortest of some steps of each, in turn; the first of all allocates memory and chooses kernels."""
+    steps = {each: _step(network, each, image_shape, batch_size, device) for each in candidates}
+    seconds = dict.fromkeys(candidates, float("inf"))
+    for turn in range(1 + _STEPS):
+        for each, step in steps.items():
+            found = _time(step, device)
+            if turn:
+                seconds[each] = min(seconds[each], found)
     return seconds
-
-
-def _affordable(network: nn.Module, image_shape: tuple[int, ...], batch_size: int) -> int:
-    """So many images that a step takes a share of `_SECONDS`."""
-    cpu = torch.device("cpu")
-    least = min(_LEAST_BATCH, batch_size)
-    step = _step(network, CANDIDATES[0], image_shape, least, cpu)
-    step()
-    share = _SECONDS / len(CANDIDATES) / (1 + _STEPS)
-    return min(batch_size, least * max(1, int(share / _time(step, cpu))))
 
 
 def _step(

@@ -92,6 +92,7 @@ def test_what_falls_short_stands_in_the_table_with_its_reason() -> None:
     assert result_table(found, title="step").row_count == 2
     content = found[0].to_json()
     assert (content["met"], content["median"], content["values"]) == (False, 1.1, [1.0, 1.1, 1.2])
+    assert [Row.from_json(each.to_json()) for each in found] == found
 
 
 def test_the_picture_has_a_bar_for_each_goal(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 from commands import TINY, launch, mode_flags, run_here
+from torch import nn
 
 from lit_cifar import kernel_choice, kernels
 from lit_cifar.kernels import CANDIDATES, Kernels, fastest, in_words, time_candidates, told_by_parent, told_to_children
@@ -48,11 +49,24 @@ def test_timing_changes_neither_network_nor_generators() -> None:
     assert all(parameter.grad is None for parameter in network.parameters())
 
 
-def test_the_slow_are_timed_with_few_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    network = build_network("tiny", stem="imagenet", num_classes=10, image_size=32)
-    for seconds, expected in ((10.0, 4), (1 / 32, 8), (1e-6, 64)):
-        monkeypatch.setattr(kernels, "_time", lambda step, device, found=seconds: found)
-        assert kernels._affordable(network, (3, 32, 32), 64) == expected
+def test_only_those_that_are_near_are_timed_on_more_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second is left out; of the others the last is slower on few images and faster on more."""
+    asked = []
+
+    def timed(
+        network: nn.Module, candidates: tuple[Kernels, ...], shape: tuple[int, ...], batch_size: int, *_: object
+    ) -> dict[Kernels, float]:
+        asked.append((candidates, batch_size))
+        few = dict(zip(CANDIDATES, (0.1, 0.2, 0.11, 0.12), strict=True))
+        more = dict(zip(CANDIDATES, (0.5, 0.0, 0.4, 0.3), strict=True))
+        return {each: (few if batch_size == 4 else more)[each] for each in candidates}
+
+    monkeypatch.setattr(kernels, "_time_each", timed)
+    found = time_candidates(nn.Identity(), (3, 32, 32), batch_size=64, device=torch.device("cpu"))
+    near = (CANDIDATES[0], *CANDIDATES[2:])
+    assert asked == [(CANDIDATES, 4), (near, 20)]
+    assert fastest(found) == BF16
+    assert found[CANDIDATES[1]] == pytest.approx(0.2 * 0.3 / 0.12)
 
 
 def test_a_run_says_saves_and_uses_them(

@@ -218,9 +218,9 @@ def test_the_split_is_seeded_and_disjoint() -> None:
 
 def test_a_spawned_process_counts_in_memory_of_its_own() -> None:
     module = LitResNet("resnet10")
-    module.train_loss.weight.share_memory_()  # as torch.multiprocessing sends it
+    module.train_loss.count.share_memory_()  # as torch.multiprocessing sends it
     module.setup("fit")
-    assert not module.train_loss.weight.is_shared()
+    assert not module.train_loss.count.is_shared()
 
 
 def test_a_spawned_process_is_not_sent_the_images() -> None:

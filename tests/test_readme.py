@@ -78,13 +78,13 @@ def check_program(args: list[str]) -> None:
         case "bench" if args[1:2] == ["trace"]:
             options, rest = trace_parser().parse_known_args(args[2:])
             parser_of("fit").parse_args(["fit", *variants(options.devices)[options.mode].flags, *rest])
+        case "bench" if args[1:2] == ["forecast"]:
+            forecast_parser().parse_args(args[2:])
         case "bench":
             options = bench_parser().parse_args(args[1:])
             assert {*options.sections} <= {*SECTIONS, "all"}
         case "doctor":
             doctor_parser().parse_args(args[1:])
-        case "bench" if args[1:2] == ["forecast"]:
-            forecast_parser().parse_args(args[2:])
         case "chaos":
             chaos_parser().parse_args(args[1:])
         case "export":

@@ -123,6 +123,13 @@ def test_the_same_bits_in_other_precisions(precision: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+def test_processes_that_are_spawned_end_with_the_bits_of_one(alone: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    launch("fit", *FLAGS, "--trainer.strategy=ddp_spawn", "--trainer.devices=2", f"--run_dir={run}")
+    assert all(value.equal(weights(run)[name]) for name, value in weights(alone).items())
+
+
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_processes(alone: Path, tmp_path: Path) -> None:
     """It fails in the middle of the epoch on two processes, and is resumed on four."""
     run = tmp_path / "run"

@@ -8,7 +8,8 @@ from lit_cifar.bench.settings import Report, Settings
 from lit_cifar.bench.step import arch
 from lit_cifar.bench.timing import Spread
 from lit_cifar.reporting.memory import FILES
-from lit_cifar.reporting.timeline_analysis import read_timeline, stored_mib
+from lit_cifar.reporting.timeline import FILE as TIMELINE
+from lit_cifar.reporting.timeline import kept_bytes, read_spans
 from lit_cifar.verify.runs import run
 
 _MICROBATCHES = 8
@@ -53,7 +54,7 @@ def _activations_mib(schedule: str, settings: Settings) -> float:
     flags = [f"--trainer.strategy.schedule={schedule}", f"--trainer.strategy.num_microbatches={_MICROBATCHES}"]
     flags += ["--trainer.callbacks+=lit_cifar.reporting.timeline.Timeline", "--trainer.callbacks.first_step=1"]
     folder = _trained("PipelineStrategy", settings, "--model.stem=cifar", *flags, "--trainer.callbacks.num_steps=1")
-    return float(stored_mib(read_timeline(folder)).max())
+    return kept_bytes(read_spans(folder / TIMELINE)) / 2**20
 
 
 def _trained(strategy: str, settings: Settings, *flags: str) -> Path:

@@ -51,6 +51,16 @@ class Row:
         """Whether the median reaches the goal; None without one."""
         return None if self.goal is None else self.goal.is_met_by(self.found.median)
 
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "Row":
+        """The row that `to_json` has written."""
+        goal = content["goal"]
+        return cls(
+            **{name: content[name] for name in ("section", "name", "unit", "note")},
+            found=Spread(tuple(content["values"])),
+            goal=None if goal is None else Goal(**goal),
+        )
+
     def to_json(self) -> dict[str, Any]:
         found = {"median": self.found.median, "low": self.found.low, "high": self.found.high}
         return {name: value for name, value in asdict(self).items() if name != "found"} | {
