@@ -123,15 +123,13 @@ class CLI(LightningCLI):
             "--kernels",
             type=Literal["auto"] | None,
             default=None,
-            help="With auto, time some steps in 32-true and bf16-mixed, with and without channels_last, for some "
-            "seconds, and train with the fastest. This sets --trainer.precision and --model.channels_last.",
+            help="With auto, time 32-true and bf16-mixed, with and without channels_last, and train with the fastest.",
         )
         parser.add_argument(
             "--virtual_replicas",
             type=int | None,
             default=None,
-            help="Cut every batch into this many parts, on any number of processes that divides it: the training then "
-            "ends with the same bits on all of them. For one device, ddp and ddp_spawn.",
+            help="Cut every batch into this many parts: 1, 2 or more processes then end with the same bits.",
         )
         parser.add_lightning_class_args(BestCheckpoint, "best_checkpoint")
         parser.add_lightning_class_args(LastCheckpoint, "last_checkpoint")

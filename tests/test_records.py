@@ -18,6 +18,8 @@ from commands import counts
 from documents import BENCHMARKS, PAGES, RECORDS, ROOT, blocks, is_in_history, parser_of
 from PIL import Image
 
+from lit_cifar.bench.rows import Row, markdown
+from lit_cifar.bench.sections import SECTIONS
 from lit_cifar.reporting.articles import PRINTED_LOSSES
 from lit_cifar.reporting.comparing_runs import paired, read_shuffling, welch
 
@@ -125,7 +127,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return figures
 
 
-@pytest.mark.parametrize("name", ["articles_run", "choosing", "gallery", "loss_curves", "proof"])
+@pytest.mark.parametrize("name", ["articles_run", "bench", "choosing", "gallery", "loss_curves", "proof"])
 def test_a_figure_shows_its_record(name: str, figures: ModuleType, tmp_path: Path) -> None:
     """By what it says that it shows; and by its pixels, where the same release of Matplotlib draws them."""
     draw, record = figures.FIGURES[name]
@@ -135,6 +137,17 @@ def test_a_figure_shows_its_record(name: str, figures: ModuleType, tmp_path: Pat
         if old.text["Software"] == new.text["Software"]:
             assert old.size == new.size
             assert np.abs(np.asarray(old.convert("L"), float) - np.asarray(new.convert("L"), float)).mean() < 0.1
+
+
+def test_the_table_of_bench_is_its_record(figures: ModuleType) -> None:
+    rows = [Row.from_json(row) for row in read(figures.BENCH)["rows"]]
+    assert {row.section for row in rows} == set(SECTIONS)
+    written = (figures.BENCH.parent / "README.md").read_text()
+    assert [line for line in markdown(rows).splitlines() if line not in written] == []
+    goals = [row for row in rows if row.goal]
+    said = f"{sum(bool(row.met) for row in goals)} of {len(goals)} rows reach their goals"
+    for path in (figures.BENCH.parent / "README.md", DOCS / "bench.md"):
+        assert said in page(path)
 
 
 def test_every_figure_is_drawn_from_a_record(figures: ModuleType) -> None:
