@@ -36,6 +36,7 @@ SELF_TEST = BENCHMARKS / "2026-11-22-self-test"
 AGREEMENT = BENCHMARKS / "2026-11-20-agreement"
 CHAOS = BENCHMARKS / "2026-11-22-chaos"
 CURVES = BENCHMARKS / "2026-11-21-loss-curves"
+SAME_BITS = BENCHMARKS / "2026-11-22-same-bits"
 SHUFFLING = BENCHMARKS / "2026-11-22-shuffling"
 # Written before these commands noted commit and machine; their pages say so.
 WITHOUT_COMMIT = {
@@ -148,6 +149,16 @@ def test_the_table_of_bench_is_its_record(figures: ModuleType) -> None:
     said = f"{sum(bool(row.met) for row in goals)} of {len(goals)} rows reach their goals"
     for path in (figures.BENCH.parent / "README.md", DOCS / "bench.md"):
         assert said in page(path)
+
+
+def test_the_digests_of_a_precision_are_the_same() -> None:
+    rows = read(SAME_BITS / "digests.json")["rows"]
+    shown = re.findall(
+        r"^\| (\S+) \| (\d) \| `(\w{16})` \|$", (SAME_BITS / "README.md").read_text(), flags=re.MULTILINE
+    )
+    assert shown == [(row["precision"], str(row["processes"]), row["sha256"][:16]) for row in rows]
+    assert len({row["sha256"] for row in rows}) == len({row["precision"] for row in rows}) == 2
+    assert {row["steps"] for row in rows} == {10}
 
 
 def test_every_figure_is_drawn_from_a_record(figures: ModuleType) -> None:

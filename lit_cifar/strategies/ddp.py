@@ -27,8 +27,11 @@ class AveragingDDPStrategy(DDPStrategy):
 
     @property
     def shares_memory(self) -> bool:
-        """Whether there are several processes, all on one machine's CPU; known once they have met."""
-        on_cpu = self.root_device.type == "cpu" and dist.get_backend() == "gloo"
+        """Whether there are several processes, all on one machine's CPU; known once they have met.
+
+        A communication hook of the user's stays.
+        """
+        on_cpu = self.root_device.type == "cpu" and dist.get_backend() == "gloo" and self._ddp_comm_hook is None
         return on_cpu and self.num_nodes == 1 < self.world_size
 
     @override
