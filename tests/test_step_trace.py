@@ -269,7 +269,7 @@ def test_a_step_on_two_processes(tmp_path: Path, mode: str, stages: bool) -> Non
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     steps = {e["pid"]: e["dur"] / 1e3 for e in events if e["name"] == "one training step"}
     for rank in ranks:
-        assert sum(rank["ms"].values()) == pytest.approx(steps[rank["rank"]])
+        assert sum(rank["ms"].values()) == pytest.approx(steps[rank["rank"]], abs=0.01)  # as precise as a time of day
         assert rank["ms"]["compute"] > 0
         assert rank["ms"]["waiting"] > 0
         for what, predicted in rank["predicted"].items():
