@@ -18,7 +18,7 @@ from lit_cifar.copy_probe.virtual_devices import VirtualDevices
 from lit_cifar.errors import ConfigError
 from lit_cifar.strategies import DataParallelStrategy, DDPLayerParallelStrategy, LayerParallelStrategy
 from lit_cifar.strategies.custom_forward import CustomForwardStrategy
-from lit_cifar.strategies.dp import VirtualReplicas
+from lit_cifar.strategies.dp import EmulatedReplicas
 from lit_cifar.strategies.layer_parallel import StagedRunner
 
 CPU = torch.device("cpu")
@@ -279,8 +279,8 @@ def gradients(model: nn.Module, runner: Any) -> list[Tensor]:
 def test_replicas_that_copy_compute_what_replicas_of_one_memory_compute() -> None:
     with_copies, without = network(), network()
     devices = VirtualDevices(DeviceTransport())
-    found = gradients(with_copies, VirtualReplicas(with_copies, num_replicas=3, virtual_devices=devices))
-    expected = gradients(without, VirtualReplicas(without, num_replicas=3))
+    found = gradients(with_copies, EmulatedReplicas(with_copies, num_replicas=3, virtual_devices=devices))
+    expected = gradients(without, EmulatedReplicas(without, num_replicas=3))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
@@ -298,7 +298,7 @@ def test_every_copy_of_a_mode_passes_the_transport(mode: str) -> None:
     """Parameters, buffers, images, logits; activations and logits; and the gradients of all of them."""
     model, transport = network(), FaultyTransport("lost", every=10**9)
     devices = VirtualDevices(transport)
-    runner: Any = VirtualReplicas(model, num_replicas=2, virtual_devices=devices)
+    runner: Any = EmulatedReplicas(model, num_replicas=2, virtual_devices=devices)
     if mode == "mp":
         runner = StagedRunner([model[:2], model[2:]], [CPU, CPU], virtual_devices=devices)
     gradients(model, runner)

@@ -20,7 +20,7 @@ import lit_cifar.strategies
 from lit_cifar.errors import ConfigError
 from lit_cifar.layout import Layout
 from lit_cifar.strategies import DataParallelStrategy
-from lit_cifar.strategies.dp import VirtualReplicas, in_context_of_caller, replica_of, replicate
+from lit_cifar.strategies.dp import EmulatedReplicas, in_context_of_caller, replica_of, replicate
 
 # The first: Lightning 2.6 asks torch 2.15's pytree in a deprecated way. The rest is Lightning's advice to users about
 # loaders without workers, unused validation steps and few batches.
@@ -159,7 +159,7 @@ def test_virtual_replicas_equal_separate_networks(
     images, labels = images_of(num_samples, dtype), labels_of(num_samples)
     expected_output, expected = per_chunk(network, images, labels, num_replicas)
 
-    output = VirtualReplicas(network, num_replicas=num_replicas)(images)
+    output = EmulatedReplicas(network, num_replicas=num_replicas)(images)
     F.cross_entropy(output, labels).backward()
 
     torch.testing.assert_close(output.detach(), expected_output, rtol=tolerance, atol=tolerance)
@@ -168,7 +168,7 @@ def test_virtual_replicas_equal_separate_networks(
 
 def test_replicas_differ_from_one_device_by_batchnorm_alone() -> None:
     network, images = small_resnet(), images_of(8)
-    divided = VirtualReplicas(network, num_replicas=2)
+    divided = EmulatedReplicas(network, num_replicas=2)
     assert not torch.allclose(divided(images), twin(network).train()(images), atol=1e-3)
     network.eval()
     torch.testing.assert_close(divided(images), network(images), rtol=1e-5, atol=1e-5)
@@ -185,7 +185,7 @@ def test_all_replicas_start_from_the_buffers_before_the_step() -> None:
             return x + self.count
 
     network = AddsItsCount()
-    output = VirtualReplicas(network, num_replicas=3)(torch.zeros(5))
+    output = EmulatedReplicas(network, num_replicas=3)(torch.zeros(5))
     assert output.tolist() == [2, 2, 2, 2, 1]
     assert network.count == 2, "replica 0's buffer stays, the others' are thrown away"
 
@@ -195,7 +195,7 @@ def test_evaluation_of_batches_smaller_than_the_replicas(num_samples: int) -> No
     network = small_resnet().eval()
     images = images_of(num_samples)
     with torch.inference_mode():
-        output = VirtualReplicas(network, num_replicas=4)(images)
+        output = EmulatedReplicas(network, num_replicas=4)(images)
         torch.testing.assert_close(output, network(images), rtol=1e-5, atol=1e-5)
     assert output.shape == (num_samples, 10)
 
@@ -391,7 +391,7 @@ def test_device_replicas_equal_virtual_ones(num_samples: int, num_replicas: int)
     network = small_resnet().to("cuda", torch.float64).train()
     images, labels = images_of(num_samples, torch.float64).cuda(), labels_of(num_samples).cuda()
     expected = twin(network).train()
-    F.cross_entropy(VirtualReplicas(expected, num_replicas=num_replicas)(images), labels).backward()
+    F.cross_entropy(EmulatedReplicas(expected, num_replicas=num_replicas)(images), labels).backward()
 
     output = replicate(network, [torch.device("cuda", 0)] * num_replicas)(images)
     F.cross_entropy(output, labels).backward()

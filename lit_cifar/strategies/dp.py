@@ -54,10 +54,10 @@ def replicate(
     """
     if devices[0].type == "cuda" and len(devices) > 1:
         return DeviceReplicas(network, devices)
-    return VirtualReplicas(network, num_replicas=len(devices), virtual_devices=virtual_devices)
+    return EmulatedReplicas(network, num_replicas=len(devices), virtual_devices=virtual_devices)
 
 
-class VirtualReplicas:
+class EmulatedReplicas:
     """Computes on one device what `nn.DataParallel` computes, which on the CPU would run the plain network.
 
     The replicas run one after the other. `functional_call` swaps the buffers of the one module in place, so threads

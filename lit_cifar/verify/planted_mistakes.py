@@ -23,7 +23,7 @@ from lit_cifar.data.samplers import EvaluationSampler, Part, TrainSampler
 from lit_cifar.optim import WarmupDecay
 from lit_cifar.reporting.per_rank import PerRankAccuracy
 from lit_cifar.strategies import ProcessSyncBatchNorm, tensor_parallel
-from lit_cifar.strategies.dp import VirtualReplicas
+from lit_cifar.strategies.dp import EmulatedReplicas
 from lit_cifar.strategies.layer_parallel import StagedRunner
 from lit_cifar.strategies.mesh import local_part
 from lit_cifar.strategies.pipeline import Pipeline
@@ -93,12 +93,12 @@ def _duplicated_shard(site: Site) -> None:
 
 
 def _augmentation_by_rank(site: Site) -> None:
-    def of_rank(augment: Any, augmentation: Augmentation, *args: Any, **kwargs: Any) -> Tensor:
+    def of_rank(draw: Any, augmentation: Augmentation, *args: Any, **kwargs: Any) -> Tensor:
         keyed_by_rank = replace(augmentation, seed=augmentation.seed + site.rank)
-        images: Tensor = augment(keyed_by_rank, *args, **kwargs)
-        return images
+        draws: Tensor = draw(keyed_by_rank, *args, **kwargs)
+        return draws
 
-    site.replace(Augmentation, "__call__", of_rank)
+    site.replace(Augmentation, "draw", of_rank)
 
 
 def _frozen_order(site: Site) -> None:
@@ -159,13 +159,13 @@ def _scaled_learning_rate(site: Site) -> None:
 
 
 def _statistics_of_last_replica(site: Site) -> None:
-    def last_on_own_buffers(run: Any, replicas: VirtualReplicas, images: Tensor) -> Tensor:
+    def last_on_own_buffers(run: Any, replicas: EmulatedReplicas, images: Tensor) -> Tensor:
         *others, last = images.chunk(replicas.num_replicas)
         copies = [{name: buffer.clone() for name, buffer in replicas.network.named_buffers()} for _ in others]
         outputs = [functional_call(replicas.network, copy, (part,)) for copy, part in zip(copies, others, strict=True)]
         return torch.cat([*outputs, replicas.network(last)])
 
-    site.replace(VirtualReplicas, "__call__", last_on_own_buffers)
+    site.replace(EmulatedReplicas, "__call__", last_on_own_buffers)
 
 
 def _stale_buffers(site: Site) -> None:
