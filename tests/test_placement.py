@@ -63,7 +63,7 @@ def test_a_metric_left_on_the_host_is_caught(strategy: Callable[[], Any]) -> Non
 
 @every_mode
 @pytest.mark.parametrize(
-    ("metric", "state", "size"), [("loss", "count", ()), ("details.acc_per_class", "confmat", (10, 10))]
+    ("metric", "state", "size"), [("loss", "total", ()), ("details.acc_per_class", "confmat", (10, 10))]
 )
 def test_a_metric_of_the_evaluation_left_on_the_host_is_caught(
     strategy: Callable[[], Any], metric: str, state: str, size: tuple[int, ...]
