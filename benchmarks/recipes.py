@@ -6,16 +6,15 @@ that it lacks are trained.
 """
 
 import argparse
-import csv
 import json
 import os
-import tempfile
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
+from fit_and_test import fit_and_test
+
 from lit_cifar.commands.terminal import about, say
-from lit_cifar.verify.runs import refuse_if_invalid, run
 
 RECIPES = Path(__file__).parents[1] / "configs" / "recipes"
 TIMEOUT_S = 4 * 3600.0
@@ -29,29 +28,11 @@ def trained(recipe: str, flags: list[str], *, seed: int) -> dict[str, Any]:
         seed, correct and total (test images), seconds (of the whole command, with start and compiling) and images_per_s
         (of training alone: the median over windows of `log_every_n_steps`).
     """
-    with tempfile.TemporaryDirectory(prefix="recipe-") as name:
-        folder = Path(name)
-        words = [f"--config={RECIPES / recipe}.yaml", f"--seed_everything={seed}", f"--data.seed={seed}", *flags]
-        fitted = run("fit", *words, f"--run_dir={folder / 'fit'}", folder=folder, threads=THREADS, timeout_s=TIMEOUT_S)
-        refuse_if_invalid(fitted)
-        config, checkpoint = folder / "fit" / "config.yaml", folder / "fit" / "checkpoints" / "last.ckpt"
-        words = [f"--config={config}", f"--ckpt_path={checkpoint}", f"--run_dir={folder / 'test'}"]
-        refuse_if_invalid(run("test", *words, folder=folder, threads=THREADS))
-        correct, total = _counts(folder / "test" / "per_rank.csv")
-        speeds = _logged(folder / "fit" / "metrics.csv", "train/images_per_s")
-    found = {"seed": seed, "correct": correct, "total": total, "seconds": round(fitted.seconds, 1)}
+    words = [f"--config={RECIPES / recipe}.yaml", f"--seed_everything={seed}", f"--data.seed={seed}", *flags]
+    result = fit_and_test(words, threads=THREADS, timeout_s=TIMEOUT_S)
+    speeds = result.logged("train/images_per_s")
+    found = {"seed": seed, "correct": result.correct, "total": result.total, "seconds": round(result.seconds, 1)}
     return found | {"images_per_s": median(speeds) if speeds else None}
-
-
-def _logged(path: Path, metric: str) -> list[float]:
-    with path.open(newline="") as file:
-        return [float(row[metric]) for row in csv.DictReader(file) if row.get(metric)]
-
-
-def _counts(path: Path) -> tuple[int, int]:
-    with path.open(newline="") as file:
-        (whole,) = (row for row in csv.DictReader(file) if (row["split"], row["rank"]) == ("test", "all"))
-    return int(whole["correct"]), int(whole["total"])
 
 
 def summary(rows: list[dict[str, Any]]) -> str:

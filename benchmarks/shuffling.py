@@ -7,14 +7,13 @@ notebooks/shuffling.ipynb.
 """
 
 import argparse
-import csv
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from fit_and_test import fit_and_test
+
 from lit_cifar.commands.terminal import about, say
-from lit_cifar.verify.runs import refuse_if_invalid, run
 
 PROCESSES = (1, 2, 4)
 CONFIG = Path(__file__).parents[1] / "configs" / "reproduce" / "single.yaml"
@@ -42,27 +41,9 @@ def flags_of(*, seed: int, processes: int, set_epoch: bool) -> list[str]:
 
 def trained(flags: list[str]) -> dict[str, Any]:
     """Train and test once."""
-    with tempfile.TemporaryDirectory(prefix="shuffling-") as name:
-        folder = Path(name)
-        fitted = run("fit", f"--config={CONFIG}", *SETTINGS, *flags, f"--run_dir={folder / 'fit'}", folder=folder)
-        refuse_if_invalid(fitted)
-        config, checkpoint = folder / "fit" / "config.yaml", folder / "fit" / "checkpoints" / "last.ckpt"
-        words = [f"--config={config}", f"--ckpt_path={checkpoint}", f"--run_dir={folder / 'test'}"]
-        refuse_if_invalid(run("test", *words, folder=folder))
-        losses = _logged(folder / "fit" / "metrics.csv", "train/loss")
-        correct, total = _counts(folder / "test" / "per_rank.csv")
-    return {"losses": losses, "correct": correct, "total": total, "seconds": round(fitted.seconds)}
-
-
-def _logged(path: Path, metric: str) -> list[float]:
-    with path.open(newline="") as file:
-        return [float(row[metric]) for row in csv.DictReader(file) if row.get(metric)]
-
-
-def _counts(path: Path) -> tuple[int, int]:
-    with path.open(newline="") as file:
-        (whole,) = (row for row in csv.DictReader(file) if (row["split"], row["rank"]) == ("test", "all"))
-    return int(whole["correct"]), int(whole["total"])
+    result = fit_and_test([f"--config={CONFIG}", *SETTINGS, *flags])
+    found = {"losses": result.logged("train/loss"), "correct": result.correct, "total": result.total}
+    return found | {"seconds": round(result.seconds)}
 
 
 def main(output: Path, flags: list[str], *, seeds: int) -> None:

@@ -1,0 +1,45 @@
+"""Train once and test the last checkpoint, in a folder that is removed afterwards."""
+
+import csv
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lit_cifar.verify.runs import TIMEOUT_S, refuse_if_invalid, run
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run reached."""
+
+    correct: int  # test images
+    total: int
+    seconds: float  # of the whole `fit`, with its start
+    rows: list[dict[str, str]]  # of its metrics.csv
+
+    def logged(self, metric: str) -> list[float]:
+        return [float(row[metric]) for row in self.rows if row.get(metric)]
+
+
+def fit_and_test(words: Sequence[str], *, threads: int = 1, timeout_s: float = TIMEOUT_S) -> Result:
+    """`fit` with these arguments, which may take `timeout_s`, then `test`.
+
+    Raises:
+        ConfigError: One of them failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="fit-and-test-") as name:
+        folder = Path(name)
+        fit_dir, test_dir = folder / "fit", folder / "test"
+        fitted = run("fit", *words, f"--run_dir={fit_dir}", folder=folder, threads=threads, timeout_s=timeout_s)
+        refuse_if_invalid(fitted)
+        checkpoint = fit_dir / "checkpoints" / "last.ckpt"
+        flags = [f"--config={fit_dir / 'config.yaml'}", f"--ckpt_path={checkpoint}", f"--run_dir={test_dir}"]
+        refuse_if_invalid(run("test", *flags, folder=folder, threads=threads))
+        (whole,) = (row for row in _rows(test_dir / "per_rank.csv") if (row["split"], row["rank"]) == ("test", "all"))
+        return Result(int(whole["correct"]), int(whole["total"]), fitted.seconds, _rows(fit_dir / "metrics.csv"))
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
