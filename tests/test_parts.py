@@ -1,4 +1,6 @@
-"""Parts of the tests: together all, none twice."""
+"""Who runs which tests: parts are together all and none twice; what shares a fixture of its module stays together."""
+
+import os
 
 import pytest
 from parts import in_part
@@ -18,3 +20,14 @@ def test_parts_are_all_tests_and_none_twice(count: int) -> None:
 def test_what_is_no_part_is_refused(part: str) -> None:
     with pytest.raises(pytest.UsageError, match="expected K/N"):
         in_part(NAMES, part)
+
+
+@pytest.fixture(scope="module")
+def shared() -> None:
+    pass
+
+
+@pytest.mark.usefixtures("shared")
+def test_what_shares_a_fixture_runs_in_one_process(request: pytest.FixtureRequest) -> None:
+    """pytest-xdist keeps tests together whose names end alike."""
+    assert request.node.nodeid.endswith("@test_parts") or "PYTEST_XDIST_WORKER" not in os.environ
