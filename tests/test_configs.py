@@ -12,8 +12,8 @@ from lit_cifar.checkpoint.format import read_checkpoint
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 PATHS = sorted(CONFIGS.rglob("*.yaml"))
-# Few drawn images in place of a data set that must be downloaded; they are the only thing that is changed.
-DRAWN = ["--data.dataset=synthetic", "--data.num_train=600", "--data.num_test=50"]
+# Few drawn images in place of a data set that must be downloaded, and a small network.
+DRAWN = ["--model.arch=tiny", "--data.dataset=synthetic", "--data.num_train=600", "--data.num_test=50"]
 SHORT = ["--trainer.max_steps=2", "--trainer.log_every_n_steps=1", "--trainer.limit_val_batches=0"]
 # These follow another file of their folder.
 OVERLAYS = {"plain_momentum": "single", "four_gpus": "ddp", "without_set_epoch": "ddp"}

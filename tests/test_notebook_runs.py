@@ -44,22 +44,32 @@ def test_an_interrupted_cell_stops_the_run(tmp_path: Path, monkeypatch: pytest.M
     assert started.process.returncode == 128 + signal.SIGTERM, started.output
 
 
+@pytest.fixture
+def short_commands(monkeypatch: pytest.MonkeyPatch) -> list[notebook.Run]:
+    """What is started: a command of Python's own in the place of ours, which imports for seconds."""
+    started: list[notebook.Run] = []
+    code = {"modes": "pass", "fit": "import time; time.sleep(60)", "fail": "raise SystemExit('--model.arch')"}
+
+    def start(command: str, **kwargs: object) -> notebook.Run:
+        words = [sys.executable, "-c", code[command]]
+        started.append(notebook.Run(words, title=f"lit_cifar {command}", environment=os.environ))
+        return started[-1]
+
+    monkeypatch.setattr(notebook, "start", start)
+    return started
+
+
+@pytest.mark.usefixtures("short_commands")
 def test_many_runs_show_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     notebook.run_all([["modes"], ["modes"], ["modes"]], at_once=2)
     assert re.fullmatch(r"lit_cifar: 3 runs done after \d+ s\n", capfd.readouterr().out)
 
 
-def test_a_run_that_fails_ends_those_beside_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    started: list[notebook.Run] = []
-    start = notebook.start
-    monkeypatch.setattr(
-        notebook, "start", lambda *args, **kwargs: started.append(start(*args, **kwargs)) or started[-1]
-    )
-    endless = ["fit", *TINY, "--trainer.max_epochs=100000", f"--run_dir={tmp_path}"]
-    with pytest.raises(RuntimeError, match=r"exit status 2\n(?s:.*)--model.arch"):
-        notebook.run_all([["fit", "--model.arch=resnet35"], endless, ["modes"]], at_once=2)
-    assert len(started) == 2
-    assert started[1].process.returncode, "it was ended"
+def test_a_run_that_fails_ends_those_beside_it(short_commands: list[notebook.Run]) -> None:
+    with pytest.raises(RuntimeError, match=r"exit status 1\n(?s:.*)--model.arch"):
+        notebook.run_all([["fail"], ["fit"], ["modes"]], at_once=2)
+    assert len(short_commands) == 2
+    assert short_commands[1].process.returncode == -signal.SIGTERM, "it was ended"
 
 
 def test_torchrun_starts_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ def run_rank(rank: int, world_size: int, folder: str) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_same_weights_as_with_gloo(tmp_path: Path, world_size: int) -> None:
-    mp.spawn(run_rank, (world_size, str(tmp_path)), nprocs=world_size)
+    mp.start_processes(run_rank, (world_size, str(tmp_path)), nprocs=world_size, start_method="forkserver")
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(world_size)]
     for (case, dtype), weights in ranks[0].items():
         tolerance = 0 if world_size == 2 else {torch.float32: 1e-6, torch.float64: 1e-14}[dtype]
