@@ -96,6 +96,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_processes_end_with_the_bits_of_one(alone: Path, tmp_path: Path) -> None:
     pair = fitted(tmp_path, 2)
     assert all(value.equal(weights(pair)[name]) for name, value in weights(alone).items())
+    assert (pair / "weights.sha256").read_text() == (alone / "weights.sha256").read_text()
     assert rows(pair) == rows(alone)
 
 

@@ -18,12 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
 from lit_cifar.checkpoint.callbacks import wait_for_files
+from lit_cifar.checkpoint.format import METRICS, POSITION
 from lit_cifar.checkpoint.save_errors import save_error
 from lit_cifar.errors import SaveError
 from lit_cifar.layout import Layout
 from lit_cifar.reporting.run_report import run_folder
-
-POSITION, METRICS = "position", "metrics"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from lit_cifar.errors import CheckpointError, ConfigError, one_line
 from lit_cifar.models import resnet
 
 _KEY = "lit_cifar"
+POSITION, METRICS = "position", "metrics"  # the entries of `exact_resume`
 _PREFIX = "network."
 _T = TypeVar("_T")
 _OTHER = "pass weights of torchvision's resnet18 or resnet34, or a checkpoint of `python -m lit_cifar fit`"

@@ -15,7 +15,8 @@ from typing_extensions import override
 
 from lit_cifar.checkpoint.files import carries_hash, snapshot, verify_checkpoint, write_checkpoint
 from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.checkpoint.save_errors import what_is_left
+from lit_cifar.checkpoint.save_errors import LAST, what_is_left
+from lit_cifar.checkpoint.weights_digest import note_epoch
 from lit_cifar.errors import CheckpointError, ConfigError, SaveError
 from lit_cifar.watchdog.activity import HELPER
 
@@ -118,6 +119,8 @@ class CheckpointFiles(CheckpointIO):
 
     def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
         write_checkpoint(checkpoint, path, make_folder=path.parent not in self._folders)
+        if path.name == LAST:
+            note_epoch(checkpoint, path.parents[1])
         self._folders.add(path.parent)
 
     @contextmanager

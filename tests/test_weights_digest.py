@@ -1,0 +1,48 @@
+"""`weights.sha256`: a line for every epoch that ended, also in a run that was interrupted."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from commands import TINY, run_here
+
+from lit_cifar.checkpoint.format import read_checkpoint
+from lit_cifar.checkpoint.weights_digest import FILE, digest, note_epoch
+
+WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(7)}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"a": WEIGHTS["a"], "c": WEIGHTS["b"]},
+        {"a": WEIGHTS["a"].view(3, 2), "b": WEIGHTS["b"]},
+        {"a": WEIGHTS["a"].double(), "b": WEIGHTS["b"]},
+        {"a": WEIGHTS["a"].nextafter(torch.tensor(9.0)), "b": WEIGHTS["b"]},
+        {"a": WEIGHTS["a"]},
+    ],
+    ids=["name", "shape", "dtype", "last bit", "missing"],
+)
+def test_every_difference_changes_the_digest(other: dict[str, torch.Tensor]) -> None:
+    assert digest(other) != digest(WEIGHTS)
+
+
+def test_order_and_strides_do_not_change_it() -> None:
+    assert digest({"b": WEIGHTS["b"], "a": WEIGHTS["a"].t().contiguous().t()}) == digest(WEIGHTS)
+
+
+def test_a_line_replaces_those_of_later_epochs(tmp_path: Path) -> None:
+    for epoch, step in [(0, 3), (1, 0), (2, 0), (2, 5), (3, 0), (2, 0)]:  # the last one is of a run that was resumed
+        note_epoch({"position": {"epoch": epoch, "step": step}, "state_dict": WEIGHTS}, tmp_path)
+    assert (tmp_path / FILE).read_text() == "".join(f"{digest(WEIGHTS)}  epoch {epoch}\n" for epoch in (0, 1))
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+def test_a_run_writes_them(tmp_path: Path) -> None:
+    flags = ["fit", *TINY, "--trainer.max_epochs=2", f"--run_dir={tmp_path}"]
+    assert run_here(*flags, "--trainer.max_steps=7").status == 0
+    (first,) = (tmp_path / FILE).read_text().splitlines()
+    with pytest.warns(UserWarning, match="has 7 optimizer steps, this run has 10"):
+        assert run_here(*flags, "--resume=auto").status == 0
+    last = read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["state_dict"]
+    assert (tmp_path / FILE).read_text().splitlines() == [first, f"{digest(last)}  epoch 1"]
