@@ -17,6 +17,7 @@ from torch.distributed import is_torchelastic_launched
 from lit_cifar import __version__
 from lit_cifar.callbacks import default_callbacks, place
 from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
+from lit_cifar.checkpoint.fingerprint import Fingerprint
 from lit_cifar.checkpoint.lightning_io import CheckpointFiles
 from lit_cifar.checkpoint.save_errors import reporting_disk
 from lit_cifar.checks import check_arguments, check_run
@@ -209,8 +210,10 @@ class CLI(LightningCLI):
         """Add the progress bar, the checkpoint plugin, and what the processes need."""
         if config["enable_progress_bar"] is not False:
             callbacks = [ProgressBar(), *callbacks]
-        if self._arguments.virtual_replicas is not None:
-            callbacks = [VirtualReplicas(self._arguments.virtual_replicas), *callbacks]
+        num_parts = self._arguments.virtual_replicas
+        callbacks = [Fingerprint(num_parts), *callbacks]
+        if num_parts is not None:
+            callbacks = [VirtualReplicas(num_parts), *callbacks]
         config["plugins"] = [*as_list(config["plugins"]), CheckpointFiles()]
         config["profiler"] = config["profiler"] or NoProfiler()
         if config["sync_batchnorm"]:

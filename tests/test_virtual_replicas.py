@@ -1,6 +1,8 @@
 """`--virtual_replicas`: the same bits on 1, 2 and 4 processes, and what they need for it."""
 
 import csv
+import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,9 @@ import torch
 from commands import TINY, launch, run_here
 from torch import Tensor
 
+from lit_cifar.checkpoint import fingerprint
 from lit_cifar.metrics import MeanLoss
+from lit_cifar.reporting.environment import cpu_model
 from lit_cifar.strategies import virtual_replicas
 from lit_cifar.strategies.virtual_replicas import TreeSum, in_tree_order, tree_sum
 
@@ -139,3 +143,24 @@ def test_a_run_goes_on_with_another_number_of_processes(alone: Path, tmp_path: P
     assert launch("fit", *FLAGS, *saving, "--trainer.devices=2", *failing, ranks=2, check=False).status == 1
     launch("fit", *FLAGS, *saving, "--trainer.devices=4", "--resume=auto", ranks=4)
     assert all(value.equal(weights(run)[name]) for name, value in weights(alone).items())
+
+
+def resumed(run: Path, *flags: str) -> list[str]:
+    """The warnings of a resumed run about its bits."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert (
+            run_here("fit", *FLAGS, "--trainer.max_epochs=2", *flags, f"--run_dir={run}", "--resume=auto").status == 0
+        )
+    return [str(warning.message) for warning in caught if "the bits of this training" in str(warning.message)]
+
+
+def test_a_run_that_resumes_elsewhere_is_told(alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("same", "other", "without"):
+        shutil.copytree(alone, tmp_path / name)
+    assert resumed(tmp_path / "same") == []
+    (warning,) = resumed(tmp_path / "without", "--virtual_replicas=null")
+    assert warning.splitlines()[1:] == ["  virtual replicas: 4 before, none now"]
+    monkeypatch.setattr(fingerprint, "cpu_model", lambda: "another processor")
+    (warning,) = resumed(tmp_path / "other")
+    assert warning.splitlines()[1:] == [f"  processor: {cpu_model()} before, another processor now"]
