@@ -282,6 +282,7 @@ def test_a_run_folder_holds_everything(trained: Path) -> None:
         "metrics.csv",
         "per_rank.csv",
         "receipt.csv",
+        "weights.sha256",
     }
     assert {path.name for path in (trained / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
     config = yaml.safe_load((trained / "config.yaml").read_text())
