@@ -24,6 +24,12 @@ from lit_cifar.strategies.tree_sum import TreeSum, in_tree_order, tree_sum
 # The last flag of a name counts. Of 58 images the last batch has 10, which are parts of 3, 3, 2 and 2.
 FLAGS = [*TINY, "--virtual_replicas=4", "--data.num_train=74", "--data.eval_batch_size=8"]
 
+# Two batches, of which the last has parts of 3: a pipeline has microbatches of one size.
+SHORT = [*TINY, "--virtual_replicas=4", "--data.num_train=44", "--data.num_test=20", "--data.eval_batch_size=8"]
+SHORT += ["--trainer.precision=bf16-mixed"]
+
+PIPELINE = mode_flags("PipelineStrategy")
+
 
 def bits(run: Path) -> dict[str, str]:
     """SHA-256 of each parameter, buffer and tensor of the optimizer at the end of a run."""
@@ -95,6 +101,13 @@ def test_losses_are_added_in_any_order() -> None:
         (["--virtual_replicas=32"], "--data.batch_size=16"),
         ([*mode_flags("LayerParallelStrategy"), "--trainer.strategy.num_microbatches=2"], "all stages before the next"),
         ([*mode_flags("mp", 2), "--model.compile=true"], "compiled to other kernels"),
+        (
+            [*PIPELINE, "--trainer.strategy.num_microbatches=2"],
+            "--trainer.strategy.num_microbatches=4, or leave it out",
+        ),
+        ([*PIPELINE, "--trainer.strategy.schedule=ZBVZeroBubble"], "in two pieces"),
+        ([*mode_flags("ddp_pp", 8), "--virtual_replicas=4"], "pass --virtual_replicas=8"),
+        (mode_flags("pp"), "10 of 58 images, which do not divide among 1 replica x 4 microbatches"),
         (mode_flags("dp", 3), "so that there are 2"),
         ([*mode_flags("ddp"), "--trainer.sync_batchnorm=true"], "normalise parts of several processes together"),
         (["--trainer.accumulate_grad_batches=2"], "another order"),
@@ -164,12 +177,25 @@ def test_the_same_bits_in_other_precisions(precision: str, tmp_path: Path) -> No
         assert rows(run) == rows(runs[0])
 
 
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("short") / "run"
+    launch("fit", *SHORT, f"--run_dir={run}")
+    return run
+
+
 @pytest.mark.slow
-def test_processes_with_two_devices_each_end_with_the_bits_of_one(alone: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mode", "devices", "ranks"),
+    [("ddp_mp", 4, 2), ("pp", 2, 2), ("ddp_pp", 4, 4)],
+)
+def test_a_mode_ends_with_the_bits_of_one_device(
+    mode: str, devices: int, ranks: int, short: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
-    launch("fit", *FLAGS, *mode_flags("ddp_mp", 4), f"--run_dir={run}", ranks=2)
-    assert bits(run) == bits(alone)
-    assert rows(run) == rows(alone)
+    launch("fit", *SHORT, *mode_flags(mode, devices), f"--run_dir={run}", ranks=ranks)
+    assert bits(run) == bits(short)
+    assert rows(run) == rows(short)
 
 
 @pytest.mark.slow

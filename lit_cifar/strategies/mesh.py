@@ -30,7 +30,6 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.strategies.custom_forward import CustomForwardStrategy
 from lit_cifar.strategies.loss_scaling import agree_on_overflow
 from lit_cifar.strategies.network import RunsNetwork
-from lit_cifar.strategies.parts import Parts
 
 
 class MeshStrategy(CustomForwardStrategy, DDPStrategy):
@@ -74,16 +73,6 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
     @abstractmethod
     def part_of_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
         """The part of an optimizer's whole `state_dict()` that this process needs."""
-
-    @override
-    def use_parts(self, parts: Parts | None) -> None:
-        """Refuse `parts`."""
-        if parts is not None:
-            raise ConfigError(
-                f"--virtual_replicas={parts.num_parts}: --trainer.strategy={self.strategy_name} adds gradients in an "
-                "order of its own",
-                remedy="leave it out, or pass --trainer.strategy=ddp",
-            )
 
     @property
     def mesh(self) -> DeviceMesh:

@@ -40,6 +40,12 @@ class Parts:
         parts = (tuple(values[place :: self.count] for values in batch[:3]) for place in in_tree_order(self.count))
         return [Batch(images, labels, ids, len(labels) * self.count / average) for images, labels, ids in parts]
 
+    def as_microbatches(self, batch: Batch) -> Batch:
+        """The parts one after the other, equally many samples each; the weight is that of one."""
+        parts = self.cut(batch)
+        images, labels, ids = (torch.cat(values) for values in zip(*(part[:3] for part in parts), strict=True))
+        return Batch(images, labels, ids, parts[0].weight)
+
     # A step: `begin`, then every part, then `average`.
 
     def begin(self, buffers: Iterable[Tensor]) -> None:
@@ -98,6 +104,6 @@ class Parts:
 
     def _take(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
-        assert parameter.grad is not None
-        self._gradients[parameter].push(parameter.grad)
-        parameter.grad = None
+        if parameter.grad is not None:  # a pipeline hands over nothing in the backward of Lightning
+            self._gradients[parameter].push(parameter.grad)
+            parameter.grad = None

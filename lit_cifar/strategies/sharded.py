@@ -26,6 +26,7 @@ from lit_cifar.models.compiled import Compiled
 from lit_cifar.strategies.fsdp import autocast_dtype, shard, whole_blocks
 from lit_cifar.strategies.mesh import MeshStrategy, local_part
 from lit_cifar.strategies.network import Runner, RunsNetwork, compiles
+from lit_cifar.strategies.parts import Parts
 from lit_cifar.strategies.sharding_plan import plan
 from lit_cifar.strategies.state_dicts import full_optimizer_state, full_state, load_full_state, split_optimizer_state
 from lit_cifar.strategies.sync_batchnorm import synchronise_along
@@ -141,6 +142,16 @@ class ShardedStrategy(MeshStrategy):
                 f"--trainer.strategy={self.strategy_name} cannot divide the layers of {type(network).__name__}, which "
                 f"have {num_parts} parts, among {each} processes",
                 remedy=f"pass --trainer.devices={possible * self.num_replicas}, or another size of the model axis",
+            )
+
+    @override
+    def use_parts(self, parts: Parts | None) -> None:
+        """Refuse `parts`."""
+        if parts is not None:
+            raise ConfigError(
+                f"--virtual_replicas={parts.num_parts}: --trainer.strategy={self.strategy_name} adds gradients in an "
+                "order of its own",
+                remedy="leave it out, or pass --trainer.strategy=ddp",
             )
 
     @override

@@ -26,6 +26,7 @@ from lit_cifar.layout import Layout
 from lit_cifar.strategies.custom_forward import CustomForwardStrategy
 from lit_cifar.strategies.loss_scaling import loss_scale
 from lit_cifar.strategies.parts import Parts
+from lit_cifar.strategies.pp import PipelineStrategy
 from lit_cifar.strategies.same_bits import check_same_bits
 
 
@@ -39,12 +40,17 @@ class VirtualReplicas(Callback):
     def __init__(self, num_parts: int) -> None:
         self.num_parts = num_parts
         self._parts = Parts(num_parts)
+        self._are_microbatches = False
 
     # What the module calls in the place of its own pass over a batch.
 
     def train(self, module: L.LightningModule, batch: Batch, loss_of: Callable[[Batch], Tensor]) -> Tensor:
         """Forward and backward of all parts but the last, whose loss is returned for the backward of Lightning."""
         *first, last = self._parts.cut(batch)
+        if self._are_microbatches:  # the pipeline has been through forward and backward
+            for part in first:
+                loss_of(part)
+            return loss_of(last)
         self._parts.begin(module.network.buffers())  # type: ignore[union-attr]  # it has been checked
         strategy = module.trainer.strategy
         scale = loss_scale(strategy.precision_plugin, strategy.root_device)
@@ -60,7 +66,11 @@ class VirtualReplicas(Callback):
     def evaluate(self, images: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
         """Logits (n, num_classes) of the images (n, ...) of this process, whose parts go forward one by one."""
         count = self._parts.count
-        logits = [forward(images[place::count]) for place in range(count)]
+        parts = [images[place::count] for place in range(count)]
+        if self._are_microbatches:  # the pipeline cuts their row where one ends
+            logits = [*torch.split(forward(torch.cat(parts)), [len(part) for part in parts])]
+        else:
+            logits = [forward(part) for part in parts]
         whole = logits[0].new_empty(len(images), *logits[0].shape[1:])
         for place, part in enumerate(logits):
             whole[place::count] = part
@@ -83,6 +93,7 @@ class VirtualReplicas(Callback):
         strategy = trainer.strategy
         if strategy.root_device.type == "cpu":
             torch.set_num_threads(1)  # their number decides how oneDNN divides a sum
+        self._are_microbatches = isinstance(strategy, PipelineStrategy)
         self._divide(strategy, group=getattr(strategy, "data_group", None))
         pl_module.virtual_replicas = self  # type: ignore[assignment]
 
