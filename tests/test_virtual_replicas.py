@@ -18,6 +18,7 @@ from lit_cifar.copy_probe.virtual_devices import VirtualDevices
 from lit_cifar.metrics import MeanLoss
 from lit_cifar.reporting.environment import cpu_model
 from lit_cifar.strategies import parts
+from lit_cifar.strategies.clipping import clip_in_order, squares_of_rows
 from lit_cifar.strategies.dp import DealtReplicas
 from lit_cifar.strategies.tree_sum import TreeSum, in_tree_order, tree_sum
 
@@ -26,7 +27,7 @@ FLAGS = [*TINY, "--virtual_replicas=4", "--data.num_train=74", "--data.eval_batc
 
 # Two batches, of which the last has parts of 3: a pipeline has microbatches of one size.
 SHORT = [*TINY, "--virtual_replicas=4", "--data.num_train=44", "--data.num_test=20", "--data.eval_batch_size=8"]
-SHORT += ["--trainer.precision=bf16-mixed"]
+SHORT += ["--trainer.precision=bf16-mixed", "--trainer.gradient_clip_val=0.5"]
 
 PIPELINE = mode_flags("PipelineStrategy")
 
@@ -94,6 +95,29 @@ def test_losses_are_added_in_any_order() -> None:
     assert metric.compute().isnan()
 
 
+def test_the_norm_does_not_depend_on_how_rows_are_divided() -> None:
+    gradient = torch.randn(64, 3, 5, 5, generator=torch.Generator().manual_seed(0))
+    parts = gradient.split([30, 0, 33, 1])
+    assert torch.cat([squares_of_rows(part) for part in parts]).equal(squares_of_rows(gradient))
+    assert sum(part.square().sum() for part in parts) != gradient.square().sum()  # the order matters
+
+
+@pytest.mark.parametrize("clip_val", [0.5, 1e3])
+def test_gradients_are_clipped_as_torch_clips_them(clip_val: float) -> None:
+    layers = [nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5)) for _ in range(2)]
+    for clip, layer in zip((clip_in_order, clip_with_torch), layers, strict=True):
+        torch.manual_seed(0)
+        for parameter in [*layer.parameters()][1:]:
+            parameter.grad = torch.randn_like(parameter)
+        clip(torch.optim.SGD(layer.parameters(), lr=1.0), clip_val)
+    for one, other in zip(*(layer.parameters() for layer in layers), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def clip_with_torch(optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+    torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], clip_val)
+
+
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
@@ -108,6 +132,8 @@ def test_losses_are_added_in_any_order() -> None:
         ([*PIPELINE, "--trainer.strategy.schedule=ZBVZeroBubble"], "in two pieces"),
         ([*mode_flags("ddp_pp", 8), "--virtual_replicas=4"], "pass --virtual_replicas=8"),
         (mode_flags("pp"), "10 of 58 images, which do not divide among 1 replica x 4 microbatches"),
+        (mode_flags("tp"), "divides sums inside layers"),
+        (mode_flags("fsdp2", 1), "on one process does not reduce"),
         (mode_flags("dp", 3), "so that there are 2"),
         ([*mode_flags("ddp"), "--trainer.sync_batchnorm=true"], "normalise parts of several processes together"),
         (["--trainer.accumulate_grad_batches=2"], "another order"),
@@ -187,7 +213,7 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "devices", "ranks"),
-    [("ddp_mp", 4, 2), ("pp", 2, 2), ("ddp_pp", 4, 4)],
+    [("ddp_mp", 4, 2), ("pp", 2, 2), ("ddp_pp", 4, 4), ("fsdp2", 2, 2), ("fsdp2", 4, 4)],
 )
 def test_a_mode_ends_with_the_bits_of_one_device(
     mode: str, devices: int, ranks: int, short: Path, tmp_path: Path

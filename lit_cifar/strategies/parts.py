@@ -33,6 +33,7 @@ class Parts:
         self._before: dict[Tensor, Tensor] = {}
         self._statistics: dict[Tensor, TreeSum] = {}
         self._handles: list[RemovableHandle] = []
+        self._others: list[TreeSum] = []
 
     def cut(self, batch: Batch) -> list[Batch]:
         """This process's parts in the order of the tree; the weight of each is that of its samples among all."""
@@ -53,6 +54,8 @@ class Parts:
         for parameter, total in self._gradients.items():
             parameter.grad = None  # Lightning forgets it only after the first parts
             total.clear()  # of what a run that is resumed does before its first step
+        for total in self._others:
+            total.clear()
         self._before = {buffer: buffer.clone() for buffer in buffers}
         self._statistics = {buffer: TreeSum() for buffer in self._before}
 
@@ -91,6 +94,11 @@ class Parts:
         return list(means.values())
 
     # The gradients of single parts.
+
+    def new_sum(self) -> TreeSum:
+        """A sum of something else, which is forgotten when a step begins."""
+        self._others.append(TreeSum())
+        return self._others[-1]
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
         """From now on take every gradient as soon as it is there, until `unwatch`."""

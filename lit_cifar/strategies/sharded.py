@@ -23,7 +23,7 @@ from typing_extensions import override
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.blocks import num_tensor_parts
 from lit_cifar.models.compiled import Compiled
-from lit_cifar.strategies.fsdp import autocast_dtype, shard, whole_blocks
+from lit_cifar.strategies.fsdp import autocast_dtype, reduce_in_tree, shard, whole_blocks
 from lit_cifar.strategies.mesh import MeshStrategy, local_part
 from lit_cifar.strategies.network import Runner, RunsNetwork, compiles
 from lit_cifar.strategies.parts import Parts
@@ -146,13 +146,20 @@ class ShardedStrategy(MeshStrategy):
 
     @override
     def use_parts(self, parts: Parts | None) -> None:
-        """Refuse `parts`."""
-        if parts is not None:
+        """Let FSDP2 reduce the gradients of `parts` in their tree; refuse tensor parallelism."""
+        name = "" if parts is None else f"--virtual_replicas={parts.num_parts}"
+        if parts is not None and self.tensor_parallel_size != 1:
             raise ConfigError(
-                f"--virtual_replicas={parts.num_parts}: --trainer.strategy={self.strategy_name} adds gradients in an "
-                "order of its own",
-                remedy="leave it out, or pass --trainer.strategy=ddp",
+                f"{name}: --trainer.strategy={self.strategy_name} divides sums inside layers, which then round by the "
+                "number of processes",
+                remedy="leave it out, or pass --trainer.strategy=fsdp2",
             )
+        if parts is not None and self._num_processes == 1:
+            raise ConfigError(
+                f"{name}: FSDP2 on one process does not reduce gradients, but adds them one after the other",
+                remedy="leave out --trainer.strategy, or pass --trainer.devices=2",
+            )
+        super().use_parts(parts)
 
     @override
     def setup_optimizers(self, trainer: L.Trainer) -> None:
@@ -184,6 +191,8 @@ class ShardedStrategy(MeshStrategy):
         synchronise_along(parts, self.data_group)
         if self.data_parallel_size != 1:
             shard(parts, self.mesh["data"], dtype=autocast_dtype(self.precision_plugin))
+        if self.parts is not None:
+            reduce_in_tree(parts, self.parts)
         if compiles(self.lightning_module):
             for block in whole_blocks(parts):  # without the hooks that gather its parameters
                 block.forward = Compiled(block, block.forward)

@@ -11,6 +11,7 @@ bits are the aim of Li et al., "EasyScale", SC 2023.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import lightning as L
 import torch
@@ -23,11 +24,13 @@ from torch.nn.parallel import DistributedDataParallel
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.images import Batch
 from lit_cifar.layout import Layout
+from lit_cifar.strategies.clipping import clip_in_order
 from lit_cifar.strategies.custom_forward import CustomForwardStrategy
 from lit_cifar.strategies.loss_scaling import loss_scale
 from lit_cifar.strategies.parts import Parts
 from lit_cifar.strategies.pp import PipelineStrategy
 from lit_cifar.strategies.same_bits import check_same_bits
+from lit_cifar.strategies.sharded import ShardedStrategy
 
 
 class VirtualReplicas(Callback):
@@ -101,7 +104,11 @@ class VirtualReplicas(Callback):
         """Take every gradient as soon as it is there; DistributedDataParallel averages nothing."""
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             trainer.strategy.model.require_backward_grad_sync = False
-        self._parts.watch(pl_module.parameters())
+        if not isinstance(trainer.strategy, ShardedStrategy):  # which hands gradients to a reduction in the tree
+            self._parts.watch(pl_module.parameters())
+        self._clip = trainer.precision_plugin.clip_grad_by_norm
+        whole = _with_whole_gradient(trainer.strategy)
+        trainer.precision_plugin.clip_grad_by_norm = partial(clip_in_order, group=whole)  # type: ignore[method-assign]
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Give parameters and buffers the mean over all parts."""
@@ -109,8 +116,16 @@ class VirtualReplicas(Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._parts.unwatch()
+        trainer.precision_plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if isinstance(trainer.strategy, CustomForwardStrategy):
             trainer.strategy.use_parts(None)
         pl_module.virtual_replicas = None  # type: ignore[assignment]
+
+
+def _with_whole_gradient(strategy: Strategy) -> dist.ProcessGroup | None:
+    """The processes that together have the whole gradient once; None if each has it."""
+    if isinstance(strategy, PipelineStrategy):
+        return strategy.model_group
+    return strategy.data_group if isinstance(strategy, ShardedStrategy) else None
