@@ -6,7 +6,9 @@ import warnings
 from copy import deepcopy
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from commands import TINY, launch, mode_flags, run_here
@@ -15,11 +17,15 @@ from torch import Tensor, nn
 from lit_cifar.checkpoint import fingerprint
 from lit_cifar.copy_probe.faulty import FaultyTransport
 from lit_cifar.copy_probe.virtual_devices import VirtualDevices
+from lit_cifar.errors import ConfigError
+from lit_cifar.layout import Layout
 from lit_cifar.metrics import MeanLoss
+from lit_cifar.modes import SILENT
 from lit_cifar.reporting.environment import cpu_model
-from lit_cifar.strategies import parts
+from lit_cifar.strategies import LayerParallelStrategy, PipelineStrategy, parts
 from lit_cifar.strategies.clipping import clip_in_order, squares_of_rows
 from lit_cifar.strategies.dp import DealtReplicas
+from lit_cifar.strategies.parts import Parts
 from lit_cifar.strategies.tree_sum import TreeSum, in_tree_order, tree_sum
 
 # The last flag of a name counts. Of 58 images the last batch has 10, which are parts of 3, 3, 2 and 2.
@@ -28,8 +34,6 @@ FLAGS = [*TINY, "--virtual_replicas=4", "--data.num_train=74", "--data.eval_batc
 # Two batches, of which the last has parts of 3: a pipeline has microbatches of one size.
 SHORT = [*TINY, "--virtual_replicas=4", "--data.num_train=44", "--data.num_test=20", "--data.eval_batch_size=8"]
 SHORT += ["--trainer.precision=bf16-mixed", "--trainer.gradient_clip_val=0.5"]
-
-PIPELINE = mode_flags("PipelineStrategy")
 
 
 def bits(run: Path) -> dict[str, str]:
@@ -123,17 +127,9 @@ def clip_with_torch(optimizer: torch.optim.Optimizer, clip_val: float) -> None:
     [
         (["--virtual_replicas=3"], "no power of two"),
         (["--virtual_replicas=32"], "--data.batch_size=16"),
-        ([*mode_flags("LayerParallelStrategy"), "--trainer.strategy.num_microbatches=2"], "all stages before the next"),
         ([*mode_flags("mp", 2), "--model.compile=true"], "compiled to other kernels"),
-        (
-            [*PIPELINE, "--trainer.strategy.num_microbatches=2"],
-            "--trainer.strategy.num_microbatches=4, or leave it out",
-        ),
-        ([*PIPELINE, "--trainer.strategy.schedule=ZBVZeroBubble"], "in two pieces"),
-        ([*mode_flags("ddp_pp", 8), "--virtual_replicas=4"], "pass --virtual_replicas=8"),
+        ([*mode_flags("fsdp2"), "--model.channels_last=true"], "FSDP2 keeps parameters in torch's own order"),
         (mode_flags("pp"), "10 of 58 images, which do not divide among 1 replica x 4 microbatches"),
-        (mode_flags("tp"), "divides sums inside layers"),
-        (mode_flags("fsdp2", 1), "on one process does not reduce"),
         (mode_flags("dp", 3), "so that there are 2"),
         ([*mode_flags("ddp"), "--trainer.sync_batchnorm=true"], "normalise parts of several processes together"),
         (["--trainer.accumulate_grad_batches=2"], "another order"),
@@ -144,6 +140,24 @@ def test_what_would_change_the_bits_is_refused(flags: list[str], text: str, tmp_
     done = run_here("fit", *FLAGS, *flags, f"--run_dir={tmp_path / 'run'}")
     assert done.status == 2, done.stderr
     assert text in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "text"),
+    [
+        (LayerParallelStrategy(num_microbatches=2), 2, "a part passes all stages before the next one"),
+        (PipelineStrategy(num_microbatches=2), 2, r"num_microbatches=4, or leave it out"),
+        (PipelineStrategy(schedule="ZBVZeroBubble"), 2, "in two pieces"),
+        ("ddp_pp", 8, "pass --virtual_replicas=8"),
+        ("tp", 2, "divides sums inside layers"),
+        ("fsdp2", 1, "on one process does not reduce"),
+    ],
+)
+def test_a_mode_refuses_parts_that_it_cannot_have(strategy: Any, devices: int, text: str) -> None:
+    trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **SILENT)
+    parts = Parts(4, num_processes=Layout.of(trainer.strategy).num_shards)
+    with pytest.raises(ConfigError, match=text):
+        trainer.strategy.use_parts(parts)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("mode", ["mp", "dp"])

@@ -146,20 +146,30 @@ class ShardedStrategy(MeshStrategy):
 
     @override
     def use_parts(self, parts: Parts | None) -> None:
-        """Let FSDP2 reduce the gradients of `parts` in their tree; refuse tensor parallelism."""
-        name = "" if parts is None else f"--virtual_replicas={parts.num_parts}"
-        if parts is not None and self.tensor_parallel_size != 1:
+        """Let FSDP2 reduce the gradients of `parts` in their tree; refuse where the bits would differ."""
+        if parts is not None:
+            self._check_bits(f"--virtual_replicas={parts.num_parts}")
+        super().use_parts(parts)
+
+    def _check_bits(self, name: str) -> None:
+        if self.tensor_parallel_size != 1:
             raise ConfigError(
                 f"{name}: --trainer.strategy={self.strategy_name} divides sums inside layers, which then round by the "
                 "number of processes",
                 remedy="leave it out, or pass --trainer.strategy=fsdp2",
             )
-        if parts is not None and self._num_processes == 1:
+        if self._num_processes == 1:
             raise ConfigError(
                 f"{name}: FSDP2 on one process does not reduce gradients, but adds them one after the other",
                 remedy="leave out --trainer.strategy, or pass --trainer.devices=2",
             )
-        super().use_parts(parts)
+        module = self.lightning_module
+        if module is not None and not all(parameter.is_contiguous() for parameter in module.parameters()):
+            raise ConfigError(
+                f"{name} with --model.channels_last=true: FSDP2 keeps parameters in torch's own order, so that other "
+                "kernels run",
+                remedy="pass --model.channels_last=false, or --trainer.strategy=ddp",
+            )
 
     @override
     def setup_optimizers(self, trainer: L.Trainer) -> None:
