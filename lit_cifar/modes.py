@@ -12,11 +12,13 @@ from typing import Any
 import lightning as L
 
 from lit_cifar import strategies
+from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.rendezvous import cluster_environment
 from lit_cifar.layout import GhostBatches, Layout
 from lit_cifar.module import LitResNet
+from lit_cifar.strategies.virtual_replicas import VirtualReplicas
 
 Sizes = dict[str, int | str]
 # Arguments of a Trainer that prints and writes nothing.
@@ -114,14 +116,24 @@ class Variant:
     def layout(self) -> Layout:
         return Layout.of(self._strategy())
 
-    def check(self, module: LitResNet, sampler: TrainSampler) -> None:
+    def check(
+        self, module: LitResNet, data: CIFAR10DataModule, sampler: TrainSampler, *, num_parts: int | None
+    ) -> None:
         """Raise a `ConfigError` before anything runs if `fit` would refuse sizes, network or batches in this mode.
 
-        `sampler` is that of one device.
+        `sampler` is that of one device, `num_parts` the number of virtual replicas.
         """
-        strategy = self._strategy()
-        strategy.connect(module)
-        replace(sampler, layout=Layout.of(strategy)).check()
+        trainer = self._trainer()
+        trainer.strategy.connect(module)
+        replace(sampler, layout=Layout.of(trainer.strategy)).check()
+        if num_parts is not None:
+            VirtualReplicas(num_parts).check(trainer, data)
+
+    def with_parts(self) -> "Variant":
+        """The mode for virtual replicas, of which a pipeline makes its microbatches."""
+        if self.strategy != "PipelineStrategy":
+            return self
+        return replace(self, sizes={name: size for name, size in self.sizes.items() if name != "num_microbatches"})
 
     @property
     def num_processes(self) -> int:
@@ -133,16 +145,20 @@ class Variant:
         return 1 if self.name == "ddp_spawn" else self.num_processes
 
     def _strategy(self) -> Any:
-        """The strategy, on a Trainer that starts no processes: it knows best what follows from its sizes."""
+        """The strategy, which knows best what follows from its sizes."""
+        return self._trainer().strategy
+
+    def _trainer(self) -> L.Trainer:
+        """A Trainer that starts no processes."""
         strategy: Any = getattr(strategies, self.strategy)(**self.sizes) if self.sizes else self.strategy
-        trainer = L.Trainer(
+        return L.Trainer(
             accelerator="cpu",
             strategy=strategy,
             devices=self.devices,
             plugins=[cluster_environment()],
+            sync_batchnorm=self.sync_batchnorm,
             **SILENT,
         )
-        return trainer.strategy
 
 
 def variants(devices: int) -> dict[str, Variant]:

@@ -218,7 +218,12 @@ class LitResNet(L.LightningModule):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Class probabilities, (n, num_classes)."""
-        return torch.softmax(self(batch.images), dim=1)
+        return torch.softmax(self._evaluated(batch.images), dim=1)
+
+    def _evaluated(self, images: Tensor) -> Tensor:
+        replicas = self.virtual_replicas
+        logits: Tensor = self(images) if replicas is None else replicas.evaluate(images, self)
+        return logits
 
     def evaluation_metrics(self, split: Literal["val", "test"]) -> MetricCollection:
         """What callbacks draw: `acc_per_class`, float (C,), and `confusion`, int64 (C, C), rows are the truth."""
@@ -226,8 +231,7 @@ class LitResNet(L.LightningModule):
         return metrics.details
 
     def _evaluate(self, batch: Batch, metrics: EvaluationMetrics) -> Tensor:
-        replicas = self.virtual_replicas
-        logits: Tensor = self(batch.images) if replicas is None else replicas.evaluate(batch.images, self)
+        logits = self._evaluated(batch.images)
         losses = self.loss(logits, batch.labels)
         metrics.update(logits, batch.labels, losses)
         # Lightning sees the metric objects themselves: it sums their counts over processes at the epoch's end.

@@ -23,7 +23,7 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.models import build_resnet
 from lit_cifar.strategies import ShardedStrategy
 from lit_cifar.strategies.sharding_plan import plan
-from lit_cifar.strategies.state_dicts import _local_slice
+from lit_cifar.strategies.state_dicts import local_slice
 
 # 79 images in batches of 16: four steps and a ragged one of 15. Of 17 images to validate, the second of two processes
 # has none in the last batch.
@@ -215,13 +215,13 @@ def test_parts_are_cut_along_the_model_axis_first(
     whole = torch.arange(40).view(10, 4)
     mesh = SimpleNamespace(shape=(3, 2), get_coordinate=lambda: coordinate)
     like: Any = SimpleNamespace(placements=placements, device_mesh=mesh)
-    assert torch.equal(_local_slice(whole, like), whole[rows.start : rows.stop, columns.start : columns.stop])
+    assert torch.equal(local_slice(whole, like), whole[rows.start : rows.stop, columns.start : columns.stop])
 
 
 def test_a_process_beyond_the_last_row_has_an_empty_part() -> None:
     mesh = SimpleNamespace(shape=(4,), get_coordinate=lambda: [3])
     like: Any = SimpleNamespace(placements=(Shard(0),), device_mesh=mesh)
-    assert _local_slice(torch.zeros(3, 5), like).shape == (0, 5)
+    assert local_slice(torch.zeros(3, 5), like).shape == (0, 5)
 
 
 @pytest.mark.parametrize(

@@ -195,9 +195,10 @@ def test_a_mode_that_cannot_run_on_so_many_devices_is_refused() -> None:
     assert "3" in result.stderr
 
 
-def settings(**data: int) -> Settings:
+def settings(*, num_parts: int | None = None, **data: int) -> Settings:
     """As `Settings.of` finds them, without asking the command line."""
     config = {
+        "virtual_replicas": num_parts,
         "trainer": {
             "accelerator": "cpu",
             "accumulate_grad_batches": 1,
@@ -226,6 +227,27 @@ def test_all_leaves_out_what_cannot_cut_the_batch_or_the_network() -> None:
     assert "6 blocks" in said_of["pp"]
     kept = [mode.name for mode in _possible(chosen(["all"], devices=2), settings(), said.append, leave_out=True)]
     assert kept == list(variants(2))
+
+
+def test_all_leaves_out_what_cannot_have_the_bits_of_one_device() -> None:
+    said: list[str] = []
+    with_parts = settings(num_parts=4)
+    kept = [mode.name for mode in _possible(chosen(["all"], devices=2), with_parts, said.append, leave_out=True)]
+    left = {line.split(":")[0].removeprefix("left out ") for line in said}
+    assert left == {"ddp-sync", "mp-micro", "tp"}
+    assert kept == [name for name in variants(2) if name not in left]
+
+
+def test_with_virtual_replicas_a_bit_is_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Launcher, "run_alone", lambda *args: None)
+    references = References(Launcher(settings(num_parts=4), 1, tmp_path, print))
+    with ThreadPoolExecutor() as pool:
+        references.start(GhostBatches(), pool)
+        (bounds,) = references.get(GhostBatches()).bounds
+    assert references.words(GhostBatches()) == "one device, 4 virtual replicas"
+    assert first_excess(differences(step(loss=3.0), step()), bounds, step=1) is None  # the loss of another part
+    excess = first_excess(differences(step(momentum=math.nextafter(0.3, 1)), step()), bounds, step=1)
+    assert str(excess) == "step 1: conv.weight:momentum_buffer differs by 5.6e-17, allowed 0.0e+00 (optimizer)"
 
 
 def test_a_batch_that_one_device_cannot_train_on_is_never_left_out() -> None:
@@ -656,6 +678,16 @@ def test_every_mode_trains_what_one_device_trains(name: str, rows: dict[str, Row
     assert row.counts[1] == 15
     in_one_process = name in ("single", "dp", "mp", "mp-micro", "ddp_mp")  # two stages of two devices: one process
     assert row.processes == (1 if in_one_process else 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_mode_has_the_bits_of_one_device() -> None:
+    """In bfloat16, where a tolerance says little."""
+    args = ["--virtual_replicas=4", "--trainer.precision=bf16-mixed", "--model.arch=tiny"]
+    rows = verify(["all"], devices=4, args=args)
+    assert {row.mode: row.problems for row in rows if row.problems} == {}
+    assert [row.mode for row in rows] == ["single", "dp", "ddp", "ddp_spawn", "mp", "ddp_mp", "pp", "ddp_pp", "fsdp2"]
 
 
 @pytest.mark.timeout(900)

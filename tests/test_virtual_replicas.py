@@ -3,26 +3,49 @@
 import csv
 import shutil
 import warnings
+from copy import deepcopy
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
+import lightning as L
 import pytest
 import torch
-from commands import TINY, launch, run_here
-from torch import Tensor
+from commands import TINY, launch, mode_flags, run_here
+from torch import Tensor, nn
 
 from lit_cifar.checkpoint import fingerprint
+from lit_cifar.copy_probe.faulty import FaultyTransport
+from lit_cifar.copy_probe.virtual_devices import VirtualDevices
+from lit_cifar.errors import ConfigError
+from lit_cifar.layout import Layout
 from lit_cifar.metrics import MeanLoss
+from lit_cifar.modes import SILENT
 from lit_cifar.reporting.environment import cpu_model
-from lit_cifar.strategies import virtual_replicas
-from lit_cifar.strategies.virtual_replicas import TreeSum, in_tree_order, tree_sum
+from lit_cifar.strategies import LayerParallelStrategy, PipelineStrategy, parts
+from lit_cifar.strategies.clipping import clip_in_order, squares_of_rows
+from lit_cifar.strategies.dp import DealtReplicas
+from lit_cifar.strategies.parts import Parts
+from lit_cifar.strategies.tree_sum import TreeSum, in_tree_order, tree_sum
 
 # The last flag of a name counts. Of 58 images the last batch has 10, which are parts of 3, 3, 2 and 2.
 FLAGS = [*TINY, "--virtual_replicas=4", "--data.num_train=74", "--data.eval_batch_size=8"]
 
+# Two batches, of which the last has parts of 3: a pipeline has microbatches of one size.
+SHORT = [*TINY, "--virtual_replicas=4", "--data.num_train=44", "--data.num_test=20", "--data.eval_batch_size=8"]
+SHORT += ["--trainer.precision=bf16-mixed", "--trainer.gradient_clip_val=0.5"]
 
-def weights(run: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
-    return found
+
+def bits(run: Path) -> dict[str, str]:
+    """SHA-256 of each parameter, buffer and tensor of the optimizer at the end of a run."""
+    file = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+    tensors: dict[str, Tensor] = dict(file["state_dict"])
+    (optimizer,) = file["optimizer_states"]
+    assert len(optimizer["state"]) == len(optimizer["param_groups"][0]["params"])
+    for number, state in optimizer["state"].items():
+        tensors |= {f"{name} of parameter {number}": value for name, value in state.items()}
+    plain = {name: value.contiguous().flatten().view(torch.uint8).numpy() for name, value in tensors.items()}
+    return {name: sha256(value).hexdigest() for name, value in plain.items()}
 
 
 def rows(run: Path) -> list[dict[str, str]]:
@@ -59,7 +82,7 @@ def test_a_tree_sum_keeps_few_tensors() -> None:
         total.push(torch.tensor(float(number)))
         assert len(total._sums) == bin(number).count("1")
     assert total.take() == 136
-    assert total.is_empty
+    assert not total.count
 
 
 def test_losses_are_added_in_any_order() -> None:
@@ -76,12 +99,39 @@ def test_losses_are_added_in_any_order() -> None:
     assert metric.compute().isnan()
 
 
+def test_the_norm_does_not_depend_on_how_rows_are_divided() -> None:
+    gradient = torch.randn(64, 3, 5, 5, generator=torch.Generator().manual_seed(0))
+    parts = gradient.split([30, 0, 33, 1])
+    assert torch.cat([squares_of_rows(part) for part in parts]).equal(squares_of_rows(gradient))
+    assert sum(part.square().sum() for part in parts) != gradient.square().sum()  # the order matters
+
+
+@pytest.mark.parametrize("clip_val", [0.5, 1e3])
+def test_gradients_are_clipped_as_torch_clips_them(clip_val: float) -> None:
+    layers = [nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5)) for _ in range(2)]
+    for clip, layer in zip((clip_in_order, clip_with_torch), layers, strict=True):
+        torch.manual_seed(0)
+        for parameter in [*layer.parameters()][1:]:
+            parameter.grad = torch.randn_like(parameter)
+        clip(torch.optim.SGD(layer.parameters(), lr=1.0), clip_val)
+    for one, other in zip(*(layer.parameters() for layer in layers), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def clip_with_torch(optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+    torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], clip_val)
+
+
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
         (["--virtual_replicas=3"], "no power of two"),
         (["--virtual_replicas=32"], "--data.batch_size=16"),
-        (["--trainer.strategy=mp", "--trainer.devices=2"], "is for one device, ddp"),
+        ([*mode_flags("mp", 2), "--model.compile=true"], "compiled to other kernels"),
+        ([*mode_flags("fsdp2"), "--model.channels_last=true"], "FSDP2 keeps parameters in torch's own order"),
+        (mode_flags("pp"), "10 of 58 images, which do not divide among 1 replica x 4 microbatches"),
+        (mode_flags("dp", 3), "so that there are 2"),
+        ([*mode_flags("ddp"), "--trainer.sync_batchnorm=true"], "normalise parts of several processes together"),
         (["--trainer.accumulate_grad_batches=2"], "another order"),
         (["--data.eval_batch_size=6"], "--data.eval_batch_size=6"),
     ],
@@ -92,6 +142,46 @@ def test_what_would_change_the_bits_is_refused(flags: list[str], text: str, tmp_
     assert text in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("strategy", "devices", "text"),
+    [
+        (LayerParallelStrategy(num_microbatches=2), 2, "a part passes all stages before the next one"),
+        (PipelineStrategy(num_microbatches=2), 2, r"num_microbatches=4, or leave it out"),
+        (PipelineStrategy(schedule="ZBVZeroBubble"), 2, "in two pieces"),
+        ("ddp_pp", 8, "pass --virtual_replicas=8"),
+        ("tp", 2, "divides sums inside layers"),
+        ("fsdp2", 1, "on one process does not reduce"),
+    ],
+)
+def test_a_mode_refuses_parts_that_it_cannot_have(strategy: Any, devices: int, text: str) -> None:
+    trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **SILENT)
+    parts = Parts(4, num_processes=Layout.of(trainer.strategy).num_shards)
+    with pytest.raises(ConfigError, match=text):
+        trainer.strategy.use_parts(parts)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("mode", ["mp", "dp"])
+def test_two_devices_of_a_process_end_with_the_bits_of_one(mode: str, alone: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert run_here("fit", *FLAGS, *mode_flags(mode), f"--run_dir={run}").status == 0
+    assert bits(run) == bits(alone)
+    assert rows(run) == rows(alone)
+
+
+def test_dp_deals_parts_to_its_replicas() -> None:
+    """The second gets copies, and sends back what it moves; the values are those of the network itself."""
+    network, images = nn.BatchNorm2d(3), torch.randn(4, 3, 2, 2)
+    expected, transport = deepcopy(network), FaultyTransport("lost", every=10**9)
+    dealt = DealtReplicas(network, [torch.device("cpu")] * 2, virtual_devices=VirtualDevices(transport))
+    for part in images.split(2):
+        dealt(part).square().sum().backward()
+        expected(part).square().sum().backward()
+    assert transport.num_copies
+    assert all(buffer.equal(other) for buffer, other in zip(network.buffers(), expected.buffers(), strict=True))
+    for parameter, other in zip(network.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=0, atol=0)
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fitted(tmp_path_factory.mktemp("alone"), 1)
@@ -99,23 +189,23 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_two_processes_end_with_the_bits_of_one(alone: Path, tmp_path: Path) -> None:
     pair = fitted(tmp_path, 2)
-    assert all(value.equal(weights(pair)[name]) for name, value in weights(alone).items())
+    assert bits(pair) == bits(alone)
     assert (pair / "weights.sha256").read_text() == (alone / "weights.sha256").read_text()
     assert rows(pair) == rows(alone)
 
 
 def test_without_the_tree_the_bits_differ(alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(virtual_replicas, "in_tree_order", range)
+    monkeypatch.setattr(parts, "in_tree_order", range)
     run = tmp_path / "run"
     assert run_here("fit", *FLAGS, f"--run_dir={run}").status == 0
-    assert not all(value.equal(weights(run)[name]) for name, value in weights(alone).items())
+    assert bits(run) != bits(alone)
 
 
 def test_without_parts_the_bits_differ(alone: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = [flag for flag in FLAGS if "virtual" not in flag]
     assert run_here("fit", *flags, f"--run_dir={run}").status == 0
-    assert not all(value.equal(weights(run)[name]) for name, value in weights(alone).items())
+    assert bits(run) != bits(alone)
 
 
 @pytest.mark.slow
@@ -123,15 +213,36 @@ def test_without_parts_the_bits_differ(alone: Path, tmp_path: Path) -> None:
 def test_the_same_bits_in_other_precisions(precision: str, tmp_path: Path) -> None:
     runs = [fitted(tmp_path, count, f"--trainer.precision={precision}") for count in (1, 2, 4)]
     for run in runs[1:]:
-        assert all(value.equal(weights(run)[name]) for name, value in weights(runs[0]).items())
+        assert bits(run) == bits(runs[0])
         assert rows(run) == rows(runs[0])
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("short") / "run"
+    launch("fit", *SHORT, f"--run_dir={run}")
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "devices", "ranks"),
+    [("ddp_mp", 4, 2), ("pp", 2, 2), ("ddp_pp", 4, 4), ("fsdp2", 2, 2), ("fsdp2", 4, 4)],
+)
+def test_a_mode_ends_with_the_bits_of_one_device(
+    mode: str, devices: int, ranks: int, short: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    launch("fit", *SHORT, *mode_flags(mode, devices), f"--run_dir={run}", ranks=ranks)
+    assert bits(run) == bits(short)
+    assert rows(run) == rows(short)
 
 
 @pytest.mark.slow
 def test_processes_that_are_spawned_end_with_the_bits_of_one(alone: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     launch("fit", *FLAGS, "--trainer.strategy=ddp_spawn", "--trainer.devices=2", f"--run_dir={run}")
-    assert all(value.equal(weights(run)[name]) for name, value in weights(alone).items())
+    assert bits(run) == bits(alone)
 
 
 @pytest.mark.slow
@@ -142,7 +253,7 @@ def test_a_run_goes_on_with_another_number_of_processes(alone: Path, tmp_path: P
     failing = ["--trainer.callbacks+=recorder.FailOn", "--trainer.callbacks.rank=1", "--trainer.callbacks.step=2"]
     assert launch("fit", *FLAGS, *saving, "--trainer.devices=2", *failing, ranks=2, check=False).status == 1
     launch("fit", *FLAGS, *saving, "--trainer.devices=4", "--resume=auto", ranks=4)
-    assert all(value.equal(weights(run)[name]) for name, value in weights(alone).items())
+    assert bits(run) == bits(alone)
 
 
 def resumed(run: Path, *flags: str) -> list[str]:

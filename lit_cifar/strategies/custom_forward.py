@@ -13,6 +13,7 @@ from typing_extensions import override
 from lit_cifar.copy_probe.verdict import blame, refuse_faulty_copies
 from lit_cifar.copy_probe.virtual_devices import VirtualDevices
 from lit_cifar.strategies.network import Runner, RunsNetwork, as_runs_network, runs_network
+from lit_cifar.strategies.parts import Parts
 
 
 class CustomForwardStrategy(ParallelStrategy, ABC):
@@ -24,15 +25,21 @@ class CustomForwardStrategy(ParallelStrategy, ABC):
         strategy_name: Value of `--trainer.strategy`.
         description: What the mode does, for Lightning's registry.
         virtual_devices: What copies between the virtual devices of a CPU; by default nothing, as they share a memory.
+        parts: With `--virtual_replicas`, the parts of a batch, which pass through the runner one by one.
     """
 
     strategy_name = "runner"
     description = ""
     virtual_devices: VirtualDevices | None = None
+    parts: Parts | None = None
 
     @abstractmethod
     def make_runner(self, network: nn.Module) -> Runner:
         """The callable to use in place of `network`, which is on the device where `model_to_device` has put it."""
+
+    def use_parts(self, parts: Parts | None) -> None:
+        """From the next `setup` on the runner gets `parts`, each of which is to be computed by itself."""
+        self.parts = parts
 
     @property
     def copying_devices(self) -> list[list[torch.device]]:

@@ -11,6 +11,7 @@ are kept. Autograd sums the gradients of all replicas into the one set of parame
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from itertools import cycle
 from typing import Any, cast
 
 import lightning as L
@@ -96,6 +97,44 @@ class EmulatedReplicas:
         return send(functional_call(self.network, state, (send(chunk, 0, replica),)), replica, 0)
 
 
+class DealtReplicas:
+    """Gives whole batches to the replicas in turn, which all work on the network's own parameters and buffers.
+
+    For parts of a batch, each of which is to be computed as one device would.
+
+    Args:
+        network: On `devices[0]`.
+        devices: The device of every replica.
+        virtual_devices: What copies between the replicas on the CPU; by default they share its memory.
+    """
+
+    def __init__(
+        self, network: nn.Module, devices: Sequence[torch.device], *, virtual_devices: VirtualDevices | None = None
+    ) -> None:
+        self.network = network
+        self.devices = devices
+        self.virtual_devices = virtual_devices
+        self._turns = cycle(range(len(devices)))
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """The output (n, ...) for a batch (n, ...); both on `devices[0]`."""
+        replica = next(self._turns)
+        buffers = dict(self.network.named_buffers())
+        whole = {**dict(self.network.named_parameters()), **buffers}
+        state = {name: self._sent(tensor, 0, replica) for name, tensor in whole.items()}
+        output = functional_call(self.network, state, (self._sent(images, 0, replica),))
+        if self.network.training:
+            for name, buffer in buffers.items():
+                if state[name] is not buffer:
+                    buffer.copy_(self._sent(state[name], replica, 0))
+        return self._sent(output, replica, 0)
+
+    def _sent(self, tensor: Tensor, sender: int, receiver: int) -> Tensor:
+        if self.virtual_devices is None or sender == receiver:
+            return tensor.to(self.devices[receiver])
+        return self.virtual_devices.send(tensor, sender, receiver)
+
+
 class DeviceReplicas:
     """`nn.DataParallel` over several CUDA devices.
 
@@ -172,11 +211,14 @@ class DataParallelStrategy(SingleProcessStrategy):
 
     def replica_of(self, num_samples: int) -> Tensor:
         """Which replica processes each sample of a batch of `num_samples`: int64, (num_samples,)."""
+        if self.parts is not None:  # sample i is in part i modulo their number, and the replicas take turns
+            return torch.arange(num_samples) % self.replicas_per_shard
         return replica_of(num_samples, num_replicas=self.replicas_per_shard)
 
     @override
     def make_runner(self, network: nn.Module) -> Runner:
-        return replicate(network, self.copying_devices[0], virtual_devices=self.virtual_devices)
+        make = replicate if self.parts is None else DealtReplicas
+        return make(network, self.copying_devices[0], virtual_devices=self.virtual_devices)
 
     @property
     @override

@@ -1,14 +1,18 @@
 """Where FSDP2 divides the network, and in which types it gathers it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision, Precision
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lit_cifar.models.blocks import blocks_of
+from lit_cifar.strategies.parts import Parts
+from lit_cifar.strategies.tree_sum import tree_reduce_scatter
 
 # What autocast computes in the narrow type. Of all else it takes the parameters as they are.
 NARROW = (nn.modules.conv._ConvNd, nn.Linear)
@@ -34,6 +38,42 @@ def shard(network: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype | None = N
         if rest:
             fully_shard(rest if len(rest) > 1 else rest[0], mesh=mesh, mp_policy=policy)
     fully_shard(network, mesh=mesh)
+
+
+class TreeReduceScatter:
+    """For `set_custom_reduce_scatter`: the mean over all parts, summed in the order of the tree.
+
+    The whole gradients of all parts but the last are kept. For them zeros are returned, which Lightning forgets before
+    the backward of the last one.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._total = parts.new_sum()
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Room for what is reduced, and for the result."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **kwargs: Any) -> None:
+        """Fill `output_tensor`, (n,), from `input_tensor`, (n * processes,)."""
+        if input_tensor.is_cuda:  # it is made on another stream than it is added on
+            input_tensor.record_stream(torch.cuda.current_stream())
+        self._total.push(input_tensor)
+        if self._total.count < self._parts.count:
+            output_tensor.zero_()
+            return
+        total = tree_reduce_scatter(self._total.take(), group=group)
+        torch.mul(total, 1 / self._parts.num_parts, out=output_tensor)
+
+
+def reduce_in_tree(network: nn.Module, parts: Parts) -> None:
+    """Let each sharded module of `network` reduce its gradients by a `TreeReduceScatter`, which also divides them."""
+    for module in network.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(cast(Any, TreeReduceScatter(parts)))
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
 
 
 def whole_blocks(network: nn.Module) -> list[nn.Module]:

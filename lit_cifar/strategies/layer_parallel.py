@@ -23,6 +23,7 @@ from lit_cifar.models.partition import Partition
 from lit_cifar.reporting.timeline import Recorder
 from lit_cifar.strategies.custom_forward import CustomForwardStrategy
 from lit_cifar.strategies.network import Runner, RunsNetwork, check_chain, compiles
+from lit_cifar.strategies.parts import Parts
 
 
 class StagedRunner:
@@ -159,6 +160,17 @@ class StagedStrategy(CustomForwardStrategy, ABC):
                 "the other, so each is normalised by itself.",
                 remedy="Drop --trainer.sync_batchnorm, or pass --trainer.strategy.num_microbatches=1.",
             )
+
+    @override
+    def use_parts(self, parts: Parts | None) -> None:
+        """Let `parts` pass the stages one after the other; refuse microbatches of them."""
+        if parts is not None and self.num_microbatches > 1:
+            raise ConfigError(
+                f"--virtual_replicas={parts.num_parts} with {self.num_microbatches} microbatches: a part passes all "
+                "stages before the next one",
+                remedy="pass --trainer.strategy.num_microbatches=1, or use --trainer.strategy=pp, where a part is one",
+            )
+        super().use_parts(parts)
 
     @override
     def connect(self, model: L.LightningModule) -> None:

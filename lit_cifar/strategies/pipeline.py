@@ -1,7 +1,7 @@
 """One replica of a network as a pipeline of processes: torch's schedules in training, a plain relay in evaluation."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.memory_format import PlainGradient, PlainOutput
 from lit_cifar.models.partition import Partition
 from lit_cifar.reporting.timeline import Kind, Recorder
+from lit_cifar.strategies.parts import Parts
 
 ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -76,8 +77,8 @@ class Pipeline:
 
     Images and labels are the same in all processes of the pipeline, and so are the logits that it returns. `loss` is
     that of each sample, from logits (n, C) and labels (n,). `group` has the processes in the order of the stages. If it
-    `compiles` them, each stage is compiled by itself. The `recorder` is told which stage
-    works when.
+    `compiles` them, each stage is compiled by itself. The `recorder` is told which stage works when. With `parts` a
+    microbatch is a part, with its own mean loss and running statistics.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Pipeline:
         device: torch.device,
         compiles: bool = False,
         recorder: Recorder | None = None,
+        parts: Parts | None = None,
     ) -> None:
         self.partition = partition
         self.schedule = schedule
@@ -99,6 +101,7 @@ class Pipeline:
         self.group = group
         self.device = device
         self._recorder = recorder or Recorder()
+        self._parts = parts
         self._loss = loss
         self._rank = dist.get_rank(group)
         self.stages = {
@@ -121,7 +124,7 @@ class Pipeline:
         """Run forward and backward of all microbatches; the logits, (n, C), without a graph. Gradients are added up.
 
         The number of images is a multiple of that of microbatches. `scale` is a factor of the summed loss of the
-        samples.
+        samples, or of the mean loss of a part.
         """
         self._scale = scale
         run = self._prepared(len(images) // self.num_microbatches, images.dtype)
@@ -211,18 +214,21 @@ class Pipeline:
                 output_args=self._boundary(index + 1, num_samples, dtype).requires_grad_(),
                 group=self.group,
                 recorder=self._recorder,
+                parts=self._parts,
             )
 
     def _scaled_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return self._loss(logits, labels).sum() * self._scale
+        losses = self._loss(logits, labels)
+        return (losses.sum() if self._parts is None else losses.mean()) * self._scale
 
 
 class _Stage(PipelineStage):
-    """A stage that greets other processes only, and says when it works."""
+    """A stage that greets other processes only, and says when it works. Each of `parts` has its own statistics."""
 
-    def __init__(self, *args: Any, recorder: Recorder, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, recorder: Recorder, parts: Parts | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._recorder = recorder
+        self._parts = parts
 
     def _span(self, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
         worker = f"process {dist.get_rank()}"
@@ -232,7 +238,8 @@ class _Stage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """As torch's, recorded."""
-        with self._span("forward", fwd_chunk_id):
+        own = nullcontext() if self._parts is None else self._parts.own_statistics(self.submod.buffers())
+        with self._span("forward", fwd_chunk_id), own:
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(

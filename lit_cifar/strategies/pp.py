@@ -18,6 +18,7 @@ from lit_cifar.reporting.timeline import Recorder
 from lit_cifar.strategies.loss_scaling import loss_scale
 from lit_cifar.strategies.mesh import MeshStrategy
 from lit_cifar.strategies.network import ComputesLoss, Runner, RunsNetwork, as_computes_loss, check_chain, compiles
+from lit_cifar.strategies.parts import Parts
 from lit_cifar.strategies.pipeline import HandOver, Pipeline, Schedule, ScheduleName, stages_per_process
 from lit_cifar.strategies.state_dicts import merge_optimizer_states, only_parameters
 
@@ -83,6 +84,8 @@ class PipelineStrategy(MeshStrategy):
     @property
     def num_microbatches(self) -> int:
         """Of a batch; known once the Trainer is made."""
+        if self.parts is not None:
+            return self.parts.count
         return self.schedule.usual_microbatches if self._num_microbatches is None else self._num_microbatches
 
     @property
@@ -121,6 +124,34 @@ class PipelineStrategy(MeshStrategy):
             )
 
     @override
+    def use_parts(self, parts: Parts | None) -> None:
+        """Let `parts` be the microbatches; refuse schedules and numbers with which they cannot be."""
+        if parts is not None:
+            self._check_parts(parts)
+        super().use_parts(parts)
+
+    def _check_parts(self, parts: Parts) -> None:
+        name = f"--virtual_replicas={parts.num_parts}"
+        if self.schedule_name == "ZBVZeroBubble":
+            raise ConfigError(
+                f"{name} with the schedule ZBVZeroBubble, which computes the gradients of a microbatch in two pieces",
+                remedy="pass --trainer.strategy.schedule=1F1B",
+            )
+        if self._num_microbatches not in (None, parts.count):
+            raise ConfigError(
+                f"{name} cuts the batch of a pipeline into {parts.count} microbatches, not {self._num_microbatches}",
+                remedy=f"pass --trainer.strategy.num_microbatches={parts.count}, or leave it out",
+            )
+        if parts.count < (fewest := self.schedule.fewest_microbatches):
+            num_pipelines = parts.num_parts // parts.count
+            raise ConfigError(
+                f"{name} cuts the batch of a pipeline into {parts.count} microbatches, and the schedule "
+                f"{self.schedule_name} over {self.schedule.num_processes} processes needs {fewest}",
+                remedy=f"pass --virtual_replicas={num_pipelines << (fewest - 1).bit_length()}",
+            )
+        self.schedule.check(parts.count)
+
+    @override
     def connect(self, model: L.LightningModule) -> None:
         module = as_computes_loss(model, strategy=self.strategy_name)
         check_chain(module.network, strategy=self.strategy_name)
@@ -152,6 +183,7 @@ class PipelineStrategy(MeshStrategy):
             device=self.root_device,
             compiles=compiles(self.lightning_module),
             recorder=self.recorder,
+            parts=self.parts,
         )
         for index, stage in enumerate(self.partition.stages):
             if index not in self._pipeline.stages:
@@ -168,12 +200,19 @@ class PipelineStrategy(MeshStrategy):
             parameter.grad = None
         # A scaler multiplies the loss when backward has been run here.
         scale = loss_scale(self.precision_plugin, self.root_device)
+        if self.parts is None:
+            images, labels, weight = batch.images, batch.labels, batch.weight / len(batch.labels)
+        else:
+            self.parts.begin(self.local_buffers())
+            images, labels, _, weight = self.parts.as_microbatches(batch)
         with self.precision_plugin.train_step_context():
-            logits = self.pipeline.train(batch.images, batch.labels, scale=scale * batch.weight / len(batch.labels))
+            logits = self.pipeline.train(images, labels, scale=scale * weight)
         gradients = [parameter.grad for parameter in parameters]
         for parameter, gradient in zip(parameters, kept, strict=True):
             parameter.grad = gradient
-        module.use_runner(lambda images: logits)
+        # The module asks for the logits of one part after the other.
+        outputs = iter([logits] if self.parts is None else logits.chunk(self.parts.count))
+        module.use_runner(lambda images: next(outputs))
         loss = super().training_step(batch, *args, **kwargs)
         module.use_runner(self.pipeline.evaluate)
         handed_over: Tensor = HandOver.apply(loss, gradients, scale, *parameters)
@@ -192,7 +231,7 @@ class PipelineStrategy(MeshStrategy):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         num_pipelines = dist.get_world_size(self.data_group)
-        if not self._average or num_pipelines == 1:
+        if not self._average or num_pipelines == 1 or self.parts is not None:
             return
         gradients = [parameter.grad for parameter in self.pipeline.parameters if parameter.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients]) / num_pipelines

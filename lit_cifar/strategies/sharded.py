@@ -23,9 +23,10 @@ from typing_extensions import override
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.blocks import num_tensor_parts
 from lit_cifar.models.compiled import Compiled
-from lit_cifar.strategies.fsdp import autocast_dtype, shard, whole_blocks
+from lit_cifar.strategies.fsdp import autocast_dtype, reduce_in_tree, shard, whole_blocks
 from lit_cifar.strategies.mesh import MeshStrategy, local_part
 from lit_cifar.strategies.network import Runner, RunsNetwork, compiles
+from lit_cifar.strategies.parts import Parts
 from lit_cifar.strategies.sharding_plan import plan
 from lit_cifar.strategies.state_dicts import full_optimizer_state, full_state, load_full_state, split_optimizer_state
 from lit_cifar.strategies.sync_batchnorm import synchronise_along
@@ -144,6 +145,33 @@ class ShardedStrategy(MeshStrategy):
             )
 
     @override
+    def use_parts(self, parts: Parts | None) -> None:
+        """Let FSDP2 reduce the gradients of `parts` in their tree; refuse where the bits would differ."""
+        if parts is not None:
+            self._check_bits(f"--virtual_replicas={parts.num_parts}")
+        super().use_parts(parts)
+
+    def _check_bits(self, name: str) -> None:
+        if self.tensor_parallel_size != 1:
+            raise ConfigError(
+                f"{name}: --trainer.strategy={self.strategy_name} divides sums inside layers, which then round by the "
+                "number of processes",
+                remedy="leave it out, or pass --trainer.strategy=fsdp2",
+            )
+        if self._num_processes == 1:
+            raise ConfigError(
+                f"{name}: FSDP2 on one process does not reduce gradients, but adds them one after the other",
+                remedy="leave out --trainer.strategy, or pass --trainer.devices=2",
+            )
+        module = self.lightning_module
+        if module is not None and not all(parameter.is_contiguous() for parameter in module.parameters()):
+            raise ConfigError(
+                f"{name} with --model.channels_last=true: FSDP2 keeps parameters in torch's own order, so that other "
+                "kernels run",
+                remedy="pass --model.channels_last=false, or --trainer.strategy=ddp",
+            )
+
+    @override
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         """As Lightning does; any module's optimizers are looked at before the first step."""
         super().setup_optimizers(trainer)
@@ -173,6 +201,8 @@ class ShardedStrategy(MeshStrategy):
         synchronise_along(parts, self.data_group)
         if self.data_parallel_size != 1:
             shard(parts, self.mesh["data"], dtype=autocast_dtype(self.precision_plugin))
+        if self.parts is not None:
+            reduce_in_tree(parts, self.parts)
         if compiles(self.lightning_module):
             for block in whole_blocks(parts):  # without the hooks that gather its parameters
                 block.forward = Compiled(block, block.forward)

@@ -93,11 +93,11 @@ def _part_of(whole: Any, like: Tensor) -> Any:
     if not (isinstance(whole, Tensor) and isinstance(like, DTensor) and whole.shape == like.shape):
         return whole
     part = torch.empty_like(like, dtype=whole.dtype, requires_grad=False)
-    local_part(part).copy_(_local_slice(whole, like))
+    local_part(part).copy_(local_slice(whole, like))
     return part
 
 
-def _local_slice(whole: Tensor, like: DTensor) -> Tensor:
+def local_slice(whole: Tensor, like: DTensor) -> Tensor:
     """This process's part of `whole`, if that is split as `like` is."""
     mesh = like.device_mesh
     coordinates = mesh.get_coordinate()

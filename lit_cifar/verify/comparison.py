@@ -18,6 +18,8 @@ Bounds: TypeAlias = dict[str, float]
 
 KINDS = ("loss", "parameters", "buffers", "optimizer")
 
+# With virtual replicas every bit is the same. A process has the losses of its own parts alone: they are left out.
+SAME_BITS = {"parameters": 0.0, "buffers": 0.0, "optimizer": 0.0}
 EXACT_BOUND = 1e-9  # what every kind must agree to in float64, where rounding is far below any mistake
 NOISE_FACTOR = 4.0  # how many times the measured effect of another order of summation a mode may differ by
 # The smallest tolerance, in units of the last place of 1.0: for values that another order did not change at all.
@@ -122,9 +124,9 @@ def first_excess(of_step: Mapping[str, Mapping[str, float]], bounds: Bounds, *, 
     """The first tensor beyond its bound: the loss, then in the order of the network, buffers before parameters.
 
     A layer's buffers come from its forward pass alone. Parameters and optimizer state of the whole network move as
-    soon as one gradient is wrong, so they say less about where a mistake is.
+    soon as one gradient is wrong, so they say less about where a mistake is. Kinds without a bound are left out.
     """
-    for kind in ("loss", "buffers", "parameters", "optimizer"):
+    for kind in (kind for kind in ("loss", "buffers", "parameters", "optimizer") if kind in bounds):
         for name, value in of_step[kind].items():
             if value > bounds[kind]:
                 return Excess(step, kind, name, value, bounds[kind])

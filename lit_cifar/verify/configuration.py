@@ -114,11 +114,20 @@ class Settings:
     def module(self) -> LitResNet:
         return module_of(self.config)
 
-    def train_sampler(self) -> TrainSampler:
-        """The sampler of one device; the images are not kept."""
+    @property
+    def num_parts(self) -> int | None:
+        """The number of virtual replicas: then every mode is to have the bits of one device."""
+        found: int | None = self.config["virtual_replicas"]
+        return found
+
+    def data(self) -> CIFAR10DataModule:
         data = CIFAR10DataModule(**self.config["data"])
         data.prepare_data()
         data.setup("fit")
+        return data
+
+    def train_sampler(self, data: CIFAR10DataModule) -> TrainSampler:
+        """The sampler of one device."""
         sampler = replace(data.train_sampler(), accumulation=self.accumulation)
         sampler.check()
         return sampler

@@ -56,7 +56,8 @@ class Launcher:
         """
         flags = [*self.settings.length_flags(steps=self.steps, accumulation=1), *more]
         flags += ["--trainer.strategy=auto", "--trainer.devices=1", "--trainer.sync_batchnorm=false"]
-        flags += ["--model.channels_last=false", "--model.compile=false"]  # which the modes are to show equal to it
+        if self.settings.num_parts is None:  # else the same kernels must run
+            flags += ["--model.channels_last=false", "--model.compile=false"]  # which the modes are to show equal to it
         if chunks != GhostBatches():
             flags += [f"--model.ghost_batchnorm.{name}={value}" for name, value in asdict(chunks).items()]
         outcome = self._fit(title, folder, flags, dict(trace or {}))

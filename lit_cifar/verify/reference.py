@@ -10,7 +10,7 @@ import torch
 
 from lit_cifar.layout import GhostBatches
 from lit_cifar.modes import in_words
-from lit_cifar.verify.comparison import EXACT_BOUND, KINDS, Bounds, differences, largest, measured_bounds
+from lit_cifar.verify.comparison import EXACT_BOUND, KINDS, SAME_BITS, Bounds, differences, largest, measured_bounds
 from lit_cifar.verify.launcher import Launcher
 from lit_cifar.verify.record import Record
 
@@ -53,11 +53,12 @@ class _Tolerance:
     reference: _Run
     others: Sequence[_Run]
     steps: int
+    otherwise: Bounds  # the bounds where there are no others
 
     @cached_property
     def bounds(self) -> list[Bounds]:
         if not self.others:
-            return [dict.fromkeys(KINDS, EXACT_BOUND)] * self.steps
+            return [self.otherwise] * self.steps
         expected = self.reference.wait()
         noise = []
         for other in self.others:
@@ -82,11 +83,15 @@ class References:
             return
         self._runs[chunks] = self._run(f"reference: {self.words(chunks)}", chunks, pool)
         if self.words(chunks) not in self._tolerances:
-            names = _USED[self.launcher.settings.precision]
+            settings = self.launcher.settings
+            names = _USED[settings.precision] if settings.num_parts is None else []
+            otherwise = dict.fromkeys(KINDS, EXACT_BOUND) if settings.num_parts is None else SAME_BITS
             others = [
                 self._run(f"tolerance: {self.words(chunks)}, {name}", chunks, pool, *_ROUNDINGS[name]) for name in names
             ]
-            self._tolerances[self.words(chunks)] = _Tolerance(self._runs[chunks], others, self.launcher.steps)
+            self._tolerances[self.words(chunks)] = _Tolerance(
+                self._runs[chunks], others, self.launcher.steps, otherwise
+            )
 
     def get(self, chunks: GhostBatches) -> Reference:
         return Reference(self._runs[chunks].wait(), self._tolerances[self.words(chunks)].bounds)
@@ -96,6 +101,8 @@ class References:
 
     def words(self, chunks: GhostBatches) -> str:
         """The computation, as the table names it."""
+        if (num_parts := self.launcher.settings.num_parts) is not None:
+            return f"one device, {num_parts} virtual replicas"
         return in_words(chunks, batch_size=self.launcher.settings.batch_size)
 
     def _run(

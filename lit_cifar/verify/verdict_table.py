@@ -58,4 +58,4 @@ def _cell(row: Row, kind: str) -> str:
         return "-"
     value, bound = row.differences[kind], row.tolerance[kind]
     shown = f"{value:.1e}" if value else "0"
-    return f"{shown if value <= bound else f'[red]{shown}[/]'}\n[dim]<= {bound:.1e}[/]"
+    return f"{shown if value <= bound else f'[red]{shown}[/]'}\n[dim]<= {f'{bound:.1e}' if bound else '0'}[/]"

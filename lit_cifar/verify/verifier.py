@@ -58,8 +58,11 @@ class Verifier:
         return normalises_batches(self.launcher.settings.module().network)
 
     def ghost_batches_of(self, mode: Variant) -> GhostBatches:
-        """What the mode normalises together, as its strategy tells it; nothing where the network has no BatchNorm."""
-        if not self.normalises_batches:
+        """What the mode normalises together, as its strategy tells it; the same for all that have no BatchNorm.
+
+        Virtual replicas normalise the same parts in every mode.
+        """
+        if not self.normalises_batches or self.launcher.settings.num_parts is not None:
             return GhostBatches()
         with quiet():
             return mode.ghost_batches(accumulation=self.launcher.settings.accumulation)
@@ -130,17 +133,18 @@ def _possible(wanted: Sequence[Variant], settings: Settings, report: Report, *, 
 
     Of the others `report` says why they are left out, or the error is raised if none may be.
     """
-    module, sampler = settings.module(), settings.train_sampler()
+    module, data = settings.module(), settings.data()
+    sampler = settings.train_sampler(data)
     for mode in wanted:
         try:
             with quiet():
-                on = placed(mode, num_gpus=settings.num_gpus)
-                on.check(module, sampler)
+                on = placed(mode if settings.num_parts is None else mode.with_parts(), num_gpus=settings.num_gpus)
+                on.check(module, data, sampler, num_parts=settings.num_parts)
         except ConfigError as error:
             if not leave_out:
                 raise
             report(f"left out {mode.name}: {error.problem}")
         else:
-            if on != mode:
+            if settings.num_gpus == 1 and on != mode:
                 report(f"on one GPU: {mode.name}")
             yield on

@@ -1,0 +1,75 @@
+"""Sums in the order of one fixed binary tree: the same bits however its leaves are divided over processes."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class TreeSum:
+    """The sum of tensors that come one by one, in the order of a binary tree over them.
+
+    The first and the second are added, then the third and the fourth, then these two sums, and so on, like the carries
+    of a binary counter. At most log2(n) + 1 tensors are kept.
+    """
+
+    def __init__(self) -> None:
+        self._sums: list[tuple[int, Tensor]] = []  # the number of tensors in each, and their sum
+
+    @property
+    def count(self) -> int:
+        """The number of tensors so far."""
+        return sum(count for count, _ in self._sums)
+
+    def push(self, value: Tensor) -> None:
+        """Add a tensor."""
+        count = 1
+        while self._sums and self._sums[-1][0] == count:
+            _, left = self._sums.pop()
+            value, count = left + value, 2 * count
+        self._sums.append((count, value))
+
+    def take(self) -> Tensor:
+        """The sum of all, which are forgotten; their number must be a power of two."""
+        ((_, total),) = self._sums
+        self.clear()
+        return total
+
+    def clear(self) -> None:
+        self._sums = []
+
+
+def in_tree_order(count: int) -> list[int]:
+    """The numbers 0 to count - 1 by their bits read backwards, so that all that are equal modulo 2**k lie together."""
+    width = count.bit_length() - 1
+    return sorted(range(count), key=lambda number: int(f"{number:0{width}b}"[::-1], 2) if width else 0)
+
+
+def tree_sum(values: Iterable[Tensor]) -> Tensor:
+    """Their sum in the order of the tree; their number is a power of two."""
+    total = TreeSum()
+    for value in values:
+        total.push(value)
+    return total.take()
+
+
+def tree_all_reduce(flat: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The sum of `flat`, (n,), over the processes of `group`, in the order of the tree over the parts that they hold.
+
+    Each process adds a slice of all and sends the result to all, which is the traffic of a ring.
+    """
+    padded = F.pad(flat, (0, -len(flat) % dist.get_world_size(group)))
+    total = tree_reduce_scatter(padded, group=group)
+    dist.all_gather_into_tensor(padded, total, group=group)
+    return padded[: len(flat)]
+
+
+def tree_reduce_scatter(flat: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
+    """This process's slice, (n / processes,), of the sum of `flat`, (n,), over the processes of `group`."""
+    count = dist.get_world_size(group)
+    received = torch.empty_like(flat)
+    dist.all_to_all_single(received, flat, group=group)
+    slices = received.view(count, -1)
+    return tree_sum(slices[rank] for rank in in_tree_order(count))
