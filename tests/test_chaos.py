@@ -91,7 +91,7 @@ def test_the_training_is_long_enough_for_its_faults(num_faults: int) -> None:
 
 def test_what_one_process_does_alone_is_what_the_mode_does() -> None:
     """Flags alone: the same number of images normalised together."""
-    alone = {mode.name: mode.flags_for(1) for mode in chosen_modes(["ddp", "pp", "fsdp2", "tp"], devices=2)}
+    alone = {mode.name: mode.flags[1] for mode in chosen_modes(["ddp", "pp", "fsdp2", "tp"], devices=2)}
     separate = "--model.ghost_batchnorm."
     assert {name: f"{separate}num_shards=2" in flags for name, flags in alone.items()} == {
         "ddp": False,
@@ -101,6 +101,22 @@ def test_what_one_process_does_alone_is_what_the_mode_does() -> None:
     }
     assert f"{separate}num_microbatches=2" in alone["pp"]
     assert not any(flag.startswith(separate) for flag in (*alone["ddp"], *alone["tp"]))
+
+
+def test_with_virtual_replicas_a_job_goes_to_other_sizes_and_modes_and_keeps_its_bits() -> None:
+    ddp, pipelines = chosen_modes(["ddp", "ddp_pp"], devices=4, num_parts=4)
+    assert ddp.sizes == (4, 1)  # 8 do not divide the 4 parts
+    assert not any("microbatches" in flag for flag in pipelines.flags[4])
+    (ddp,) = chosen_modes(["ddp"], devices=2, num_parts=4)
+    assert {size: flags[1] for size, flags in ddp.flags.items()} == {
+        2: "--trainer.strategy=ddp",
+        1: "--trainer.strategy=auto",
+        4: "--trainer.strategy=fsdp2",
+    }
+    assert all(flags[0] == "--virtual_replicas=4" for flags in ddp.flags.values())
+    training = Training.under(ddp, 3, resized=True)
+    assert (training.precision, training.has_same_bits) == ("32-true", True)
+    assert [fault.size for fault in plan_for(training, 6, seed=0)[::2]] == [1, 4, 2]
 
 
 # The samples.

@@ -87,7 +87,7 @@ def run_trial(
     """Train under faults at full size, or through all sizes of the plan, and compare the end."""
     size = training.mode.num_processes
     sizes = tuple(dict.fromkeys([size, *(fault.size for fault in faults)]))
-    row = Row(training.mode.name, sizes, training.precision, bound=RESIZED_BOUND if training.resized else 0.0)
+    row = Row(training.mode.name, sizes, training.precision, bound=0.0 if training.has_same_bits else RESIZED_BOUND)
     run, reader, begin = folder / "run", JournalReader(folder / "journal"), time.monotonic()
     with _job(training, folder, max_restarts=len(faults) + 5, anew_every=ANEW_EVERY) as job:
         trial = Trial(job, reader, run / "checkpoints", EVERY_N_STEPS, reference.start_s, report)
@@ -157,7 +157,7 @@ def plan_for(training: Training, num_faults: int, *, seed: int) -> list[Fault]:
     return plan(
         resized_cards(num_faults) if training.resized else cards,
         seed=seed,
-        sizes=(full, 1) if training.resized else (full,),
+        sizes=training.mode.sizes if training.resized else (full,),
         first_step=2 * EVERY_N_STEPS + 2,
         last_step=training.num_steps - 2 * EVERY_N_STEPS,
     )

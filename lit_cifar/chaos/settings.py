@@ -1,6 +1,6 @@
 """The training that is hit: which modes, which flags, how long."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -40,13 +40,20 @@ class JobMode:
     """A mode in which processes meet, and what it can be resized to."""
 
     name: str  # as in `--modes` and `--trainer.strategy`
-    num_processes: int  # at full size
-    flags: tuple[str, ...]  # for full size
-    flags_alone: tuple[str, ...]  # for one process that computes the same, but for rounding
+    # What to pass to `fit` under torchrun, by the number of processes: first at full size, then at those to which a job
+    # is resized. All compute the same, with virtual replicas bit for bit, else but for rounding.
+    flags: Mapping[int, tuple[str, ...]]
+    num_parts: int | None = None  # number of virtual replicas
 
-    def flags_for(self, size: int) -> tuple[str, ...]:
-        """What to pass to `fit` under torchrun with `size` processes: all of them, or one."""
-        return self.flags if size == self.num_processes else self.flags_alone
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of processes."""
+        return tuple(self.flags)
+
+    @property
+    def num_processes(self) -> int:
+        """At full size."""
+        return self.sizes[0]
 
 
 @dataclass(frozen=True)
@@ -55,10 +62,7 @@ class Training:
 
     mode: JobMode  # how it is parallelised
     num_epochs: int
-    # Whether it is to be compared after a resize. Then it computes in float64: in float32, uninterrupted trainings on
-    # one and on two processes, which round in another order, are 0.3 apart in the optimizer's state after 60 steps,
-    # so no bound could tell rounding from a mistake. In float64 they are 6e-15 apart.
-    resized: bool = False
+    resized: bool = False  # whether it is resized, and compared after that
 
     @classmethod
     def under(cls, mode: JobMode, num_faults: int, *, resized: bool = False) -> "Training":
@@ -70,8 +74,18 @@ class Training:
         return self.num_epochs * STEPS_PER_EPOCH
 
     @property
+    def has_same_bits(self) -> bool:
+        """Whether it must end with the bits of the uninterrupted training.
+
+        Else it computes in float64: in float32, uninterrupted trainings on one and on two processes, which round in
+        another order, are 0.3 apart in the optimizer's state after 60 steps, so no bound could tell rounding from a
+        mistake. In float64 they are 6e-15 apart.
+        """
+        return not self.resized or self.mode.num_parts is not None
+
+    @property
     def precision(self) -> str:
-        return "64-true" if self.resized else "32-true"
+        return "32-true" if self.has_same_bits else "64-true"
 
     @property
     def arch(self) -> str:
@@ -87,7 +101,7 @@ class Training:
         return [
             "fit",
             *_FLAGS,
-            *self.mode.flags_for(size),
+            *self.mode.flags[size],
             f"--last_checkpoint.every_n_steps={EVERY_N_STEPS}" if disturbed else "--figures.every_n_epochs=0",
             f"--trainer.max_epochs={self.num_epochs}",
             f"--trainer.precision={self.precision}",
@@ -99,7 +113,8 @@ class Training:
         ]
 
 
-def chosen_modes(names: Sequence[str], *, devices: int) -> list[JobMode]:
+def chosen_modes(names: Sequence[str], *, devices: int, num_parts: int | None = None) -> list[JobMode]:
+    """With so many `devices` at full size and, if they are to have the same bits, virtual replicas."""
     if devices < 2:
         raise ConfigError(f"--devices={devices}: chaos needs several processes", remedy="pass --devices 2 or more")
     known = {"ddp": "ddp-sync", "ddp_mp": "ddp_mp", "pp": "pp", "ddp_pp": "ddp_pp", "fsdp2": "fsdp2", "tp": "tp"}
@@ -110,7 +125,20 @@ def chosen_modes(names: Sequence[str], *, devices: int) -> list[JobMode]:
             remedy=f"pass --modes with some of {','.join(known)}",
         )
     with quiet():
+        if num_parts is not None:
+            return [_with_same_bits(name, devices, num_parts) for name in known if name in names]
         return [_mode(name, variants(devices)[known[name]]) for name in known if name in names]
+
+
+def _with_same_bits(name: str, devices: int, num_parts: int) -> JobMode:
+    """Resized to one process, and where V can be divided so to twice as many in another mode."""
+    own, other = f"--virtual_replicas={num_parts}", "ddp" if name == "fsdp2" else "fsdp2"
+    flags = {
+        variant.num_processes: (own, *variant.with_parts().flags)
+        for variant in (variants(devices)[name], variants(2)["single"], variants(2 * devices)[other])
+        if num_parts % variant.num_processes == 0
+    }
+    return JobMode(name=name, flags=flags, num_parts=num_parts)
 
 
 def _mode(name: str, mode: Variant) -> JobMode:
@@ -123,4 +151,4 @@ def _mode(name: str, mode: Variant) -> JobMode:
         [] if chunks == GhostBatches() else [f"--model.ghost_batchnorm.{k}={v}" for k, v in asdict(chunks).items()]
     )
     alone = ("--trainer.strategy=auto", "--trainer.devices=1", *separate)
-    return JobMode(name=name, num_processes=mode.num_processes, flags=tuple(mode.flags), flags_alone=alone)
+    return JobMode(name=name, flags={mode.num_processes: tuple(mode.flags), 1: alone})

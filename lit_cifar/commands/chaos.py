@@ -23,7 +23,8 @@ _DESCRIPTION = f"""\
 Train a small job under torchrun without faults, and then again while ranks are killed, terminated and stopped, the
 newest checkpoint is truncated, files cannot grow and the job is resized, at random moments and during saves. In the end
 every sample must have counted exactly once in every epoch, and parameters and optimizer state must be those of the
-uninterrupted run: bitwise where the job kept its size, within 1e-5 where it was resized. Everything runs on the CPU.
+uninterrupted run: bitwise where the job kept its size, within 1e-5 where it was resized. With --virtual_replicas=V
+the resized job goes to one process and to twice as many in another mode, and must end bitwise too. All on the CPU.
 Of {ANEW_EVERY} starts of the ranks torchrun starts Python in one; in the others it forks them, without the imports.
 {_ENOUGH} faults or more include every kind."""
 
@@ -36,9 +37,10 @@ def main(args: list[str]) -> int:
             f"--kills={options.kills} --seed={options.seed}: kills must be 1 or more, and the seed 0 or more",
             remedy="the defaults are 20 and 0",
         )
-    modes = chosen_modes(options.modes.split(","), devices=options.devices)
+    modes = chosen_modes(options.modes.split(","), devices=options.devices, num_parts=options.virtual_replicas)
     target = None if options.json is None else writable(Path(options.json))
     record = about() | {"seed": options.seed, "kills": options.kills, "devices": options.devices}
+    record |= {"virtual_replicas": options.virtual_replicas}
     exit_orderly_when_terminated()
     begin = time.monotonic()
     try:
@@ -75,6 +77,12 @@ def chaos_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--modes", default="ddp", metavar="A,B", help="Modes to train in (default: ddp).")
     parser.add_argument("--devices", type=int, default=2, metavar="N", help="Devices of each mode (default: 2).")
+    parser.add_argument(
+        "--virtual_replicas",
+        type=int,
+        metavar="V",
+        help="Train with so many virtual replicas: 4 for 1, 2, 4 processes.",
+    )
     parser.add_argument("--json", metavar="FILE", help="Write all faults, results, versions and hardware to this file.")
     parser.add_argument(
         "--dir", metavar="FOLDER", help="Keep logs, journals and checkpoints there. Without it nothing is kept."
