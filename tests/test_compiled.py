@@ -1,5 +1,6 @@
 """`--model.compile`: what is compiled, and what stays as it is."""
 
+import os
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from commands import TINY, launch
 from short_fits import fit, losses, short
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from lit_cifar import LitResNet
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.models import compiled
 from lit_cifar.models.compiled import Compiled
+from lit_cifar.strategies import LayerParallelStrategy, PipelineStrategy
 
 
 @pytest.fixture
@@ -64,6 +67,40 @@ def test_a_compiled_network_keeps_its_names_and_can_be_copied(
         trainer.save_checkpoint(tmp_path / "a.ckpt")
         found[asked] = read_checkpoint(tmp_path / "a.ckpt")["state_dict"]
     torch.testing.assert_close(found[True], found[False], rtol=1e-9, atol=1e-9)
+
+
+@short
+@pytest.mark.parametrize(
+    ("strategy", "parts"),
+    [
+        ("auto", ["_TinyResNet"]),
+        (LayerParallelStrategy(num_stages=2), ["Sequential"] * 2),
+        (PipelineStrategy(schedule="Interleaved1F1B", num_microbatches=2), ["Sequential"] * 2),
+        ("fsdp2", ["BasicBlock"] * 4),
+    ],
+    ids=["one device", "mp", "pp", "fsdp2"],
+)
+def test_a_mode_compiles_its_parts(
+    strategy: Any, parts: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One process of a mode with processes; those take the same path."""
+    ran = set()
+
+    class Noting(nn.Module):
+        def __init__(self, call: Any, **_: Any) -> None:
+            super().__init__()
+            self.call = call
+
+        def forward(self, images: Tensor) -> Any:
+            ran.add(getattr(self.call, "__self__", self.call))
+            return self.call(images)
+
+    monkeypatch.setattr(torch, "compile", Noting)
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    fit(LitResNet("tiny", stem="imagenet", compile=True), tmp_path, strategy=strategy, max_steps=1)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    assert sorted(type(module).__name__.removeprefix("FSDP") for module in ran) == parts
 
 
 @pytest.mark.slow
