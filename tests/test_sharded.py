@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from commands import TINY, launch, run_here
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchvision.models.resnet import ResNet
 
@@ -21,7 +22,7 @@ from lit_cifar import CIFAR10DataModule, LitResNet
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.errors import ConfigError
 from lit_cifar.models import build_resnet
-from lit_cifar.strategies import ShardedStrategy
+from lit_cifar.strategies import ShardedStrategy, fsdp
 from lit_cifar.strategies.sharding_plan import plan
 from lit_cifar.strategies.state_dicts import _local_slice
 
@@ -175,12 +176,23 @@ class Narrow(LitResNet):
 
 @pytest.mark.usefixtures("_one_process")
 @pytest.mark.parametrize(("precision", "computed"), [("bf16-mixed", torch.bfloat16), ("32-true", torch.float32)])
-def test_what_computes_in_bfloat16_is_gathered_so(precision: Any, computed: torch.dtype, tmp_path: Path) -> None:
+def test_what_computes_in_bfloat16_is_gathered_so(
+    precision: Any, computed: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its gradients are summed in float32, which one process cannot show."""
+    policies: list[dict[str, Any]] = []
+
+    def noted(**types: Any) -> MixedPrecisionPolicy:
+        policies.append(types)
+        return MixedPrecisionPolicy(**types)
+
+    monkeypatch.setattr(fsdp, "MixedPrecisionPolicy", noted)
     model = Narrow("resnet10", stem="imagenet")
     trainer(tmp_path, strategy="fsdp2", precision=precision, max_steps=1).fit(model, data())
     wide = torch.float32
     assert model.types == {"conv": computed, "fc": computed, "bn": wide, "gradients": {wide}}
     assert {p.dtype for p in model.network.parameters()} == {wide}
+    assert [policy["reduce_dtype"] for policy in policies] == [wide if computed == torch.bfloat16 else None]
 
 
 @pytest.mark.usefixtures("_one_process")
