@@ -32,10 +32,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
 
     monkeypatch.setattr(compiled, "BACKEND", note)
     torch._dynamo.reset()
-    limit = torch._dynamo.config.recompile_limit
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)  # torch's own
     yield found
     torch._dynamo.reset()
-    torch._dynamo.config.recompile_limit = limit
 
 
 def test_the_largest_batch_is_compiled_and_a_ragged_one_is_not(graphs: list[tuple[int, ...]]) -> None:
@@ -51,11 +50,16 @@ def test_the_largest_batch_is_compiled_and_a_ragged_one_is_not(graphs: list[tupl
     assert graphs == [(4, 3), (8, 3), (6, 3)]
 
 
+def test_all_blocks_are_compiled_though_they_share_their_code(graphs: list[tuple[int, ...]]) -> None:
+    for width in range(1, 11):
+        Compiled(nn.Sequential(nn.Linear(3, width)))(torch.randn(4, 3))
+    assert len(graphs) == 10
+
+
 @short
-def test_a_compiled_network_keeps_its_names_and_can_be_copied(
-    graphs: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_compiled_network_keeps_its_names_can_be_copied_and_is_plain_after_the_run(
+    graphs: list[tuple[int, ...]], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(compiled, "BACKEND", "eager")
     found = {}
     for asked in (True, False):
         L.seed_everything(0, verbose=False)
@@ -64,6 +68,9 @@ def test_a_compiled_network_keeps_its_names_and_can_be_copied(
         trainer = fit(model, tmp_path, precision="64-true")
         assert list(model.state_dict()) == before
         deepcopy(model)
+        num_graphs = len(graphs)
+        model(torch.zeros(64, 3, 32, 32, dtype=torch.float64))
+        assert len(graphs) == num_graphs
         trainer.save_checkpoint(tmp_path / "a.ckpt")
         found[asked] = read_checkpoint(tmp_path / "a.ckpt")["state_dict"]
     torch.testing.assert_close(found[True], found[False], rtol=1e-9, atol=1e-9)

@@ -179,7 +179,7 @@ class Narrow(LitResNet):
 def test_what_computes_in_bfloat16_is_gathered_so(
     precision: Any, computed: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And its gradients are summed in float32, which one process cannot show."""
+    """Gradients are summed in float32, which one process cannot show, and a ViT's blocks get float32."""
     policies: list[dict[str, Any]] = []
 
     def noted(**types: Any) -> MixedPrecisionPolicy:
@@ -192,7 +192,8 @@ def test_what_computes_in_bfloat16_is_gathered_so(
     wide = torch.float32
     assert model.types == {"conv": computed, "fc": computed, "bn": wide, "gradients": {wide}}
     assert {p.dtype for p in model.network.parameters()} == {wide}
-    assert [policy["reduce_dtype"] for policy in policies] == [wide if computed == torch.bfloat16 else None]
+    narrow, summed = (computed, wide) if computed == torch.bfloat16 else (None, None)
+    assert policies == [{"param_dtype": narrow, "reduce_dtype": summed, "cast_forward_inputs": False}]
 
 
 @pytest.mark.usefixtures("_one_process")
