@@ -277,7 +277,7 @@ def test_a_network_without_layers_to_split_is_refused() -> None:
         ShardedStrategy(1, None).connect(model)
 
 
-def test_a_process_holds_as_much_as_the_plan_says() -> None:
+def test_a_process_holds_as_much_as_the_plan_says(tmp_path: Path) -> None:
     network: ResNet = build_resnet("resnet10", stem="imagenet")
     whole = sum(parameter.numel() for parameter in network.parameters())
     assert plan(network, (3, 32, 32), num_replicas=1, each=1, num_bytes=4) == [
@@ -287,6 +287,9 @@ def test_a_process_holds_as_much_as_the_plan_says() -> None:
     held, sent = plan(network, (3, 32, 32), num_replicas=2, each=1, num_bytes=4)
     assert "holds 2.46 of 4.91 M parameters (9.8 MB)" in held
     assert f"{1.5 * whole * 4 / 1e6:.1f} MB sent" in sent
+    strategy: Any = trainer(tmp_path, strategy="fsdp2", devices=2, precision="64-true").strategy
+    strategy.connect(LitResNet("resnet10", stem="imagenet"))
+    assert "holds 2.46 of 4.91 M parameters (19.6 MB)" in strategy.plan()[0]
     # Input and output of each of the four blocks: 64 x 8 x 8, then twice the channels on a quarter of the pixels.
     values = sum(before + after for before, after in [(4096, 4096), (4096, 2048), (2048, 1024), (1024, 512)])
     assert f"{values / 1e6:.2f} M values" in plan(network, (3, 32, 32), num_replicas=1, each=2, num_bytes=4)[-1]
