@@ -142,7 +142,7 @@ class LitResNet(L.LightningModule):
             self.use_runner(Compiled(self.network))
 
     def teardown(self, stage: str) -> None:
-        """Remove the runner, which cannot be pickled."""
+        """Let `forward` run the plain network again, on batches of any size without compiling."""
         self.use_runner(None)
 
     def use_runner(self, runner: Callable[[Tensor], Tensor] | None) -> None:

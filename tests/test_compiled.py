@@ -1,5 +1,6 @@
 """`--model.compile`: what is compiled, and what stays as it is."""
 
+import os
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from commands import TINY, launch
 from short_fits import fit, losses, short
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from lit_cifar import LitResNet
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.models import compiled
 from lit_cifar.models.compiled import Compiled
+from lit_cifar.strategies import LayerParallelStrategy, PipelineStrategy
 
 
 @pytest.fixture
@@ -29,10 +32,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
 
     monkeypatch.setattr(compiled, "BACKEND", note)
     torch._dynamo.reset()
-    limit = torch._dynamo.config.recompile_limit
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)  # torch's own
     yield found
     torch._dynamo.reset()
-    torch._dynamo.config.recompile_limit = limit
 
 
 def test_the_largest_batch_is_compiled_and_a_ragged_one_is_not(graphs: list[tuple[int, ...]]) -> None:
@@ -48,11 +50,16 @@ def test_the_largest_batch_is_compiled_and_a_ragged_one_is_not(graphs: list[tupl
     assert graphs == [(4, 3), (8, 3), (6, 3)]
 
 
+def test_all_blocks_are_compiled_though_they_share_their_code(graphs: list[tuple[int, ...]]) -> None:
+    for width in range(1, 11):
+        Compiled(nn.Sequential(nn.Linear(3, width)))(torch.randn(4, 3))
+    assert len(graphs) == 10
+
+
 @short
-def test_a_compiled_network_keeps_its_names_and_can_be_copied(
-    graphs: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_compiled_network_keeps_its_names_can_be_copied_and_is_plain_after_the_run(
+    graphs: list[tuple[int, ...]], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(compiled, "BACKEND", "eager")
     found = {}
     for asked in (True, False):
         L.seed_everything(0, verbose=False)
@@ -61,9 +68,46 @@ def test_a_compiled_network_keeps_its_names_and_can_be_copied(
         trainer = fit(model, tmp_path, precision="64-true")
         assert list(model.state_dict()) == before
         deepcopy(model)
+        num_graphs = len(graphs)
+        model(torch.zeros(64, 3, 32, 32, dtype=torch.float64))
+        assert len(graphs) == num_graphs
         trainer.save_checkpoint(tmp_path / "a.ckpt")
         found[asked] = read_checkpoint(tmp_path / "a.ckpt")["state_dict"]
     torch.testing.assert_close(found[True], found[False], rtol=1e-9, atol=1e-9)
+
+
+@short
+@pytest.mark.parametrize(
+    ("strategy", "parts"),
+    [
+        ("auto", ["_TinyResNet"]),
+        (LayerParallelStrategy(num_stages=2), ["Sequential"] * 2),
+        (PipelineStrategy(schedule="Interleaved1F1B", num_microbatches=2), ["Sequential"] * 2),
+        ("fsdp2", ["BasicBlock"] * 4),
+    ],
+    ids=["one device", "mp", "pp", "fsdp2"],
+)
+def test_a_mode_compiles_its_parts(
+    strategy: Any, parts: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One process of a mode with processes; those take the same path."""
+    ran = set()
+
+    class Noting(nn.Module):
+        def __init__(self, call: Any, **_: Any) -> None:
+            super().__init__()
+            self.call = call
+
+        def forward(self, images: Tensor) -> Any:
+            ran.add(getattr(self.call, "__self__", self.call))
+            return self.call(images)
+
+    monkeypatch.setattr(torch, "compile", Noting)
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    fit(LitResNet("tiny", stem="imagenet", compile=True), tmp_path, strategy=strategy, max_steps=1)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    assert sorted(type(module).__name__.removeprefix("FSDP") for module in ran) == parts
 
 
 @pytest.mark.slow

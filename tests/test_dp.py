@@ -2,6 +2,7 @@
 
 import importlib
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import lit_cifar.strategies
 from lit_cifar.errors import ConfigError
 from lit_cifar.layout import Layout
 from lit_cifar.strategies import DataParallelStrategy
-from lit_cifar.strategies.dp import EmulatedReplicas, in_context_of_caller, replica_of, replicate
+from lit_cifar.strategies.dp import EmulatedReplicas, _DataParallel, in_context_of_caller, replica_of, replicate
 
 # The first: Lightning 2.6 asks torch 2.15's pytree in a deprecated way. The rest is Lightning's advice to users about
 # loaders without workers, unused validation steps and few batches.
@@ -219,6 +220,16 @@ def test_a_thread_inherits_autocast_type_and_mode(inference: bool) -> None:
         thread.start()
         thread.join()
     assert found == [(torch.float16, inference, False)]
+
+
+def test_the_threads_of_data_parallel_inherit_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_threads(self: Any, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
+        with ThreadPoolExecutor(1) as pool:
+            return [*pool.map(lambda call: call(), replicas)]
+
+    monkeypatch.setattr(nn.DataParallel, "parallel_apply", in_threads)
+    with torch.inference_mode():
+        assert _DataParallel(nn.Linear(2, 2)).parallel_apply([torch.is_inference_mode_enabled], [()], [{}]) == [True]
 
 
 # ---------------------------------------------------------------- under a Trainer

@@ -1,7 +1,9 @@
 """`16-mixed`: all processes find the same scale, and leave out the same steps."""
 
+import os
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
@@ -9,13 +11,16 @@ import torch
 import torch.distributed as dist
 from commands import TINY, launch, mode_flags
 from lightning.pytorch.plugins import MixedPrecision
-from short_fits import losses
-from torch import nn
+from short_fits import fit, losses, short
+from torch import Tensor, nn
 
+from lit_cifar import LitResNet
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.checks import check_clipping
 from lit_cifar.errors import ConfigError
+from lit_cifar.strategies import PipelineStrategy
 from lit_cifar.strategies.loss_scaling import AgreedGradScaler, agree_on_overflow, loss_scale
+from lit_cifar.strategies.pipeline import Pipeline
 
 
 def scaled(init_scale: float = 1024.0) -> MixedPrecision:
@@ -50,6 +55,22 @@ def test_a_step_is_left_out_where_another_process_has_overflowed(
     scaler.step(optimizer)
     scaler.update()
     assert (scaler.get_scale(), weight[0].item()) == ((2.0, 1.0) if elsewhere else (4.0, 0.0))
+
+
+@short
+def test_a_pipeline_scales_the_loss_of_its_own_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scaled only when the gradients are handed over, small ones would have been lost in float16."""
+    scales, train = [], Pipeline.train
+
+    def noting(self: Pipeline, images: Tensor, labels: Tensor, *, scale: Any) -> Tensor:
+        scales.append(float(scale) * len(images))
+        return train(self, images, labels, scale=scale)
+
+    monkeypatch.setattr(Pipeline, "train", noting)
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    fit(LitResNet("tiny", stem="imagenet"), tmp_path, strategy=PipelineStrategy(), plugins=[scaled(64.0)], max_steps=1)
+    dist.destroy_process_group()
+    assert scales == [64.0]
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from commands import TINY, launch, run_here
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchvision.models.resnet import ResNet
 
@@ -21,7 +22,7 @@ from lit_cifar import CIFAR10DataModule, LitResNet
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.errors import ConfigError
 from lit_cifar.models import build_resnet
-from lit_cifar.strategies import ShardedStrategy
+from lit_cifar.strategies import ShardedStrategy, fsdp
 from lit_cifar.strategies.sharding_plan import plan
 from lit_cifar.strategies.state_dicts import local_slice
 
@@ -175,12 +176,24 @@ class Narrow(LitResNet):
 
 @pytest.mark.usefixtures("_one_process")
 @pytest.mark.parametrize(("precision", "computed"), [("bf16-mixed", torch.bfloat16), ("32-true", torch.float32)])
-def test_what_computes_in_bfloat16_is_gathered_so(precision: Any, computed: torch.dtype, tmp_path: Path) -> None:
+def test_what_computes_in_bfloat16_is_gathered_so(
+    precision: Any, computed: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients are summed in float32, which one process cannot show, and a ViT's blocks get float32."""
+    policies: list[dict[str, Any]] = []
+
+    def noted(**types: Any) -> MixedPrecisionPolicy:
+        policies.append(types)
+        return MixedPrecisionPolicy(**types)
+
+    monkeypatch.setattr(fsdp, "MixedPrecisionPolicy", noted)
     model = Narrow("resnet10", stem="imagenet")
     trainer(tmp_path, strategy="fsdp2", precision=precision, max_steps=1).fit(model, data())
     wide = torch.float32
     assert model.types == {"conv": computed, "fc": computed, "bn": wide, "gradients": {wide}}
     assert {p.dtype for p in model.network.parameters()} == {wide}
+    narrow, summed = (computed, wide) if computed == torch.bfloat16 else (None, None)
+    assert policies == [{"param_dtype": narrow, "reduce_dtype": summed, "cast_forward_inputs": False}]
 
 
 @pytest.mark.usefixtures("_one_process")
@@ -264,7 +277,7 @@ def test_a_network_without_layers_to_split_is_refused() -> None:
         ShardedStrategy(1, None).connect(model)
 
 
-def test_a_process_holds_as_much_as_the_plan_says() -> None:
+def test_a_process_holds_as_much_as_the_plan_says(tmp_path: Path) -> None:
     network: ResNet = build_resnet("resnet10", stem="imagenet")
     whole = sum(parameter.numel() for parameter in network.parameters())
     assert plan(network, (3, 32, 32), num_replicas=1, each=1, num_bytes=4) == [
@@ -274,6 +287,9 @@ def test_a_process_holds_as_much_as_the_plan_says() -> None:
     held, sent = plan(network, (3, 32, 32), num_replicas=2, each=1, num_bytes=4)
     assert "holds 2.46 of 4.91 M parameters (9.8 MB)" in held
     assert f"{1.5 * whole * 4 / 1e6:.1f} MB sent" in sent
+    strategy: Any = trainer(tmp_path, strategy="fsdp2", devices=2, precision="64-true").strategy
+    strategy.connect(LitResNet("resnet10", stem="imagenet"))
+    assert "holds 2.46 of 4.91 M parameters (19.6 MB)" in strategy.plan()[0]
     # Input and output of each of the four blocks: 64 x 8 x 8, then twice the channels on a quarter of the pixels.
     values = sum(before + after for before, after in [(4096, 4096), (4096, 2048), (2048, 1024), (1024, 512)])
     assert f"{values / 1e6:.2f} M values" in plan(network, (3, 32, 32), num_replicas=1, each=2, num_bytes=4)[-1]

@@ -114,6 +114,15 @@ def test_into_how_many_parts_a_network_can_be_cut(arch: Any, num_parts: int) -> 
         assert num_tensor_parts(LitResNet(arch).network) == num_parts
 
 
+def test_a_sum_keeps_the_type_of_its_terms_though_its_bias_has_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_parallel, "_all_reduce", lambda tensor, group: tensor)
+    layer: Any = nn.Linear(4, 3)
+    tensor_parallel._derive(layer, tensor_parallel._SENDING["rows"])
+    layer.group = None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(torch.randn(2, 4)).dtype == torch.bfloat16
+
+
 def test_each_sum_is_taken_in_one_direction_only() -> None:
     with mock.patch.object(tensor_parallel, "_all_reduce", lambda tensor, group: 10 * tensor):
         x = torch.ones(2, requires_grad=True)
