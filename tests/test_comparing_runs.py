@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lit_cifar.analysis.comparing_runs import paired, plot_groups, read_run, read_shuffling, welch
 from lit_cifar.errors import ConfigError
-from lit_cifar.reporting.comparing_runs import paired, plot_groups, read_run, read_shuffling, welch
 
 # Student, "The probable error of a mean", Biometrika 6, 1908: additional hours of sleep of ten patients, two drugs.
 DEXTRO = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]

@@ -1,7 +1,4 @@
-"""Is one kind of run better than another, or is the difference that of another seed? For notebooks.
-
-Needs the extra `notebooks`.
-"""
+"""Is one kind of run better than another, or is the difference that of another seed?"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,8 +12,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from lit_cifar.analysis.run_folder import BLUE, GREY, RED, read_metrics
 from lit_cifar.errors import ConfigError
-from lit_cifar.reporting.analysis import BLUE, GREY, RED, read_metrics
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 
