@@ -89,3 +89,11 @@ def test_a_figure_has_a_point_for_each_run_and_a_line_for_each_mean(tmp_path: Pa
     assert heights[0] == pytest.approx(heights[1])
     assert heights[0] > 2
     figure.savefig(tmp_path / "figure.png")
+
+
+@pytest.mark.parametrize("sharey", [False, True])
+def test_panels_can_begin_at_the_same_value(sharey: bool) -> None:
+    low, high = plot_groups({"a": {"": [1.0, 2.0]}, "b": {"": [8.0, 9.0]}}, ylabel="", sharey=sharey).axes
+    assert (low.get_ylim() == high.get_ylim()) == sharey
+    assert low.get_ylim()[0] < 1
+    assert high.get_ylim()[1] > 9
