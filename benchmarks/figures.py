@@ -13,10 +13,10 @@ import gallery
 from decision import decision
 from matplotlib.figure import Figure
 
+from lit_cifar.analysis.articles import PRINTED_LOSSES
+from lit_cifar.analysis.run_folder import BLUE, GREY, RED, read_metrics, read_per_rank
 from lit_cifar.bench import figure as bench_figure
 from lit_cifar.bench.rows import Row
-from lit_cifar.reporting.analysis import BLUE, GREY, RED, read_metrics, read_per_rank
-from lit_cifar.reporting.articles import PRINTED_LOSSES
 
 HERE = Path(__file__).parent
 ARTICLES_RUN = HERE / "2026-11-20-articles-stem"

@@ -21,9 +21,9 @@ from typing import Any
 import lightning as L
 from matplotlib.figure import Figure
 
+from lit_cifar.analysis.run_folder import RED
 from lit_cifar.commands.terminal import about
 from lit_cifar.modes import variants
-from lit_cifar.reporting.analysis import RED
 from lit_cifar.verify.checkpoint_check import quiet
 from lit_cifar.verify.planted_mistakes import BUGS, plant
 from lit_cifar.verify.recorder import reload_state

@@ -122,22 +122,24 @@ def run_all(
     commands: Sequence[Sequence[str]],
     *,
     at_once: int = 1,
-    env: Mapping[str, str] = MappingProxyType({}),
+    env: Mapping[str, str] | Sequence[Mapping[str, str]] = MappingProxyType({}),
 ) -> None:
     """Run many commands in their order, and show how many are done. If one fails, those beside it are ended.
 
     Args:
         commands: Each as the positional arguments of `start`.
         at_once: How many at a time. Runs whose speed is measured go one by one.
-        env: Environment variables to set.
+        env: Environment variables to set: for all commands, or a list with those of each.
 
     Raises:
         RuntimeError: A command failed; the text ends with the last lines that it printed.
     """
     status_line, started_at = _StatusLine("lit_cifar"), perf_counter()
+    envs = [env] * len(commands) if isinstance(env, Mapping) else env
+    pairs = list(zip(commands, envs, strict=True))
     for first in range(0, len(commands), at_once):
         status_line.show(f"{first} of {len(commands)} runs done")
-        together = [start(*command, env=env) for command in commands[first : first + at_once]]
+        together = [start(*command, env=own) for command, own in pairs[first : first + at_once]]
         try:
             for one in together:
                 one.wait(show=False)

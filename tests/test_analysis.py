@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from lit_cifar.analysis.run_folder import per_rank_frame, plot_curves, plot_per_rank, read_metrics, read_per_rank
 from lit_cifar.errors import ConfigError
-from lit_cifar.reporting.analysis import per_rank_frame, plot_curves, plot_per_rank, read_metrics, read_per_rank
 from lit_cifar.reporting.per_rank import write_per_rank
 from lit_cifar.reporting.rank_statistics import AccuracyCount
 
@@ -66,9 +66,9 @@ def test_missing_files_and_splits_name_the_folder_and_the_command(tmp_path: Path
 
 def test_without_pandas_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
-    monkeypatch.delitem(sys.modules, "lit_cifar.reporting.analysis")
+    monkeypatch.delitem(sys.modules, "lit_cifar.analysis")
     with pytest.raises(ConfigError, match=r"pip install 'lit-cifar\[notebooks\]'"):
-        importlib.import_module("lit_cifar.reporting.analysis")
+        importlib.import_module("lit_cifar.analysis")
 
 
 def test_per_rank_panels_show_each_rank_its_interval_and_its_flag(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ LAYERS = [
     {"cli_help"},
     {"usage_errors"},
     {"checks", "kernel_choice", "starting_checkpoint"},
-    {"cli"},
+    {"cli", "analysis"},
 ]
 
 
@@ -42,13 +42,18 @@ def part_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported_parts(path: Path) -> set[str]:
+def imported_names(path: Path) -> set[str]:
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
             names.update(f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
+    return names
+
+
+def imported_parts(path: Path) -> set[str]:
+    names = imported_names(path)
     return {name.split(".")[1] for name in names if name.startswith("lit_cifar.")} & set().union(*LAYERS)
 
 
@@ -60,6 +65,12 @@ def test_parts_import_only_what_lies_below_them(path: Path) -> None:
     level = next(i for i, layer in enumerate(LAYERS) if part in layer)
     allowed = set().union(*LAYERS[:level]) | {part}
     assert imported_parts(path) <= allowed
+
+
+def test_only_what_is_for_notebooks_needs_pandas() -> None:
+    """It is an extra, and every command belongs to the plain installation."""
+    users = {part_of(path) for path in PACKAGE.rglob("*.py") if "pandas" in imported_names(path)}
+    assert users == {"analysis"}
 
 
 def walk(title: str) -> list[tuple[str, str]]:

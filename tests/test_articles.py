@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lit_cifar.errors import ConfigError
-from lit_cifar.reporting.articles import (
+from lit_cifar.analysis.articles import (
     PRINTED_LOSSES,
     PRINTED_RUNS,
     accuracy_of_test,
@@ -16,6 +15,7 @@ from lit_cifar.reporting.articles import (
     find_records,
     plot_beside_printed,
 )
+from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.per_rank import write_per_rank
 from lit_cifar.reporting.rank_statistics import AccuracyCount
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lit_cifar.analysis.comparing_runs import paired, plot_groups, read_run, read_shuffling, welch
 from lit_cifar.errors import ConfigError
-from lit_cifar.reporting.comparing_runs import paired, plot_groups, read_run, read_shuffling, welch
 
 # Student, "The probable error of a mean", Biometrika 6, 1908: additional hours of sleep of ten patients, two drugs.
 DEXTRO = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
@@ -89,3 +89,11 @@ def test_a_figure_has_a_point_for_each_run_and_a_line_for_each_mean(tmp_path: Pa
     assert heights[0] == pytest.approx(heights[1])
     assert heights[0] > 2
     figure.savefig(tmp_path / "figure.png")
+
+
+@pytest.mark.parametrize("sharey", [False, True])
+def test_panels_can_begin_at_the_same_value(sharey: bool) -> None:
+    low, high = plot_groups({"a": {"": [1.0, 2.0]}, "b": {"": [8.0, 9.0]}}, ylabel="", sharey=sharey).axes
+    assert (low.get_ylim() == high.get_ylim()) == sharey
+    assert low.get_ylim()[0] < 1
+    assert high.get_ylim()[1] > 9

@@ -1,6 +1,5 @@
 """The page about runs: what it says, what it refuses, and that a browser shows it without a complaint."""
 
-import ast
 import json
 import re
 import shlex
@@ -333,13 +332,6 @@ def test_ticks_are_round_and_hold_all_values(values: list[float], options: dict[
     axis = Axis.around(values, 10, 20, **options)
     assert axis.ticks == pytest.approx(ticks)
     assert (axis.at(axis.ticks[0]), axis.at(axis.ticks[-1])) == (10, 20)
-
-
-def test_the_page_needs_no_pandas() -> None:
-    """It is an extra, and the command belongs to the plain installation."""
-    for path in Path(lit_cifar.html_report.__file__).parent.glob("*.py"):
-        names = {getattr(node, "module", None) for node in ast.walk(ast.parse(path.read_text()))}
-        assert not names & {"pandas", "lit_cifar.reporting.analysis"}
 
 
 # ---------------------------------------------------------------- what is refused

@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import nbformat
 import pytest
@@ -70,6 +71,14 @@ def test_a_run_that_fails_ends_those_beside_it(short_commands: list[notebook.Run
         notebook.run_all([["fail"], ["fit"], ["modes"]], at_once=2)
     assert len(short_commands) == 2
     assert short_commands[1].process.returncode == -signal.SIGTERM, "it was ended"
+
+
+def test_each_command_may_have_its_own_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = Mock()
+    monkeypatch.setattr(notebook, "start", started)
+    notebook.run_all([["fit"], ["test"]], env=[{"OMP_NUM_THREADS": "1"}, {}])
+    assert started.mock_calls[0] == call("fit", env={"OMP_NUM_THREADS": "1"})
+    assert call("test", env={}) in started.mock_calls
 
 
 def test_torchrun_starts_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:

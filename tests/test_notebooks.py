@@ -31,6 +31,10 @@ SMALL = {
         'DATASET, SEEDS = "synthetic", (0,)\n'
         'SIZES["small"] = ["--model.arch=tiny", "--data.num_train=512", "--trainer.max_epochs=2"]\n'
     ),
+    "scaling.ipynb": SYNTHETIC
+    + 'MODES, ONLY_MEMORY, ROUNDS, SEEDS, RULES = ("ddp",), (), 1, (0,), ("linear",)\n'
+    + 'NETWORK, BATCH, STEPS = ["--model.arch=tiny", "--model.stem=imagenet"], 16, 8\n'
+    + "NUM_TRAIN, NUM_VAL, EPOCHS, TARGET = 640, 200, 1, 0.1\n",
     "shuffling.ipynb": 'SIZE = "tiny"\nDATA = ["--data.dataset=synthetic"]\n'
     f"RECORD = {str(ROOT / 'benchmarks' / '2026-11-22-shuffling' / 'shuffling.json')!r}\n",
 }
@@ -99,6 +103,14 @@ assert 0.08 < table.loc[list(records)[0], "distance"] < 0.09
 assert steps_of("ddp") == 196
 assert losses.shape == (2, 2) and losses.notna().all(axis=None)
 assert losses.iloc[-1].nunique() == 2, "the two optimizers should train differently"
+""",
+    "scaling.ipynb": """
+assert speed[["mode", "devices"]].values.tolist() == [["single", 1], ["threads", 2], ["ddp", 2]]
+assert (speed["images_per_s"] > 0).all()
+assert memory.loc[("ddp", 2), "all processes"] == 2 * one
+assert [curves[way, 0]["step"].tolist() for way in WAYS] == [[9, 19], [9, 19], [4, 9]]
+from lit_cifar.analysis.run_folder import read_metrics
+assert read_metrics(RUNS / "grown, linear 0")["lr-SGD"].iloc[-1] == 2 * RATE
 """,
     "shuffling.ipynb": """
 assert that_moved(torch_with) == that_moved_in_ours(ours_with) == 8

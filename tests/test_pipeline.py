@@ -18,6 +18,7 @@ from torch import multiprocessing as mp
 from torch.nn import functional as F
 from torchmetrics import Metric
 
+from lit_cifar.analysis.timeline import bubble_formula, bubbles, read_timeline, replay
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.errors import ConfigError
 from lit_cifar.layout import GhostBatches, Layout
@@ -26,7 +27,6 @@ from lit_cifar.models.ghost_batchnorm import normalise_apart
 from lit_cifar.models.partition import Partition
 from lit_cifar.module import LitResNet
 from lit_cifar.reporting.timeline import Recorder, write_trace
-from lit_cifar.reporting.timeline_analysis import bubble_formula, bubbles, read_timeline, replay
 from lit_cifar.strategies import PipelineStrategy, mesh
 from lit_cifar.strategies.mesh import make_mesh
 from lit_cifar.strategies.pipeline import HandOver, Pipeline, Schedule, ScheduleName

@@ -18,10 +18,10 @@ from commands import counts
 from documents import BENCHMARKS, PAGES, RECORDS, ROOT, blocks, is_in_history, parser_of
 from PIL import Image
 
+from lit_cifar.analysis.articles import PRINTED_LOSSES
+from lit_cifar.analysis.comparing_runs import paired, read_shuffling, welch
 from lit_cifar.bench.rows import Row, markdown
 from lit_cifar.bench.sections import SECTIONS
-from lit_cifar.reporting.articles import PRINTED_LOSSES
-from lit_cifar.reporting.comparing_runs import paired, read_shuffling, welch
 
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 ARTICLES = BENCHMARKS / "2026-11-20-articles-stem"

@@ -6,9 +6,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from lit_cifar.errors import ConfigError
-from lit_cifar.reporting import recovery
-from lit_cifar.reporting.recovery import (
+from lit_cifar.analysis import recovery
+from lit_cifar.analysis.recovery import (
     StepWatch,
     interruption,
     learning_rates,
@@ -19,6 +18,7 @@ from lit_cifar.reporting.recovery import (
     steps_in_metrics,
     uses_per_epoch,
 )
+from lit_cifar.errors import ConfigError
 
 KILLED = pd.DataFrame(
     {

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from commands import TINY, launch, mode_flags, run_here
 
-from lit_cifar.errors import ConfigError
-from lit_cifar.reporting.scaling import (
+from lit_cifar.analysis.scaling import (
     MIB,
     accuracy_over_time,
     plot_accuracy_over_time,
@@ -18,6 +17,7 @@ from lit_cifar.reporting.scaling import (
     scaling_frame,
     time_to,
 )
+from lit_cifar.errors import ConfigError
 
 MEMORY = "--trainer.callbacks+=lit_cifar.reporting.memory.TrainingMemory"
 NUM_PARAMETERS = 91_866  # of the tiny network

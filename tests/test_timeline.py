@@ -11,11 +11,7 @@ from commands import TINY, launch, mode_flags, run_here
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lit_cifar.errors import ConfigError
-from lit_cifar.models import build_resnet
-from lit_cifar.models.partition import Partition
-from lit_cifar.reporting.timeline import Kind, Recorder, Span, kept_bytes, read_spans, write_trace
-from lit_cifar.reporting.timeline_analysis import (
+from lit_cifar.analysis.timeline import (
     bubble_formula,
     bubbles,
     fastest_step,
@@ -27,6 +23,10 @@ from lit_cifar.reporting.timeline_analysis import (
     replay,
     stored_mib,
 )
+from lit_cifar.errors import ConfigError
+from lit_cifar.models import build_resnet
+from lit_cifar.models.partition import Partition
+from lit_cifar.reporting.timeline import Kind, Recorder, Span, kept_bytes, read_spans, write_trace
 from lit_cifar.strategies.layer_parallel import StagedRunner, gpipe_order
 
 CPU = torch.device("cpu")

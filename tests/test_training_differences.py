@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lit_cifar.analysis.training_differences import largest_differences, plot_losses, read_losses, read_weights
 from lit_cifar.errors import ConfigError
-from lit_cifar.reporting.training_differences import largest_differences, plot_losses, read_losses, read_weights
 
 
 def weights_of(*, weight: float, mean: float) -> dict[str, torch.Tensor]:

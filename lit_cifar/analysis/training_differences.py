@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from lit_cifar.analysis.run_folder import read_metrics
 from lit_cifar.errors import ConfigError
-from lit_cifar.reporting.analysis import read_metrics
 
 RUNNING = ("running_mean", "running_var")
 

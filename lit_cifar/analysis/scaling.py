@@ -1,7 +1,4 @@
-"""Speed, memory and time to an accuracy by mode and number of devices, read from run folders. For notebooks.
-
-Needs the extra `notebooks`.
-"""
+"""Speed, memory and time to an accuracy by mode and number of devices, read from run folders."""
 
 import json
 import math
@@ -13,8 +10,8 @@ import yaml  # type: ignore[import-untyped]
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from lit_cifar.analysis.run_folder import BLUE, GREY, read_metrics
 from lit_cifar.errors import ConfigError
-from lit_cifar.reporting.analysis import BLUE, GREY, read_metrics
 from lit_cifar.reporting.memory import FILES
 from lit_cifar.reporting.throughput import METRIC as SPEED
 

@@ -1,4 +1,4 @@
-"""What the end of a process costs a run: frames and figures of interrupted runs, for the notebooks.
+"""What the end of a process costs a run: frames and figures of interrupted runs.
 
 A run is observed from outside while it trains. Its own files do not say when it was interrupted: `metrics.csv` is cut
 back to the checkpoint from which a resumed run continues.
@@ -19,8 +19,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from lit_cifar.analysis.run_folder import BLUE, GREY, RED, read_metrics
 from lit_cifar.errors import ConfigError
-from lit_cifar.reporting.analysis import BLUE, GREY, RED, read_metrics
 
 
 def steps_in_metrics(run: str | Path) -> int:

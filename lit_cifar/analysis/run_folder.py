@@ -1,25 +1,15 @@
-"""Reads run folders into pandas frames and draws them, for the notebooks here and for others.
-
-Frames are plain; figures are `matplotlib.figure.Figure` objects made without pyplot, so nothing here has global state.
-Needs the extra `notebooks`.
-"""
+"""Metrics and accuracy per rank, read from run folders and drawn."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates
-
-try:
-    import pandas as pd
-except ImportError as error:
-    raise ConfigError(
-        "lit_cifar.reporting.analysis needs pandas, which is not installed", remedy="pip install 'lit-cifar[notebooks]'"
-    ) from error
 
 BLUE, RED, GREY = "#1f6fb4", "#c8321e", "#666666"
 

@@ -1,4 +1,4 @@
-"""What Anthony Peng's articles on multi-GPU training print, and recorded runs beside it, for the notebooks."""
+"""What Anthony Peng's articles on multi-GPU training print, and recorded runs beside it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,8 +7,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from lit_cifar.analysis.run_folder import GREY, read_metrics, read_per_rank
 from lit_cifar.errors import ConfigError
-from lit_cifar.reporting.analysis import GREY, read_metrics, read_per_rank
 
 PRINTED_LOSSES = (2.07, 1.46, 1.21, 0.99, 0.82, 0.55)
 """Mean training loss of epochs 1 to 6, one process."""

@@ -1,7 +1,4 @@
-"""Is one kind of run better than another, or is the difference that of another seed? For notebooks.
-
-Needs the extra `notebooks`.
-"""
+"""Is one kind of run better than another, or is the difference that of another seed?"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,8 +12,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from lit_cifar.analysis.run_folder import BLUE, GREY, RED, read_metrics
 from lit_cifar.errors import ConfigError
-from lit_cifar.reporting.analysis import BLUE, GREY, RED, read_metrics
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 
@@ -127,18 +124,19 @@ def read_shuffling(record: str | Path) -> pd.DataFrame:
     return frame[["seed", "processes", "set_epoch", "accuracy", "loss"]]
 
 
-def plot_groups(panels: Mapping[str, Mapping[str, Sequence[float]]], *, ylabel: str) -> Figure:
+def plot_groups(panels: Mapping[str, Mapping[str, Sequence[float]]], *, ylabel: str, sharey: bool = False) -> Figure:
     """A panel for each title: a column of points for each group of runs, its mean a line, groups in the order given.
 
-    The panels may begin at different values, but a unit is equally long in all of them.
+    A unit is equally long in all panels.
 
     Args:
         panels: By title, and there by label, the values of the runs.
         ylabel: What they are, with the unit.
+        sharey: The panels begin at the same value. Otherwise each begins where its own values ask for it.
     """
     widths = [len(groups) for groups in panels.values()]
     figure = Figure(figsize=(1.4 + 1.3 * sum(widths), 3.4), layout="constrained")
-    drawn = figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0]
+    drawn = figure.subplots(1, len(widths), squeeze=False, width_ratios=widths, sharey=sharey)[0]
     for axes, (title, groups) in zip(drawn, panels.items(), strict=True):
         _draw_groups(axes, groups)
         axes.set_title(title, fontsize=10)
