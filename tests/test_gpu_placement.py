@@ -71,9 +71,9 @@ def test_what_cannot_share_a_gpu_is_refused_by_its_name() -> None:
 
 def test_verify_puts_the_parts_of_a_mode_on_the_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    for name in ("module", "train_sampler"):
-        monkeypatch.setattr(Settings, name, lambda self: None)
-    monkeypatch.setattr(Variant, "check", lambda *args: None)
+    for name in ("module", "data", "train_sampler"):
+        monkeypatch.setattr(Settings, name, lambda *args: None)
+    monkeypatch.setattr(Variant, "check", lambda *args, num_parts: None)
     found: dict[str, list[str]] = {}
     for accelerator in ("gpu", "cpu"):
         settings, said = Settings((), {"trainer": {"accelerator": accelerator}}), []

@@ -281,7 +281,7 @@ def test_a_tolerance_is_measured_once_for_what_is_normalised_alike(tmp_path: Pat
         titles.append(title)
 
     launcher = SimpleNamespace(
-        settings=SimpleNamespace(precision="32-true", batch_size=64),
+        settings=SimpleNamespace(precision="32-true", batch_size=64, num_parts=None),
         steps=2,
         run_alone=run_alone,
         new_folder=lambda name: tmp_path,

@@ -117,7 +117,7 @@ class Settings:
     @property
     def num_parts(self) -> int | None:
         """The number of virtual replicas: then every mode is to have the bits of one device."""
-        found: int | None = self.config["virtual_replicas"]
+        found: int | None = self.config.get("virtual_replicas")
         return found
 
     def data(self) -> CIFAR10DataModule:
