@@ -1,0 +1,71 @@
+"""Train every mode with virtual replicas and note the digest of its weights: `python benchmarks/same_bits.py OUTPUT`.
+
+Further flags go to `fit`, e.g. `--data.root=/datasets`. OUTPUT is written as JSON after every run.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from lit_cifar.checkpoint.weights_digest import FILE
+from lit_cifar.commands.terminal import about, say
+from lit_cifar.modes import Variant, variants
+from lit_cifar.verify.checkpoint_check import quiet
+from lit_cifar.verify.runs import refuse_if_invalid, run
+
+PARTS = 4
+MODES = {
+    2: ("single", "dp", "ddp", "ddp_spawn", "mp", "pp", "fsdp2"),
+    4: ("dp", "ddp", "ddp_spawn", "mp", "ddp_mp", "pp", "ddp_pp", "fsdp2"),
+}
+PRECISIONS = ("32-true", "bf16-mixed")
+FLAGS = (
+    "--model.stem=imagenet",
+    "--data.batch_size=64",
+    "--data.num_train=740",
+    "--data.val_size=100",
+    "--data.eval_batch_size=100",
+    "--trainer.max_epochs=1",
+    "--trainer.accelerator=cpu",
+    "--trainer.log_every_n_steps=1",
+    "--figures.every_n_epochs=0",
+)
+TIMEOUT_S = 3600.0
+
+
+def trained(mode: Variant, precision: str, flags: list[str]) -> dict[str, Any]:
+    """Train once; the digest is that of all parameters and buffers after the last epoch."""
+    with tempfile.TemporaryDirectory(prefix="same-bits-") as name, quiet():
+        folder = Path(name)
+        outcome = run(
+            *("fit", f"--virtual_replicas={PARTS}", *FLAGS, *flags, *mode.flags, f"--trainer.precision={precision}"),
+            f"--run_dir={folder / 'run'}",
+            folder=folder,
+            threads=1,
+            timeout_s=TIMEOUT_S,
+            num_ranks=mode.num_ranks,
+        )
+        refuse_if_invalid(outcome)
+        last = (folder / "run" / FILE).read_text().split("\n")[-2]
+        found = {"precision": precision, "mode": mode.name, "devices": mode.devices, "processes": mode.num_processes}
+    return found | {"sha256": last.split()[0], "seconds": round(outcome.seconds, 1)}
+
+
+def main(output: Path, flags: list[str]) -> None:
+    record: dict[str, Any] = about() | {"parts": PARTS, "flags": [*FLAGS, *flags], "rows": []}
+    for precision in PRECISIONS:
+        for devices, names in MODES.items():
+            for name in names:
+                row = trained(variants(devices)[name].with_parts(), precision, flags)
+                record["rows"].append(row)
+                output.write_text(json.dumps(record, indent=1) + "\n")
+                say(f"{precision} {name} on {row['devices']}: {row['sha256'][:16]} after {row['seconds']:.0f} s")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Note the digest of every mode's weights.")
+    parser.add_argument("output", type=Path, help="JSON file to write")
+    options, rest = parser.parse_known_args()
+    main(options.output, rest)
