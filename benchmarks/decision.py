@@ -5,7 +5,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lit_cifar.analysis.run_folder import BLUE, GREY
+from lit_cifar.analysis.run_frames import BLUE, GREY
 
 FIRST, SECOND, ANSWER, MODE = 0.0, 3.1, 5.0, 10.2  # x of the first question, the second ones, their answers, the modes
 Tree = dict[str, list[tuple[str, str]]]

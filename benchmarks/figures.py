@@ -14,7 +14,7 @@ from decision import decision
 from matplotlib.figure import Figure
 
 from lit_cifar.analysis.articles import PRINTED_LOSSES
-from lit_cifar.analysis.run_folder import BLUE, GREY, RED, read_metrics, read_per_rank
+from lit_cifar.analysis.run_frames import BLUE, GREY, RED, read_metrics, read_per_rank
 from lit_cifar.bench import figure as bench_figure
 from lit_cifar.bench.rows import Row
 

@@ -21,7 +21,7 @@ from typing import Any
 import lightning as L
 from matplotlib.figure import Figure
 
-from lit_cifar.analysis.run_folder import RED
+from lit_cifar.analysis.run_frames import RED
 from lit_cifar.commands.terminal import about
 from lit_cifar.modes import variants
 from lit_cifar.verify.checkpoint_check import quiet

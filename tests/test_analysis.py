@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_cifar.analysis.run_folder import per_rank_frame, plot_curves, plot_per_rank, read_metrics, read_per_rank
+from lit_cifar.analysis.run_frames import per_rank_frame, plot_curves, plot_per_rank, read_metrics, read_per_rank
 from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.per_rank import write_per_rank
 from lit_cifar.reporting.rank_statistics import AccuracyCount

@@ -109,7 +109,7 @@ assert speed[["mode", "devices"]].values.tolist() == [["single", 1], ["threads",
 assert (speed["images_per_s"] > 0).all()
 assert memory.loc[("ddp", 2), "all processes"] == 2 * one
 assert [curves[way, 0]["step"].tolist() for way in WAYS] == [[9, 19], [9, 19], [4, 9]]
-from lit_cifar.analysis.run_folder import read_metrics
+from lit_cifar.analysis.run_frames import read_metrics
 assert read_metrics(RUNS / "grown, linear 0")["lr-SGD"].iloc[-1] == 2 * RATE
 """,
     "shuffling.ipynb": """
