@@ -24,7 +24,8 @@ def fit(processes: int, parts: int | None) -> Fit:
     """A run that is long enough for all turns."""
     num_train = BATCH_SIZE * (1 + STEPS) * (ROUNDS + 1)
     flags = ["--model.stem=imagenet", "--data.dataset=synthetic", "--data.val_size=0", f"--data.num_train={num_train}"]
-    flags += [f"--data.batch_size={BATCH_SIZE}", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
+    flags += [f"--data.batch_size={BATCH_SIZE}", "--data.eval_batch_size=8", "--trainer.accelerator=cpu"]
+    flags += ["--trainer.enable_progress_bar=false"]
     flags += [f"--trainer.devices={processes}"] + (["--trainer.strategy=ddp"] if processes > 1 else [])
     flags += [] if parts is None else [f"--virtual_replicas={parts}"]
     return Fit(flags=flags, num_ranks=processes)
