@@ -22,6 +22,7 @@ from lit_cifar.analysis.articles import PRINTED_LOSSES
 from lit_cifar.analysis.comparing_runs import paired, read_shuffling, welch
 from lit_cifar.bench.rows import Row, markdown
 from lit_cifar.bench.sections import SECTIONS
+from lit_cifar.modes import MODES
 
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 ARTICLES = BENCHMARKS / "2026-11-20-articles-stem"
@@ -154,11 +155,39 @@ def test_the_table_of_bench_is_its_record(figures: ModuleType) -> None:
 def test_the_digests_of_a_precision_are_the_same() -> None:
     rows = read(SAME_BITS / "digests.json")["rows"]
     shown = re.findall(
-        r"^\| (\S+) \| (\d) \| `(\w{16})` \|$", (SAME_BITS / "README.md").read_text(), flags=re.MULTILINE
+        r"^\| (\S+) \| (\S+) \| (\d) \| `(\w{16})` \|$", (SAME_BITS / "README.md").read_text(), flags=re.MULTILINE
     )
-    assert shown == [(row["precision"], str(row["processes"]), row["sha256"][:16]) for row in rows]
+    assert shown == [(row["precision"], row["mode"], str(row["devices"]), row["sha256"][:16]) for row in rows]
     assert len({row["sha256"] for row in rows}) == len({row["precision"] for row in rows}) == 2
-    assert {row["steps"] for row in rows} == {10}
+    assert {row["mode"] for row in rows} == {mode.name for mode in MODES} - {"tp"}
+
+
+def test_what_virtual_replicas_cost_is_what_was_measured() -> None:
+    record = read(SAME_BITS / "price.json")
+    shown = re.findall(
+        r"^\| (\d) \| (\d) \| (\S+) \| (\S+) \|", (SAME_BITS / "README.md").read_text(), flags=re.MULTILINE
+    )
+    assert shown == [
+        (
+            str(row["processes"]),
+            str(row["parts"]),
+            f"{statistics.median(row['step_s']):.2f}",
+            f"{statistics.median(row['price']):.2f}",
+        )
+        for row in record["rows"]
+        if row["parts"] is not None
+    ]
+    assert {len(row["price"]) for row in record["rows"]} == {record["rounds"]}
+
+
+def test_a_job_that_was_resized_ended_with_the_same_bits() -> None:
+    record = read(SAME_BITS / "chaos.json")
+    assert record["passed"]
+    assert {row["difference"] for row in record["rows"]} == {0.0}
+    for row in record["rows"]:
+        counts = [len(row["events"]), row["restarts"], row["repeated"], row["missing"], row["doubled"]]
+        cells = [", ".join(map(str, row["sizes"])), *map(str, counts), "0"]
+        assert f"| {' | '.join(cells)} |" in (SAME_BITS / "README.md").read_text()
 
 
 def test_every_figure_is_drawn_from_a_record(figures: ModuleType) -> None:
