@@ -64,8 +64,13 @@ def main(output: Path, flags: list[str]) -> None:
                 say(f"{precision} {name} on {row['devices']}: {row['sha256'][:16]} after {row['seconds']:.0f} s")
 
 
-if __name__ == "__main__":
+def parser() -> argparse.ArgumentParser:
+    """The script's own arguments; the others go to `fit`."""
     parser = argparse.ArgumentParser(description="Note the digest of every mode's weights.")
     parser.add_argument("output", type=Path, help="JSON file to write")
-    options, rest = parser.parse_known_args()
+    return parser
+
+
+if __name__ == "__main__":
+    options, rest = parser().parse_known_args()
     main(options.output, rest)

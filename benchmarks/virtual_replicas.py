@@ -57,7 +57,11 @@ def main(output: Path) -> None:
     output.write_text(json.dumps(record, indent=1) + "\n")
 
 
-if __name__ == "__main__":
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Time steps with and without virtual replicas.")
     parser.add_argument("output", type=Path, help="JSON file to write")
-    main(parser.parse_args().output)
+    return parser
+
+
+if __name__ == "__main__":
+    main(parser().parse_args().output)
