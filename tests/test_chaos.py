@@ -114,6 +114,8 @@ def test_with_virtual_replicas_a_job_goes_to_other_sizes_and_modes_and_keeps_its
         4: "--trainer.strategy=fsdp2",
     }
     assert all(flags[0] == "--virtual_replicas=4" for flags in ddp.flags.values())
+    (ddp_of_two,) = chosen_modes(["ddp"], devices=2, num_parts=1)
+    assert ddp_of_two.num_processes == 2  # not one instead: `fit` refuses it
     training = Training.under(ddp, 3, resized=True)
     assert (training.precision, training.has_same_bits) == ("32-true", True)
     assert [fault.size for fault in plan_for(training, 6, seed=0)[::2]] == [1, 4, 2]

@@ -133,11 +133,10 @@ def chosen_modes(names: Sequence[str], *, devices: int, num_parts: int | None = 
 def _with_same_bits(name: str, devices: int, num_parts: int) -> JobMode:
     """Resized to one process, and where V can be divided so to twice as many in another mode."""
     own, other = f"--virtual_replicas={num_parts}", "ddp" if name == "fsdp2" else "fsdp2"
-    flags = {
-        variant.num_processes: (own, *variant.with_parts().flags)
-        for variant in (variants(devices)[name], variants(2)["single"], variants(2 * devices)[other])
-        if num_parts % variant.num_processes == 0
-    }
+    full = variants(devices)[name]  # which `fit` refuses if V cannot be divided so
+    others = (variants(2)["single"], variants(2 * devices)[other])
+    fitting = [variant for variant in others if num_parts % variant.num_processes == 0]
+    flags = {variant.num_processes: (own, *variant.with_parts().flags) for variant in (full, *fitting)}
     return JobMode(name=name, flags=flags, num_parts=num_parts)
 
 

@@ -135,16 +135,16 @@ def _possible(wanted: Sequence[Variant], settings: Settings, report: Report, *, 
     """
     module, data = settings.module(), settings.data()
     sampler = settings.train_sampler(data)
-    for mode in wanted:
+    for mode in wanted if settings.num_parts is None else [mode.with_parts() for mode in wanted]:
         try:
             with quiet():
-                on = placed(mode if settings.num_parts is None else mode.with_parts(), num_gpus=settings.num_gpus)
+                on = placed(mode, num_gpus=settings.num_gpus)
                 on.check(module, data, sampler, num_parts=settings.num_parts)
         except ConfigError as error:
             if not leave_out:
                 raise
             report(f"left out {mode.name}: {error.problem}")
         else:
-            if settings.num_gpus == 1 and on != mode:
+            if on != mode:
                 report(f"on one GPU: {mode.name}")
             yield on
