@@ -1,6 +1,7 @@
 """Train every mode with virtual replicas and note the digest of its weights: `python benchmarks/same_bits.py OUTPUT`.
 
-Further flags go to `fit`, e.g. `--data.root=/datasets`. OUTPUT is written as JSON after every run.
+Further flags go to `fit`, e.g. `--data.root=/datasets`. OUTPUT is written as JSON after every run. The same command
+again completes it.
 """
 
 import argparse
@@ -11,6 +12,7 @@ from typing import Any
 
 from lit_cifar.checkpoint.weights_digest import FILE
 from lit_cifar.commands.terminal import about, say
+from lit_cifar.errors import ConfigError
 from lit_cifar.modes import Variant, variants
 from lit_cifar.verify.checkpoint_check import quiet
 from lit_cifar.verify.runs import refuse_if_invalid, run
@@ -53,12 +55,31 @@ def trained(mode: Variant, precision: str, flags: list[str]) -> dict[str, Any]:
     return found | {"sha256": last.split()[0], "seconds": round(outcome.seconds, 1)}
 
 
+def rows_of(output: Path, record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The finished runs in OUTPUT.
+
+    Raises:
+        ConfigError: they are runs of other flags, of another commit or of another machine.
+    """
+    before = json.loads(output.read_text())
+    if differing := [key for key, value in record.items() if key not in ("rows", "started") and before[key] != value]:
+        raise ConfigError(f"{output} has runs with other {', '.join(differing)}.", remedy="name another file")
+    rows: list[dict[str, Any]] = before["rows"]
+    return rows
+
+
 def main(output: Path, flags: list[str]) -> None:
     record: dict[str, Any] = about() | {"parts": PARTS, "flags": [*FLAGS, *flags], "rows": []}
+    if output.exists():
+        record["rows"] = rows_of(output, record)
+    finished = {(row["precision"], row["mode"], row["devices"]) for row in record["rows"]}
     for precision in PRECISIONS:
         for devices, names in MODES.items():
             for name in names:
-                row = trained(variants(devices)[name].with_parts(), precision, flags)
+                mode = variants(devices)[name].with_parts()
+                if (precision, mode.name, mode.devices) in finished:
+                    continue
+                row = trained(mode, precision, flags)
                 record["rows"].append(row)
                 output.write_text(json.dumps(record, indent=1) + "\n")
                 say(f"{precision} {name} on {row['devices']}: {row['sha256'][:16]} after {row['seconds']:.0f} s")
