@@ -38,10 +38,12 @@ class ModelGraph(Callback):
         shape: tuple[int, ...] = pl_module.image_shape  # type: ignore[assignment]
         example = torch.zeros(1, *shape, dtype=next(network.parameters()).dtype)
         with warnings.catch_warnings():
-            # add_graph uses the deprecated tracer.
+            # add_graph uses the deprecated tracer, which would trace twice and compare.
             warnings.filterwarnings("ignore", r"`torch\.jit\.trace", FutureWarning)
             warnings.filterwarnings("ignore", r"`torch\.jit\.trace", DeprecationWarning)
-            writer.add_graph(network, example)
+            warnings.filterwarnings("ignore", "The input to trace is already a ScriptModule")
+            traced = torch.jit.trace(network, example, check_trace=False)  # type: ignore[no-untyped-call]
+            writer.add_graph(traced, example)
         self._network = None
 
 
