@@ -12,14 +12,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lit_cifar.data.images import Batch
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.partition import Partition
 from lit_cifar.reporting.timeline import Recorder
+from lit_cifar.strategies.hand_over import HandOver
 from lit_cifar.strategies.loss_scaling import loss_scale
 from lit_cifar.strategies.mesh import MeshStrategy
 from lit_cifar.strategies.network import ComputesLoss, Runner, RunsNetwork, as_computes_loss, check_chain, compiles
 from lit_cifar.strategies.parts import Parts
-from lit_cifar.strategies.pipeline import HandOver, Pipeline, Schedule, ScheduleName, stages_per_process
+from lit_cifar.strategies.pipeline import Pipeline
+from lit_cifar.strategies.pipeline_schedule import Schedule, ScheduleName, stages_per_process
 from lit_cifar.strategies.state_dicts import merge_optimizer_states, only_parameters
 
 
@@ -200,23 +203,29 @@ class PipelineStrategy(MeshStrategy):
             parameter.grad = None
         # A scaler multiplies the loss when backward has been run here.
         scale = loss_scale(self.precision_plugin, self.root_device)
-        if self.parts is None:
-            images, labels, weight = batch.images, batch.labels, batch.weight / len(batch.labels)
-        else:
-            self.parts.begin(self.local_buffers())
-            images, labels, _, weight = self.parts.as_microbatches(batch)
+        microbatches = self._cut(batch)
         with self.precision_plugin.train_step_context():
-            logits = self.pipeline.train(images, labels, scale=scale * weight)
+            logits = self.pipeline.train(microbatches, scale=scale)
         gradients = [parameter.grad for parameter in parameters]
         for parameter, gradient in zip(parameters, kept, strict=True):
             parameter.grad = gradient
         # The module asks for the logits of one part after the other.
-        outputs = iter([logits] if self.parts is None else logits.chunk(self.parts.count))
+        sizes = [len(each.labels) for each in microbatches]
+        outputs = iter([logits] if self.parts is None else torch.split(logits, sizes))
         module.use_runner(lambda images: next(outputs))
         loss = super().training_step(batch, *args, **kwargs)
         module.use_runner(self.pipeline.evaluate)
         handed_over: Tensor = HandOver.apply(loss, gradients, scale, *parameters)
         return handed_over
+
+    def _cut(self, batch: Batch) -> list[Batch]:
+        """The microbatches, with the weight of each mean loss if they are parts, else with that of a sample's loss."""
+        if self.parts is not None:
+            self.parts.begin(self.local_buffers())
+            return self.parts.cut(batch)
+        weight = batch.weight / len(batch.labels)
+        pieces = (values.tensor_split(self.num_microbatches) for values in batch[:3])
+        return [Batch(images, labels, ids, weight) for images, labels, ids in zip(*pieces, strict=True)]
 
     @contextmanager
     @override

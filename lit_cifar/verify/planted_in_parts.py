@@ -58,7 +58,7 @@ def _consecutive_samples(site: Site) -> None:
         order = torch.empty(len(batch.labels), dtype=torch.int64)
         for place, samples in enumerate(torch.arange(len(order)).tensor_split(own.count)):
             order[place :: own.count] = samples
-        batches: list[Batch] = cut(own, Batch(*(values[order] for values in batch[:3]), batch.weight))
+        batches: list[Batch] = cut(own, Batch(batch.images[order], batch.labels[order], batch.ids[order], batch.weight))
         return batches
 
     site.replace(Parts, "cut", consecutive)
@@ -66,10 +66,6 @@ def _consecutive_samples(site: Site) -> None:
 
 def _equal_weights(site: Site) -> None:
     site.replace(Parts, "cut", lambda cut, own, batch: [part._replace(weight=1.0) for part in cut(own, batch)])
-
-
-def _batch_as_it_comes(site: Site) -> None:
-    site.replace(Parts, "as_microbatches", lambda in_parts, own, batch: batch)
 
 
 def _statistics_of_last_part(site: Site) -> None:
@@ -125,7 +121,6 @@ BUGS_OF_PARTS: dict[str, Bug] = {
         Bug("chained-statistics", "each part continues the running statistics", "mp", _chained_statistics),
         Bug("losses-in-float", "logged losses are added in float32", "ddp", _losses_in_float),
         Bug("exchange-of-every-part", "each part is summed over the processes", "fsdp2", _exchange_of_every_part),
-        Bug("batch-as-it-comes", "microbatches are consecutive samples", "pp", _batch_as_it_comes, PIPELINE),
         Bug("norm-by-process", "each process adds its squares first", "pp", _norm_by_process, PIPELINE),
         Bug("norm-of-own-rows", "each stage clips by its own norm", "pp", _norm_of_own_rows, PIPELINE),
     ]
