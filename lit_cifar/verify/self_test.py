@@ -38,6 +38,8 @@ ARGS = (
     "--trainer.accelerator=cpu",
 )
 
+# Into how many parts these batches can be cut; two parts would be added in one order only.
+NUM_PARTS = 4
 # With virtual replicas there is no tolerance, so bfloat16 is as good; accumulated gradients are refused.
 OF_PARTS = ("--trainer.accumulate_grad_batches=1", "--trainer.precision=bf16-mixed")
 
@@ -80,6 +82,11 @@ def self_test(
     Every mode with a mistake also runs without one, which must pass: else "caught" would say nothing. With `num_parts`
     virtual replicas the mistakes in `BUGS_OF_PARTS` are planted too, and no bit may differ.
     """
+    if num_parts not in (None, NUM_PARTS):
+        raise ConfigError(
+            f"--virtual_replicas={num_parts}, but the small batches of --self-test have {NUM_PARTS} parts",
+            remedy=f"pass --virtual_replicas={NUM_PARTS}",
+        )
     catalogue = BUGS if num_parts is None else BUGS | BUGS_OF_PARTS
     chosen = list(catalogue.values()) if bugs is None else list(bugs)
     parts = [] if num_parts is None else [*OF_PARTS, f"--virtual_replicas={num_parts}"]
