@@ -24,8 +24,8 @@ from lit_cifar.modes import SILENT
 from lit_cifar.reporting.environment import cpu_model
 from lit_cifar.strategies import LayerParallelStrategy, PipelineStrategy, parts
 from lit_cifar.strategies.clipping import clip_in_order, squares_of_rows
-from lit_cifar.strategies.dp import DealtReplicas
 from lit_cifar.strategies.parts import Parts
+from lit_cifar.strategies.replicas import DealtReplicas
 from lit_cifar.strategies.tree_sum import TreeSum, in_tree_order, tree_sum
 
 # The last flag of a name counts. Of 58 images the last batch has 10, which are parts of 3, 3, 2 and 2.

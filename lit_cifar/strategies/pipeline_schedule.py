@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lit_cifar.errors import ConfigError
+from lit_cifar.strategies.parts import Parts
 
 ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
 
@@ -49,6 +50,28 @@ class Schedule:
                 "rounds, which does not come out even",
                 remedy=f"pass --trainer.strategy.num_microbatches={rounds * processes}",
             )
+
+    def check_parts(self, parts: Parts, *, asked: int | None) -> None:
+        """Raise a `ConfigError` unless `parts` can be the microbatches, of which so many may have been asked for."""
+        name = f"--virtual_replicas={parts.num_parts}"
+        if self.name == "ZBVZeroBubble":
+            raise ConfigError(
+                f"{name} with the schedule ZBVZeroBubble, which computes the gradients of a microbatch in two pieces",
+                remedy="pass --trainer.strategy.schedule=1F1B",
+            )
+        if asked not in (None, parts.count):
+            raise ConfigError(
+                f"{name} cuts the batch of a pipeline into {parts.count} microbatches, not {asked}",
+                remedy=f"pass --trainer.strategy.num_microbatches={parts.count}, or leave it out",
+            )
+        if parts.count < (fewest := self.fewest_microbatches):
+            num_pipelines = parts.num_parts // parts.count
+            raise ConfigError(
+                f"{name} cuts the batch of a pipeline into {parts.count} microbatches, and the schedule {self.name} "
+                f"over {self.num_processes} processes needs {fewest}",
+                remedy=f"pass --virtual_replicas={num_pipelines << (fewest - 1).bit_length()}",
+            )
+        self.check(parts.count)
 
 
 def stages_per_process(name: ScheduleName) -> int:

@@ -130,29 +130,8 @@ class PipelineStrategy(MeshStrategy):
     def use_parts(self, parts: Parts | None) -> None:
         """Let `parts` be the microbatches; refuse schedules and numbers with which they cannot be."""
         if parts is not None:
-            self._check_parts(parts)
+            self.schedule.check_parts(parts, asked=self._num_microbatches)
         super().use_parts(parts)
-
-    def _check_parts(self, parts: Parts) -> None:
-        name = f"--virtual_replicas={parts.num_parts}"
-        if self.schedule_name == "ZBVZeroBubble":
-            raise ConfigError(
-                f"{name} with the schedule ZBVZeroBubble, which computes the gradients of a microbatch in two pieces",
-                remedy="pass --trainer.strategy.schedule=1F1B",
-            )
-        if self._num_microbatches not in (None, parts.count):
-            raise ConfigError(
-                f"{name} cuts the batch of a pipeline into {parts.count} microbatches, not {self._num_microbatches}",
-                remedy=f"pass --trainer.strategy.num_microbatches={parts.count}, or leave it out",
-            )
-        if parts.count < (fewest := self.schedule.fewest_microbatches):
-            num_pipelines = parts.num_parts // parts.count
-            raise ConfigError(
-                f"{name} cuts the batch of a pipeline into {parts.count} microbatches, and the schedule "
-                f"{self.schedule_name} over {self.schedule.num_processes} processes needs {fewest}",
-                remedy=f"pass --virtual_replicas={num_pipelines << (fewest - 1).bit_length()}",
-            )
-        self.schedule.check(parts.count)
 
     @override
     def connect(self, model: L.LightningModule) -> None:

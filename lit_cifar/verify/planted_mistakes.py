@@ -24,10 +24,10 @@ from lit_cifar.data.samplers import EvaluationSampler, Part, TrainSampler
 from lit_cifar.optim import WarmupDecay
 from lit_cifar.reporting.per_rank import PerRankAccuracy
 from lit_cifar.strategies import ProcessSyncBatchNorm, tensor_parallel
-from lit_cifar.strategies.dp import EmulatedReplicas
 from lit_cifar.strategies.layer_parallel import StagedRunner
 from lit_cifar.strategies.mesh import local_part
 from lit_cifar.strategies.pipeline import Pipeline
+from lit_cifar.strategies.replicas import EmulatedReplicas
 from lit_cifar.verify.planted_in_one_rank import BUGS_OF_ONE, metrics_twice, twice
 from lit_cifar.verify.planted_in_parts import BUGS_OF_PARTS
 from lit_cifar.verify.planting import PIPELINE, Bug, Site
