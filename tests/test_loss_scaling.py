@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from lit_cifar import LitResNet
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.checks import check_clipping
-from lit_cifar.data.images import Batch
 from lit_cifar.errors import ConfigError
 from lit_cifar.strategies import PipelineStrategy
 from lit_cifar.strategies.loss_scaling import AgreedGradScaler, agree_on_overflow, loss_scale
@@ -63,9 +62,9 @@ def test_a_pipeline_scales_the_loss_of_its_own_backward(tmp_path: Path, monkeypa
     """Scaled only when the gradients are handed over, small ones would have been lost in float16."""
     scales, train = [], Pipeline.train
 
-    def noting(self: Pipeline, microbatches: list[Batch], *, scale: Any) -> Tensor:
-        scales.append(float(scale))
-        return train(self, microbatches, scale=scale)
+    def noting(self: Pipeline, images: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
+        scales.append(float(kwargs["scales"][0]) * len(images))
+        return train(self, images, labels, **kwargs)
 
     monkeypatch.setattr(Pipeline, "train", noting)
     monkeypatch.setattr(os, "environ", {**os.environ})

@@ -20,7 +20,6 @@ from torchmetrics import Metric
 
 from lit_cifar.analysis.stage_timeline import bubble_formula, bubbles, read_timeline, replay
 from lit_cifar.data import CIFAR10DataModule
-from lit_cifar.data.images import Batch
 from lit_cifar.errors import ConfigError
 from lit_cifar.layout import GhostBatches, Layout
 from lit_cifar.models import build_resnet
@@ -248,9 +247,9 @@ def run_schedule(name: ScheduleName, rank: int) -> dict[str, object]:
     )
     logits, spans = [], []
     for num_samples in TRAINED:
-        pieces = zip(*(values.tensor_split(MICROBATCHES) for values in batch_of(num_samples)), strict=True)
-        microbatches = [Batch(images, labels, labels, 1 / num_samples) for images, labels in pieces]
-        logits.append(pipeline.train(microbatches, scale=1.0))
+        sizes = [len(piece) for piece in torch.arange(num_samples).tensor_split(MICROBATCHES)]
+        scales = [1 / num_samples] * MICROBATCHES
+        logits.append(pipeline.train(*batch_of(num_samples), sizes=sizes, scales=scales))
         spans.append(recorder.spans())
     recorder.step = None
     network.eval()

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from lit_cifar.data.images import Batch
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.memory_format import PlainGradient, PlainOutput
 from lit_cifar.models.partition import Partition
@@ -75,30 +74,30 @@ class Pipeline:
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for stage in self.stages.values() for parameter in stage.parameters()]
 
-    def train(self, microbatches: Sequence[Batch], *, scale: Tensor | float) -> Tensor:
+    def train(self, images: Tensor, labels: Tensor, *, sizes: list[int], scales: Sequence[Tensor | float]) -> Tensor:
         """Run forward and backward of all microbatches; the logits, (n, C), without a graph. Gradients are added up.
 
-        `scale` times the weight of a microbatch is a factor of the summed loss of its samples, of its mean loss if it
-        is a part.
+        Of the images microbatch i has the next `sizes[i]`. `scales[i]` is a factor of the summed loss of its samples,
+        or of its mean loss if it is a part.
         """
-        sizes = [len(microbatch.labels) for microbatch in microbatches]
-        dtype = microbatches[0].images.dtype
         if len(set(sizes)) == 1:
-            self._scale = scale * microbatches[0].weight
-            run = self._prepared(sizes[0], dtype)
-            inputs = [torch.cat([each.images for each in microbatches])] if 0 in self.stages else []
-            targets = torch.cat([each.labels for each in microbatches]) if self._last in self.stages else None
-            logits = run.step(*inputs, **({} if targets is None else {"target": targets}))
+            self._scale = scales[0]
+            run = self._prepared(sizes[0], images.dtype)
+            inputs = (images,) if 0 in self.stages else ()
+            targets = {"target": labels} if self._last in self.stages else {}
+            logits = run.step(*inputs, **targets)
         else:
-            logits = self._train_unequal(microbatches, scale)
-        return self._from_last(None if logits is None else logits.detach(), sum(sizes), dtype)
+            logits = self._train_unequal(torch.split(images, sizes), torch.split(labels, sizes), scales)
+        return self._from_last(logits.detach() if logits is not None else None, len(images), images.dtype)
 
-    def _train_unequal(self, microbatches: Sequence[Batch], scale: Tensor | float) -> Tensor | None:
+    def _train_unequal(
+        self, images: Sequence[Tensor], labels: Sequence[Tensor], scales: Sequence[Tensor | float]
+    ) -> Tensor | None:
         """Forward of all, then backward of all, as in GPipe; the logits, if the last stage is here."""
-        passed = [self._forward(each.images, place, trains=True) for place, each in enumerate(microbatches)]
-        for place, each in enumerate(microbatches):
-            self._scale = scale * each.weight
-            self._backward(passed[place], each.labels, place)
+        passed = [self._forward(piece, place, trains=True) for place, piece in enumerate(images)]
+        for place, scale in enumerate(scales):
+            self._scale = scale
+            self._backward(passed[place], labels[place], place)
         return torch.cat([its[self._last][1] for its in passed]) if self._last in self.stages else None
 
     def evaluate(self, images: Tensor) -> Tensor:

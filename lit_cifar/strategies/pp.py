@@ -182,14 +182,13 @@ class PipelineStrategy(MeshStrategy):
             parameter.grad = None
         # A scaler multiplies the loss when backward has been run here.
         scale = loss_scale(self.precision_plugin, self.root_device)
-        microbatches = self._cut(batch)
+        images, labels, sizes, weights = self._microbatches(batch)
         with self.precision_plugin.train_step_context():
-            logits = self.pipeline.train(microbatches, scale=scale)
+            logits = self.pipeline.train(images, labels, sizes=sizes, scales=[scale * weight for weight in weights])
         gradients = [parameter.grad for parameter in parameters]
         for parameter, gradient in zip(parameters, kept, strict=True):
             parameter.grad = gradient
         # The module asks for the logits of one part after the other.
-        sizes = [len(each.labels) for each in microbatches]
         outputs = iter([logits] if self.parts is None else torch.split(logits, sizes))
         module.use_runner(lambda images: next(outputs))
         loss = super().training_step(batch, *args, **kwargs)
@@ -197,14 +196,15 @@ class PipelineStrategy(MeshStrategy):
         handed_over: Tensor = HandOver.apply(loss, gradients, scale, *parameters)
         return handed_over
 
-    def _cut(self, batch: Batch) -> list[Batch]:
-        """The microbatches, with the weight of each mean loss if they are parts, else with that of a sample's loss."""
-        if self.parts is not None:
-            self.parts.begin(self.local_buffers())
-            return self.parts.cut(batch)
-        weight = batch.weight / len(batch.labels)
-        pieces = (values.tensor_split(self.num_microbatches) for values in batch[:3])
-        return [Batch(images, labels, ids, weight) for images, labels, ids in zip(*pieces, strict=True)]
+    def _microbatches(self, batch: Batch) -> tuple[Tensor, Tensor, list[int], list[float]]:
+        """Images and labels of one after the other, the size of each, and the weight of its summed or mean loss."""
+        if self.parts is None:
+            sizes = [len(labels) for labels in batch.labels.tensor_split(self.num_microbatches)]
+            return batch.images, batch.labels, sizes, [batch.weight / len(batch.labels)] * len(sizes)
+        self.parts.begin(self.local_buffers())
+        parts = self.parts.cut(batch)
+        images, labels = torch.cat([part.images for part in parts]), torch.cat([part.labels for part in parts])
+        return images, labels, [len(part.labels) for part in parts], [part.weight for part in parts]
 
     @contextmanager
     @override
