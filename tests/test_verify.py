@@ -13,6 +13,7 @@ import pytest
 import torch
 from commands import TINY as TINY_FIT
 from commands import run_here
+from documents import ROOT
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
@@ -719,6 +720,10 @@ def test_virtual_replicas_leave_no_place_for_some_mistakes() -> None:
     assert nowhere == {*NO_PLACE, *(bug.name for bug in bugs.BUGS.values() if bug.mode in refused)}
     assert found["local-norm"] == NO_PLACE["local-norm"]
     assert "divides sums inside layers" in str(found["partial-gradient"])
+    said = " ".join((ROOT / "docs" / "verify.md").read_text().split())
+    assert f"{len(bugs.BUGS) - len(nowhere)} of the {len(bugs.BUGS)} mistakes above" in said
+    assert f"the other {len(nowhere)}," in said
+    assert f"plants {len(BUGS_OF_PARTS)} mistakes that only such runs" in said
 
 
 @pytest.mark.slow
