@@ -28,7 +28,6 @@ Without --config the network is ResNet34, on synthetic images."""
 def main(args: list[str]) -> int:
     """Verify, print, and return 0 if all modes passed or all planted mistakes were caught, else 1; 130 after Ctrl-C."""
     options, rest = verify_parser().parse_known_args(args)
-    parts: int | None = options.virtual_replicas
     if options.self_test and rest:
         raise ConfigError(f"--self-test has a configuration of its own, not {rest[0]}", remedy="leave it out")
     target = None if options.json is None else writable(Path(options.json))
@@ -37,7 +36,7 @@ def main(args: list[str]) -> int:
     exit_orderly_when_terminated()
     torch.set_num_threads(1)  # the other cores belong to the runs, beside which this process compares
     try:
-        content = _self_test(parts) if options.self_test else _verify(options, rest)
+        content = _self_test(options.virtual_replicas) if options.self_test else _verify(options, rest)
     except KeyboardInterrupt:
         print("interrupted; every run was ended and its files removed", file=sys.stderr)
         return 130
