@@ -18,8 +18,8 @@ from lit_cifar.copy_probe.virtual_devices import VirtualDevices
 from lit_cifar.errors import ConfigError
 from lit_cifar.strategies import DataParallelStrategy, DDPLayerParallelStrategy, LayerParallelStrategy
 from lit_cifar.strategies.custom_forward import CustomForwardStrategy
-from lit_cifar.strategies.dp import EmulatedReplicas
 from lit_cifar.strategies.layer_parallel import StagedRunner
+from lit_cifar.strategies.replicas import EmulatedReplicas
 
 CPU = torch.device("cpu")
 CUDA = [torch.device("cuda", 0), torch.device("cuda", 1)]

@@ -62,9 +62,9 @@ def test_a_pipeline_scales_the_loss_of_its_own_backward(tmp_path: Path, monkeypa
     """Scaled only when the gradients are handed over, small ones would have been lost in float16."""
     scales, train = [], Pipeline.train
 
-    def noting(self: Pipeline, images: Tensor, labels: Tensor, *, scale: Any) -> Tensor:
-        scales.append(float(scale) * len(images))
-        return train(self, images, labels, scale=scale)
+    def noting(self: Pipeline, images: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
+        scales.append(float(kwargs["scales"][0]) * len(images))
+        return train(self, images, labels, **kwargs)
 
     monkeypatch.setattr(Pipeline, "train", noting)
     monkeypatch.setattr(os, "environ", {**os.environ})

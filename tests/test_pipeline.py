@@ -28,15 +28,17 @@ from lit_cifar.models.partition import Partition
 from lit_cifar.module import LitResNet
 from lit_cifar.reporting.timeline import Recorder, write_trace
 from lit_cifar.strategies import PipelineStrategy, mesh
+from lit_cifar.strategies.hand_over import HandOver
 from lit_cifar.strategies.mesh import make_mesh
-from lit_cifar.strategies.pipeline import HandOver, Pipeline, Schedule, ScheduleName
+from lit_cifar.strategies.pipeline import Pipeline
+from lit_cifar.strategies.pipeline_schedule import Schedule, ScheduleName
 from lit_cifar.strategies.state_dicts import only_parameters
 
 IMAGE = (3, 32, 32)
 
 SCHEDULES: list[ScheduleName] = ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
 MICROBATCHES = 4
-TRAINED = [16, 8]  # samples of the training steps: a full batch and a ragged one
+TRAINED = [16, 10]  # samples of the training steps: a full batch, and one of which microbatches get 3, 3, 2 and 2
 EVALUATED = [7, 2, 0]
 TIMEOUT = timedelta(seconds=77)
 OPTIMIZERS = {"GPipe": "SGD", "1F1B": "Adagrad", "Interleaved1F1B": "Adam", "ZBVZeroBubble": "Adagrad"}
@@ -243,8 +245,12 @@ def run_schedule(name: ScheduleName, rank: int) -> dict[str, object]:
         device=torch.device("cpu"),
         recorder=recorder,
     )
-    logits = [pipeline.train(*batch_of(n), scale=1 / n) for n in TRAINED]
-    spans = recorder.spans()
+    logits, spans = [], []
+    for num_samples in TRAINED:
+        sizes = [len(piece) for piece in torch.arange(num_samples).tensor_split(MICROBATCHES)]
+        scales = [1 / num_samples] * MICROBATCHES
+        logits.append(pipeline.train(*batch_of(num_samples), sizes=sizes, scales=scales))
+        spans.append(recorder.spans())
     recorder.step = None
     network.eval()
     with torch.no_grad():
@@ -254,7 +260,7 @@ def run_schedule(name: ScheduleName, rank: int) -> dict[str, object]:
     held = {key for key, tensor in network.state_dict(keep_vars=True).items() if id(tensor) in ids}
     return {
         "logits": logits,
-        "spans": spans[: len(spans) // len(TRAINED)],
+        "spans": spans[0],
         "gradients": {key: p.grad for key, p in network.named_parameters() if p.grad is not None},
         "buffers": {key: buffer for key, buffer in network.named_buffers() if key in held},
         "held": held,

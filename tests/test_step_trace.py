@@ -20,7 +20,7 @@ from lit_cifar.bench.step_events import RankStep, Shares, both, chrome_trace, me
 from lit_cifar.models import build_network
 from lit_cifar.module import LitResNet
 from lit_cifar.optim import NesterovSGD
-from lit_cifar.strategies.pipeline import Schedule
+from lit_cifar.strategies.pipeline_schedule import Schedule
 
 STEP = "the step"
 

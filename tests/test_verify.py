@@ -13,6 +13,7 @@ import pytest
 import torch
 from commands import TINY as TINY_FIT
 from commands import run_here
+from documents import ROOT
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
@@ -38,6 +39,7 @@ from lit_cifar.verify.comparison import (
 from lit_cifar.verify.configuration import Settings
 from lit_cifar.verify.launcher import Launcher
 from lit_cifar.verify.logged_metrics import counted, logged, logged_problems
+from lit_cifar.verify.planted_in_parts import BUGS_OF_PARTS, NO_PLACE
 from lit_cifar.verify.planting import Site
 from lit_cifar.verify.rank_state import (
     Snapshot,
@@ -57,6 +59,7 @@ from lit_cifar.verify.self_test import (
     Finding,
     _finding,
     _findings,
+    _reasons,
     _verdict,
     findings_table,
     self_test,
@@ -608,6 +611,7 @@ def test_what_a_guard_of_the_product_stops_is_caught_by_it(tmp_path: Path) -> No
         (Finding(bugs.BUGS["scaled-loss"], "ddp", ["exit status 1"], False, acted=True), False, "broke"),
         (Finding(bugs.BUGS["scaled-loss"], "ddp", ["x"], False, acted=True, guard="data receipt"), True, "caught"),
         (Finding(bugs.BUGS["scaled-loss"], "ddp", ["x"], False, guard="data receipt"), False, "did not act"),
+        (Finding(bugs.BUGS["last-replica"], "dp", [], False, no_place="replaced"), True, "no place"),
     ],
 )
 def test_a_mistake_must_act_and_be_caught(finding: Finding, right: bool, word: str) -> None:
@@ -647,6 +651,7 @@ def test_every_mode_of_several_processes_has_a_mistake_that_one_of_them_makes() 
         (["--trainer.precision=bf16-true"], "bf16-true"),
         (["--json=/nowhere/at/all.json"], "--json"),
         (["--self-test", "--model.arch=resnet10"], "--self-test"),
+        (["--self-test", "--virtual_replicas=8"], "--virtual_replicas=8"),
     ],
 )
 def test_bad_arguments_exit_2_with_a_remedy(args: list[str], word: str) -> None:
@@ -702,6 +707,44 @@ def test_planted_mistakes_are_caught_and_their_absence_passes() -> None:
         found[shifted].problems[0] == "step 1: fc.bias (parameters) of process 1 is not that of process 0, and 1 more"
     )
     assert (found[duplicated].right, found[duplicated].caught_by) == (True, "data receipt")
+
+
+def test_virtual_replicas_leave_no_place_for_some_mistakes() -> None:
+    with_parts = settings(num_parts=4)
+    found = {
+        name: _reasons(variants(bug.devices)[bug.mode].with_parts(), [bug], with_parts).get(name)
+        for name, bug in (bugs.BUGS | BUGS_OF_PARTS).items()
+    }
+    refused = {"ddp-sync", "mp-micro", "tp", "fsdp2-tp"}
+    nowhere = {name for name, reason in found.items() if reason is not None}
+    assert nowhere == {*NO_PLACE, *(bug.name for bug in bugs.BUGS.values() if bug.mode in refused)}
+    assert found["local-norm"] == NO_PLACE["local-norm"]
+    assert "divides sums inside layers" in str(found["partial-gradient"])
+    said = " ".join((ROOT / "docs" / "verify.md").read_text().split())
+    assert f"{len(bugs.BUGS) - len(nowhere)} of the {len(bugs.BUGS)} mistakes above" in said
+    assert f"the other {len(nowhere)}," in said
+    assert f"plants {len(BUGS_OF_PARTS)} mistakes that only such runs" in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_mistakes_are_caught_by_bits() -> None:
+    names = ["order-of-arrival", "statistics-of-last-part", "losses-in-float", "no-all-reduce"]
+    chosen_ones = [(bugs.BUGS | BUGS_OF_PARTS)[name] for name in names]
+    findings = self_test(bugs=chosen_ones, num_parts=4)
+    assert all(finding.right for finding in findings)
+    found = {finding.bug.name: finding for finding in findings if finding.bug is not None}
+    assert [found[name].caught_by for name in names] == [COMPARISON] * 3 + [None]
+    assert found["order-of-arrival"].problems[0].startswith("step 1: bn1.running_mean differs by ")
+    assert "logged: val/loss of step 2" in found["losses-in-float"].problems[0]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+def test_the_whole_self_test_by_bits() -> None:
+    findings = self_test(num_parts=4)
+    assert [(f.mode, f.bug and f.bug.name, f.problems[:1]) for f in findings if not f.right] == []
+    assert {finding.bug.name for finding in findings if finding.bug is not None} == {*bugs.BUGS, *BUGS_OF_PARTS}
 
 
 @pytest.mark.slow

@@ -24,15 +24,15 @@ from lit_cifar.modes import SILENT
 from lit_cifar.reporting.environment import cpu_model
 from lit_cifar.strategies import LayerParallelStrategy, PipelineStrategy, parts
 from lit_cifar.strategies.clipping import clip_in_order, squares_of_rows
-from lit_cifar.strategies.dp import DealtReplicas
 from lit_cifar.strategies.parts import Parts
+from lit_cifar.strategies.replicas import DealtReplicas
 from lit_cifar.strategies.tree_sum import TreeSum, in_tree_order, tree_sum
 
 # The last flag of a name counts. Of 58 images the last batch has 10, which are parts of 3, 3, 2 and 2.
 FLAGS = [*TINY, "--virtual_replicas=4", "--data.num_train=74", "--data.eval_batch_size=8"]
 
-# Two batches, of which the last has parts of 3: a pipeline has microbatches of one size.
-SHORT = [*TINY, "--virtual_replicas=4", "--data.num_train=44", "--data.num_test=20", "--data.eval_batch_size=8"]
+# Two batches, of which the last has 10 images.
+SHORT = [*TINY, "--virtual_replicas=4", "--data.num_train=42", "--data.num_test=20", "--data.eval_batch_size=8"]
 SHORT += ["--trainer.precision=bf16-mixed", "--trainer.gradient_clip_val=0.5"]
 
 
@@ -129,7 +129,6 @@ def clip_with_torch(optimizer: torch.optim.Optimizer, clip_val: float) -> None:
         (["--virtual_replicas=32"], "--data.batch_size=16"),
         ([*mode_flags("mp", 2), "--model.compile=true"], "compiled to other kernels"),
         ([*mode_flags("fsdp2"), "--model.channels_last=true"], "FSDP2 keeps parameters in torch's own order"),
-        (mode_flags("pp"), "10 of 58 images, which do not divide among 1 replica x 4 microbatches"),
         (mode_flags("dp", 3), "so that there are 2"),
         ([*mode_flags("ddp"), "--trainer.sync_batchnorm=true"], "normalise parts of several processes together"),
         (["--trainer.accumulate_grad_batches=2"], "another order"),

@@ -21,7 +21,7 @@ from lit_cifar.strategies.ddp import AveragingDDPStrategy
 from lit_cifar.strategies.fsdp import autocast_dtype
 from lit_cifar.strategies.layer_parallel import StagedStrategy
 from lit_cifar.strategies.mesh import MeshStrategy
-from lit_cifar.strategies.pipeline import Schedule
+from lit_cifar.strategies.pipeline_schedule import Schedule
 from lit_cifar.strategies.sharding_plan import largest_part
 from lit_cifar.strategies.tensor_parallel import split_dim
 

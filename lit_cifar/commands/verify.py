@@ -36,7 +36,7 @@ def main(args: list[str]) -> int:
     exit_orderly_when_terminated()
     torch.set_num_threads(1)  # the other cores belong to the runs, beside which this process compares
     try:
-        content = _self_test() if options.self_test else _verify(options, rest)
+        content = _self_test(options.virtual_replicas) if options.self_test else _verify(options, rest)
     except KeyboardInterrupt:
         print("interrupted; every run was ended and its files removed", file=sys.stderr)
         return 130
@@ -47,6 +47,8 @@ def main(args: list[str]) -> int:
 
 def _verify(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     names = options.modes.split(",")
+    if options.virtual_replicas is not None:
+        rest = [*rest, f"--virtual_replicas={options.virtual_replicas}"]
     rows = verify(names, devices=options.devices, steps=options.steps, args=rest, report=say)
     out = console()
     out.print(verdict_table(rows, title=f"{options.steps} steps, compared one by one"))
@@ -58,10 +60,10 @@ def _verify(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     return content | {"passed": all(row.passed for row in rows)}
 
 
-def _self_test() -> dict[str, Any]:
-    findings = self_test(report=say)
+def _self_test(num_parts: int | None) -> dict[str, Any]:
+    findings = self_test(num_parts=num_parts, report=say)
     console().print(findings_table(findings, title="Planted mistakes"))
-    content = {"findings": [_of_finding(finding) for finding in findings]}
+    content = {"virtual_replicas": num_parts, "findings": [_of_finding(finding) for finding in findings]}
     return content | {"passed": all(finding.right for finding in findings)}
 
 
@@ -70,6 +72,9 @@ def verify_parser() -> argparse.ArgumentParser:
     parser.add_argument("--modes", default="all", metavar="A,B", help="Modes to verify (default: all).")
     parser.add_argument("--devices", type=int, default=2, metavar="N", help="Devices of each mode (default: 2).")
     parser.add_argument("--steps", type=int, default=3, metavar="K", help="Optimizer steps of each run (default: 3).")
+    parser.add_argument(
+        "--virtual_replicas", type=int, metavar="V", help="Compare bit for bit: V parts of a batch in every mode."
+    )
     parser.add_argument("--json", metavar="FILE", help="Write all results, versions and hardware to this file.")
     parser.add_argument("--self-test", action="store_true", help="Plant mistakes one by one; each must be caught.")
     return parser
@@ -78,5 +83,5 @@ def verify_parser() -> argparse.ArgumentParser:
 def _of_finding(finding: Finding) -> dict[str, Any]:
     bug = finding.bug
     named = {"bug": None, "imitates": None} if bug is None else {"bug": bug.name, "imitates": bug.imitates}
-    shown = ("mode", "problems", "finished", "acted", "caught_by", "right")
+    shown = ("mode", "problems", "finished", "acted", "caught_by", "no_place", "right")
     return named | {name: getattr(finding, name) for name in shown}

@@ -29,8 +29,7 @@ class TrainSampler:
     `b * batch_size` to `(b + 1) * batch_size - 1`. Of these, accumulation step `a` of shard `s` takes every
     `P`-th one from `a * num_shards + s`, with `P = accumulation * num_shards`. So every optimizer step sees the same
     samples however many processes there are and however often they accumulate, and all parts are equally large,
-    but for the last batch, whose parts may differ by one sample and carry their weights. Where replicas cut their parts
-    into microbatches, these are equally large in the last batch too: pipelines have fixed shapes.
+    but for the last batch, whose parts may differ by one sample and carry their weights.
     """
 
     num_samples: int
@@ -104,20 +103,15 @@ class TrainSampler:
             )
         nearest = sorted({max(size // parts * parts, least), max(-(-size // parts) * parts, least)})
         raise ConfigError(
-            f"--data.batch_size={size} is the global batch and does not divide among {self._cut}",
+            f"--data.batch_size={size} is the global batch and does not divide among {self._cut}"
+            f"{' of at least 2 samples' if self.layout.num_microbatches > 1 else ''}",
             remedy="the nearest that do: " + " or ".join(f"--data.batch_size={size}" for size in nearest),
         )
 
     def _check_ragged_batch(self, size: int) -> None:
-        problem = ""
-        if self.layout.num_microbatches > 1:
-            if size < self._least_batch or size % self._num_equal_parts:
-                problem = f", which do not divide among {self._cut}"
-        elif self._smallest_share(size) < 2:
-            problem = f" for {self.layout.num_replicas} replicas x {self.accumulation} accumulation steps; each needs 2"
-        if problem:
+        if self._smallest_share(size) < 2:
             raise ConfigError(
-                f"the last batch of an epoch has {size} of {self.num_samples} images{problem}",
+                f"the last batch of an epoch has {size} of {self.num_samples} images for {self._cut}; each needs 2",
                 remedy="pass --data.drop_last=true, or change --data.batch_size or --data.val_size",
             )
 
@@ -137,14 +131,15 @@ class TrainSampler:
         if self.accumulation > 1:
             factors.append(f"{self.accumulation} accumulation steps")
         if microbatches > 1:
-            factors.append(f"{microbatches} microbatches of at least 2 samples")
+            factors.append(f"{microbatches} microbatches")
         return " x ".join(factors)
 
     def _smallest_share(self, num_samples: int) -> int:
-        """The fewest samples that any replica normalises together when a batch of `num_samples` is cut."""
+        """The fewest samples that are normalised together when a batch of `num_samples` is cut."""
         num_parts = self.layout.num_shards * self.accumulation
         parts = (num_samples // num_parts, -(-num_samples // num_parts))
-        return min(_smallest_chunk(part, self.layout.replicas_per_shard) for part in parts)
+        fewest = min(_smallest_chunk(part, self.layout.replicas_per_shard) for part in parts)
+        return fewest // self.layout.num_microbatches
 
 
 @dataclass(kw_only=True)

@@ -103,3 +103,19 @@ def autocast_dtype(precision: Precision) -> torch.dtype | None:
     if not isinstance(precision, MixedPrecision):
         return None
     return torch.bfloat16 if precision.precision == "bf16-mixed" else torch.float16
+
+
+class OutsideInferenceMode:
+    """Runs the network for evaluation without autograd, but never in inference mode.
+
+    There `fully_shard` would gather parameters into tensors that no later training step may use.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self.network = network
+
+    def __call__(self, images: Tensor) -> Tensor:
+        if not torch.is_inference_mode_enabled():
+            return cast(Tensor, self.network(images))
+        with torch.inference_mode(False), torch.no_grad():
+            return cast(Tensor, self.network(images.clone()))

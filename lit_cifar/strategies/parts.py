@@ -41,12 +41,6 @@ class Parts:
         parts = (tuple(values[place :: self.count] for values in batch[:3]) for place in in_tree_order(self.count))
         return [Batch(images, labels, ids, len(labels) * self.count / average) for images, labels, ids in parts]
 
-    def as_microbatches(self, batch: Batch) -> Batch:
-        """The parts one after the other, equally many samples each; the weight is that of one."""
-        parts = self.cut(batch)
-        images, labels, ids = (torch.cat(values) for values in zip(*(part[:3] for part in parts), strict=True))
-        return Batch(images, labels, ids, parts[0].weight)
-
     # A step: `begin`, then every part, then `average`.
 
     def begin(self, buffers: Iterable[Tensor]) -> None:

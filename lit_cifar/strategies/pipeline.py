@@ -1,75 +1,29 @@
-"""One replica of a network as a pipeline of processes: torch's schedules in training, a plain relay in evaluation."""
+"""One replica of a network as a pipeline of processes.
+
+Microbatches of one size are trained by torch's schedules, whose messages have a fixed size. Others, of a last batch
+that is not full, are passed from stage to stage here, and so is every batch of an evaluation.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
-from torch.func import functional_call
 
-from lit_cifar.errors import ConfigError
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.memory_format import PlainGradient, PlainOutput
 from lit_cifar.models.partition import Partition
 from lit_cifar.reporting.timeline import Kind, Recorder
 from lit_cifar.strategies.parts import Parts
+from lit_cifar.strategies.pipeline_schedule import Schedule
+from lit_cifar.strategies.pipeline_stage import Stage, output_dtypes
 
-ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
 Loss = Callable[[Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """In which order the processes of a pipeline work on stages and microbatches: torch's own, with their rules."""
-
-    name: ScheduleName  # torch's name (torch.distributed.pipelining.schedules.get_schedule_class)
-    num_processes: int  # processes of one pipeline
-
-    @property
-    def num_stages(self) -> int:
-        return self.num_processes * stages_per_process(self.name)
-
-    def owner(self, stage: int) -> int:
-        """The process of the pipeline that holds `stage`: in turn, or there and back where the schedule is a V."""
-        turn, place = divmod(stage, self.num_processes)
-        return self.num_processes - 1 - place if self.name == "ZBVZeroBubble" and turn % 2 else place
-
-    @property
-    def fewest_microbatches(self) -> int:
-        processes = self.num_processes
-        return {"1F1B": processes, "Interleaved1F1B": processes, "ZBVZeroBubble": 2 * processes - 1}.get(self.name, 1)
-
-    @property
-    def usual_microbatches(self) -> int:
-        return max(4, self.fewest_microbatches)
-
-    def check(self, num_microbatches: int) -> None:
-        """Raise a `ConfigError` unless the schedule works with so many microbatches."""
-        processes, fewest = self.num_processes, self.fewest_microbatches
-        if num_microbatches < fewest:
-            raise ConfigError(
-                f"the schedule {self.name} over {processes} processes needs at least {fewest} microbatches, "
-                f"not {num_microbatches}",
-                remedy=f"pass --trainer.strategy.num_microbatches={fewest} or more",
-            )
-        rounds = max(1, num_microbatches // processes)
-        if self.name == "Interleaved1F1B" and num_microbatches % rounds:
-            raise ConfigError(
-                f"the schedule {self.name} over {processes} processes runs {num_microbatches} microbatches in {rounds} "
-                "rounds, which does not come out even",
-                remedy=f"pass --trainer.strategy.num_microbatches={rounds * processes}",
-            )
-
-
-def stages_per_process(name: ScheduleName) -> int:
-    """How many stages a process holds under the schedule `name`."""
-    return 2 if name in ("Interleaved1F1B", "ZBVZeroBubble") else 1
+Passed = dict[int, tuple[Tensor, Tensor]]  # what each stage of a process has got and returned of a microbatch
 
 
 class Pipeline:
@@ -120,47 +74,89 @@ class Pipeline:
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for stage in self.stages.values() for parameter in stage.parameters()]
 
-    def train(self, images: Tensor, labels: Tensor, *, scale: Tensor | float) -> Tensor:
+    def train(self, images: Tensor, labels: Tensor, *, sizes: list[int], scales: Sequence[Tensor | float]) -> Tensor:
         """Run forward and backward of all microbatches; the logits, (n, C), without a graph. Gradients are added up.
 
-        The number of images is a multiple of that of microbatches. `scale` is a factor of the summed loss of the
-        samples, or of the mean loss of a part.
+        Of the images microbatch i has the next `sizes[i]`. `scales[i]` is a factor of the summed loss of its samples,
+        or of its mean loss if it is a part.
         """
-        self._scale = scale
-        run = self._prepared(len(images) // self.num_microbatches, images.dtype)
-        inputs = (images,) if 0 in self.stages else ()
-        targets = {"target": labels} if self._last in self.stages else {}
-        logits = run.step(*inputs, **targets)
+        if len(set(sizes)) == 1:
+            self._scale = scales[0]
+            run = self._prepared(sizes[0], images.dtype)
+            inputs = (images,) if 0 in self.stages else ()
+            targets = {"target": labels} if self._last in self.stages else {}
+            logits = run.step(*inputs, **targets)
+        else:
+            logits = self._train_unequal(torch.split(images, sizes), torch.split(labels, sizes), scales)
         return self._from_last(logits.detach() if logits is not None else None, len(images), images.dtype)
+
+    def _train_unequal(
+        self, images: Sequence[Tensor], labels: Sequence[Tensor], scales: Sequence[Tensor | float]
+    ) -> Tensor | None:
+        """Forward of all, then backward of all, as in GPipe; the logits, if the last stage is here."""
+        passed = [self._forward(piece, place, trains=True) for place, piece in enumerate(images)]
+        for place, scale in enumerate(scales):
+            self._scale = scale
+            self._backward(passed[place], labels[place], place)
+        return torch.cat([its[self._last][1] for its in passed]) if self._last in self.stages else None
 
     def evaluate(self, images: Tensor) -> Tensor:
         """Logits (n, C) of images (n, ...), any n; microbatches follow each other through the stages."""
         if not len(images):
             return images.new_empty(0, *self.partition.stages[-1].output_shape)
-        outputs = [self._relay(part) for part in images.tensor_split(self.num_microbatches) if len(part)]
-        logits = torch.cat([output for output in outputs if output is not None]) if self._last in self.stages else None
-        return self._from_last(logits, len(images), images.dtype)
+        pieces = [piece for piece in images.tensor_split(self.num_microbatches) if len(piece)]
+        ends = (self._forward(piece, place).get(self._last) for place, piece in enumerate(pieces))
+        outputs = [end[1] for end in ends if end is not None]
+        return self._from_last(torch.cat(outputs) if outputs else None, len(images), images.dtype)
 
     @property
     def _last(self) -> int:
         return self.schedule.num_stages - 1
 
-    def _relay(self, images: Tensor) -> Tensor | None:
-        """Run this process's stages on one microbatch; its logits, if the last stage is here."""
-        output: Tensor | None = None
-        for index in self.stages:
+    def _is_here(self, stage: int) -> bool:
+        return self.schedule.owner(stage) == self._rank
+
+    def _forward(self, images: Tensor, microbatch: int, *, trains: bool = False) -> Passed:
+        """Run this process's stages on one microbatch."""
+        passed: Passed = {}
+        for index, stage in self.stages.items():
             if index == 0:
-                here = images
-            elif self.schedule.owner(index - 1) == self._rank:
-                assert output is not None
-                here = output
+                given = images
+            elif self._is_here(index - 1):
+                given = passed[index - 1][1].detach()
             else:
-                here = self._boundary(index, len(images), images.dtype)
-                dist.recv(here, group=self.group, group_src=self.schedule.owner(index - 1))
-            output = self._callable(index, len(here))(here)
-            if index != self._last and self.schedule.owner(index + 1) != self._rank:
-                dist.send(output.contiguous(), group=self.group, group_dst=self.schedule.owner(index + 1))
-        return output if self._last in self.stages else None
+                given = self._boundary(index, len(images), images.dtype)
+                dist.recv(given, group=self.group, group_src=self.schedule.owner(index - 1))
+            given = given.requires_grad_() if trains and index > 0 else given
+            own = nullcontext() if self._parts is None or not trains else self._parts.own_statistics(stage.buffers())
+            with self._span("forward", index, microbatch), own:
+                output = self._callable(index, len(images))(given)
+            passed[index] = given, output
+            if index != self._last and not self._is_here(index + 1):
+                sent = output.detach().contiguous()
+                dist.send(sent, group=self.group, group_dst=self.schedule.owner(index + 1))
+        return passed
+
+    def _backward(self, passed: Passed, labels: Tensor, microbatch: int) -> None:
+        """The same way back."""
+        for index, (given, output) in reversed(passed.items()):
+            grad = None
+            if index == self._last:
+                output = self._scaled_loss(output, labels)
+            elif self._is_here(index + 1):
+                grad = passed[index + 1][0].grad
+            else:
+                grad = torch.empty_like(output)
+                dist.recv(grad, group=self.group, group_src=self.schedule.owner(index + 1))
+            with self._span("backward", index, microbatch):
+                output.backward(grad)  # type: ignore[no-untyped-call]
+            if index > 0 and not self._is_here(index - 1):
+                assert given.grad is not None
+                dist.send(given.grad.contiguous(), group=self.group, group_dst=self.schedule.owner(index - 1))
+
+    def _span(self, kind: Kind, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        worker = f"process {dist.get_rank()}"
+        return self._recorder.span(kind, stage=stage, microbatch=microbatch, worker=worker, device=self.device)
 
     def _callable(self, index: int, num_samples: int) -> Any:
         """What runs stage `index` on so many samples."""
@@ -188,7 +184,7 @@ class Pipeline:
         return self._dtypes_of[dtype]
 
     def _prepared(self, num_samples: int, dtype: torch.dtype) -> Any:
-        """The schedule for microbatches of this size; a ragged last batch has one of its own."""
+        """The schedule for microbatches of this size."""
         key = (num_samples, dtype)
         if key not in self._runs:
             stages: Any = list(self._torch_stages(num_samples, dtype))
@@ -205,7 +201,7 @@ class Pipeline:
         # With all shapes given torch makes no trial run to infer them, which would move BatchNorm's running statistics.
         for index in self.stages:
             images = torch.empty(num_samples, *self.partition.image_shape, dtype=dtype, device=self.device)
-            yield _Stage(
+            yield Stage(
                 self._callable(index, num_samples),
                 index,
                 self.schedule.num_stages,
@@ -220,79 +216,3 @@ class Pipeline:
     def _scaled_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         losses = self._loss(logits, labels)
         return (losses.sum() if self._parts is None else losses.mean()) * self._scale
-
-
-class _Stage(PipelineStage):
-    """A stage that greets other processes only, and says when it works. Each of `parts` has its own statistics."""
-
-    def __init__(self, *args: Any, recorder: Recorder, parts: Parts | None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._recorder = recorder
-        self._parts = parts
-
-    def _span(self, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
-        worker = f"process {dist.get_rank()}"
-        return self._recorder.span(
-            kind, stage=self.stage_index, microbatch=microbatch, worker=worker, device=self.device
-        )
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """As torch's, recorded."""
-        own = nullcontext() if self._parts is None else self._parts.own_statistics(self.submod.buffers())
-        with self._span("forward", fwd_chunk_id), own:
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> Any:
-        """As torch's, recorded."""
-        with self._span("backward" if full_backward else "backward_input", bwd_chunk_id):
-            return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
-        """As torch's, recorded."""
-        with self._span("backward_weight", bwd_chunk_id):
-            return super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-
-    # In torch 2.11 the first step exchanges a message between neighbouring stages, also where a V has both on one
-    # process; gloo cannot send to itself.
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        operations: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc]  # not in newer ones
-        return [operation for operation in operations if operation.group_peer != self.group_rank]
-
-
-class HandOver(torch.autograd.Function):
-    """A loss whose gradients are known already: backward returns them, times the gradient of the loss.
-
-    Lightning runs training_step, zero_grad, backward, in this order; a pipeline's schedule runs backward within the
-    step. So its gradients are set aside, times the `scale` by which a gradient scaler will multiply the loss, and
-    handed over to the parameters when Lightning asks for them.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, loss: Tensor, gradients: Sequence[Tensor | None], scale: Tensor | float, *parameters: nn.Parameter
-    ) -> Tensor:
-        ctx.gradients, ctx.scale = gradients, scale
-        return loss.detach().clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        factor = grad / ctx.scale
-        return None, None, None, *(None if gradient is None else gradient * factor for gradient in ctx.gradients)
-
-
-def output_dtypes(
-    network: nn.Module, partition: Partition, dtype: torch.dtype, *, device: torch.device
-) -> list[torch.dtype]:
-    """What each stage of `network` returns for images of `dtype`, here and now; found without computing anything."""
-    modules = [stage.module(network) for stage in partition.stages]
-    states = [module.state_dict() for module in modules]
-    found = []
-    with FakeTensorMode():
-        x = torch.empty(2, *partition.image_shape, dtype=dtype, device=device)
-        for module, state in zip(modules, states, strict=True):
-            unreal = {name: torch.empty(t.shape, dtype=t.dtype, device=device) for name, t in state.items()}
-            x = functional_call(module, unreal, (x,))
-            found.append(x.dtype)
-    return found

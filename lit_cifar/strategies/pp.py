@@ -12,14 +12,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lit_cifar.data.images import Batch
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.partition import Partition
 from lit_cifar.reporting.timeline import Recorder
+from lit_cifar.strategies.hand_over import HandOver
 from lit_cifar.strategies.loss_scaling import loss_scale
 from lit_cifar.strategies.mesh import MeshStrategy
 from lit_cifar.strategies.network import ComputesLoss, Runner, RunsNetwork, as_computes_loss, check_chain, compiles
 from lit_cifar.strategies.parts import Parts
-from lit_cifar.strategies.pipeline import HandOver, Pipeline, Schedule, ScheduleName, stages_per_process
+from lit_cifar.strategies.pipeline import Pipeline
+from lit_cifar.strategies.pipeline_schedule import Schedule, ScheduleName, stages_per_process
 from lit_cifar.strategies.state_dicts import merge_optimizer_states, only_parameters
 
 
@@ -127,29 +130,8 @@ class PipelineStrategy(MeshStrategy):
     def use_parts(self, parts: Parts | None) -> None:
         """Let `parts` be the microbatches; refuse schedules and numbers with which they cannot be."""
         if parts is not None:
-            self._check_parts(parts)
+            self.schedule.check_parts(parts, asked=self._num_microbatches)
         super().use_parts(parts)
-
-    def _check_parts(self, parts: Parts) -> None:
-        name = f"--virtual_replicas={parts.num_parts}"
-        if self.schedule_name == "ZBVZeroBubble":
-            raise ConfigError(
-                f"{name} with the schedule ZBVZeroBubble, which computes the gradients of a microbatch in two pieces",
-                remedy="pass --trainer.strategy.schedule=1F1B",
-            )
-        if self._num_microbatches not in (None, parts.count):
-            raise ConfigError(
-                f"{name} cuts the batch of a pipeline into {parts.count} microbatches, not {self._num_microbatches}",
-                remedy=f"pass --trainer.strategy.num_microbatches={parts.count}, or leave it out",
-            )
-        if parts.count < (fewest := self.schedule.fewest_microbatches):
-            num_pipelines = parts.num_parts // parts.count
-            raise ConfigError(
-                f"{name} cuts the batch of a pipeline into {parts.count} microbatches, and the schedule "
-                f"{self.schedule_name} over {self.schedule.num_processes} processes needs {fewest}",
-                remedy=f"pass --virtual_replicas={num_pipelines << (fewest - 1).bit_length()}",
-            )
-        self.schedule.check(parts.count)
 
     @override
     def connect(self, model: L.LightningModule) -> None:
@@ -200,23 +182,29 @@ class PipelineStrategy(MeshStrategy):
             parameter.grad = None
         # A scaler multiplies the loss when backward has been run here.
         scale = loss_scale(self.precision_plugin, self.root_device)
-        if self.parts is None:
-            images, labels, weight = batch.images, batch.labels, batch.weight / len(batch.labels)
-        else:
-            self.parts.begin(self.local_buffers())
-            images, labels, _, weight = self.parts.as_microbatches(batch)
+        images, labels, sizes, weights = self._microbatches(batch)
         with self.precision_plugin.train_step_context():
-            logits = self.pipeline.train(images, labels, scale=scale * weight)
+            logits = self.pipeline.train(images, labels, sizes=sizes, scales=[scale * weight for weight in weights])
         gradients = [parameter.grad for parameter in parameters]
         for parameter, gradient in zip(parameters, kept, strict=True):
             parameter.grad = gradient
         # The module asks for the logits of one part after the other.
-        outputs = iter([logits] if self.parts is None else logits.chunk(self.parts.count))
+        outputs = iter([logits] if self.parts is None else torch.split(logits, sizes))
         module.use_runner(lambda images: next(outputs))
         loss = super().training_step(batch, *args, **kwargs)
         module.use_runner(self.pipeline.evaluate)
         handed_over: Tensor = HandOver.apply(loss, gradients, scale, *parameters)
         return handed_over
+
+    def _microbatches(self, batch: Batch) -> tuple[Tensor, Tensor, list[int], list[float]]:
+        """Images and labels of one after the other, the size of each, and the weight of its summed or mean loss."""
+        if self.parts is None:
+            sizes = [len(labels) for labels in batch.labels.tensor_split(self.num_microbatches)]
+            return batch.images, batch.labels, sizes, [batch.weight / len(batch.labels)] * len(sizes)
+        self.parts.begin(self.local_buffers())
+        parts = self.parts.cut(batch)
+        images, labels = torch.cat([part.images for part in parts]), torch.cat([part.labels for part in parts])
+        return images, labels, [len(part.labels) for part in parts], [part.weight for part in parts]
 
     @contextmanager
     @override

@@ -21,16 +21,15 @@ from torch.optim import SGD, Adagrad, Optimizer
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.models.blocks import num_tensor_parts
 from lit_cifar.models.compiled import Compiled
-from lit_cifar.strategies.fsdp import autocast_dtype, reduce_in_tree, shard, whole_blocks
+from lit_cifar.strategies.fsdp import OutsideInferenceMode, autocast_dtype, reduce_in_tree, shard, whole_blocks
 from lit_cifar.strategies.mesh import MeshStrategy, local_part
 from lit_cifar.strategies.network import Runner, RunsNetwork, compiles
 from lit_cifar.strategies.parts import Parts
 from lit_cifar.strategies.sharding_plan import plan
 from lit_cifar.strategies.state_dicts import full_optimizer_state, full_state, load_full_state, split_optimizer_state
 from lit_cifar.strategies.sync_batchnorm import synchronise_along
-from lit_cifar.strategies.tensor_parallel import split_tensors
+from lit_cifar.strategies.tensor_parallel import check_divisible, split_tensors
 
 # Their fused kernels have no sharding strategy for DTensors up to torch 2.15; those of Adam and AdamW have.
 _NOT_FUSED = (SGD, Adagrad)
@@ -116,7 +115,7 @@ class ShardedStrategy(MeshStrategy):
         super().connect(model)
         network = cast(RunsNetwork, model).network
         if self.tensor_parallel_size != 1:
-            self._check_parts(network)
+            check_divisible(network, self.processes_per_replica, self.num_replicas, strategy=self.strategy_name)
         if compiles(model) and self.tensor_parallel_size != 1:
             raise ConfigError(
                 f"--model.compile=true: the layers of --trainer.strategy={self.strategy_name} exchange their "
@@ -126,23 +125,6 @@ class ShardedStrategy(MeshStrategy):
         make_optimizer = getattr(model, "make_optimizer", None)
         if make_optimizer is not None:  # LitResNet's: known before any process has been started
             self._check_optimizer(make_optimizer(network.parameters()))
-
-    def _check_parts(self, network: nn.Module) -> None:
-        each, num_parts = self.processes_per_replica, num_tensor_parts(network)
-        if not num_parts:
-            raise ConfigError(
-                f"--trainer.strategy={self.strategy_name} splits layers, and {type(network).__name__} does not say "
-                "which can be split.",
-                remedy="Give its blocks an attribute tensor_split (see lit_cifar.models.blocks), or use\n"
-                "--trainer.strategy=fsdp2, which takes any network.",
-            )
-        if num_parts % each:
-            possible = max(size for size in range(1, each + 1) if num_parts % size == 0)
-            raise ConfigError(
-                f"--trainer.strategy={self.strategy_name} cannot divide the layers of {type(network).__name__}, which "
-                f"have {num_parts} parts, among {each} processes",
-                remedy=f"pass --trainer.devices={possible * self.num_replicas}, or another size of the model axis",
-            )
 
     @override
     def use_parts(self, parts: Parts | None) -> None:
@@ -207,7 +189,7 @@ class ShardedStrategy(MeshStrategy):
             for block in whole_blocks(parts):  # without the hooks that gather its parameters
                 block.forward = Compiled(block, block.forward)
         cast(RunsNetwork, self.lightning_module).network = parts
-        return _OutsideInferenceMode(parts)
+        return OutsideInferenceMode(parts)
 
     @override
     def share_of_norm(self, gradient: Tensor) -> float:
@@ -279,19 +261,3 @@ class ShardedStrategy(MeshStrategy):
             data_parallel_size=1,
             tensor_parallel_size=None,
         )
-
-
-class _OutsideInferenceMode:
-    """Runs the network for evaluation without autograd, but never in inference mode.
-
-    There `fully_shard` would gather parameters into tensors that no later training step may use.
-    """
-
-    def __init__(self, network: nn.Module) -> None:
-        self.network = network
-
-    def __call__(self, images: Tensor) -> Tensor:
-        if not torch.is_inference_mode_enabled():
-            return cast(Tensor, self.network(images))
-        with torch.inference_mode(False), torch.no_grad():
-            return cast(Tensor, self.network(images.clone()))

@@ -19,11 +19,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
-from lit_cifar.models.blocks import Part, tensor_split_of
+from lit_cifar.errors import ConfigError
+from lit_cifar.models.blocks import Part, num_tensor_parts, tensor_split_of
 from lit_cifar.models.memory_format import with_plain_gradient
 
 # Of a weight, whose dims begin with outputs and inputs. A tensor with fewer dims, as a bias of outputs, is not split.
 _SPLIT_DIM: dict[Part, int] = {"columns": 0, "channels": 0, "rows": 1, "head": 1}
+
+
+def check_divisible(network: nn.Module, num_processes: int, num_replicas: int, *, strategy: str) -> None:
+    """Raise a `ConfigError` unless the layers of `network` can be split over so many processes of each replica."""
+    num_parts = num_tensor_parts(network)
+    if not num_parts:
+        raise ConfigError(
+            f"--trainer.strategy={strategy} splits layers, and {type(network).__name__} does not say which can be "
+            "split.",
+            remedy="Give its blocks an attribute tensor_split (see lit_cifar.models.blocks), or use\n"
+            "--trainer.strategy=fsdp2, which takes any network.",
+        )
+    if num_parts % num_processes:
+        possible = max(size for size in range(1, num_processes + 1) if num_parts % size == 0)
+        raise ConfigError(
+            f"--trainer.strategy={strategy} cannot divide the layers of {type(network).__name__}, which have "
+            f"{num_parts} parts, among {num_processes} processes",
+            remedy=f"pass --trainer.devices={possible * num_replicas}, or another size of the model axis",
+        )
 
 
 def split_tensors(network: nn.Module, mesh: DeviceMesh) -> None:

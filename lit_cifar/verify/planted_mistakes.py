@@ -1,6 +1,7 @@
 """Mistakes that are made in training on several devices, to be planted one by one: `verify --self-test` must see each.
 
-Here those that all processes of a run make, as they run the same wrong code; in `bugs_of_one` those of one process.
+Here those that all processes of a run make, as they run the same wrong code; in `planted_in_one_rank` those of one
+process, in `planted_in_parts` those of virtual replicas.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,17 +24,18 @@ from lit_cifar.data.samplers import EvaluationSampler, Part, TrainSampler
 from lit_cifar.optim import WarmupDecay
 from lit_cifar.reporting.per_rank import PerRankAccuracy
 from lit_cifar.strategies import ProcessSyncBatchNorm, tensor_parallel
-from lit_cifar.strategies.dp import EmulatedReplicas
 from lit_cifar.strategies.layer_parallel import StagedRunner
 from lit_cifar.strategies.mesh import local_part
 from lit_cifar.strategies.pipeline import Pipeline
+from lit_cifar.strategies.replicas import EmulatedReplicas
 from lit_cifar.verify.planted_in_one_rank import BUGS_OF_ONE, metrics_twice, twice
+from lit_cifar.verify.planted_in_parts import BUGS_OF_PARTS
 from lit_cifar.verify.planting import PIPELINE, Bug, Site
 
 
 def plant(name: str, trainer: Any, module: Any, folder: Path) -> None:
     """Make the mistake called `name`, and note in `folder` when its wrong code runs."""
-    BUGS[name].plant(Site(trainer, module, folder))
+    (BUGS | BUGS_OF_PARTS)[name].plant(Site(trainer, module, folder))
 
 
 def _ddp_without(setting: str) -> Callable[[Site], None]:

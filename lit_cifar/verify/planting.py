@@ -59,5 +59,5 @@ class Bug:
     devices: int = 2  # devices of the mode; more than two if it needs several replicas of several devices
 
 
-# Microbatches must be equal, so no ragged batch; clipped, so that the norm matters.
+# The ragged batch is too small for microbatches of two accumulated steps; clipped, so that the norm matters.
 PIPELINE = ("--data.drop_last=true", "--trainer.gradient_clip_val=0.5")

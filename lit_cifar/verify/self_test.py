@@ -9,9 +9,12 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from lit_cifar.modes import variants
+from lit_cifar.errors import ConfigError
+from lit_cifar.modes import Variant, variants
+from lit_cifar.verify.checkpoint_check import quiet
 from lit_cifar.verify.configuration import Settings
 from lit_cifar.verify.launcher import Launcher, Report
+from lit_cifar.verify.planted_in_parts import BUGS_OF_PARTS, NO_PLACE
 from lit_cifar.verify.planted_mistakes import BUGS
 from lit_cifar.verify.planting import Bug
 from lit_cifar.verify.record import Record
@@ -35,6 +38,11 @@ ARGS = (
     "--trainer.accelerator=cpu",
 )
 
+# Into how many parts these batches can be cut; two parts would be added in one order only.
+NUM_PARTS = 4
+# With virtual replicas there is no tolerance, so bfloat16 is as good; accumulated gradients are refused.
+OF_PARTS = ("--trainer.accumulate_grad_batches=1", "--trainer.precision=bf16-mixed")
+
 COMPARISON = "comparison"
 GUARDS = {"SampleAuditError: ": "data receipt"}  # checks during training that stop a run, by their words on stderr
 
@@ -49,6 +57,7 @@ class Finding:
     finished: bool  # whether the run ended normally
     acted: bool = False  # whether the wrong code has run
     guard: str | None = None  # the check during training that stopped the run; None if none did
+    no_place: str | None = None  # why the mistake cannot be made, so that nothing has run; None if it can
 
     @property
     def caught_by(self) -> str | None:
@@ -57,22 +66,34 @@ class Finding:
 
     @property
     def right(self) -> bool:
-        """Whether a planted mistake was caught, or a run without one passed."""
+        """Whether a planted mistake was caught, or a run without one passed, or there was nothing to run."""
+        if self.no_place is not None:
+            return True
         if self.bug is None:
             return self.finished and not self.problems
         return self.acted and self.caught_by is not None
 
 
-def self_test(*, bugs: Sequence[Bug] | None = None, report: Report = lambda line: None) -> list[Finding]:
-    """Plant every mistake, by default all in `BUGS`, and compare each run as `verify` does.
+def self_test(
+    *, bugs: Sequence[Bug] | None = None, num_parts: int | None = None, report: Report = lambda line: None
+) -> list[Finding]:
+    """Plant every mistake, by default all, and compare each run as `verify` does.
 
-    Every mode with a mistake also runs without one, which must pass: else "caught" would say nothing.
+    Every mode with a mistake also runs without one, which must pass: else "caught" would say nothing. With `num_parts`
+    virtual replicas the mistakes in `BUGS_OF_PARTS` are planted too, and no bit may differ.
     """
-    chosen = list(BUGS.values()) if bugs is None else list(bugs)
+    if num_parts not in (None, NUM_PARTS):
+        raise ConfigError(
+            f"--virtual_replicas={num_parts}, but the small batches of --self-test have {NUM_PARTS} parts",
+            remedy=f"pass --virtual_replicas={NUM_PARTS}",
+        )
+    catalogue = BUGS if num_parts is None else BUGS | BUGS_OF_PARTS
+    chosen = list(catalogue.values()) if bugs is None else list(bugs)
+    parts = [] if num_parts is None else [*OF_PARTS, f"--virtual_replicas={num_parts}"]
     findings = []
     with TemporaryDirectory(prefix="lit_cifar-verify-") as folder:
         for args in dict.fromkeys(bug.args for bug in chosen):
-            settings = Settings.of([*ARGS, *args], devices=DEVICES, folder=Path(folder))
+            settings = Settings.of([*ARGS, *args, *parts], devices=DEVICES, folder=Path(folder))
             launcher = Launcher(settings, STEPS, Path(folder), report, timeout_s=TIMEOUT_S)
             findings += _findings(Verifier(launcher), [bug for bug in chosen if bug.args == args])
     return findings
@@ -82,12 +103,33 @@ def _findings(verifier: Verifier, bugs: Sequence[Bug]) -> list[Finding]:
     """Several runs at a time: with so small a net most of a run is its start, which uses one core."""
     planted: list[Bug | None] = []
     cases: list[Case] = []
+    nowhere: list[Finding] = []
     for name, devices in dict.fromkeys((bug.mode, bug.devices) for bug in bugs):
+        mode = variants(devices)[name]
         own = [bug for bug in bugs if (bug.mode, bug.devices) == (name, devices)]
-        planted += [None, *own]
-        cases += [Case(variants(devices)[name]), *(Case(variants(devices)[name], bug.name) for bug in own)]
+        if verifier.launcher.settings.num_parts is not None:
+            mode = mode.with_parts()
+            reasons = _reasons(mode, own, verifier.launcher.settings)
+            nowhere += [
+                Finding(bug, name, [], finished=False, no_place=reasons[bug.name]) for bug in own if bug.name in reasons
+            ]
+            own = [bug for bug in own if bug.name not in reasons]
+        if own:
+            planted += [None, *own]
+            cases += [Case(mode), *(Case(mode, bug.name) for bug in own)]
     found = {compared.number: _finding(planted[compared.number], compared) for compared in verifier.compare(cases)}
-    return [found[number] for number in range(len(cases))]
+    return [*(found[number] for number in range(len(cases))), *nowhere]
+
+
+def _reasons(mode: Variant, bugs: Sequence[Bug], settings: Settings) -> dict[str, str]:
+    """Why virtual replicas leave no place for a mistake, by its name; all mistakes of a mode that is refused."""
+    data = settings.data()
+    try:
+        with quiet():
+            mode.check(settings.module(), data, settings.train_sampler(data), num_parts=settings.num_parts)
+    except ConfigError as error:
+        return {bug.name: error.problem for bug in bugs}
+    return {bug.name: NO_PLACE[bug.name] for bug in bugs if bug.name in NO_PLACE}
 
 
 def _finding(bug: Bug | None, compared: Compared) -> Finding:
@@ -108,13 +150,15 @@ def findings_table(findings: Sequence[Finding], *, title: str) -> Table:
     table.add_column("", no_wrap=True)
     for finding in findings:
         planted = "nothing" if finding.bug is None else f"{finding.bug.name}\n[dim]{finding.bug.imitates}[/]"
-        seen = finding.problems[0] if finding.problems else "-"
+        seen = finding.no_place or (finding.problems[0] if finding.problems else "-")
         caught_by = "-" if finding.bug is None else finding.caught_by or "-"
         table.add_row(planted, finding.mode, escape(seen), caught_by, _verdict(finding))
     return table
 
 
 def _verdict(finding: Finding) -> str:
+    if finding.no_place is not None:
+        return "no place"
     if not finding.finished and finding.guard is None:
         word = "broke"
     elif finding.bug is None:

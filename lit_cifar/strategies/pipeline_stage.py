@@ -1,0 +1,70 @@
+"""A stage of a pipeline as torch's schedules run it, and what stages return."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.distributed.pipelining import PipelineStage
+from torch.func import functional_call
+
+from lit_cifar.models.partition import Partition
+from lit_cifar.reporting.timeline import Kind, Recorder
+from lit_cifar.strategies.parts import Parts
+
+
+class Stage(PipelineStage):
+    """A stage that greets other processes only, and says when it works. Each of `parts` has its own statistics."""
+
+    def __init__(self, *args: Any, recorder: Recorder, parts: Parts | None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._recorder = recorder
+        self._parts = parts
+
+    def _span(self, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
+        worker = f"process {dist.get_rank()}"
+        return self._recorder.span(
+            kind, stage=self.stage_index, microbatch=microbatch, worker=worker, device=self.device
+        )
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """As torch's, recorded."""
+        own = nullcontext() if self._parts is None else self._parts.own_statistics(self.submod.buffers())
+        with self._span("forward", fwd_chunk_id), own:
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> Any:
+        """As torch's, recorded."""
+        with self._span("backward" if full_backward else "backward_input", bwd_chunk_id):
+            return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
+        """As torch's, recorded."""
+        with self._span("backward_weight", bwd_chunk_id):
+            return super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    # In torch 2.11 the first step exchanges a message between neighbouring stages, also where a V has both on one
+    # process; gloo cannot send to itself.
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        operations: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc]  # not in newer ones
+        return [operation for operation in operations if operation.group_peer != self.group_rank]
+
+
+def output_dtypes(
+    network: nn.Module, partition: Partition, dtype: torch.dtype, *, device: torch.device
+) -> list[torch.dtype]:
+    """What each stage of `network` returns for images of `dtype`, here and now; found without computing anything."""
+    modules = [stage.module(network) for stage in partition.stages]
+    states = [module.state_dict() for module in modules]
+    found = []
+    with FakeTensorMode():
+        x = torch.empty(2, *partition.image_shape, dtype=dtype, device=device)
+        for module, state in zip(modules, states, strict=True):
+            unreal = {name: torch.empty(t.shape, dtype=t.dtype, device=device) for name, t in state.items()}
+            x = functional_call(module, unreal, (x,))
+            found.append(x.dtype)
+    return found

@@ -1,0 +1,139 @@
+"""Mistakes that only a training with virtual replicas can make, and mistakes for which it leaves no place.
+
+Most change nothing but the order in which numbers are added: the last bits of the result, which a tolerance allows.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_cifar.data.images import Batch
+from lit_cifar.metrics import MeanLoss
+from lit_cifar.strategies import parts, tree_sum, virtual_replicas
+from lit_cifar.strategies.fsdp import TreeReduceScatter
+from lit_cifar.strategies.parts import Parts
+from lit_cifar.strategies.tree_sum import TreeSum, tree_reduce_scatter
+from lit_cifar.verify.planting import PIPELINE, Bug, Site
+
+
+def _order_of_arrival(site: Site) -> None:
+    def push(in_tree: Any, total: TreeSum, value: Tensor) -> None:
+        before = total._sums[0][1] if total._sums else torch.zeros_like(value)
+        total._sums = [(total.count + 1, before + value)]
+
+    site.replace(TreeSum, "push", push)
+
+
+def _order_of_ranks(site: Site) -> None:
+    site.replace(tree_sum, "in_tree_order", lambda in_tree_order, count: range(count))
+
+
+def _no_exchange(site: Site) -> None:
+    site.replace(parts, "tree_all_reduce", lambda reduce, flat, group: flat)
+
+
+def _exchange_of_every_part(site: Site) -> None:
+    def reduce(
+        sums: Any, own: TreeReduceScatter, *, output_tensor: Tensor, input_tensor: Tensor, group: Any, **kwargs: Any
+    ) -> None:
+        output_tensor.zero_()
+        own._total.push(tree_reduce_scatter(input_tensor, group=group))
+        if own._total.count == own._parts.count:
+            torch.mul(own._total.take(), 1 / own._parts.num_parts, out=output_tensor)
+
+    site.replace(TreeReduceScatter, "__call__", reduce)
+
+
+def _part_for_each_process(site: Site) -> None:
+    def make(init: Any, own: Parts, num_parts: int, *, num_processes: int, **kwargs: Any) -> None:
+        init(own, num_processes, num_processes=num_processes, **kwargs)
+
+    site.replace(Parts, "__init__", make)
+
+
+def _consecutive_samples(site: Site) -> None:
+    def consecutive(cut: Any, own: Parts, batch: Batch) -> list[Batch]:
+        order = torch.empty(len(batch.labels), dtype=torch.int64)
+        for place, samples in enumerate(torch.arange(len(order)).tensor_split(own.count)):
+            order[place :: own.count] = samples
+        batches: list[Batch] = cut(own, Batch(batch.images[order], batch.labels[order], batch.ids[order], batch.weight))
+        return batches
+
+    site.replace(Parts, "cut", consecutive)
+
+
+def _equal_weights(site: Site) -> None:
+    site.replace(Parts, "cut", lambda cut, own, batch: [part._replace(weight=1.0) for part in cut(own, batch)])
+
+
+def _statistics_of_last_part(site: Site) -> None:
+    def without_buffers(average: Any, own: Parts) -> None:
+        last = {buffer: buffer.clone() for buffer in own._statistics}
+        average(own)
+        for buffer, value in last.items():
+            buffer.copy_(value)
+
+    site.replace(Parts, "average", without_buffers)
+
+
+def _chained_statistics(site: Site) -> None:
+    def after_the_part_before(statistics: Any, own: Parts, *args: Any) -> Any:
+        own._before = {buffer: buffer.clone() for buffer in own._before}
+        return statistics(own, *args)
+
+    site.replace(Parts, "own_statistics", after_the_part_before)
+
+
+def _losses_in_float(site: Site) -> None:
+    def add(metric: MeanLoss, update: Any, losses: Tensor) -> None:
+        before = metric.total.clone()
+        update(losses)
+        metric.total.copy_(before + losses.sum() * 2.0**32)
+
+    for metric in site.module.modules():
+        if isinstance(metric, MeanLoss):
+            site.replace(metric, "update", partial(add, metric))
+
+
+def _norm_by_process(site: Site) -> None:
+    def clip(in_order: Any, *args: Any, group: Any) -> None:
+        site.module.virtual_replicas._clip(*args)
+
+    site.replace(virtual_replicas, "clip_in_order", clip)
+
+
+def _norm_of_own_rows(site: Site) -> None:
+    site.replace(virtual_replicas, "_with_whole_gradient", lambda group, strategy: None)
+
+
+BUGS_OF_PARTS: dict[str, Bug] = {
+    bug.name: bug
+    for bug in [
+        Bug("order-of-arrival", "gradients are added one after the other", "dp", _order_of_arrival),
+        Bug("order-of-ranks", "processes are added by their ranks", "ddp", _order_of_ranks, devices=4),
+        Bug("no-exchange", "each process keeps the sum of its own parts", "ddp", _no_exchange),
+        Bug("part-for-each-process", "there are as many parts as processes", "ddp", _part_for_each_process),
+        Bug("consecutive-samples", "parts are consecutive samples of a process", "ddp", _consecutive_samples),
+        Bug("equal-weights", "unequal parts of a ragged batch have equal weight", "ddp", _equal_weights),
+        Bug("statistics-of-last-part", "running statistics are the last part's", "ddp", _statistics_of_last_part),
+        Bug("chained-statistics", "each part continues the running statistics", "mp", _chained_statistics),
+        Bug("losses-in-float", "logged losses are added in float32", "ddp", _losses_in_float),
+        Bug("exchange-of-every-part", "each part is summed over the processes", "fsdp2", _exchange_of_every_part),
+        Bug("norm-by-process", "each process adds its squares first", "pp", _norm_by_process, PIPELINE),
+        Bug("norm-of-own-rows", "each stage clips by its own norm", "pp", _norm_of_own_rows, PIPELINE),
+    ]
+}
+
+# Why a mistake cannot be made with virtual replicas in a mode that accepts them.
+NO_PLACE = {
+    "last-replica": "the replicas of dp work on whole parts, each with its own statistics",
+    "no-all-reduce": "DistributedDataParallel averages nothing: see no-exchange",
+    "unaveraged-stage": "DistributedDataParallel averages nothing: see no-exchange",
+    "lone-pipelines": "pipelines do not average by themselves: see no-exchange",
+    "own-statistics": "all processes have the mean of the statistics of all parts",
+    "summed-accumulation": "accumulated gradients are refused",
+    "lost-accumulation": "accumulated gradients are refused",
+    "local-norm": "the norm is added in another way: see norm-of-own-rows",
+}
