@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from lit_cifar.analysis.articles import PRINTED_LOSSES
 from lit_cifar.analysis.run_frames import BLUE, GREY, RED, read_metrics, read_per_rank
-from lit_cifar.bench import figure as bench_figure
+from lit_cifar.bench import goals_figure
 from lit_cifar.bench.rows import Row
 
 HERE = Path(__file__).parent
@@ -138,7 +138,7 @@ def proof(verified: Path, planted: Path = PLANTED) -> Figure:
 def bench(record: Path) -> Figure:
     """The rows of `bench` beside their goals."""
     content = json.loads(record.read_text())
-    return bench_figure.draw([Row.from_json(row) for row in content["rows"]], title=content["cpu"]["model"])
+    return goals_figure.draw([Row.from_json(row) for row in content["rows"]], title=content["cpu"]["model"])
 
 
 FIGURES = {

@@ -246,7 +246,7 @@ class LitResNet(L.LightningModule):
         self._scale_lr(optimizer)
         scheduler = self.make_lr_scheduler(optimizer)
         if isinstance(scheduler, WarmupDecay):
-            scheduler.plan(self._total_steps())
+            scheduler.set_total_steps(self._total_steps())
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
         if isinstance(scheduler, ReduceLROnPlateau):
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val/loss"}}

@@ -31,7 +31,7 @@ class NesterovSGD(SGD):
 class WarmupDecay(LRScheduler):
     """Raises the learning rate linearly to the optimizer's, then decays it to zero at the last step.
 
-    It steps once per batch. `LitResNet` calls `plan` with the number of optimizer steps of the run.
+    It steps once per batch. `LitResNet` calls `set_total_steps` with the number of optimizer steps of the run.
     Linear warm-up as in Goyal et al., "Accurate, large minibatch SGD", 2017; cosine decay as in Loshchilov and Hutter,
     "SGDR", 2017.
 
@@ -51,7 +51,7 @@ class WarmupDecay(LRScheduler):
         self.total_steps: int | None = None
         super().__init__(optimizer)
 
-    def plan(self, total_steps: int) -> None:
+    def set_total_steps(self, total_steps: int) -> None:
         """Set the number of optimizer steps of the schedule, and the learning rate of the first."""
         self.total_steps = total_steps
         for group, lr in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
@@ -66,14 +66,14 @@ class WarmupDecay(LRScheduler):
                 f"the learning rate schedule of the checkpoint has {self.total_steps} optimizer steps, this run has "
                 f"{planned}: from step {self.last_epoch} on the learning rate follows the schedule of this run"
             )
-            self.plan(planned)
+            self.set_total_steps(planned)
 
     def get_lr(self) -> list[float | Tensor]:
         """The rate of each parameter group for the step about to be taken."""
         return [lr * self.factor(self.last_epoch) for lr in self.base_lrs]
 
     def factor(self, step: int) -> float:
-        """The factor of the peak rate at `step`, from 0 to `total_steps - 1`; 1.0 before `plan`."""
+        """The factor of the peak rate at `step`, from 0 to `total_steps - 1`; 1.0 before `set_total_steps`."""
         if self.total_steps is None:
             return 1.0
         rise = round(self.warmup * self.total_steps)

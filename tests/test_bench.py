@@ -9,7 +9,7 @@ import torch
 from commands import run_here
 from PIL import Image
 
-from lit_cifar.bench import baseline, data_path, figure
+from lit_cifar.bench import baseline, data_path, goals_figure
 from lit_cifar.bench.rows import Goal, Row, markdown, result_table, shown
 from lit_cifar.bench.sections import SECTIONS
 from lit_cifar.bench.settings import Settings
@@ -98,9 +98,9 @@ def test_what_falls_short_stands_in_the_table_with_its_reason() -> None:
 def test_the_picture_has_a_bar_for_each_goal(tmp_path: Path) -> None:
     """Right of the line what is met, for goals of both kinds."""
     rows = [row(4.0, goal=Goal(at_least=2.0)), row(4.0, goal=Goal(at_most=2.0)), row(1.0, goal=None)]
-    (axes,) = figure.draw(rows, title="a machine").axes
+    (axes,) = goals_figure.draw(rows, title="a machine").axes
     assert [bar.get_x() + bar.get_width() for bar in axes.patches] == [2.0, 0.5]
-    figure.save(rows, tmp_path / "bench.png", title="a machine")
+    goals_figure.save(rows, tmp_path / "bench.png", title="a machine")
     with Image.open(tmp_path / "bench.png") as picture:
         assert picture.width > 1000
 

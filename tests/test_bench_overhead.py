@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import StepLR
 
 from lit_cifar import LitResNet
 from lit_cifar.bench import overhead, recovery
-from lit_cifar.bench.images import write_random_cifar10
 from lit_cifar.bench.plain_loop import PlainLoop, Small
+from lit_cifar.bench.random_cifar10 import write_random_cifar10
 from lit_cifar.bench.recovery import Recovery
 from lit_cifar.bench.settings import Settings
 from lit_cifar.data import CIFAR10DataModule

@@ -23,13 +23,13 @@ from rich.console import Console
 from lit_cifar.chaos.audit import distance, metric_problems, position_problems, receipt_problems
 from lit_cifar.chaos.disk_fault import CAN_FILL, fill_disk
 from lit_cifar.chaos.experiment import plan_for
-from lit_cifar.chaos.fault_schedule import EQUAL_SIZE, Fault, equal_size_cards, plan, resized_cards, shares
+from lit_cifar.chaos.fault_schedule import EQUAL_SIZE, Fault, equal_size_cards, resized_cards, schedule_faults, shares
 from lit_cifar.chaos.injector import Event, Trial, TrialError
-from lit_cifar.chaos.job import Job, wait_until
-from lit_cifar.chaos.result_table import Row, result_table
-from lit_cifar.chaos.sample_history import Batches, Line, Start, audit, effective, num_repeated
+from lit_cifar.chaos.job import TorchrunJob, wait_until
+from lit_cifar.chaos.result_table import JobResult, result_table
+from lit_cifar.chaos.sample_history import Batches, LoggedStep, Start, audit, effective, num_repeated
 from lit_cifar.chaos.sample_log import Journal, JournalReader
-from lit_cifar.chaos.settings import Training, chosen_modes
+from lit_cifar.chaos.training import Training, chosen_modes
 from lit_cifar.chaos.workers import ANEW, LAUNCH, WORKERS, Worker, is_anew, read_workers
 from lit_cifar.data import Batch
 from lit_cifar.launch.forked import ForkedRun
@@ -53,7 +53,7 @@ def test_a_seed_means_one_plan(resized: bool) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_plan_hits_with_every_kind_at_every_part_of_the_training(seed: int) -> None:
-    faults = plan(equal_size_cards(16, seed=seed), seed=seed, sizes=[2], first_step=10, last_step=170)
+    faults = schedule_faults(equal_size_cards(16, seed=seed), seed=seed, sizes=[2], first_step=10, last_step=170)
     assert [fault.number for fault in faults] == [*range(1, 17)]
     assert all(10 * part <= fault.step < 10 * (part + 1) for part, fault in enumerate(faults, 1))
     assert sorted((fault.kind, fault.aim) for fault in faults) == sorted(2 * EQUAL_SIZE)
@@ -65,7 +65,7 @@ def test_a_plan_hits_with_every_kind_at_every_part_of_the_training(seed: int) ->
 
 
 def test_a_resized_job_goes_through_all_sizes_and_only_its_own_ranks_are_hit() -> None:
-    faults = plan(resized_cards(8), seed=0, sizes=[2, 1], first_step=0, last_step=80)
+    faults = schedule_faults(resized_cards(8), seed=0, sizes=[2, 1], first_step=0, last_step=80)
     assert [fault.kind for fault in faults] == ["resize", "kill", "resize", "term"] * 2
     assert [fault.size for fault in faults] == [1, 1, 2, 2] * 2
     assert [fault.rank for fault in faults[1::4]] == [0, 0]
@@ -78,7 +78,7 @@ def test_without_a_disk_to_fill_the_others_remain() -> None:
 
 def test_more_faults_than_steps_are_refused() -> None:
     with pytest.raises(ValueError, match="3 faults do not fit"):
-        plan(resized_cards(3), seed=0, sizes=[2, 1], first_step=5, last_step=7)
+        schedule_faults(resized_cards(3), seed=0, sizes=[2, 1], first_step=5, last_step=7)
 
 
 @pytest.mark.parametrize("num_faults", [1, 4, 20, 100])
@@ -124,11 +124,11 @@ def test_with_virtual_replicas_a_job_goes_to_other_sizes_and_modes_and_keeps_its
 # The samples.
 
 
-def training(starts: dict[Start, range], *, num_shards: int = 2) -> list[Line]:
+def training(starts: dict[Start, range], *, num_shards: int = 2) -> list[LoggedStep]:
     """Two epochs of three steps over ids 0 to 4, of which each start runs some of the six steps."""
     batches = [[0, 1], [2, 3], [4]]
     return [
-        Line(start=start, rank=shard, shard=shard, epoch=step // 3, step=step, ids=tuple(ids[shard::num_shards]))
+        LoggedStep(start=start, rank=shard, shard=shard, epoch=step // 3, step=step, ids=tuple(ids[shard::num_shards]))
         for start, steps in starts.items()
         for step in steps
         for shard in range(num_shards)
@@ -139,7 +139,7 @@ def training(starts: dict[Start, range], *, num_shards: int = 2) -> list[Line]:
 UNDISTURBED: Batches = effective(training({FIRST: range(6)}))[0]
 
 
-def without(lines: list[Line], *, step: int, rank: int | None = None) -> list[Line]:
+def without(lines: list[LoggedStep], *, step: int, rank: int | None = None) -> list[LoggedStep]:
     return [line for line in lines if line.step != step or rank not in (None, line.rank)]
 
 
@@ -205,7 +205,7 @@ def test_a_foreign_sample_is_found() -> None:
 
 
 def test_a_step_too_many_is_found() -> None:
-    lines = [*training({FIRST: range(6)}), Line(start=FIRST, rank=0, shard=0, epoch=2, step=6, ids=(0, 1))]
+    lines = [*training({FIRST: range(6)}), LoggedStep(start=FIRST, rank=0, shard=0, epoch=2, step=6, ids=(0, 1))]
     found = audit(lines, undisturbed=UNDISTURBED, num_samples=5)
     assert "epoch 2, step 6: is not in the uninterrupted run" in found.problems
 
@@ -258,7 +258,7 @@ def test_the_journal_reads_back_as_it_was_written(tmp_path: Path, monkeypatch: p
         assert reader.newest == (1, restart)
     assert (reader.first_step((1, 2)), reader.last_step((1, 2)), reader.first_step((1, 1))) == (5, 6, None)
     assert len(reader.lines) == 8
-    assert reader.lines[0] == Line(start=FIRST, rank=0, shard=0, epoch=0, step=5, ids=(50,))
+    assert reader.lines[0] == LoggedStep(start=FIRST, rank=0, shard=0, epoch=0, step=5, ids=(50,))
     assert reader.num_starts == 3, "the second one did not live to announce itself"
     assert effective(reader.lines)[0] == {(0, 5): [50, 51], (0, 6): [60, 61]}
 
@@ -511,7 +511,7 @@ def test_stopped_and_orphaned_processes_of_a_job_are_ended(
     anew_every: int, onlooker: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     flags = ["fit", *TINY, *mode_flags("ddp"), f"--run_dir={tmp_path / 'run'}"]
-    with Job(lambda size: flags, folder=tmp_path, max_restarts=0, anew_every=anew_every) as job:
+    with TorchrunJob(lambda size: flags, folder=tmp_path, max_restarts=0, anew_every=anew_every) as job:
         job.start(2)
         assert wait_until(lambda: 1 in job.ranks(), limit_s=60)
         rank = job.ranks()[1]
@@ -566,16 +566,18 @@ def test_python_starts_anew_in_the_first_start_and_then_once_in_so_many() -> Non
 
 def test_torchrun_runs_as_users_start_it(tmp_path: Path) -> None:
     """Nothing is set by which torchrun would start its processes again in another way than a user's."""
-    job = Job(lambda size: [], folder=tmp_path, max_restarts=0, anew_every=0)
+    job = TorchrunJob(lambda size: [], folder=tmp_path, max_restarts=0, anew_every=0)
     assert not [name for name in job._environment() if "TORCH" in name]
 
 
 # The command.
 
 
-def row(**changes: Any) -> Row:
+def row(**changes: Any) -> JobResult:
     event = Event(fault=RESIZE, at_s=1.0, step=9)
-    found = Row("ddp", (2, 1), "64-true", bound=1e-5, events=[event], restarts=1, missing=0, doubled=0, difference=1e-9)
+    found = JobResult(
+        "ddp", (2, 1), "64-true", bound=1e-5, events=[event], restarts=1, missing=0, doubled=0, difference=1e-9
+    )
     return replace(found, **changes)
 
 

@@ -29,9 +29,9 @@ from lit_cifar.doctor.link_figure import draw
 from lit_cifar.doctor.links import Link, links_between
 from lit_cifar.doctor.machine import Gpu
 from lit_cifar.doctor.measurement import Device, Measurement
-from lit_cifar.doctor.mode_table import Machine, mode_table
+from lit_cifar.doctor.mode_table import LocalMachine, mode_table
 from lit_cifar.doctor.nvidia_smi import ask_nvidia_smi, driver_gpus, driver_version, topology
-from lit_cifar.doctor.page import print_page
+from lit_cifar.doctor.printout import print_page
 from lit_cifar.doctor.rank_judge import judge_ranks, slow_ranks
 from lit_cifar.doctor.ranks import Ranks, probe_ranks
 from lit_cifar.doctor.verdicts import judge_modes, missing_from_torch
@@ -448,8 +448,8 @@ def test_a_clock_that_is_set_meanwhile_is_noted() -> None:
 # Verdicts, page and command.
 
 
-def machine_with(num_gpus: int, backends: frozenset[str] = frozenset({"gloo", "nccl"})) -> Machine:
-    here = Machine.here()
+def machine_with(num_gpus: int, backends: frozenset[str] = frozenset({"gloo", "nccl"})) -> LocalMachine:
+    here = LocalMachine.here()
     return replace(here, num_gpus=num_gpus, backends=backends)
 
 

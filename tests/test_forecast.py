@@ -12,9 +12,9 @@ from commands import run_here
 from torch import nn
 
 from lit_cifar.bench.forecast.choice import DEVICES, fastest, predict, predictions
+from lit_cifar.bench.forecast.communication import Interconnect, link_from_sweep, two_terms
 from lit_cifar.bench.forecast.counted import count
 from lit_cifar.bench.forecast.inputs import Job, Layer, Machine, Network, Speed
-from lit_cifar.bench.forecast.links import Link, link_from_sweep, two_terms
 from lit_cifar.bench.forecast.measured import Steps
 from lit_cifar.bench.forecast.overlap import all_reduce_behind_backward, gathered_ahead, gradient_buckets
 from lit_cifar.bench.forecast.prediction import Prediction
@@ -24,8 +24,8 @@ from lit_cifar.models.partition import measure
 from lit_cifar.modes import MODES
 
 MIB = 2**20
-LINK = Link(latency_s=1e-6, bytes_per_s=1e9)
-FREE = Link(latency_s=0.0, bytes_per_s=math.inf)
+LINK = Interconnect(latency_s=1e-6, bytes_per_s=1e9)
+FREE = Interconnect(latency_s=0.0, bytes_per_s=math.inf)
 # Eight equal layers; of each `tp` divides three quarters of the arithmetic and half of what is held.
 LAYER = Layer(
     flop=4,
@@ -38,7 +38,7 @@ LAYER = Layer(
 )
 NETWORK = Network(layers=(LAYER,) * 8, image_bytes=3000, sums=(1000,) * 16)
 SPEED = Speed(step_s=0.0, image_s=1e-3, optimizer_s=8e-3)
-MACHINE = Machine(num_devices=8, inside=LINK, between=Link(latency_s=1e-5, bytes_per_s=1e8))
+MACHINE = Machine(num_devices=8, inside=LINK, between=Interconnect(latency_s=1e-5, bytes_per_s=1e8))
 JOB = Job(network=NETWORK, speed=SPEED, machine=MACHINE)
 WITHOUT_MESSAGES = replace(JOB, machine=replace(MACHINE, inside=FREE, between=FREE))
 
@@ -66,7 +66,7 @@ def test_one_device_sends_nothing() -> None:
 
 
 def test_an_all_reduce_over_ever_more_devices_sends_the_bytes_twice() -> None:
-    fast = Link(latency_s=0.0, bytes_per_s=1e9)
+    fast = Interconnect(latency_s=0.0, bytes_per_s=1e9)
     seconds = [fast.all_reduce(count, 1e6) for count in (2, 4, 8, 64, 1024, 10**6)]
     assert all(a < b for a, b in pairwise(seconds))
     assert seconds[0] == pytest.approx(1e-3)
@@ -75,7 +75,7 @@ def test_an_all_reduce_over_ever_more_devices_sends_the_bytes_twice() -> None:
 
 @pytest.mark.parametrize("num_devices", [2, 4])
 def test_a_link_is_found_again_in_its_all_reduces(num_devices: int) -> None:
-    link = Link(latency_s=2e-4, bytes_per_s=4e8)
+    link = Interconnect(latency_s=2e-4, bytes_per_s=4e8)
     ring = {size: 2 * link.all_gather(num_devices, size) for size in (1024, 65536, 2**25)}
     found = link_from_sweep(ring, count=num_devices)
     assert (found.latency_s, found.bytes_per_s) == (pytest.approx(2e-4), pytest.approx(4e8))
@@ -173,7 +173,7 @@ def test_messages_of_each_mode() -> None:
 
 def test_zero_sent_three_times_what_is_reduced_in_one_and_a_half_times_the_time() -> None:
     """Rajbhandari et al. 2020: stage 3 sends 1.5 times as much as data parallelism."""
-    fast = replace(JOB, machine=replace(MACHINE, inside=Link(latency_s=0.0, bytes_per_s=1e9)))
+    fast = replace(JOB, machine=replace(MACHINE, inside=Interconnect(latency_s=0.0, bytes_per_s=1e9)))
     found = [of(fast, mode, 4, 64).communication_s for mode in ("ddp", "fsdp2")]
     assert found[1] / found[0] == pytest.approx(1.5)
 

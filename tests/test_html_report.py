@@ -19,8 +19,8 @@ import lit_cifar.html_report
 from lit_cifar.html_report.axes import Axis
 from lit_cifar.html_report.markup import Markup, element
 from lit_cifar.html_report.page import page_of
-from lit_cifar.html_report.run import read_run
 from lit_cifar.html_report.run_differences import different_settings, names_of
+from lit_cifar.html_report.run_reader import read_run
 from lit_cifar.html_report.table_sections import repeat_command
 from lit_cifar.reporting.confusion import write_confusion
 from lit_cifar.reporting.per_rank import write_per_rank

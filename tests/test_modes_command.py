@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lit_cifar import LitResNet, strategies
 from lit_cifar.commands.modes import main
-from lit_cifar.doctor.mode_table import Machine, Row, mode_table
+from lit_cifar.doctor.mode_table import LocalMachine, ModeRow, mode_table
 from lit_cifar.errors import ConfigError
 from lit_cifar.modes import MODES, Mode
 
@@ -24,13 +24,13 @@ def table(
     *,
     num_gpus: int = 0,
     backends: frozenset[str] = frozenset({"gloo", "nccl"}),
-) -> dict[str, Row]:
+) -> dict[str, ModeRow]:
     """The rows of a made-up machine of 8 cores, by mode."""
-    machine = Machine(num_cores=8, num_gpus=num_gpus, backends=backends)
+    machine = LocalMachine(num_cores=8, num_gpus=num_gpus, backends=backends)
     return {row.mode.name: row for row in mode_table(machine)}
 
 
-def flags(row: Row) -> list[str]:
+def flags(row: ModeRow) -> list[str]:
     """What a row's command passes to fit."""
     assert row.command is not None
     words = shlex.split(row.command)
@@ -121,7 +121,7 @@ def test_processes_need_a_backend(num_gpus: int, backends: set[str], verdict: st
 
 
 def test_this_machine_has_what_the_modes_are_built_on() -> None:
-    machine = Machine.here()
+    machine = LocalMachine.here()
     assert machine.num_cores >= 1
     assert "gloo" in machine.backends
 
@@ -144,7 +144,7 @@ def test_output_is_a_table_and_commands_to_paste(capsys: pytest.CaptureFixture[s
     assert main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(len(line) for line in lines) <= 120
-    rows = mode_table(Machine.here())
+    rows = mode_table(LocalMachine.here())
     for row in rows:
         (line,) = [line for line in lines if line.split()[:1] == [row.mode.name]]
         assert row.mode.splits in line

@@ -18,7 +18,7 @@ from lit_cifar.models.partition import Partition
 from lit_cifar.models.resnet import build_resnet
 from lit_cifar.module import LitResNet
 from lit_cifar.reporting.environment import command_line, cpu_model, git_state, strategy_name
-from lit_cifar.reporting.run_report import RunReport, next_steps, plan
+from lit_cifar.reporting.run_report import RunReport, next_steps, opening_lines
 
 IMAGE = (3, 32, 32)
 
@@ -121,7 +121,7 @@ def plan_of(*, batch_size: int, accumulation: int = 1, **strategy: Any) -> list[
         precision="bf16-mixed",
     )
     data = SimpleNamespace(batch_size=batch_size, name="CIFAR-10", sets={"train": range(50_000), "val": range(0)})
-    return plan(trainer, LitResNet("resnet10", stem="imagenet"), data)
+    return opening_lines(trainer, LitResNet("resnet10", stem="imagenet"), data)
 
 
 def test_plan_divides_the_global_batch() -> None:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lit_cifar.checkpoint.exact_resume import ExactResume
 from lit_cifar.cli import main
 from lit_cifar.data import Batch, CIFAR10DataModule
-from lit_cifar.data.samplers import Part, TrainSampler
+from lit_cifar.data.samplers import BatchIds, TrainSampler
 from lit_cifar.errors import CheckpointError, ConfigError, SampleAuditError
 from lit_cifar.layout import Layout
 from lit_cifar.sample_audit.callback import SampleAudit, write_epoch
@@ -418,16 +418,16 @@ def test_a_run_without_a_folder_is_proven_all_the_same(monkeypatch: pytest.Monke
 _iterate = TrainSampler.__iter__
 
 
-def _without_offset(self: TrainSampler) -> Iterator[Part]:
+def _without_offset(self: TrainSampler) -> Iterator[BatchIds]:
     return _iterate(replace(self, start=0))
 
 
-def _sharded_wrongly(self: TrainSampler) -> Iterator[Part]:
+def _sharded_wrongly(self: TrainSampler) -> Iterator[BatchIds]:
     """One process reads as if there were another one, or two read the same."""
     return _iterate(replace(self, layout=Layout(num_shards=2)))
 
 
-def _one_step_short(self: TrainSampler) -> Iterator[Part]:
+def _one_step_short(self: TrainSampler) -> Iterator[BatchIds]:
     return iter(list(_iterate(self))[:-1])
 
 

@@ -12,14 +12,14 @@ from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.augment import Augmentation, AugmentedImages
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.data.loader import _BLOCK_ON_DEVICE, BatchLoader
-from lit_cifar.data.samplers import EvaluationSampler, Part, TrainSampler
+from lit_cifar.data.samplers import BatchIds, EvaluationSampler, TrainSampler
 from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.layout import Layout
 
 SHARDS = [1, 2, 3, 4, 7]
 
 
-def train_parts(num_shards: int, *, accumulation: int = 1, epoch: int = 0, **settings: object) -> list[list[Part]]:
+def train_parts(num_shards: int, *, accumulation: int = 1, epoch: int = 0, **settings: object) -> list[list[BatchIds]]:
     """The parts of every shard, by loader step."""
     samplers = [
         TrainSampler(
@@ -91,7 +91,7 @@ def sampler_from(start: int, *, accumulation: int = 2) -> TrainSampler:
     return TrainSampler(num_samples=1000, batch_size=168, layout=layout, accumulation=accumulation, start=start)
 
 
-def ids_of(parts: Iterable[Part | Batch]) -> list[list[int]]:
+def ids_of(parts: Iterable[BatchIds | Batch]) -> list[list[int]]:
     return [part.ids.tolist() for part in parts]
 
 

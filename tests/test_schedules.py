@@ -9,7 +9,7 @@ from lit_cifar.optim import WarmupDecay
 def rates(total: int, **settings: object) -> list[float]:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
     schedule = WarmupDecay(optimizer, **settings)
-    schedule.plan(total)
+    schedule.set_total_steps(total)
     seen = []
     for _ in range(total):
         seen.append(optimizer.param_groups[0]["lr"])
@@ -40,14 +40,14 @@ def test_warmup_is_a_share(warmup: float) -> None:
 def test_state_is_primitive_and_restores() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
     schedule = WarmupDecay(optimizer)
-    schedule.plan(100)
+    schedule.set_total_steps(100)
     for _ in range(30):
         optimizer.step()
         schedule.step()
     state = schedule.state_dict()
     assert all(isinstance(v, int | float | str | list | bool | None) for v in state.values())
     other = WarmupDecay(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0))
-    other.plan(100)
+    other.set_total_steps(100)
     other.load_state_dict(state)
     assert other.get_lr() == schedule.get_lr()
 
@@ -56,12 +56,12 @@ def test_a_longer_run_goes_on_in_its_own_plan() -> None:
     """Where the old one has ended, at zero."""
     optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0) for _ in range(2)]
     short, long = (WarmupDecay(optimizer, warmup=0, decay="linear") for optimizer in optimizers)
-    short.plan(5)
+    short.set_total_steps(5)
     for _ in range(5):
         optimizers[0].step()
         short.step()
     assert optimizers[0].param_groups[0]["lr"] == 0
-    long.plan(10)
+    long.set_total_steps(10)
     optimizers[1].load_state_dict(optimizers[0].state_dict())
     with pytest.warns(UserWarning, match=r"has 5 optimizer steps, this run has 10: from step 5 on"):
         long.load_state_dict(short.state_dict())

@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Any
 
 from lit_cifar.bench import epochs, plain_loop
-from lit_cifar.bench.images import write_random_cifar10
+from lit_cifar.bench.random_cifar10 import write_random_cifar10
 from lit_cifar.bench.rows import Goal, Row
 from lit_cifar.bench.settings import Report, Settings
 from lit_cifar.bench.timing import Spread, difference, measured_in_turn

@@ -39,7 +39,7 @@ class PlainLoop:
         self.optimizer = module.make_optimizer(network.parameters())
         self.scheduler: Any = module.make_lr_scheduler(self.optimizer)
         if isinstance(self.scheduler, WarmupDecay):
-            self.scheduler.plan(_MANY)
+            self.scheduler.set_total_steps(_MANY)
         self.log_every_n_steps = log_every_n_steps
         self.logged: list[tuple[float, float]] = []  # mean loss and accuracy since the beginning
         self._batches = _forever(data)

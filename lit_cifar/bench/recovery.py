@@ -17,8 +17,8 @@ import psutil  # type: ignore[import-untyped]
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_cifar.bench import timed_rank
-from lit_cifar.bench.images import write_random_cifar10
 from lit_cifar.bench.overhead import with_package
+from lit_cifar.bench.random_cifar10 import write_random_cifar10
 from lit_cifar.bench.rows import Goal, Row
 from lit_cifar.bench.settings import Report, Settings
 from lit_cifar.bench.timed_rank import MARKS, mark

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from lit_cifar.chaos.audit import RESIZED_BOUND, distance, metric_problems, position_problems, receipt_problems
 from lit_cifar.chaos.disk_fault import CAN_FILL
-from lit_cifar.chaos.fault_schedule import Fault, equal_size_cards, plan, resized_cards, shares
+from lit_cifar.chaos.fault_schedule import Fault, equal_size_cards, resized_cards, schedule_faults, shares
 from lit_cifar.chaos.injector import Report, Trial, TrialError
-from lit_cifar.chaos.job import Job, wait_until
-from lit_cifar.chaos.result_table import Row
+from lit_cifar.chaos.job import TorchrunJob, wait_until
+from lit_cifar.chaos.result_table import JobResult
 from lit_cifar.chaos.sample_history import Batches, audit, effective
 from lit_cifar.chaos.sample_log import JournalReader
-from lit_cifar.chaos.settings import ANEW_EVERY, EVERY_N_STEPS, NUM_SAMPLES, JobMode, Training
+from lit_cifar.chaos.training import ANEW_EVERY, EVERY_N_STEPS, NUM_SAMPLES, JobMode, Training
 from lit_cifar.errors import ConfigError
 
 _UNDISTURBED_LIMIT_S = 600.0
@@ -33,7 +33,7 @@ class Undisturbed:
 class _Alone:
     """A training without faults, while it runs."""
 
-    def __init__(self, training: Training, job: Job) -> None:
+    def __init__(self, training: Training, job: TorchrunJob) -> None:
         self.training, self.job = training, job
         self._reader = JournalReader(job.folder / "journal")
         self._begin, self._seconds, self._start_s = time.monotonic(), 0.0, 0.0
@@ -83,11 +83,13 @@ def undisturbed(trainings: Sequence[Training], folders: Sequence[Path], *, repor
 
 def run_trial(
     training: Training, faults: Sequence[Fault], reference: Undisturbed, folder: Path, *, report: Report
-) -> Row:
+) -> JobResult:
     """Train under faults at full size, or through all sizes of the plan, and compare the end."""
     size = training.mode.num_processes
     sizes = tuple(dict.fromkeys([size, *(fault.size for fault in faults)]))
-    row = Row(training.mode.name, sizes, training.precision, bound=0.0 if training.has_same_bits else RESIZED_BOUND)
+    row = JobResult(
+        training.mode.name, sizes, training.precision, bound=0.0 if training.has_same_bits else RESIZED_BOUND
+    )
     run, reader, begin = folder / "run", JournalReader(folder / "journal"), time.monotonic()
     with _job(training, folder, max_restarts=len(faults) + 5, anew_every=ANEW_EVERY) as job:
         trial = Trial(job, reader, run / "checkpoints", EVERY_N_STEPS, reference.start_s, report)
@@ -106,16 +108,16 @@ def run_trial(
 
 def _job(
     training: Training, folder: Path, *, anew_every: int = 0, max_restarts: int = 0, disturbed: bool = True
-) -> Job:
+) -> TorchrunJob:
     (folder / "journal").mkdir(parents=True)
 
     def command(size: int) -> list[str]:
         return training.arguments(size, run=folder / "run", journal=folder / "journal", disturbed=disturbed)
 
-    return Job(command, folder=folder, max_restarts=max_restarts, anew_every=anew_every)
+    return TorchrunJob(command, folder=folder, max_restarts=max_restarts, anew_every=anew_every)
 
 
-def _compare(row: Row, reader: JournalReader, run: Path, reference: Undisturbed) -> None:
+def _compare(row: JobResult, reader: JournalReader, run: Path, reference: Undisturbed) -> None:
     """Fill in how the samples and the end compare with the uninterrupted run."""
     found = audit(reader.lines, undisturbed=reference.batches, num_samples=NUM_SAMPLES)
     row.repeated, row.missing, row.doubled = found.repeated, found.missing, found.doubled
@@ -131,7 +133,7 @@ def _compare(row: Row, reader: JournalReader, run: Path, reference: Undisturbed)
 
 def chaos(
     modes: Sequence[JobMode], *, num_faults: int, seed: int, folder: Path, report: Report = lambda line: None
-) -> list[Row]:
+) -> list[JobResult]:
     """Inject so many faults into a training of each mode, one mode after the other.
 
     Most of the faults hit a job that keeps its size, the others one that is resized: there is a row for each. `seed` is
@@ -154,7 +156,7 @@ def plan_for(training: Training, num_faults: int, *, seed: int) -> list[Fault]:
     """What happens to a job: from its second checkpoint on, and until shortly before its end."""
     full = training.mode.num_processes
     cards = equal_size_cards(num_faults, seed=seed, full_disk=CAN_FILL)
-    return plan(
+    return schedule_faults(
         resized_cards(num_faults) if training.resized else cards,
         seed=seed,
         sizes=training.mode.sizes if training.resized else (full,),

@@ -83,7 +83,9 @@ def resized_cards(num_faults: int) -> list[Card]:
     return list(islice(cycle(RESIZED), num_faults))
 
 
-def plan(cards: Sequence[Card], *, seed: int, sizes: Sequence[int], first_step: int, last_step: int) -> list[Fault]:
+def schedule_faults(
+    cards: Sequence[Card], *, seed: int, sizes: Sequence[int], first_step: int, last_step: int
+) -> list[Fault]:
     """Faults in the order in which they happen, each at a random step of an equal part of the training.
 
     Nothing happens before `first_step`, when there are two checkpoints, nor from `last_step` on. A resized job starts

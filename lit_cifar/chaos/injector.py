@@ -13,7 +13,7 @@ import psutil  # type: ignore[import-untyped]
 
 from lit_cifar.chaos.disk_fault import fill_disk
 from lit_cifar.chaos.fault_schedule import Fault, Kind
-from lit_cifar.chaos.job import Job, wait_until
+from lit_cifar.chaos.job import TorchrunJob, wait_until
 from lit_cifar.chaos.sample_history import Start
 from lit_cifar.chaos.sample_log import JournalReader
 from lit_cifar.checkpoint.files import newest_valid
@@ -61,7 +61,7 @@ class Event:
 class Trial:
     """A job, the log of its samples, and what happens to them."""
 
-    job: Job  # not yet started
+    job: TorchrunJob  # not yet started
     reader: JournalReader  # of the job's log of samples
     checkpoints: Path
     every_n_steps: int  # optimizer steps between two checkpoints

@@ -16,7 +16,7 @@ _STDOUT = 1
 POLL_S = 0.002
 
 
-class Job:
+class TorchrunJob:
     """torchrun and its ranks. Used in a `with` statement: at its end all of them are killed.
 
     Every process of the job prints to `folder/log.txt`, by which it is found however it was orphaned. `command` gives
@@ -35,7 +35,7 @@ class Job:
         self.launches = 0
         self._torchrun: ForkedRun | None = None
 
-    def __enter__(self) -> "Job":
+    def __enter__(self) -> "TorchrunJob":
         (self.folder / "tmp").mkdir(parents=True, exist_ok=True)
         return self
 

@@ -11,7 +11,7 @@ from lit_cifar.chaos.injector import Event
 
 
 @dataclass
-class Row:
+class JobResult:
     """The result of a job."""
 
     mode: str
@@ -44,7 +44,7 @@ _NAMES = {"kill": "SIGKILL", "term": "SIGTERM", "stop": "SIGSTOP", "resize": "re
 _NAMES |= {"disk": "disk full"}
 
 
-def result_table(rows: Sequence[Row], *, title: str) -> Table:
+def result_table(rows: Sequence[JobResult], *, title: str) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title_justify="left")
     table.add_column("mode", no_wrap=True)
     table.add_column("processes", no_wrap=True)
@@ -59,7 +59,7 @@ def result_table(rows: Sequence[Row], *, title: str) -> Table:
     return table
 
 
-def _cells(rows: Sequence[Row]) -> list[str]:
+def _cells(rows: Sequence[JobResult]) -> list[str]:
     kinds = sum((row.kinds for row in rows), Counter[str]())
     restarts, own, anew = (sum(getattr(row, name) for row in rows) for name in ("restarts", "own_restarts", "anew"))
     during_saves = sum(event.during_save for row in rows for event in row.events)
@@ -84,7 +84,7 @@ def _sum(counts: Sequence[int | None]) -> str:
     return f"[red]{sum(known)}[/]" if sum(known) else "0"
 
 
-def _difference(row: Row) -> str:
+def _difference(row: JobResult) -> str:
     if row.difference is None:
         return "-"
     shown = f"{row.difference:.1e}" if row.difference else "0"

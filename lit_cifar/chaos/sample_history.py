@@ -16,7 +16,7 @@ Batches: TypeAlias = dict[StepKey, list[int]]  # the ids of the global batch of 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class LoggedStep:
     """One loader step of one process, once the process has finished it."""
 
     start: Start
@@ -27,7 +27,7 @@ class Line:
     ids: tuple[int, ...]
 
     @classmethod
-    def of(cls, content: Mapping[str, Any]) -> "Line":
+    def of(cls, content: Mapping[str, Any]) -> "LoggedStep":
         launch, restart = content["start"]
         return cls(**{**content, "start": (launch, restart), "ids": tuple(content["ids"])})
 
@@ -43,7 +43,7 @@ class Audit:
     problems: list[str] = field(default_factory=list)  # in words, the first step first
 
 
-def effective(lines: Iterable[Line]) -> tuple[Batches, list[str]]:
+def effective(lines: Iterable[LoggedStep]) -> tuple[Batches, list[str]]:
     """The global batch of every step as it was last run, and in words where processes of one shard disagree."""
     newest: dict[StepKey, Start] = {}
     read: dict[tuple[StepKey, Start], dict[int, dict[int, list[int]]]] = {}
@@ -64,7 +64,7 @@ def effective(lines: Iterable[Line]) -> tuple[Batches, list[str]]:
     return batches, problems
 
 
-def num_repeated(lines: Iterable[Line]) -> int:
+def num_repeated(lines: Iterable[LoggedStep]) -> int:
     """Runs of an optimizer step beyond the one that counts."""
     starts: dict[StepKey, set[Start]] = {}
     for line in lines:
@@ -72,7 +72,7 @@ def num_repeated(lines: Iterable[Line]) -> int:
     return sum(len(found) - 1 for found in starts.values())
 
 
-def audit(lines: Iterable[Line], *, undisturbed: Mapping[StepKey, Iterable[int]], num_samples: int) -> Audit:
+def audit(lines: Iterable[LoggedStep], *, undisturbed: Mapping[StepKey, Iterable[int]], num_samples: int) -> Audit:
     """Compare a job's effective history with the ids below `num_samples`, and with the uninterrupted run."""
     lines = list(lines)
     batches, problems = effective(lines)

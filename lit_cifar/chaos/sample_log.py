@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning as L
 
-from lit_cifar.chaos.sample_history import Line, Start
+from lit_cifar.chaos.sample_history import LoggedStep, Start
 from lit_cifar.chaos.workers import start_of
 from lit_cifar.data.images import Batch
 from lit_cifar.layout import Layout
@@ -58,7 +58,7 @@ class JournalReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.lines: list[Line] = []
+        self.lines: list[LoggedStep] = []
         self.starts: set[Start] = set()
         self._offsets: dict[Path, int] = {}
         self._last: dict[Start, int] = {}
@@ -69,7 +69,7 @@ class JournalReader:
         for path in sorted(self.folder.glob("rank*.jsonl")):
             for content in self._new(path):
                 if "step" in content:
-                    self._add(Line.of(content))
+                    self._add(LoggedStep.of(content))
                 else:
                     launch, restart = content["start"]
                     self.starts.add((launch, restart))
@@ -91,7 +91,7 @@ class JournalReader:
         launches = {launch for launch, _ in self.starts}
         return sum(1 + max(restart for other, restart in self.starts if other == launch) for launch in launches)
 
-    def _add(self, line: Line) -> None:
+    def _add(self, line: LoggedStep) -> None:
         self.lines.append(line)
         self._first.setdefault(line.start, line.step)
         self._last[line.start] = max(self._last.get(line.start, line.step), line.step)

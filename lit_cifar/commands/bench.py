@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from lit_cifar.bench import figure
+from lit_cifar.bench import goals_figure
 from lit_cifar.bench.rows import Row, markdown, result_table
 from lit_cifar.bench.sections import SECTIONS
 from lit_cifar.bench.settings import Settings
@@ -58,7 +58,7 @@ def main(args: list[str]) -> int:
     if json_file is not None:
         json_file.write_text(json.dumps(record | {"rows": [row.to_json() for row in rows]}, indent=2) + "\n")
     if picture is not None:
-        figure.save(rows, picture, title=_title(record))
+        goals_figure.save(rows, picture, title=_title(record))
     if page is not None:
         page.write_text(markdown(rows))
     return 0

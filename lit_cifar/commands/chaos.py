@@ -13,8 +13,8 @@ from pathlib import Path
 
 from lit_cifar.chaos.experiment import chaos
 from lit_cifar.chaos.fault_schedule import EQUAL_SIZE, shares
-from lit_cifar.chaos.result_table import Row, result_table
-from lit_cifar.chaos.settings import ANEW_EVERY, chosen_modes
+from lit_cifar.chaos.result_table import JobResult, result_table
+from lit_cifar.chaos.training import ANEW_EVERY, chosen_modes
 from lit_cifar.commands.terminal import CommandParser, about, console, exit_orderly_when_terminated, say, writable
 from lit_cifar.errors import ConfigError
 
@@ -58,7 +58,7 @@ def main(args: list[str]) -> int:
     return 0 if passed else 1
 
 
-def _print(rows: list[Row], options: argparse.Namespace) -> None:
+def _print(rows: list[JobResult], options: argparse.Namespace) -> None:
     out = console()
     out.print(result_table(rows, title=f"{options.kills} faults for each mode, seed {options.seed}"))
     out.print(f"restarts: {sum(row.anew for row in rows)} started a new Python for each rank, the others forked them")

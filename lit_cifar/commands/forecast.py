@@ -14,9 +14,9 @@ import torch
 
 from lit_cifar.bench.forecast import figure
 from lit_cifar.bench.forecast.choice import DEVICES, predictions
+from lit_cifar.bench.forecast.communication import Interconnect
 from lit_cifar.bench.forecast.found import Given, Inputs, find_inputs
 from lit_cifar.bench.forecast.inputs import Job
-from lit_cifar.bench.forecast.links import Link
 from lit_cifar.bench.forecast.prediction import Prediction
 from lit_cifar.bench.forecast.tables import advice, check_table, cost_table, forecast_table
 from lit_cifar.bench.settings import Settings
@@ -148,13 +148,13 @@ def _given(options: argparse.Namespace) -> Given:
     return given
 
 
-def _link(name: str, bytes_per_s: float | None, latency_s: float | None) -> Link | None:
+def _link(name: str, bytes_per_s: float | None, latency_s: float | None) -> Interconnect | None:
     if bytes_per_s is None and latency_s is None:
         return None
     if bytes_per_s is None or latency_s is None:
         has, lacks = ("gb-s", "latency-us") if latency_s is None else ("latency-us", "gb-s")
         raise ConfigError(f"--{name}-{has} without --{name}-{lacks}", remedy="pass both or neither")
-    return Link(bytes_per_s=bytes_per_s, latency_s=latency_s)
+    return Interconnect(bytes_per_s=bytes_per_s, latency_s=latency_s)
 
 
 def _number(unit: float = 1.0, *, zero: bool = False, most: float = sys.float_info.max) -> Callable[[str], float]:

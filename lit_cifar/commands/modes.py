@@ -6,7 +6,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from lit_cifar.commands.terminal import CommandParser, console
-from lit_cifar.doctor.mode_table import Machine, Row, mode_table
+from lit_cifar.doctor.mode_table import LocalMachine, ModeRow, mode_table
 
 
 def main(args: list[str]) -> int:
@@ -17,7 +17,7 @@ def main(args: list[str]) -> int:
         SystemExit: After --help.
     """
     CommandParser("modes", description="Which modes run on this machine, and how to start them.").parse_args(args)
-    machine = Machine.here()
+    machine = LocalMachine.here()
     rows = mode_table(machine)
     console().print(_drawn(rows, title=f"Modes on this machine: {machine}"))
     print("N: --trainer.devices; S: stages of the network, 2 by default. To run one:\n")
@@ -25,7 +25,7 @@ def main(args: list[str]) -> int:
     return 0
 
 
-def _drawn(rows: Sequence[Row], *, title: str) -> Table:
+def _drawn(rows: Sequence[ModeRow], *, title: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE)
     for column in ("mode", "what is split", "processes", "runs here"):
         table.add_column(column)

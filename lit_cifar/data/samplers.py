@@ -14,7 +14,7 @@ from lit_cifar.layout import Layout
 _USUAL_BATCH = 128  # the data module's default
 
 
-class Part(NamedTuple):
+class BatchIds(NamedTuple):
     """One process's samples of one step: `ids` is int64, (n,); `weight` as in `lit_cifar.data.images.Batch`."""
 
     ids: Tensor
@@ -70,14 +70,14 @@ class TrainSampler:
         """Loader steps in an epoch, the same on every process."""
         return self.num_batches * self.accumulation
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[BatchIds]:
         order = self.order()
         num_parts = self.accumulation * self.layout.num_shards
         start = self.start if self._first_epoch in (None, self.epoch) else 0
         for batch in torch.split(order, self.batch_size)[start : self.num_batches]:
             for step in range(self.accumulation):
                 ids = batch[step * self.layout.num_shards + self.layout.shard :: num_parts]
-                yield Part(ids, len(ids) * num_parts / len(batch))
+                yield BatchIds(ids, len(ids) * num_parts / len(batch))
 
     def check(self) -> None:
         """Refuse sizes that cannot be cut evenly, or leave fewer than two samples to be normalised together."""
@@ -166,9 +166,9 @@ class EvaluationSampler:
     def __len__(self) -> int:
         return -(-len(self._ids()) // self._step)
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[BatchIds]:
         for batch in torch.split(self._ids(), self._step):
-            yield Part(batch[self.layout.shard :: self.layout.num_shards], 1.0)
+            yield BatchIds(batch[self.layout.shard :: self.layout.num_shards], 1.0)
 
 
 def _smallest_chunk(num_samples: int, num_chunks: int) -> int:

@@ -14,10 +14,10 @@ from lit_cifar.doctor.findings import Finding
 from lit_cifar.doctor.launch_environment import Clock, look_at_environment
 from lit_cifar.doctor.links import Link, find_links
 from lit_cifar.doctor.machine import Facts, find_gpus, look_at_machine
-from lit_cifar.doctor.mode_table import Machine, mode_table
+from lit_cifar.doctor.mode_table import LocalMachine, mode_table
 from lit_cifar.doctor.rank_judge import judge_ranks, slow_ranks
 from lit_cifar.doctor.ranks import Ranks, probe_ranks
-from lit_cifar.doctor.verdicts import Verdict, judge_modes, missing_from_torch
+from lit_cifar.doctor.verdicts import ModeVerdict, judge_modes, missing_from_torch
 from lit_cifar.errors import ConfigError
 
 Report = Callable[[str], None]
@@ -45,7 +45,7 @@ class Examination:
     copies: str
     ranks: Ranks
     findings: list[Finding] = field(default_factory=list)
-    verdicts: list[Verdict] = field(default_factory=list)
+    verdicts: list[ModeVerdict] = field(default_factory=list)
 
     @property
     def faults(self) -> list[Finding]:
@@ -69,7 +69,7 @@ def examine(num_devices: int | None, *, folder: Path, report: Report) -> Examina
         ConfigError: More processes than GPUs, or none.
     """
     clock = Clock()
-    gpus, machine = find_gpus(), Machine.here()
+    gpus, machine = find_gpus(), LocalMachine.here()
     num_ranks, accelerator = placed(num_devices, num_gpus=len(gpus), has_nccl="nccl" in machine.backends)
     report("machine and environment")
     facts, findings = look_at_machine(gpus, folder=folder)

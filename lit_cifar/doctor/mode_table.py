@@ -11,7 +11,7 @@ from lit_cifar.modes import MODES, Mode
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class LocalMachine:
     """What decides which modes run."""
 
     num_cores: int  # that this process may use
@@ -19,7 +19,7 @@ class Machine:
     backends: frozenset[str]  # of process groups: "gloo", "nccl"
 
     @classmethod
-    def here(cls) -> "Machine":
+    def here(cls) -> "LocalMachine":
         found = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
         return cls(
             num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
@@ -33,7 +33,7 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ModeRow:
     """A mode on a machine."""
 
     mode: Mode
@@ -42,25 +42,25 @@ class Row:
     command: str | None  # what to type to run it there, None if it does not run
 
 
-def mode_table(machine: Machine) -> list[Row]:
+def mode_table(machine: LocalMachine) -> list[ModeRow]:
     """Every mode on `machine`: on its GPUs where they suffice, else on the CPU."""
     return [_row(mode, machine) for mode in MODES]
 
 
-def _row(mode: Mode, machine: Machine) -> Row:
+def _row(mode: Mode, machine: LocalMachine) -> ModeRow:
     obstacle = _obstacle_to_gpus(mode, machine)
     if obstacle is None:
         return _on_gpus(mode, machine)
     if mode.has_processes and "gloo" not in machine.backends:
         reason = f"{obstacle}; the CPU needs gloo" if machine.num_gpus else "this torch has no gloo"
-        return Row(mode=mode, accelerator=None, verdict=f"no: {reason}", command=None)
+        return ModeRow(mode=mode, accelerator=None, verdict=f"no: {reason}", command=None)
     if machine.num_gpus:
         verdict = f"on the CPU alone: {obstacle}"
     elif mode.has_processes:
         verdict = f"yes, gloo processes on {_count(machine.num_cores, 'core')}"
     else:
         verdict = "yes, on the CPU" if mode.min_devices == 1 else "yes, on virtual devices of the CPU"
-    return Row(
+    return ModeRow(
         mode=mode,
         accelerator="cpu",
         verdict=verdict,
@@ -68,7 +68,7 @@ def _row(mode: Mode, machine: Machine) -> Row:
     )
 
 
-def _obstacle_to_gpus(mode: Mode, machine: Machine) -> str | None:
+def _obstacle_to_gpus(mode: Mode, machine: LocalMachine) -> str | None:
     """Why `mode` cannot run on the machine's GPUs; None if it can."""
     if mode.has_processes and "nccl" not in machine.backends and machine.num_gpus >= mode.min_devices:
         return "this torch has no NCCL"
@@ -77,7 +77,7 @@ def _obstacle_to_gpus(mode: Mode, machine: Machine) -> str | None:
     return f"needs {mode.min_devices} GPUs" if machine.num_gpus < mode.min_devices else None
 
 
-def _on_gpus(mode: Mode, machine: Machine) -> Row:
+def _on_gpus(mode: Mode, machine: LocalMachine) -> ModeRow:
     if machine.num_gpus < mode.min_devices:
         # More stages than devices take the form with the class: a short name takes no arguments.
         verdict = "yes, all stages on the one GPU"
@@ -85,7 +85,7 @@ def _on_gpus(mode: Mode, machine: Machine) -> Row:
     else:
         flags = mode.flags(mode.min_devices)
         verdict = f"yes, on {_in_words(mode.counts(machine.num_gpus))}"
-    return Row(mode=mode, accelerator="cuda", verdict=verdict, command=_command(*flags))
+    return ModeRow(mode=mode, accelerator="cuda", verdict=verdict, command=_command(*flags))
 
 
 def _command(*flags: str) -> str:

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lit_cifar.doctor.findings import Finding
-from lit_cifar.doctor.mode_table import Row
+from lit_cifar.doctor.mode_table import ModeRow
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class ModeVerdict:
     """About one mode.
 
     Attributes:
@@ -24,7 +24,7 @@ class Verdict:
     command: str
 
 
-def missing_from_torch(rows: Sequence[Row]) -> list[Finding]:
+def missing_from_torch(rows: Sequence[ModeRow]) -> list[Finding]:
     """One finding for each reason for which modes do not run at all."""
     reasons: dict[str, list[str]] = {}
     for row in rows:
@@ -41,7 +41,7 @@ def missing_from_torch(rows: Sequence[Row]) -> list[Finding]:
     ]
 
 
-def judge_modes(rows: Sequence[Row], findings: Sequence[Finding]) -> list[Verdict]:
+def judge_modes(rows: Sequence[ModeRow], findings: Sequence[Finding]) -> list[ModeVerdict]:
     """A verdict for each row of the table of modes.
 
     Args:
@@ -52,8 +52,8 @@ def judge_modes(rows: Sequence[Row], findings: Sequence[Finding]) -> list[Verdic
     for row in rows:
         against = next((finding for finding in findings if row.mode.name in finding.modes), None)
         if against is None:
-            verdict = Verdict(mode=row.mode.name, fit=True, reason=row.verdict, command=row.command or "")
+            verdict = ModeVerdict(mode=row.mode.name, fit=True, reason=row.verdict, command=row.command or "")
         else:
-            verdict = Verdict(mode=row.mode.name, fit=False, reason=against.problem, command=against.mend)
+            verdict = ModeVerdict(mode=row.mode.name, fit=False, reason=against.problem, command=against.mend)
         verdicts.append(verdict)
     return verdicts

@@ -25,7 +25,7 @@ _AGAIN = "export the checkpoint again, to another --output"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class Agreement:
     """A file's logits beside the checkpoint's.
 
     Attributes:
@@ -41,7 +41,7 @@ class Comparison:
     num_images: int
 
     @classmethod
-    def of(cls, file: str, found: Tensor, expected: Tensor) -> "Comparison":
+    def of(cls, file: str, found: Tensor, expected: Tensor) -> "Agreement":
         """Of logits, (n, num_classes)."""
         largest = expected.abs().max().clamp(min=torch.finfo(expected.dtype).tiny)
         same = found.argmax(dim=1) == expected.argmax(dim=1)
@@ -62,7 +62,7 @@ class Comparison:
 
 def export(
     trained: Trained, formats: Sequence[type[Format]], *, folder: Path, record: dict[str, Any]
-) -> list[Comparison]:
+) -> list[Agreement]:
     """Write the files, run each again, and compare it with the checkpoint; `folder` is made only if all agree.
 
     Args:
@@ -83,7 +83,7 @@ def export(
         comparisons = []
         for form in formats:
             (draft / form.file).write_bytes(form.content(program))
-            comparisons.append(Comparison.of(form.file, form.run(draft / form.file, batches), expected))
+            comparisons.append(Agreement.of(form.file, form.run(draft / form.file, batches), expected))
         if all(comparison.passed for comparison in comparisons):
             _write_record(draft, trained, comparisons, record)
             draft.replace(folder)
@@ -144,7 +144,7 @@ def _draft(folder: Path) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _write_record(draft: Path, trained: Trained, comparisons: Sequence[Comparison], record: dict[str, Any]) -> None:
+def _write_record(draft: Path, trained: Trained, comparisons: Sequence[Agreement], record: dict[str, Any]) -> None:
     height = trained.module.header.image_size
     content = record | {
         "network": str(trained.module.header),

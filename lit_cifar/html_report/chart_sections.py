@@ -8,12 +8,12 @@ from lit_cifar.html_report.bar_chart import Bar, bar_chart
 from lit_cifar.html_report.line_chart import Line, line_chart
 from lit_cifar.html_report.markup import Markup, joined
 from lit_cifar.html_report.matrix_chart import matrix_chart
-from lit_cifar.html_report.parts import figures, run_name, stroke, table
-from lit_cifar.html_report.run import SPLITS, Confusion, Run
+from lit_cifar.html_report.page_elements import figures, run_name, stroke, table
+from lit_cifar.html_report.run_reader import SPLITS, Confusion, RunContents
 from lit_cifar.reporting.rank_statistics import deviates, pooled
 from lit_cifar.reporting.throughput import METRIC as THROUGHPUT
 
-Runs = Mapping[str, Run]
+Runs = Mapping[str, RunContents]
 Chart = tuple[str, str | None, Markup]
 
 _WORDS = {"train": "training", "val": "validation", "test": "test"}

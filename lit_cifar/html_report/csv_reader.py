@@ -15,7 +15,7 @@ def damaged(path: Path, problem: str) -> ConfigError:
     )
 
 
-class Row:
+class CsvRow:
     """A line of a table, which knows where it stands.
 
     Attributes:
@@ -52,7 +52,7 @@ class Row:
         return damaged(self._path, f"line {self._line}: {problem}")
 
 
-def read_table(path: Path, *columns: str, growing: bool = False) -> list[Row]:
+def read_table(path: Path, *columns: str, growing: bool = False) -> list[CsvRow]:
     """The lines of a CSV file.
 
     Args:
@@ -73,7 +73,7 @@ def read_table(path: Path, *columns: str, growing: bool = False) -> list[Row]:
     for number, cells in lines:
         if len(cells) != len(header):
             raise damaged(path, f"line {number} has {len(cells)} cells, and the first has {len(header)}")
-        rows.append(Row(path, number, dict(zip(header, cells, strict=True))))
+        rows.append(CsvRow(path, number, dict(zip(header, cells, strict=True))))
     return rows
 
 

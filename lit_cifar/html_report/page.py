@@ -7,8 +7,8 @@ from string import Template
 from lit_cifar import __version__
 from lit_cifar.html_report import chart_sections, table_sections
 from lit_cifar.html_report.markup import Markup, element, joined
-from lit_cifar.html_report.run import read_run
 from lit_cifar.html_report.run_differences import check_comparable, names_of
+from lit_cifar.html_report.run_reader import read_run
 
 # Title, explanation and content of each section, in their order.
 _SECTIONS = (

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.html_report.run import Run
+from lit_cifar.html_report.run_reader import RunContents
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
@@ -31,7 +31,7 @@ def _num_common(paths: Sequence[Sequence[str]], most: int) -> int:
     return next((index for index in range(most) if len({path[index] for path in paths}) > 1), most)
 
 
-def check_comparable(runs: Mapping[str, Run]) -> None:
+def check_comparable(runs: Mapping[str, RunContents]) -> None:
     """Find out whether the runs have the same data set.
 
     Raises:
@@ -47,13 +47,13 @@ def check_comparable(runs: Mapping[str, Run]) -> None:
                 )
 
 
-def _data_of(run: Run) -> tuple[str, str]:
+def _data_of(run: RunContents) -> tuple[str, str]:
     """The title of the data set, and its classes where they are known."""
     classes = [confusion.classes for confusion in run.confusion.values()]
     return run.environment["data"], ", ".join(classes[0]) if classes else ""
 
 
-def different_settings(runs: Sequence[Run]) -> dict[str, list[str | None]]:
+def different_settings(runs: Sequence[RunContents]) -> dict[str, list[str | None]]:
     """The flags in which the runs differ, each with the value of every run, None where a run has no such flag.
 
     A whole part of the configuration that some run lacks is left out: `test` has no flags for checkpoints.

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from lit_cifar.html_report.markup import Markup, element, joined
-from lit_cifar.html_report.parts import run_name, table
-from lit_cifar.html_report.run import Run
+from lit_cifar.html_report.page_elements import run_name, table
 from lit_cifar.html_report.run_differences import different_settings
+from lit_cifar.html_report.run_reader import RunContents
 from lit_cifar.reporting.run_report import shown
 from lit_cifar.reporting.throughput import METRIC as THROUGHPUT
 
-Runs = Mapping[str, Run]
+Runs = Mapping[str, RunContents]
 NOTHING = "\N{EN DASH}"
 _COMMANDS = ("fit", "validate", "test")
 
@@ -28,7 +28,7 @@ def _heads(runs: Runs) -> list[Markup]:
     return [run_name(place, name) for place, name in enumerate(runs)]
 
 
-def _facts(run: Run) -> dict[str, str | None]:
+def _facts(run: RunContents) -> dict[str, str | None]:
     about, settings = run.environment, run.settings
     return {
         "command": command_of(run),
@@ -48,7 +48,7 @@ def _facts(run: Run) -> dict[str, str | None]:
     }
 
 
-def _accuracy(run: Run, split: str) -> str | None:
+def _accuracy(run: RunContents, split: str) -> str | None:
     count = run.count(split)
     if count is None or not count.total:
         return None
@@ -56,12 +56,12 @@ def _accuracy(run: Run, split: str) -> str | None:
     return f"{count.accuracy:.2%} of {count.total:,} ({low:.1%} to {high:.1%})"
 
 
-def _best(run: Run) -> str | None:
+def _best(run: RunContents) -> str | None:
     values = [value for _, value in run.metrics.get("val/acc", [])]
     return f"{max(values):.2%}, the best of {len(values)}" if len(values) > 1 else None
 
 
-def _extent(run: Run) -> str | None:
+def _extent(run: RunContents) -> str | None:
     """How long the run has trained: epochs that are complete, and steps."""
     if not run.trained:
         return None
@@ -70,7 +70,7 @@ def _extent(run: Run) -> str | None:
     return f"{epochs}{_count(last + 1, 'step')}"
 
 
-def _throughput(run: Run) -> str | None:
+def _throughput(run: RunContents) -> str | None:
     values = [value for _, value in run.metrics.get(THROUGHPUT, [])]
     return f"{statistics.median(values):,.0f}, the median of {len(values)}" if values else None
 
@@ -129,7 +129,7 @@ def repeat(runs: Runs) -> Markup:
     return joined(*(_repeat(place, name, run) for place, (name, run) in enumerate(runs.items())))
 
 
-def _repeat(place: int, name: str, run: Run) -> Markup:
+def _repeat(place: int, name: str, run: RunContents) -> Markup:
     parts = [element("h3", run_name(place, name))]
     command = repeat_command(run)
     if command is not None:
@@ -138,12 +138,12 @@ def _repeat(place: int, name: str, run: Run) -> Markup:
     return element("div", *parts, element("p", "It was started by"), typed)
 
 
-def command_of(run: Run) -> str | None:
+def command_of(run: RunContents) -> str | None:
     """Which of `fit`, `validate` and `test` the run is; None if another program has started it."""
     return next((word for word in _words(run) if word in _COMMANDS), None)
 
 
-def repeat_command(run: Run) -> str | None:
+def repeat_command(run: RunContents) -> str | None:
     """What to type to do the run again, from its `config.yaml`; None if another program has started it.
 
     The file names neither the checkpoint that a fit began with, nor a number of devices that was left to the machine.
@@ -161,7 +161,7 @@ def repeat_command(run: Run) -> str | None:
     return f"{checkout}python -m lit_cifar {command} {' '.join(flags)}"
 
 
-def _words(run: Run) -> list[str]:
+def _words(run: RunContents) -> list[str]:
     """The command that was typed, in words; none where the name of a program has a quotation mark."""
     try:
         return shlex.split(run.environment["command"])

@@ -49,7 +49,7 @@ class VisionTransformer(nn.Sequential):
             )
         chain: OrderedDict[str, nn.Module] = OrderedDict()
         chain["patches"] = nn.Conv2d(3, shape.dim, kernel_size=shape.patch, stride=shape.patch)
-        chain["position"] = Position(shape.dim, num_patches=(image_size // shape.patch) ** 2)
+        chain["position"] = PositionEmbedding(shape.dim, num_patches=(image_size // shape.patch) ** 2)
         for index in range(shape.num_blocks):
             chain[f"block{index}"] = EncoderBlock(shape.dim, num_heads=shape.num_heads)
         chain["head"] = Head(shape.dim, num_classes=num_classes)
@@ -57,7 +57,7 @@ class VisionTransformer(nn.Sequential):
         self.apply(_initialise)
 
 
-class Position(nn.Module):
+class PositionEmbedding(nn.Module):
     """Adds to each patch what is learned of its place: (n, dim, rows, columns) to (n, rows x columns, dim)."""
 
     def __init__(self, dim: int, *, num_patches: int) -> None:

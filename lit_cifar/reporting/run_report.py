@@ -49,7 +49,7 @@ class RunReport(Callback):
         """
         if not self._announced:
             self._announced = True
-            lines = plan(trainer, pl_module, datamodule) if stage == "fit" else [_mode(trainer)]
+            lines = opening_lines(trainer, pl_module, datamodule) if stage == "fit" else [_mode(trainer)]
             if self.kernels:
                 lines.append(_line("kernels", in_words(self.kernels)))
             print(*lines, sep="\n", flush=True)
@@ -92,7 +92,7 @@ def run_folder(trainer: Trainer) -> Path | None:
     return Path(log_dir) if log_dir is not None and trainer.loggers else None
 
 
-def plan(trainer: Trainer, pl_module: LightningModule, datamodule: Any) -> list[str]:
+def opening_lines(trainer: Trainer, pl_module: LightningModule, datamodule: Any) -> list[str]:
     """Model, data, global batch and mode of a fit, a line each, and the lines of `Strategy.plan()`: what the mode
     splits.
 

@@ -14,7 +14,7 @@ from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import SampleAuditError
 from lit_cifar.reporting.csv_files import replace_csv
 from lit_cifar.reporting.run_report import run_folder
-from lit_cifar.sample_audit.digest import EMPTY, Receipt, Settings, Tally, chain, order_settings, prove
+from lit_cifar.sample_audit.digest import EMPTY, OrderSettings, Receipt, Tally, chain, order_settings, prove
 
 FILE_NAME = "receipt.csv"
 COLUMNS = ("epoch", "steps", "samples", "digest")
@@ -134,7 +134,7 @@ def _plan(trainer: Trainer, *, epoch: int) -> TrainSampler:
     return sampler
 
 
-def _settings(trainer: Trainer) -> Settings:
+def _settings(trainer: Trainer) -> OrderSettings:
     datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
     return order_settings(datamodule.train_sampler(), dataset=datamodule.dataset, val_size=datamodule.val_size)
 

@@ -101,10 +101,10 @@ def chain(digest: str, uses: Tensor, *, num_steps: int) -> str:
     return digest
 
 
-Settings = dict[str, int | str]
+OrderSettings = dict[str, int | str]
 
 
-def order_settings(sampler: TrainSampler, *, dataset: str, val_size: int) -> Settings:
+def order_settings(sampler: TrainSampler, *, dataset: str, val_size: int) -> OrderSettings:
     """All that decides which image is used in which step, by the data module's flags."""
     return {
         "dataset": dataset,
@@ -129,7 +129,7 @@ class Receipt:
     step: int  # whole optimizer steps taken in it
     start: str  # digest before the epoch's first step
     digest: str  # digest after its latest step
-    settings: Settings  # from `order_settings`
+    settings: OrderSettings  # from `order_settings`
 
     def write(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[KEY] = asdict(self)
@@ -146,7 +146,7 @@ class Receipt:
             )
         return cls(**found)
 
-    def check(self, sampler: TrainSampler, settings: Settings) -> None:
+    def check(self, sampler: TrainSampler, settings: OrderSettings) -> None:
         """Refuse to resume in the middle of an epoch unless this run's plan for it begins with what was used.
 
         `sampler` is any shard's, at this receipt's epoch.
@@ -177,6 +177,6 @@ def _listed(mask: Tensor) -> str:
     return f"{len(ids)} samples, ids {', '.join(map(str, ids[:_MAX_IDS]))}{more}"
 
 
-def _flags(settings: Settings) -> str:
+def _flags(settings: OrderSettings) -> str:
     values = {name: str(value).lower() if isinstance(value, bool) else value for name, value in settings.items()}
     return " ".join(f"--data.{name}={value}" for name, value in values.items())

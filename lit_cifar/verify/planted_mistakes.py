@@ -20,7 +20,7 @@ from torchmetrics import Metric
 
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.datamodule import CIFAR10DataModule
-from lit_cifar.data.samplers import EvaluationSampler, Part, TrainSampler
+from lit_cifar.data.samplers import BatchIds, EvaluationSampler, TrainSampler
 from lit_cifar.optim import WarmupDecay
 from lit_cifar.reporting.per_rank import PerRankAccuracy
 from lit_cifar.strategies import ProcessSyncBatchNorm, tensor_parallel
@@ -79,7 +79,7 @@ def _lost_accumulation(site: Site) -> None:
 
 
 def _unweighted_ragged_batch(site: Site) -> None:
-    def unweighted(iterate: Any, sampler: TrainSampler) -> Iterator[Part]:
+    def unweighted(iterate: Any, sampler: TrainSampler) -> Iterator[BatchIds]:
         for part in iterate(sampler):
             yield part._replace(weight=1.0)
 

@@ -8,19 +8,19 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from torch import nn
 
+from lit_cifar.bench.forecast.communication import Interconnect
 from lit_cifar.bench.forecast.counted import count
 from lit_cifar.bench.forecast.inputs import Job, Machine, Speed
-from lit_cifar.bench.forecast.links import Link
 from lit_cifar.bench.forecast.measured import CHECKED, measure_link, measure_optimizer, measure_steps
 from lit_cifar.bench.forecast.tables import seconds
 from lit_cifar.bench.settings import Report, Settings
 from lit_cifar.bench.timing import Spread
-from lit_cifar.doctor.mode_table import Machine as Here
+from lit_cifar.doctor.mode_table import LocalMachine
 from lit_cifar.errors import ConfigError
 
 IMAGE_SHAPE = (3, 32, 32)
 _ASSUMED_DEVICES = 8
-_ASSUMED_BETWEEN = Link(latency_s=50e-6, bytes_per_s=1.25e9)  # Ethernet of 10 Gbit/s
+_ASSUMED_BETWEEN = Interconnect(latency_s=50e-6, bytes_per_s=1.25e9)  # Ethernet of 10 Gbit/s
 _MOST_RANKS = 8  # of the processes of a CPU that measure a link
 _MULTIPLE = 16  # 4 microbatches on 4 processes
 
@@ -42,8 +42,8 @@ class Given:
     step_s: float | None = None
     optimizer_s: float | None = None
     devices_per_machine: int | None = None
-    link: Link | None = None
-    between: Link | None = None
+    link: Interconnect | None = None
+    between: Interconnect | None = None
     overlap: float | None = None
     memory_bytes: float | None = None
 
@@ -126,11 +126,11 @@ def find_inputs(network: nn.Module, flags: Sequence[str], given: Given, settings
 
 def num_devices_here() -> int:
     """GPUs, or without any the cores that this process may use."""
-    here = Here.here()
+    here = LocalMachine.here()
     return here.num_gpus or here.num_cores
 
 
-def _machine_here(given: Given, link: Link, settings: Settings, *, load: float) -> Machine:
+def _machine_here(given: Given, link: Interconnect, settings: Settings, *, load: float) -> Machine:
     here = num_devices_here()
     if settings.device.type == "cuda":
         memory = torch.cuda.get_device_properties(0).total_memory
@@ -140,7 +140,9 @@ def _machine_here(given: Given, link: Link, settings: Settings, *, load: float) 
     return replace(machine, load=load)
 
 
-def _machine(given: Given, link: Link, *, num_devices: int, num_cores: int | None, memory_bytes: float) -> Machine:
+def _machine(
+    given: Given, link: Interconnect, *, num_devices: int, num_cores: int | None, memory_bytes: float
+) -> Machine:
     overlap = given.overlap
     if overlap is None:
         overlap = 1.0 if num_cores is None else 0.0  # the cores that compute also move the messages
@@ -170,5 +172,5 @@ def _lines(job: Job, given: Given) -> dict[str, str]:
     }
 
 
-def _in_words(link: Link) -> str:
+def _in_words(link: Interconnect) -> str:
     return f"{link.bytes_per_s / 1e9:.3g} GB/s, latency {seconds(link.latency_s)}"

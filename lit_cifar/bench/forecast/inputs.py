@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from lit_cifar.bench.forecast.links import Link
+from lit_cifar.bench.forecast.communication import Interconnect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +107,8 @@ class Machine:
     """
 
     num_devices: int
-    inside: Link
-    between: Link
+    inside: Interconnect
+    between: Interconnect
     num_cores: int | None = None
     load: float = 0.0
     overlap: float = 1.0
@@ -125,7 +125,7 @@ class Machine:
         own, usual = (max(1.0, (count + self.load) / self.num_cores) for count in (most, self.num_cores))
         return own / usual
 
-    def link(self, count: int, *, stride: int = 1) -> Link:
+    def link(self, count: int, *, stride: int = 1) -> Interconnect:
         """What a ring of `count` devices has, each `stride` devices after the one before.
 
         There are `stride` such rings at once, which share the link between machines. On a CPU the cores also move the
@@ -133,11 +133,11 @@ class Machine:
         """
         if count * stride > self.num_devices:
             rings = min(stride, self.num_devices)
-            link = Link(latency_s=self.between.latency_s, bytes_per_s=self.between.bytes_per_s / rings)
+            link = Interconnect(latency_s=self.between.latency_s, bytes_per_s=self.between.bytes_per_s / rings)
         else:
             link = self.inside
         busy = self.busy(count * stride)
-        return Link(latency_s=link.latency_s * busy, bytes_per_s=link.bytes_per_s / busy)
+        return Interconnect(latency_s=link.latency_s * busy, bytes_per_s=link.bytes_per_s / busy)
 
 
 @dataclass(frozen=True, kw_only=True)

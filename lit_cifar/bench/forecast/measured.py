@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lit_cifar.bench.fits import Fit, seconds_per_step
+from lit_cifar.bench.forecast.communication import Interconnect, link_from_sweep, two_terms
 from lit_cifar.bench.forecast.inputs import Speed
-from lit_cifar.bench.forecast.links import Link, link_from_sweep, two_terms
 from lit_cifar.bench.settings import Report, Settings
 from lit_cifar.bench.timing import Spread, in_turn, measured_in_turn, wait_for
 from lit_cifar.doctor.all_reduce import SIZES
@@ -117,7 +117,7 @@ def measure_optimizer(network: nn.Module, settings: Settings) -> float:
     return found["step"].median
 
 
-def measure_link(num_devices: int, settings: Settings, report: Report) -> Link:
+def measure_link(num_devices: int, settings: Settings, report: Report) -> Interconnect:
     """From all-reduces between so many devices, two or more.
 
     Raises:

@@ -7,7 +7,7 @@ from operator import mul
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class Interconnect:
     """Between neighbouring devices.
 
     Attributes:
@@ -49,7 +49,7 @@ class Link:
         return min(tree, chain) if count > 1 else 0.0
 
 
-def link_from_sweep(seconds: dict[int, float], *, count: int) -> Link:
+def link_from_sweep(seconds: dict[int, float], *, count: int) -> Interconnect:
     """The link that explains measured all-reduces best.
 
     Args:
@@ -60,7 +60,7 @@ def link_from_sweep(seconds: dict[int, float], *, count: int) -> Link:
     latency, per_byte = two_terms(
         [steps] * len(seconds), [steps / count * num_bytes for num_bytes in seconds], list(seconds.values())
     )
-    return Link(latency_s=latency, bytes_per_s=1 / per_byte if per_byte > 0 else math.inf)
+    return Interconnect(latency_s=latency, bytes_per_s=1 / per_byte if per_byte > 0 else math.inf)
 
 
 def two_terms(first: Sequence[float], second: Sequence[float], found: Sequence[float]) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from lit_cifar.doctor.examination import Examination
 from lit_cifar.doctor.findings import Finding
 from lit_cifar.doctor.links import Link
 from lit_cifar.doctor.ranks import Ranks
-from lit_cifar.doctor.verdicts import Verdict
+from lit_cifar.doctor.verdicts import ModeVerdict
 
 
 def print_page(found: Examination, out: Console) -> None:
@@ -45,7 +45,7 @@ def _print_finding(out: Console, label: str, finding: Finding) -> None:
     out.print(f"      {finding.mend}", markup=False, style="cyan", soft_wrap=True)  # a command to paste stays whole
 
 
-def _modes(verdicts: Sequence[Verdict], faults: Sequence[Finding]) -> Table:
+def _modes(verdicts: Sequence[ModeVerdict], faults: Sequence[Finding]) -> Table:
     table = _table("modes")
     for verdict in verdicts:
         if verdict.fit:

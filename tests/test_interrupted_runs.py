@@ -6,8 +6,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from lit_cifar.analysis import recovery
-from lit_cifar.analysis.recovery import (
+from lit_cifar.analysis import interrupted_runs
+from lit_cifar.analysis.interrupted_runs import (
     StepWatch,
     interruption,
     learning_rates,
@@ -70,7 +70,7 @@ def test_a_folder_without_steps_is_named(tmp_path: Path) -> None:
 
 def test_a_watch_notes_changes_and_events(monkeypatch: pytest.MonkeyPatch) -> None:
     clock: Iterator[float] = iter([10.0, 11.0, 12.0, 13.0])
-    monkeypatch.setattr(recovery, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(interrupted_runs, "perf_counter", lambda: next(clock))
     steps = iter([0, 0, 1, 1])
     watch = StepWatch(lambda: next(steps))
     assert [watch.look(), watch.look(), watch.look(), watch.look("killed")] == [0, 0, 1, 1]

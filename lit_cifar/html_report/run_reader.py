@@ -59,7 +59,7 @@ class Epoch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunContents:
     """A run, as its folder describes it.
 
     Attributes:
@@ -90,7 +90,7 @@ class Run:
         return pooled(self.ranks[split]) if split in self.ranks else None
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RunContents:
     """Read the files of a run folder.
 
     Raises:
@@ -100,7 +100,7 @@ def read_run(folder: Path) -> Run:
         what = "is a file" if folder.exists() else "does not exist"
         raise ConfigError(f"{folder} {what}, not the folder of a run", remedy=_REMEDY)
     metrics = _required(folder, "metrics.csv", "it has logged nothing yet, or it is a `predict`")
-    return Run(
+    return RunContents(
         folder=folder,
         settings=dict(_flags(_mapping(_required(folder, "config.yaml", "the folder is not that of a run"), "YAML"))),
         environment=_environment(_required(folder, ENVIRONMENT, "the folder is not that of a run")),
