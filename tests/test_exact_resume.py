@@ -179,6 +179,19 @@ def test_a_longer_run_with_the_default_schedule(tmp_path: Path) -> None:
     assert rates[5:] == pytest.approx([0.1 * (1 - fallen / 8) for fallen in range(3, 8)])
 
 
+@pytest.mark.slow
+def test_metrics_of_an_epoch_that_max_steps_has_divided_are_logged_for_either_part(tmp_path: Path) -> None:
+    flags = ["--trainer.max_epochs=1", "--trainer.log_every_n_steps=1", "--resume=auto"]
+    assert fit(tmp_path / "run", *flags, "--trainer.max_steps=2").status == 0
+    with pytest.warns(UserWarning, match="has 2 optimizer steps, this run has 5"):
+        assert fit(tmp_path / "run", *flags).status == 0
+    lines = metrics(tmp_path / "run")
+    steps = [float(line["train/loss_step"]) for line in lines if "train/loss_step" in line]
+    parts = [float(line["train/loss"]) for line in lines if "train/loss" in line]
+    rest = (16 * steps[2] + 16 * steps[3] + 15 * steps[4]) / 47
+    assert parts == pytest.approx([(steps[0] + steps[1]) / 2, rest])
+
+
 def test_what_was_written_after_the_checkpoint_is_written_again(undisturbed: Path, tmp_path: Path) -> None:
     """Killed four steps after the latest checkpoint, with its metrics on disk."""
     run = tmp_path / "run"

@@ -269,13 +269,14 @@ def test_training_ends_when_its_files_are_there(disk: Disk, tmp_path: Path) -> N
     assert found[-1] == LAST
 
 
-def test_a_run_that_fails_leaves_what_it_had_saved(disk: Disk, tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_run_that_fails_leaves_what_it_had_saved(error: type[BaseException], disk: Disk, tmp_path: Path) -> None:
     def fail(trainer: Trainer) -> None:
         disk.allow_soon()
-        raise RuntimeError("of the training")
+        raise error("of the training")
 
     last = LastCheckpoint(every_n_steps=1)
-    with pytest.raises(RuntimeError, match="of the training"):
+    with pytest.raises((RuntimeError, SystemExit)):
         fit(tmp_path, StepBoundary(agree_every_s=0), At(2, fail), last)
     assert step_of_run(tmp_path) == 1
     assert not helpers()

@@ -26,8 +26,8 @@ from lit_cifar.watchdog import process_info as process
 from lit_cifar.watchdog.callback import PHASES, Watchdog
 from lit_cifar.watchdog.diagnosis import Peer, Verdict, diagnose, updated
 from lit_cifar.watchdog.heartbeat import Heartbeat, stack_of
-from lit_cifar.watchdog.monitor import Monitor, first_heartbeat
-from lit_cifar.watchdog.phases import FIRST_TIME_S, PhaseTimer
+from lit_cifar.watchdog.monitor import BEAT_S, Monitor, first_heartbeat
+from lit_cifar.watchdog.phases import FACTOR, FIRST_TIME_S, PhaseTimer
 from lit_cifar.watchdog.process_info import Sight
 from lit_cifar.watchdog.store import HeartbeatStore, News
 
@@ -68,6 +68,7 @@ def verdict_of(*peers: Peer, now: float = 100.0, me: int = 0, store_host: int | 
         (peer(0, idle_s=90, events=8, waits=True), peer(1, idle_s=90, events=7, works=True)),
         (peer(0, idle_s=90, waits=True), peer(1, idle_s=90, works=True), peer(2, idle_s=90, waits=True)),
         (peer(0, idle_s=90, works=True), peer(1, idle_s=90, works=True)),
+        (peer(0, idle_s=599, waits=True), peer(1, idle_s=599, works=True)),
         # Aborted, perhaps because of another process: what has become of the others is not known yet.
         (peer(0), peer(1, state="gone", ending="SIGABRT"), peer(2, heard_at=95, state="unseen")),
         (peer(0, idle_s=30), peer(1, state="gone", ending="SIGTERM", idle_s=30), peer(2, state="unseen", idle_s=30)),
@@ -180,6 +181,16 @@ def test_the_message_says_who_when_and_why(culprit: Peer, words: str) -> None:
     assert message.startswith("lit_cifar: rank 1 (pid 1001 on a) ")
     assert "after 7 optimizer steps, phase: backward" in message
     assert words in message
+
+
+def test_the_page_shows_the_message_and_the_times_as_they_are() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "resume.md").read_text()
+    gone = peer(1, state="gone", ending="SIGKILL")
+    told = replace(gone.beat, pid=28206, host="node7", step=60, phase="ending an epoch")
+    assert f"```text\n{verdict_of(peer(0), replace(gone, beat=told))}\n```" in page
+    assert f"`--watchdog.timeout_s` ({Watchdog().timeout_s:g}; 0 turns the watchdog off)" in page
+    assert (BEAT_S, FACTOR, FIRST_TIME_S) == (1, 5, 600)
+    assert all(words in page for words in ("Each second", "five times", "after ten minutes without progress"))
 
 
 def test_the_message_shows_where_it_hangs() -> None:
@@ -654,6 +665,13 @@ def test_one_process_is_not_watched() -> None:
     callback.on_exception(trainer, L.LightningModule(), Stopped(143))
     callback.teardown(trainer, L.LightningModule(), "fit")
     assert threading.active_count() == threads
+
+
+def test_with_a_time_of_zero_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    callback, trainer = Watchdog(timeout_s=0), SimpleNamespace(world_size=2)
+    callback.setup(trainer, L.LightningModule(), "fit")  # type: ignore[arg-type]
+    assert callback._watch is None
 
 
 @pytest.mark.parametrize("timeout_s", [-1.0, 1.0, math.nan])
