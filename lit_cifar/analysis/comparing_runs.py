@@ -1,4 +1,4 @@
-"""Is one kind of run better than another, or is the difference that of another seed?"""
+"""Is one kind of run better than another, or is the difference no larger than between seeds?"""
 
 import json
 from collections.abc import Mapping, Sequence

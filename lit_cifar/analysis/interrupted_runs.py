@@ -1,4 +1,4 @@
-"""What the end of a process costs a run: frames and figures of interrupted runs.
+"""What a killed process costs a run: frames and figures of interrupted runs.
 
 A run is observed from outside while it trains. Its own files do not say when it was interrupted: `metrics.csv` is cut
 back to the checkpoint from which a resumed run continues.

@@ -1,4 +1,4 @@
-"""Timelines of stages as pandas frames and figures: who works when, the idle share, and what is kept for backward."""
+"""Timelines of stages as pandas frames and figures: work over time, idle share, and what is kept for backward."""
 
 import json
 from collections.abc import Mapping
@@ -55,9 +55,9 @@ def read_timeline(run: str | Path) -> pd.DataFrame:
 
 
 def bubbles(timeline: pd.DataFrame) -> pd.DataFrame:
-    """The time of each step and the share of it in which workers stand still.
+    """The time of each step and the share of it in which workers are idle.
 
-    The time of a step is that of the worker that needs longest from its first span to its last, as in Qi et al., Zero
+    The time of a step is the longest time of any worker from its first span to its last, as in Qi et al., Zero
     bubble pipeline parallelism, 2024.
 
     Returns:
@@ -73,7 +73,7 @@ def bubbles(timeline: pd.DataFrame) -> pd.DataFrame:
 
 
 def fastest_step(timeline: pd.DataFrame) -> pd.DataFrame:
-    """The spans of the step that took least time: the one that the rest of the machine disturbed least."""
+    """The spans of the fastest step: the one that other programs disturbed least."""
     return timeline[timeline["step"] == bubbles(timeline)["time_ms"].idxmin()].reset_index(drop=True)
 
 
@@ -135,7 +135,7 @@ def _needs(name: tuple[str, int, int], names: Mapping[Any, tuple[str, int, int]]
 
 
 def bubble_formula(schedule: str, *, num_workers: int, num_microbatches: int) -> float:
-    """The share of a step in which workers stand still, if stages take equally long and messages take no time.
+    """The share of a step in which workers are idle, if stages take equally long and messages take no time.
 
     Sources: GPipe: Huang et al. 2019; 1F1B: Narayanan et al. 2019; Interleaved1F1B, two stages for each worker:
     Narayanan et al. 2021, section 2.2; ZBVZeroBubble, if forward and both halves of backward take equally long: Qi et

@@ -15,7 +15,7 @@ def clip_in_order(optimizer: Optimizer, clip_val: float, *, group: dist.ProcessG
     """`torch.nn.utils.clip_grad_norm_` for all parameters of `optimizer`.
 
     `group` are the processes that together have each row of each gradient once; None if this one has all. A row is what
-    an index of the first dim selects: where gradients are divided, whole rows are.
+    an index of the first dim selects. No mode divides a row.
     """
     parameters = [parameter for each in optimizer.param_groups for parameter in each["params"]]
     device = next(p.device for p in parameters if p.grad is not None)
@@ -43,7 +43,7 @@ def squares_of_rows(gradient: Tensor) -> Tensor:
 
 
 def _pairwise_sum(values: Tensor) -> Tensor:
-    """The sums over the last dim of `values`, (..., n), which are changed, by adding the second half to the first.
+    """The sums over the last dim of `values`, (..., n), by adding the second half to the first; overwrites `values`.
 
     These are additions of single elements, which have the same result in any kernel, shape and device.
     """

@@ -1,4 +1,4 @@
-"""The parts of a batch that pass one by one, and what they leave: gradients and running statistics, summed in a tree.
+"""The parts of a batch, which pass one by one; their gradients and running statistics are summed in a tree.
 
 Part v of V has the positions v, v + V, ... of a global batch. Process r of R reads the positions r, r + R, ... and so
 holds the parts r, r + R, ..., which are a subtree.
@@ -17,7 +17,7 @@ from lit_cifar.strategies.tree_sum import TreeSum, in_tree_order, tree_all_reduc
 
 
 class Parts:
-    """Those of one process.
+    """The parts that one process has, and the sums over them.
 
     Args:
         num_parts: V, a power of two, over all processes.
@@ -55,7 +55,7 @@ class Parts:
 
     @contextmanager
     def own_statistics(self, buffers: Iterable[Tensor] | None = None) -> Iterator[None]:
-        """The forward of a part, by whose layers `buffers` are changed, by default all; every part starts anew."""
+        """Around the forward of a part, which updates `buffers` (by default all) from their values before the step."""
         own = list(self._before if buffers is None else buffers)
         for buffer in own:
             # Not `copy_` alone: autograd would believe that a part whose backward is still to come has lost its input.
@@ -90,7 +90,7 @@ class Parts:
     # The gradients of single parts.
 
     def new_sum(self) -> TreeSum:
-        """A sum of something else, which is forgotten when a step begins."""
+        """A sum that the caller fills, and that is cleared when a step begins."""
         self._others.append(TreeSum())
         return self._others[-1]
 

@@ -11,7 +11,7 @@ from lit_cifar.strategies.network import compiles
 
 
 def check_same_bits(num_parts: int, trainer: L.Trainer, data: CIFAR10DataModule) -> None:
-    """Refuse what does not end with the same bits on any number of devices.
+    """Refuse a run that would not end with the same bits on every number of devices.
 
     Raises:
         ConfigError: A mode, a number of devices, or sizes that do not fit.

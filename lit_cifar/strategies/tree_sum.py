@@ -32,7 +32,7 @@ class TreeSum:
         self._sums.append((count, value))
 
     def take(self) -> Tensor:
-        """The sum of all, which are forgotten; their number must be a power of two."""
+        """The sum of all tensors, whose number must be a power of two; none is kept."""
         ((_, total),) = self._sums
         self.clear()
         return total
@@ -42,7 +42,7 @@ class TreeSum:
 
 
 def in_tree_order(count: int) -> list[int]:
-    """The numbers 0 to count - 1 by their bits read backwards, so that all that are equal modulo 2**k lie together."""
+    """The numbers 0 to count - 1, sorted by their reversed bits: those that are equal modulo 2**k are neighbours."""
     width = count.bit_length() - 1
     return sorted(range(count), key=lambda number: int(f"{number:0{width}b}"[::-1], 2) if width else 0)
 
@@ -58,7 +58,7 @@ def tree_sum(values: Iterable[Tensor]) -> Tensor:
 def tree_all_reduce(flat: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
     """The sum of `flat`, (n,), over the processes of `group`, in the order of the tree over the parts that they hold.
 
-    Each process adds a slice of all and sends the result to all, which is the traffic of a ring.
+    Each process adds one slice of all and sends the sum to all. A ring all-reduce sends as many bytes.
     """
     padded = F.pad(flat, (0, -len(flat) % dist.get_world_size(group)))
     total = tree_reduce_scatter(padded, group=group)

@@ -1,10 +1,11 @@
 """`--virtual_replicas=V`: training ends with the same bits on every number of processes that divides V.
 
-On two devices a batch is summed in another order than on one, and the kernels see other shapes, so that the results
-round differently. Here a global batch is cut into V parts on any number of processes. Each part passes forward and
+On two devices a batch is summed in another order than on one, and the kernels get other shapes. So the results round
+differently. Here a global batch is cut into V parts on any number of processes. Each part passes forward and
 backward by itself, and is normalised by itself (ghost batch normalisation, Hoffer et al., 2017). The gradients of the
-parts are summed in the order of one fixed binary tree, whose subtrees the processes hold. The same is done for the
-running statistics of BatchNorm: from those before the step each part makes its own, and their mean is kept.
+parts are summed in the order of one fixed binary tree, whose subtrees the processes hold. The
+running statistics of BatchNorm are treated alike: each part updates a copy of those before the step, and the mean of
+the copies is kept.
 
 The idea of parts that do not depend on the devices is that of Or, Zhang and Freedman, "VirtualFlow", MLSys 2022; equal
 bits are the aim of Li et al., "EasyScale", SC 2023.
@@ -45,7 +46,7 @@ class VirtualReplicas(Callback):
         self._parts = Parts(num_parts)
         self._are_microbatches = False
 
-    # What the module calls in the place of its own pass over a batch.
+    # What the module calls in place of its own pass over a batch.
 
     def train(self, module: L.LightningModule, batch: Batch, loss_of: Callable[[Batch], Tensor]) -> Tensor:
         """Forward and backward of all parts but the last, whose loss is returned for the backward of Lightning."""
