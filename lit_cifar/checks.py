@@ -5,10 +5,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
+from lit_cifar.batch_split import BatchSplit
 from lit_cifar.checkpoint.format import naming
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.errors import ConfigError
-from lit_cifar.layout import Layout
 from lit_cifar.models.blocks import check_network
 from lit_cifar.module import LitResNet
 from lit_cifar.sample_audit.digest import Receipt, order_settings
@@ -52,10 +52,10 @@ def check_run(
     if trainer.world_size == 1 and asked.trainer.sync_batchnorm:
         rank_zero_warn("--trainer.sync_batchnorm=true has no effect with one process, which sees the whole batch")
     _check_kernels(trainer, asked.trainer, compiles=module.compiles)
-    layout = Layout.of(trainer.strategy)
-    if asked.model.ghost_batchnorm is not None and layout != Layout():
+    batch_split = BatchSplit.of(trainer.strategy)
+    if asked.model.ghost_batchnorm is not None and batch_split != BatchSplit():
         raise ConfigError(
-            f"--model.ghost_batchnorm computes on one device what a mode does, and this run has a mode: {layout}",
+            f"--model.ghost_batchnorm computes on one device what a mode does, and this run has a mode: {batch_split}",
             remedy="leave it out, or leave out --trainer.strategy and pass --trainer.devices=1",
         )
     _check_sizes(module, data)

@@ -12,11 +12,11 @@ from typing import Any
 import lightning as L
 
 from lit_cifar import strategies
+from lit_cifar.batch_split import BatchSplit, GhostBatches
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.rendezvous import cluster_environment
-from lit_cifar.layout import GhostBatches, Layout
 from lit_cifar.module import LitResNet
 from lit_cifar.strategies.virtual_replicas import VirtualReplicas
 
@@ -108,13 +108,13 @@ class Variant:
 
     def ghost_batches(self, *, accumulation: int) -> GhostBatches:
         """How the mode cuts a global batch into the chunks that BatchNorm normalises together."""
-        chunks = self.layout().ghost_batches(accumulation=accumulation)
+        chunks = self.batch_split().ghost_batches(accumulation=accumulation)
         if not self.sync_batchnorm:
             return chunks
         return replace(chunks, synchronised=True) if accumulation > 1 else GhostBatches()
 
-    def layout(self) -> Layout:
-        return Layout.of(self._strategy())
+    def batch_split(self) -> BatchSplit:
+        return BatchSplit.of(self._strategy())
 
     def check(
         self, module: LitResNet, data: CIFAR10DataModule, sampler: TrainSampler, *, num_parts: int | None
@@ -125,7 +125,7 @@ class Variant:
         """
         trainer = self._trainer()
         trainer.strategy.connect(module)
-        replace(sampler, layout=Layout.of(trainer.strategy)).check()
+        replace(sampler, batch_split=BatchSplit.of(trainer.strategy)).check()
         if num_parts is not None:
             VirtualReplicas(num_parts).check(trainer, data)
 

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import Metric, MetricCollection
 
+from lit_cifar.batch_split import GhostBatches
 from lit_cifar.checkpoint.format import Header, add_prefix, check_shapes, read_checkpoint, strip_prefix
 from lit_cifar.data.images import Batch
 from lit_cifar.errors import CheckpointError, ConfigError
-from lit_cifar.layout import GhostBatches
 from lit_cifar.metrics import EvaluationMetrics, MeanLoss, TopAccuracy
 from lit_cifar.models import DEFAULT_ARCH, Arch, Stem, build_network, stem_of
 from lit_cifar.models.compiled import Compiled

@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from lit_cifar.models.blocks import Part
+from lit_cifar.models.blocks import SplitKind
 
 
 class Chain(nn.Sequential):
@@ -26,7 +26,7 @@ class Chain(nn.Sequential):
 class Widening(nn.Module):
     """A block that `tp` can split."""
 
-    tensor_split: ClassVar[dict[str, Part]] = {"up": "columns", "norm": "channels", "down": "rows"}
+    tensor_split: ClassVar[dict[str, SplitKind]] = {"up": "columns", "norm": "channels", "down": "rows"}
 
     def __init__(self, width: int) -> None:
         super().__init__()

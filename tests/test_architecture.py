@@ -18,7 +18,7 @@ PACKAGE = Path(lit_cifar.__file__).parent
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 # Each part may import the parts before it.
 LAYERS = [
-    {"errors", "kernels", "layout", "notebook"},
+    {"errors", "batch_split", "kernels", "notebook"},
     {"launch"},
     {"models", "watchdog"},
     {"data", "metrics", "optim"},

@@ -117,7 +117,7 @@ def test_a_draw_starts_few_operators_and_reads_nothing() -> None:
 def test_a_sample_is_augmented_alike_in_any_batch(images: Tensor) -> None:
     prepared, ids = AugmentedImages(images, Augmentation(seed=1, cutout=8)), torch.randperm(64)
     whole = prepared(ids, prepared.draw(ids, epoch=0))
-    for part in (ids[shard::3] for shard in range(3)):
+    for part in (ids[rank::3] for rank in range(3)):
         assert prepared(part, prepared.draw(part, epoch=0)).equal(whole[torch.isin(ids, part)])
 
 

@@ -124,14 +124,14 @@ def test_with_virtual_replicas_a_job_goes_to_other_sizes_and_modes_and_keeps_its
 # The samples.
 
 
-def training(starts: dict[Start, range], *, num_shards: int = 2) -> list[LoggedStep]:
+def training(starts: dict[Start, range], *, num_ranks: int = 2) -> list[LoggedStep]:
     """Two epochs of three steps over ids 0 to 4, of which each start runs some of the six steps."""
     batches = [[0, 1], [2, 3], [4]]
     return [
-        LoggedStep(start=start, rank=shard, shard=shard, epoch=step // 3, step=step, ids=tuple(ids[shard::num_shards]))
+        LoggedStep(start=start, rank=rank, dp_rank=rank, epoch=step // 3, step=step, ids=tuple(ids[rank::num_ranks]))
         for start, steps in starts.items()
         for step in steps
-        for shard in range(num_shards)
+        for rank in range(num_ranks)
         for ids in [batches[step % 3]]
     ]
 
@@ -156,7 +156,7 @@ def test_a_step_that_only_some_processes_finished_does_no_harm_once_it_is_repeat
 
 
 def test_another_number_of_processes_reads_the_same() -> None:
-    lines = training({FIRST: range(4)}) + training({SECOND: range(3, 6)}, num_shards=1)
+    lines = training({FIRST: range(4)}) + training({SECOND: range(3, 6)}, num_ranks=1)
     assert audit(lines, undisturbed=UNDISTURBED, num_samples=5).problems == []
 
 
@@ -205,21 +205,23 @@ def test_a_foreign_sample_is_found() -> None:
 
 
 def test_a_step_too_many_is_found() -> None:
-    lines = [*training({FIRST: range(6)}), LoggedStep(start=FIRST, rank=0, shard=0, epoch=2, step=6, ids=(0, 1))]
+    lines = [*training({FIRST: range(6)}), LoggedStep(start=FIRST, rank=0, dp_rank=0, epoch=2, step=6, ids=(0, 1))]
     found = audit(lines, undisturbed=UNDISTURBED, num_samples=5)
     assert "epoch 2, step 6: is not in the uninterrupted run" in found.problems
 
 
-def test_processes_of_one_shard_must_read_the_same() -> None:
-    lines = training({FIRST: range(6)}, num_shards=1)
+def test_processes_of_one_dp_rank_must_read_the_same() -> None:
+    lines = training({FIRST: range(6)}, num_ranks=1)
     twins = [replace(line, rank=1) for line in lines]
     assert audit([*lines, *twins], undisturbed=UNDISTURBED, num_samples=5).problems == []
     twins[0] = replace(twins[0], ids=(1, 0))
-    assert effective([*lines, *twins])[1] == ["epoch 0, step 0: the processes of shard 0 read different samples"]
+    assert effective([*lines, *twins])[1] == [
+        "epoch 0, step 0: the processes of data-parallel rank 0 read different samples"
+    ]
 
 
 def test_several_loader_steps_of_one_optimizer_step_belong_together() -> None:
-    halves = [replace(line, ids=(i,)) for line in training({FIRST: range(6)}, num_shards=1) for i in line.ids]
+    halves = [replace(line, ids=(i,)) for line in training({FIRST: range(6)}, num_ranks=1) for i in line.ids]
     assert audit(halves, undisturbed=UNDISTURBED, num_samples=5).problems == []
     assert num_repeated(halves) == 0
 
@@ -258,14 +260,14 @@ def test_the_journal_reads_back_as_it_was_written(tmp_path: Path, monkeypatch: p
         assert reader.newest == (1, restart)
     assert (reader.first_step((1, 2)), reader.last_step((1, 2)), reader.first_step((1, 1))) == (5, 6, None)
     assert len(reader.lines) == 8
-    assert reader.lines[0] == LoggedStep(start=FIRST, rank=0, shard=0, epoch=0, step=5, ids=(50,))
+    assert reader.lines[0] == LoggedStep(start=FIRST, rank=0, dp_rank=0, epoch=0, step=5, ids=(50,))
     assert reader.num_starts == 3, "the second one did not live to announce itself"
     assert effective(reader.lines)[0] == {(0, 5): [50, 51], (0, 6): [60, 61]}
 
 
 def test_a_line_that_is_being_written_waits(tmp_path: Path) -> None:
     reader = JournalReader(tmp_path)
-    line = json.dumps({"start": [1, 0], "rank": 0, "shard": 0, "epoch": 0, "step": 3, "ids": [1]}) + "\n"
+    line = json.dumps({"start": [1, 0], "rank": 0, "dp_rank": 0, "epoch": 0, "step": 3, "ids": [1]}) + "\n"
     file = tmp_path / "rank0.jsonl"
     file.write_text(line + line[:9])
     reader.refresh()
@@ -422,7 +424,7 @@ class PretendedJob:
         if self.begins:
             self.starts += 1
             first = self.begins.pop(0)
-            content = {"start": (self.starts, 0), "rank": 0, "shard": 0, "epoch": 0, "ids": [0]}
+            content = {"start": (self.starts, 0), "rank": 0, "dp_rank": 0, "epoch": 0, "ids": [0]}
             lines = [json.dumps(content | {"step": step}) for step in range(first, first + 12)]
         with (self.folder / "rank0.jsonl").open("a") as file:
             file.writelines(line + "\n" for line in lines)

@@ -16,9 +16,9 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch.nn.parallel import DistributedDataParallel
 
 import lit_cifar.strategies.ddp_mp
+from lit_cifar.batch_split import BatchSplit
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.errors import ConfigError
-from lit_cifar.layout import Layout
 from lit_cifar.module import LitResNet
 from lit_cifar.strategies import DDPLayerParallelStrategy, ProcessSyncBatchNorm
 
@@ -78,11 +78,11 @@ def test_processes_and_their_devices(
 def test_plan_names_the_devices_of_every_process() -> None:
     strategy = strategy_of(4, num_microbatches=2)
     strategy.connect(LitResNet("resnet10", stem="imagenet"))
-    first, second, other = strategy.plan()
+    first, second, other = strategy.split_lines()
     assert "cuda 0 " in first
     assert "cuda 1 " in second
     assert other == "process 1: the same on cuda 2, cuda 3"
-    assert Layout.of(strategy) == Layout(num_shards=2, num_microbatches=2)
+    assert BatchSplit.of(strategy) == BatchSplit(dp_size=2, num_microbatches=2)
 
 
 def test_the_process_group_is_not_tied_to_one_of_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:

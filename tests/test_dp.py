@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models.resnet import BasicBlock, ResNet
 
 import lit_cifar.strategies
+from lit_cifar.batch_split import BatchSplit
 from lit_cifar.errors import ConfigError
-from lit_cifar.layout import Layout
 from lit_cifar.strategies import DataParallelStrategy
 from lit_cifar.strategies.replicas import EmulatedReplicas, _DataParallel, in_context_of_caller, replica_of, replicate
 
@@ -241,9 +241,9 @@ def test_registered_once_and_reloadable() -> None:
     assert StrategyRegistry.available_strategies().count("dp") == 1
 
 
-def test_layout_is_known_before_fit() -> None:
+def test_batch_split_is_known_before_fit() -> None:
     trainer = dp_trainer(devices=3)
-    assert Layout.of(trainer.strategy) == Layout(num_shards=1, shard=0, replicas_per_shard=3)
+    assert BatchSplit.of(trainer.strategy) == BatchSplit(dp_size=1, dp_rank=0, replicas_per_rank=3)
     assert trainer.strategy.replica_of(4).tolist() == [0, 0, 1, 1]
     assert (trainer.world_size, trainer.global_rank, trainer.is_global_zero) == (1, 0, True)
     assert not trainer._accelerator_connector.is_distributed, "Lightning would divide the data among processes"
@@ -434,5 +434,5 @@ def test_fit_on_cuda(num_replicas: int) -> None:
     module = Lit()
     trainer = L.Trainer(strategy=strategy, accelerator="gpu", devices=1, max_epochs=1, precision="bf16-mixed", **QUIET)
     trainer.fit(module, loader(8, batch_size=4), loader(5, batch_size=4))
-    assert Layout.of(strategy).num_replicas == num_replicas
+    assert BatchSplit.of(strategy).num_replicas == num_replicas
     assert all(logits.isfinite().all() for logits in module.seen)

@@ -16,12 +16,12 @@ import torch
 from commands import TINY, counts, launch, run_here
 from torch import Tensor, nn
 
+from lit_cifar.batch_split import BatchSplit, GhostBatches
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.data.augment import Augmentation, AugmentedImages
 from lit_cifar.data.images import ImageSet
 from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.samplers import TrainSampler
-from lit_cifar.layout import GhostBatches, Layout
 from lit_cifar.models import build_resnet
 from lit_cifar.models.ghost_batchnorm import normalise_apart
 from lit_cifar.models.partition import Partition
@@ -53,7 +53,7 @@ def images_of(num_images: int) -> ImageSet:
 
 
 def sampler_of(images: ImageSet) -> TrainSampler:
-    return TrainSampler(num_samples=len(images), batch_size=16, layout=Layout())
+    return TrainSampler(num_samples=len(images), batch_size=16, batch_split=BatchSplit())
 
 
 def test_augmentation_gives_the_same_bytes() -> None:

@@ -6,13 +6,13 @@ import lightning as L
 import pytest
 import torch
 
+from lit_cifar.batch_split import BatchSplit
 from lit_cifar.errors import ConfigError
-from lit_cifar.layout import Layout
 from lit_cifar.models import build_resnet
 from lit_cifar.modes import Variant, variants
 from lit_cifar.strategies import DataParallelStrategy, OneDeviceDDPStrategy
 from lit_cifar.verify.comparison import EXACT_BOUND
-from lit_cifar.verify.configuration import Settings
+from lit_cifar.verify.configuration import Configuration
 from lit_cifar.verify.gpu_placement import placed
 from lit_cifar.verify.launcher import Launcher
 from lit_cifar.verify.self_test import ARGS
@@ -60,7 +60,7 @@ def test_on_one_gpu_parts_share_it() -> None:
 def test_a_mode_that_shares_a_gpu_computes_the_same(name: str, devices: int) -> None:
     mode = variants(devices)[name]
     on = placed(mode, num_gpus=1)
-    assert (on.num_processes, on.layout()) == (mode.num_processes, mode.layout())
+    assert (on.num_processes, on.batch_split()) == (mode.num_processes, mode.batch_split())
     assert on.sync_batchnorm == mode.sync_batchnorm
 
 
@@ -72,11 +72,11 @@ def test_what_cannot_share_a_gpu_is_refused_by_its_name() -> None:
 def test_verify_puts_the_parts_of_a_mode_on_the_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for name in ("module", "data", "train_sampler"):
-        monkeypatch.setattr(Settings, name, lambda *args: None)
+        monkeypatch.setattr(Configuration, name, lambda *args: None)
     monkeypatch.setattr(Variant, "check", lambda *args, num_parts: None)
     found: dict[str, list[str]] = {}
     for accelerator in ("gpu", "cpu"):
-        settings, said = Settings((), {"trainer": {"accelerator": accelerator}}), []
+        settings, said = Configuration((), {"trainer": {"accelerator": accelerator}}), []
         wanted = [variants(2)[name] for name in ("single", "dp", "pp")]
         found[accelerator] = [mode.strategy for mode in _possible(wanted, settings, said.append, leave_out=True)] + said
     assert found["cpu"] == ["auto", "dp", "PipelineStrategy"]
@@ -89,7 +89,7 @@ def test_verify_puts_the_parts_of_a_mode_on_the_one_gpu(monkeypatch: pytest.Monk
 def test_replicas_on_one_device() -> None:
     strategy = DataParallelStrategy(num_replicas=3)
     strategy.parallel_devices = [torch.device("cpu")]
-    assert Layout.of(strategy).replicas_per_shard == 3
+    assert BatchSplit.of(strategy).replicas_per_rank == 3
     network = build_resnet("tiny", stem="imagenet")
     assert strategy.make_runner(network).num_replicas == 3  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"num_replicas=3.*\n.*num_replicas=4"):
@@ -107,7 +107,9 @@ def test_one_device_stands_for_several() -> None:
 def test_parts_on_one_device_train_what_one_device_trains(tmp_path: Path) -> None:
     """On the CPU in place of the GPU, with everything else as it is there."""
     on_one = [placed(variants(2)[name], num_gpus=1) for name, place in places(1).items() if place]
-    launcher = Launcher(Settings.of([*ARGS, "--data.drop_last=true"], devices=2, folder=tmp_path), 3, tmp_path, print)
+    launcher = Launcher(
+        Configuration.of([*ARGS, "--data.drop_last=true"], devices=2, folder=tmp_path), 3, tmp_path, print
+    )
     rows = verify_modes(Verifier(launcher), on_one)
     assert {row.mode: row.problems for row in rows} == {mode.name: [] for mode in on_one}
     assert max(max(row.differences.values()) for row in rows) <= EXACT_BOUND

@@ -9,10 +9,10 @@ from commands import TINY, run_here
 from comparing import assert_same_checkpoint
 from torch import nn
 
+from lit_cifar.batch_split import BatchSplit
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.signals import EXIT_STOPPED
-from lit_cifar.layout import Layout
 from lit_cifar.module import LitResNet
 from lit_cifar.strategies import LayerParallelStrategy
 
@@ -35,9 +35,9 @@ def trainer_of(*, devices: int = 2, sync_batchnorm: bool = False, **sizes: Any) 
 def test_stages_over_devices(devices: int, num_stages: int | None, places: list[int]) -> None:
     trainer = trainer_of(devices=devices, num_stages=num_stages)
     trainer.strategy.connect(LitResNet("resnet10", stem="imagenet"))
-    plan = trainer.strategy.plan()
-    assert len(trainer.strategy.stage_devices) == len(plan) == len(places)
-    assert [line.split("  ")[1].strip() for line in plan] == [f"cpu {place}" for place in places]
+    lines = trainer.strategy.split_lines()
+    assert len(trainer.strategy.stage_devices) == len(lines) == len(places)
+    assert [line.split("  ")[1].strip() for line in lines] == [f"cpu {place}" for place in places]
 
 
 def test_cuts_can_be_named() -> None:
@@ -46,8 +46,8 @@ def test_cuts_can_be_named() -> None:
     assert [stage.span for stage in trainer.strategy.partition.stages] == ["stem to layer3.0", "layer4.0 to head"]
 
 
-def test_layout_is_known_before_fit() -> None:
-    assert Layout.of(trainer_of(num_microbatches=4).strategy) == Layout(num_microbatches=4)
+def test_batch_split_is_known_before_fit() -> None:
+    assert BatchSplit.of(trainer_of(num_microbatches=4).strategy) == BatchSplit(num_microbatches=4)
 
 
 # ---------------------------------------------------------------- what is refused

@@ -12,18 +12,18 @@ import torch
 from commands import TINY, launch, mode_flags, run_here
 from short_fits import losses
 
+from lit_cifar.batch_split import GhostBatches
 from lit_cifar.cli import CLI
-from lit_cifar.layout import GhostBatches
 from lit_cifar.modes import Variant, variants
 from lit_cifar.verify import checkpoint_check as verified
 from lit_cifar.verify.checkpoint_check import Evaluation
 from lit_cifar.verify.comparison import EXACT_BOUND
-from lit_cifar.verify.configuration import Settings
+from lit_cifar.verify.configuration import Configuration
 from lit_cifar.verify.launcher import Launcher
 from lit_cifar.verify.record import Record
 from lit_cifar.verify.reference import References
 from lit_cifar.verify.runs import Outcome
-from lit_cifar.verify.verdict_table import Row
+from lit_cifar.verify.verdict_table import VerifiedMode
 from lit_cifar.verify.verifier import Case, Verifier
 
 PAGE = Path(__file__).parents[1] / "docs" / "gpu-options.md"
@@ -153,7 +153,7 @@ class Verifiers:
                 flags.append("--trainer.callbacks+=option_backends.QuickCompiler")
             folder = self.folder / f"{len(self._found)}"
             folder.mkdir()
-            settings = Settings.of(flags, devices=4, folder=folder)
+            settings = Configuration.of(flags, devices=4, folder=folder)
             self._found[option] = Verifier(Launcher(settings, 3, folder, lambda line: None))
             if not re.search("fused|bf16", option):  # the others change nothing in what one device computes
                 self._plain = self._plain or self._found[option]
@@ -161,7 +161,7 @@ class Verifiers:
         return self._found[option]
 
 
-def compared(verifier: Verifier, mode: Variant) -> Row:
+def compared(verifier: Verifier, mode: Variant) -> VerifiedMode:
     (row,) = [compared.row for compared in verifier.compare([Case(mode)])]
     return row
 
@@ -213,7 +213,7 @@ def test_the_one_device_goes_without_what_the_modes_are_to_show_equal(
     monkeypatch.setattr(Record, "num_steps", 2)
     monkeypatch.setattr(Record, "step", lambda self, number: STEP)
     config = {"trainer": {"precision": precision, "accelerator": "cpu"}, "data": {"batch_size": 8, "val_size": 0}}
-    settings = Settings(("--model.compile=true", "--model.channels_last=true", f"--precision={precision}"), config)
+    settings = Configuration(("--model.compile=true", "--model.channels_last=true", f"--precision={precision}"), config)
     references = References(Launcher(settings, 2, tmp_path, lambda line: None))
     with ThreadPoolExecutor() as pool:
         references.start(GhostBatches(), pool)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from lit_cifar.batch_split import GhostBatches
 from lit_cifar.errors import ConfigError
-from lit_cifar.layout import GhostBatches
 from lit_cifar.models.blocks import blocks_of
 from lit_cifar.models.ghost_batchnorm import normalise_apart
 from lit_cifar.models.partition import Block, Partition, balanced, measure

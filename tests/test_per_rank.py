@@ -164,7 +164,7 @@ def test_a_run_without_a_folder_still_prints_its_table(
 class Replicas(SingleDeviceStrategy):
     """One process that pretends to compute each batch in chunks on three devices, as `dp` does."""
 
-    replicas_per_shard = 3
+    replicas_per_rank = 3
 
     def replica_of(self, num_samples: int) -> Tensor:
         sizes = [len(chunk) for chunk in torch.arange(num_samples).chunk(3)]

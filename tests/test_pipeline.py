@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 
 from lit_cifar.analysis.stage_timeline import bubble_formula, bubbles, read_timeline, replay
+from lit_cifar.batch_split import BatchSplit, GhostBatches
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.errors import ConfigError
-from lit_cifar.layout import GhostBatches, Layout
 from lit_cifar.models import build_resnet
 from lit_cifar.models.ghost_batchnorm import normalise_apart
 from lit_cifar.models.partition import Partition
@@ -81,24 +81,26 @@ def trainer(devices: int, strategy: PipelineStrategy | str, **settings: object) 
 
 
 @pytest.mark.parametrize(
-    ("devices", "strategy", "layout"),
+    ("devices", "strategy", "batch_split"),
     [
-        (2, "pp", Layout(num_microbatches=4)),
-        (4, "pp", Layout(num_microbatches=4)),
-        (5, "pp", Layout(num_microbatches=5)),
-        (8, "pp", Layout(num_microbatches=8)),
-        (3, PipelineStrategy(schedule="ZBVZeroBubble"), Layout(num_microbatches=5)),
-        (5, PipelineStrategy(num_microbatches=6), Layout(num_microbatches=6)),
-        (4, "ddp_pp", Layout(num_shards=2, num_microbatches=4)),
-        (4, PipelineStrategy(num_stages=4, schedule="ZBVZeroBubble"), Layout(num_shards=2, num_microbatches=4)),
-        (3, PipelineStrategy(num_stages=1, num_microbatches=1), Layout(num_shards=3)),
+        (2, "pp", BatchSplit(num_microbatches=4)),
+        (4, "pp", BatchSplit(num_microbatches=4)),
+        (5, "pp", BatchSplit(num_microbatches=5)),
+        (8, "pp", BatchSplit(num_microbatches=8)),
+        (3, PipelineStrategy(schedule="ZBVZeroBubble"), BatchSplit(num_microbatches=5)),
+        (5, PipelineStrategy(num_microbatches=6), BatchSplit(num_microbatches=6)),
+        (4, "ddp_pp", BatchSplit(dp_size=2, num_microbatches=4)),
+        (4, PipelineStrategy(num_stages=4, schedule="ZBVZeroBubble"), BatchSplit(dp_size=2, num_microbatches=4)),
+        (3, PipelineStrategy(num_stages=1, num_microbatches=1), BatchSplit(dp_size=3)),
     ],
 )
-def test_processes_of_a_pipeline_share_a_shard(devices: int, strategy: PipelineStrategy | str, layout: Layout) -> None:
+def test_processes_of_a_pipeline_read_the_same_part(
+    devices: int, strategy: PipelineStrategy | str, batch_split: BatchSplit
+) -> None:
     made = trainer(devices, strategy).strategy
-    assert Layout.of(made) == layout
+    assert BatchSplit.of(made) == batch_split
     assert isinstance(made, PipelineStrategy)
-    assert made.strategy_name == ("pp" if layout.num_shards == 1 else "ddp_pp")
+    assert made.strategy_name == ("pp" if batch_split.dp_size == 1 else "ddp_pp")
 
 
 REFUSED = {

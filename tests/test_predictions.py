@@ -9,8 +9,8 @@ import pytest
 import torch
 from tiny_task import CLASSES, Batches, TinyData, TinyTask, fake_trainer, tiny_trainer
 
+from lit_cifar.batch_split import BatchSplit
 from lit_cifar.data.predict_files import FolderImages
-from lit_cifar.layout import Layout
 from lit_cifar.reporting.predictions import PredictionWriter
 
 NAMES = ("b.png", 'odd, "name".png', "broken.png", "sub/a.jpg", "notes.txt", "z.png")
@@ -60,24 +60,24 @@ def test_images_that_a_limited_run_did_not_reach_say_so(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("shards", [[0, 1, 2], [0, 0, 1, 1, 2, 2]], ids=["each once", "each on two processes"])
-def test_tables_of_several_processes_add_up(tmp_path: Path, shards: list[int]) -> None:
+@pytest.mark.parametrize("ranks", [[0, 1, 2], [0, 0, 1, 1, 2, 2]], ids=["each once", "each on two processes"])
+def test_tables_of_several_processes_add_up(tmp_path: Path, ranks: list[int]) -> None:
     data, task = folder_data(), TinyTask()
     tables = []
 
-    def process(shard: int, reduce: Any) -> PredictionWriter:
+    def process(rank: int, reduce: Any) -> PredictionWriter:
         trainer = fake_trainer(datamodule=data, is_global_zero=True, log_dir=str(tmp_path), loggers=["some"])
         trainer.strategy.reduce = reduce
         writer = PredictionWriter()
         writer.on_predict_epoch_start(trainer, task)
-        for index, batch in enumerate(Batches(data.sets["predict"], 3, Layout(num_shards=3, shard=shard))):
+        for index, batch in enumerate(Batches(data.sets["predict"], 3, BatchSplit(dp_size=3, dp_rank=rank))):
             writer.on_predict_batch_end(trainer, task, task.predict_step(_float(batch), index), batch, index)
         writer.on_predict_epoch_end(trainer, task)
         return writer
 
-    for shard in shards[:-1]:
-        process(shard, lambda table, reduce_op: tables.append(table) or table)
-    last = process(shards[-1], lambda table, reduce_op: torch.stack([*tables, table]).sum(dim=0))
+    for rank in ranks[:-1]:
+        process(rank, lambda table, reduce_op: tables.append(table) or table)
+    last = process(ranks[-1], lambda table, reduce_op: torch.stack([*tables, table]).sum(dim=0))
     assert [list(row) for row in last.rows] == expected_rows()
 
 

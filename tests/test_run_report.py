@@ -110,8 +110,8 @@ def test_a_run_without_loggers_has_no_folder(tmp_path: Path, capsys: pytest.Capt
     assert list(tmp_path.iterdir()) == []
 
 
-def plan_of(*, batch_size: int, accumulation: int = 1, **strategy: Any) -> list[str]:
-    """The plan of two processes that read a shard each."""
+def lines_of(*, batch_size: int, accumulation: int = 1, **strategy: Any) -> list[str]:
+    """What is printed about two processes that read a part of each batch."""
     shards = {"num_replicas": 2, "rank": 0}
     facts = {"distributed_sampler_kwargs": shards, "root_device": torch.device("cpu"), "strategy_name": "made_up"}
     trainer: Any = SimpleNamespace(
@@ -125,7 +125,7 @@ def plan_of(*, batch_size: int, accumulation: int = 1, **strategy: Any) -> list[
 
 
 def test_plan_divides_the_global_batch() -> None:
-    assert plan_of(batch_size=128, accumulation=4, replicas_per_shard=2) == [
+    assert lines_of(batch_size=128, accumulation=4, replicas_per_rank=2) == [
         "model       resnet10, imagenet stem, 4.91 M parameters",
         "data        CIFAR-10: 50,000 images to train on",
         "batch       128 = 4 replicas x 8 x 4 accumulated images per optimizer step",
@@ -138,18 +138,18 @@ def test_plan_divides_the_global_batch() -> None:
     [(1, "64 = 2 replicas x 4 microbatches x 8"), (2, "64 = 2 replicas x 4 microbatches x 4 x 2 accumulated")],
 )
 def test_plan_divides_replicas_into_microbatches(accumulation: int, division: str) -> None:
-    lines = plan_of(batch_size=64, accumulation=accumulation, num_microbatches=4)
+    lines = lines_of(batch_size=64, accumulation=accumulation, num_microbatches=4)
     assert lines[2] == f"batch       {division} images per optimizer step"
 
 
 def test_plan_ends_with_what_the_mode_splits() -> None:
     """The strategy's own lines, below one label and in one column."""
     table = Partition.of(build_resnet("resnet34"), IMAGE, num_stages=2).table(["process 0", "process 1"])
-    lines = plan_of(batch_size=64, plan=lambda: table)
+    lines = lines_of(batch_size=64, split_lines=lambda: table)
     assert lines[3].startswith("mode ")
     assert lines[4:] == [f"split       {table[0]}", f"            {table[1]}"]
     assert max(len(line) for line in lines) <= 120
-    assert len(plan_of(batch_size=64, plan=list)) == 4
+    assert len(lines_of(batch_size=64, split_lines=list)) == 4
 
 
 def test_folders_elsewhere_stay_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,34 +20,34 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lit_cifar.batch_split import BatchSplit
 from lit_cifar.checkpoint.exact_resume import ExactResume
 from lit_cifar.cli import main
 from lit_cifar.data import Batch, CIFAR10DataModule
 from lit_cifar.data.samplers import BatchIds, TrainSampler
 from lit_cifar.errors import CheckpointError, ConfigError, SampleAuditError
-from lit_cifar.layout import Layout
 from lit_cifar.sample_audit.callback import SampleAudit, write_epoch
 from lit_cifar.sample_audit.digest import EMPTY, Receipt, Tally, chain, order_settings, planned, prove
 
 CPU = torch.device("cpu")
 
 
-def sampler_of(num_shards: int = 1, *, shard: int = 0, epoch: int = 3, **settings: Any) -> TrainSampler:
+def sampler_of(num_ranks: int = 1, *, rank: int = 0, epoch: int = 3, **settings: Any) -> TrainSampler:
     """100 samples in batches of 24: the last one has four."""
-    layout = Layout(num_shards=num_shards, shard=shard)
-    return TrainSampler(**({"num_samples": 100, "batch_size": 24} | settings), layout=layout, epoch=epoch)
+    batch_split = BatchSplit(dp_size=num_ranks, dp_rank=rank)
+    return TrainSampler(**({"num_samples": 100, "batch_size": 24} | settings), batch_split=batch_split, epoch=epoch)
 
 
-def used(num_shards: int = 1, *, loader_steps: int | None = None, **settings: Any) -> Tensor:
-    """The sum of the tallies of all shards after so many batches, by default a whole epoch."""
+def used(num_ranks: int = 1, *, loader_steps: int | None = None, **settings: Any) -> Tensor:
+    """The sum of the tallies of all ranks after so many batches, by default a whole epoch."""
     return sum(
-        tally_of(sampler_of(num_shards, shard=shard, **settings), loader_steps=loader_steps).uses
-        for shard in range(num_shards)
+        tally_of(sampler_of(num_ranks, rank=rank, **settings), loader_steps=loader_steps).uses
+        for rank in range(num_ranks)
     )
 
 
 def tally_of(sampler: TrainSampler, *, loader_steps: int | None = None, tally: Tally | None = None) -> Tally:
-    """What a shard counts while it iterates."""
+    """What a rank counts while it iterates."""
     tally = tally or Tally(sampler.num_samples, epoch=sampler.epoch, device=CPU)
     for part in list(sampler)[:loader_steps]:
         tally.count(part.ids, accumulation=sampler.accumulation)
@@ -65,17 +65,17 @@ def batches_of(sampler: TrainSampler) -> list[list[int]]:
     return [batch.tolist() for batch in sampler.order().split(sampler.batch_size)][: sampler.num_batches]
 
 
-CUTS = [(num_shards, accumulation) for num_shards in (1, 2, 3, 4) for accumulation in (1, 2, 3)]
+CUTS = [(num_ranks, accumulation) for num_ranks in (1, 2, 3, 4) for accumulation in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize(("num_shards", "accumulation"), CUTS)
+@pytest.mark.parametrize(("num_ranks", "accumulation"), CUTS)
 def test_an_epoch_is_proven_and_has_one_digest_however_it_is_cut(
-    num_shards: int, accumulation: int, drop_last: bool
+    num_ranks: int, accumulation: int, drop_last: bool
 ) -> None:
     settings = {"accumulation": accumulation, "drop_last": drop_last}
-    sampler = sampler_of(num_shards, **settings)
-    uses = used(num_shards, **settings)
+    sampler = sampler_of(num_ranks, **settings)
+    uses = used(num_ranks, **settings)
     prove(uses, sampler, loader_steps=len(sampler))
     assert int(uses.count_nonzero()) == (96 if drop_last else 100)
     batches = batches_of(sampler_of(drop_last=drop_last))
@@ -84,12 +84,12 @@ def test_an_epoch_is_proven_and_has_one_digest_however_it_is_cut(
         assert chain(EMPTY, uses, num_steps=num_steps) == digest_by_hand(batches[:num_steps])
 
 
-@pytest.mark.parametrize(("num_shards", "accumulation"), CUTS)
-def test_every_part_of_an_epoch_is_proven_and_no_other(num_shards: int, accumulation: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "accumulation"), CUTS)
+def test_every_part_of_an_epoch_is_proven_and_no_other(num_ranks: int, accumulation: int) -> None:
     """Also within an optimizer step, where a limit on the batches of an epoch may end it."""
-    sampler = sampler_of(num_shards, accumulation=accumulation)
-    # Of the four samples of the last batch there are none for some batches of some shards, or of all.
-    tallies = [used(num_shards, accumulation=accumulation, loader_steps=n) for n in range(len(sampler) + 1)]
+    sampler = sampler_of(num_ranks, accumulation=accumulation)
+    # Of the four samples of the last batch there are none for some batches of some ranks, or of all.
+    tallies = [used(num_ranks, accumulation=accumulation, loader_steps=n) for n in range(len(sampler) + 1)]
     for steps, uses in enumerate(tallies):
         prove(uses, sampler, loader_steps=steps)
         for others, other in enumerate(tallies):
@@ -167,8 +167,8 @@ def test_an_order_that_is_no_permutation_is_no_proof(monkeypatch: pytest.MonkeyP
     assert complaint(used(), sampler, loader_steps=5)[1:] == ["used more than once: 1 samples, ids 5"]
 
 
-def test_a_sampler_that_shards_wrongly_is_found() -> None:
-    """Both processes read the first shard."""
+def test_a_sampler_that_divides_wrongly_is_found() -> None:
+    """Both processes read the part of the first."""
     sampler = sampler_of(2, shuffle=False)
     text = complaint(2 * tally_of(sampler).uses, sampler, loader_steps=5)
     assert text[1:] == [
@@ -191,11 +191,9 @@ def test_a_sampler_that_ignores_its_offset_is_found() -> None:
 
 
 @pytest.mark.parametrize("step", range(6))
-@pytest.mark.parametrize(("num_shards", "accumulation"), CUTS)
-def test_a_resumed_tally_goes_on_to_the_whole_epoch(num_shards: int, accumulation: int, step: int) -> None:
-    samplers = [
-        sampler_of(num_shards, shard=shard, accumulation=accumulation, start=step) for shard in range(num_shards)
-    ]
+@pytest.mark.parametrize(("num_ranks", "accumulation"), CUTS)
+def test_a_resumed_tally_goes_on_to_the_whole_epoch(num_ranks: int, accumulation: int, step: int) -> None:
+    samplers = [sampler_of(num_ranks, rank=rank, accumulation=accumulation, start=step) for rank in range(num_ranks)]
     tallies = [Tally.resumed(sampler, step=step, device=CPU) for sampler in samplers]
     for sampler, tally in zip(samplers, tallies, strict=True):
         tally_of(sampler, tally=tally)
@@ -253,9 +251,9 @@ def test_a_receipt_survives_a_checkpoint_that_holds_tensors_and_primitives_alone
             Receipt.read(damaged)
 
 
-@pytest.mark.parametrize(("num_shards", "accumulation"), CUTS)
-def test_a_receipt_fits_any_number_of_processes(num_shards: int, accumulation: int) -> None:
-    sampler = sampler_of(num_shards, shard=num_shards - 1, accumulation=accumulation)
+@pytest.mark.parametrize(("num_ranks", "accumulation"), CUTS)
+def test_a_receipt_fits_any_number_of_processes(num_ranks: int, accumulation: int) -> None:
+    sampler = sampler_of(num_ranks, rank=num_ranks - 1, accumulation=accumulation)
     for step in range(6):
         receipt_at(step).check(sampler, order_settings(sampler, **SETTINGS))
 
@@ -409,7 +407,7 @@ def test_a_run_without_a_folder_is_proven_all_the_same(monkeypatch: pytest.Monke
     receipt = SampleAudit()
     trainer = L.Trainer(fast_dev_run=2, accelerator="cpu", devices=1, callbacks=[receipt], limit_val_batches=0)
     trainer.fit(Colours(), datamodule=data())
-    monkeypatch.setattr(TrainSampler, "__iter__", _sharded_wrongly)
+    monkeypatch.setattr(TrainSampler, "__iter__", _divided_wrongly)
     trainer = L.Trainer(fast_dev_run=2, accelerator="cpu", devices=1, callbacks=[receipt], limit_val_batches=0)
     with pytest.raises(SampleAuditError, match="missing: 16 samples"):
         trainer.fit(Colours(), datamodule=data())
@@ -422,9 +420,9 @@ def _without_offset(self: TrainSampler) -> Iterator[BatchIds]:
     return _iterate(replace(self, start=0))
 
 
-def _sharded_wrongly(self: TrainSampler) -> Iterator[BatchIds]:
+def _divided_wrongly(self: TrainSampler) -> Iterator[BatchIds]:
     """One process reads as if there were another one, or two read the same."""
-    return _iterate(replace(self, layout=Layout(num_shards=2)))
+    return _iterate(replace(self, batch_split=BatchSplit(dp_size=2)))
 
 
 def _one_step_short(self: TrainSampler) -> Iterator[BatchIds]:
@@ -488,7 +486,7 @@ def test_a_resumed_run_whose_sampler_ignores_its_offset_is_stopped(
 
 
 @pytest.mark.parametrize(
-    ("mistake", "text"), [(_sharded_wrongly, "missing: 40 samples"), (_one_step_short, "missing: 16 samples")]
+    ("mistake", "text"), [(_divided_wrongly, "missing: 40 samples"), (_one_step_short, "missing: 16 samples")]
 )
 def test_a_run_that_loses_samples_is_stopped(
     mistake: Any, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -572,7 +570,7 @@ class ShardWrongly(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Plant the mistake."""
         sampler = trainer.train_dataloader.sampler
-        sampler.layout = replace(sampler.layout, shard=0)
+        sampler.batch_split = replace(sampler.batch_split, dp_rank=0)
 
 
 def run_two_processes(folder: Path) -> None:

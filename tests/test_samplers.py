@@ -8,61 +8,61 @@ from counting import Operators
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
+from lit_cifar.batch_split import BatchSplit
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.augment import Augmentation, AugmentedImages
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.data.loader import _BLOCK_ON_DEVICE, BatchLoader
 from lit_cifar.data.samplers import BatchIds, EvaluationSampler, TrainSampler
 from lit_cifar.errors import CheckpointError, ConfigError
-from lit_cifar.layout import Layout
 
-SHARDS = [1, 2, 3, 4, 7]
+NUM_RANKS = [1, 2, 3, 4, 7]
 
 
-def train_parts(num_shards: int, *, accumulation: int = 1, epoch: int = 0, **settings: object) -> list[list[BatchIds]]:
-    """The parts of every shard, by loader step."""
+def train_parts(num_ranks: int, *, accumulation: int = 1, epoch: int = 0, **settings: object) -> list[list[BatchIds]]:
+    """The parts of every rank, by loader step."""
     samplers = [
         TrainSampler(
             **({"num_samples": 1000, "batch_size": 168} | settings),
-            layout=Layout(num_shards=num_shards, shard=shard),
+            batch_split=BatchSplit(dp_size=num_ranks, dp_rank=rank),
             accumulation=accumulation,
         )
-        for shard in range(num_shards)
+        for rank in range(num_ranks)
     ]
     for sampler in samplers:
         sampler.set_epoch(epoch)
     return [list(step) for step in zip(*samplers, strict=True)]
 
 
-def global_batches(num_shards: int, *, accumulation: int = 1, **settings: object) -> list[list[int]]:
+def global_batches(num_ranks: int, *, accumulation: int = 1, **settings: object) -> list[list[int]]:
     """The sorted ids of every optimizer step, over shards and accumulation steps."""
-    steps = train_parts(num_shards, accumulation=accumulation, **settings)
+    steps = train_parts(num_ranks, accumulation=accumulation, **settings)
     groups = [steps[i : i + accumulation] for i in range(0, len(steps), accumulation)]
     return [sorted(int(i) for step in group for part in step for i in part.ids) for group in groups]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
-@pytest.mark.parametrize("num_shards", SHARDS)
-def test_every_global_batch_is_the_same_for_any_number_of_processes(num_shards: int, accumulation: int) -> None:
-    assert global_batches(num_shards, accumulation=accumulation, epoch=3) == global_batches(1, epoch=3)
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
+def test_every_global_batch_is_the_same_for_any_number_of_processes(num_ranks: int, accumulation: int) -> None:
+    assert global_batches(num_ranks, accumulation=accumulation, epoch=3) == global_batches(1, epoch=3)
 
 
-@pytest.mark.parametrize("num_shards", SHARDS)
-def test_an_epoch_uses_every_sample_once(num_shards: int) -> None:
-    assert sorted(i for batch in global_batches(num_shards) for i in batch) == list(range(1000))
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
+def test_an_epoch_uses_every_sample_once(num_ranks: int) -> None:
+    assert sorted(i for batch in global_batches(num_ranks) for i in batch) == list(range(1000))
 
 
 def test_replica_r_takes_positions_r_and_every_rth_after_it() -> None:
     order = torch.cat([part.ids for (part,) in train_parts(1)])[:168]
-    for shard, part in enumerate(train_parts(4)[0]):
-        assert part.ids.equal(order[shard::4])
+    for rank, part in enumerate(train_parts(4)[0]):
+        assert part.ids.equal(order[rank::4])
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("num_shards", SHARDS)
-def test_weights_turn_the_mean_of_part_means_into_the_mean_over_samples(num_shards: int, accumulation: int) -> None:
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
+def test_weights_turn_the_mean_of_part_means_into_the_mean_over_samples(num_ranks: int, accumulation: int) -> None:
     values = torch.randn(1000, dtype=torch.float64)
-    steps = train_parts(num_shards, accumulation=accumulation)
+    steps = train_parts(num_ranks, accumulation=accumulation)
     parts = [part for step in steps[-accumulation:] for part in step]
     weighted = sum(values[part.ids].mean() * part.weight for part in parts) / len(parts)
     torch.testing.assert_close(weighted, values[torch.cat([part.ids for part in parts])].mean())
@@ -86,9 +86,11 @@ def test_drop_last_leaves_out_the_ragged_batch() -> None:
 
 
 def sampler_from(start: int, *, accumulation: int = 2) -> TrainSampler:
-    """The second of two shards' sampler, six optimizer steps an epoch, that begins at `start`."""
-    layout = Layout(num_shards=2, shard=1)
-    return TrainSampler(num_samples=1000, batch_size=168, layout=layout, accumulation=accumulation, start=start)
+    """The second of two ranks' sampler, six optimizer steps an epoch, that begins at `start`."""
+    batch_split = BatchSplit(dp_size=2, dp_rank=1)
+    return TrainSampler(
+        num_samples=1000, batch_size=168, batch_split=batch_split, accumulation=accumulation, start=start
+    )
 
 
 def ids_of(parts: Iterable[BatchIds | Batch]) -> list[list[int]]:
@@ -148,10 +150,14 @@ def test_a_loader_goes_on_as_lightning_uses_it() -> None:
 @pytest.mark.parametrize(
     "sampler",
     [
-        TrainSampler(num_samples=50, batch_size=12, accumulation=2, layout=Layout(num_shards=2, shard=1), epoch=3),
-        TrainSampler(num_samples=50, batch_size=12, layout=Layout(), start=1),
-        EvaluationSampler(num_samples=50, batch_size=12, layout=Layout(num_shards=3, shard=2)),
-        EvaluationSampler(num_samples=1, batch_size=12, layout=Layout(num_shards=3, shard=2)),  # nothing for this shard
+        TrainSampler(
+            num_samples=50, batch_size=12, accumulation=2, batch_split=BatchSplit(dp_size=2, dp_rank=1), epoch=3
+        ),
+        TrainSampler(num_samples=50, batch_size=12, batch_split=BatchSplit(), start=1),
+        EvaluationSampler(num_samples=50, batch_size=12, batch_split=BatchSplit(dp_size=3, dp_rank=2)),
+        EvaluationSampler(
+            num_samples=1, batch_size=12, batch_split=BatchSplit(dp_size=3, dp_rank=2)
+        ),  # nothing for this rank
     ],
 )
 def test_batches_that_are_made_together_are_those_made_one_by_one(
@@ -185,7 +191,7 @@ def test_a_gpu_is_asked_a_few_times_in_an_epoch(monkeypatch: pytest.MonkeyPatch)
     """What is resident is augmented in few blocks: no step starts an operator, but for the first of a block."""
     monkeypatch.setattr("lit_cifar.data.loader._BLOCK_ON_HOST", _BLOCK_ON_DEVICE)
     data = ImageSet(torch.zeros(1000, 3, 8, 8, dtype=torch.uint8), torch.zeros(1000, dtype=torch.int64), ("a",), "")
-    sampler = TrainSampler(num_samples=1000, batch_size=10, layout=Layout())
+    sampler = TrainSampler(num_samples=1000, batch_size=10, batch_split=BatchSplit())
     loader = iter(BatchLoader(data, sampler, augmentation=Augmentation(seed=1)))
     next(loader)
     with Operators() as operators:
@@ -213,17 +219,17 @@ def test_a_step_beyond_the_epoch_is_refused(step: int) -> None:
 @pytest.mark.parametrize(
     ("batch_size", "replicas", "accumulation", "nearest"),
     [
-        (128, Layout(num_shards=3), 1, "--data.batch_size=126 or --data.batch_size=129"),
-        (128, Layout(replicas_per_shard=3), 1, "--data.batch_size=126 or --data.batch_size=129"),
-        (100, Layout(num_shards=2, replicas_per_shard=4), 1, "--data.batch_size=96 or --data.batch_size=104"),
-        (100, Layout(num_shards=4), 3, "--data.batch_size=96 or --data.batch_size=108"),
-        (2, Layout(num_shards=4), 1, "--data.batch_size=4"),
+        (128, BatchSplit(dp_size=3), 1, "--data.batch_size=126 or --data.batch_size=129"),
+        (128, BatchSplit(replicas_per_rank=3), 1, "--data.batch_size=126 or --data.batch_size=129"),
+        (100, BatchSplit(dp_size=2, replicas_per_rank=4), 1, "--data.batch_size=96 or --data.batch_size=104"),
+        (100, BatchSplit(dp_size=4), 3, "--data.batch_size=96 or --data.batch_size=108"),
+        (2, BatchSplit(dp_size=4), 1, "--data.batch_size=4"),
     ],
 )
 def test_a_batch_that_does_not_divide_names_the_nearest_that_do(
-    batch_size: int, replicas: Layout, accumulation: int, nearest: str
+    batch_size: int, replicas: BatchSplit, accumulation: int, nearest: str
 ) -> None:
-    sampler = TrainSampler(num_samples=1024, batch_size=batch_size, layout=replicas, accumulation=accumulation)
+    sampler = TrainSampler(num_samples=1024, batch_size=batch_size, batch_split=replicas, accumulation=accumulation)
     with pytest.raises(ConfigError) as error:
         sampler.check()
     assert error.value.remedy == f"the nearest that do: {nearest}"
@@ -231,7 +237,7 @@ def test_a_batch_that_does_not_divide_names_the_nearest_that_do(
 
 @pytest.mark.parametrize(("num_samples", "fine"), [(128, True), (128 + 4, True), (128 + 3, False), (128 + 1, False)])
 def test_a_ragged_batch_needs_two_samples_for_every_replica(num_samples: int, fine: bool) -> None:
-    settings = {"num_samples": num_samples, "batch_size": 64, "layout": Layout(num_shards=2)}
+    settings = {"num_samples": num_samples, "batch_size": 64, "batch_split": BatchSplit(dp_size=2)}
     TrainSampler(**settings, drop_last=True).check()
     if fine:
         TrainSampler(**settings).check()
@@ -245,7 +251,7 @@ def test_four_replicas_in_one_process_cut_a_ragged_batch_unevenly(rest: int, fin
     """13 samples in chunks of 4 leave one replica a single sample, though 13 is more than 4 x 2."""
     chunks = [len(chunk) for chunk in torch.arange(rest).chunk(4)]
     assert (min(chunks) >= 2) == fine
-    sampler = TrainSampler(num_samples=64 + rest, batch_size=64, layout=Layout(replicas_per_shard=4))
+    sampler = TrainSampler(num_samples=64 + rest, batch_size=64, batch_split=BatchSplit(replicas_per_rank=4))
     if fine:
         sampler.check()
     else:
@@ -254,28 +260,32 @@ def test_four_replicas_in_one_process_cut_a_ragged_batch_unevenly(rest: int, fin
 
 
 @pytest.mark.parametrize("batch_size", [0, -3])
-@pytest.mark.parametrize(("layout", "usual"), [(Layout(), 128), (Layout(num_shards=3, num_microbatches=2), 132)])
-def test_a_batch_of_none_is_answered_with_one_that_can_be_cut(batch_size: int, layout: Layout, usual: int) -> None:
+@pytest.mark.parametrize(
+    ("batch_split", "usual"), [(BatchSplit(), 128), (BatchSplit(dp_size=3, num_microbatches=2), 132)]
+)
+def test_a_batch_of_none_is_answered_with_one_that_can_be_cut(
+    batch_size: int, batch_split: BatchSplit, usual: int
+) -> None:
     with pytest.raises(ConfigError, match=rf"at least a sample\n.*--data.batch_size={usual}$"):
-        TrainSampler(num_samples=1344, batch_size=batch_size, layout=layout).check()
-    TrainSampler(num_samples=1344, batch_size=usual, layout=layout, drop_last=True).check()
+        TrainSampler(num_samples=1344, batch_size=batch_size, batch_split=batch_split).check()
+    TrainSampler(num_samples=1344, batch_size=usual, batch_split=batch_split, drop_last=True).check()
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "layout", "accumulation", "cut", "nearest"),
+    ("batch_size", "batch_split", "accumulation", "cut", "nearest"),
     [
-        (30, Layout(num_microbatches=4), 1, "1 replica x 4 microbatches", "28 32"),
-        (100, Layout(num_shards=2, num_microbatches=4), 1, "2 replicas x 4 microbatches", "96 104"),
-        (100, Layout(num_microbatches=4), 3, "1 replica x 3 accumulation steps x 4 microbatches", "96 108"),
-        (4, Layout(num_microbatches=4), 1, "1 replica x 4 microbatches of at least 2 samples", "8"),
-        (9, Layout(num_microbatches=4), 1, "1 replica x 4 microbatches of at least 2 samples", "8 12"),
-        (3, Layout(num_shards=2, num_microbatches=4), 1, "2 replicas x 4 microbatches", "16"),
+        (30, BatchSplit(num_microbatches=4), 1, "1 replica x 4 microbatches", "28 32"),
+        (100, BatchSplit(dp_size=2, num_microbatches=4), 1, "2 replicas x 4 microbatches", "96 104"),
+        (100, BatchSplit(num_microbatches=4), 3, "1 replica x 3 accumulation steps x 4 microbatches", "96 108"),
+        (4, BatchSplit(num_microbatches=4), 1, "1 replica x 4 microbatches of at least 2 samples", "8"),
+        (9, BatchSplit(num_microbatches=4), 1, "1 replica x 4 microbatches of at least 2 samples", "8 12"),
+        (3, BatchSplit(dp_size=2, num_microbatches=4), 1, "2 replicas x 4 microbatches", "16"),
     ],
 )
 def test_a_batch_that_does_not_divide_among_microbatches_names_the_nearest_that_do(
-    batch_size: int, layout: Layout, accumulation: int, cut: str, nearest: str
+    batch_size: int, batch_split: BatchSplit, accumulation: int, cut: str, nearest: str
 ) -> None:
-    settings = {"num_samples": 1344, "layout": layout, "accumulation": accumulation}
+    settings = {"num_samples": 1344, "batch_split": batch_split, "accumulation": accumulation}
     with pytest.raises(ConfigError) as error:
         TrainSampler(**settings, batch_size=batch_size).check()
     assert f"does not divide among {cut}" in error.value.problem
@@ -286,26 +296,26 @@ def test_a_batch_that_does_not_divide_among_microbatches_names_the_nearest_that_
 
 
 @pytest.mark.parametrize(
-    ("rest", "layout", "fine"),
+    ("rest", "batch_split", "fine"),
     [
-        (0, Layout(num_microbatches=4), True),
-        (8, Layout(num_microbatches=4), True),
-        (12, Layout(num_microbatches=4), True),
-        (4, Layout(num_microbatches=4), False),  # one sample each
-        (7, Layout(num_microbatches=4), False),
-        (9, Layout(num_microbatches=4), True),
-        (30, Layout(num_microbatches=4), True),
-        (16, Layout(num_shards=2, num_microbatches=4), True),
-        (17, Layout(num_shards=2, num_microbatches=4), True),
-        (15, Layout(num_shards=2, num_microbatches=4), False),  # one replica has 7
-        (12, Layout(replicas_per_shard=2, num_microbatches=4), False),
+        (0, BatchSplit(num_microbatches=4), True),
+        (8, BatchSplit(num_microbatches=4), True),
+        (12, BatchSplit(num_microbatches=4), True),
+        (4, BatchSplit(num_microbatches=4), False),  # one sample each
+        (7, BatchSplit(num_microbatches=4), False),
+        (9, BatchSplit(num_microbatches=4), True),
+        (30, BatchSplit(num_microbatches=4), True),
+        (16, BatchSplit(dp_size=2, num_microbatches=4), True),
+        (17, BatchSplit(dp_size=2, num_microbatches=4), True),
+        (15, BatchSplit(dp_size=2, num_microbatches=4), False),  # one replica has 7
+        (12, BatchSplit(replicas_per_rank=2, num_microbatches=4), False),
     ],
 )
-def test_a_ragged_batch_needs_two_samples_for_every_microbatch(rest: int, layout: Layout, fine: bool) -> None:
+def test_a_ragged_batch_needs_two_samples_for_every_microbatch(rest: int, batch_split: BatchSplit, fine: bool) -> None:
     """The chunks are those that a single device would normalise."""
-    chunks = [len(chunk) for replica in layout.ghost_batches().positions(rest) for chunk in replica]
+    chunks = [len(chunk) for replica in batch_split.ghost_batches().positions(rest) for chunk in replica]
     assert (min(chunks, default=2) >= 2) == fine
-    settings = {"num_samples": 64 + rest, "batch_size": 64, "layout": layout}
+    settings = {"num_samples": 64 + rest, "batch_size": 64, "batch_split": batch_split}
     TrainSampler(**settings, drop_last=True).check()
     if fine:
         TrainSampler(**settings).check()
@@ -316,7 +326,7 @@ def test_a_ragged_batch_needs_two_samples_for_every_microbatch(rest: int, layout
 
 
 def test_accumulation_divides_a_ragged_batch_too() -> None:
-    settings = {"batch_size": 64, "layout": Layout(num_microbatches=4), "accumulation": 2}
+    settings = {"batch_size": 64, "batch_split": BatchSplit(num_microbatches=4), "accumulation": 2}
     TrainSampler(num_samples=64 + 17, **settings).check()
     with pytest.raises(ConfigError, match="1 replica x 2 accumulation steps x 4 microbatches; each needs 2"):
         TrainSampler(num_samples=64 + 12, **settings).check()
@@ -324,31 +334,31 @@ def test_accumulation_divides_a_ragged_batch_too() -> None:
 
 def test_dropping_the_only_batch_is_refused() -> None:
     with pytest.raises(ConfigError, match="leaves none of 100"):
-        TrainSampler(num_samples=100, batch_size=128, layout=Layout(), drop_last=True).check()
+        TrainSampler(num_samples=100, batch_size=128, batch_split=BatchSplit(), drop_last=True).check()
 
 
-def eval_ids(num_shards: int, *, num_samples: int = 10_000, pad: bool = False) -> list[list[int]]:
-    """The ids of every shard; asserts that all make equally many steps."""
+def eval_ids(num_ranks: int, *, num_samples: int = 10_000, pad: bool = False) -> list[list[int]]:
+    """The ids of every rank; asserts that all make equally many steps."""
     samplers = [
         EvaluationSampler(
-            num_samples=num_samples, batch_size=500, layout=Layout(num_shards=num_shards, shard=shard), pad=pad
+            num_samples=num_samples, batch_size=500, batch_split=BatchSplit(dp_size=num_ranks, dp_rank=rank), pad=pad
         )
-        for shard in range(num_shards)
+        for rank in range(num_ranks)
     ]
     steps = [list(sampler) for sampler in samplers]
     assert {len(s) for s in steps} == {len(samplers[0])}
     return [[int(i) for part in parts for i in part.ids] for parts in steps]
 
 
-@pytest.mark.parametrize("num_shards", SHARDS)
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 @pytest.mark.parametrize("num_samples", [10_000, 1, 5, 501])
-def test_evaluation_sees_each_sample_once(num_shards: int, num_samples: int) -> None:
-    shards = eval_ids(num_shards, num_samples=num_samples)
-    assert sorted(i for ids in shards for i in ids) == list(range(num_samples))
-    assert shards == [list(range(shard, num_samples, num_shards)) for shard in range(num_shards)]
+def test_evaluation_sees_each_sample_once(num_ranks: int, num_samples: int) -> None:
+    ranks = eval_ids(num_ranks, num_samples=num_samples)
+    assert sorted(i for ids in ranks for i in ids) == list(range(num_samples))
+    assert ranks == [list(range(rank, num_samples, num_ranks)) for rank in range(num_ranks)]
 
 
 def test_padded_evaluation_repeats_the_first_samples() -> None:
-    shards = eval_ids(3, pad=True)
-    assert [len(ids) for ids in shards] == [3334, 3334, 3334]
-    assert sorted(i for ids in shards for i in ids) == sorted([*range(10_000), 0, 1])
+    ranks = eval_ids(3, pad=True)
+    assert [len(ids) for ids in ranks] == [3334, 3334, 3334]
+    assert sorted(i for ids in ranks for i in ids) == sorted([*range(10_000), 0, 1])

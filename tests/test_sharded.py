@@ -23,7 +23,7 @@ from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.errors import ConfigError
 from lit_cifar.models import build_resnet
 from lit_cifar.strategies import ShardedStrategy, fsdp
-from lit_cifar.strategies.sharding_plan import plan
+from lit_cifar.strategies.sharding_cost import sharding_lines
 from lit_cifar.strategies.state_dicts import local_slice
 
 # 79 images in batches of 16: four steps and a ragged one of 15. Of 17 images to validate, the second of two processes
@@ -280,19 +280,21 @@ def test_a_network_without_layers_to_split_is_refused() -> None:
 def test_a_process_holds_as_much_as_the_plan_says(tmp_path: Path) -> None:
     network: ResNet = build_resnet("resnet10", stem="imagenet")
     whole = sum(parameter.numel() for parameter in network.parameters())
-    assert plan(network, (3, 32, 32), num_replicas=1, each=1, num_bytes=4) == [
+    assert sharding_lines(network, (3, 32, 32), num_replicas=1, each=1, num_bytes=4) == [
         f"a process holds {whole / 1e6:.2f} of {whole / 1e6:.2f} M parameters ({whole * 4 / 1e6:.1f} MB), and as much "
         "of gradients and of each optimizer state"
     ]
-    held, sent = plan(network, (3, 32, 32), num_replicas=2, each=1, num_bytes=4)
+    held, sent = sharding_lines(network, (3, 32, 32), num_replicas=2, each=1, num_bytes=4)
     assert "holds 2.46 of 4.91 M parameters (9.8 MB)" in held
     assert f"{1.5 * whole * 4 / 1e6:.1f} MB sent" in sent
     strategy: Any = trainer(tmp_path, strategy="fsdp2", devices=2, precision="64-true").strategy
     strategy.connect(LitResNet("resnet10", stem="imagenet"))
-    assert "holds 2.46 of 4.91 M parameters (19.6 MB)" in strategy.plan()[0]
+    assert "holds 2.46 of 4.91 M parameters (19.6 MB)" in strategy.split_lines()[0]
     # Input and output of each of the four blocks: 64 x 8 x 8, then twice the channels on a quarter of the pixels.
     values = sum(before + after for before, after in [(4096, 4096), (4096, 2048), (2048, 1024), (1024, 512)])
-    assert f"{values / 1e6:.2f} M values" in plan(network, (3, 32, 32), num_replicas=1, each=2, num_bytes=4)[-1]
+    assert (
+        f"{values / 1e6:.2f} M values" in sharding_lines(network, (3, 32, 32), num_replicas=1, each=2, num_bytes=4)[-1]
+    )
 
 
 # ---------------------------------------------------------------- optimizers

@@ -9,8 +9,8 @@ import torch
 from tiny_task import TinyData, TinyTask, read_events, tiny_trainer
 from torch import Tensor
 
+from lit_cifar.batch_split import BatchSplit
 from lit_cifar.data.images import Batch
-from lit_cifar.layout import Layout
 from lit_cifar.reporting import throughput
 from lit_cifar.reporting.throughput import METRIC, Throughput
 
@@ -75,8 +75,8 @@ def test_accumulated_batches_all_count(tmp_path: Path, clock: Clock) -> None:
     assert len(rates) == 6
 
 
-def test_images_of_all_shards_count(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(throughput, "Layout", SimpleNamespace(of=lambda strategy: Layout(num_shards=4)))
+def test_images_of_all_ranks_count(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(throughput, "BatchSplit", SimpleNamespace(of=lambda strategy: BatchSplit(dp_size=4)))
     assert fit(tmp_path, clock, log_every_n_steps=4) == [(3, 64.0), (7, 64.0), (11, 64.0)]
 
 

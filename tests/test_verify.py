@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
+from lit_cifar.batch_split import GhostBatches
 from lit_cifar.commands.verify import verify
 from lit_cifar.errors import ConfigError
-from lit_cifar.layout import GhostBatches
 from lit_cifar.modes import chosen, in_words, variants
 from lit_cifar.verify import planted_in_one_rank as bugs_of_one
 from lit_cifar.verify import planted_mistakes as bugs
@@ -36,7 +36,7 @@ from lit_cifar.verify.comparison import (
     measured_bounds,
     sample_problems,
 )
-from lit_cifar.verify.configuration import Settings
+from lit_cifar.verify.configuration import Configuration
 from lit_cifar.verify.launcher import Launcher
 from lit_cifar.verify.logged_metrics import counted, logged, logged_problems
 from lit_cifar.verify.planted_in_parts import BUGS_OF_PARTS, NO_PLACE
@@ -56,7 +56,7 @@ from lit_cifar.verify.reference import Reference, References
 from lit_cifar.verify.runs import Outcome, run
 from lit_cifar.verify.self_test import (
     COMPARISON,
-    Finding,
+    PlantedResult,
     _finding,
     _findings,
     _reasons,
@@ -64,7 +64,7 @@ from lit_cifar.verify.self_test import (
     findings_table,
     self_test,
 )
-from lit_cifar.verify.verdict_table import Row
+from lit_cifar.verify.verdict_table import VerifiedMode
 from lit_cifar.verify.verifier import Compared, Verifier, _possible, verify_modes
 
 TINY = [
@@ -198,7 +198,7 @@ def test_a_mode_that_cannot_run_on_so_many_devices_is_refused() -> None:
     assert "3" in result.stderr
 
 
-def settings(*, num_parts: int | None = None, **data: int) -> Settings:
+def settings(*, num_parts: int | None = None, **data: int) -> Configuration:
     """As `Settings.of` finds them, without asking the command line."""
     config = {
         "virtual_replicas": num_parts,
@@ -211,7 +211,7 @@ def settings(*, num_parts: int | None = None, **data: int) -> Settings:
         "model": {"arch": "resnet10", "stem": "imagenet", "num_classes": 10, "network": None, "image_size": None},
         "data": {"dataset": "synthetic", "num_train": 96, "val_size": 0, "batch_size": 16} | data,
     }
-    return Settings(tuple(flag for flag in TINY if "accumulate" not in flag), config)
+    return Configuration(tuple(flag for flag in TINY if "accumulate" not in flag), config)
 
 
 def test_a_batch_that_a_mode_cannot_cut_is_refused_before_anything_runs() -> None:
@@ -313,7 +313,7 @@ def test_a_tolerance_is_measured_once_for_what_is_normalised_alike(tmp_path: Pat
 @pytest.mark.timeout(120)
 def test_a_run_that_ends_early_is_refused(tmp_path: Path) -> None:
     shortened = settings()
-    shortened = Settings(
+    shortened = Configuration(
         (*shortened.flags, "--trainer.fast_dev_run=true", "--trainer.accelerator=cpu"), shortened.config
     )
     with pytest.raises(ConfigError, match="after 1 of 2 steps"):
@@ -591,7 +591,7 @@ def test_what_a_guard_of_the_product_stops_is_caught_by_it(tmp_path: Path) -> No
     (tmp_path / "trace").mkdir()
     (tmp_path / "trace" / "acted1").touch()
     stderr = "Traceback\nlit_cifar.errors.SampleAuditError: 5 samples are missing\n[rank1]: connection closed"
-    row = Row("ddp", "one device", problems=["exit status 1"])
+    row = VerifiedMode("ddp", "one device", problems=["exit status 1"])
     compared = Compared(0, row, Outcome(1, "", stderr, 1.0), tmp_path)
     stopped = _finding(bugs.BUGS["duplicated-shard"], compared)
     assert (stopped.right, stopped.caught_by, stopped.acted) == (True, "data receipt", True)
@@ -602,19 +602,23 @@ def test_what_a_guard_of_the_product_stops_is_caught_by_it(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("finding", "right", "word"),
     [
-        (Finding(None, "ddp", [], True), True, "passed"),
-        (Finding(None, "ddp", ["off"], True), False, "FAIL"),
-        (Finding(bugs.BUGS["scaled-loss"], "ddp", ["off"], True, acted=True), True, "caught"),
-        (Finding(bugs.BUGS["scaled-loss"], "ddp", [], True, acted=True), False, "missed"),
-        (Finding(bugs.BUGS["scaled-loss"], "ddp", [], True), False, "did not act"),
-        (Finding(bugs.BUGS["scaled-loss"], "ddp", ["off"], True), False, "did not act"),
-        (Finding(bugs.BUGS["scaled-loss"], "ddp", ["exit status 1"], False, acted=True), False, "broke"),
-        (Finding(bugs.BUGS["scaled-loss"], "ddp", ["x"], False, acted=True, guard="data receipt"), True, "caught"),
-        (Finding(bugs.BUGS["scaled-loss"], "ddp", ["x"], False, guard="data receipt"), False, "did not act"),
-        (Finding(bugs.BUGS["last-replica"], "dp", [], False, no_place="replaced"), True, "no place"),
+        (PlantedResult(None, "ddp", [], True), True, "passed"),
+        (PlantedResult(None, "ddp", ["off"], True), False, "FAIL"),
+        (PlantedResult(bugs.BUGS["scaled-loss"], "ddp", ["off"], True, acted=True), True, "caught"),
+        (PlantedResult(bugs.BUGS["scaled-loss"], "ddp", [], True, acted=True), False, "missed"),
+        (PlantedResult(bugs.BUGS["scaled-loss"], "ddp", [], True), False, "did not act"),
+        (PlantedResult(bugs.BUGS["scaled-loss"], "ddp", ["off"], True), False, "did not act"),
+        (PlantedResult(bugs.BUGS["scaled-loss"], "ddp", ["exit status 1"], False, acted=True), False, "broke"),
+        (
+            PlantedResult(bugs.BUGS["scaled-loss"], "ddp", ["x"], False, acted=True, guard="data receipt"),
+            True,
+            "caught",
+        ),
+        (PlantedResult(bugs.BUGS["scaled-loss"], "ddp", ["x"], False, guard="data receipt"), False, "did not act"),
+        (PlantedResult(bugs.BUGS["last-replica"], "dp", [], False, no_place="replaced"), True, "no place"),
     ],
 )
-def test_a_mistake_must_act_and_be_caught(finding: Finding, right: bool, word: str) -> None:
+def test_a_mistake_must_act_and_be_caught(finding: PlantedResult, right: bool, word: str) -> None:
     assert finding.right == right
     assert word in _verdict(finding)
     assert findings_table([finding], title="one").row_count == 1
@@ -668,7 +672,7 @@ def test_what_takes_too_long_is_stopped(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def rows() -> dict[str, Row]:
+def rows() -> dict[str, VerifiedMode]:
     """Of every mode, with gradients accumulated and clipped and a ragged last batch."""
     return {row.mode: row for row in verify(list(variants(2)), devices=2, args=TINY)}
 
@@ -676,7 +680,7 @@ def rows() -> dict[str, Row]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", variants(2))
-def test_every_mode_trains_what_one_device_trains(name: str, rows: dict[str, Row]) -> None:
+def test_every_mode_trains_what_one_device_trains(name: str, rows: dict[str, VerifiedMode]) -> None:
     row = rows[name]
     assert row.problems == []
     assert row.differences.keys() == set(KINDS)

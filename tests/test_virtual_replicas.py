@@ -14,11 +14,11 @@ import torch
 from commands import TINY, launch, mode_flags, run_here
 from torch import Tensor, nn
 
+from lit_cifar.batch_split import BatchSplit
 from lit_cifar.checkpoint import fingerprint
 from lit_cifar.copy_probe.faulty import FaultyTransport
 from lit_cifar.copy_probe.virtual_devices import VirtualDevices
 from lit_cifar.errors import ConfigError
-from lit_cifar.layout import Layout
 from lit_cifar.metrics import MeanLoss
 from lit_cifar.modes import SILENT
 from lit_cifar.reporting.environment import cpu_model
@@ -154,7 +154,7 @@ def test_what_would_change_the_bits_is_refused(flags: list[str], text: str, tmp_
 )
 def test_a_mode_refuses_parts_that_it_cannot_have(strategy: Any, devices: int, text: str) -> None:
     trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **SILENT)
-    parts = Parts(4, num_processes=Layout.of(trainer.strategy).num_shards)
+    parts = Parts(4, num_processes=BatchSplit.of(trainer.strategy).dp_size)
     with pytest.raises(ConfigError, match=text):
         trainer.strategy.use_parts(parts)  # type: ignore[attr-defined]
 

@@ -11,8 +11,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lit_cifar.batch_split import BatchSplit
 from lit_cifar.bench.saved_bytes import saved_bytes
-from lit_cifar.layout import Layout
 from lit_cifar.models.blocks import tensor_split_of
 from lit_cifar.models.partition import Stage
 from lit_cifar.module import LitResNet
@@ -22,7 +22,7 @@ from lit_cifar.strategies.fsdp import autocast_dtype
 from lit_cifar.strategies.layer_parallel import StagedStrategy
 from lit_cifar.strategies.mesh import MeshStrategy
 from lit_cifar.strategies.pipeline_schedule import Schedule
-from lit_cifar.strategies.sharding_plan import largest_part
+from lit_cifar.strategies.sharding_cost import largest_part
 from lit_cifar.strategies.tensor_parallel import split_dim
 
 
@@ -55,13 +55,13 @@ def predict(module: LitResNet, strategy: Any, *, batch_size: int, accumulation: 
     else:
         trained = sum(parameter.numel() for parameter in network.parameters())
     trained *= num_bytes
-    layout = Layout.of(strategy)
-    samples = -(-batch_size // (accumulation * layout.num_shards))
+    batch_split = BatchSplit.of(strategy)
+    samples = -(-batch_size // (accumulation * batch_split.dp_size))
     return Held(
         parameters=trained,
         gradients=trained,
         optimizer_state=round(trained * state_per_parameter(module.make_optimizer)),
-        activations=_activations(module, strategy, layout, samples),
+        activations=_activations(module, strategy, batch_split, samples),
         buckets=trained if _has_buckets(strategy) else 0,
     )
 
@@ -87,7 +87,7 @@ def state_per_parameter(make_optimizer: Callable[[Any], Optimizer]) -> float:
 # Activations ----------------------------------------------------------------------------------------------------------
 
 
-def _activations(module: LitResNet, strategy: Any, layout: Layout, samples: int) -> int | None:
+def _activations(module: LitResNet, strategy: Any, batch_split: BatchSplit, samples: int) -> int | None:
     autocast = autocast_dtype(strategy.precision_plugin)
     gathered = isinstance(strategy, ShardedStrategy) and strategy.data_parallel_size != 1
 
@@ -100,7 +100,7 @@ def _activations(module: LitResNet, strategy: Any, layout: Layout, samples: int)
     network = module.network
     if isinstance(strategy, ShardedStrategy) and strategy.processes_per_replica > 1:
         network = tensor_part(network, strategy.processes_per_replica)
-    num_pieces = layout.num_microbatches if isinstance(strategy, StagedStrategy) else layout.replicas_per_shard
+    num_pieces = batch_split.num_microbatches if isinstance(strategy, StagedStrategy) else batch_split.replicas_per_rank
     pieces = [len(piece) for piece in torch.arange(samples).tensor_split(num_pieces) if len(piece)]
     return sum(kept(network, module.image_shape, num_samples) for num_samples in pieces)
 

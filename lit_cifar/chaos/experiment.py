@@ -84,7 +84,7 @@ def undisturbed(trainings: Sequence[Training], folders: Sequence[Path], *, repor
 def run_trial(
     training: Training, faults: Sequence[Fault], reference: Undisturbed, folder: Path, *, report: Report
 ) -> JobResult:
-    """Train under faults at full size, or through all sizes of the plan, and compare the end."""
+    """Train under faults at full size, or through all sizes, and compare the end."""
     size = training.mode.num_processes
     sizes = tuple(dict.fromkeys([size, *(fault.size for fault in faults)]))
     row = JobResult(

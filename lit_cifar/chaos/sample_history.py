@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 # Which start of the processes: how often the job was launched, how often torchrun restarted it since.
 Start: TypeAlias = tuple[int, int]
 StepKey: TypeAlias = tuple[int, int]  # epoch and optimizer step
-Batches: TypeAlias = dict[StepKey, list[int]]  # the ids of the global batch of every step, in the order of the shards
+Batches: TypeAlias = dict[StepKey, list[int]]  # the ids of the global batch of every step, by data-parallel rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class LoggedStep:
 
     start: Start
     rank: int
-    shard: int  # the part of the data that it reads; several processes may read the same
+    dp_rank: int  # which part of each batch it reads; several processes may read the same
     epoch: int  # from 0
     step: int  # optimizer step, from 0 at the start of the whole training
     ids: tuple[int, ...]
@@ -44,23 +44,23 @@ class Audit:
 
 
 def effective(lines: Iterable[LoggedStep]) -> tuple[Batches, list[str]]:
-    """The global batch of every step as it was last run, and in words where processes of one shard disagree."""
+    """The global batch of every step as it was last run, and where processes disagree that must read the same."""
     newest: dict[StepKey, Start] = {}
     read: dict[tuple[StepKey, Start], dict[int, dict[int, list[int]]]] = {}
     for line in lines:
         key = (line.epoch, line.step)
         newest[key] = max(newest.get(key, line.start), line.start)
-        by_rank = read.setdefault((key, line.start), {}).setdefault(line.shard, {})
+        by_rank = read.setdefault((key, line.start), {}).setdefault(line.dp_rank, {})
         by_rank.setdefault(line.rank, []).extend(line.ids)
     batches: Batches = {}
     problems = []
     for key, start in sorted(newest.items()):
         batches[key] = []
-        for shard, by_rank in sorted(read[key, start].items()):
+        for dp_rank, by_rank in sorted(read[key, start].items()):
             first, *others = by_rank.values()
             batches[key] += first
             if any(ids != first for ids in others):
-                problems.append(f"{_words(key)}: the processes of shard {shard} read different samples")
+                problems.append(f"{_words(key)}: the processes of data-parallel rank {dp_rank} read different samples")
     return batches, problems
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import lightning as L
 
+from lit_cifar.batch_split import BatchSplit
 from lit_cifar.chaos.sample_history import LoggedStep, Start
 from lit_cifar.chaos.workers import start_of
 from lit_cifar.data.images import Batch
-from lit_cifar.layout import Layout
 
 
 class Journal(L.Callback):
@@ -39,9 +39,9 @@ class Journal(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
-        shard = Layout.of(trainer.strategy).shard
+        rank = BatchSplit.of(trainer.strategy).dp_rank
         ids = batch.ids.tolist()
-        self._write(trainer, {"shard": shard, "epoch": trainer.current_epoch, "step": self._step, "ids": ids})
+        self._write(trainer, {"dp_rank": rank, "epoch": trainer.current_epoch, "step": self._step, "ids": ids})
 
     def _write(self, trainer: L.Trainer, content: dict[str, Any]) -> None:
         line = json.dumps({"start": self.start, "rank": trainer.global_rank} | content) + "\n"

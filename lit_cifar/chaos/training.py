@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from lit_cifar.batch_split import GhostBatches
 from lit_cifar.errors import ConfigError
-from lit_cifar.layout import GhostBatches
 from lit_cifar.modes import Variant, variants
 from lit_cifar.verify.checkpoint_check import quiet
 

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
+from lit_cifar.batch_split import BatchSplit
 from lit_cifar.checkpoint.callbacks import wait_for_files
 from lit_cifar.checkpoint.format import METRICS, POSITION
 from lit_cifar.checkpoint.save_errors import save_error
 from lit_cifar.errors import SaveError
-from lit_cifar.layout import Layout
 from lit_cifar.reporting.run_report import run_folder
 
 
@@ -90,7 +90,7 @@ class ExactResume(Callback):
         position = Position(**checkpoint[POSITION])
         position.write(checkpoint["loops"]["fit_loop"], accumulation=trainer.accumulate_grad_batches)
         if position.started:
-            _restore(pl_module, checkpoint[METRICS], Layout.of(trainer.strategy))
+            _restore(pl_module, checkpoint[METRICS], BatchSplit.of(trainer.strategy))
         self._resumed = position
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -135,7 +135,7 @@ def _settle_buckets(trainer: Trainer, pl_module: LightningModule) -> None:
     if not isinstance(model, DistributedDataParallel):
         return
     buffers = {name: buffer.clone() for name, buffer in pl_module.named_buffers()}
-    num_images = 2 * Layout.of(trainer.strategy).num_microbatches  # BatchNorm refuses one value per channel
+    num_images = 2 * BatchSplit.of(trainer.strategy).num_microbatches  # BatchNorm refuses one value per channel
     shape: tuple[int, ...] = pl_module.image_shape  # type: ignore[assignment]
     blank = torch.zeros(num_images, *shape, device=pl_module.device)
     with trainer.precision_plugin.train_step_context():
@@ -177,16 +177,17 @@ def _metrics(module: torch.nn.Module) -> Iterator[tuple[str, Metric]]:
 
 
 def _collect(trainer: Trainer, pl_module: LightningModule) -> dict[str, dict[str, Tensor]]:
-    """Every metric's counts, a row for each shard of the data.
+    """Every metric's counts, a row for each data-parallel rank.
 
     Not their sums: continuing from a sum of floats would differ by rounding from an uninterrupted run.
     """
-    layout = Layout.of(trainer.strategy)
+    batch_split = BatchSplit.of(trainer.strategy)
     collected = {}
     for name, metric in _metrics(pl_module):
         states = {**metric.metric_state, _UPDATES: torch.tensor(metric.update_count, device=metric.device)}
         collected[name] = {
-            key: trainer.strategy.reduce(_row(state, layout), reduce_op="sum").cpu() for key, state in states.items()
+            key: trainer.strategy.reduce(_row(state, batch_split), reduce_op="sum").cpu()
+            for key, state in states.items()
         }
     return collected
 
@@ -194,23 +195,23 @@ def _collect(trainer: Trainer, pl_module: LightningModule) -> dict[str, dict[str
 _UPDATES = "update_count"
 
 
-def _row(state: Any, layout: Layout) -> Tensor:
-    """`state` as this shard's row among zeros: (num_shards, *state.shape)."""
-    rows: Tensor = state.new_zeros((layout.num_shards, *state.shape))
-    rows[layout.shard] = state
+def _row(state: Any, batch_split: BatchSplit) -> Tensor:
+    """`state` as this rank's row among zeros: (dp_size, *state.shape)."""
+    rows: Tensor = state.new_zeros((batch_split.dp_size, *state.shape))
+    rows[batch_split.dp_rank] = state
     return rows
 
 
-def _restore(pl_module: LightningModule, collected: dict[str, dict[str, Tensor]], layout: Layout) -> None:
-    """Restore the counts of every shard; if the number of shards has changed, the first one gets all counts."""
+def _restore(pl_module: LightningModule, collected: dict[str, dict[str, Tensor]], batch_split: BatchSplit) -> None:
+    """Restore the counts of every rank; if their number has changed, the first one gets all counts."""
     for name, metric in _metrics(pl_module):
-        own = {key: _own(rows, layout) for key, rows in collected[name].items()}
+        own = {key: _own(rows, batch_split) for key, rows in collected[name].items()}
         metric._update_count = int(own.pop(_UPDATES))
         for key, state in own.items():
             setattr(metric, key, state.to(metric.device))
 
 
-def _own(rows: Tensor, layout: Layout) -> Tensor:
-    if len(rows) == layout.num_shards:
-        return rows[layout.shard].clone()
-    return rows.sum(dim=0) if layout.shard == 0 else torch.zeros_like(rows[0])
+def _own(rows: Tensor, batch_split: BatchSplit) -> Tensor:
+    if len(rows) == batch_split.dp_size:
+        return rows[batch_split.dp_rank].clone()
+    return rows.sum(dim=0) if batch_split.dp_rank == 0 else torch.zeros_like(rows[0])

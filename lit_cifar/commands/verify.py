@@ -12,7 +12,7 @@ import torch
 from lit_cifar.commands.terminal import CommandParser, about, console, exit_orderly_when_terminated, say, writable
 from lit_cifar.errors import ConfigError
 from lit_cifar.verify.comparison import EXACT_BOUND, FLOOR_ULP, NOISE_FACTOR
-from lit_cifar.verify.self_test import Finding, findings_table, self_test
+from lit_cifar.verify.self_test import PlantedResult, findings_table, self_test
 from lit_cifar.verify.verdict_table import verdict_table
 from lit_cifar.verify.verifier import verify
 
@@ -80,7 +80,7 @@ def verify_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _of_finding(finding: Finding) -> dict[str, Any]:
+def _of_finding(finding: PlantedResult) -> dict[str, Any]:
     bug = finding.bug
     named = {"bug": None, "imitates": None} if bug is None else {"bug": bug.name, "imitates": bug.imitates}
     shown = ("mode", "problems", "finished", "acted", "caught_by", "no_place", "right")

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lit_cifar.batch_split import BatchSplit
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.counter_rng import Purpose, keyed_permutation
 from lit_cifar.data.dataset import Split
@@ -18,7 +19,6 @@ from lit_cifar.data.predict_files import FolderImages, read_folder
 from lit_cifar.data.samplers import EvaluationSampler, TrainSampler
 from lit_cifar.data.sources import open_dataset
 from lit_cifar.errors import ConfigError
-from lit_cifar.layout import Layout
 
 
 class CIFAR10DataModule(L.LightningDataModule):
@@ -178,15 +178,15 @@ class CIFAR10DataModule(L.LightningDataModule):
         return images.subset(kept), images.subset(held_out)
 
     @property
-    def layout(self) -> Layout:
+    def batch_split(self) -> BatchSplit:
         """The trainer's strategy's; without a trainer, as in a notebook, there is one replica."""
-        return Layout() if self.trainer is None else Layout.of(self.trainer.strategy)
+        return BatchSplit() if self.trainer is None else BatchSplit.of(self.trainer.strategy)
 
     def train_sampler(self) -> TrainSampler:
         return TrainSampler(
             num_samples=len(self.sets["train"]),
             batch_size=self.batch_size,
-            layout=self.layout,
+            batch_split=self.batch_split,
             accumulation=1 if self.trainer is None else self.trainer.accumulate_grad_batches,
             seed=self.seed,
             shuffle=self.shuffle,
@@ -220,7 +220,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         sampler = EvaluationSampler(
             num_samples=len(images),
             batch_size=self.eval_batch_size,
-            layout=self.layout,
+            batch_split=self.batch_split,
             pad=self.pad_eval and split != "predict",
         )
         return BatchLoader(images, sampler)

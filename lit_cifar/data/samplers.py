@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lit_cifar.batch_split import BatchSplit
 from lit_cifar.data.counter_rng import Purpose, keyed_permutation
 from lit_cifar.errors import ConfigError
-from lit_cifar.layout import Layout
 
 _USUAL_BATCH = 128  # the data module's default
 
@@ -23,18 +23,18 @@ class BatchIds(NamedTuple):
 
 @dataclass(kw_only=True)
 class TrainSampler:
-    """Global batches in the order of a keyed permutation, each cut among shards and accumulation steps.
+    """Global batches in the order of a keyed permutation, each cut among data-parallel ranks and accumulation steps.
 
     The permutation of an epoch is a function of (seed, epoch). Global batch `b` holds its positions
-    `b * batch_size` to `(b + 1) * batch_size - 1`. Of these, accumulation step `a` of shard `s` takes every
-    `P`-th one from `a * num_shards + s`, with `P = accumulation * num_shards`. So every optimizer step sees the same
+    `b * batch_size` to `(b + 1) * batch_size - 1`. Of these, accumulation step `a` of rank `r` of `R` takes
+    every `P`-th one from `a * R + r`, with `P = accumulation * R`. So every optimizer step sees the same
     samples however many processes there are and however often they accumulate, and all parts are equally large,
     but for the last batch, whose parts may differ by one sample and carry their weights.
     """
 
     num_samples: int
     batch_size: int  # samples per optimizer step, over all replicas and accumulation steps
-    layout: Layout  # which shard this process reads
+    batch_split: BatchSplit  # which part of a batch this process reads
     accumulation: int = 1  # loader steps per optimizer step (`accumulate_grad_batches`)
     seed: int = 0  # key of the permutation
     shuffle: bool = True  # off, every epoch is in the order of the ids
@@ -72,11 +72,11 @@ class TrainSampler:
 
     def __iter__(self) -> Iterator[BatchIds]:
         order = self.order()
-        num_parts = self.accumulation * self.layout.num_shards
+        num_parts = self.accumulation * self.batch_split.dp_size
         start = self.start if self._first_epoch in (None, self.epoch) else 0
         for batch in torch.split(order, self.batch_size)[start : self.num_batches]:
             for step in range(self.accumulation):
-                ids = batch[step * self.layout.num_shards + self.layout.shard :: num_parts]
+                ids = batch[step * self.batch_split.dp_size + self.batch_split.dp_rank :: num_parts]
                 yield BatchIds(ids, len(ids) * num_parts / len(batch))
 
     def check(self) -> None:
@@ -104,7 +104,7 @@ class TrainSampler:
         nearest = sorted({max(size // parts * parts, least), max(-(-size // parts) * parts, least)})
         raise ConfigError(
             f"--data.batch_size={size} is the global batch and does not divide among {self._cut}"
-            f"{' of at least 2 samples' if self.layout.num_microbatches > 1 else ''}",
+            f"{' of at least 2 samples' if self.batch_split.num_microbatches > 1 else ''}",
             remedy="the nearest that do: " + " or ".join(f"--data.batch_size={size}" for size in nearest),
         )
 
@@ -117,16 +117,16 @@ class TrainSampler:
 
     @property
     def _num_equal_parts(self) -> int:
-        return self.layout.num_replicas * self.accumulation * self.layout.num_microbatches
+        return self.batch_split.num_replicas * self.accumulation * self.batch_split.num_microbatches
 
     @property
     def _least_batch(self) -> int:
         """The smallest batch that can be cut: a replica may make do with one sample, a microbatch needs two."""
-        return self._num_equal_parts * (2 if self.layout.num_microbatches > 1 else 1)
+        return self._num_equal_parts * (2 if self.batch_split.num_microbatches > 1 else 1)
 
     @property
     def _cut(self) -> str:
-        replicas, microbatches = self.layout.num_replicas, self.layout.num_microbatches
+        replicas, microbatches = self.batch_split.num_replicas, self.batch_split.num_microbatches
         factors = [f"{replicas} replica{'s' if replicas > 1 else ''}"]
         if self.accumulation > 1:
             factors.append(f"{self.accumulation} accumulation steps")
@@ -136,39 +136,39 @@ class TrainSampler:
 
     def _smallest_share(self, num_samples: int) -> int:
         """The fewest samples that are normalised together when a batch of `num_samples` is cut."""
-        num_parts = self.layout.num_shards * self.accumulation
+        num_parts = self.batch_split.dp_size * self.accumulation
         parts = (num_samples // num_parts, -(-num_samples // num_parts))
-        fewest = min(_smallest_chunk(part, self.layout.replicas_per_shard) for part in parts)
-        return fewest // self.layout.num_microbatches
+        fewest = min(_smallest_chunk(part, self.batch_split.replicas_per_rank) for part in parts)
+        return fewest // self.batch_split.num_microbatches
 
 
 @dataclass(kw_only=True)
 class EvaluationSampler:
-    """Each sample once, shard `s` of `S` taking positions s, s + S, ...; every process makes equally many steps."""
+    """Each sample once, rank `r` of `R` taking positions r, r + R, ...; every process makes equally many steps."""
 
     num_samples: int
-    # Samples per step over all shards, rounded up to a multiple of their number. In the last step a shard may be left
+    # Samples per step over all ranks, rounded up to a multiple of their number. In the last step a rank may be left
     # with none.
     batch_size: int
-    layout: Layout  # which shard this process reads
-    # Repeat the first samples until all shards are equally large, as torch's DistributedSampler does. The counts are
+    batch_split: BatchSplit  # which part of a batch this process reads
+    # Repeat the first samples until all ranks have equally many, as torch's DistributedSampler does. The counts are
     # then too high; for study.
     pad: bool = False
 
     def _ids(self) -> Tensor:
-        missing = -self.num_samples % self.layout.num_shards if self.pad else 0
+        missing = -self.num_samples % self.batch_split.dp_size if self.pad else 0
         return torch.arange(self.num_samples + missing) % self.num_samples
 
     @property
     def _step(self) -> int:
-        return -(-self.batch_size // self.layout.num_shards) * self.layout.num_shards
+        return -(-self.batch_size // self.batch_split.dp_size) * self.batch_split.dp_size
 
     def __len__(self) -> int:
         return -(-len(self._ids()) // self._step)
 
     def __iter__(self) -> Iterator[BatchIds]:
         for batch in torch.split(self._ids(), self._step):
-            yield BatchIds(batch[self.layout.shard :: self.layout.num_shards], 1.0)
+            yield BatchIds(batch[self.batch_split.dp_rank :: self.batch_split.dp_size], 1.0)
 
 
 def _smallest_chunk(num_samples: int, num_chunks: int) -> int:

@@ -28,7 +28,7 @@ from lit_cifar.errors import ConfigError
 # "channels": some of the channels of a layer that treats each by itself, as BatchNorm; it follows on "columns".
 # "rows": some of the inputs, those that the layers before have left here; the outputs are summed over the processes.
 # "head": likewise, of an input that is the same in all processes.
-Part = Literal["columns", "channels", "rows", "head"]
+SplitKind = Literal["columns", "channels", "rows", "head"]
 
 
 def blocks_of(network: nn.Module) -> dict[str, nn.Module] | None:
@@ -72,7 +72,7 @@ def check_network(network: nn.Module, image_shape: Sequence[int], *, num_classes
         )
 
 
-def tensor_split_of(network: nn.Module) -> dict[str, Part]:
+def tensor_split_of(network: nn.Module) -> dict[str, SplitKind]:
     """Which layers `tp` splits, by their names in the network."""
     return {
         f"{name}.{layer}" if name else layer: part
@@ -86,7 +86,7 @@ def num_tensor_parts(network: nn.Module) -> int:
     return math.gcd(*(count for module in network.modules() for count in _counts(module)))
 
 
-def _own_split(module: nn.Module) -> Mapping[str, Part]:
+def _own_split(module: nn.Module) -> Mapping[str, SplitKind]:
     return getattr(module, "tensor_split", {})
 
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lit_cifar.batch_split import GhostBatches
 from lit_cifar.errors import ConfigError
-from lit_cifar.layout import GhostBatches
 
 
 class GhostBatchNorm2d(nn.BatchNorm2d):

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor, nn
 from torchvision.models import resnet as torchvision_resnet
 
-from lit_cifar.models.blocks import Part
+from lit_cifar.models.blocks import SplitKind
 
 Arch = Literal[
     "tiny",
@@ -29,7 +29,7 @@ _STRIDES: dict[str, int] = {"cifar": 1, "strided": 2}
 class BasicBlock(torchvision_resnet.BasicBlock):  # type: ignore[misc]  # torchvision ships no types
     """Both convolutions are split, the first by output channel. Shortcut and second BatchNorm are not."""
 
-    tensor_split: ClassVar[dict[str, Part]] = {"conv1": "columns", "bn1": "channels", "conv2": "rows"}
+    tensor_split: ClassVar[dict[str, SplitKind]] = {"conv1": "columns", "bn1": "channels", "conv2": "rows"}
 
 
 class Bottleneck(torchvision_resnet.Bottleneck):  # type: ignore[misc]
@@ -38,13 +38,13 @@ class Bottleneck(torchvision_resnet.Bottleneck):  # type: ignore[misc]
     Of the two pairs of neighbours it is the one with fewer values to sum where the block has a stride.
     """
 
-    tensor_split: ClassVar[dict[str, Part]] = {"conv2": "columns", "bn2": "channels", "conv3": "rows"}
+    tensor_split: ClassVar[dict[str, SplitKind]] = {"conv2": "columns", "bn2": "channels", "conv3": "rows"}
 
 
 class ResNet(torchvision_resnet.ResNet):  # type: ignore[misc]
     """torchvision's, which can be cut between its residual blocks."""
 
-    tensor_split: ClassVar[dict[str, Part]] = {"fc": "head"}
+    tensor_split: ClassVar[dict[str, SplitKind]] = {"fc": "head"}
 
     def blocks(self) -> dict[str, nn.Module]:
         """The stem, "layer1.0" and all other residual blocks, the head."""

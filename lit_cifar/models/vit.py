@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.models.blocks import Part
+from lit_cifar.models.blocks import SplitKind
 
 Arch = Literal["vit_micro", "vit_tiny"]
 
@@ -75,7 +75,7 @@ class EncoderBlock(nn.Module):
     heads, and some of the hidden values of the MLP.
     """
 
-    tensor_split: ClassVar[dict[str, Part]] = {
+    tensor_split: ClassVar[dict[str, SplitKind]] = {
         "attention.qkv": "columns",
         "attention.projection": "rows",
         "mlp.widen": "columns",
@@ -120,7 +120,7 @@ class Attention(nn.Module):
 class Head(nn.Module):
     """Logits from the mean over the patches."""
 
-    tensor_split: ClassVar[dict[str, Part]] = {"classifier": "head"}
+    tensor_split: ClassVar[dict[str, SplitKind]] = {"classifier": "head"}
 
     def __init__(self, dim: int, *, num_classes: int) -> None:
         super().__init__()

@@ -5,7 +5,6 @@ import platform
 import shlex
 import subprocess
 import sys
-from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -16,7 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
 from lit_cifar import __version__
-from lit_cifar.layout import Layout
+from lit_cifar.batch_split import BatchSplit
 
 PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "numpy")
 SOURCE = Path(__file__).resolve().parents[1]
@@ -32,8 +31,19 @@ def environment(trainer: Trainer, *, data_name: str) -> dict[str, Any]:
         "device": trainer.strategy.root_device.type,
         "world_size": trainer.world_size,
         "num_nodes": trainer.num_nodes,
-        "layout": {**asdict(Layout.of(trainer.strategy)), "num_replicas": Layout.of(trainer.strategy).num_replicas},
+        "layout": _layout(BatchSplit.of(trainer.strategy)),
         "precision": str(trainer.precision),
+    }
+
+
+def _layout(split: BatchSplit) -> dict[str, int]:
+    """Under the names that `environment.json` has had since its first release."""
+    return {
+        "num_shards": split.dp_size,
+        "shard": split.dp_rank,
+        "replicas_per_shard": split.replicas_per_rank,
+        "num_microbatches": split.num_microbatches,
+        "num_replicas": split.num_replicas,
     }
 
 

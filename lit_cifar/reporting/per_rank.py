@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from lit_cifar.batch_split import BatchSplit
 from lit_cifar.data.images import Batch
-from lit_cifar.layout import Layout
 from lit_cifar.reporting.csv_files import replace_split
 from lit_cifar.reporting.evaluation_callback import EvaluationCallback, Split
 from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates, pooled
@@ -35,7 +35,7 @@ class PerRankAccuracy(EvaluationCallback):
 
     def __init__(self) -> None:
         self.counts: dict[str, list[AccuracyCount]] = {}
-        self._layout = Layout()
+        self._batch_split = BatchSplit()
         self._tally = torch.zeros(0, 2, dtype=torch.int64)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -46,8 +46,8 @@ class PerRankAccuracy(EvaluationCallback):
         self._print(trainer, pl_module, "test")
 
     def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._layout = Layout.of(trainer.strategy)
-        self._tally = torch.zeros(self._layout.num_replicas, 2, dtype=torch.int64, device=pl_module.device)
+        self._batch_split = BatchSplit.of(trainer.strategy)
+        self._tally = torch.zeros(self._batch_split.num_replicas, 2, dtype=torch.int64, device=pl_module.device)
 
     def _count(self, trainer: Trainer, logits: Tensor, batch: Batch) -> None:
         ranks = self._ranks_of_samples(trainer, len(batch.labels))
@@ -57,9 +57,9 @@ class PerRankAccuracy(EvaluationCallback):
 
     def _ranks_of_samples(self, trainer: Trainer, num_samples: int) -> Tensor:
         """The rank that computed each sample of this process's batch; int64, (num_samples,)."""
-        per_shard = self._layout.replicas_per_shard
-        first = self._layout.shard * per_shard
-        if per_shard == 1:
+        per_rank = self._batch_split.replicas_per_rank
+        first = self._batch_split.dp_rank * per_rank
+        if per_rank == 1:
             return torch.full((num_samples,), first, device=self._tally.device)
         replicas: Tensor = trainer.strategy.replica_of(num_samples)  # type: ignore[attr-defined]
         return first + replicas

@@ -11,8 +11,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lit_cifar.batch_split import BatchSplit
 from lit_cifar.kernels import Kernels, in_words
-from lit_cifar.layout import Layout
 from lit_cifar.reporting.environment import environment, strategy_name
 from lit_cifar.reporting.output import leave_out_banners, outlast_readers
 
@@ -93,18 +93,17 @@ def run_folder(trainer: Trainer) -> Path | None:
 
 
 def opening_lines(trainer: Trainer, pl_module: LightningModule, datamodule: Any) -> list[str]:
-    """Model, data, global batch and mode of a fit, a line each, and the lines of `Strategy.plan()`: what the mode
-    splits.
+    """Model, data, global batch and mode of a fit, a line each, and those of `Strategy.split_lines()`.
 
-    This is called on rank 0 alone and before `Strategy.setup`, so `plan()` must neither communicate nor need what
-    `setup` makes.
+    This is called on rank 0 alone and before `Strategy.setup`, so `split_lines()` must neither communicate nor need
+    what `setup` makes.
     """
     num_parameters = sum(parameter.numel() for parameter in pl_module.parameters())
     header = getattr(pl_module, "header", None)
     model = (
         type(pl_module).__name__ if header is None else header.name + (f", {header.stem} stem" if header.stem else "")
     )
-    layout = Layout.of(trainer.strategy)
+    batch_split = BatchSplit.of(trainer.strategy)
     purposes = {"train": "train on", "val": "validate"}
     sizes = ", ".join(
         f"{len(datamodule.sets[name]):,} images to {purpose}"
@@ -114,7 +113,7 @@ def opening_lines(trainer: Trainer, pl_module: LightningModule, datamodule: Any)
     return [
         _line("model", f"{model}, {num_parameters / 1e6:.2f} M parameters"),
         _line("data", f"{datamodule.name}: {sizes}"),
-        _line("batch", _division(datamodule.batch_size, layout, trainer.accumulate_grad_batches)),
+        _line("batch", _division(datamodule.batch_size, batch_split, trainer.accumulate_grad_batches)),
         _mode(trainer),
         *_split(trainer.strategy),
     ]
@@ -126,12 +125,12 @@ def _mode(trainer: Trainer) -> str:
     return _line("mode", f"{strategy_name(trainer)}: {processes}, {device}, {trainer.precision}")
 
 
-def _division(batch_size: int, layout: Layout, accumulated: int) -> str:
+def _division(batch_size: int, batch_split: BatchSplit, accumulated: int) -> str:
     """How the global batch is divided, e.g. "64 = 2 replicas x 4 microbatches x 8 images per optimizer step"."""
-    share = batch_size / (layout.num_replicas * layout.num_microbatches * accumulated)
-    factors = [_count(layout.num_replicas, "replica")]
-    if layout.num_microbatches > 1:
-        factors.append(f"{layout.num_microbatches} microbatches")
+    share = batch_size / (batch_split.num_replicas * batch_split.num_microbatches * accumulated)
+    factors = [_count(batch_split.num_replicas, "replica")]
+    if batch_split.num_microbatches > 1:
+        factors.append(f"{batch_split.num_microbatches} microbatches")
     factors.append(f"{share:g}")
     if accumulated > 1:
         factors.append(f"{accumulated} accumulated")
@@ -139,7 +138,7 @@ def _division(batch_size: int, layout: Layout, accumulated: int) -> str:
 
 
 def _split(strategy: Any) -> list[str]:
-    lines: list[str] = strategy.plan() if hasattr(strategy, "plan") else []
+    lines: list[str] = strategy.split_lines() if hasattr(strategy, "split_lines") else []
     return [_line("" if index else "split", line) for index, line in enumerate(lines)]
 
 

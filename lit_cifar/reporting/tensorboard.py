@@ -11,7 +11,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from typing_extensions import override
 
-from lit_cifar.layout import Layout
+from lit_cifar.batch_split import BatchSplit
 from lit_cifar.reporting.environment import strategy_name
 
 FINAL_METRICS = ("val/acc", "val/loss", "train/acc", "train/loss")
@@ -114,7 +114,7 @@ def main_settings(trainer: Trainer, pl_module: LightningModule) -> dict[str, str
         "stem": getattr(header, "stem", ""),
         "max_epochs": trainer.max_epochs,
         "strategy": strategy_name(trainer),
-        "replicas": Layout.of(trainer.strategy).num_replicas,
+        "replicas": BatchSplit.of(trainer.strategy).num_replicas,
         "precision": str(trainer.precision),
     }
     for optimizer in trainer.optimizers[:1]:

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lit_cifar.batch_split import BatchSplit
 from lit_cifar.data.images import Batch
-from lit_cifar.layout import Layout
 
 METRIC = "train/images_per_s"
 
@@ -25,7 +25,7 @@ class Throughput(Callback):
     def __init__(self, *, warmup_steps: int = 2) -> None:
         self.warmup_steps = warmup_steps
         self._warmup_left = warmup_steps
-        self._num_shards = 1
+        self._num_ranks = 1
         self._num_images = 0
         self._elapsed_s = 0.0
         self._started_at: float | None = None  # None while the clock stands still
@@ -33,7 +33,7 @@ class Throughput(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._warmup_left = self.warmup_steps
-        self._num_shards = Layout.of(trainer.strategy).num_shards
+        self._num_ranks = BatchSplit.of(trainer.strategy).dp_size
         self._reset()
         self._started_at = None
         self._logged_step = trainer.global_step
@@ -55,8 +55,8 @@ class Throughput(Callback):
                 _finish_queued_work(pl_module)
                 self._start()
             return
-        # The shards of a step are equally long, except that in a ragged last batch one image more or less may miss.
-        self._num_images += len(batch.labels) * self._num_shards
+        # The parts of a step are equally long, except that in a ragged last batch one image more or less may miss.
+        self._num_images += len(batch.labels) * self._num_ranks
         step = trainer.global_step
         if step % trainer.log_every_n_steps == 0 and step != self._logged_step:  # type: ignore[attr-defined]
             self._logged_step = step

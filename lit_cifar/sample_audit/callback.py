@@ -120,7 +120,7 @@ def write_epoch(folder: Path, epoch: int, num_steps: int, num_samples: int, dige
 
 
 def _proven(trainer: Trainer, tally: Tally, *, loader_steps: int) -> Tensor:
-    """How often all shards have used each sample, checked against the order; every process must call this."""
+    """How often all processes have used each sample, checked against the order; every process must call this."""
     # A copy, as the sum is taken in place.
     uses: Tensor = trainer.strategy.reduce(tally.uses.clone(), reduce_op="sum").cpu()
     prove(uses, _plan(trainer, epoch=tally.epoch), loader_steps=loader_steps)

@@ -1,12 +1,12 @@
 """The data receipt: proof that an epoch has used every sample once, and a digest of what was used in which step.
 
 While training goes on, every use is added to a tally on the device, and nothing waits for it. Where a checkpoint is
-written or an epoch ends, the tallies of all shards are summed and compared with the plan: the order of the sampler.
+written or an epoch ends, the tallies of all ranks are summed and compared with the plan: the order of the sampler.
 What has passed is written down as a digest, SHA-256 chained over all optimizer steps of a run, each of which enters
 with its ids in rising order. So two runs have the same digest if, and only if, each of their steps has used the same
 samples, whatever the number of processes, the accumulation or the mode.
 
-Plain arithmetic without a process group: the sum over shards is for the caller to take.
+Plain arithmetic without a process group: the sum over ranks is for the caller to take.
 """
 
 from dataclasses import asdict, dataclass, fields
@@ -26,10 +26,10 @@ _MAX_IDS = 10
 
 
 class Tally:
-    """One shard's uses of an epoch's samples.
+    """One data-parallel rank's uses of an epoch's samples.
 
     `uses` is int64, (num_samples,): each use of a sample adds 2**32, and the optimizer step (from 1) in which it was
-    used. So one sum over the shards says how often, and of samples that were used once also when.
+    used. So one sum over the ranks says how often, and of samples that were used once also when.
     """
 
     def __init__(self, num_samples: int, *, epoch: int, device: torch.device) -> None:
@@ -40,10 +40,10 @@ class Tally:
 
     @classmethod
     def resumed(cls, sampler: TrainSampler, *, step: int, device: torch.device) -> "Tally":
-        """The tally after so many optimizer steps of `sampler.epoch`, all of it with the first shard."""
+        """The tally after so many optimizer steps of `sampler.epoch`, all of it with the first rank."""
         tally = cls(sampler.num_samples, epoch=sampler.epoch, device=device)
         tally.loader_steps = step * sampler.accumulation
-        if sampler.layout.shard == 0:
+        if sampler.batch_split.dp_rank == 0:
             tally.uses += planned(sampler, loader_steps=tally.loader_steps).to(device)
         return tally
 
@@ -55,14 +55,14 @@ class Tally:
 
 
 def planned(sampler: TrainSampler, *, loader_steps: int) -> Tensor:
-    """What the tallies of all shards should sum up to after so many batches of `sampler.epoch`, as `Tally.uses`.
+    """What the tallies of all ranks should sum up to after so many batches of `sampler.epoch`, as `Tally.uses`.
 
     No sample is planned twice, whatever the sampler's order says.
     """
     order = sampler.order()
     positions = torch.arange(len(order))
     step, position = positions // sampler.batch_size, positions % sampler.batch_size
-    turn = position // sampler.layout.num_shards % sampler.accumulation
+    turn = position // sampler.batch_split.dp_size % sampler.accumulation
     due = step * sampler.accumulation + turn < loader_steps
     uses = torch.zeros(sampler.num_samples, dtype=torch.int64)
     uses[order[due]] = _USE + step[due] + 1
@@ -70,9 +70,9 @@ def planned(sampler: TrainSampler, *, loader_steps: int) -> Tensor:
 
 
 def prove(uses: Tensor, sampler: TrainSampler, *, loader_steps: int) -> None:
-    """Raise a `SampleAuditError` unless `uses` is what was planned for the first `loader_steps` batches of each shard.
+    """Raise a `SampleAuditError` unless `uses` is what was planned for the first `loader_steps` batches of each rank.
 
-    `uses` is the sum of the tallies of all shards, int64, (num_samples,), on the host; `sampler` is any shard's, at the
+    `uses` is the sum of the tallies of all ranks, int64, (num_samples,), on the host; `sampler` is any rank's, at the
     epoch in question.
     """
     plan = planned(sampler, loader_steps=loader_steps)
@@ -149,7 +149,7 @@ class Receipt:
     def check(self, sampler: TrainSampler, settings: OrderSettings) -> None:
         """Refuse to resume in the middle of an epoch unless this run's plan for it begins with what was used.
 
-        `sampler` is any shard's, at this receipt's epoch.
+        `sampler` is any rank's, at this receipt's epoch.
         """
         if not self.step:
             return

@@ -127,7 +127,7 @@ class DDPLayerParallelStrategy(StagedStrategy, AveragingDDPStrategy):
         device_ids = [self.root_device.index] if dist.get_backend() == "nccl" else None
         dist.barrier(device_ids=device_ids)
 
-    def plan(self) -> list[str]:
+    def split_lines(self) -> list[str]:
         """The stages and their devices, a line each, and the devices of the machine's further processes."""
         names = [
             device_names(self._devices_of(local_rank), first=local_rank * self.num_stages)

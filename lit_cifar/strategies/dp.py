@@ -38,15 +38,15 @@ class DataParallelStrategy(SingleProcessStrategy):
         self.num_replicas = num_replicas
 
     @property
-    def replicas_per_shard(self) -> int:
-        """Replicas over which the process divides each batch, known once the Trainer is made (see `Layout.of`)."""
+    def replicas_per_rank(self) -> int:
+        """Replicas over which the process divides each batch, known once the Trainer is made (see `BatchSplit.of`)."""
         return len(self.devices) if self.num_replicas is None else self.num_replicas
 
     def replica_of(self, num_samples: int) -> Tensor:
         """Which replica processes each sample of a batch of `num_samples`: int64, (num_samples,)."""
         if self.parts is not None:  # sample i is in part i modulo their number, and the replicas take turns
-            return torch.arange(num_samples) % self.replicas_per_shard
-        return replica_of(num_samples, num_replicas=self.replicas_per_shard)
+            return torch.arange(num_samples) % self.replicas_per_rank
+        return replica_of(num_samples, num_replicas=self.replicas_per_rank)
 
     @override
     def make_runner(self, network: nn.Module) -> Runner:
@@ -56,7 +56,7 @@ class DataParallelStrategy(SingleProcessStrategy):
     @property
     @override
     def copying_devices(self) -> list[list[torch.device]]:
-        each = self.replicas_per_shard // len(self.devices)
+        each = self.replicas_per_rank // len(self.devices)
         return [[device for device in self.devices for _ in range(each)]]
 
     @override
@@ -80,8 +80,8 @@ class DataParallelStrategy(SingleProcessStrategy):
         """
         super().check()
         num_devices = len(self.devices)
-        if self.replicas_per_shard < 1 or self.replicas_per_shard % num_devices:
-            nearest = max(1, round(self.replicas_per_shard / num_devices)) * num_devices
+        if self.replicas_per_rank < 1 or self.replicas_per_rank % num_devices:
+            nearest = max(1, round(self.replicas_per_rank / num_devices)) * num_devices
             raise ConfigError(
                 f"--trainer.strategy.num_replicas={self.num_replicas} do not divide over "
                 f"--trainer.devices={num_devices}",

@@ -70,7 +70,7 @@ class LayerParallelStrategy(StagedStrategy, SingleProcessStrategy):
                 remedy=f"pass --trainer.strategy.num_stages={nearest} or --trainer.devices={self.num_stages}",
             )
 
-    def plan(self) -> list[str]:
+    def split_lines(self) -> list[str]:
         """The stages and their devices, a line each."""
         names = device_names(self.devices)
         return self.partition.table([names[index] for index in self._device_indices])

@@ -148,7 +148,7 @@ class PipelineStrategy(MeshStrategy):
         )
         super().connect(model)
 
-    def plan(self) -> list[str]:
+    def split_lines(self) -> list[str]:
         owners = [f"process {self.schedule.owner(stage)}" for stage in range(self.schedule.num_stages)]
         return self.partition.table(owners)
 

@@ -3,9 +3,9 @@
 import lightning as L
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
+from lit_cifar.batch_split import BatchSplit
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.errors import ConfigError
-from lit_cifar.layout import Layout
 from lit_cifar.strategies.custom_forward import CustomForwardStrategy
 from lit_cifar.strategies.network import compiles
 
@@ -24,7 +24,7 @@ def check_same_bits(num_parts: int, trainer: L.Trainer, data: CIFAR10DataModule)
             remedy=f"pass --virtual_replicas={nearest} or {2 * nearest}",
         )
     _check_mode(name, strategy)
-    if num_parts % (replicas := Layout.of(strategy).num_replicas):
+    if num_parts % (replicas := BatchSplit.of(strategy).num_replicas):
         raise ConfigError(
             f"{name} cannot be divided among {replicas} replicas",
             remedy=f"change --trainer.devices, so that there are {1 << (min(replicas, num_parts).bit_length() - 1)}",
@@ -35,7 +35,7 @@ def check_same_bits(num_parts: int, trainer: L.Trainer, data: CIFAR10DataModule)
             f"{name} with --trainer.accumulate_grad_batches={accumulated} would add gradients in another order",
             remedy="leave out the latter: the parts of a batch pass one after the other already",
         )
-    if getattr(strategy, "_layer_sync", None) is not None and Layout.of(strategy).num_shards > 1:
+    if getattr(strategy, "_layer_sync", None) is not None and BatchSplit.of(strategy).dp_size > 1:
         raise ConfigError(
             f"{name} with --trainer.sync_batchnorm=true would normalise parts of several processes together",
             remedy="leave out the latter: each part is normalised by itself",

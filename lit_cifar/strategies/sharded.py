@@ -26,7 +26,7 @@ from lit_cifar.strategies.fsdp import OutsideInferenceMode, autocast_dtype, redu
 from lit_cifar.strategies.mesh import MeshStrategy, local_part
 from lit_cifar.strategies.network import Runner, RunsNetwork, compiles
 from lit_cifar.strategies.parts import Parts
-from lit_cifar.strategies.sharding_plan import plan
+from lit_cifar.strategies.sharding_cost import sharding_lines
 from lit_cifar.strategies.state_dicts import full_optimizer_state, full_state, load_full_state, split_optimizer_state
 from lit_cifar.strategies.sync_batchnorm import synchronise_along
 from lit_cifar.strategies.tensor_parallel import check_divisible, split_tensors
@@ -199,12 +199,12 @@ class ShardedStrategy(MeshStrategy):
         num_parts = math.prod(size for placement, size in sizes if not placement.is_replicate())
         return num_parts / self.world_size
 
-    def plan(self) -> list[str]:
+    def split_lines(self) -> list[str]:
         """What a process holds and what it sends, a line each."""
         module = cast(RunsNetwork, self.lightning_module)
         with self.precision_plugin.tensor_init_context():
             num_bytes = torch.get_default_dtype().itemsize
-        return plan(
+        return sharding_lines(
             module.network,
             module.image_shape,
             num_replicas=self.num_replicas,

@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.models.blocks import Part, num_tensor_parts, tensor_split_of
+from lit_cifar.models.blocks import SplitKind, num_tensor_parts, tensor_split_of
 from lit_cifar.models.memory_format import with_plain_gradient
 
 # Of a weight, whose dims begin with outputs and inputs. A tensor with fewer dims, as a bias of outputs, is not split.
-_SPLIT_DIM: dict[Part, int] = {"columns": 0, "channels": 0, "rows": 1, "head": 1}
+_SPLIT_DIM: dict[SplitKind, int] = {"columns": 0, "channels": 0, "rows": 1, "head": 1}
 
 
 def check_divisible(network: nn.Module, num_processes: int, num_replicas: int, *, strategy: str) -> None:
@@ -80,7 +80,7 @@ def placements(network: nn.Module) -> dict[str, Placement]:
     return placed
 
 
-def split_dim(part: Part, tensor: Tensor) -> int | None:
+def split_dim(part: SplitKind, tensor: Tensor) -> int | None:
     """Along which dim a parameter or buffer of a layer is split; None if each process has all of it."""
     dim = _SPLIT_DIM[part]
     return dim if dim < tensor.ndim else None
@@ -143,7 +143,7 @@ class _ByInputChannel(nn.Module):
         return total + local.to(total.dtype).view(-1, *([1] * (self._parameters["weight"].ndim - 2)))  # type: ignore
 
 
-_SENDING: dict[Part, type[nn.Module]] = {"columns": _ByOutputChannel, "rows": _ByInputChannel}
+_SENDING: dict[SplitKind, type[nn.Module]] = {"columns": _ByOutputChannel, "rows": _ByInputChannel}
 
 
 def _local_parts(tensors: dict[str, Any]) -> dict[str, Any]:

@@ -22,9 +22,9 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lit_cifar.batch_split import BatchSplit
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.images import Batch
-from lit_cifar.layout import Layout
 from lit_cifar.strategies.clipping import clip_in_order
 from lit_cifar.strategies.custom_forward import CustomForwardStrategy
 from lit_cifar.strategies.loss_scaling import loss_scale
@@ -86,7 +86,7 @@ class VirtualReplicas(Callback):
         self._divide(trainer.strategy)
 
     def _divide(self, strategy: Strategy, *, group: dist.ProcessGroup | None = None) -> None:
-        self._parts = Parts(self.num_parts, num_processes=Layout.of(strategy).num_shards, group=group)
+        self._parts = Parts(self.num_parts, num_processes=BatchSplit.of(strategy).dp_size, group=group)
         if isinstance(strategy, CustomForwardStrategy):
             strategy.use_parts(self._parts)
 

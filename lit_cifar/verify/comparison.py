@@ -136,9 +136,9 @@ def first_excess(of_step: Mapping[str, Mapping[str, float]], bounds: Bounds, *, 
 def sample_problems(found: Sequence[Sequence[int]], expected: Sequence[int]) -> list[str]:
     """Phrases for the ids that are missing, seen too often or foreign, of those that the processes of a step read.
 
-    `found` has the ids of every shard, `expected` those of the reference, in any order.
+    `found` has the ids of every data-parallel rank, `expected` those of the reference, in any order.
     """
-    seen, wanted = Counter(i for shard in found for i in shard), Counter(expected)
+    seen, wanted = Counter(i for of_rank in found for i in of_rank), Counter(expected)
     missing, surplus = sorted((wanted - seen).elements()), sorted((seen - wanted).elements())
     problems = []
     if missing:

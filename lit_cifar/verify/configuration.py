@@ -57,14 +57,14 @@ _PRECISIONS |= {name: name for name in ("32-true", "64-true", "bf16-mixed")}
 
 
 @dataclass(frozen=True)
-class Settings:
+class Configuration:
     """The flags that all runs share, and their values after defaults and files."""
 
     flags: tuple[str, ...]  # what to pass to `fit`
     config: dict[str, Any]  # every setting with its value, as `fit --print_config` shows it
 
     @classmethod
-    def of(cls, args: list[str], *, devices: int, folder: Path) -> "Settings":
+    def of(cls, args: list[str], *, devices: int, folder: Path) -> "Configuration":
         """Resolve the user's `args`; refuse flags that `verify` sets, and precisions that leave out steps."""
         owned = [arg for arg in args if arg.split("=")[0] in _OWNED]
         if owned:

@@ -4,15 +4,17 @@ import math
 
 from lit_cifar.verify.checkpoint_check import checkpoint_problems, evaluation_problems
 from lit_cifar.verify.comparison import Bounds, differences, first_excess, largest
-from lit_cifar.verify.configuration import Settings
+from lit_cifar.verify.configuration import Configuration
 from lit_cifar.verify.logged_metrics import METRIC_BOUND, logged_problems
 from lit_cifar.verify.record import Record
 from lit_cifar.verify.reference import Reference
 from lit_cifar.verify.runs import Outcome
-from lit_cifar.verify.verdict_table import Row
+from lit_cifar.verify.verdict_table import VerifiedMode
 
 
-def judge(row: Row, outcome: Outcome, record: Record, reference: Reference, settings: Settings) -> Row:
+def judge(
+    row: VerifiedMode, outcome: Outcome, record: Record, reference: Reference, settings: Configuration
+) -> VerifiedMode:
     """Complete the mode's `row` by what its run has left."""
     row.tolerance, row.seconds = reference.bounds[-1], outcome.seconds
     num_steps = len(reference.bounds)
@@ -25,7 +27,7 @@ def judge(row: Row, outcome: Outcome, record: Record, reference: Reference, sett
     return row
 
 
-def _compare(row: Row, record: Record, reference: Reference, settings: Settings) -> None:
+def _compare(row: VerifiedMode, record: Record, reference: Reference, settings: Configuration) -> None:
     row.processes = record.about["world_size"]
     _compare_steps(row, record, reference)
     last_step = record.step(len(reference.bounds))
@@ -43,7 +45,7 @@ def _compare(row: Row, record: Record, reference: Reference, settings: Settings)
         )
 
 
-def _compare_steps(row: Row, record: Record, reference: Reference) -> None:
+def _compare_steps(row: VerifiedMode, record: Record, reference: Reference) -> None:
     for number, bounds in enumerate(reference.bounds, 1):
         step, expected = record.step(number), reference.record.step(number)
         row.losses.append(float(step["loss"]))
@@ -57,7 +59,7 @@ def _compare_steps(row: Row, record: Record, reference: Reference) -> None:
             row.problems.append(str(excess))
 
 
-def _bounds_of_metrics(reference: Reference, settings: Settings) -> Bounds:
+def _bounds_of_metrics(reference: Reference, settings: Configuration) -> Bounds:
     """By the beginnings of their names."""
     if settings.num_parts is not None:
         return {"train/": 0.0, "val/": 0.0, "lr-": 0.0}

@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass
 from os import cpu_count
 from pathlib import Path
 
+from lit_cifar.batch_split import GhostBatches
 from lit_cifar.errors import ConfigError
-from lit_cifar.layout import GhostBatches
 from lit_cifar.modes import Variant
 from lit_cifar.verify.checkpoint_check import quiet
-from lit_cifar.verify.configuration import Settings
+from lit_cifar.verify.configuration import Configuration
 from lit_cifar.verify.record import Record
 from lit_cifar.verify.runs import TIMEOUT_S, Outcome, run
 
@@ -23,7 +23,7 @@ Report = Callable[[str], None]
 class Launcher:
     """Runs `fit` under one configuration, and has every step recorded."""
 
-    settings: Settings
+    settings: Configuration
     steps: int  # optimizer steps of every run
     folder: Path  # exists; each run gets a folder of its own in it
     report: Report  # called with a line whenever a run begins, and when it has ended

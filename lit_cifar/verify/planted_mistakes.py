@@ -86,12 +86,12 @@ def _unweighted_ragged_batch(site: Site) -> None:
     site.replace(TrainSampler, "__iter__", unweighted)
 
 
-def _duplicated_shard(site: Site) -> None:
-    def first_shard(make: Any, datamodule: CIFAR10DataModule) -> TrainSampler:
+def _duplicated_part(site: Site) -> None:
+    def first_rank(make: Any, datamodule: CIFAR10DataModule) -> TrainSampler:
         sampler: TrainSampler = make(datamodule)
-        return replace(sampler, layout=replace(sampler.layout, shard=0))
+        return replace(sampler, batch_split=replace(sampler.batch_split, dp_rank=0))
 
-    site.replace(CIFAR10DataModule, "train_sampler", first_shard)
+    site.replace(CIFAR10DataModule, "train_sampler", first_rank)
 
 
 def _augmentation_by_rank(site: Site) -> None:
@@ -114,7 +114,7 @@ def _no_batchnorm_sync(site: Site) -> None:
 def _padded_evaluation(site: Site) -> None:
     def padded(ids: Any, sampler: EvaluationSampler) -> Tensor:
         order: Tensor = ids(sampler)
-        return torch.cat([order, order[: -len(order) % sampler.layout.num_shards]])
+        return torch.cat([order, order[: -len(order) % sampler.batch_split.dp_size]])
 
     site.replace(EvaluationSampler, "_ids", padded)
 
@@ -249,7 +249,7 @@ BUGS: dict[str, Bug] = {
         Bug("scaled-loss", "the loss is divided by the number of processes as well", "ddp", _scaled_loss),
         Bug("summed-accumulation", "accumulated gradients are summed, not averaged", "ddp", _summed_accumulation),
         Bug("unweighted-batch", "unequal parts of a ragged batch have equal weight", "ddp", _unweighted_ragged_batch),
-        Bug("duplicated-shard", "every process reads the first part of the data", "ddp", _duplicated_shard),
+        Bug("duplicated-shard", "every process reads the first part of the data", "ddp", _duplicated_part),
         Bug("augmentation-by-rank", "each process augments with a seed of its own", "ddp", _augmentation_by_rank),
         Bug("frozen-order", "set_epoch is forgotten", "ddp", _frozen_order),
         Bug("own-statistics", "each process evaluates with its own running statistics", "ddp", _own_statistics),

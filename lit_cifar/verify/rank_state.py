@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lit_cifar.layout import Layout
+from lit_cifar.batch_split import BatchSplit
 from lit_cifar.strategies.mesh import local_part
 
 # By name, a kind in brackets: which part of the whole it is, and the digest. Equal names and parts are equal bits.
@@ -41,7 +41,7 @@ def own_state(trainer: Any, module: nn.Module, *, one_model: bool) -> State:
     """
     strategy = trainer.strategy
     apart = not one_model and getattr(strategy, "_layer_sync", None) is None
-    replica = f"replica {Layout.of(strategy).shard}" if apart else ""
+    replica = f"replica {BatchSplit.of(strategy).dp_rank}" if apart else ""
     held = _held(strategy, module)
     found = module_state(module, replica=replica, held=held)
     names: dict[Tensor, str] = {parameter: _plain(name) for name, parameter in module.named_parameters()}

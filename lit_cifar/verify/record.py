@@ -57,20 +57,22 @@ class Record:
 
     @cached_property
     def samples(self) -> dict[str, dict[int, list[list[int]]]]:
-        """Ids by moment ("step 1", "epoch 0", "evaluation") and shard: a list for every process that reads this."""
+        """Ids by moment ("step 1", "epoch 0", "evaluation") and data-parallel rank: a list for each process."""
         found: dict[str, dict[int, list[list[int]]]] = {}
         for line in self._lines("samples"):
-            found.setdefault(line["when"], {}).setdefault(line["shard"], []).append(line["ids"])
+            found.setdefault(line["when"], {}).setdefault(line["dp_rank"], []).append(line["ids"])
         return found
 
     def sample_problems(self, reference: "Record") -> list[str]:
         """Steps and evaluations that did not use each sample of the reference once."""
         problems = []
-        for when, shards in reference.samples.items():
+        for when, ranks in reference.samples.items():
             mine = self.samples.get(when, {})
-            disagreeing = [shard for shard, readers in mine.items() if any(ids != readers[0] for ids in readers)]
-            problems += [f"{when}: the processes of shard {shard} read different samples" for shard in disagreeing]
-            expected = [i for readers in shards.values() for i in readers[0]]
+            disagreeing = [rank for rank, readers in mine.items() if any(ids != readers[0] for ids in readers)]
+            problems += [
+                f"{when}: the processes of data-parallel rank {rank} read different samples" for rank in disagreeing
+            ]
+            expected = [i for readers in ranks.values() for i in readers[0]]
             found = sample_problems([readers[0] for readers in mine.values()], expected)
             problems += [f"{when}: {problem}" for problem in found]
         return problems

@@ -11,9 +11,9 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from lit_cifar.batch_split import BatchSplit
 from lit_cifar.checkpoint.format import strip_prefix
 from lit_cifar.data.images import Batch
-from lit_cifar.layout import Layout
 from lit_cifar.models.ghost_batchnorm import GhostBatchNorm2d
 from lit_cifar.reporting.per_rank import PerRankAccuracy
 from lit_cifar.verify.logged_metrics import counted
@@ -113,17 +113,17 @@ class Trace(L.Callback):
             own = self._own_state(trainer, pl_module) | metrics_state(trainer.callback_metrics)
             self._write_own(trainer, "end", own, same_as=f"step {self._step}")
             teardown()
-            replica = "" if self._one_model else f"replica {Layout.of(trainer.strategy).shard}"
+            replica = "" if self._one_model else f"replica {BatchSplit.of(trainer.strategy).dp_rank}"
             self._write_own(trainer, "whole network", module_state(pl_module, replica=replica))
 
         trainer.strategy.teardown = written_before_and_after  # type: ignore[method-assign]
         if not trainer.is_global_zero:
             return
-        layout = Layout.of(trainer.strategy)
+        batch_split = BatchSplit.of(trainer.strategy)
         counts = next((c.counts for c in trainer.callbacks if isinstance(c, PerRankAccuracy)), {})  # type: ignore[attr-defined]
         content = {
             "world_size": trainer.world_size,
-            "chunks": asdict(layout.ghost_batches(accumulation=trainer.accumulate_grad_batches)),
+            "chunks": asdict(batch_split.ghost_batches(accumulation=trainer.accumulate_grad_batches)),
             "counts": [(count.correct, count.total) for count in counts.get("val", [])],
         }
         (self.folder / "run.json").write_text(json.dumps(content))
@@ -138,7 +138,7 @@ class Trace(L.Callback):
     def _write_samples(
         self, trainer: L.Trainer, period: str, when: str, *, counted: dict[str, int] | None = None
     ) -> None:
-        line = {"when": when, "shard": Layout.of(trainer.strategy).shard, "ids": self._ids[period]}
+        line = {"when": when, "dp_rank": BatchSplit.of(trainer.strategy).dp_rank, "ids": self._ids[period]}
         self._append(f"samples{trainer.global_rank}.jsonl", line | {"counted": counted or {}})
         self._ids[period] = []
 

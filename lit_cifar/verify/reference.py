@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from lit_cifar.layout import GhostBatches
+from lit_cifar.batch_split import GhostBatches
 from lit_cifar.modes import in_words
 from lit_cifar.verify.comparison import EXACT_BOUND, KINDS, SAME_BITS, Bounds, differences, largest, measured_bounds
 from lit_cifar.verify.launcher import Launcher

@@ -12,7 +12,7 @@ from rich.table import Table
 from lit_cifar.errors import ConfigError
 from lit_cifar.modes import Variant, variants
 from lit_cifar.verify.checkpoint_check import quiet
-from lit_cifar.verify.configuration import Settings
+from lit_cifar.verify.configuration import Configuration
 from lit_cifar.verify.launcher import Launcher, Report
 from lit_cifar.verify.planted_in_parts import BUGS_OF_PARTS, NO_PLACE
 from lit_cifar.verify.planted_mistakes import BUGS
@@ -48,7 +48,7 @@ GUARDS = {"SampleAuditError: ": "data receipt"}  # checks during training that s
 
 
 @dataclass(frozen=True)
-class Finding:
+class PlantedResult:
     """The result of a planted mistake."""
 
     bug: Bug | None  # the mistake; None where none was planted, which must pass
@@ -76,7 +76,7 @@ class Finding:
 
 def self_test(
     *, bugs: Sequence[Bug] | None = None, num_parts: int | None = None, report: Report = lambda line: None
-) -> list[Finding]:
+) -> list[PlantedResult]:
     """Plant every mistake, by default all, and compare each run as `verify` does.
 
     Every mode with a mistake also runs without one, which must pass: else "caught" would say nothing. With `num_parts`
@@ -93,17 +93,17 @@ def self_test(
     findings = []
     with TemporaryDirectory(prefix="lit_cifar-verify-") as folder:
         for args in dict.fromkeys(bug.args for bug in chosen):
-            settings = Settings.of([*ARGS, *args, *parts], devices=DEVICES, folder=Path(folder))
+            settings = Configuration.of([*ARGS, *args, *parts], devices=DEVICES, folder=Path(folder))
             launcher = Launcher(settings, STEPS, Path(folder), report, timeout_s=TIMEOUT_S)
             findings += _findings(Verifier(launcher), [bug for bug in chosen if bug.args == args])
     return findings
 
 
-def _findings(verifier: Verifier, bugs: Sequence[Bug]) -> list[Finding]:
+def _findings(verifier: Verifier, bugs: Sequence[Bug]) -> list[PlantedResult]:
     """Several runs at a time: with so small a net most of a run is its start, which uses one core."""
     planted: list[Bug | None] = []
     cases: list[Case] = []
-    nowhere: list[Finding] = []
+    nowhere: list[PlantedResult] = []
     for name, devices in dict.fromkeys((bug.mode, bug.devices) for bug in bugs):
         mode = variants(devices)[name]
         own = [bug for bug in bugs if (bug.mode, bug.devices) == (name, devices)]
@@ -111,7 +111,9 @@ def _findings(verifier: Verifier, bugs: Sequence[Bug]) -> list[Finding]:
             mode = mode.with_parts()
             reasons = _reasons(mode, own, verifier.launcher.settings)
             nowhere += [
-                Finding(bug, name, [], finished=False, no_place=reasons[bug.name]) for bug in own if bug.name in reasons
+                PlantedResult(bug, name, [], finished=False, no_place=reasons[bug.name])
+                for bug in own
+                if bug.name in reasons
             ]
             own = [bug for bug in own if bug.name not in reasons]
         if own:
@@ -121,7 +123,7 @@ def _findings(verifier: Verifier, bugs: Sequence[Bug]) -> list[Finding]:
     return [*(found[number] for number in range(len(cases))), *nowhere]
 
 
-def _reasons(mode: Variant, bugs: Sequence[Bug], settings: Settings) -> dict[str, str]:
+def _reasons(mode: Variant, bugs: Sequence[Bug], settings: Configuration) -> dict[str, str]:
     """Why virtual replicas leave no place for a mistake, by its name; all mistakes of a mode that is refused."""
     data = settings.data()
     try:
@@ -132,16 +134,16 @@ def _reasons(mode: Variant, bugs: Sequence[Bug], settings: Settings) -> dict[str
     return {bug.name: NO_PLACE[bug.name] for bug in bugs if bug.name in NO_PLACE}
 
 
-def _finding(bug: Bug | None, compared: Compared) -> Finding:
+def _finding(bug: Bug | None, compared: Compared) -> PlantedResult:
     finished = compared.outcome.status == 0
     stderr = [] if finished else compared.outcome.stderr.splitlines()
     said = [(line, words) for line in stderr for words in GUARDS if words in line]
     guard = GUARDS[said[-1][1]] if said else None
     seen = [said[-1][0].strip()] if said else compared.row.problems
-    return Finding(bug, compared.row.mode, seen, finished, acted=Record(compared.folder).acted, guard=guard)
+    return PlantedResult(bug, compared.row.mode, seen, finished, acted=Record(compared.folder).acted, guard=guard)
 
 
-def findings_table(findings: Sequence[Finding], *, title: str) -> Table:
+def findings_table(findings: Sequence[PlantedResult], *, title: str) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title_justify="left")
     table.add_column("planted", max_width=40)
     table.add_column("mode", no_wrap=True)
@@ -156,7 +158,7 @@ def findings_table(findings: Sequence[Finding], *, title: str) -> Table:
     return table
 
 
-def _verdict(finding: Finding) -> str:
+def _verdict(finding: PlantedResult) -> str:
     if finding.no_place is not None:
         return "no place"
     if not finding.finished and finding.guard is None:

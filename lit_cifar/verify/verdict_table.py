@@ -10,7 +10,7 @@ from lit_cifar.verify.comparison import KINDS, Bounds
 
 
 @dataclass
-class Row:
+class VerifiedMode:
     """The result of a mode."""
 
     mode: str
@@ -29,7 +29,7 @@ class Row:
         return not self.problems
 
 
-def verdict_table(rows: Sequence[Row], *, title: str) -> Table:
+def verdict_table(rows: Sequence[VerifiedMode], *, title: str) -> Table:
     """A row for each mode; below each of the largest differences what it may be."""
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title_justify="left")
     table.add_column("mode", no_wrap=True)
@@ -53,7 +53,7 @@ def verdict_table(rows: Sequence[Row], *, title: str) -> Table:
     return table
 
 
-def _cell(row: Row, kind: str) -> str:
+def _cell(row: VerifiedMode, kind: str) -> str:
     if kind not in row.differences:
         return "-"
     value, bound = row.differences[kind], row.tolerance[kind]

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from lit_cifar.batch_split import GhostBatches
 from lit_cifar.errors import ConfigError
-from lit_cifar.layout import GhostBatches
 from lit_cifar.models.ghost_batchnorm import normalises_batches
 from lit_cifar.modes import Variant, chosen
 from lit_cifar.verify.checkpoint_check import quiet
-from lit_cifar.verify.configuration import Settings
+from lit_cifar.verify.configuration import Configuration
 from lit_cifar.verify.gpu_placement import placed
 from lit_cifar.verify.judge import judge
 from lit_cifar.verify.launcher import Launcher, Report
 from lit_cifar.verify.record import Record
 from lit_cifar.verify.reference import References
 from lit_cifar.verify.runs import REFUSED, Outcome, refuse_if_invalid, workers
-from lit_cifar.verify.verdict_table import Row
+from lit_cifar.verify.verdict_table import VerifiedMode
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Compared:
     """What came of the case of that number; the folder of its run is removed when the next one is asked for."""
 
     number: int
-    row: Row
+    row: VerifiedMode
     outcome: Outcome
     folder: Path
 
@@ -80,7 +80,7 @@ class Verifier:
                     launched[run] = number, folder
             for run in as_completed(launched):
                 number, folder = launched[run]
-                row = Row(cases[number].mode.name, self.references.words(chunks[number]))
+                row = VerifiedMode(cases[number].mode.name, self.references.words(chunks[number]))
                 judge(row, run.result(), Record(folder), self.references.get(chunks[number]), self.launcher.settings)
                 yield Compared(number, row, run.result(), folder)
                 shutil.rmtree(folder)
@@ -93,7 +93,7 @@ def verify(
     steps: int = 3,
     args: Sequence[str] = (),
     report: Report = lambda line: None,
-) -> list[Row]:
+) -> list[VerifiedMode]:
     """Compare modes, "all" for every one, with one device: a row for each.
 
     A mode has so many `devices`: GPUs, or on the CPU processes or virtual devices of one process. In float32, rounding
@@ -104,19 +104,19 @@ def verify(
         raise ConfigError(f"--steps={steps} leaves no step after a resume", remedy="pass --steps 2 or more")
     wanted = chosen(list(names), devices=devices)
     with tempfile.TemporaryDirectory(prefix="lit_cifar-verify-") as folder:
-        settings = Settings.of(list(args), devices=devices, folder=Path(folder))
+        settings = Configuration.of(list(args), devices=devices, folder=Path(folder))
         verifier = Verifier(Launcher(settings, steps, Path(folder), report))
         return verify_modes(verifier, list(_possible(wanted, settings, report, leave_out="all" in names)))
 
 
-def verify_modes(verifier: Verifier, wanted: Sequence[Variant]) -> list[Row]:
+def verify_modes(verifier: Verifier, wanted: Sequence[Variant]) -> list[VerifiedMode]:
     """Rows in the order of `wanted`; each reference is forgotten as soon as its last mode has been compared.
 
     What only the run of a mode finds wrong with the user's flags is a `ConfigError`, no failed proof.
     """
     chunks = {mode.name: verifier.ghost_batches_of(mode) for mode in wanted}
     waiting = Counter(chunks.values())
-    rows: dict[str, Row] = {}
+    rows: dict[str, VerifiedMode] = {}
     for compared in verifier.compare([Case(mode) for mode in wanted]):
         if compared.outcome.status == REFUSED:
             refuse_if_invalid(compared.outcome)
@@ -128,7 +128,9 @@ def verify_modes(verifier: Verifier, wanted: Sequence[Variant]) -> list[Row]:
     return [rows[mode.name] for mode in wanted]
 
 
-def _possible(wanted: Sequence[Variant], settings: Settings, report: Report, *, leave_out: bool) -> Iterator[Variant]:
+def _possible(
+    wanted: Sequence[Variant], settings: Configuration, report: Report, *, leave_out: bool
+) -> Iterator[Variant]:
     """Those that can run on so many devices with such batches: `tp`, say, must divide the channels.
 
     Of the others `report` says why they are left out, or the error is raised if none may be.

@@ -1,4 +1,4 @@
-"""Which samples a replica of the model sees together: plain arithmetic, without a process group.
+"""How a global batch is split among the replicas of the model: plain arithmetic, without a process group.
 
 A *replica* is one copy of the network that sees its own part of every global batch. Under `ddp` each process holds one;
 under `dp` one process holds several; under `pp` several processes hold one together. What follows from the number of
@@ -14,46 +14,55 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Replicas over processes and within this process."""
+class BatchSplit:
+    """Which part of a batch this process reads, and into what it divides it.
 
-    # Parts into which processes cut the data. Processes that hold parts of one replica share a shard.
-    num_shards: int = 1
-    shard: int = 0  # this process's part, from 0 to `num_shards - 1`
-    replicas_per_shard: int = 1  # replicas among which one process divides its part once more (`dp`; 1 elsewhere)
-    num_microbatches: int = 1  # pieces in which a replica's layers see its part, one after the other
+    `dp_size` and `dp_rank` are the usual names for data parallelism over processes. They do not mean the mode `dp`: its
+    one process reads every batch, so both are those of one process.
+
+    Attributes:
+        dp_size: Parts into which processes divide a batch.
+        dp_rank: This process's part, from 0. Processes that hold one replica together have the same.
+        replicas_per_rank: Replicas among which one process divides its part once more: more than 1 under `dp` only.
+        num_microbatches: Pieces in which a replica's layers see its part, one after the other.
+    """
+
+    dp_size: int = 1
+    dp_rank: int = 0
+    replicas_per_rank: int = 1
+    num_microbatches: int = 1
 
     def __post_init__(self) -> None:
-        counts = (self.num_shards, self.replicas_per_shard, self.num_microbatches)
-        if min(counts) < 1 or not 0 <= self.shard < self.num_shards:
-            raise ValueError(f"not a layout: {self}")
+        counts = (self.dp_size, self.replicas_per_rank, self.num_microbatches)
+        if min(counts) < 1 or not 0 <= self.dp_rank < self.dp_size:
+            raise ValueError(f"not a batch split: {self}")
 
     @classmethod
-    def of(cls, strategy: Any) -> "Layout":
-        """The layout of a Lightning strategy, before or after its processes have started.
+    def of(cls, strategy: Any) -> "BatchSplit":
+        """That of a Lightning strategy, before or after its processes have started.
 
         `distributed_sampler_kwargs` is Lightning's own interface for "who reads which part of the data". Our strategies
         define the other two where they are not 1.
         """
-        shards = getattr(strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0})
+        data_parallel = getattr(strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0})
         return cls(
-            num_shards=shards["num_replicas"],
-            shard=shards["rank"],
-            replicas_per_shard=getattr(strategy, "replicas_per_shard", 1),
+            dp_size=data_parallel["num_replicas"],
+            dp_rank=data_parallel["rank"],
+            replicas_per_rank=getattr(strategy, "replicas_per_rank", 1),
             num_microbatches=getattr(strategy, "num_microbatches", 1),
         )
 
     @property
     def num_replicas(self) -> int:
         """Replicas over all processes: the number by which a global batch must be divisible."""
-        return self.num_shards * self.replicas_per_shard
+        return self.dp_size * self.replicas_per_rank
 
     def ghost_batches(self, *, accumulation: int = 1) -> "GhostBatches":
-        """How this layout cuts a global batch that is accumulated over `accumulation` steps."""
+        """How a global batch is cut that is accumulated over `accumulation` steps."""
         return GhostBatches(
-            num_shards=self.num_shards,
+            num_shards=self.dp_size,
             accumulation=accumulation,
-            replicas_per_shard=self.replicas_per_shard,
+            replicas_per_shard=self.replicas_per_rank,
             num_microbatches=self.num_microbatches,
         )
 
@@ -62,12 +71,14 @@ class Layout:
 class GhostBatches:
     """How a global batch is cut into chunks that pass through the layers together, and so are normalised together.
 
+    The fields are flags of `--model.ghost_batchnorm`, whose names stay.
+
     Attributes:
-        num_shards: Shard `s` of `S` takes the positions s, s + S, ... of what is left to cut.
+        num_shards: The data-parallel size R: rank r takes the positions r, r + R, ... of what is left to cut.
         accumulation: Steps over which a batch is accumulated; step `a` comes before step `a + 1`.
-        replicas_per_shard: Into how many the replicas of one process then divide it, by `Tensor.chunk`.
+        replicas_per_shard: Into how many the replicas of one rank then divide it, by `Tensor.chunk`.
         num_microbatches: Into how many a replica then divides its part, by `Tensor.tensor_split`.
-        synchronised: Whether the shards of an accumulation step are normalised together.
+        synchronised: Whether the ranks of an accumulation step are normalised together.
     """
 
     num_shards: int = 1
@@ -87,15 +98,15 @@ class GhostBatches:
             steps = [(step_of == step).nonzero().flatten() for step in range(self.accumulation)]
             return [[step for step in steps if len(step)]]
         replicas = [
-            list(self._of_replica(torch.arange(num_samples), shard, replica))
-            for shard in range(self.num_shards)
+            list(self._of_replica(torch.arange(num_samples), rank, replica))
+            for rank in range(self.num_shards)
             for replica in range(self.replicas_per_shard)
         ]
         return [chunks for chunks in replicas if chunks]
 
-    def _of_replica(self, batch: Tensor, shard: int, replica: int) -> Iterator[Tensor]:
+    def _of_replica(self, batch: Tensor, rank: int, replica: int) -> Iterator[Tensor]:
         for step in range(self.accumulation):
-            part = batch[step * self.num_shards + shard :: self.accumulation * self.num_shards]
+            part = batch[step * self.num_shards + rank :: self.accumulation * self.num_shards]
             # `chunk` may return fewer than asked for, the last replicas then have no samples.
             own = part.chunk(self.replicas_per_shard)[replica : replica + 1]
             for samples in own:

@@ -12,7 +12,9 @@ from lit_cifar.models.blocks import tensor_split_of
 from lit_cifar.strategies.tensor_parallel import placements
 
 
-def plan(network: nn.Module, image_shape: Sequence[int], *, num_replicas: int, each: int, num_bytes: int) -> list[str]:
+def sharding_lines(
+    network: nn.Module, image_shape: Sequence[int], *, num_replicas: int, each: int, num_bytes: int
+) -> list[str]:
     """What the process with the largest part holds and sends when `network`, which is whole, is split.
 
     There are `num_replicas` of `each` processes, and a parameter has `num_bytes`. `image_shape` is without the batch
@@ -42,7 +44,7 @@ def plan(network: nn.Module, image_shape: Sequence[int], *, num_replicas: int, e
 
 
 def largest_part(network: nn.Module, *, num_replicas: int, each: int) -> int:
-    """Parameters, counted as numbers, in the process with the most; arguments as of `plan`."""
+    """Parameters, counted as numbers, in the process with the most; arguments as of `sharding_lines`."""
     placed = placements(network)
     return sum(
         _part_size(parameter.shape, placed[name], each, num_replicas=num_replicas)

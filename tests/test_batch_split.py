@@ -1,4 +1,4 @@
-"""The layout of strategies that have not started, and how it cuts a batch."""
+"""The batch split of strategies that have not started, and how it cuts a batch."""
 
 from types import SimpleNamespace
 
@@ -6,52 +6,52 @@ import lightning as L
 import pytest
 import torch
 
+from lit_cifar.batch_split import BatchSplit, GhostBatches
 from lit_cifar.data.samplers import TrainSampler
-from lit_cifar.layout import GhostBatches, Layout
 from lit_cifar.strategies.replicas import replica_of
 
 
 @pytest.mark.parametrize(
-    ("trainer", "layout"),
+    ("trainer", "batch_split"),
     [
-        ({"devices": 1}, Layout()),
-        ({"devices": 2, "strategy": "ddp"}, Layout(num_shards=2)),
-        ({"devices": 4, "strategy": "ddp_spawn"}, Layout(num_shards=4)),
-        ({"devices": 2, "strategy": "ddp", "num_nodes": 3}, Layout(num_shards=6)),
-        ({"devices": 2, "strategy": "dp"}, Layout(replicas_per_shard=2)),
+        ({"devices": 1}, BatchSplit()),
+        ({"devices": 2, "strategy": "ddp"}, BatchSplit(dp_size=2)),
+        ({"devices": 4, "strategy": "ddp_spawn"}, BatchSplit(dp_size=4)),
+        ({"devices": 2, "strategy": "ddp", "num_nodes": 3}, BatchSplit(dp_size=6)),
+        ({"devices": 2, "strategy": "dp"}, BatchSplit(replicas_per_rank=2)),
     ],
 )
-def test_layout_is_known_before_processes_start(trainer: dict[str, object], layout: Layout) -> None:
+def test_batch_split_is_known_before_processes_start(trainer: dict[str, object], batch_split: BatchSplit) -> None:
     strategy = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **trainer).strategy
-    assert Layout.of(strategy) == layout
+    assert BatchSplit.of(strategy) == batch_split
 
 
 def test_replicas_multiply() -> None:
-    assert Layout(num_shards=3, shard=2, replicas_per_shard=2).num_replicas == 6
-    assert Layout.of(SimpleNamespace()).num_replicas == 1
+    assert BatchSplit(dp_size=3, dp_rank=2, replicas_per_rank=2).num_replicas == 6
+    assert BatchSplit.of(SimpleNamespace()).num_replicas == 1
 
 
 def test_microbatches_are_pieces_of_a_replica_and_not_replicas() -> None:
     strategy = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 2, "rank": 1}, num_microbatches=4)
-    layout = Layout.of(strategy)
-    assert layout == Layout(num_shards=2, shard=1, num_microbatches=4)
-    assert layout.num_replicas == 2
-    assert Layout.of(SimpleNamespace()).num_microbatches == 1
+    batch_split = BatchSplit.of(strategy)
+    assert batch_split == BatchSplit(dp_size=2, dp_rank=1, num_microbatches=4)
+    assert batch_split.num_replicas == 2
+    assert BatchSplit.of(SimpleNamespace()).num_microbatches == 1
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"num_shards": 0},
-        {"num_shards": 2, "shard": 2},
-        {"shard": -1},
-        {"replicas_per_shard": 0},
+        {"dp_size": 0},
+        {"dp_size": 2, "dp_rank": 2},
+        {"dp_rank": -1},
+        {"replicas_per_rank": 0},
         {"num_microbatches": 0},
     ],
 )
 def test_impossible_layouts_are_refused(fields: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="not a layout"):
-        Layout(**fields)
+    with pytest.raises(ValueError, match="not a batch split"):
+        BatchSplit(**fields)
 
 
 @pytest.mark.parametrize("field", ["num_shards", "accumulation", "replicas_per_shard", "num_microbatches"])
@@ -115,15 +115,17 @@ def test_every_position_is_in_one_chunk_that_is_not_empty(cut: GhostBatches) -> 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("num_shards", [1, 2, 3])
 def test_chunks_are_the_parts_that_the_sampler_loads(num_shards: int, accumulation: int, num_samples: int) -> None:
-    """One global batch: the ids that every shard loads, step by step, are the chunks of its only replica."""
-    layouts = [Layout(num_shards=num_shards, shard=shard) for shard in range(num_shards)]
+    """One global batch: the ids that every rank loads, step by step, are the chunks of its only replica."""
+    splits = [BatchSplit(dp_size=num_shards, dp_rank=rank) for rank in range(num_shards)]
     samplers = [
-        TrainSampler(num_samples=num_samples, batch_size=24, layout=layout, accumulation=accumulation, shuffle=False)
-        for layout in layouts
+        TrainSampler(
+            num_samples=num_samples, batch_size=24, batch_split=batch_split, accumulation=accumulation, shuffle=False
+        )
+        for batch_split in splits
     ]
     loaded = [[part.ids.tolist() for part in sampler] for sampler in samplers]
-    for layout in layouts:
-        chunks = layout.ghost_batches(accumulation=accumulation).positions(num_samples)
+    for batch_split in splits:
+        chunks = batch_split.ghost_batches(accumulation=accumulation).positions(num_samples)
         assert [[chunk.tolist() for chunk in replica] for replica in chunks] == loaded
 
 
@@ -131,14 +133,14 @@ def test_chunks_are_the_parts_that_the_sampler_loads(num_shards: int, accumulati
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 4])
 def test_chunks_are_the_parts_that_the_replicas_of_a_process_get(num_replicas: int, num_samples: int) -> None:
     owner = replica_of(num_samples, num_replicas=num_replicas)
-    chunks = Layout(replicas_per_shard=num_replicas).ghost_batches().positions(num_samples)
+    chunks = BatchSplit(replicas_per_rank=num_replicas).ghost_batches().positions(num_samples)
     assert len(chunks) == int(owner.max()) + 1
     for replica, (chunk,) in enumerate(chunks):
         assert chunk.equal((owner == replica).nonzero().flatten())
 
 
-def test_chunks_of_a_layout_are_those_of_all_its_shards() -> None:
-    layout = Layout(num_shards=2, shard=1, replicas_per_shard=3, num_microbatches=4)
-    assert layout.ghost_batches(accumulation=5) == GhostBatches(
+def test_chunks_of_a_batch_split_are_those_of_all_its_ranks() -> None:
+    batch_split = BatchSplit(dp_size=2, dp_rank=1, replicas_per_rank=3, num_microbatches=4)
+    assert batch_split.ghost_batches(accumulation=5) == GhostBatches(
         num_shards=2, accumulation=5, replicas_per_shard=3, num_microbatches=4
     )
