@@ -110,7 +110,7 @@ def _spread(found: list[Recovery], part: Callable[[Recovery], float]) -> Spread:
 
 @contextmanager
 def _training(settings: Settings) -> Iterator["_Job"]:
-    """A training that goes on until it is killed."""
+    """A training that runs until it is killed."""
     folder = settings.folder / "recovery"
     marks = folder / "marks"
     marks.mkdir(parents=True)

@@ -76,7 +76,7 @@ class BatchLoader:
 
         In optimizer steps, so that another number of processes or accumulation steps can go on.
         """
-        assert isinstance(self.sampler, TrainSampler)  # Lightning goes on in the middle of no other epochs
+        assert isinstance(self.sampler, TrainSampler)  # Lightning resumes in the middle of no other epochs
         step, num_steps = state_dict.get("step", 0), self.sampler.num_batches
         if not 0 <= step <= num_steps:
             raise CheckpointError(

@@ -43,7 +43,7 @@ class TrainSampler:
     epoch: int = 0  # the epoch to iterate over
     # Optimizer steps that a run which is resumed in the middle of an epoch has behind it: the epoch that is set first
     # begins with global batch `start`, every later one with global batch 0. Lengths stay those of whole epochs, as
-    # Lightning goes on counting where the checkpoint ended.
+    # Lightning continues to count where the checkpoint ended.
     start: int = 0
     _first_epoch: int | None = field(default=None, init=False, repr=False)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 BACKEND = "inductor"
 
 # torch counts compilations by code, which the stages of a network share, and so do its blocks; beyond its limit, 8 of
-# them, it goes on uncompiled. ResNet152 has 50 blocks, each compiled for training and for evaluation.
+# them, it continues uncompiled. ResNet152 has 50 blocks, each compiled for training and for evaluation.
 _MAX_COMPILATIONS = 128
 
 

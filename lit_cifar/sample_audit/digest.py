@@ -1,6 +1,6 @@
 """The data receipt: proof that an epoch has used every sample once, and a digest of what was used in which step.
 
-While training goes on, every use is added to a tally on the device, and nothing waits for it. Where a checkpoint is
+During the training every use is added to a tally on the device, and nothing waits for it. Where a checkpoint is
 written or an epoch ends, the tallies of all ranks are summed and compared with the plan: the order of the sampler.
 What has passed is written down as a digest, SHA-256 chained over all optimizer steps of a run, each of which enters
 with its ids in rising order. So two runs have the same digest if, and only if, each of their steps has used the same
@@ -92,7 +92,7 @@ def prove(uses: Tensor, sampler: TrainSampler, *, loader_steps: int) -> None:
 
 
 def chain(digest: str, uses: Tensor, *, num_steps: int) -> str:
-    """`digest` (hexadecimal) carried on over the first `num_steps` optimizer steps of an epoch."""
+    """`digest` (hexadecimal) continued over the first `num_steps` optimizer steps of an epoch."""
     step_of = uses % _USE  # 0: not used
     ids = torch.argsort(step_of, stable=True)
     sizes = torch.bincount(step_of, minlength=num_steps + 1).tolist()
