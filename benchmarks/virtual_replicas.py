@@ -21,6 +21,7 @@ from lit_cifar.reporting.memory import FILES
 from lit_cifar.verify.runs import refuse_if_invalid, run
 
 BATCH_SIZE, STEPS, ROUNDS = 128, 3, 5
+MEMORY_ROUNDS = 3  # it hardly varies
 PARTS = {1: (None, 1, 2, 4, 8), 2: (None, 2, 4, 8)}  # by the number of processes
 WHAT = ("time", "memory")
 
@@ -58,7 +59,7 @@ def peak_mib(fit: Fit, folder: Path) -> float:
 def peaks(fits: dict[str, Fit], folder: Path) -> dict[str, dict[str, Any]]:
     """MiB of each round."""
     found: dict[str, list[float]] = {name: [] for name in fits}
-    for turn in range(ROUNDS):
+    for turn in range(MEMORY_ROUNDS):
         for name, one in fits.items():
             with tempfile.TemporaryDirectory(prefix=f"{turn}-{name}-", dir=folder) as own:
                 found[name].append(peak_mib(one, Path(own)))

@@ -32,9 +32,8 @@ SMALL = {
         'SIZES["small"] = ["--model.arch=tiny", "--data.num_train=512", "--trainer.max_epochs=2"]\n'
     ),
     "same_bits.ipynb": SYNTHETIC
-    + 'NETWORK = ["--model.arch=tiny", "--model.stem=imagenet"]\n'
-    + "DEVICES, OTHER_MODES = (1, 2), ()\n"
-    + "AT_ONCE, BATCH, STEPS, EPOCHS = 2, 16, 4, 2\n",
+    + 'ARCH, DEVICES, OTHER_MODES = "tiny", (1, 2), ()\n'
+    + "AT_ONCE, ROUNDS, BATCH, STEPS, EPOCHS = 2, 2, 16, 4, 2\n",
     "scaling.ipynb": SYNTHETIC
     + 'MODES, ONLY_MEMORY, ROUNDS, SEEDS, RULES = ("ddp",), (), 1, (0,), ("linear",)\n'
     + 'NETWORK, BATCH, STEPS = ["--model.arch=tiny", "--model.stem=imagenet"], 16, 8\n'
@@ -117,6 +116,7 @@ assert (distances["off: 2 devices and 1"] > 1e-4).all(), "BatchNorm sees other p
 assert rounding.iloc[0] < 1e-4 and 0 < rounding.iloc[2] < 1e-4, "the same computation"
 assert list(off) == list(on) == ["1 device", "2 devices"]
 assert (prices["times as long"] > 0).all()
+assert ratios.shape == (2, 4)
 """,
     "scaling.ipynb": """
 assert speed[["mode", "devices"]].values.tolist() == [["single", 1], ["threads", 2], ["ddp", 2]]
