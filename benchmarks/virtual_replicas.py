@@ -20,15 +20,14 @@ from lit_cifar.commands.terminal import about, say
 from lit_cifar.reporting.memory import FILES
 from lit_cifar.verify.runs import refuse_if_invalid, run
 
-BATCH_SIZE, STEPS, ROUNDS = 128, 3, 5
-MEMORY_ROUNDS = 3  # it hardly varies
+BATCH_SIZE, STEPS = 128, 3
 PARTS = {1: (None, 1, 2, 4, 8), 2: (None, 2, 4, 8)}  # by the number of processes
 WHAT = ("time", "memory")
 
 
-def fit(processes: int, parts: int | None) -> Fit:
+def fit(processes: int, parts: int | None, *, rounds: int) -> Fit:
     """A run that is long enough for all turns."""
-    num_train = BATCH_SIZE * (1 + STEPS) * (ROUNDS + 1)
+    num_train = BATCH_SIZE * (1 + STEPS) * (rounds + 1)
     flags = ["--model.stem=imagenet", "--data.dataset=synthetic", "--data.val_size=0", f"--data.num_train={num_train}"]
     flags += [f"--data.batch_size={BATCH_SIZE}", "--data.eval_batch_size=8", "--trainer.accelerator=cpu"]
     flags += ["--trainer.enable_progress_bar=false"]
@@ -37,13 +36,13 @@ def fit(processes: int, parts: int | None) -> Fit:
     return Fit(flags=flags, num_ranks=processes)
 
 
-def prices(fits: dict[str, Fit], folder: Path) -> dict[str, dict[str, Any]]:
+def prices(fits: dict[str, Fit], folder: Path, *, rounds: int) -> dict[str, dict[str, Any]]:
     """Seconds of a step, and how many times as long as without the option in the same round."""
     with training_in_turn(fits, folder=folder) as seconds:
         for name in fits:
             seconds(name, steps=1, skip=1)
         times = {name: partial(seconds, name, steps=STEPS, skip=1) for name in fits}
-        found = measured_in_turn(times, rounds=ROUNDS)
+        found = measured_in_turn(times, rounds=rounds)
     return {name: {"step_s": own.values, "price": ratio(own, found["None"]).values} for name, own in found.items()}
 
 
@@ -56,27 +55,27 @@ def peak_mib(fit: Fit, folder: Path) -> float:
     return round(max(found) / 2**20, 1)
 
 
-def peaks(fits: dict[str, Fit], folder: Path) -> dict[str, dict[str, Any]]:
+def peaks(fits: dict[str, Fit], folder: Path, *, rounds: int) -> dict[str, dict[str, Any]]:
     """MiB of each round."""
     found: dict[str, list[float]] = {name: [] for name in fits}
-    for turn in range(MEMORY_ROUNDS):
+    for turn in range(rounds):
         for name, one in fits.items():
             with tempfile.TemporaryDirectory(prefix=f"{turn}-{name}-", dir=folder) as own:
                 found[name].append(peak_mib(one, Path(own)))
     return {name: {"peak_mib": values} for name, values in found.items()}
 
 
-def main(output: Path, what: tuple[str, ...] = WHAT) -> None:
-    sizes = {"batch_size": BATCH_SIZE, "rounds": ROUNDS, "steps_of_a_round": STEPS}
+def main(output: Path, *, what: tuple[str, ...] = WHAT, rounds: int = 5) -> None:
+    sizes = {"batch_size": BATCH_SIZE, "rounds": rounds, "steps_of_a_round": STEPS}
     record: dict[str, Any] = about() | sizes | {"rows": []}
     for processes, all_parts in PARTS.items():
-        fits = {str(parts): fit(processes, parts) for parts in all_parts}
+        fits = {str(parts): fit(processes, parts, rounds=rounds) for parts in all_parts}
         with tempfile.TemporaryDirectory(prefix="virtual-replicas-") as name:
             folders = {measure: Path(name) / measure for measure in what}
             for folder in folders.values():
                 folder.mkdir()
-            price = prices(fits, folders["time"]) if "time" in what else {}
-            peak = peaks(fits, folders["memory"]) if "memory" in what else {}
+            price = prices(fits, folders["time"], rounds=rounds) if "time" in what else {}
+            peak = peaks(fits, folders["memory"], rounds=rounds) if "memory" in what else {}
         for parts in all_parts:
             row = price.get(str(parts), {}) | peak.get(str(parts), {})
             record["rows"].append({"processes": processes, "parts": parts} | row)
@@ -88,10 +87,11 @@ def main(output: Path, what: tuple[str, ...] = WHAT) -> None:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Time steps with and without virtual replicas, and count memory.")
     parser.add_argument("output", type=Path, help="JSON file to write")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each")
     parser.add_argument("--only", choices=WHAT, help="time needs a machine that does nothing else; memory does not")
     return parser
 
 
 if __name__ == "__main__":
     options = parser().parse_args()
-    main(options.output, WHAT if options.only is None else (options.only,))
+    main(options.output, what=WHAT if options.only is None else (options.only,), rounds=options.rounds)
