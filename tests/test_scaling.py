@@ -114,12 +114,12 @@ def test_one_device_holds_weights_gradients_and_momentum(tmp_path: Path) -> None
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux says what is resident")
 def test_the_peak_is_that_since_it_was_forgotten() -> None:
-    for grows in (True, False):
-        before = memory.forget_resident_peak()
-        assert before is not None
-        if grows:
-            torch.ones(64 * MIB // 4)
-        assert (memory.resident_peak() - before > 60 * MIB) == grows
+    before = memory.forget_resident_peak()
+    assert before is not None
+    torch.ones(64 * MIB // 4)
+    highest = memory.resident_peak()
+    assert highest - before > 60 * MIB
+    assert highest - (memory.forget_resident_peak() or highest) > 30 * MIB
 
 
 def test_a_system_that_does_not_say_what_is_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
