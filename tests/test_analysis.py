@@ -6,8 +6,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from lit_cifar.analysis.run_frames import per_rank_frame, plot_curves, plot_per_rank, read_metrics, read_per_rank
+from lit_cifar.analysis.run_frames import (
+    per_rank_frame,
+    plot_curves,
+    plot_per_rank,
+    read_digests,
+    read_metrics,
+    read_per_rank,
+)
+from lit_cifar.checkpoint.format import POSITION
+from lit_cifar.checkpoint.weights_digest import digest, note_epoch
 from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.per_rank import write_per_rank
 from lit_cifar.reporting.rank_statistics import AccuracyCount
@@ -25,6 +35,13 @@ def test_metrics_have_one_row_for_each_step(tmp_path: Path) -> None:
     assert frame["train/loss"].tolist() == [1.5, 1.25]
     assert frame["val/acc"][0] == 0.5
     assert math.isnan(frame["val/acc"][1])
+
+
+def test_digests_are_those_of_the_run_folder(tmp_path: Path) -> None:
+    weights = [{"a": torch.tensor([value])} for value in (1.0, 2.0)]
+    for epoch, own in enumerate(weights, start=1):
+        note_epoch({"state_dict": own, POSITION: {"epoch": epoch, "step": 0}}, tmp_path)
+    assert read_digests(tmp_path).to_dict() == {1: digest(weights[0]), 2: digest(weights[1])}
 
 
 def test_per_rank_rows_come_back_with_intervals_and_flags(tmp_path: Path) -> None:
@@ -57,6 +74,8 @@ def test_missing_files_and_splits_name_the_folder_and_the_command(tmp_path: Path
     with pytest.raises(ConfigError, match=r"no metrics\.csv in the run folder .*\n.*lit_cifar fit") as caught:
         read_metrics(tmp_path)
     assert str(tmp_path) in caught.value.problem
+    with pytest.raises(ConfigError, match=r"no weights\.sha256 in the run folder .*\n.*lit_cifar fit"):
+        read_digests(tmp_path)
     with pytest.raises(ConfigError, match=r"no per_rank\.csv in the run folder .*\n.*lit_cifar test"):
         read_per_rank(tmp_path, split="test")
     write_per_rank(tmp_path, "test", [AccuracyCount(1, 2)])

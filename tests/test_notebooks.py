@@ -31,6 +31,9 @@ SMALL = {
         'DATASET, SEEDS = "synthetic", (0,)\n'
         'SIZES["small"] = ["--model.arch=tiny", "--data.num_train=512", "--trainer.max_epochs=2"]\n'
     ),
+    "same_bits.ipynb": SYNTHETIC
+    + 'ARCH, DEVICES, OTHER_MODES = "tiny", (1, 2), ()\n'
+    + "AT_ONCE, ROUNDS, BATCH, STEPS, EPOCHS = 2, 2, 16, 4, 2\n",
     "scaling.ipynb": SYNTHETIC
     + 'MODES, ONLY_MEMORY, ROUNDS, SEEDS, RULES = ("ddp",), (), 1, (0,), ("linear",)\n'
     + 'NETWORK, BATCH, STEPS = ["--model.arch=tiny", "--model.stem=imagenet"], 16, 8\n'
@@ -103,6 +106,17 @@ assert 0.08 < table.loc[list(records)[0], "distance"] < 0.09
 assert steps_of("ddp") == 196
 assert losses.shape == (2, 2) and losses.notna().all(axis=None)
 assert losses.iloc[-1].nunique() == 2, "the two optimizers should train differently"
+""",
+    "same_bits.ipynb": """
+assert digests["on"].shape == digests["off"].shape == (2, 2)
+assert same_digests and same_metrics
+assert (digests["off", "1 device"] != digests["off", "2 devices"]).all()
+assert distances["on: 2 devices and 1"].tolist() == [0, 0]
+assert (distances["off: 2 devices and 1"] > 1e-4).all(), "BatchNorm sees other parts"
+assert rounding.iloc[0] < 1e-4 and 0 < rounding.iloc[2] < 1e-4, "the same computation"
+assert list(off) == list(on) == ["1 device", "2 devices"]
+assert (prices["times as long"] > 0).all()
+assert ratios.shape == (2, 4)
 """,
     "scaling.ipynb": """
 assert speed[["mode", "devices"]].values.tolist() == [["single", 1], ["threads", 2], ["ddp", 2]]

@@ -102,7 +102,7 @@ def check_program(args: list[str]) -> None:
 def check_benchmark(script: str, args: list[str]) -> None:
     parser: ArgumentParser = import_module(script).parser()
     _, rest = parser.parse_known_args(args)
-    if script in ("loss_curves", "gallery", "recipes", "same_bits", "shuffling"):
+    if script in ("loss_curves", "gallery", "recipes", "same_bits", "shuffling", "virtual_replicas_accuracy"):
         parser_of("fit").parse_args(["fit", *rest])
     else:
         assert rest == []

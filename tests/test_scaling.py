@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from commands import TINY, launch, mode_flags, run_here
 
 from lit_cifar.analysis.scaling import (
@@ -18,6 +19,7 @@ from lit_cifar.analysis.scaling import (
     time_to,
 )
 from lit_cifar.errors import ConfigError
+from lit_cifar.reporting import memory
 
 MEMORY = "--trainer.callbacks+=lit_cifar.reporting.memory.TrainingMemory"
 NUM_PARAMETERS = 91_866  # of the tiny network
@@ -110,12 +112,30 @@ def test_one_device_holds_weights_gradients_and_momentum(tmp_path: Path) -> None
     assert accuracy_over_time(tmp_path / "run")["step"].tolist() == [4]
 
 
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux says what is resident")
+def test_the_peak_is_that_since_it_was_forgotten() -> None:
+    before = memory.forget_resident_peak()
+    assert before is not None
+    torch.ones(64 * MIB // 4)
+    highest = memory.resident_peak()
+    assert highest - before > 60 * MIB
+    assert highest - (memory.forget_resident_peak() or highest) > 30 * MIB
+
+
+def test_a_system_that_does_not_say_what_is_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_PROCESS", tmp_path / "none")
+    assert run_here("fit", *TINY, MEMORY, f"--run_dir={tmp_path / 'run'}").status == 0
+    assert math.isnan(read_memory(tmp_path / "run")["resident_peak_mib"][0])
+
+
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2", "pp"])
 def test_what_a_process_holds_of_it(mode: str, tmp_path: Path) -> None:
     launch("fit", *TINY, MEMORY, *mode_flags(mode), f"--run_dir={tmp_path / 'run'}", ranks=2)
     first, second = read_memory(tmp_path / "run")["state_mib"] * MIB / (3 * 4 * NUM_PARAMETERS)
     if mode == "ddp":
         assert first == second == 1
+        peaks = read_memory(tmp_path / "run")["resident_peak_mib"]
+        assert (peaks > 2 * 4 * NUM_PARAMETERS / MIB).all(), "gradients and momentum come after the start"
     elif mode == "fsdp2":
         assert (first, second) == pytest.approx((0.5, 0.5), abs=0.01)
     else:  # the later layers have most of the weights

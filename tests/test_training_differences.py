@@ -3,10 +3,18 @@
 import math
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 
-from lit_cifar.analysis.training_differences import largest_differences, plot_losses, read_losses, read_weights
+from lit_cifar.analysis.training_differences import (
+    largest_differences,
+    plot_distances,
+    plot_losses,
+    plot_side_by_side,
+    read_losses,
+    read_weights,
+)
 from lit_cifar.errors import ConfigError
 
 
@@ -50,4 +58,29 @@ def test_a_loss_that_becomes_nan_is_crossed(tmp_path: Path) -> None:
     assert [line.get_xydata().tolist() for line in one.lines] == [[[0, 1], [1, 10]], [[2, 10]]]
     assert [line.get_xydata().tolist() for line in other.lines] == [[[0, 2], [1, 1]]]
     assert (one.get_xlabel(), other.get_xlabel(), one.get_yscale()) == ("x", "y", "log")
+    figure.savefig(tmp_path / "figure.png")
+
+
+def test_equal_curves_are_all_seen(tmp_path: Path) -> None:
+    """Each is narrower than the one below it, or has points alone."""
+    curve = pd.Series([2.0, 1.0], index=[8, 16])
+    curves = {"a": curve, "b": curve, "c": curve, "d": curve, "e": curve}
+    figure = plot_side_by_side({"apart": {"a": curve, "b": curve + 1}, "one": curves}, xlabel="x", ylabel="y")
+    apart, one = figure.axes
+    assert [line.get_xydata().tolist() for line in apart.lines] == [[[8, 2], [16, 1]], [[8, 3], [16, 2]]]
+    assert apart.get_ylim() == one.get_ylim()
+    widths = [line.get_linewidth() for line in one.lines if line.get_linestyle() != "None"]
+    assert widths == sorted(widths, reverse=True)
+    assert len({(line.get_linestyle(), line.get_marker(), line.get_linewidth()) for line in one.lines}) == 5
+    assert [text.get_text() for text in one.get_legend().get_texts()] == ["a", "b", "c", "d", "e"]
+    figure.savefig(tmp_path / "figure.png")
+
+
+@pytest.mark.parametrize(("values", "floor"), [([0.0, 3e-6, 0.2], 1e-6), ([0.0, 0.0, 0.0], 1.0)])
+def test_no_distance_has_a_place_below_the_smallest_one(tmp_path: Path, values: list[float], floor: float) -> None:
+    figure = plot_distances({"a": pd.Series(values)}, xlabel="x", ylabel="y")
+    (axes,) = figure.axes
+    heights = axes.transData.transform([[0, value] for value in (0.0, floor, 10 * floor)])[:, 1]
+    assert 0 < heights[1] - heights[0] <= heights[2] - heights[1]
+    assert axes.get_ylim()[0] == 0
     figure.savefig(tmp_path / "figure.png")

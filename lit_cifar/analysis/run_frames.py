@@ -8,10 +8,12 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from lit_cifar.checkpoint.weights_digest import FILE as DIGESTS
 from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates
 
 BLUE, RED, GREY = "#1f6fb4", "#c8321e", "#666666"
+_OF_FIT = "python -m lit_cifar fit writes one; its run folder is printed at the end"
 
 
 def read_metrics(run: str | Path) -> pd.DataFrame:
@@ -25,8 +27,20 @@ def read_metrics(run: str | Path) -> pd.DataFrame:
     Raises:
         ConfigError: If the folder has no such file.
     """
-    path = _file(run, "metrics.csv", remedy="python -m lit_cifar fit writes one; its run folder is printed at the end")
-    return pd.read_csv(path).groupby("step", as_index=False).first()
+    return pd.read_csv(_file(run, "metrics.csv", remedy=_OF_FIT)).groupby("step", as_index=False).first()
+
+
+def read_digests(run: str | Path) -> "pd.Series[str]":
+    """The SHA-256 of parameters and buffers after each epoch, from `weights.sha256`; epochs are counted from 1.
+
+    Args:
+        run: A run folder.
+
+    Raises:
+        ConfigError: If the folder has no such file.
+    """
+    lines = [line.split() for line in _file(run, DIGESTS, remedy=_OF_FIT).read_text().splitlines()]
+    return pd.Series({int(epoch) + 1: digest for digest, _, epoch in lines}, name="SHA-256").rename_axis("epoch")
 
 
 def read_per_rank(run: str | Path, *, split: str) -> pd.DataFrame:

@@ -36,7 +36,9 @@ def read_speed(run: str | Path) -> float:
 
 
 def read_memory(run: str | Path) -> pd.DataFrame:
-    """What `TrainingMemory` wrote: a row for each process with columns state_mib and gpu_peak_mib (nan without a GPU).
+    """What `TrainingMemory` wrote: a row for each process with columns state_mib, gpu_peak_mib and resident_peak_mib.
+
+    What a machine does not have, as the peak of a GPU, is nan.
 
     Raises:
         ConfigError: It was not among the callbacks.

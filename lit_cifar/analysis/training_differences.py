@@ -1,7 +1,9 @@
-"""How trainings differ: parameters, running statistics of BatchNorm, and losses that explode."""
+"""How trainings differ: parameters, running statistics of BatchNorm, losses that part, and losses that explode."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -10,10 +12,20 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from lit_cifar.analysis.run_frames import read_metrics
+from lit_cifar.analysis.run_frames import BLUE, RED, read_metrics
 from lit_cifar.errors import ConfigError
 
 RUNNING = ("running_mean", "running_var")
+
+# From wide and pale to narrow and dark, then points: each is seen where all lie on one another, in grey too.
+_LAYERS: tuple[dict[str, Any], ...] = (
+    {"color": "#cccccc", "linewidth": 7},
+    {"color": BLUE, "linewidth": 3},
+    {"color": "black", "linewidth": 1.2, "linestyle": "--"},
+    {"color": RED, "linestyle": "", "marker": "o", "markersize": 7, "fillstyle": "none"},
+    {"color": "black", "linestyle": "", "marker": "x", "markersize": 4},
+)
+_POINTS = (("#d98c1f", "o"), (BLUE, "s"), (RED, "^"), ("black", "x"))
 
 
 def read_weights(run: str | Path) -> dict[str, Tensor]:
@@ -77,9 +89,7 @@ def plot_losses(panels: Mapping[str, Mapping[str, Sequence[float]]], *, xlabels:
             _draw_losses(axes, np.array(losses, dtype=float), label)
         axes.set(yscale="log", xlabel=xlabel)
         axes.set_title(title, fontsize=10)
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=8)
+        _tidy(axes)
     every_axes[0].set_ylabel("training loss")
     return figure
 
@@ -92,3 +102,48 @@ def _draw_losses(axes: Axes, losses: np.ndarray[tuple[int], np.dtype[np.float64]
         height = losses[first - 1] if first else 1.0
         axes.plot([first], [height], marker="x", markersize=9, markeredgewidth=2, color=line.get_color())
         axes.annotate(" nan", (first, height), color=line.get_color(), fontsize=8)
+
+
+def plot_side_by_side(panels: Mapping[str, Mapping[str, "pd.Series[float]"]], *, xlabel: str, ylabel: str) -> Figure:
+    """A panel for each group of curves, with one vertical axis; curves that are equal are all seen.
+
+    Args:
+        panels: By title, and there by label, curves over their index; five at most.
+        xlabel: What the index counts.
+        ylabel: What is drawn, with the unit.
+    """
+    figure = Figure(figsize=(4.5 * len(panels), 3.6), layout="constrained")
+    every_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (title, curves) in zip(every_axes, panels.items(), strict=True):
+        for layer, (label, curve) in zip(_LAYERS, curves.items(), strict=False):
+            axes.plot(curve.index, curve.to_numpy(), label=label, **layer)
+        axes.set_xlabel(xlabel)
+        axes.set_title(title, fontsize=10)
+        _tidy(axes)
+    every_axes[0].set_ylabel(ylabel)
+    return figure
+
+
+def plot_distances(distances: Mapping[str, "pd.Series[float]"], *, xlabel: str, ylabel: str) -> Figure:
+    """Curves that grow by orders of magnitude: a logarithmic axis that has a place for 0 below the smallest of them.
+
+    Args:
+        distances: By label, curves over their index, four at most; none is negative.
+        xlabel: What the index counts.
+        ylabel: What is drawn, with the unit.
+    """
+    figure = Figure(figsize=(7.4, 3.8), layout="constrained")
+    axes = figure.subplots()
+    for (color, marker), (label, curve) in zip(_POINTS, distances.items(), strict=False):
+        axes.plot(curve.index, curve.to_numpy(), color=color, marker=marker, label=label, clip_on=False)
+    smallest = min((value for curve in distances.values() for value in curve if value > 0), default=1.0)
+    axes.set_yscale("symlog", linthresh=10.0 ** math.floor(math.log10(smallest)), linscale=0.5)
+    axes.set(xlabel=xlabel, ylabel=ylabel, ylim=(0, None))
+    _tidy(axes)
+    return figure
+
+
+def _tidy(axes: Axes) -> None:
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)

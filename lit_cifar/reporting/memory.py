@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from lit_cifar.reporting.run_report import run_folder
 
 FILES = "memory-rank*.json"
+_PROCESS = Path("/proc/self")
 
 
 class TrainingMemory(Callback):
@@ -20,22 +22,33 @@ class TrainingMemory(Callback):
     Not among the callbacks of every run: `--trainer.callbacks+=lit_cifar.reporting.memory.TrainingMemory` adds it.
     `state_bytes` counts the parameters that this process trains, their gradients and the optimizer's state: this
     process's part of a tensor that is shared out. `gpu_peak_bytes` is the most that torch has held on one GPU of this
-    process since the training began, activations too; without a GPU it is null.
+    process since the training began, activations too; without a GPU it is null. `resident_peak_bytes` is the most by
+    which the process's resident memory has grown since then until the end of a step; outside of Linux it is null.
     """
 
     def __init__(self) -> None:
         self._with_gradient = 0
+        self._resident_before: int | None = None
+        self._resident_peak: int | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget the peaks of what came before."""
         self._with_gradient = 0
         for device in _gpus(trainer):
             torch.cuda.reset_peak_memory_stats(device)
+        self._resident_before = forget_resident_peak()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Count parameters and gradients in the first step, when both are there."""
         if not self._with_gradient:
             self._with_gradient = sum(trained_bytes(pl_module))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Note the peak of the steps; to save the last checkpoint takes memory too."""
+        if self._resident_before is not None:
+            self._resident_peak = resident_peak() - self._resident_before
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Add the optimizers' state, and write."""
@@ -47,9 +60,25 @@ class TrainingMemory(Callback):
             "rank": trainer.global_rank,
             "state_bytes": self._with_gradient + optimizer_bytes(trainer.optimizers),
             "gpu_peak_bytes": max(peaks, default=None),
+            "resident_peak_bytes": self._resident_peak,
         }
         folder.mkdir(parents=True, exist_ok=True)
         (folder / FILES.replace("*", str(trainer.global_rank))).write_text(json.dumps(found) + "\n")
+
+
+def forget_resident_peak() -> int | None:
+    """What of this process is resident now, from which `resident_peak` begins; None outside of Linux."""
+    try:
+        (_PROCESS / "clear_refs").write_text("5")  # proc(5)
+    except OSError:
+        return None
+    return resident_peak()
+
+
+def resident_peak() -> int:
+    """The most bytes of this process that were resident at a time since `forget_resident_peak`."""
+    (line,) = (line for line in (_PROCESS / "status").read_text().splitlines() if line.startswith("VmHWM"))
+    return 1024 * int(line.split()[1])
 
 
 def trained_bytes(module: nn.Module) -> tuple[int, int]:
