@@ -67,9 +67,9 @@ assert difference == 0 and not any(problems.values())
 assert accounts["lit_cifar"].tolist()[:3] == [120, 120, 0.0]
 assert accounts["loop"].tolist()[:2] == [120, 160]
 assert accounts.loc["largest difference of weights", "loop"] > 1e-3
-assert mine["resumed_from_step"] % 7 == 0 or mine["resumed_from_step"] % 40 == 0
+assert 0 <= mine["steps_repeated"] <= 14, "two saves, if the last one was not yet whole"
 assert min(mine["killed_after_step"], theirs["killed_after_step"]) >= KILL_AT == 96
-assert theirs["resumed_from_step"] == 40
+assert 40 <= theirs["resumed_from_step"] < 80, "as seen from outside; the log has counted them"
 assert same_before
 assert uses_per_epoch(log).tolist()[:2] == [1280, 2560]
 assert uses_per_epoch(undisturbed_log).tolist() == [1280] * 3
