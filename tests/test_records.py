@@ -23,6 +23,7 @@ from lit_cifar.analysis.comparing_runs import paired, read_shuffling, welch
 from lit_cifar.bench.rows import Row, markdown
 from lit_cifar.bench.sections import SECTIONS
 from lit_cifar.modes import MODES
+from lit_cifar.verify.planted_in_parts import BUGS_OF_PARTS
 
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 ARTICLES = BENCHMARKS / "2026-11-20-articles-stem"
@@ -287,6 +288,19 @@ def test_how_many_mistakes_the_self_test_caught(figures: ModuleType) -> None:
     assert tuple(map(int, said.groups())) == (len(planted), len(content["findings"]) - len(planted))
     assert content["passed"]
     assert all(finding["right"] for finding in content["findings"])
+
+
+def test_mistakes_that_only_bits_show() -> None:
+    content, shown = read(SAME_BITS / "planted.json"), page(SAME_BITS)
+    planted = [finding for finding in content["findings"] if finding["bug"] and not finding["no_place"]]
+    without = [finding for finding in content["findings"] if finding["bug"] is None]
+    assert f"{len(planted)} planted mistakes acted and were caught, and {len(without)} runs without one" in shown
+    assert f"For {len(content['findings']) - len(planted) - len(without)} mistakes" in shown
+    assert content["passed"]
+    for finding in planted:
+        if finding["bug"] in BUGS_OF_PARTS:
+            first = finding["problems"][0].replace(", allowed 0.0e+00", "")
+            assert f"| `{finding['bug']}` | {finding['imitates']} | `{finding['mode']}` | {first} |" in shown
 
 
 KINDS = {
