@@ -74,6 +74,8 @@ def test_equal_curves_are_all_seen(tmp_path: Path) -> None:
     assert len({(line.get_linestyle(), line.get_marker(), line.get_linewidth()) for line in one.lines}) == 5
     assert [text.get_text() for text in one.get_legend().get_texts()] == ["a", "b", "c", "d", "e"]
     figure.savefig(tmp_path / "figure.png")
+    (more,) = plot_side_by_side({"": {str(number): curve for number in range(8)}}, xlabel="x", ylabel="y").axes
+    assert len(more.lines) == 8
 
 
 @pytest.mark.parametrize(("values", "floor"), [([0.0, 3e-6, 0.2], 1e-6), ([0.0, 0.0, 0.0], 1.0)])

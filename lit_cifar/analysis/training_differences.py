@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
@@ -108,14 +109,14 @@ def plot_side_by_side(panels: Mapping[str, Mapping[str, "pd.Series[float]"]], *,
     """A panel for each group of curves, with one vertical axis; curves that are equal are all seen.
 
     Args:
-        panels: By title, and there by label, curves over their index; five at most.
+        panels: By title, and there by label, curves over their index; from the fourth on they are drawn as points.
         xlabel: What the index counts.
         ylabel: What is drawn, with the unit.
     """
     figure = Figure(figsize=(4.5 * len(panels), 3.6), layout="constrained")
     every_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (title, curves) in zip(every_axes, panels.items(), strict=True):
-        for layer, (label, curve) in zip(_LAYERS, curves.items(), strict=False):
+        for layer, (label, curve) in zip(chain(_LAYERS, cycle(_LAYERS[3:])), curves.items(), strict=False):
             axes.plot(curve.index, curve.to_numpy(), label=label, **layer)
         axes.set_xlabel(xlabel)
         axes.set_title(title, fontsize=10)
