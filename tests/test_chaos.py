@@ -649,8 +649,10 @@ def test_nothing_is_lost(tmp_path: Path) -> None:
     assert marked(tmp_path) == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGINT, marks=pytest.mark.slow), pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)],
+)
 def test_an_interrupted_run_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lit_cifar", "chaos", f"--dir={tmp_path / 'kept'}"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:

@@ -142,9 +142,14 @@ def test_kill_9_of_a_rank_ends_the_others(rank: int, tmp_path: Path) -> None:
     kill(tmp_path, "ddp", rank, signal.SIGKILL, within_s=30)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mode", "rank"), [(mode, rank) for mode in MODES for rank in range(4 if mode == "ddp_pp" else 2) if mode != "ddp"]
+    ("mode", "rank"),
+    [
+        pytest.param(mode, rank, marks=pytest.mark.slow if rank == 1 else pytest.mark.exhaustive)
+        for mode in MODES
+        for rank in range(4 if mode == "ddp_pp" else 2)
+        if mode != "ddp"
+    ],
 )
 def test_kill_9_of_every_rank_ends_the_others(mode: str, rank: int, tmp_path: Path) -> None:
     kill(tmp_path, mode, rank, signal.SIGKILL, within_s=30)

@@ -30,8 +30,13 @@ def test_a_whole_fit_does_nothing_that_nccl_refuses(mode: str, tmp_path: Path) -
     assert min(seen) > 20, f"collectives that were looked at: {seen}"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", [*MODES, *LONGER])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES),
+        *(pytest.param(mode, marks=pytest.mark.exhaustive) for mode in LONGER),
+    ],
+)
 def test_neither_does_one_that_is_stopped_and_goes_on_nor_a_test(mode: str, tmp_path: Path) -> None:
     stop = ["--trainer.callbacks+=stopping.SignalAfter", "--trainer.callbacks.step=2", "--trainer.callbacks.rank=1"]
     run = tmp_path / "fit"
