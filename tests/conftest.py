@@ -16,8 +16,9 @@ from parts import in_part
 from processes import adopt_orphans, children
 
 # Left by Lightning: the seed for worker processes, their threads, and the place at which they met; by us: the interface
-# on which they listen. They are put back.
+# on which they listen; and on a GPU the order of its devices. They are put back.
 EXPECTED = {
+    "CUDA_DEVICE_ORDER",
     "GLOO_SOCKET_IFNAME",
     "MASTER_ADDR",
     "MASTER_PORT",

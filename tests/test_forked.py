@@ -4,12 +4,15 @@ import os
 import subprocess
 import sys
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
+from threading import Thread
 
 import psutil
 from commands import TINY, launch, mode_flags
 
 from lit_cifar import __version__
+from lit_cifar.launch import forked
 from lit_cifar.launch.forked import ForkedRun, _rank_environments
 
 
@@ -23,6 +26,19 @@ def test_status_and_streams_are_those_of_the_command_line() -> None:
     refused = launch("fitt", check=False)
     assert (refused.status, refused.stdout) == (2, "")
     assert "there is no command fitt" in refused.stderr
+
+
+def test_an_exit_status_is_not_read_while_another_process_starts(tmp_path: Path) -> None:
+    """To start one asks for the exit codes of all, and each can be read once: who comes second would find 255."""
+    run, statuses = start(["--version"], tmp_path), []
+    waiting = Thread(target=lambda: statuses.append(run.wait(100)))
+    with forked._starting:
+        waiting.start()
+        wait([process.sentinel for process in run._processes])
+        waiting.join(0.3)
+        assert statuses == []
+    waiting.join()
+    assert statuses == [0]
 
 
 def test_one_failing_rank_ends_the_others_with_its_status(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import ModuleType
@@ -135,12 +136,17 @@ class _Forked:
                 sys.modules["__main__"] = main
 
     def wait(self, timeout_s: float) -> int | None:
-        self._process.join(max(0.0, timeout_s))
-        return self._process.exitcode
+        wait([self._process.sentinel], timeout=max(0.0, timeout_s))
+        return self._exit_code
+
+    @property
+    def _exit_code(self) -> int | None:
+        with _starting:  # as in `lit_cifar.launch.forked`: to start a process asks for all exit codes too
+            return self._process.exitcode
 
     def signal(self, number: int) -> None:
         assert self._process.pid
-        if self._process.exitcode is None:
+        if self._exit_code is None:
             os.kill(self._process.pid, number)  # which may not lead its session yet
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)

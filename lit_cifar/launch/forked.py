@@ -64,7 +64,7 @@ class ForkedRun:
         """The exit status: that of the first rank that fails, or 0; None after `timeout_s` seconds, while any runs."""
         deadline = time.monotonic() + timeout_s
         status = 0
-        while alive := [process for process in self._processes if process.exitcode is None]:
+        while alive := [process for process in self._processes if _exit_code(process) is None]:
             if time.monotonic() > deadline:
                 return status or None
             wait([process.sentinel for process in alive], timeout=max(0.0, deadline - time.monotonic()))
@@ -73,7 +73,7 @@ class ForkedRun:
         return status or self._first_failure()
 
     def _first_failure(self) -> int:
-        return next((process.exitcode for process in self._processes if process.exitcode), 0)
+        return next((code for process in self._processes if (code := _exit_code(process))), 0)
 
     def terminate(self) -> None:
         for process in self._processes:
@@ -85,7 +85,16 @@ class ForkedRun:
             process.kill()  # which may not lead its session yet
             with suppress(ProcessLookupError):
                 os.killpg(_pid(process), signal.SIGKILL)
-            process.join()
+            wait([process.sentinel])
+
+
+def _exit_code(process: ForkServerProcess) -> int | None:
+    """None while it runs. Not while another one is started: that asks for all exit codes, and each can be read once.
+
+    Whoever comes second takes the process for one whose fork server was killed, with exit code 255.
+    """
+    with _starting:
+        return process.exitcode
 
 
 def _pid(process: ForkServerProcess) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gpu_visit.step import Step
-from gpu_visit.steps import first, float64, precisions, saving, speed, suite, waits
+from gpu_visit.steps import bits, first, float64, precisions, saving, speed, suite, waits
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ PLANS = (
     Plan("float64: two gloo ranks on one device", float64.take_two_ranks, limit_s=120, round=3),
     Plan("mixed precision in every mode", precisions.take, limit_s=120, round=3),
     Plan("save, load, resume, SIGTERM", saving.take, limit_s=120, round=3),
+    Plan("the same bits with virtual replicas", bits.take, limit_s=120, round=3),
     Plan("throughput, and where the time goes", speed.take, limit_s=240, round=4),
     Plan("tests that start processes", suite.take_slow, limit_s=150, round=5),
 )

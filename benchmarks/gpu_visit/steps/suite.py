@@ -1,4 +1,4 @@
-"""Steps 3 and 9: the tests of the package that are for a GPU."""
+"""Steps 3 and 10: the tests of the package that are for a GPU."""
 
 import re
 from functools import partial
@@ -7,7 +7,7 @@ from pathlib import Path
 from gpu_visit.step import FailedError, Step
 
 _TESTS = Path(__file__).parents[3] / "tests" / "test_gpu.py"
-_PYTEST = ("pytest", str(_TESTS), "-q", "-rfEs", "-p", "no:cacheprovider", "--tb=short")
+_PYTEST = ("pytest", str(_TESTS), "-q", "-rfEs", "-p", "no:cacheprovider", "-p", "no:benchmark", "--tb=short")
 
 
 def take_fast(step: Step) -> None:
