@@ -13,31 +13,46 @@ from lit_cifar.verify.runs import TIMEOUT_S, refuse_if_invalid, run
 class Result:
     """What a run reached."""
 
-    correct: int  # test images
-    total: int
+    counts: list[tuple[int, int]]  # of each test: right images, all images
     seconds: float  # of the whole `fit`, with its start
     rows: list[dict[str, str]]  # of its metrics.csv
+
+    @property
+    def correct(self) -> int:
+        """Of the first test."""
+        return self.counts[0][0]
+
+    @property
+    def total(self) -> int:
+        return self.counts[0][1]
 
     def logged(self, metric: str) -> list[float]:
         return [float(row[metric]) for row in self.rows if row.get(metric)]
 
 
-def fit_and_test(words: Sequence[str], *, threads: int = 1, timeout_s: float = TIMEOUT_S) -> Result:
-    """`fit` with these arguments, which may take `timeout_s`, then `test`.
+def fit_and_test(
+    words: Sequence[str], *, tests: Sequence[Sequence[str]] = ((),), threads: int = 1, timeout_s: float = TIMEOUT_S
+) -> Result:
+    """`fit` with these arguments, which may take `timeout_s`, then a `test` with each of the flags in `tests`.
 
     Raises:
         ConfigError: One of them failed.
     """
     with tempfile.TemporaryDirectory(prefix="fit-and-test-") as name:
         folder = Path(name)
-        fit_dir, test_dir = folder / "fit", folder / "test"
+        fit_dir = folder / "fit"
         fitted = run("fit", *words, f"--run_dir={fit_dir}", folder=folder, threads=threads, timeout_s=timeout_s)
         refuse_if_invalid(fitted)
         checkpoint = fit_dir / "checkpoints" / "last.ckpt"
-        flags = [f"--config={fit_dir / 'config.yaml'}", f"--ckpt_path={checkpoint}", f"--run_dir={test_dir}"]
-        refuse_if_invalid(run("test", *flags, folder=folder, threads=threads))
-        (whole,) = (row for row in _rows(test_dir / "per_rank.csv") if (row["split"], row["rank"]) == ("test", "all"))
-        return Result(int(whole["correct"]), int(whole["total"]), fitted.seconds, _rows(fit_dir / "metrics.csv"))
+        trained = [f"--config={fit_dir / 'config.yaml'}", f"--ckpt_path={checkpoint}"]
+        counts = []
+        for number, flags in enumerate(tests):
+            test_dir = folder / f"test{number}"
+            refuse_if_invalid(run("test", *trained, *flags, f"--run_dir={test_dir}", folder=folder, threads=threads))
+            rows = _rows(test_dir / "per_rank.csv")
+            (whole,) = (row for row in rows if (row["split"], row["rank"]) == ("test", "all"))
+            counts.append((int(whole["correct"]), int(whole["total"])))
+        return Result(counts, fitted.seconds, _rows(fit_dir / "metrics.csv"))
 
 
 def _rows(path: Path) -> list[dict[str, str]]:

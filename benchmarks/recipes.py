@@ -1,13 +1,15 @@
 """Train a recipe with several seeds and test each run: `python benchmarks/recipes.py fast94 OUTPUT [FLAGS]`.
 
 FLAGS go to `fit`, e.g. `--data.root=/datasets`. All training images are trained on, and the test images are counted
-once, after the last epoch. The results are written as JSON after every run; if OUTPUT is there already, only the seeds
-that it lacks are trained.
+twice after the last epoch: as they are, and with their mirror images. The results are written as JSON after every run;
+if OUTPUT is there already, only the seeds that it lacks are trained.
 """
 
 import argparse
 import json
 import os
+import tempfile
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
@@ -15,42 +17,81 @@ from typing import Any
 from fit_and_test import fit_and_test
 
 from lit_cifar.commands.terminal import about, say
+from lit_cifar.verify.runs import workers
 
-RECIPES = Path(__file__).parents[1] / "configs" / "recipes"
+HERE = Path(__file__).parent
+RECIPES = HERE.parent / "configs" / "recipes"
 TIMEOUT_S = 4 * 3600.0
 THREADS = os.cpu_count() or 1
+TESTS = [["--model.compile=false", f"--model.flip_test={flips}"] for flips in ("false", "true")]
 
 
-def trained(recipe: str, flags: list[str], *, seed: int) -> dict[str, Any]:
+def trained(recipe: str, flags: list[str], *, seed: int, at_once: int = 1) -> dict[str, Any]:
     """Train and test once.
 
     Returns:
-        seed, correct and total (test images), seconds (of the whole command, with start and compiling) and images_per_s
-        (of training alone: the median over windows of `log_every_n_steps`).
+        seed; total and correct (test images as they are), correct_flipped (with their mirror images); epochs; epoch_s
+        (median of an epoch, checkpoint included); train_s (all epochs, without compiling and without the last saving);
+        compile_s (what the first epoch took longer); seconds (of the whole command); at_once (runs at that time).
     """
-    words = [f"--config={RECIPES / recipe}.yaml", f"--seed_everything={seed}", f"--data.seed={seed}", *flags]
-    result = fit_and_test(words, threads=THREADS, timeout_s=TIMEOUT_S)
-    speeds = result.logged("train/images_per_s")
-    found = {"seed": seed, "correct": result.correct, "total": result.total, "seconds": round(result.seconds, 1)}
-    return found | {"images_per_s": median(speeds) if speeds else None}
+    with tempfile.TemporaryDirectory(prefix="recipe-") as folder:
+        clock = Path(folder) / "epochs.json"
+        words = [f"--config={RECIPES / recipe}.yaml", f"--seed_everything={seed}", f"--data.seed={seed}", *flags]
+        words += ["--trainer.callbacks+=gpu_visit.clocks.EpochClock", f"--trainer.callbacks.path={clock}"]
+        result = fit_and_test(words, tests=TESTS, threads=max(1, THREADS // at_once), timeout_s=TIMEOUT_S)
+        timed = json.loads(clock.read_text())
+    (correct, total), (correct_flipped, _) = result.counts
+    epochs, usual = timed["epochs"], timed["median"]
+    inner_s = sum(epoch["total_s"] for epoch in epochs[1:-1])
+    return {
+        "seed": seed,
+        "total": total,
+        "correct": correct,
+        "correct_flipped": correct_flipped,
+        "epochs": len(epochs),
+        "epoch_s": round(usual["total_s"], 3),
+        "train_s": round(inner_s + usual["total_s"] * (len(epochs) - len(epochs[1:-1])), 2),
+        "compile_s": round(epochs[0]["training_s"] - usual["training_s"], 1),
+        "seconds": round(result.seconds, 1),
+        "peak_mib": round(timed["peak_mib"]),
+        "at_once": at_once,
+    }
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """Mean accuracy, its standard deviation over the seeds, and the seconds of a run."""
-    accuracies = [100 * row["correct"] / row["total"] for row in rows]
-    spread = f" +- {stdev(accuracies):.2f}" if len(rows) > 1 else ""
-    return f"{fmean(accuracies):.2f}{spread} %, n = {len(rows)}, {median(row['seconds'] for row in rows):.0f} s a run"
+    """Mean accuracy without and with mirror images, its standard deviation over the seeds, and the training time."""
+    shown = ", with flips ".join(_spread([100 * row[key] / row["total"] for row in rows]) for key in _COUNTS)
+    alone = [row["train_s"] for row in rows if row["at_once"] == 1]
+    return f"{shown}, n = {len(rows)}" + (f", {median(alone):.1f} s of training" if alone else "")
 
 
-def main(recipe: str, output: Path, flags: list[str], *, seeds: int) -> None:
+_COUNTS = ("correct", "correct_flipped")
+
+
+def _spread(accuracies: list[float]) -> str:
+    return f"{fmean(accuracies):.2f}" + (f" +- {stdev(accuracies):.2f} %" if len(accuracies) > 1 else " %")
+
+
+def main(recipe: str, output: Path, flags: list[str], *, seeds: int, at_once: int = 1) -> None:
+    """The first seed alone, so that its time is its own."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/compiled-recipes")  # by the first seed
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
     record: dict[str, Any] = about() | {"recipe": recipe, "flags": flags, "rows": []}
     if output.exists():
         record = json.loads(output.read_text())
-    for seed in range(len(record["rows"]), seeds):
-        record["rows"].append(trained(recipe, flags, seed=seed))
-        output.write_text(json.dumps(record, indent=1) + "\n")
-        say(f"seed {seed}: {summary(record['rows'][-1:])}")
+    missing = range(len(record["rows"]), seeds)
+    first = missing[: not record["rows"]]
+    for together, number in ((first, 1), (missing[len(first) :], at_once)):
+        with workers(number) as pool:
+            for row in pool.map(partial(_of_seed, recipe, flags, number), together):
+                record["rows"].append(row)
+                output.write_text(json.dumps(record, indent=1) + "\n")
+                say(f"seed {row['seed']}: {summary([row])}")
     say(summary(record["rows"]))
+
+
+def _of_seed(recipe: str, flags: list[str], at_once: int, seed: int) -> dict[str, Any]:
+    return trained(recipe, flags, seed=seed, at_once=at_once)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,9 +100,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("recipe", choices=sorted(path.stem for path in RECIPES.glob("*.yaml")))
     parser.add_argument("output", type=Path, help="JSON file to write")
     parser.add_argument("--seeds", type=int, default=5, help="runs")
+    parser.add_argument("--at_once", type=int, default=1, help="runs at a time behind the first, which is timed alone")
     return parser
 
 
 if __name__ == "__main__":
     arguments, rest = parser().parse_known_args()
-    main(arguments.recipe, arguments.output, rest, seeds=arguments.seeds)
+    main(arguments.recipe, arguments.output, rest, seeds=arguments.seeds, at_once=arguments.at_once)

@@ -2,6 +2,7 @@
 
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
@@ -52,6 +53,8 @@ def check_run(
     if trainer.world_size == 1 and asked.trainer.sync_batchnorm:
         rank_zero_warn("--trainer.sync_batchnorm=true has no effect with one process, which sees the whole batch")
     _check_kernels(trainer, asked.trainer, compiles=module.compiles)
+    if module.cuda_graphs:
+        _check_cuda_graphs(trainer)
     batch_split = BatchSplit.of(trainer.strategy)
     if asked.model.ghost_batchnorm is not None and batch_split != BatchSplit():
         raise ConfigError(
@@ -108,6 +111,27 @@ def _check_kernels(trainer: Trainer, asked: Namespace, *, compiles: bool) -> Non
         raise ConfigError(
             "--model.compile=true with --trainer.sync_batchnorm=true: torch.compile cannot trace the communication "
             "in every BatchNorm layer",
+            remedy="leave out one of the two",
+        )
+
+
+def _check_cuda_graphs(trainer: Trainer) -> None:
+    """Refuse CUDA graphs where there is no GPU, and where gradients are kept while the next batch passes."""
+    flag = "--model.compile=cuda_graphs"
+    if not isinstance(trainer.strategy, SingleDeviceStrategy):
+        raise ConfigError(
+            f"{flag} is for one GPU, without --trainer.strategy: messages between kernels cannot be part of a graph",
+            remedy="pass --model.compile=true",
+        )
+    if trainer.strategy.root_device.type != "cuda":
+        raise ConfigError(f"{flag} needs a GPU", remedy="pass --model.compile=true, or leave it out")
+    keeps = {
+        f"--trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}": trainer.accumulate_grad_batches > 1,
+        "--virtual_replicas": any(isinstance(c, VirtualReplicas) for c in trainer.callbacks),  # type: ignore[attr-defined]
+    }
+    for other in (other for other, asked in keeps.items() if asked):
+        raise ConfigError(
+            f"{flag} with {other}: gradients are added up, and a graph overwrites those of the batch before",
             remedy="leave out one of the two",
         )
 

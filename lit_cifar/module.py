@@ -51,6 +51,8 @@ class LitResNet(L.LightningModule):
         stem: First layers of a ResNet. With "cifar", the default, they keep the full 32 x 32 resolution. With "strided"
             they halve it, which makes the network 4 times cheaper; with torchvision's own, "imagenet", it is 16 times
             cheaper.
+        zero_init_residual: Start a ResNet with blocks that are the identity: the weight of the last BatchNorm layer of
+            each is 0 (Goyal et al., 2017).
         network: A network of your own in place of `arch`, from images (n, 3, image_size, image_size) to logits. On the
             command line a class with its arguments: --model.network=my_package.Net --model.network.width=64.
             `lit_cifar.models.blocks` says what `mp`, `pp` and `tp` need from it.
@@ -61,10 +63,13 @@ class LitResNet(L.LightningModule):
         channels_last: Keep images, activations and weights in the channels-last memory format, which convolutions on
             recent GPUs prefer. Checkpoints keep torch's default format.
         compile: Compile the network with torch.compile, which takes a minute or more at the first step. Batches
-            smaller than the largest so far run uncompiled.
+            smaller than the largest so far run uncompiled. With "cuda_graphs" one GPU gets all kernels of a forward or
+            backward pass at once, so that it does not wait for the host.
         optimizer: Optimizer, a class name with its arguments: --model.optimizer=SGD --model.optimizer.lr=0.1.
         lr_scheduler: Learning rate schedule, a class name with its arguments. `WarmupDecay` steps after every batch,
             all others after every epoch.
+        flip_test: Evaluate each image and its mirror image, and take the mean of their logits. That is test-time
+            augmentation: say so beside an accuracy.
         label_smoothing: Share of the target that is spread over all classes (Szegedy et al., 2016). The reported losses
             include it.
         lr_scaling: How to scale the learning rate with the global batch: "linear" (Goyal et al., 2017) multiplies it by
@@ -77,14 +82,16 @@ class LitResNet(L.LightningModule):
         arch: Arch | None = None,
         *,
         stem: Stem | None = None,
+        zero_init_residual: bool = False,
         network: nn.Module | None = None,
         num_classes: int | None = None,
         image_size: int | None = None,
         ghost_batchnorm: GhostBatches | None = None,
         channels_last: bool = False,
-        compile: bool = False,
+        compile: bool | Literal["cuda_graphs"] = False,
         optimizer: OptimizerCallable = lambda params: NesterovSGD(params, lr=0.1),
         lr_scheduler: LRSchedulerCallable = lambda optimizer: WarmupDecay(optimizer, warmup=0.2, decay="linear"),
+        flip_test: bool = False,
         label_smoothing: float = 0.0,
         lr_scaling: LRScaling = "none",
         base_batch_size: int = 128,
@@ -92,19 +99,31 @@ class LitResNet(L.LightningModule):
         super().__init__()
         num_classes, image_size = num_classes or 10, image_size or 32
         self.image_shape = (3, image_size, image_size)
-        own = None if network is None else _own_class(network, arch=arch, stem=stem)
+        own = (
+            None
+            if network is None
+            else _own_class(network, arch=arch, stem=stem, zero_init_residual=zero_init_residual or None)
+        )
         if network is None:
             arch = arch or DEFAULT_ARCH
             stem = stem_of(arch, stem)
-            network = build_network(arch, stem=stem, num_classes=num_classes, image_size=image_size)
+            network = build_network(
+                arch,
+                stem=stem,
+                num_classes=num_classes,
+                image_size=image_size,
+                zero_init_residual=zero_init_residual,
+            )
         self.network = network if ghost_batchnorm is None else normalise_apart(network, ghost_batchnorm)
         self.header = Header(arch=arch, stem=stem, num_classes=num_classes, image_size=image_size, network=own)
         if channels_last:
             self.network.to(memory_format=torch.channels_last)
         self.channels_last = channels_last
-        self.compiles = compile
+        self.compiles = bool(compile)
+        self.cuda_graphs = compile == "cuda_graphs"
         self.make_optimizer = optimizer
         self.make_lr_scheduler = lr_scheduler
+        self.flip_test = flip_test
         self.label_smoothing = label_smoothing
         self.lr_scaling: LRScaling = lr_scaling
         self.base_batch_size = base_batch_size
@@ -139,7 +158,7 @@ class LitResNet(L.LightningModule):
                 metric.reset()
         self._newest = self._logged_epoch = None
         if self.compiles:  # a strategy with a runner of its own sets it later
-            self.use_runner(Compiled(self.network))
+            self.use_runner(Compiled(self.network, cuda_graphs=self.cuda_graphs))
 
     def teardown(self, stage: str) -> None:
         """Let `forward` run the plain network again, on batches of any size without compiling."""
@@ -167,6 +186,8 @@ class LitResNet(L.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The mean loss of this process's samples times the weight of their number in the global batch."""
         self._newest = None
+        if self.cuda_graphs:  # the gradients of the last step lie where this one writes
+            self.zero_grad()
         replicas = self.virtual_replicas
         loss = self._train_on(batch) if replicas is None else replicas.train(self, batch, self._train_on)
         if self._logged_epoch != self.current_epoch:  # once is enough: at the epoch's end Lightning asks the metrics
@@ -221,6 +242,12 @@ class LitResNet(L.LightningModule):
         return torch.softmax(self._evaluated(batch.images), dim=1)
 
     def _evaluated(self, images: Tensor) -> Tensor:
+        if not self.flip_test:
+            return self._logits(images)
+        logits = self._logits(images).clone()  # which a CUDA graph overwrites
+        return (logits + self._logits(images.flip(3))) / 2
+
+    def _logits(self, images: Tensor) -> Tensor:
         replicas = self.virtual_replicas
         logits: Tensor = self(images) if replicas is None else replicas.evaluate(images, self)
         return logits
@@ -314,13 +341,13 @@ class LitResNet(L.LightningModule):
         checkpoint["state_dict"] = add_prefix(checkpoint["state_dict"])
 
 
-def _own_class(network: nn.Module, *, arch: Arch | None, stem: Stem | None) -> str:
-    """The name of the class of the user's own network; none of this package's may be asked for as well."""
+def _own_class(network: nn.Module, about_resnets: dict[str, object]) -> str:
+    """The name of the class of the user's own network; arguments about this package's networks must all be None."""
     name = f"{type(network).__module__}.{type(network).__qualname__}"
-    for flag, value in {"--model.arch": arch, "--model.stem": stem}.items():
+    for argument, value in about_resnets.items():
         if value is not None:
             raise ConfigError(
-                f"--model.network={name} is a network, and {flag}={value} is about another one",
+                f"--model.network={name} is a network, and --model.{argument}={value} is about another one",
                 remedy="leave one of the two out",
             )
     return name

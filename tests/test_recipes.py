@@ -17,33 +17,40 @@ def recipes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return recipes
 
 
-def row(seed: int, correct: int) -> dict[str, float]:
-    return {"seed": seed, "correct": correct, "total": 100, "seconds": 3.0, "images_per_s": 10.0}
+def row(seed: int, correct: int, *, at_once: int = 1) -> dict[str, float]:
+    found = {"seed": seed, "correct": correct, "correct_flipped": correct + 1, "total": 100}
+    return found | {"train_s": 3.0, "at_once": at_once}
 
 
 def test_mean_and_spread_over_the_seeds(recipes: ModuleType) -> None:
-    assert recipes.summary([row(0, 94), row(1, 96)]) == "95.00 +- 1.41 %, n = 2, 3 s a run"
-    assert recipes.summary([row(0, 94)]) == "94.00 %, n = 1, 3 s a run"
+    both = recipes.summary([row(0, 94), row(1, 96, at_once=2) | {"train_s": 9.0}])
+    assert both == "95.00 +- 1.41 %, with flips 96.00 +- 1.41 %, n = 2, 3.0 s of training"
+    assert recipes.summary([row(0, 94, at_once=2)]) == "94.00 %, with flips 95.00 %, n = 1"
 
 
 def test_a_record_is_continued_with_the_seeds_that_it_lacks(
     recipes: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int] = []
+    """The first one alone, so that its time is its own."""
+    asked: list[tuple[int, int]] = []
 
-    def trained(recipe: str, flags: list[str], *, seed: int) -> dict[str, float]:
-        asked.append(seed)
-        return row(seed, 90)
+    def trained(recipe: str, flags: list[str], *, seed: int, at_once: int) -> dict[str, float]:
+        asked.append((seed, at_once))
+        return row(seed, 90, at_once=at_once)
 
     monkeypatch.setattr(recipes, "trained", trained)
-    recipes.main("fast94", tmp_path / "record.json", [], seeds=2)
-    recipes.main("fast94", tmp_path / "record.json", [], seeds=3)
-    assert asked == [0, 1, 2]
-    assert [found["seed"] for found in json.loads((tmp_path / "record.json").read_text())["rows"]] == asked
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    recipes.main("fast94", tmp_path / "record.json", [], seeds=2, at_once=2)
+    recipes.main("fast94", tmp_path / "record.json", [], seeds=4, at_once=2)
+    assert sorted(asked) == [(0, 1), (1, 2), (2, 2), (3, 2)]
+    rows = json.loads((tmp_path / "record.json").read_text())["rows"]
+    assert [found["seed"] for found in rows] == [0, 1, 2, 3]
 
 
 @pytest.mark.slow
-def test_a_recipe_is_trained_and_tested(recipes: ModuleType) -> None:
-    found = recipes.trained("fast94", [*TINY, "--model.compile=false"], seed=3)
-    assert (found["seed"], found["total"]) == (3, 100)
-    assert found["images_per_s"] > 0
+def test_a_recipe_is_trained_and_tested(recipes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "benchmarks"))
+    found = recipes.trained("fast94", [*TINY, "--model.compile=false", "--trainer.max_epochs=3"], seed=3)
+    assert (found["seed"], found["total"], found["epochs"]) == (3, 100, 3)
+    assert found["epoch_s"] < found["train_s"] < found["seconds"]

@@ -57,7 +57,9 @@ class EpochClock(L.Callback):
         self._validation_s += _now() - self._part_began
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Write."""
+        """Write, unless the run was another one that only has its configuration."""
+        if stage != "fit":
+            return
         self._close()
         usual = self._epochs[1:-1] or self._epochs
         data: Any = trainer.datamodule  # type: ignore[attr-defined]

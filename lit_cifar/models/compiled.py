@@ -21,13 +21,18 @@ class Compiled:
 
     `call` is compiled in place of the module with its hooks. A plain callable, never an `nn.Module`: set as an
     attribute of one it does not become its child.
+
+    With `cuda_graphs` a whole forward or backward pass is started at once, as a CUDA graph. The output and the
+    gradients then lie in memory that the next training batch overwrites: nothing may refer to them by then.
     """
 
-    def __init__(self, module: nn.Module, call: Callable[..., Any] | None = None) -> None:
+    def __init__(self, module: nn.Module, call: Callable[..., Any] | None = None, *, cuda_graphs: bool = False) -> None:
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_COMPILATIONS)
         self.module = module
         self._plain: Callable[..., Any] = module if call is None else call
-        self._compiled: Callable[..., Any] = torch.compile(self._plain, backend=BACKEND, dynamic=False)
+        mode = "reduce-overhead" if cuda_graphs else None
+        self._compiled: Callable[..., Any] = torch.compile(self._plain, backend=BACKEND, dynamic=False, mode=mode)
+        self._cuda_graphs = cuda_graphs
         self._largest: dict[bool, int] = {}
 
     def for_batch(self, num_samples: int) -> Any:
@@ -40,4 +45,6 @@ class Compiled:
 
     def __call__(self, images: Tensor) -> Any:
         """The output for a batch (n, ...)."""
+        if self._cuda_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
         return self.for_batch(len(images))(images)

@@ -97,7 +97,9 @@ SHAPES: dict[str, _Shape] = {
 }
 
 
-def build_resnet(arch: Arch = "resnet34", *, stem: Stem = "cifar", num_classes: int = 10) -> ResNet:
+def build_resnet(
+    arch: Arch = "resnet34", *, stem: Stem = "cifar", num_classes: int = 10, zero_init_residual: bool = False
+) -> ResNet:
     """A ResNet with torchvision's parameter names.
 
     Args:
@@ -108,6 +110,8 @@ def build_resnet(arch: Arch = "resnet34", *, stem: Stem = "cifar", num_classes: 
             32 x 32, at 16 times the arithmetic; "strided" is the same with stride 2, 16 x 16 at 4 times, and the stem
             of Anthony Peng's articles. `conv1.weight` is (64, 3, 7, 7) for "imagenet", else (64, 3, 3, 3).
         num_classes: Size of the logits.
+        zero_init_residual: Start with a weight of 0 in the last BatchNorm layer of each block, so that a block begins
+            as the identity (Goyal et al., 2017).
 
     Returns:
         A network from float (n, 3, height, width) to logits (n, num_classes).
@@ -115,7 +119,11 @@ def build_resnet(arch: Arch = "resnet34", *, stem: Stem = "cifar", num_classes: 
     shape = SHAPES[arch]
     network_class = _TinyResNet if shape.width < 64 else ResNet
     network = network_class(
-        shape.block, list(shape.num_blocks), num_classes=num_classes, width_per_group=max(64, shape.width)
+        shape.block,
+        list(shape.num_blocks),
+        num_classes=num_classes,
+        width_per_group=max(64, shape.width),
+        zero_init_residual=zero_init_residual,
     )
     if stem != "imagenet":
         network.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=_STRIDES[stem], padding=1, bias=False)

@@ -1,0 +1,122 @@
+"""Muon for the filters of convolutions, and SGD for all other parameters."""
+
+from collections.abc import Callable, Iterable
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+# Applied repeatedly, the polynomial a * s + b * s**3 + c * s**5 brings singular values in (0, 1] near 1, small ones
+# fastest. Coefficients of Jordan et al., "Muon: an optimizer for hidden layers", 2024.
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+
+
+class MuonSGD(Optimizer):
+    """Steps along the orthogonalised momentum of each convolution's filters (Jordan et al., "Muon", 2024).
+
+    The filters of a convolution are a matrix with a row for each. A step sets its Frobenius norm to the square root of
+    the number of rows, and takes `lr` times the nearest orthogonal matrix of the Nesterov momentum from it. The norm
+    may be set because a BatchNorm layer follows. All other parameters take SGD's step with Nesterov momentum 0.9.
+
+    Args:
+        params: All parameters of a network.
+        lr: Learning rate of the filters.
+        lr_others: Learning rate of all other parameters.
+        momentum: Of the filters.
+        weight_decay: Of all other parameters.
+        iterations: Of the Newton-Schulz iteration that makes a matrix orthogonal. It is computed in bfloat16 on a GPU,
+            in the precision of the parameters on a CPU or if they are float64.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        lr: float = 0.05,
+        *,
+        lr_others: float = 0.3,
+        momentum: float = 0.9,
+        weight_decay: float = 5e-4,
+        iterations: int = 3,
+    ) -> None:
+        parameters = list(params)
+        filters = [parameter for parameter in parameters if parameter.ndim == 4]
+        others = [parameter for parameter in parameters if parameter.ndim != 4]
+        groups: list[dict[str, Any]] = [
+            {"params": filters, "lr": lr, "momentum": momentum, "iterations": iterations},
+            {"params": others, "lr": lr_others, "momentum": 0.9, "weight_decay": weight_decay},
+        ]
+        super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0, "iterations": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """As of every torch optimizer."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not parameters:
+                continue
+            directions = self._nesterov(parameters, group["momentum"], group["weight_decay"])
+            if group["iterations"]:
+                _step_filters(parameters, directions, group["lr"], group["iterations"])
+            else:
+                torch._foreach_add_(parameters, directions, alpha=-group["lr"])
+        return loss
+
+    def _nesterov(self, parameters: list[Tensor], momentum: float, weight_decay: float) -> list[Tensor]:
+        """What SGD with Nesterov momentum subtracts, before the learning rate."""
+        gradients = [parameter.grad for parameter in parameters]
+        if weight_decay:
+            gradients = torch._foreach_add(gradients, parameters, alpha=weight_decay)
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+        torch._foreach_mul_(buffers, momentum)
+        torch._foreach_add_(buffers, gradients)
+        return list(torch._foreach_add(gradients, buffers, alpha=momentum))
+
+
+def _step_filters(parameters: list[Tensor], directions: list[Tensor], lr: float, iterations: int) -> None:
+    """All matrices of a shape at once: a GPU waits for the host where each is multiplied by itself."""
+    order = sorted(range(len(parameters)), key=lambda index: _kind(parameters[index]))
+    targets: list[Tensor] = []
+    values: list[Tensor] = []
+    for _, group in groupby(order, key=lambda index: _kind(parameters[index])):
+        same = list(group)
+        weights = torch.stack([_matrix(parameters[index]) for index in same])
+        momenta = torch.stack([_matrix(directions[index]) for index in same])
+        weights *= weights.shape[1] ** 0.5 / weights.norm(dim=(1, 2), keepdim=True)
+        weights.sub_(orthogonal(momenta, iterations=iterations), alpha=lr)
+        targets += [_matrix(parameters[index]) for index in same]
+        values += weights.unbind()
+    torch._foreach_copy_(targets, values)
+
+
+def _kind(parameter: Tensor) -> tuple[str, str, tuple[int, ...]]:
+    return str(parameter.device), str(parameter.dtype), tuple(parameter.shape)
+
+
+def _matrix(filters: Tensor) -> Tensor:
+    """A view, (filters, values of each), in the order of the memory: another order of columns changes nothing."""
+    in_memory = filters if filters.is_contiguous() else filters.permute(0, 2, 3, 1)
+    return in_memory.view(len(filters), -1)
+
+
+def orthogonal(matrices: Tensor, *, iterations: int) -> Tensor:
+    """Matrices (n, rows, columns) with their singular values brought near 1, between 0.5 and 1.5 after five iterations.
+
+    Computed in bfloat16 on a GPU unless `matrices` are float64, as rounding matters little here. Of the type of
+    `matrices`.
+    """
+    half = matrices.is_cuda and matrices.dtype == torch.float32
+    found = matrices.to(torch.bfloat16) if half else matrices
+    found = found / found.norm(dim=(1, 2), keepdim=True).clamp_min(1e-7)  # so that no singular value is above 1
+    for _ in range(iterations):
+        gram = found @ found.mT
+        found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C), found, beta=_A)
+    return found.to(matrices.dtype)
