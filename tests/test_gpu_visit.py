@@ -9,17 +9,19 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from documents import BENCHMARKS, ROOT
+from torch.autograd import DeviceType
 
 import lit_cifar
 
 sys.path.insert(0, str(BENCHMARKS))
 
 from gpu_visit import __main__ as leader
-from gpu_visit import host_waits, processes, wheels
+from gpu_visit import clocks, host_waits, processes, wheels
 from gpu_visit.report import Finding, Report, StepReport
 from gpu_visit.step import FailedError, Step, Visit
 from gpu_visit.steps import PLANS, Plan
@@ -216,11 +218,21 @@ def test_warnings_about_waits_are_noted_by_place(monkeypatch: pytest.MonkeyPatch
     assert place.startswith("tests/test_gpu_visit.py:")
 
 
+def test_the_time_of_a_gpu_is_that_of_its_kernels() -> None:
+    """What torch's profiler tells of a convolution with one kernel, and of the optimizer's step around it."""
+    events = [
+        SimpleNamespace(device_type=DeviceType.CPU, is_user_annotation=False, self_device_time_total=3e6),
+        SimpleNamespace(device_type=DeviceType.CUDA, is_user_annotation=False, self_device_time_total=3e6),
+        SimpleNamespace(device_type=DeviceType.CUDA, is_user_annotation=True, self_device_time_total=9e6),
+    ]
+    assert clocks.device_s(events) == 3
+
+
 def test_steps_can_be_chosen_by_number() -> None:
     assert [plan.round for plan in PLANS] == sorted(plan.round for plan in PLANS)
     assert leader.parser().parse_args(["out", "--steps=1,9"]).steps == [1, 9]
     with pytest.raises(SystemExit):
-        leader.parser().parse_args(["out", "--steps=10"])
+        leader.parser().parse_args(["out", "--steps=11"])
 
 
 @pytest.mark.exhaustive

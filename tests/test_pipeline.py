@@ -217,6 +217,9 @@ def run_schedules(rank: int, folder: str) -> None:
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT)
     results: dict[str, Any] = {name: run_schedule(name, rank) for name in SCHEDULES}
+    world = dist.group.WORLD
+    assert world is not None
+    world.bound_device_id = torch.device("cuda", 0)  # as Lightning does where processes share a GPU
     meshes = {size: make_mesh("cpu", model_size=size, timeout=TIMEOUT) for size in (1, 2)}
     results["groups"] = {
         (size, axis): describe(made.get_group(axis)) for size, made in meshes.items() for axis in ("data", "model")

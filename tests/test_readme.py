@@ -169,7 +169,7 @@ def test_commands_parse(words: tuple[str, ...], capsys: pytest.CaptureFixture[st
         "pytest tests/no_such.py",
         "bash no_such",
         "bash benchmarks/gpu_visit.sh visit --no-such",
-        "bash benchmarks/gpu_visit.sh visit --steps 10",
+        "bash benchmarks/gpu_visit.sh visit --steps 11",
         "mkdocs no_such",
         "make all",
     ],

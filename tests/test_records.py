@@ -40,12 +40,14 @@ CHAOS = BENCHMARKS / "2026-11-22-chaos"
 CURVES = BENCHMARKS / "2026-11-21-loss-curves"
 SAME_BITS = BENCHMARKS / "2026-11-22-same-bits"
 SHUFFLING = BENCHMARKS / "2026-11-22-shuffling"
+GPU = BENCHMARKS / "2026-11-23-gpu"
 # Written before these commands noted commit and machine; their pages say so.
 WITHOUT_COMMIT = {
     *(VERIFY / f"devices{n}_float{bits}.json" for n in (2, 4) for bits in (32, 64)),
     AGREEMENT / "agreement.json",
     CURVES / "losses.json",
     CURVES / "losses_float32.json",
+    *(GPU / name / "results.json" for name in ("checks", "speed")),
 }
 
 
@@ -504,3 +506,137 @@ def test_what_a_frozen_order_costs() -> None:
                 f"{found.num_runs[0]} + {found.num_runs[1]}",
             ]
             assert f"| {' | '.join(cells)} |" in page(SHUFFLING)
+
+
+# A visit to a GPU --------------------------------------------------------------------------------------------------
+
+
+def findings(part: str, number: int) -> dict[str, dict[str, Any]]:
+    """What step `number` of the visit found, by the name of the check."""
+    (step,) = (step for step in read(GPU / part / "results.json")["steps"] if step["number"] == number)
+    return {finding["name"]: finding for finding in step["findings"]}
+
+
+def test_which_checks_on_a_gpu_did_not_pass() -> None:
+    steps = [step for part in ("checks", "speed") for step in read(GPU / part / "results.json")["steps"]]
+    wrong = {
+        s["number"]: [f["name"] for f in s["findings"] if f["status"] != "ok"] for s in steps if s["status"] != "ok"
+    }
+    assert wrong == {3: ["pytest"], 5: ["tp runs"], 9: ["compiled"], 10: []}
+    assert re.findall(r"\*\*Step (\d+)\.\*\*", page(GPU)) == [*map(str, wrong)]
+    assert findings("checks", 3)["pytest"]["text"].startswith("14 passed, 7 errors")
+
+
+def test_what_every_mode_on_a_gpu_differs_from_one_cpu_device() -> None:
+    rows = {
+        (name.removesuffix(" agrees"), finding["figures"]["processes"]): finding["figures"]["differences"]
+        for number in (4, 5)
+        for name, finding in findings("checks", number).items()
+        if name.endswith(" agrees")
+    }
+    where = {1: "1", 2: "2, through gloo"}
+    shown = re.findall(
+        r"^\| `([\w-]+)` \| (\d[^|]*) \| (\de-.+) \|$", (GPU / "README.md").read_text(), flags=re.MULTILINE
+    )
+    assert shown == [
+        (name, where[processes], " | ".join(map(brief, differences.values())))
+        for (name, processes), differences in rows.items()
+    ]
+    largest = max(value for differences in rows.values() for value in differences.values())
+    assert largest < 1e-13
+    assert f"agree with one CPU device to {brief(largest)} in float64" in page(README)
+
+
+def test_the_digests_of_a_precision_are_the_same_on_a_gpu() -> None:
+    digests: dict[str, list[str]] = {}
+    for name, finding in findings("checks", 8).items():
+        if name.endswith(" runs"):
+            digests.setdefault(name.removesuffix(" runs").split(", ")[1], []).append(finding["text"])
+    rows = [(name, str(len(found)), *{digest[:16] for digest in found}) for name, found in digests.items()]
+    assert {len(set(found)) for found in digests.values()} == {1}
+    shown = re.findall(r"^\| (\S+) \| (\d) \| `(\w+)` \|$", (GPU / "README.md").read_text(), flags=re.MULTILINE)
+    assert sorted(shown) == sorted(rows)
+    assert f"six modes had one digest in each of {len(rows)} precisions".replace("3", "three") in page(
+        DOCS / "same-bits.md"
+    )
+
+
+def test_losses_in_mixed_precision_on_a_gpu() -> None:
+    found: dict[tuple[str, str], set[str]] = {}
+    for name, finding in findings("checks", 6).items():
+        mode, precision = name.split(", ")
+        found.setdefault((precision, finding["text"].removeprefix("losses ")), set()).add(mode)
+    (header,) = re.findall(r"^\| precision \| (`.*) \| (`.*) \|$", (GPU / "README.md").read_text(), flags=re.MULTILINE)
+    columns = [set(re.findall(r"`([\w-]+)`", cell)) for cell in header]
+    assert [*found.values()] == columns * 2
+    for precision in ("bf16-mixed", "16-mixed"):
+        assert f"| {precision} | {' | '.join(text for name, text in found if name == precision)} |" in page(GPU)
+    assert f"{len(findings('checks', 6))} of 18 runs passed" in page(GPU)
+
+
+def test_what_a_resumed_run_differs_on_a_gpu() -> None:
+    for name, cells in {"resumed": "GPU | GPU", "device to CPU": "GPU | CPU", "CPU to device": "CPU | GPU"}.items():
+        differences = findings("checks", 7)[f"{name}, against the whole run"]["figures"]["differences"]
+        assert differences.pop("loss") == 0
+        assert f"| {cells} | {' | '.join(map(brief, differences.values()))} |" in page(GPU)
+
+
+def test_nothing_waits_for_the_gpu() -> None:
+    waits = findings("checks", 2)
+    assert waits.pop("a planted wait")["text"] == "found"
+    assert {finding["text"] for finding in waits.values()} == {"no wait in 9 steps"}
+    (listed,) = re.findall(r"nine steps of each: (.*?)\. A wait that was planted", page(GPU))
+    assert {f"`{name.split(',')[0]}`" in listed for name in waits} == {True}
+
+
+def test_images_per_second_on_a_gpu() -> None:
+    names = {
+        "eager": "`fit`",
+        "channels_last": "`fit`, channels_last",
+        "channels_last, compiled": "`fit`, channels_last, compiled",
+        "plain loop, channels_last": "plain loop, channels_last",
+        "plain loop, channels_last, compiled": "plain loop, channels_last, compiled",
+    }
+    for name, title in names.items():
+        figures = findings("speed", 9)[name]["figures"]
+        speed = figures["images_per_s"]
+        cells = [title, f"{speed:,.0f}", f"{speed * 6.95 / 1e3:.0f}"]
+        if epoch := figures.get("median"):
+            parts = [epoch[f"{part}_s"] for part in ("training", "validation", "else")]
+            cells += [*(f"{part:.2f} s" if part else "off" for part in parts), f"{figures['peak_mib']:.0f}"]
+        assert f"| {' | '.join(cells)} |" in page(GPU)
+    first = [findings("speed", 9)[name]["figures"]["epochs"][0]["total_s"] for name in [*names][:3]]
+    assert "The first epoch took {:.1f} s, {:.1f} s and {:.1f} s".format(*first) in page(GPU)
+
+
+def test_where_the_time_of_a_step_on_a_gpu_goes() -> None:
+    profile = findings("speed", 9)["where the time goes"]
+    steps = profile["figures"]["steps"]
+    with (GPU / "speed" / "kernels.csv").open(encoding="utf-8") as file:
+        kernels = [(row["name"], int(row["number"]), float(row["microseconds"])) for row in csv.DictReader(file)]
+    words = {
+        "convolutions": ("cudnn", "xmma", "nhwcAddPadding"),
+        "BatchNorm": ("batch_norm",),
+        "ReLU and additions": ("clamp_scalar", "threshold_kernel", "CUDAFunctor_add<c10::BFloat16>"),
+        "optimizer": ("multi_tensor_apply",),
+        "everything else": (),
+        "all": (),
+    }
+    spent: dict[str, float] = dict.fromkeys(words, 0.0)
+    for name, _, microseconds in kernels:
+        kinds = [kind for kind, parts in words.items() if any(part in name for part in parts)]
+        for kind in (*(kinds or ["everything else"]), "all"):
+            spent[kind] += microseconds / steps / 1e3
+    for kind, parts in words.items():
+        said = ", ".join(f"`{part}`" for part in parts)
+        assert f"| {kind} | {said}{' ' * bool(said)}| {spent[kind]:.1f} |" in page(GPU)
+    assert f"starts {sum(number for _, number, _ in kernels) // steps} kernels, copies and fills" in page(GPU)
+    names = ("channels_last", "plain loop, channels_last")
+    step, plain = (512e3 / findings("speed", 9)[name]["figures"]["images_per_s"] for name in names)
+    assert f"Without the profiler a step takes {step:.1f} ms" in page(GPU)
+    assert f"The plain loop takes {plain:.1f} ms" in page(GPU)
+    with (GPU / "speed" / "host.csv").open(encoding="utf-8") as file:
+        host = {row["action"].split(".")[-1]: 1e3 * float(row["mean_s"]) for row in csv.DictReader(file)}
+    spends = f"{host['training_step']:.1f} ms in the forward pass and {host['backward']:.1f} ms in the backward pass"
+    assert spends in page(GPU)
+    assert f"busy for {1e3 * profile['figures']['device_s'] / steps:.1f} ms a step" in page(GPU)

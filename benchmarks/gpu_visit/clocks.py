@@ -2,12 +2,14 @@
 
 import json
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import lightning as L
 import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 _NUM_ROWS = 30
@@ -127,8 +129,17 @@ class StepProfile(L.Callback):
         ]
         (self.folder / "profile.txt").write_text("\n".join(tables))
         self._profile.export_chrome_trace(str(self.folder / "trace.json.gz"))
-        device_s = sum(getattr(event, "self_device_time_total", 0.0) for event in averages) / 1e6
-        (self.folder / "step.json").write_text(json.dumps(content | {"device_s": device_s}, indent=1) + "\n")
+        content["device_s"] = device_s(averages)
+        (self.folder / "step.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+def device_s(averages: Iterable[Any]) -> float:
+    """Seconds of the kernels and copies among a profile's `key_averages()`.
+
+    Operators have the time of their kernels again, and an annotation spans what lies between its kernels.
+    """
+    on_device = (event for event in averages if event.device_type != DeviceType.CPU and not event.is_user_annotation)
+    return float(sum(event.self_device_time_total for event in on_device)) / 1e6
 
 
 def _now() -> float:

@@ -223,6 +223,10 @@ def make_mesh(device_type: str, *, model_size: int, timeout: timedelta | None) -
 
     `init_device_mesh` would give the groups of the axes torch's own time limit, ten minutes under NCCL.
     """
+    world = dist.group.WORLD
+    if world is not None and dist.get_backend() == "gloo":
+        # Lightning binds it to the GPU. torch then splits it, as gloo says that it can, by a call that only NCCL has.
+        world.bound_device_id = None
     ranks = torch.arange(dist.get_world_size()).view(-1, model_size)
     groups = [_own_group(lines.tolist(), timeout=timeout) for lines in (ranks.T, ranks)]
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("data", "model"))
