@@ -67,6 +67,7 @@ def check_run(
             optimizer = module.make_optimizer(module.network.parameters())
             module.make_lr_scheduler(optimizer)
         check_clipping(trainer, optimizer)
+        _check_matrices(trainer, optimizer)
     trainer.strategy.connect(module)  # a strategy that splits the network does so here
     data.trainer = trainer
     data.prepare_data()
@@ -123,17 +124,34 @@ def _check_cuda_graphs(trainer: Trainer) -> None:
             f"{flag} is for one GPU, without --trainer.strategy: messages between kernels cannot be part of a graph",
             remedy="pass --model.compile=true",
         )
-    if trainer.strategy.root_device.type != "cuda":
-        raise ConfigError(f"{flag} needs a GPU", remedy="pass --model.compile=true, or leave it out")
     keeps = {
         f"--trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}": trainer.accumulate_grad_batches > 1,
-        "--virtual_replicas": any(isinstance(c, VirtualReplicas) for c in trainer.callbacks),  # type: ignore[attr-defined]
+        "--virtual_replicas": _has_virtual_replicas(trainer),
     }
     for other in (other for other, asked in keeps.items() if asked):
         raise ConfigError(
             f"{flag} with {other}: gradients are added up, and a graph overwrites those of the batch before",
             remedy="leave out one of the two",
         )
+    if trainer.strategy.root_device.type != "cuda":
+        raise ConfigError(f"{flag} needs a GPU", remedy="pass --model.compile=true, or leave it out")
+
+
+def _check_matrices(trainer: Trainer, optimizer: Optimizer) -> None:
+    """Refuse virtual replicas with an optimizer that multiplies several matrices at once.
+
+    How many a process has depends on the mode, and with their number a library may choose another kernel.
+    """
+    if getattr(optimizer, "steps_matrices", False) and _has_virtual_replicas(trainer):
+        raise ConfigError(
+            f"--virtual_replicas with --model.optimizer={type(optimizer).__name__}, whose bits depend on how many "
+            "matrices a process has",
+            remedy="leave out one of the two",
+        )
+
+
+def _has_virtual_replicas(trainer: Trainer) -> bool:
+    return any(isinstance(callback, VirtualReplicas) for callback in trainer.callbacks)  # type: ignore[attr-defined]
 
 
 def check_clipping(trainer: Trainer, optimizer: Optimizer) -> None:

@@ -1,6 +1,6 @@
 """The training task: a network, its loss, metrics and optimizer. Nothing here knows how it is parallelised."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -99,11 +99,8 @@ class LitResNet(L.LightningModule):
         super().__init__()
         num_classes, image_size = num_classes or 10, image_size or 32
         self.image_shape = (3, image_size, image_size)
-        own = (
-            None
-            if network is None
-            else _own_class(network, arch=arch, stem=stem, zero_init_residual=zero_init_residual or None)
-        )
+        about_resnets = {"arch": arch, "stem": stem, "zero_init_residual": zero_init_residual or None}
+        own = None if network is None else _own_class(network, about_resnets)
         if network is None:
             arch = arch or DEFAULT_ARCH
             stem = stem_of(arch, stem)
@@ -341,7 +338,7 @@ class LitResNet(L.LightningModule):
         checkpoint["state_dict"] = add_prefix(checkpoint["state_dict"])
 
 
-def _own_class(network: nn.Module, about_resnets: dict[str, object]) -> str:
+def _own_class(network: nn.Module, about_resnets: Mapping[str, object]) -> str:
     """The name of the class of the user's own network; arguments about this package's networks must all be None."""
     name = f"{type(network).__module__}.{type(network).__qualname__}"
     for argument, value in about_resnets.items():

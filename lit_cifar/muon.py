@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from itertools import groupby
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ class MuonSGD(Optimizer):
             in the precision of the parameters on a CPU or if they are float64.
     """
 
+    steps_matrices: ClassVar[bool] = True  # of whole parameters, several at once
+
     def __init__(
         self,
         params: Iterable[Tensor],
@@ -50,7 +52,7 @@ class MuonSGD(Optimizer):
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0, "iterations": 0})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """As of every torch optimizer."""
         loss = None
         if closure is not None:
@@ -69,9 +71,9 @@ class MuonSGD(Optimizer):
 
     def _nesterov(self, parameters: list[Tensor], momentum: float, weight_decay: float) -> list[Tensor]:
         """What SGD with Nesterov momentum subtracts, before the learning rate."""
-        gradients = [parameter.grad for parameter in parameters]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if weight_decay:
-            gradients = torch._foreach_add(gradients, parameters, alpha=weight_decay)
+            gradients = list(torch._foreach_add(gradients, parameters, alpha=weight_decay))
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

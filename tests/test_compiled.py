@@ -1,7 +1,7 @@
 """`--model.compile`: what is compiled, and what stays as it is."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,26 @@ def test_a_mode_compiles_its_parts(
     if dist.is_initialized():
         dist.destroy_process_group()
     assert sorted(type(module).__name__.removeprefix("FSDP") for module in ran) == parts
+
+
+def test_cuda_graphs_are_torchs_mode_of_least_overhead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a CPU torch makes none, and the kernels are the same; no gradient of a step is there in the next forward."""
+    asked, gradients = [], []
+
+    def note(call: Callable[[Tensor], Tensor], **options: Any) -> Callable[[Tensor], Tensor]:
+        asked.append((options["mode"], options["dynamic"]))
+
+        def run(images: Tensor) -> Tensor:
+            gradients.extend(parameter.grad for parameter in call.parameters())  # type: ignore[attr-defined]
+            return call(images)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", note)
+    fit(LitResNet("tiny", stem="imagenet", compile="cuda_graphs"), tmp_path, max_steps=2)
+    assert asked == [("reduce-overhead", False)]
+    assert gradients
+    assert set(gradients) == {None}
 
 
 @pytest.mark.slow

@@ -252,3 +252,24 @@ def test_the_data_are_read_without_a_trainer(tmp_path: Path) -> None:
     assert sum(len(batch.labels) for batch in alone.val_dataloader()) == 16
     assert sum(len(batch.labels) for batch in alone.test_dataloader()) == 40
     assert alone.on_after_batch_transfer(found, 0).images.dtype == torch.float32
+
+
+def test_mirror_images_are_evaluated_too(tmp_path: Path) -> None:
+    """The mean of both logits, in evaluation alone."""
+    torch.manual_seed(0)
+    module = LitResNet("tiny", stem="imagenet", flip_test=True).eval()
+    images = torch.randn(3, 3, 32, 32)
+    expected = (module(images) + module(images.flip(3))) / 2
+    torch.testing.assert_close(module.predict_step(Batch(images, *[torch.arange(3)] * 2, 1.0), 0), expected.softmax(1))
+    assert not torch.allclose(module(images), expected)
+
+
+def test_blocks_may_begin_as_the_identity() -> None:
+    module = LitResNet("tiny", stem="imagenet", zero_init_residual=True)
+    last = [norm.weight for name, norm in module.network.named_modules() if name.endswith("bn2")]
+    assert len(last) == 4
+    assert not torch.cat(last).any()
+    with pytest.raises(ConfigError, match="vit_micro is none"):
+        LitResNet("vit_micro", zero_init_residual=True)
+    with pytest.raises(ConfigError, match="zero_init_residual=True is about another one"):
+        LitResNet(network=module.network, zero_init_residual=True)

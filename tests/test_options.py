@@ -60,7 +60,7 @@ CELLS = table()
 
 
 def test_the_table_is_whole() -> None:
-    options, names = {option for option, _ in CELLS}, [name for option, name in CELLS if "compile" in option]
+    options, names = {option for option, _ in CELLS}, [name for option, name in CELLS if "compile=true" in option]
     assert names == ["single", "dp", "ddp", "ddp_spawn", "mp", "ddp_mp", "pp", "ddp_pp", "fsdp2", "tp"]
     assert len(CELLS) == len(options) * len(names)
     cells = {"d" if cell == "GPU" else cell.strip("()") for cell in CELLS.values()}
@@ -94,6 +94,9 @@ TOGETHER = {
     "exchange their parameters for local parts": [
         *mode_flags("ShardedStrategy", 4),
         *("--trainer.strategy.data_parallel_size=2", "--trainer.strategy.tensor_parallel_size=2", COMPILED),
+    ],
+    "a graph overwrites those of the batch before": [
+        *("--model.compile=cuda_graphs", "--trainer.accumulate_grad_batches=2"),
     ],
     "unscales the gradients only after they have been clipped": [
         *("--trainer.plugins=MixedPrecision", "--trainer.plugins.precision=16-mixed", "--trainer.plugins.device=cpu"),

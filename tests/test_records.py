@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from commands import counts
 from documents import BENCHMARKS, PAGES, RECORDS, ROOT, blocks, is_in_history, parser_of
 from PIL import Image
@@ -41,6 +42,7 @@ CURVES = BENCHMARKS / "2026-11-21-loss-curves"
 SAME_BITS = BENCHMARKS / "2026-11-22-same-bits"
 SHUFFLING = BENCHMARKS / "2026-11-22-shuffling"
 GPU = BENCHMARKS / "2026-11-23-gpu"
+RECIPES = BENCHMARKS / "2026-11-23-recipes"
 # Written before these commands noted commit and machine; their pages say so.
 WITHOUT_COMMIT = {
     *(VERIFY / f"devices{n}_float{bits}.json" for n in (2, 4) for bits in (32, 64)),
@@ -48,6 +50,7 @@ WITHOUT_COMMIT = {
     CURVES / "losses.json",
     CURVES / "losses_float32.json",
     *(GPU / name / "results.json" for name in ("checks", "speed")),
+    *(RECIPES / f"{name}.json" for name in ("search", "sgd_epochs", "steps")),
 }
 
 
@@ -640,3 +643,60 @@ def test_where_the_time_of_a_step_on_a_gpu_goes() -> None:
     spends = f"{host['training_step']:.1f} ms in the forward pass and {host['backward']:.1f} ms in the backward pass"
     assert spends in page(GPU)
     assert f"busy for {1e3 * profile['figures']['device_s'] / steps:.1f} ms a step" in page(GPU)
+
+
+# ---------------------------------------------------------------- recipes on one GPU
+
+
+@pytest.mark.parametrize("name", ["fast94", "fast95", "fast96"])
+def test_what_a_recipe_reached_is_shown(name: str) -> None:
+    record = read(RECIPES / f"{name}.json")
+    (row,) = record["rows"]
+    assert (row["at_once"], row["total"], len(record["gpus"])) == (1, 10_000, 1)
+    plain, flipped = (f"{row[key] / 100:.2f} %" for key in ("correct", "correct_flipped"))
+    shown = f"| {row['epochs']} | {plain} | {flipped} |"
+    assert f"| `{name}` {shown} {row['epoch_s']:.2f} s | {row['train_s']:.1f} s |" in page(RECIPES)
+    assert f"| `{name}.yaml` {shown} {row['train_s']:.1f} s |" in page(DOCS / "training.md")
+    config = yaml.safe_load((ROOT / "configs" / "recipes" / f"{name}.yaml").read_text())
+    assert config["trainer"]["max_epochs"] == row["epochs"]
+    first = (ROOT / "configs" / "recipes" / f"{name}.yaml").read_text().splitlines()[0]
+    assert f"{row['correct'] / 100:.1f} % of the test images, {row['correct_flipped'] / 100 + 1e-9:.1f} %" in first
+    if name == "fast95":
+        assert f"to {flipped} of the test images in {row['train_s']:.1f} s" in page(README)
+
+
+def test_the_search_of_the_recipes_is_shown() -> None:
+    for run in read(RECIPES / "search.json"):
+        split = "test" if run["images"] == 50_000 else "val"
+        accuracy = f"{run[split]:.2f} % | {run[f'{split}_flipped']:.2f} % |"
+        ends = f"| {run['images']:,} | {run['epochs']} | {run['cutout']} | {accuracy}"
+        rates = f"| {run['lr']} | {run.get('lr_others', '')} ".replace("|  ", "| ")
+        assert f"{rates}{ends}" in page(RECIPES)
+
+
+def test_the_steps_of_a_recipe_are_counted() -> None:
+    steps = read(RECIPES / "steps.json")["ms"][97:]  # the first epoch is compiled
+    epochs = [steps[start : start + 97] for start in range(0, len(steps), 97)]
+    first_five = statistics.median(step for epoch in epochs for step in epoch[:5])
+    slow = sum(step > 15 for step in steps) / len(steps)
+    assert f"the shortest are {min(steps):.1f} ms" in page(RECIPES)
+    assert f"An epoch of 97 such steps takes {97 * min(steps) / 1e3:.2f} s" in page(RECIPES)
+    assert f"{100 * slow:.0f} % of the steps" in page(RECIPES)
+    assert f"first five of an epoch {first_five:.0f} ms (median)" in page(RECIPES)
+
+
+def test_the_speed_of_options_is_that_of_the_records() -> None:
+    speed = {
+        finding["name"]: finding["figures"]
+        for step in read(GPU / "speed" / "results.json")["steps"]
+        for finding in step["findings"]
+    }
+    rows = {
+        "no option": speed["eager"]["images_per_s"],
+        "channels_last": speed["channels_last"]["images_per_s"],
+        "channels_last, `--model.compile=true`": speed["channels_last, compiled"]["images_per_s"],
+    }
+    graphs = read(RECIPES / "sgd_epochs.json")
+    rows["channels_last, `--model.compile=cuda_graphs`, fused SGD"] = graphs["images"] / graphs["median"]["training_s"]
+    for name, images_per_s in rows.items():
+        assert f"| {name} | {images_per_s:,.0f} |" in page(DOCS / "gpu-options.md")

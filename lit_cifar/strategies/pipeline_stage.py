@@ -50,7 +50,8 @@ class Stage(PipelineStage):
     # In torch 2.11 the first step exchanges a message between neighbouring stages, also where a V has both on one
     # process; gloo cannot send to itself.
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        operations: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc]  # not in newer ones
+        torchs: Any = super()  # torch 2.15 has it no more
+        operations: list[dist.P2POp] = torchs._get_init_p2p_neighbors_ops()
         return [operation for operation in operations if operation.group_peer != self.group_rank]
 
 

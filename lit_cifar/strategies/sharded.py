@@ -161,6 +161,12 @@ class ShardedStrategy(MeshStrategy):
             self._check_optimizer(optimizer)
 
     def _check_optimizer(self, optimizer: Optimizer) -> None:
+        if getattr(optimizer, "steps_matrices", False):
+            raise ConfigError(
+                f"--model.optimizer={type(optimizer).__name__} multiplies whole matrices, and "
+                f"--trainer.strategy={self.strategy_name} gives each process parts of them",
+                remedy="pass another optimizer, or --trainer.strategy=ddp",
+            )
         fused = any(group.get("fused") for group in optimizer.param_groups)
         if fused and isinstance(optimizer, _NOT_FUSED):
             name = type(optimizer).__name__
