@@ -1,7 +1,5 @@
 """`MuonSGD`: orthogonal steps for the filters of convolutions, SGD's steps for all else, and the same in every mode."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from commands import TINY, mode_flags, run_here
@@ -93,8 +91,10 @@ def test_virtual_replicas_refuse_it() -> None:
 
 
 @pytest.mark.slow
-def test_every_other_mode_trains_as_one_device_does(tmp_path: Path) -> None:
+def test_every_other_mode_trains_as_one_device_does() -> None:
+    """With blocks that begin as the identity and mirror images in evaluation too, as in the fast recipes."""
     flags = [flag for flag in TINY if not flag.startswith(("--trainer.accelerator", "--trainer.max_epochs"))]
+    others = ["--model.zero_init_residual=true", "--model.flip_test=true"]
     modes = ["dp", "ddp", "mp", "pp"]
-    rows = verify(modes, args=[*flags, *MUON, "--trainer.precision=64-true"])
+    rows = verify(modes, args=[*flags, *MUON, *others, "--trainer.precision=64-true"])
     assert [row.problems for row in rows] == [[]] * len(modes)

@@ -77,7 +77,8 @@ def evaluation_problems(path: Path, *, counts: tuple[int, int], found: Logged, c
 def evaluated_alone(path: Path, *, config: Mapping[str, Any], precision: str | None = None) -> Evaluation:
     """The validation of one device with the checkpoint's weights, in the configuration's precision or another."""
     checkpoint = read_checkpoint(path)
-    module = module_of(config, label_smoothing=config["model"]["label_smoothing"])
+    model = config["model"]
+    module = module_of(config, label_smoothing=model["label_smoothing"], flip_test=model["flip_test"])
     weights = checkpoint["state_dict"]
     module.network.to(next(iter(weights.values())).dtype).load_state_dict(weights)
     accuracy = _SilentAccuracy()
