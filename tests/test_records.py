@@ -50,7 +50,7 @@ WITHOUT_COMMIT = {
     CURVES / "losses.json",
     CURVES / "losses_float32.json",
     *(GPU / name / "results.json" for name in ("checks", "speed")),
-    *(RECIPES / f"{name}.json" for name in ("search", "sgd_epochs", "steps")),
+    *(RECIPES / f"{name}.json" for name in ("search", "search_sgd", "sgd_epochs", "steps")),
 }
 
 
@@ -672,6 +672,14 @@ def test_the_search_of_the_recipes_is_shown() -> None:
         ends = f"| {run['images']:,} | {run['epochs']} | {run['cutout']} | {accuracy}"
         rates = f"| {run['lr']} | {run.get('lr_others', '')} ".replace("|  ", "| ")
         assert f"{rates}{ends}" in page(RECIPES)
+
+
+def test_the_search_with_sgd_is_shown() -> None:
+    for run in read(RECIPES / "search_sgd.json"):
+        ends = f"| {run['epochs']} | {run['cutout']} | {run['test']:.2f} % | {run['test_flipped']:.2f} % |"
+        starts = f"| {run['lr']} | {'yes' if run['zero'] else 'no'} |"
+        lines = [line for line in (RECIPES / "README.md").read_text().splitlines() if line.startswith(starts)]
+        assert sum(line.endswith(ends) for line in lines) == 1
 
 
 def test_the_steps_of_a_recipe_are_counted() -> None:
