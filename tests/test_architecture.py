@@ -21,7 +21,7 @@ LAYERS = [
     {"errors", "batch_split", "kernels", "notebook"},
     {"launch"},
     {"models", "watchdog"},
-    {"data", "metrics", "optim"},
+    {"data", "metrics", "muon", "optim"},
     {"reporting"},
     {"checkpoint", "sample_audit"},
     {"module", "copy_probe"},

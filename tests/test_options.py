@@ -43,7 +43,8 @@ def table() -> dict[tuple[str, str], str]:
     """What the page says of every option and mode: "yes", "GPU", or the letter of a reason why not."""
     lines = PAGE.read_text().splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
-    (_, *names), _, *rest = rows[: next(i for i, row in enumerate(rows) if row[0] == "reason")]
+    begin, end = (next(i for i, row in enumerate(rows) if word in row) for word in ("one device", "reason"))
+    (_, *names), _, *rest = rows[begin:end]
     return {
         (" ".join(re.findall(r"--[^`]+", option)), name.strip("`").replace("one device", "single")): cell
         for option, *cells in rest
