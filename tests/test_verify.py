@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -740,7 +741,8 @@ def test_mistakes_are_caught_by_bits() -> None:
     found = {finding.bug.name: finding for finding in findings if finding.bug is not None}
     assert [found[name].caught_by for name in names] == [COMPARISON] * 3 + [None]
     assert found["order-of-arrival"].problems[0].startswith("step 1: bn1.running_mean differs by ")
-    assert "logged: val/loss of step 2" in found["losses-in-float"].problems[0]
+    # Which of the two differs first depends on the processor's rounding.
+    assert re.search("logged: (train|val)/loss of step 2", found["losses-in-float"].problems[0])
 
 
 @pytest.mark.exhaustive
