@@ -40,6 +40,7 @@ AGREEMENT = BENCHMARKS / "2026-11-20-agreement"
 CHAOS = BENCHMARKS / "2026-11-22-chaos"
 CURVES = BENCHMARKS / "2026-11-21-loss-curves"
 SAME_BITS = BENCHMARKS / "2026-11-22-same-bits"
+WHOLE_EPOCH = BENCHMARKS / "2026-11-23-same-bits"
 SHUFFLING = BENCHMARKS / "2026-11-22-shuffling"
 GPU = BENCHMARKS / "2026-11-23-gpu"
 RECIPES = BENCHMARKS / "2026-11-23-recipes"
@@ -166,6 +167,17 @@ def test_the_digests_of_a_precision_are_the_same() -> None:
     assert shown == [(row["precision"], row["mode"], str(row["devices"]), row["sha256"][:16]) for row in rows]
     assert len({row["sha256"] for row in rows}) == len({row["precision"] for row in rows}) == 2
     assert {row["mode"] for row in rows} == {mode.name for mode in MODES} - {"tp"}
+
+
+def test_the_digests_of_a_whole_epoch_are_the_same() -> None:
+    rows = read(WHOLE_EPOCH / "digests.json")["rows"]
+    text = (WHOLE_EPOCH / "README.md").read_text()
+    shown = re.findall(r"^\| (\S+) \| (\S+) \| (\d) \| `(\w{16})` \|$", text, flags=re.MULTILINE)
+    assert shown == [(row["precision"], row["mode"], str(row["devices"]), row["sha256"][:16]) for row in rows]
+    assert len({row["sha256"] for row in rows}) == len({row["precision"] for row in rows})
+    in_float32 = [row for row in rows if row["precision"] == "32-true"]
+    assert {row["mode"] for row in in_float32} == {mode.name for mode in MODES} - {"tp"}
+    assert {row["devices"] for row in in_float32} == {1, 2, 4}
 
 
 def test_what_virtual_replicas_cost_is_what_was_measured() -> None:
