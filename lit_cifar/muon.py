@@ -91,7 +91,7 @@ def _step_filters(parameters: list[Tensor], directions: list[Tensor], lr: float,
     for _, group in groupby(order, key=lambda index: _kind(parameters[index])):
         same = list(group)
         weights = torch.stack([_matrix(parameters[index]) for index in same])
-        momenta = torch.stack([_matrix(directions[index]) for index in same])
+        momenta = torch.stack([_matrix(directions[index], as_in=parameters[index]) for index in same])
         weights *= weights.shape[1] ** 0.5 / weights.norm(dim=(1, 2), keepdim=True)
         weights.sub_(orthogonal(momenta, iterations=iterations), alpha=lr)
         targets += [_matrix(parameters[index]) for index in same]
@@ -103,10 +103,15 @@ def _kind(parameter: Tensor) -> tuple[str, str, tuple[int, ...]]:
     return str(parameter.device), str(parameter.dtype), tuple(parameter.shape)
 
 
-def _matrix(filters: Tensor) -> Tensor:
-    """A view, (filters, values of each), in the order of the memory: another order of columns changes nothing."""
-    in_memory = filters if filters.is_contiguous() else filters.permute(0, 2, 3, 1)
-    return in_memory.view(len(filters), -1)
+def _matrix(filters: Tensor, *, as_in: Tensor | None = None) -> Tensor:
+    """(filters, values of each): a view, in the order of the memory, or a copy in that of another tensor.
+
+    Another order of the columns changes nothing, if it is the same for weights and momentum.
+    """
+    if as_in is None:
+        ordered = filters if filters.is_contiguous() else filters.permute(0, 2, 3, 1)
+        return ordered.view(len(filters), -1)
+    return (filters if as_in.is_contiguous() else filters.permute(0, 2, 3, 1)).reshape(len(filters), -1)
 
 
 def orthogonal(matrices: Tensor, *, iterations: int) -> Tensor:

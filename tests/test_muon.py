@@ -77,6 +77,17 @@ def test_the_memory_format_changes_nothing() -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9, msg=name)
 
 
+def test_gradients_may_lie_in_another_order_than_their_parameters() -> None:
+    expected, found = network(), network().to(memory_format=torch.channels_last)
+    for net in (expected, found):
+        torch.manual_seed(1)
+        for parameter in net.parameters():
+            parameter.grad = torch.randn(parameter.shape, dtype=parameter.dtype)
+        MuonSGD(net.parameters()).step()
+    for (name, value), parameter in zip(expected.named_parameters(), found.parameters(), strict=True):
+        torch.testing.assert_close(parameter, value, rtol=1e-9, atol=1e-9, msg=name)
+
+
 @pytest.mark.parametrize("mode", ["fsdp2", "tp"])
 def test_modes_that_cut_parameters_refuse_it(mode: str) -> None:
     result = run_here("fit", *TINY, *mode_flags(mode), *MUON)
