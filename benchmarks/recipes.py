@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import tempfile
-from functools import partial
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
@@ -23,6 +22,7 @@ HERE = Path(__file__).parent
 RECIPES = HERE.parent / "configs" / "recipes"
 TIMEOUT_S = 4 * 3600.0
 THREADS = os.cpu_count() or 1
+_COUNTS = ("correct", "correct_flipped")  # of the tests, in their order
 TESTS = [["--model.compile=false", f"--model.flip_test={flips}"] for flips in ("false", "true")]
 
 
@@ -42,7 +42,7 @@ def trained(recipe: str, flags: list[str], *, seed: int, at_once: int = 1) -> di
         timed = json.loads(clock.read_text())
     (correct, total), (correct_flipped, _) = result.counts
     epochs, usual = timed["epochs"], timed["median"]
-    inner_s = sum(epoch["total_s"] for epoch in epochs[1:-1])
+    inner = [epoch["total_s"] for epoch in epochs[1:-1]]
     return {
         "seed": seed,
         "total": total,
@@ -50,7 +50,7 @@ def trained(recipe: str, flags: list[str], *, seed: int, at_once: int = 1) -> di
         "correct_flipped": correct_flipped,
         "epochs": len(epochs),
         "epoch_s": round(usual["total_s"], 3),
-        "train_s": round(inner_s + usual["total_s"] * (len(epochs) - len(epochs[1:-1])), 2),
+        "train_s": round(sum(inner) + usual["total_s"] * (len(epochs) - len(inner)), 2),
         "compile_s": round(epochs[0]["training_s"] - usual["training_s"], 1),
         "seconds": round(result.seconds, 1),
         "peak_mib": round(timed["peak_mib"]),
@@ -63,9 +63,6 @@ def summary(rows: list[dict[str, Any]]) -> str:
     shown = ", with flips ".join(_spread([100 * row[key] / row["total"] for row in rows]) for key in _COUNTS)
     alone = [row["train_s"] for row in rows if row["at_once"] == 1]
     return f"{shown}, n = {len(rows)}" + (f", {median(alone):.1f} s of training" if alone else "")
-
-
-_COUNTS = ("correct", "correct_flipped")
 
 
 def _spread(accuracies: list[float]) -> str:
@@ -83,15 +80,12 @@ def main(recipe: str, output: Path, flags: list[str], *, seeds: int, at_once: in
     first = missing[: not record["rows"]]
     for together, number in ((first, 1), (missing[len(first) :], at_once)):
         with workers(number) as pool:
-            for row in pool.map(partial(_of_seed, recipe, flags, number), together):
-                record["rows"].append(row)
+            runs = [pool.submit(trained, recipe, flags, seed=seed, at_once=number) for seed in together]
+            for run in runs:
+                record["rows"].append(row := run.result())
                 output.write_text(json.dumps(record, indent=1) + "\n")
                 say(f"seed {row['seed']}: {summary([row])}")
     say(summary(record["rows"]))
-
-
-def _of_seed(recipe: str, flags: list[str], at_once: int, seed: int) -> dict[str, Any]:
-    return trained(recipe, flags, seed=seed, at_once=at_once)
 
 
 def parser() -> argparse.ArgumentParser:

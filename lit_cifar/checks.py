@@ -124,11 +124,9 @@ def _check_cuda_graphs(trainer: Trainer) -> None:
             f"{flag} is for one GPU, without --trainer.strategy: messages between kernels cannot be part of a graph",
             remedy="pass --model.compile=true",
         )
-    keeps = {
-        f"--trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}": trainer.accumulate_grad_batches > 1,
-        "--virtual_replicas": _has_virtual_replicas(trainer),
-    }
-    for other in (other for other, asked in keeps.items() if asked):
+    batches = trainer.accumulate_grad_batches
+    if batches > 1 or _has_virtual_replicas(trainer):
+        other = f"--trainer.accumulate_grad_batches={batches}" if batches > 1 else "--virtual_replicas"
         raise ConfigError(
             f"{flag} with {other}: gradients are added up, and a graph overwrites those of the batch before",
             remedy="leave out one of the two",

@@ -84,17 +84,18 @@ class MuonSGD(Optimizer):
 
 
 def _step_filters(parameters: list[Tensor], directions: list[Tensor], lr: float, iterations: int) -> None:
-    """All matrices of a shape at once: a GPU waits for the host where each is multiplied by itself."""
+    """All matrices of a shape at once: a GPU would wait for the host if each were multiplied alone."""
     order = sorted(range(len(parameters)), key=lambda index: _kind(parameters[index]))
     targets: list[Tensor] = []
     values: list[Tensor] = []
     for _, group in groupby(order, key=lambda index: _kind(parameters[index])):
-        same = list(group)
-        weights = torch.stack([_matrix(parameters[index]) for index in same])
-        momenta = torch.stack([_matrix(directions[index], as_in=parameters[index]) for index in same])
+        pairs = [(parameters[index], directions[index]) for index in group]
+        matrices = [_ordered(weight, as_in=weight).view(len(weight), -1) for weight, _ in pairs]  # where they lie
+        momenta = torch.stack([_ordered(found, as_in=weight).reshape(len(found), -1) for weight, found in pairs])
+        weights = torch.stack(matrices)
         weights *= weights.shape[1] ** 0.5 / weights.norm(dim=(1, 2), keepdim=True)
         weights.sub_(orthogonal(momenta, iterations=iterations), alpha=lr)
-        targets += [_matrix(parameters[index]) for index in same]
+        targets += matrices
         values += weights.unbind()
     torch._foreach_copy_(targets, values)
 
@@ -103,15 +104,12 @@ def _kind(parameter: Tensor) -> tuple[str, str, tuple[int, ...]]:
     return str(parameter.device), str(parameter.dtype), tuple(parameter.shape)
 
 
-def _matrix(filters: Tensor, *, as_in: Tensor | None = None) -> Tensor:
-    """(filters, values of each): a view, in the order of the memory, or a copy in that of another tensor.
+def _ordered(filters: Tensor, *, as_in: Tensor) -> Tensor:
+    """A view with the dimensions in the order in which those of `as_in` lie in memory.
 
-    Another order of the columns changes nothing, if it is the same for weights and momentum.
+    Another order of a matrix's columns changes nothing, if it is the same for weights and momentum.
     """
-    if as_in is None:
-        ordered = filters if filters.is_contiguous() else filters.permute(0, 2, 3, 1)
-        return ordered.view(len(filters), -1)
-    return (filters if as_in.is_contiguous() else filters.permute(0, 2, 3, 1)).reshape(len(filters), -1)
+    return filters if as_in.is_contiguous() else filters.permute(0, 2, 3, 1)
 
 
 def orthogonal(matrices: Tensor, *, iterations: int) -> Tensor:

@@ -254,7 +254,7 @@ def test_the_data_are_read_without_a_trainer(tmp_path: Path) -> None:
     assert alone.on_after_batch_transfer(found, 0).images.dtype == torch.float32
 
 
-def test_mirror_images_are_evaluated_too(tmp_path: Path) -> None:
+def test_mirror_images_are_evaluated_too() -> None:
     """The mean of both logits, in evaluation alone."""
     torch.manual_seed(0)
     module = LitResNet("tiny", stem="imagenet", flip_test=True).eval()

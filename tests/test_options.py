@@ -81,7 +81,8 @@ def test_a_refusal_is_the_documented_one(option: str, mode: str, cell: str, monk
     assert result.status == 2
     lines = [line for line in result.stderr.splitlines() if "Automatic Mixed Precision" not in line]
     assert 2 <= len(lines) <= 5
-    assert reasons()["d" if cell == "GPU" else cell.strip("()")] in " ".join(" ".join(lines).split())
+    said = f"{option} {reasons()['d']}" if cell == "GPU" else reasons()[cell.strip("()")]
+    assert said in " ".join(" ".join(lines).split())
 
 
 COMPILED = "--model.compile=true"

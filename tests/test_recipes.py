@@ -53,6 +53,5 @@ def test_a_recipe_is_trained_and_tested(recipes: ModuleType, monkeypatch: pytest
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "benchmarks"))
     found = recipes.trained("fast94", [*TINY, "--model.compile=false", "--trainer.max_epochs=3"], seed=3)
     assert (found["seed"], found["total"], found["epochs"]) == (3, 100, 3)
-    assert found["train_s"] == pytest.approx(
-        3 * found["epoch_s"], abs=0.01
-    )  # the first and the last count as usual ones
+    # The first epoch and the last count as usual ones.
+    assert found["train_s"] == pytest.approx(3 * found["epoch_s"], abs=0.01)

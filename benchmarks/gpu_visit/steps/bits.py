@@ -1,6 +1,8 @@
 """Step 8: with virtual replicas, does every mode on the device end with the same bits?"""
 
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from gpu_visit.modes import ONE_PROCESS, TWO_RANKS, OnOneDevice, chosen
 from gpu_visit.step import TINY, Check, FailedError, Step
@@ -14,8 +16,8 @@ _PRECISIONS = ("32-true", "bf16-mixed", "64-true")
 def take(step: Step) -> None:
     """All runs at once, then one comparison for each precision."""
     on_gpu = step.visit.on_gpu
-    two_ranks = [OnOneDevice("ddp-two-ranks", m.strategy) for m in chosen(TWO_RANKS, on_gpu=False)]
-    modes = [mode for mode in [*chosen(ONE_PROCESS, on_gpu=on_gpu), *two_ranks] if mode.name in _MODES]
+    two_ranks = next(replace(mode, name="ddp-two-ranks") for mode in TWO_RANKS if mode.name == "ddp")
+    modes = [mode for mode in [*chosen(ONE_PROCESS, on_gpu=on_gpu), two_ranks] if mode.name in _MODES]
     precisions = _PRECISIONS if on_gpu else _PRECISIONS[:1]
     runs: dict[str, Check] = {
         f"{mode.name}, {precision} runs": partial(_fit, step, mode, precision)
@@ -28,20 +30,21 @@ def take(step: Step) -> None:
 
 
 def _fit(step: Step, mode: OnOneDevice, precision: str) -> str:
-    folder = step.fit(f"{mode.name}-{precision}", *_FLAGS, *_parts_of(mode), f"--trainer.precision={precision}")
-    return (folder / "weights.sha256").read_text().split()[0]
+    # Of a pipeline the parts are the microbatches, so their number is not chosen twice.
+    strategy = [flag for flag in mode.strategy if "num_microbatches" not in flag]
+    return _digest(step.fit(f"{mode.name}-{precision}", *_FLAGS, *strategy, f"--trainer.precision={precision}"))
 
 
-def _parts_of(mode: OnOneDevice) -> list[str]:
-    """A part is a microbatch there, so its number is not chosen twice."""
-    return [flag for flag in mode.strategy if "num_microbatches" not in flag]
+def _digest(run_folder: Path) -> str:
+    """Of the only epoch; empty if there is none."""
+    file = run_folder / "weights.sha256"
+    return file.read_text().split()[0] if file.exists() else ""
 
 
 def _equal(step: Step, names: list[str], precision: str) -> tuple[str, dict[str, str]]:
-    files = {name: step.run_folder(f"{name}-{precision}") / "weights.sha256" for name in names}
-    digests = {name: file.read_text().split()[0] for name, file in files.items() if file.exists()}
-    if len(digests) < len(names):
-        raise FailedError(f"no digest of {', '.join(names - digests.keys())}")
+    digests = {name: _digest(step.run_folder(f"{name}-{precision}")) for name in names}
+    if missing := [name for name, digest in digests.items() if not digest]:
+        raise FailedError(f"no digest of {', '.join(missing)}")
     if len(set(digests.values())) > 1:
         raise FailedError(str(digests))
     return f"{len(names)} modes", digests
