@@ -1,7 +1,7 @@
 """Train every mode with virtual replicas and note the digest of its weights: `python benchmarks/same_bits.py OUTPUT`.
 
 Further flags go to `fit`, e.g. `--data.root=/datasets`. OUTPUT is written as JSON after every run. The same command
-again completes it.
+again completes it. With `--at_once=2`, modes of one process fill two cores: each process computes with one thread.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from lit_cifar.commands.terminal import about, say
 from lit_cifar.errors import ConfigError
 from lit_cifar.modes import Variant, variants
 from lit_cifar.verify.checkpoint_check import quiet
-from lit_cifar.verify.runs import refuse_if_invalid, run
+from lit_cifar.verify.runs import refuse_if_invalid, run, workers
 
 PARTS = 4
 MODES = {
@@ -68,30 +68,35 @@ def rows_of(output: Path, record: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def main(output: Path, flags: list[str]) -> None:
+def main(output: Path, flags: list[str], *, precisions: list[str], at_once: int = 1) -> None:
     record: dict[str, Any] = about() | {"parts": PARTS, "flags": [*FLAGS, *flags], "rows": []}
     if output.exists():
         record["rows"] = rows_of(output, record)
     finished = {(row["precision"], row["mode"], row["devices"]) for row in record["rows"]}
-    for precision in PRECISIONS:
-        for devices, names in MODES.items():
-            for name in names:
-                mode = variants(devices)[name].with_parts()
-                if (precision, mode.name, mode.devices) in finished:
-                    continue
-                row = trained(mode, precision, flags)
-                record["rows"].append(row)
-                output.write_text(json.dumps(record, indent=1) + "\n")
-                say(f"{precision} {name} on {row['devices']}: {row['sha256'][:16]} after {row['seconds']:.0f} s")
+    missing = [
+        (mode, precision)
+        for precision in precisions
+        for devices, names in MODES.items()
+        for mode in (variants(devices)[name].with_parts() for name in names)
+        if (precision, mode.name, mode.devices) not in finished
+    ]
+    with workers(at_once) as pool:
+        for row in pool.map(lambda which: trained(which[0], which[1], flags), missing):
+            record["rows"].append(row)
+            output.write_text(json.dumps(record, indent=1) + "\n")
+            place = f"{row['precision']} {row['mode']} on {row['devices']}"
+            say(f"{place}: {row['sha256'][:16]} after {row['seconds']:.0f} s")
 
 
 def parser() -> argparse.ArgumentParser:
     """The script's own arguments; the others go to `fit`."""
     parser = argparse.ArgumentParser(description="Note the digest of every mode's weights.")
     parser.add_argument("output", type=Path, help="JSON file to write")
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
+    parser.add_argument("--at_once", type=int, default=1, help="runs at a time")
     return parser
 
 
 if __name__ == "__main__":
     options, rest = parser().parse_known_args()
-    main(options.output, rest)
+    main(options.output, rest, precisions=options.precisions, at_once=options.at_once)

@@ -37,17 +37,17 @@ def test_a_record_is_completed_with_the_runs_that_it_lacks(
     same_bits: ModuleType, trained: list[tuple[str, str, int]], tmp_path: Path
 ) -> None:
     output = tmp_path / "digests.json"
-    same_bits.main(output, [])
+    same_bits.main(output, [], precisions=["32-true", "bf16-mixed"])
     assert len(trained) == len(set(trained)) == 30
     record = json.loads(output.read_text())
     del record["rows"][1::2]
     output.write_text(json.dumps(record))
-    same_bits.main(output, [])
+    same_bits.main(output, [], precisions=["32-true", "bf16-mixed"])
     assert trained[30:] == trained[1:30:2]
 
 
 @pytest.mark.usefixtures("trained")
 def test_runs_with_other_flags_are_not_mixed(same_bits: ModuleType, tmp_path: Path) -> None:
-    same_bits.main(tmp_path / "digests.json", [])
+    same_bits.main(tmp_path / "digests.json", [], precisions=["32-true"])
     with pytest.raises(ConfigError, match="runs with other flags"):
-        same_bits.main(tmp_path / "digests.json", ["--data.batch_size=32"])
+        same_bits.main(tmp_path / "digests.json", ["--data.batch_size=32"], precisions=["32-true"])
