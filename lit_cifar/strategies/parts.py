@@ -7,13 +7,12 @@ holds the parts r, r + R, ..., which are a subtree.
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from lit_cifar.data.images import Batch
-from lit_cifar.strategies.tree_sum import TreeSum, in_tree_order, tree_all_reduce
+from lit_cifar.strategies.part_sums import PartSums
+from lit_cifar.strategies.tree_sum import TreeSum, in_tree_order
 
 
 class Parts:
@@ -29,10 +28,9 @@ class Parts:
         self.num_parts = num_parts
         self.count = num_parts // num_processes  # those of this process
         self.group = group
-        self._gradients: dict[nn.Parameter, TreeSum] = {}
+        self._sums = PartSums(self.count, group=group, is_alone=num_processes == 1)
         self._before: dict[Tensor, Tensor] = {}
         self._statistics: dict[Tensor, TreeSum] = {}
-        self._handles: list[RemovableHandle] = []
         self._others: list[TreeSum] = []
 
     def cut(self, batch: Batch) -> list[Batch]:
@@ -45,9 +43,7 @@ class Parts:
 
     def begin(self, buffers: Iterable[Tensor]) -> None:
         """Forget the step before, and remember from which buffers the parts start."""
-        for parameter, total in self._gradients.items():
-            parameter.grad = None  # Lightning forgets it only after the first parts
-            total.clear()  # of what a run that is resumed does before its first step
+        self._sums.begin()
         for total in self._others:
             total.clear()
         self._before = {buffer: buffer.clone() for buffer in buffers}
@@ -66,26 +62,14 @@ class Parts:
 
     def average(self) -> None:
         """Give parameters and buffers the mean over all parts of all processes."""
-        trained = {parameter: total for parameter, total in self._gradients.items() if total.count}
         moved = {buffer: total for buffer, total in self._statistics.items() if buffer.is_floating_point()}
-        means = iter(self._means([total.take() for total in (*trained.values(), *moved.values())]))
-        for parameter in trained:
-            parameter.grad = next(means)
-        for buffer in moved:
-            buffer.copy_(next(means))
-
-    def _means(self, totals: list[Tensor]) -> list[Tensor]:
-        """The means over all parts, from the sums over those of this process."""
+        sums = self._sums.finish(moved)
         scale = 1 / self.num_parts  # a power of two: nothing is rounded
-        if self.count == self.num_parts:
-            return [total * scale for total in totals]
-        means = dict.fromkeys(range(len(totals)), torch.empty(0))
-        for device in {total.device: None for total in totals}:
-            own = {place: total for place, total in enumerate(totals) if total.device == device}
-            flat = tree_all_reduce(torch.cat([total.flatten() for total in own.values()]), group=self.group) * scale
-            parts = torch.split(flat, [total.numel() for total in own.values()])
-            means |= {place: part.view_as(own[place]) for place, part in zip(own, parts, strict=True)}
-        return list(means.values())
+        for tensor, total in sums.items():
+            if tensor in moved:
+                tensor.copy_(total * scale)
+            else:
+                tensor.grad = total * scale
 
     # The gradients of single parts.
 
@@ -96,16 +80,7 @@ class Parts:
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
         """From now on take every gradient as soon as it is there, until `unwatch`."""
-        self._gradients = {parameter: TreeSum() for parameter in parameters if parameter.requires_grad}
-        self._handles = [p.register_post_accumulate_grad_hook(self._take) for p in self._gradients]  # type: ignore[no-untyped-call]
+        self._sums.watch(parameters)
 
     def unwatch(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._gradients, self._handles = {}, []
-
-    def _take(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter)
-        if parameter.grad is not None:  # a pipeline hands over nothing in the backward of Lightning
-            self._gradients[parameter].push(parameter.grad)
-            parameter.grad = None
+        self._sums.unwatch()

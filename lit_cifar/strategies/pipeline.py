@@ -209,7 +209,7 @@ class Pipeline:
                 input_args=self._boundary(index, num_samples, dtype).requires_grad_() if index else images,
                 output_args=self._boundary(index + 1, num_samples, dtype).requires_grad_(),
                 group=self.group,
-                recorder=self._recorder,
+                span=self._span,
                 parts=self._parts,
             )
 

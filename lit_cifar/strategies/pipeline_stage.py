@@ -1,5 +1,6 @@
 """A stage of a pipeline as torch's schedules run it, and what stages return."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,40 +12,36 @@ from torch.distributed.pipelining import PipelineStage
 from torch.func import functional_call
 
 from lit_cifar.models.partition import Partition
-from lit_cifar.reporting.timeline import Kind, Recorder
+from lit_cifar.reporting.timeline import Kind
 from lit_cifar.strategies.parts import Parts
+
+Span = Callable[[Kind, int, int], AbstractContextManager[None]]  # of a stage's work on a microbatch
 
 
 class Stage(PipelineStage):
-    """A stage that greets other processes only, and says when it works. Each of `parts` has its own statistics."""
+    """A stage that greets other processes only, and works within a `span`. Each of `parts` has its own statistics."""
 
-    def __init__(self, *args: Any, recorder: Recorder, parts: Parts | None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, span: Span, parts: Parts | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._recorder = recorder
+        self._span = span
         self._parts = parts
-
-    def _span(self, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
-        worker = f"process {dist.get_rank()}"
-        return self._recorder.span(
-            kind, stage=self.stage_index, microbatch=microbatch, worker=worker, device=self.device
-        )
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """As torch's, recorded."""
         own = nullcontext() if self._parts is None else self._parts.own_statistics(self.submod.buffers())
-        with self._span("forward", fwd_chunk_id), own:
+        with self._span("forward", self.stage_index, fwd_chunk_id), own:
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> Any:
         """As torch's, recorded."""
-        with self._span("backward" if full_backward else "backward_input", bwd_chunk_id):
+        with self._span("backward" if full_backward else "backward_input", self.stage_index, bwd_chunk_id):
             return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
         """As torch's, recorded."""
-        with self._span("backward_weight", bwd_chunk_id):
+        with self._span("backward_weight", self.stage_index, bwd_chunk_id):
             return super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     # In torch 2.11 the first step exchanges a message between neighbouring stages, also where a V has both on one

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from lit_cifar.data.images import Batch
 from lit_cifar.metrics import MeanLoss
-from lit_cifar.strategies import parts, tree_sum, virtual_replicas
+from lit_cifar.strategies import tree_sum, virtual_replicas
 from lit_cifar.strategies.fsdp import TreeReduceScatter
 from lit_cifar.strategies.parts import Parts
-from lit_cifar.strategies.tree_sum import TreeSum, tree_reduce_scatter
+from lit_cifar.strategies.tree_sum import TreeAllReduce, TreeSum, tree_reduce_scatter
 from lit_cifar.verify.planting import PIPELINE, Bug, Site
 
 
@@ -31,7 +31,8 @@ def _order_of_ranks(site: Site) -> None:
 
 
 def _no_exchange(site: Site) -> None:
-    site.replace(parts, "tree_all_reduce", lambda reduce, flat, group: flat)
+    site.replace(TreeAllReduce, "add", lambda add, own: None)
+    site.replace(TreeAllReduce, "take", lambda take, own: own._flat[: own._size])
 
 
 def _exchange_of_every_part(site: Site) -> None:

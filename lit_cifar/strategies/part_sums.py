@@ -1,0 +1,118 @@
+"""What the parts of all processes add up to, exchanged while backward still computes."""
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from itertools import groupby
+from threading import Lock
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lit_cifar.strategies.tree_sum import TreeAllReduce, TreeSum
+
+BUCKET_BYTES = 25 << 20  # DistributedDataParallel's
+
+
+class PartSums:
+    """Sums over all parts, in the order of the tree.
+
+    Gradients are exchanged bucket by bucket during the backward of a process's last part: those of the last layers
+    travel while those of the first are computed. Which parameters get a gradient in this process is known after one
+    step, so the first step exchanges all at its end.
+
+    Args:
+        num_parts: Those of this process.
+        group: The processes that hold the same tensors; None for all.
+        is_alone: This process has all parts.
+    """
+
+    def __init__(self, num_parts: int, *, group: dist.ProcessGroup | None, is_alone: bool) -> None:
+        self._num_parts, self._group, self._is_alone = num_parts, group, is_alone
+        self._gradients: dict[Tensor, TreeSum] = {}  # by parameter
+        self._handles: list[RemovableHandle] = []
+        self._buckets: list[list[Tensor]] = []
+        self._waiting: list[list[Tensor]] = []  # buckets of this step that are not full yet
+        self._exchanges: list[_Exchange] = []
+        self._lock: AbstractContextManager[Any] = nullcontext()  # a lock cannot be sent to spawned processes
+
+    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        """From now on take every gradient as soon as it is there, until `unwatch`."""
+        self._lock = Lock()  # each GPU of a process has a thread of its own for backward
+        self._gradients = {parameter: TreeSum() for parameter in parameters if parameter.requires_grad}
+        self._handles = [p.register_post_accumulate_grad_hook(self._take) for p in self._gradients]  # type: ignore[no-untyped-call]
+
+    def unwatch(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._gradients, self._handles, self._buckets = {}, [], []
+
+    def begin(self) -> None:
+        """Forget the step before."""
+        for parameter, total in self._gradients.items():
+            parameter.grad = None  # Lightning forgets it only after the first parts
+            total.clear()  # of what a run that is resumed does before its first step
+        self._waiting, self._exchanges = [*self._buckets], []
+
+    def finish(self, others: Mapping[Tensor, TreeSum]) -> dict[Tensor, Tensor]:
+        """The sum for each parameter that got a gradient, and for each key of `others`."""
+        self._waiting = []
+        late = {key: total for key, total in reversed(self._gradients.items()) if total.count}
+        rest: dict[Tensor, TreeSum] = {**late, **others}
+        if self._is_alone:
+            return {key: total.take() for key, total in rest.items()}
+        for bucket in _buckets(rest):
+            self._start({key: rest[key] for key in bucket})
+        for exchange in self._exchanges:
+            exchange.add()
+        sums = {key: total for exchange in self._exchanges for key, total in exchange.take().items()}
+        if late:
+            self._buckets = _buckets(key for key in reversed(self._gradients) if key in sums)
+        return sums
+
+    def _take(self, parameter: Tensor) -> None:
+        if parameter.grad is None:  # a pipeline hands over nothing in the backward of Lightning
+            return
+        self._gradients[parameter].push(parameter.grad)
+        parameter.grad = None
+        with self._lock:
+            while self._waiting and self._is_full(self._waiting[0]):  # all processes start buckets in the same order
+                self._start({key: self._gradients[key] for key in self._waiting.pop(0)})
+
+    def _is_full(self, bucket: list[Tensor]) -> bool:
+        # The last one comes last, so that nearly every bucket that is not full is seen at once.
+        return all(self._gradients[key].count == self._num_parts for key in reversed(bucket))
+
+    def _start(self, totals: dict[Tensor, TreeSum]) -> None:
+        self._exchanges.append(_Exchange({key: total.take() for key, total in totals.items()}, group=self._group))
+
+
+class _Exchange:
+    """One bucket on its way through all processes."""
+
+    def __init__(self, totals: dict[Tensor, Tensor], *, group: dist.ProcessGroup | None) -> None:
+        self._shapes = {key: total.shape for key, total in totals.items()}
+        self._whole = TreeAllReduce(torch.cat([total.flatten() for total in totals.values()]), group=group)
+
+    def add(self) -> None:
+        self._whole.add()
+
+    def take(self) -> dict[Tensor, Tensor]:
+        sums = torch.split(self._whole.take(), [shape.numel() for shape in self._shapes.values()])
+        return {key: total.view(shape) for total, (key, shape) in zip(sums, self._shapes.items(), strict=True)}
+
+
+def _buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """In their order, neighbours of one device and dtype together, up to `BUCKET_BYTES` or a single larger one."""
+    found: list[list[Tensor]] = []
+    for _, alike in groupby(tensors, key=lambda tensor: (tensor.device, tensor.dtype)):
+        size = BUCKET_BYTES
+        for tensor in alike:
+            if size + tensor.nbytes > BUCKET_BYTES:
+                found.append([])
+                size = 0
+            found[-1].append(tensor)
+            size += tensor.nbytes
+    return found
