@@ -99,10 +99,13 @@ def check_program(args: list[str]) -> None:
             parser_of(args[0]).parse_args([arg.replace("RUN/config.yaml", "configs/quickstart.yaml") for arg in args])
 
 
+_TRAIN = {"articles", "gallery", "loss_curves", "recipes", "same_bits", "shuffling", "virtual_replicas_accuracy"}
+
+
 def check_benchmark(script: str, args: list[str]) -> None:
     parser: ArgumentParser = import_module(script).parser()
     _, rest = parser.parse_known_args(args)
-    if script in ("loss_curves", "gallery", "recipes", "same_bits", "shuffling", "virtual_replicas_accuracy"):
+    if script in _TRAIN:
         parser_of("fit").parse_args(["fit", *rest])
     else:
         assert rest == []
