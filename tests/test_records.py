@@ -170,14 +170,17 @@ def test_the_digests_of_a_precision_are_the_same() -> None:
 
 
 def test_the_digests_of_a_whole_epoch_are_the_same() -> None:
-    rows = read(WHOLE_EPOCH / "digests.json")["rows"]
+    records = [read(WHOLE_EPOCH / f"{name}.json")["rows"] for name in ("digests", "digests_bf16")]
     text = (WHOLE_EPOCH / "README.md").read_text()
     shown = re.findall(r"^\| (\S+) \| (\S+) \| (\d) \| `(\w{16})` \|$", text, flags=re.MULTILINE)
-    assert shown == [(row["precision"], row["mode"], str(row["devices"]), row["sha256"][:16]) for row in rows]
-    assert len({row["sha256"] for row in rows}) == len({row["precision"] for row in rows})
-    in_float32 = [row for row in rows if row["precision"] == "32-true"]
-    assert {row["mode"] for row in in_float32} == {mode.name for mode in MODES} - {"tp"}
-    assert {row["devices"] for row in in_float32} == {1, 2, 4}
+    assert shown == [
+        (row["precision"], row["mode"], str(row["devices"]), row["sha256"][:16]) for rows in records for row in rows
+    ]
+    for rows, whole in zip(records, ("32-true", "bf16-mixed"), strict=True):
+        assert len({row["sha256"] for row in rows}) == len({row["precision"] for row in rows})
+        runs = {(row["mode"], row["devices"]) for row in rows if row["precision"] == whole}
+        assert len(runs) == 15
+        assert {mode for mode, _ in runs} == {mode.name for mode in MODES} - {"tp"}
 
 
 def test_what_virtual_replicas_cost_is_what_was_measured() -> None:
