@@ -183,6 +183,19 @@ def test_the_digests_of_a_whole_epoch_are_the_same() -> None:
         assert {mode for mode, _ in runs} == {mode.name for mode in MODES} - {"tp"}
 
 
+@pytest.mark.usefixtures("figures")
+def test_the_accuracy_with_virtual_replicas() -> None:
+    import virtual_replicas_accuracy
+
+    rows = read(WHOLE_EPOCH / "accuracy.json")["rows"]
+    runs = {(row["seed"], row["parts"]): row for row in rows}
+    for seed in range(len(rows) // 2):
+        pair = [runs[seed, parts] for parts in (None, 4)]
+        cells = [f"{row['correct']:,}" for row in pair] + [f"{row['losses'][-1]:.3f}" for row in pair]
+        assert f"| {seed} | {' | '.join(cells)} |" in page(WHOLE_EPOCH)
+    assert virtual_replicas_accuracy.summary(rows).splitlines()[-1] in page(WHOLE_EPOCH)
+
+
 def test_what_virtual_replicas_cost_is_what_was_measured() -> None:
     record = read(SAME_BITS / "price.json")
     memory = {(row["processes"], row["parts"]): row["peak_mib"] for row in read(SAME_BITS / "memory.json")["rows"]}
