@@ -29,7 +29,7 @@ from lit_cifar.verify.planted_in_parts import BUGS_OF_PARTS
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 ARTICLES = BENCHMARKS / "2026-11-20-articles-stem"
 ARTICLES_BEFORE = BENCHMARKS / "2026-11-20-articles-run"
-PLAIN = BENCHMARKS / "2026-11-22-articles-plain-momentum"
+PLAIN = BENCHMARKS / "2026-11-23-articles-plain-momentum"
 DEFAULT = BENCHMARKS / "2026-11-20-default-recipe"
 EVALUATION = BENCHMARKS / "2026-11-20-evaluation"
 FOUR_MODES = BENCHMARKS / "2026-11-20-modes"
@@ -402,13 +402,17 @@ def test_the_articles_recipe() -> None:
     assert all(a > b for a, b in zip(slow, fast, strict=True))  # "in every epoch"
 
 
-def test_the_recipe_with_plain_momentum_as_far_as_it_has_come() -> None:
-    losses, accuracies = (logged(PLAIN / "seed0" / "fit", f"train/{name}") for name in ("loss", "acc"))
+def test_the_recipe_with_plain_momentum() -> None:
+    ours, total = counts(PLAIN / "seed0" / "test")["all"]
+    losses = logged(PLAIN / "seed0" / "fit", "train/loss")
+    assert (len(losses), total) == (15, 10_000)
+    assert articles_row("seed 0", PLAIN / "seed0", f"**{ours:,}**") in page(PLAIN)
     shown = " ".join(f"{loss:.2f}" for loss in losses[:6])
-    accuracy = f"{accuracies[-1]:.1%}".replace("%", " %")
-    assert f"| seed 0 | {shown} | {len(losses)} | {accuracy} |" in page(PLAIN)
-    assert f"epochs recorded so far: {len(losses)} of 15" in page(PLAIN)
-    assert f" so far | {shown} | 1 |" in page(BENCHMARKS / "articles.md")
+    assert f"momentum as in copies of their code | {shown} | 1 |" in page(BENCHMARKS / "articles.md")
+    assert f"| {ours / 100:.2f} %, stem of their code, momentum as in copies" in page(BENCHMARKS / "articles.md")
+    assert f"reaches {ours / 100:.2f} % (n = 1)" in page(DOCS / "training.md")
+    distance = statistics.mean(abs(a - b) for a, b in zip(PRINTED_LOSSES, losses, strict=False))
+    assert f"are {distance:.2f} from the printed ones" in page(PLAIN)
 
 
 def test_the_articles_numbers_beside_ours() -> None:
