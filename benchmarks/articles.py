@@ -7,7 +7,6 @@ is trained.
 """
 
 import argparse
-import json
 import os
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -16,9 +15,9 @@ from statistics import fmean, stdev
 from typing import Any
 
 from fit_and_test import fit_and_test
+from run_record import complete
 
-from lit_cifar.commands.terminal import about, say
-from lit_cifar.verify.runs import workers
+from lit_cifar.commands.terminal import say
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "reproduce"
 TIMEOUT_S = 24 * 3600.0
@@ -80,16 +79,19 @@ def summary(rows: list[dict[str, Any]]) -> str:
 
 def main(output: Path, flags: list[str], *, seeds: int, at_once: int = 1) -> None:
     """Seed by seed, so that an interrupted record is whole for the seeds that it has."""
-    record: dict[str, Any] = about() | {"flags": [*SETTINGS, *flags], "rows": []}
-    if output.exists():
-        record = json.loads(output.read_text())
-    missing = list(product(range(seeds), CASES))[len(record["rows"]) :]
-    with workers(at_once) as pool:
-        for row in pool.map(lambda which: trained(which[1], flags, seed=which[0], at_once=at_once), missing):
-            record["rows"].append(row)
-            output.write_text(json.dumps(record, indent=1) + "\n")
-            say(f"{row['seconds']:5d} s  seed {row['seed']}, {row['name']}: {row['correct']} of {row['total']}")
-    say(summary(record["rows"]))
+
+    def tell(row: dict[str, Any]) -> None:
+        say(f"{row['seconds']:5d} s  seed {row['seed']}, {row['name']}: {row['correct']} of {row['total']}")
+
+    rows = complete(
+        output,
+        list(product(range(seeds), CASES)),
+        lambda which: trained(which[1], flags, seed=which[0], at_once=at_once),
+        settings={"flags": [*SETTINGS, *flags]},
+        tell=tell,
+        at_once=at_once,
+    )
+    say(summary(rows))
 
 
 def parser() -> argparse.ArgumentParser:

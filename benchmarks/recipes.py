@@ -14,9 +14,9 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from fit_and_test import fit_and_test
+from run_record import complete
 
-from lit_cifar.commands.terminal import about, say
-from lit_cifar.verify.runs import workers
+from lit_cifar.commands.terminal import say
 
 HERE = Path(__file__).parent
 RECIPES = HERE.parent / "configs" / "recipes"
@@ -73,19 +73,20 @@ def main(recipe: str, output: Path, flags: list[str], *, seeds: int, at_once: in
     """The first seed alone, so that its time is its own."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/compiled-recipes")  # by the first seed
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
-    record: dict[str, Any] = about() | {"recipe": recipe, "flags": flags, "rows": []}
-    if output.exists():
-        record = json.loads(output.read_text())
-    missing = range(len(record["rows"]), seeds)
-    first = missing[: not record["rows"]]
-    for together, number in ((first, 1), (missing[len(first) :], at_once)):
-        with workers(number) as pool:
-            runs = [pool.submit(trained, recipe, flags, seed=seed, at_once=number) for seed in together]
-            for run in runs:
-                record["rows"].append(row := run.result())
-                output.write_text(json.dumps(record, indent=1) + "\n")
-                say(f"seed {row['seed']}: {summary([row])}")
-    say(summary(record["rows"]))
+
+    def complete_up_to(seeds: int, *, at_once: int) -> list[dict[str, Any]]:
+        return complete(
+            output,
+            range(seeds),
+            lambda seed: trained(recipe, flags, seed=seed, at_once=at_once),
+            settings={"recipe": recipe, "flags": flags},
+            tell=lambda row: say(f"seed {row['seed']}: {summary([row])}"),
+            at_once=at_once,
+        )
+
+    complete_up_to(1, at_once=1)
+    rows = complete_up_to(seeds, at_once=at_once)
+    say(summary(rows))
 
 
 def parser() -> argparse.ArgumentParser:

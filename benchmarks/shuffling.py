@@ -7,15 +7,17 @@ notebooks/shuffling.ipynb.
 """
 
 import argparse
-import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from fit_and_test import fit_and_test
+from run_record import complete
 
-from lit_cifar.commands.terminal import about, say
+from lit_cifar.commands.terminal import say
 
 PROCESSES = (1, 2, 4)
+TIMEOUT_S = 3600.0
 CONFIG = Path(__file__).parents[1] / "configs" / "reproduce" / "single.yaml"
 SETTINGS = [
     "--model.arch=tiny",
@@ -39,29 +41,30 @@ def flags_of(*, seed: int, processes: int, set_epoch: bool) -> list[str]:
     ]
 
 
-def trained(flags: list[str]) -> dict[str, Any]:
+def trained(flags: list[str], *, seed: int, processes: int, set_epoch: bool) -> dict[str, Any]:
     """Train and test once."""
-    result = fit_and_test([f"--config={CONFIG}", *SETTINGS, *flags])
+    which = {"seed": seed, "processes": processes, "set_epoch": set_epoch}
+    words = [f"--config={CONFIG}", *SETTINGS, *flags_of(seed=seed, processes=processes, set_epoch=set_epoch), *flags]
+    result = fit_and_test(words, timeout_s=TIMEOUT_S)
     found = {"losses": result.logged("train/loss"), "correct": result.correct, "total": result.total}
-    return found | {"seconds": round(result.seconds)}
+    return which | found | {"seconds": round(result.seconds)}
 
 
-def main(output: Path, flags: list[str], *, seeds: int) -> None:
+def main(output: Path, flags: list[str], *, seeds: int, at_once: int = 1) -> None:
     """Seed by seed, so that an interrupted record is whole for the seeds that it has."""
-    record: dict[str, Any] = about() | {"settings": SETTINGS, "rows": []}
-    if output.exists():
-        record = json.loads(output.read_text())
-    runs = [
-        {"seed": seed, "processes": processes, "set_epoch": not frozen}
-        for seed in range(seeds)
-        for processes in PROCESSES
-        for frozen in (False, True)
-    ]
-    for which in runs[len(record["rows"]) :]:
-        row = which | trained([*flags, *flags_of(**which)])
-        record["rows"].append(row)
-        output.write_text(json.dumps(record) + "\n")
-        say(f"{row['seconds']:4d} s  {which}: {row['correct']} of {row['total']}")
+
+    def tell(row: dict[str, Any]) -> None:
+        kind = "with" if row["set_epoch"] else "without"
+        say(f"{row['seconds']:4d} s  seed {row['seed']}, {row['processes']}, {kind}: {row['correct']}")
+
+    complete(
+        output,
+        list(product(range(seeds), PROCESSES, (True, False))),
+        lambda case: trained(flags, seed=case[0], processes=case[1], set_epoch=case[2]),
+        settings={"flags": [*SETTINGS, *flags]},
+        tell=tell,
+        at_once=at_once,
+    )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -69,9 +72,10 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Train with another order in every epoch and with one order.")
     parser.add_argument("output", type=Path, help="JSON file to write")
     parser.add_argument("--seeds", type=int, default=5, help="pairs of runs for each number of processes")
+    parser.add_argument("--at_once", type=int, default=1, help="runs at a time, each of which computes with one thread")
     return parser
 
 
 if __name__ == "__main__":
     arguments, rest = parser().parse_known_args()
-    main(arguments.output, rest, seeds=arguments.seeds)
+    main(arguments.output, rest, seeds=arguments.seeds, at_once=arguments.at_once)

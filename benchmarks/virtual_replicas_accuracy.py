@@ -6,17 +6,16 @@ if OUTPUT is there already, only what it lacks is trained.
 """
 
 import argparse
-import json
 from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from fit_and_test import fit_and_test
+from run_record import complete
 
 from lit_cifar.analysis.comparing_runs import paired
-from lit_cifar.commands.terminal import about, say
-from lit_cifar.verify.runs import workers
+from lit_cifar.commands.terminal import say
 
 PARTS = 4
 TIMEOUT_S = 4 * 3600.0
@@ -67,16 +66,18 @@ def summary(rows: list[dict[str, Any]]) -> str:
 
 def main(output: Path, flags: list[str], *, seeds: int, at_once: int = 1) -> None:
     """Seed by seed, so that an interrupted record is whole for the seeds that it has."""
-    record: dict[str, Any] = about() | {"flags": [*SETTINGS, *flags], "rows": []}
-    if output.exists():
-        record = json.loads(output.read_text())
-    rows = record["rows"]
-    missing = list(product(range(seeds), (None, PARTS)))[len(rows) :]
-    with workers(at_once) as pool:
-        for row in pool.map(lambda which: trained(flags, seed=which[0], parts=which[1]), missing):
-            rows.append(row)
-            output.write_text(json.dumps(record, indent=1) + "\n")
-            say(f"{row['seconds']:5d} s  seed {row['seed']}, {row['parts']} parts: {row['correct']} of {row['total']}")
+
+    def tell(row: dict[str, Any]) -> None:
+        say(f"{row['seconds']:5d} s  seed {row['seed']}, {row['parts']} parts: {row['correct']} of {row['total']}")
+
+    rows = complete(
+        output,
+        list(product(range(seeds), (None, PARTS))),
+        lambda which: trained(flags, seed=which[0], parts=which[1]),
+        settings={"flags": [*SETTINGS, *flags]},
+        tell=tell,
+        at_once=at_once,
+    )
     if seeds > 1:
         say(summary(rows))
 

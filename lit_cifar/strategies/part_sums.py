@@ -54,7 +54,7 @@ class PartSums:
         for parameter, total in self._gradients.items():
             parameter.grad = None  # Lightning forgets it only after the first parts
             total.clear()  # of what a run that is resumed does before its first step
-        self._waiting, self._exchanges = [*self._buckets], []
+        self._waiting = [*self._buckets]
 
     def finish(self, others: Mapping[Tensor, TreeSum]) -> dict[Tensor, Tensor]:
         """The sum for each parameter that got a gradient, and for each key of `others`."""
@@ -68,6 +68,7 @@ class PartSums:
         for exchange in self._exchanges:
             exchange.add()
         sums = {key: total for exchange in self._exchanges for key, total in exchange.take().items()}
+        self._exchanges = []  # frees what was sent and received, before the optimizer steps
         if late:
             self._buckets = _buckets(key for key in reversed(self._gradients) if key in sums)
         return sums
