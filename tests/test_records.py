@@ -44,6 +44,7 @@ WHOLE_EPOCH = BENCHMARKS / "2026-11-23-same-bits"
 SHUFFLING = BENCHMARKS / "2026-11-23-shuffling"
 GPU = BENCHMARKS / "2026-11-23-gpu"
 RECIPES = BENCHMARKS / "2026-11-23-recipes"
+RECIPE_CPU = BENCHMARKS / "2026-11-23-recipe-cpu"
 # Written before these commands noted commit and machine; their pages say so.
 WITHOUT_COMMIT = {
     *(VERIFY / f"devices{n}_float{bits}.json" for n in (2, 4) for bits in (32, 64)),
@@ -679,7 +680,7 @@ def test_where_the_time_of_a_step_on_a_gpu_goes() -> None:
     assert f"busy for {1e3 * profile['figures']['device_s'] / steps:.1f} ms a step" in page(GPU)
 
 
-# ---------------------------------------------------------------- recipes on one GPU
+# ---------------------------------------------------------------- recipes
 
 
 @pytest.mark.parametrize("name", ["fast94", "fast95", "fast96"])
@@ -697,6 +698,25 @@ def test_what_a_recipe_reached_is_shown(name: str) -> None:
     assert f"{row['correct'] / 100:.1f} % of the test images, {row['correct_flipped'] / 100 + 1e-9:.1f} %" in first
     if name == "fast95":
         assert f"to {flipped} of the test images in {row['train_s']:.1f} s" in page(README)
+
+
+def test_what_the_recipe_for_a_cpu_reached_is_shown() -> None:
+    rows = {file.stem: read(file)["rows"][0] for file in RECIPE_CPU.glob("*.json")}
+    labels = {"cpu": "`strided`, the recipe", "strided_22_epochs": "`strided`", "cifar_stem": "`cifar`"}
+    for name, row in rows.items():
+        assert (row["at_once"], row["total"]) == (1, 10_000)
+        plain, flipped = (f"{row[key] / 100:.2f} %" for key in ("correct", "correct_flipped"))
+        times = f"{row['epoch_s']:.1f} s | {row['train_s'] / 60:.1f} min"
+        assert f"| {labels[name]} | {row['epochs']} | {plain} | {flipped} | {times} |" in page(RECIPE_CPU)
+    row = rows["cpu"]
+    plain, flipped = (f"{row[key] / 100:.2f} %" for key in ("correct", "correct_flipped"))
+    took = f"{row['train_s'] / 60:.1f} minutes"
+    assert f"{took} and reaches {plain} of the test images, {flipped} with mirror images" in page(DOCS / "training.md")
+    assert f"in {took} on two cores to {flipped} of the test images" in page(README)
+    file = ROOT / "configs" / "recipes" / "cpu.yaml"
+    assert yaml.safe_load(file.read_text())["trainer"]["max_epochs"] == row["epochs"]
+    said = f"in {took} {row['correct'] / 100:.1f} % of the test images, {row['correct_flipped'] / 100 + 1e-9:.1f} %"
+    assert said in file.read_text().splitlines()[0]
 
 
 def test_the_search_of_the_recipes_is_shown() -> None:
