@@ -21,7 +21,7 @@ from PIL import Image
 
 from lit_cifar.analysis.articles import PRINTED_LOSSES
 from lit_cifar.analysis.comparing_runs import paired, read_shuffling, welch
-from lit_cifar.bench.rows import Row, markdown
+from lit_cifar.bench.rows import Row, markdown, shown
 from lit_cifar.bench.sections import SECTIONS
 from lit_cifar.modes import MODES
 from lit_cifar.verify.planted_in_parts import BUGS_OF_PARTS
@@ -160,6 +160,30 @@ def test_the_table_of_bench_is_its_record(day: int) -> None:
     said = f"{sum(bool(row.met) for row in goals)} of {len(goals)} rows reach their goals"
     for path in (record, DOCS / "bench.md"):
         assert said in page(path)
+
+
+def test_the_speed_that_the_readme_shows_is_measured() -> None:
+    parts = {
+        "images to normalised batches": "uint8 images to normalised batches",
+        "training step with the CIFAR stem": "fit against the articles' loop, cifar stem, batch 32, --kernels=auto",
+        "what `fit` adds": "the same as a share of a step of ResNet34",
+        "`ddp` on 2 processes": "speed of ddp, 2 processes x 1 thread, against 1 x 2 threads, cifar stem",
+        "`pp` with 2 stages and 8": "speed of pp, 2 stages x 1 thread, 8 microbatches",
+        "step of `fsdp2`": "step of fsdp2 against ddp",
+        "from `kill -9`": "from kill -9 of a rank",
+    }
+    days = [
+        [Row.from_json(row) for row in read(BENCHMARKS / f"2026-11-{day}-bench" / "bench.json")["rows"]]
+        for day in (23, 22)
+    ]
+    for start, name in parts.items():
+        found = [next(row for row in rows if row.name.startswith(name)) for rows in days]
+        (line,) = (line for line in README.read_text().splitlines() if line.startswith(f"| {start}"))
+        goal = found[0].goal.in_words(found[0].unit) if found[0].goal else ""
+        assert line.endswith(f" | {goal} | {' | '.join(shown(row.found.median, row.unit) for row in found)} |")
+    met = [sum(bool(row.met) for row in rows) for rows in days]
+    assert f"{met[0]} of 21 rows reach their goals on the first" in page(README)
+    assert f", {met[1]} on the second" in page(README)
 
 
 def test_the_digests_of_a_precision_are_the_same() -> None:
