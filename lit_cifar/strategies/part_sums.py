@@ -54,7 +54,7 @@ class PartSums:
         for parameter, total in self._gradients.items():
             parameter.grad = None  # Lightning forgets it only after the first parts
             total.clear()  # of what a run that is resumed does before its first step
-        self._waiting = [*self._buckets]
+        self._waiting, self._exchanges = [*self._buckets], []
 
     def finish(self, others: Mapping[Tensor, TreeSum]) -> dict[Tensor, Tensor]:
         """The sum for each parameter that got a gradient, and for each key of `others`."""
