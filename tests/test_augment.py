@@ -7,6 +7,7 @@ import torch
 from counting import Operators
 from torch import Tensor
 
+from lit_cifar.data import crops
 from lit_cifar.data.augment import Augmentation, AugmentedImages
 from lit_cifar.data.counter_rng import Purpose, keyed_bits, keyed_integers, keyed_permutation
 from lit_cifar.data.crops import CropByCopy, CropByGather
@@ -83,8 +84,11 @@ def test_the_draws_of_every_version_are_the_same() -> None:
 
 @pytest.mark.parametrize("padding", [0, 1, 4])
 @pytest.mark.parametrize("crop", [CropByCopy, CropByGather])
-def test_every_window_is_the_one_a_padded_image_has(crop: type[CropByCopy | CropByGather], padding: int) -> None:
+def test_every_window_is_the_one_a_padded_image_has(
+    crop: type[CropByCopy | CropByGather], padding: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All places and both directions, in the first, a middle and the last image, each neither square nor of 8 bytes."""
+    monkeypatch.setattr(crops, "_FEW", 2)
     images = torch.randint(1, 256, (3, 2, 7, 5), dtype=torch.uint8)  # never black: what the border blackens is seen
     places = torch.arange(2 * padding + 1)
     ids, rows, columns, mirrored = torch.cartesian_prod(torch.arange(3), places, places, torch.arange(2)).T

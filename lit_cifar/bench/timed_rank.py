@@ -28,6 +28,8 @@ def run() -> None:
     import lightning.pytorch
     import torch
 
+    gc.freeze()
+    gc.unfreeze()
     gc.enable()
     mark("imported")
     del lightning, torch

@@ -129,10 +129,10 @@ def _settle_buckets(trainer: Trainer, pl_module: LightningModule) -> None:
 
     With more than two processes, a ring all-reduce sums the elements of a bucket in an order that depends on their
     place, so the first step would differ by rounding from an uninterrupted run. This runs one forward and backward pass
-    on blank images, and restores buffers and gradients.
+    on blank images, and restores buffers and gradients. The sum of two processes is the same in any order.
     """
     model = trainer.strategy.model
-    if not isinstance(model, DistributedDataParallel):
+    if not isinstance(model, DistributedDataParallel) or model.process_group.size() == 2:
         return
     buffers = {name: buffer.clone() for name, buffer in pl_module.named_buffers()}
     num_images = 2 * BatchSplit.of(trainer.strategy).num_microbatches  # BatchNorm refuses one value per channel

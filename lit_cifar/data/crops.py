@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+# Images that are mirrored at once, in memory that is used again: for all of them, getting it takes most of the time.
+_FEW = 1000
+
 
 class Crop(Protocol):
     @property
@@ -44,7 +47,9 @@ class CropByCopy:
         # By numpy, which asks the system for large pages: an image is found faster.
         self._memory = np.zeros(2 * images.numel() + 2 * margin, dtype=np.uint8)
         stored = torch.from_numpy(self._memory)[margin : margin + 2 * images.numel()].view(2, *images.shape)
-        stored[0], stored[1] = images, images.flip(3)
+        for some, copies, mirrored in zip(*(each.split(_FEW) for each in (images, *stored)), strict=True):
+            copies.copy_(some)
+            mirrored.copy_(some.flip(3))
         self.images = stored[0]
         inside = _inside(height, padding)[:, None, :, None] & _inside(width, padding)[None, :, None, :]
         self._masks = inside.flatten(end_dim=1).to(torch.uint8) * 255
