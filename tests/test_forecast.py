@@ -16,6 +16,7 @@ from lit_cifar.bench.forecast.communication import Interconnect, link_from_sweep
 from lit_cifar.bench.forecast.counted import count
 from lit_cifar.bench.forecast.inputs import Job, Layer, Machine, Network, Speed
 from lit_cifar.bench.forecast.measured import Steps
+from lit_cifar.bench.forecast.one_f_one_b import order_of_passes, seconds_of_flow
 from lit_cifar.bench.forecast.overlap import all_reduce_behind_backward, gathered_ahead, gradient_buckets
 from lit_cifar.bench.forecast.prediction import Prediction
 from lit_cifar.bench.timing import Spread
@@ -152,6 +153,31 @@ def test_a_pipeline_idles_at_its_start_and_end(num_devices: int, microbatches: i
     assert passes == pytest.approx(0.064 / num_devices / (1 - bubble))
 
 
+def test_a_stage_alternates_once_the_others_have_microbatches() -> None:
+    """Narayanan et al. 2021, figure 4: the last stage alternates from the start, the first has three ahead of it."""
+    orders = [order_of_passes(stage, num_stages=4, num_microbatches=4) for stage in range(4)]
+    words = [" ".join(f"{'B' if each.is_backward else 'F'}{each.microbatch}" for each in order) for order in orders]
+    assert words == [
+        "F0 F1 F2 F3 B0 B1 B2 B3",
+        "F0 F1 F2 B0 F3 B1 B2 B3",
+        "F0 F1 B0 F2 B1 F3 B2 B3",
+        "F0 B0 F1 B1 F2 B2 F3 B3",
+    ]
+
+
+@pytest.mark.parametrize("num_cores", [1, 2, 3])
+def test_stages_that_share_cores_need_at_least_the_time_of_their_work(num_cores: int) -> None:
+    work = 4 * 8 / num_cores
+    found = seconds_of_flow([1.0] * 4, num_microbatches=8, slowdown=lambda computing: max(1, computing / num_cores))
+    assert found == pytest.approx(work) if num_cores == 1 else work < found <= work + 3  # one core is never idle
+
+
+def test_the_slowest_stage_sets_the_pace() -> None:
+    """It waits for the first forward pass before it, and is waited for in the last backward pass."""
+    found = seconds_of_flow([1.0, 3.0, 1.0], num_microbatches=9, slowdown=lambda computing: 1.0)
+    assert found == pytest.approx(1 + 9 * 3)
+
+
 def test_messages_of_each_mode() -> None:
     no_overlap = replace(JOB, machine=replace(MACHINE, overlap=0.0))
     reduce = sum(LINK.all_reduce(4, size) for size in (MIB, 7 * MIB))
@@ -215,8 +241,8 @@ def test_processes_that_share_cores_are_slower() -> None:
     two, four = (of(job, "ddp", count, 64) for count in (2, 4))
     assert two.step_s == pytest.approx(0.032 + 0.008)
     assert four.step_s == pytest.approx(0.032 + 0.016)
-    # Four stages on two cores have no time to be idle; two stages have.
-    assert of(job, "pp", 4, 64).step_s == pytest.approx(0.032 + 0.004)
+    # Four stages on two cores: one core is idle only in the first and the last eighth of a stage's four microbatches.
+    assert of(job, "pp", 4, 64).step_s == pytest.approx(0.032 * 9 / 8 + 0.004)
     assert of(job, "pp", 2, 64).step_s == pytest.approx(0.032 * 5 / 4 + 0.004)
     # Virtual devices of one process compute one after the other.
     assert of(job, "dp", 4, 64).step_s == of(job, "mp", 4, 64).step_s == pytest.approx(0.064 + 0.008)

@@ -22,6 +22,7 @@ IMAGE_SHAPE = (3, 32, 32)
 _ASSUMED_DEVICES = 8
 _ASSUMED_BETWEEN = Interconnect(latency_s=50e-6, bytes_per_s=1.25e9)  # Ethernet of 10 Gbit/s
 _MOST_RANKS = 8  # of the processes of a CPU that measure a link
+_LOAD_S = 1.0  # for which the cores are watched
 _MULTIPLE = 16  # 4 microbatches on 4 processes
 
 
@@ -98,7 +99,7 @@ def find_inputs(network: nn.Module, flags: Sequence[str], given: Given, settings
         settings: Of the measurements.
         report: Told what is measured.
     """
-    here, load = num_devices_here(), psutil.getloadavg()[0]
+    here, load = num_devices_here(), _busy_cores()
     link = given.link or measure_link(min(here, _MOST_RANKS), settings, report)
     if not given.measures_speed:
         machine = _machine(given, link, num_devices=_ASSUMED_DEVICES, num_cores=None, memory_bytes=inf)
@@ -118,7 +119,7 @@ def find_inputs(network: nn.Module, flags: Sequence[str], given: Given, settings
     )
     return Inputs(
         job=job,
-        lines=_lines(job, given) | {"other programs": f"a load of {load:.1f} before the measurement (best: 0)"},
+        lines=_lines(job, given) | {"other programs": f"{load:.1f} cores busy before the measurement (best: 0)"},
         measured=dict(steps.modes),
         threads_s=None if steps.threads is None else steps.threads.median,
     )
@@ -128,6 +129,11 @@ def num_devices_here() -> int:
     """GPUs, or without any the cores that this process may use."""
     here = LocalMachine.here()
     return here.num_gpus or here.num_cores
+
+
+def _busy_cores() -> float:
+    """How many cores other programs keep busy, over a second. The system's load average counts what has just ended."""
+    return float(psutil.cpu_percent(interval=_LOAD_S) / 100 * psutil.cpu_count())
 
 
 def _machine_here(given: Given, link: Interconnect, settings: Settings, *, load: float) -> Machine:

@@ -6,6 +6,7 @@ from functools import partial
 from itertools import pairwise
 
 from lit_cifar.bench.forecast.inputs import Job, Layer, Network, kept_bytes, parameter_bytes
+from lit_cifar.bench.forecast.one_f_one_b import seconds_of_flow
 from lit_cifar.bench.forecast.overlap import BACKWARD, all_reduce_behind_backward
 from lit_cifar.bench.forecast.prediction import Memory, Prediction
 from lit_cifar.models.partition import balanced
@@ -93,10 +94,11 @@ class _Flow:
         """`part` is the images of one pipeline."""
         count = num_microbatches(len(stages))
         seconds = [job.speed.passes(part / count) * job.network.share(stage) for stage in stages]
-        # The first microbatch passes through all stages, then the slowest sets the pace (Huang et al. 2019).
-        flow = sum(seconds) + (count - 1) * max(seconds)
-        cores = job.machine.busy(num_pipelines * len(stages)) / len(stages)  # of whom one pipeline has the work
-        flow = max(flow, cores * count * sum(seconds))
+        flow = seconds_of_flow(
+            seconds,
+            num_microbatches=count,
+            slowdown=lambda computing: job.machine.busy(num_pipelines * computing),
+        )
         link = job.machine.link(len(stages))
         sends = [2 * link.send(stage[-1].output_bytes * part / count) for stage in stages[:-1]]
         logits = link.broadcast(len(stages), stages[-1][-1].output_bytes * part)
