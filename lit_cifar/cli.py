@@ -236,6 +236,8 @@ class CLI(LightningCLI):
         check_processes(self.trainer, rank=process_rank())
         if process_rank() == 0:
             self._check(subcommand)
+        else:
+            self.datamodule.read_ahead(subcommand)
         folder = None if self._arguments.trainer.fast_dev_run else self._make_run_folder()
         if process_rank() == 0:
             report = next(c for c in self.trainer.callbacks if isinstance(c, RunReport))  # type: ignore[attr-defined]

@@ -1,6 +1,7 @@
 import hashlib
 import os
 import pickle
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from data_files import cifar10_records, load, pack, prepare, write_binary_edition
 from torchvision.datasets import CIFAR10
 
-from lit_cifar.data import cifar10, fashion_mnist
+from lit_cifar.data import CIFAR10DataModule, cifar10, fashion_mnist
 from lit_cifar.data.dataset import Dataset
 from lit_cifar.data.download import Archive
 from lit_cifar.data.sources import open_dataset
@@ -215,6 +216,18 @@ def test_the_first_images(binary_root):
 def test_more_images_than_there_are(binary_root, num_images):
     with pytest.raises(ConfigError, match=f"{num_images} test images asked of CIFAR-10, which has {PER_FILE}"):
         load("cifar10", binary_root, split="test", num_images=num_images)
+
+
+def test_data_are_read_ahead_once_and_only_if_they_are_there(small_files, tmp_path):
+    data = CIFAR10DataModule(root=tmp_path, val_size=10)
+    data.read_ahead("fit")
+    assert data.sets == {}
+    folder = write_binary_edition(tmp_path, records_per_file=PER_FILE)
+    data.read_ahead("fit")
+    read = data.sets["train"]
+    shutil.rmtree(folder)
+    data.setup("fit")
+    assert data.sets["train"] is read
 
 
 def test_the_synthetic_set_says_so_and_needs_no_root(tmp_path):

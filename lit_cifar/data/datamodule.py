@@ -1,5 +1,6 @@
 """A data set as a LightningDataModule whose batch size is the global one."""
 
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -163,6 +164,11 @@ class CIFAR10DataModule(L.LightningDataModule):
                 raise ConfigError("predict classifies a folder of images", remedy="pass --data.predict_dir=FOLDER")
             self.folder = read_folder(self.predict_dir, classes=self.classes, size=self.image_size)
             self.sets["predict"] = self.folder.images
+
+    def read_ahead(self, stage: str) -> None:
+        """`setup`, while another process checks the run; what cannot be read yet is left to Lightning's call."""
+        with suppress(ConfigError):
+            self.setup(stage)
 
     def _load(self, split: Split) -> ImageSet:
         return self.source.load(split, num_images=self.num_images.get(split))
