@@ -48,6 +48,11 @@ def test_shares_sum_to_the_step() -> None:
     assert shares.step == 10.0
 
 
+def test_what_takes_turns_is_never_at_once() -> None:
+    turns = [(0.3 * i, 0.3 * i + 0.1) for i in range(8)]
+    assert str(Shares.of(turns[::2], turns[1::2], 3).overlapped) == "0.0"  # not -0.0 by rounding
+
+
 def test_operators_within_others_count_once_and_python_is_host() -> None:
     found = rank_step(
         event("Optimizer.step", 0, 90, cat="user_annotation"),

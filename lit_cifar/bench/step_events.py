@@ -35,8 +35,8 @@ class Shares:
         """From intervals within the step, in microseconds."""
         computing, sending = length(union(compute)), length(union(communication))
         either = length(union([*compute, *communication]))
-        both = computing + sending - either
-        parts = (computing - both, both, sending - both, step_us - either)
+        shared = max(0.0, computing + sending - either)  # which rounding can make negative
+        parts = (computing - shared, shared, sending - shared, step_us - either)
         return cls(**dict(zip(("compute", "overlapped", "waiting", "host"), (us / 1e3 for us in parts), strict=True)))
 
 
