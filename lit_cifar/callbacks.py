@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor
 from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
 from lit_cifar.checkpoint.exact_resume import ExactResume
 from lit_cifar.checkpoint.step_boundary import StepBoundary
+from lit_cifar.launch.heap import KeepFreedMemory
 from lit_cifar.reporting.confusion import ConfusionCounts
 from lit_cifar.reporting.model_graph import ModelGraph
 from lit_cifar.reporting.per_rank import PerRankAccuracy
@@ -22,6 +23,7 @@ from lit_cifar.watchdog.callback import Watchdog
 def default_callbacks() -> list[Callback]:
     """The callbacks of every run; `--trainer.callbacks` adds to them."""
     return [
+        KeepFreedMemory(),
         StepBoundary(),
         ExactResume(),
         SampleAudit(),

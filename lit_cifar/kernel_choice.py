@@ -10,6 +10,7 @@ from lightning.pytorch.cli import instantiate_class
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.kernels import Kernels, fastest, time_candidates, told_by_parent
+from lit_cifar.launch.heap import keep_freed_memory
 from lit_cifar.models import build_network, stem_of
 
 
@@ -62,6 +63,8 @@ def _measure(arguments: Namespace) -> dict[Kernels, float]:
             else instantiate_class((), model.network)
         )
     has_gpu = torch.cuda.is_available() and arguments.trainer.accelerator != "cpu"
+    if not has_gpu:
+        keep_freed_memory()  # as the run will
     return time_candidates(
         network,
         (3, model.image_size, model.image_size),

@@ -1,4 +1,4 @@
-"""A callback that says whether gradients went through shared memory; imported by name on the command line."""
+"""Callbacks that say what went through shared memory; imported by name on the command line."""
 
 from pathlib import Path
 from typing import Any
@@ -32,3 +32,24 @@ class ReportHook(L.Callback):
         ]
         words = f"{len(average._buckets)} {gradient.untyped_storage().is_shared()} {bool(inside)}"
         (self.folder / f"hook{trainer.global_rank}").write_text(words)
+
+
+class ReportSlots(L.Callback):
+    """Writes for each rank how many messages of FSDP2 went through shared memory."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+        self._count = 0
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        exchange = shared_memory.SharedSlots.exchange
+
+        def noted(slots: Any, message: Any) -> Any:
+            found = exchange(slots, message)
+            self._count += found is not None
+            return found
+
+        shared_memory.SharedSlots.exchange = noted  # type: ignore[method-assign]
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        (self.folder / f"slots{trainer.global_rank}").write_text(str(self._count))

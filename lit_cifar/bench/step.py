@@ -19,6 +19,7 @@ from lit_cifar.bench.settings import Report, Settings
 from lit_cifar.bench.timing import Spread, in_turn, measured_in_turn, ratio, wait_for
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.kernels import CANDIDATES, Kernels, fastest, time_candidates
+from lit_cifar.launch.heap import keep_freed_memory
 from lit_cifar.models import Arch, Stem, build_network
 
 _STEPS = 8  # of each run that is timed
@@ -93,6 +94,7 @@ def _the_loop(stem: Stem, batch_size: int, settings: Settings) -> Callable[[], f
 
 def _share_of_peak(settings: Settings, report: Report) -> list[Row]:
     """FLOP per second of a step over those of the fastest convolution, in the same precision."""
+    keep_freed_memory()  # as `fit` does
     rows = []
     goals = {torch.float32: Goal(at_least=0.8), torch.bfloat16: Goal(at_least=0.7)}
     for dtype, goal in goals.items():

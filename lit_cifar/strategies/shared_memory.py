@@ -1,4 +1,4 @@
-"""Averages the gradients of processes on one machine's CPU in memory that they share.
+"""Memory that processes on one machine's CPU share, in place of messages.
 
 gloo sends what processes on one machine tell each other through the kernel's TCP. On a CPU the processes need the same
 cores for this and for computing: 85 MB of gradients cost each of two processes about 80 ms of a core. Reading the other
@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import GradBucket
 
 # What a core's cache holds of each process's bucket, while the values go from one to all.
 _BLOCK_BYTES = 256 * 1024
+_ALIGNMENT = 64  # bytes: of any type of values
 _SHARED_MEMORY = "/dev/shm"  # where torch takes it from
 
 
@@ -54,32 +55,10 @@ class SharedAverage:
         buffer, known = bucket.buffer(), self._buckets.get(bucket.index())
         if known is not None and known.address == buffer.data_ptr():
             return
-        self._is_possible = self._agree(_has_room(buffer.nbytes * dist.get_world_size(self._group)))
-        if not self._is_possible:
-            return
-        buffer.untyped_storage().share_memory_()  # in its place: all views of it are in shared memory now
-        parts = self._parts(buffer)
-        self._is_possible = self._agree(parts is not None)
+        parts = in_all_processes(buffer, self._group)
+        self._is_possible = parts is not None
         if parts is not None:
             self._buckets[bucket.index()] = _Bucket(buffer.data_ptr(), parts)
-
-    def _parts(self, buffer: Tensor) -> list[Tensor] | None:
-        """The bucket in every process; None where another one's memory cannot be opened."""
-        descriptor, num_bytes = buffer.untyped_storage()._share_fd_cpu_()  # which the storage closes at its end
-        paths: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(paths, f"/proc/{os.getpid()}/fd/{descriptor}", group=self._group)
-        own = dist.get_rank(self._group)
-        try:
-            return [buffer if rank == own else _opened(path, buffer, num_bytes) for rank, path in enumerate(paths)]
-        except OSError:  # e.g. of a container with processes of its own
-            return None
-        finally:
-            dist.barrier(self._group)  # all have opened it
-
-    def _agree(self, possible: bool) -> bool:
-        votes = torch.tensor(int(possible))
-        dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=self._group)
-        return bool(votes)
 
 
 @dataclass(frozen=True)
@@ -104,12 +83,81 @@ class _Bucket:
                 part.copy_(total)
 
 
+class SharedSlots:
+    """Two places in shared memory for each process, into which it writes in turn what the others should read.
+
+    Args:
+        group: The processes, all on one machine.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._slots: list[Tensor] = []  # of each process, uint8, (2, bytes)
+        self._is_possible = True
+        self._turn = 0
+
+    def exchange(self, message: Tensor) -> list[Tensor] | None:
+        """The flat `message` of every process, in the order of the ranks; None where no memory can be shared.
+
+        All processes call it with messages of equal size. What it returns stays until the next call but one: then all
+        have made the next call, and so have read what they needed.
+        """
+        if self._is_possible and (not self._slots or self._slots[0].shape[1] < message.nbytes):
+            self._open(message.nbytes)
+        if not self._is_possible:
+            return None
+        self._turn = 1 - self._turn
+        places = [slots[self._turn, : message.nbytes].view(message.dtype) for slots in self._slots]
+        places[dist.get_rank(self._group)].copy_(message)
+        dist.barrier(self._group)
+        return places
+
+    def _open(self, num_bytes: int) -> None:
+        aligned = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        slots = in_all_processes(torch.empty(2, aligned, dtype=torch.uint8), self._group)
+        self._is_possible = slots is not None
+        self._slots = slots or []
+
+
+def in_all_processes(buffer: Tensor, group: dist.ProcessGroup) -> list[Tensor] | None:
+    """The contiguous `buffer` of each process, in the order of the ranks; None if memory cannot be shared.
+
+    Its storage moves into shared memory, in its place. All processes call this with buffers of equal size and get None
+    together: where one has no room for all, or may not open another one's memory.
+    """
+    if not _agree(_has_room(buffer.nbytes * dist.get_world_size(group)), group):
+        return None
+    buffer.untyped_storage().share_memory_()  # in its place: all views of it are in shared memory now
+    buffers = _of_all(buffer, group)
+    return buffers if _agree(buffers is not None, group) else None
+
+
+def _of_all(buffer: Tensor, group: dist.ProcessGroup) -> list[Tensor] | None:
+    """The buffer in every process; None where another one's memory cannot be opened."""
+    descriptor, num_bytes = buffer.untyped_storage()._share_fd_cpu_()  # which the storage closes at its end
+    paths: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(paths, f"/proc/{os.getpid()}/fd/{descriptor}", group=group)
+    own = dist.get_rank(group)
+    try:
+        return [buffer if rank == own else _opened(path, buffer, num_bytes) for rank, path in enumerate(paths)]
+    except OSError:  # e.g. of a container with processes of its own
+        return None
+    finally:
+        dist.barrier(group)  # all have opened it
+
+
+def _agree(possible: bool, group: dist.ProcessGroup) -> bool:
+    votes = torch.tensor(int(possible))
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group)
+    return bool(votes)
+
+
 def _opened(path: str, buffer: Tensor, num_bytes: int) -> Tensor:
     """Another process's bucket, which lies in its memory as `buffer` in this one's."""
     if not os.access(path, os.R_OK | os.W_OK):
         raise OSError(path)
     whole = torch.from_file(path, shared=True, size=num_bytes // buffer.itemsize, dtype=buffer.dtype)
-    return whole[buffer.storage_offset() :][: buffer.numel()]
+    return whole[buffer.storage_offset() :][: buffer.numel()].view(buffer.shape)
 
 
 def _has_room(num_bytes: int) -> bool:
