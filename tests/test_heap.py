@@ -12,7 +12,7 @@ import torch
 from lit_cifar.launch import heap
 from lit_cifar.launch.heap import KeepFreedMemory
 
-# The fewest page faults of writing and freeing 64 MB and 1 MB. The heap first grows until small blocks have their place.
+# The fewest page faults of writing and freeing 64 MB and 1 MB: the heap grows until small blocks have their places.
 _FAULTS = """
 import resource, sys, torch
 from lit_cifar.launch.heap import keep_freed_memory
