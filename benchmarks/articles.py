@@ -18,6 +18,7 @@ from fit_and_test import fit_and_test
 from run_record import complete
 
 from lit_cifar.commands.terminal import say
+from lit_cifar.usage_errors import ended_in_words
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "reproduce"
 TIMEOUT_S = 24 * 3600.0
@@ -105,4 +106,5 @@ def parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     arguments, rest = parser().parse_known_args()
-    main(arguments.output, rest, seeds=arguments.seeds, at_once=arguments.at_once)
+    with ended_in_words():
+        main(arguments.output, rest, seeds=arguments.seeds, at_once=arguments.at_once)

@@ -17,6 +17,7 @@ from fit_and_test import fit_and_test
 from run_record import complete
 
 from lit_cifar.commands.terminal import say
+from lit_cifar.usage_errors import ended_in_words
 
 HERE = Path(__file__).parent
 RECIPES = HERE.parent / "configs" / "recipes"
@@ -101,4 +102,5 @@ def parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     arguments, rest = parser().parse_known_args()
-    main(arguments.recipe, arguments.output, rest, seeds=arguments.seeds, at_once=arguments.at_once)
+    with ended_in_words():
+        main(arguments.recipe, arguments.output, rest, seeds=arguments.seeds, at_once=arguments.at_once)

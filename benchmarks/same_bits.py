@@ -14,6 +14,7 @@ from lit_cifar.checkpoint.weights_digest import FILE
 from lit_cifar.commands.terminal import about, say
 from lit_cifar.errors import ConfigError
 from lit_cifar.modes import Variant, variants
+from lit_cifar.usage_errors import ended_in_words
 from lit_cifar.verify.checkpoint_check import quiet
 from lit_cifar.verify.runs import refuse_if_invalid, run, workers
 
@@ -99,4 +100,5 @@ def parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     options, rest = parser().parse_known_args()
-    main(options.output, rest, precisions=options.precisions, at_once=options.at_once)
+    with ended_in_words():
+        main(options.output, rest, precisions=options.precisions, at_once=options.at_once)

@@ -15,6 +15,7 @@ from fit_and_test import fit_and_test
 from run_record import complete
 
 from lit_cifar.commands.terminal import say
+from lit_cifar.usage_errors import ended_in_words
 
 PROCESSES = (1, 2, 4)
 TIMEOUT_S = 3600.0
@@ -78,4 +79,5 @@ def parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     arguments, rest = parser().parse_known_args()
-    main(arguments.output, rest, seeds=arguments.seeds, at_once=arguments.at_once)
+    with ended_in_words():
+        main(arguments.output, rest, seeds=arguments.seeds, at_once=arguments.at_once)

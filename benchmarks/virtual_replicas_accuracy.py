@@ -16,6 +16,7 @@ from run_record import complete
 
 from lit_cifar.analysis.comparing_runs import paired
 from lit_cifar.commands.terminal import say
+from lit_cifar.usage_errors import ended_in_words
 
 PARTS = 4
 TIMEOUT_S = 4 * 3600.0
@@ -93,4 +94,5 @@ def parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     options, rest = parser().parse_known_args()
-    main(options.output, rest, seeds=options.seeds, at_once=options.at_once)
+    with ended_in_words():
+        main(options.output, rest, seeds=options.seeds, at_once=options.at_once)

@@ -26,7 +26,7 @@ from lit_cifar.commands import COMMANDS
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.sources import open_dataset
 from lit_cifar.empty_hooks import NoProfiler, leave_out_empty_hooks
-from lit_cifar.errors import ConfigError, SaveError
+from lit_cifar.errors import ConfigError
 from lit_cifar.kernel_choice import KernelChoice
 from lit_cifar.kernels import told_to_children
 from lit_cifar.launch.parent import end_with_launcher
@@ -43,7 +43,7 @@ from lit_cifar.reporting.saved_config import SavedConfig
 from lit_cifar.starting_checkpoint import StartingCheckpoint
 from lit_cifar.strategies import ProcessSyncBatchNorm
 from lit_cifar.strategies.virtual_replicas import VirtualReplicas
-from lit_cifar.usage_errors import PROGRAM, Parser, check_command, refuse, refusing
+from lit_cifar.usage_errors import PROGRAM, Parser, check_command, ended_in_words, refusing
 from lit_cifar.watchdog.callback import Watchdog
 
 
@@ -59,10 +59,8 @@ def main(args: Sequence[str] | None = None) -> None:
     # Loggers, warning filters, streams and signal handlers of this process are left as they were.
     with handlers_put_back(), without_banners(), redirect_stdout(sys.stdout), redirect_stderr(sys.stderr):
         outlast_readers()
-        try:
+        with ended_in_words():
             _run(words, args=None if args is None else words)
-        except ConfigError as error:
-            refuse(str(error), status=1 if isinstance(error, SaveError) else 2)
 
 
 def _run(words: list[str], *, args: list[str] | None) -> None:

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lit_cifar.cli_help import HelpAction
 from lit_cifar.commands import COMMANDS
-from lit_cifar.errors import ConfigError, nearest
+from lit_cifar.errors import ConfigError, SaveError, nearest
 from lit_cifar.reporting.run_folder import process_rank
 
 PROGRAM = "python -m lit_cifar"
@@ -109,6 +109,15 @@ def _as_config_error(error: Exception) -> ConfigError:
         guess = "" if meant is None else f"did you mean --trainer.strategy={meant}? "
         return ConfigError(problem, remedy=f"{guess}the known ones: {known}")
     return ConfigError(str(error), remedy=f"see {_program()} --help")
+
+
+@contextmanager
+def ended_in_words() -> Iterator[None]:
+    """End the program with the words of a `ConfigError`: with status 2, or 1 if a file could not be saved."""
+    try:
+        yield
+    except ConfigError as error:
+        refuse(str(error), status=1 if isinstance(error, SaveError) else 2)
 
 
 def refuse(message: str, *, remedy: str | None = None, status: int = 2) -> NoReturn:

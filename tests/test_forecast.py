@@ -248,6 +248,17 @@ def test_processes_that_share_cores_are_slower() -> None:
     assert of(job, "dp", 4, 64).step_s == of(job, "mp", 4, 64).step_s == pytest.approx(0.064 + 0.008)
 
 
+def test_processes_of_one_cpu_average_in_shared_memory() -> None:
+    """Two barriers, and the time for all bytes, which is longer where processes share cores."""
+    cpu = replace(MACHINE, num_cores=2, num_devices=4, overlap=0.0, average_s=1e-9)
+    job, bytes_s = replace(JOB, machine=cpu), 8 * MIB * 1e-9
+    assert of(job, "ddp", 2, 64).exposed_s == pytest.approx(2 * LINK.all_reduce(2, 0) + bytes_s)
+    assert of(job, "ddp", 4, 64).exposed_s == pytest.approx(2 * (2 * LINK.all_reduce(4, 0) + bytes_s))
+    assert of(job, "ddp_mp", 4, 64).exposed_s == pytest.approx(2 * LINK.all_reduce(2, 0) + bytes_s)
+    several = replace(job, machine=replace(cpu, num_devices=2))
+    assert of(several, "ddp", 4, 64).exposed_s > 10 * bytes_s  # sent from one machine to the other
+
+
 def test_a_faster_link_never_makes_a_step_longer() -> None:
     fast = replace(JOB, machine=replace(MACHINE, inside=FREE, between=FREE))
     for num_devices in DEVICES:
@@ -406,8 +417,9 @@ def test_forecasts_stand_beside_measurements(tmp_path: Path) -> None:
         ("pp", 2),
         ("pp", 4),
     ]
-    assert min(row["step_s"][0] for row in found["measured"]) > 0
+    assert min(min(row["step_s"][0], row["forecast_s"]) for row in found["measured"]) > 0
     assert found["speed"]["image_s"] + found["speed"]["step_s"] > 0
     assert found["machine"]["inside"]["bytes_per_s"] > 0
+    assert 0 < found["machine"]["average_s"] < 1e-6
     assert "all on this machine, batch 16; goal: within 15%" in done.stdout
     assert "The mode to choose: " in done.stdout

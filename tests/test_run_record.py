@@ -1,6 +1,8 @@
 """`benchmarks/run_record.py`: a record is continued where it ends, and never mixes settings."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,3 +48,14 @@ def test_a_record_with_other_settings_is_refused(run_record: ModuleType, tmp_pat
     with pytest.raises(ConfigError, match=r"record\.json has been made with other flags\n.*name a new file"):
         run_record.complete(output, [1, 2], lambda case: {"case": case}, settings={"flags": ["--x"]}, tell=print)
     assert output.read_text() == before
+
+
+@pytest.mark.parametrize("script", ["articles", "shuffling", "virtual_replicas_accuracy"])
+def test_a_script_refuses_in_words(script: str, tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    record.write_text('{"flags": [], "rows": []}')
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{script}.py"), str(record), "--data.batch_size=8"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"lit_cifar: error: {record} has been made with other flags\n")
+    assert len(done.stderr.splitlines()) <= 5

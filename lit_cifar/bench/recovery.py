@@ -67,6 +67,11 @@ def measure(settings: Settings, report: Report) -> list[Row]:
             note="includes torchrun's notice of the death, which looks ten times a second",
         ),
         row(
+            name="of that until the other rank has ended",
+            found=spread(lambda each: each.ended - each.killed),
+            note="which first writes the checkpoint that it has begun",
+        ),
+        row(
             name="the same from the start of fit to the step, in processor time of a rank",
             found=spread(lambda each: each.ours_cpu_s),
             note="which other programs on the machine change less",

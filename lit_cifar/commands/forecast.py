@@ -18,7 +18,7 @@ from lit_cifar.bench.forecast.communication import Interconnect
 from lit_cifar.bench.forecast.found import Given, Inputs, find_inputs
 from lit_cifar.bench.forecast.inputs import Job
 from lit_cifar.bench.forecast.prediction import Prediction
-from lit_cifar.bench.forecast.tables import advice, check_table, cost_table, forecast_table
+from lit_cifar.bench.forecast.tables import advice, check_table, cost_table, forecast_table, step_on_one_machine
 from lit_cifar.bench.settings import Settings
 from lit_cifar.commands.terminal import (
     CommandParser,
@@ -59,7 +59,7 @@ def main(args: list[str]) -> int:
     sentences = advice(inputs.job, given.batch_size, threads_s=inputs.threads_s)
     _print(inputs, found, given.batch_size, sentences)
     if json_file is not None:
-        record = about() | _record(inputs, found) | {"advice": sentences}
+        record = about() | _record(inputs, found, given.batch_size) | {"advice": sentences}
         json_file.write_text(json.dumps(record, indent=2) + "\n")
     if picture is not None:
         panels = {_title(name, given.batch_size): each for name, each in found.items()}
@@ -115,7 +115,7 @@ def _title(name: str, batch_size: int) -> str:
     return f"{name}, {batch_size} images"
 
 
-def _record(inputs: Inputs, found: dict[str, list[Prediction]]) -> dict[str, Any]:
+def _record(inputs: Inputs, found: dict[str, list[Prediction]], batch_size: int) -> dict[str, Any]:
     machine = asdict(inputs.job.machine)
     if math.isinf(machine["memory_bytes"]):
         machine["memory_bytes"] = None
@@ -125,7 +125,12 @@ def _record(inputs: Inputs, found: dict[str, list[Prediction]]) -> dict[str, Any
         "inputs": inputs.lines,
         "forecast": {name: [each.to_json() for each in rows] for name, rows in found.items()},
         "measured": [
-            {"mode": mode, "processes": count, "step_s": list(spread.values)}
+            {
+                "mode": mode,
+                "processes": count,
+                "step_s": list(spread.values),
+                "forecast_s": step_on_one_machine(inputs.job, mode, count, batch_size),
+            }
             for (mode, count), spread in inputs.measured.items()
         ],
         "one_process_all_threads_s": inputs.threads_s,

@@ -6,6 +6,7 @@ processes' memory instead costs about 10 ms.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +43,7 @@ class SharedAverage:
             self._open(bucket)
         if self._is_possible:
             dist.barrier(self._group)
-            self._buckets[bucket.index()].average(rank=dist.get_rank(self._group))
+            average_part(self._buckets[bucket.index()].parts, rank=dist.get_rank(self._group))
             dist.barrier(self._group)
         else:
             dist.all_reduce(bucket.buffer().div_(dist.get_world_size(self._group)), group=self._group)
@@ -68,19 +69,20 @@ class _Bucket:
     address: int  # of this process's own
     parts: list[Tensor]
 
-    def average(self, *, rank: int) -> None:
-        """Average this process's part of the places."""
-        num_parts = len(self.parts)
-        own = [part.tensor_split(num_parts)[rank] for part in self.parts]
-        size = _BLOCK_BYTES // own[0].itemsize
-        for block in zip(*(torch.split(part, size) for part in own), strict=True):
-            first, second, *others = block
-            total = torch.add(first, second)
-            for other in others:
-                total += other
-            total *= 1 / num_parts
-            for part in block:
-                part.copy_(total)
+
+def average_part(buffers: Sequence[Tensor], *, rank: int) -> None:
+    """Average the part of the flat `buffers` that falls to `rank`, and write it into all of them."""
+    count = len(buffers)
+    own = [buffer.tensor_split(count)[rank] for buffer in buffers]
+    size = _BLOCK_BYTES // own[0].itemsize
+    for block in zip(*(torch.split(part, size) for part in own), strict=True):
+        first, second, *others = block
+        total = torch.add(first, second)
+        for other in others:
+            total += other
+        total *= 1 / count
+        for part in block:
+            part.copy_(total)
 
 
 class SharedSlots:

@@ -11,7 +11,13 @@ from torch import nn
 from lit_cifar.bench.forecast.communication import Interconnect
 from lit_cifar.bench.forecast.counted import count
 from lit_cifar.bench.forecast.inputs import Job, Machine, Speed
-from lit_cifar.bench.forecast.measured import CHECKED, measure_link, measure_optimizer, measure_steps
+from lit_cifar.bench.forecast.measured import (
+    CHECKED,
+    measure_average,
+    measure_link,
+    measure_optimizer,
+    measure_steps,
+)
 from lit_cifar.bench.forecast.tables import seconds
 from lit_cifar.bench.settings import Report, Settings
 from lit_cifar.bench.timing import Spread
@@ -143,7 +149,8 @@ def _machine_here(given: Given, link: Interconnect, settings: Settings, *, load:
         return _machine(given, link, num_devices=here, num_cores=None, memory_bytes=memory)
     memory = psutil.virtual_memory().total / (given.devices_per_machine or here)
     machine = _machine(given, link, num_devices=here, num_cores=here, memory_bytes=memory)
-    return replace(machine, load=load)
+    average_s = measure_average(here, settings) if given.link is None else None
+    return replace(machine, load=load, average_s=average_s)
 
 
 def _machine(
@@ -169,13 +176,16 @@ def _lines(job: Job, given: Given) -> dict[str, str]:
     has = f"{machine.num_devices} devices" + (f" on {machine.num_cores} cores" if machine.num_cores else "")
     memory = "" if machine.memory_bytes == inf else f", {machine.memory_bytes / 2**30:.3g} GiB each"
     origin = "assumed" if given.devices_per_machine is None and not given.measures_speed else "given or found"
-    return {
+    lines = {
         "one device": f"{each} ({how if given.measures_speed else 'given'})",
         "link": f"{_in_words(machine.inside)} ({'measured' if given.link is None else 'given'})",
         "between machines": f"{_in_words(machine.between)} ({'assumed' if given.between is None else 'given'})",
         "a machine": f"{has}{memory} ({origin})",
         "overlap": f"{machine.overlap:.0%} of the messages may pass while a device computes",
     }
+    if machine.average_s is not None:
+        lines["gradients"] = f"averaged in shared memory, {1e-9 / machine.average_s:.3g} GB/s (measured)"
+    return lines
 
 
 def _in_words(link: Interconnect) -> str:

@@ -104,6 +104,8 @@ class Machine:
         load: Threads of other programs that want a core of it.
         overlap: The part of the messages that may pass while the devices compute, from 0 to 1.
         memory_bytes: Of one device.
+        average_s: Seconds in which a process averages a byte of gradients in memory that it shares with all others of a
+            CPU; None where they send each other the gradients.
     """
 
     num_devices: int
@@ -113,6 +115,17 @@ class Machine:
     load: float = 0.0
     overlap: float = 1.0
     memory_bytes: float = inf
+    average_s: float | None = None
+
+    def average(self, num_processes: int, num_bytes: float) -> float | None:
+        """Seconds in which processes of one machine average gradients in shared memory; None where they send them.
+
+        They meet before and afterwards.
+        """
+        if self.average_s is None or num_processes > self.num_devices:
+            return None
+        meetings = 2 * self.link(num_processes).all_reduce(num_processes, 0)
+        return meetings + self.average_s * num_bytes * self.busy(num_processes)
 
     def busy(self, num_devices: int) -> float:
         """How many times as long a process computes as when there is one for each core.

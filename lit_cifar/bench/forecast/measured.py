@@ -1,6 +1,7 @@
 """The speed of one device and of the links, measured here; and steps of `ddp` and `pp` to compare forecasts with."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -15,12 +16,14 @@ from lit_cifar.bench.settings import Report, Settings
 from lit_cifar.bench.timing import Spread, in_turn, measured_in_turn, wait_for
 from lit_cifar.doctor.all_reduce import SIZES
 from lit_cifar.doctor.ranks import probe_ranks
+from lit_cifar.strategies.shared_memory import average_part
 from lit_cifar.verify.runs import workers
 
 CHECKED = (("ddp", 2), ("ddp", 4), ("pp", 2), ("pp", 4))
 """Modes and processes whose steps are measured beside their forecasts."""
 _STEPS = 10  # of each fit
 _LINK_ROUNDS = 3
+_AVERAGED_BYTES = 2**26
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,17 +107,37 @@ def _all_at_once(fit: Fit, settings: Settings, *, count: int) -> float:
 
 def measure_optimizer(network: nn.Module, settings: Settings) -> float:
     """Seconds of a step of SGD with momentum over all parameters, with one thread."""
-    threads = torch.get_num_threads()
     own = network.to(settings.device)
     for parameter in own.parameters():
         parameter.grad = torch.zeros_like(parameter)
     step = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9).step
+    with one_thread():
+        found = in_turn({"step": step}, rounds=max(5, settings.rounds), wait=wait_for(settings.device))
+    return found["step"].median
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch's operators run in the thread that calls them."""
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found = in_turn({"step": step}, rounds=max(5, settings.rounds), wait=wait_for(settings.device))
+        yield
     finally:
         torch.set_num_threads(threads)
-    return found["step"].median
+
+
+def measure_average(num_processes: int, settings: Settings) -> float:
+    """Seconds in which a process averages a byte of gradients with others in shared memory, while so many do it."""
+
+    def seconds() -> float:
+        buffers = [torch.zeros(_AVERAGED_BYTES // 4) for _ in range(2)]
+        call = partial(average_part, buffers, rank=0)
+        return in_turn({"average": call}, rounds=max(5, settings.rounds))["average"].median
+
+    with one_thread(), workers(num_processes) as pool:
+        runs = [pool.submit(seconds) for _ in range(num_processes)]
+        return median(run.result() for run in runs) / _AVERAGED_BYTES
 
 
 def measure_link(num_devices: int, settings: Settings, report: Report) -> Interconnect:

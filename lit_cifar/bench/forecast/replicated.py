@@ -46,17 +46,13 @@ def dp(job: Job, num_devices: int, batch_size: int) -> Prediction:
 def ddp(job: Job, num_devices: int, batch_size: int, *, mode: str = "ddp") -> Prediction:
     """Gradients are averaged, bucket by bucket, while backward computes further ones (Li et al. 2020).
 
-    The buckets hold a copy of the gradients: Lightning leaves `gradient_as_bucket_view` off.
+    The buckets hold a copy of the gradients: Lightning leaves `gradient_as_bucket_view` off. On one machine's CPU there
+    is one bucket, which is averaged in shared memory after backward.
     """
     network, speed, machine = job.network, job.speed, job.machine
     part = batch_size / num_devices
     passes = speed.passes(part) * machine.busy(num_devices)
-    messages, exposed = all_reduce_behind_backward(
-        network.layers,
-        BACKWARD * passes,
-        partial(machine.link(num_devices).all_reduce, num_devices),
-        overlap=machine.overlap,
-    )
+    messages, exposed = average_gradients(job, num_devices, BACKWARD * passes)
     return Prediction(
         mode=mode,
         num_devices=num_devices,
@@ -68,3 +64,20 @@ def ddp(job: Job, num_devices: int, batch_size: int, *, mode: str = "ddp") -> Pr
             network, network.parameter_bytes, network.kept_bytes * part, buckets=float(network.parameter_bytes)
         ),
     )
+
+
+def average_gradients(job: Job, num_processes: int, backward_s: float, *, stride: int = 1) -> tuple[float, float]:
+    """Seconds in which processes average the network's gradients, and those that remain when backward has ended.
+
+    Args:
+        job: What is trained on what.
+        num_processes: With a replica each.
+        backward_s: Seconds of a backward pass.
+        stride: As of `Machine.link`.
+    """
+    network, machine = job.network, job.machine
+    shared_s = machine.average(num_processes, network.parameter_bytes)
+    if shared_s is not None:
+        return shared_s, shared_s
+    reduce = partial(machine.link(num_processes, stride=stride).all_reduce, num_processes)
+    return all_reduce_behind_backward(network.layers, backward_s, reduce, overlap=machine.overlap)

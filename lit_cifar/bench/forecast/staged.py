@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 
 from lit_cifar.bench.forecast.inputs import Job, Layer, Network, kept_bytes, parameter_bytes
 from lit_cifar.bench.forecast.one_f_one_b import seconds_of_flow
-from lit_cifar.bench.forecast.overlap import BACKWARD, all_reduce_behind_backward
+from lit_cifar.bench.forecast.overlap import BACKWARD
 from lit_cifar.bench.forecast.prediction import Memory, Prediction
+from lit_cifar.bench.forecast.replicated import average_gradients
 from lit_cifar.models.partition import balanced
 
 Stages = Sequence[Sequence[Layer]]
@@ -40,10 +40,7 @@ def ddp_mp(job: Job, num_devices: int, batch_size: int) -> Prediction:
     busy = machine.busy(replicas)
     passes = speed.passes(part) * busy
     copies = _copies(job, stages, part)
-    link = machine.link(replicas) if machine.num_cores else machine.link(replicas, stride=2)
-    messages, exposed = all_reduce_behind_backward(
-        network.layers, BACKWARD * passes, partial(link.all_reduce, replicas), overlap=machine.overlap
-    )
+    messages, exposed = average_gradients(job, replicas, BACKWARD * passes, stride=1 if machine.num_cores else 2)
     memories = [
         Memory.of(network, parameter_bytes(stage), kept_bytes(stage) * part, buckets=float(parameter_bytes(stage)))
         for stage in stages

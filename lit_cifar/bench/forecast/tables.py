@@ -56,16 +56,21 @@ def cost_table(found: Sequence[Prediction], *, title: str) -> Table:
     return table
 
 
+def step_on_one_machine(job: Job, mode: str, num_processes: int, batch_size: int) -> float:
+    """Seconds of a step of so many processes on one machine, also where they are more than its devices."""
+    machine = replace(job.machine, num_devices=max(num_processes, job.machine.num_devices))
+    found = predictions(replace(job, machine=machine), num_processes, batch_size)
+    return next(each.step_s for each in found if each.mode == mode)
+
+
 def check_table(job: Job, measured: Mapping[tuple[str, int], Spread], batch_size: int) -> Table:
     """Forecasts beside measured steps of processes on this one machine."""
-    processes = max(count for _, count in measured)
-    own = replace(job, machine=replace(job.machine, num_devices=max(processes, job.machine.num_devices)))
     table = _table(f"forecast beside measurement, all on this machine, batch {batch_size}; goal: within {GOAL:.0%}")
     table.add_column("mode")
     for name in ("processes", "forecast", "measured", "middle half", "n", "forecast / measured", ""):
         table.add_column(name, justify="right", no_wrap=True)
     for (mode, count), spread in measured.items():
-        step_s = next(each.step_s for each in predictions(own, count, batch_size) if each.mode == mode)
+        step_s = step_on_one_machine(job, mode, count, batch_size)
         ratio = step_s / spread.median
         table.add_row(
             mode,
