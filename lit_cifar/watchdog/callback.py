@@ -1,6 +1,8 @@
 """Ends a run of several processes when one of them has died or hangs, and reports which."""
 
+import atexit
 import multiprocessing
+import os
 import signal
 import sys
 import threading
@@ -117,6 +119,7 @@ class Watchdog(Callback):
         verdict = self._watch.fail("\n".join(lines[-_MAX_TRACEBACK_LINES:]), quiet=quiet)
         if verdict is not None and verdict.rank != trainer.global_rank:
             sys.excepthook = lambda *_: None
+            atexit.register(_end_at_once)
 
     def _run_stage(self, trainer: Trainer, pl_module: LightningModule) -> Any:
         del trainer._run_stage  # back to the method of the class
@@ -130,6 +133,16 @@ class Watchdog(Callback):
         if self._watch is not None:
             self._watch.leave()
         self._watch = self._progress = None
+
+
+def _end_at_once() -> None:
+    """End a process that another one has failed, once its files are written.
+
+    A launcher waits for it before it starts new ones, and the interpreter takes two seconds to clear a million objects.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _noting(phase: str) -> Callable[..., None]:
