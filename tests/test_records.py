@@ -21,8 +21,14 @@ from PIL import Image
 
 from lit_cifar.analysis.articles import PRINTED_LOSSES
 from lit_cifar.analysis.comparing_runs import paired, read_shuffling, welch
+from lit_cifar.bench.forecast.communication import Interconnect
+from lit_cifar.bench.forecast.counted import count
+from lit_cifar.bench.forecast.inputs import Job, Machine, Speed
+from lit_cifar.bench.forecast.tables import seconds, step_on_one_machine
 from lit_cifar.bench.rows import Row, markdown, shown
 from lit_cifar.bench.sections import SECTIONS
+from lit_cifar.bench.timing import Spread
+from lit_cifar.models import build_network
 from lit_cifar.modes import MODES
 from lit_cifar.verify.planted_in_parts import BUGS_OF_PARTS
 
@@ -149,9 +155,9 @@ def test_a_figure_shows_its_record(name: str, figures: ModuleType, tmp_path: Pat
             assert np.abs(np.asarray(old.convert("L"), float) - np.asarray(new.convert("L"), float)).mean() < 0.1
 
 
-@pytest.mark.parametrize("day", [22, 23])
-def test_the_table_of_bench_is_its_record(day: int) -> None:
-    record = BENCHMARKS / f"2026-11-{day}-bench"
+@pytest.mark.parametrize("name", ["22-bench", "23-bench", "23-bench-later"])
+def test_the_table_of_bench_is_its_record(name: str) -> None:
+    record = BENCHMARKS / f"2026-11-{name}"
     rows = [Row.from_json(row) for row in read(record / "bench.json")["rows"]]
     assert {row.section for row in rows} == set(SECTIONS)
     written = (record / "README.md").read_text()
@@ -162,19 +168,37 @@ def test_the_table_of_bench_is_its_record(day: int) -> None:
         assert said in page(path)
 
 
+def test_the_table_of_the_forecast_is_what_is_forecast_today() -> None:
+    record = BENCHMARKS / "2026-11-23-forecast"
+    content = read(record / "forecast.json")
+    machine = content["machine"]
+    links = {name: Interconnect(**machine[name]) for name in ("inside", "between")}
+    network = count(build_network("resnet34", stem="imagenet", num_classes=10, image_size=32), (3, 32, 32))
+    job = Job(network=network, speed=Speed(**content["speed"]), machine=Machine(**machine | links))
+    written = (record / "README.md").read_text()
+    for row in content["measured"]:
+        step_s = step_on_one_machine(job, row["mode"], row["processes"], 64)
+        assert step_s == pytest.approx(row["forecast_s"])
+        measured = Spread(tuple(row["step_s"]))
+        cells = [f"`{row['mode']}`", row["processes"], seconds(step_s), seconds(measured.median)]
+        cells += [f"{seconds(measured.low)} to {seconds(measured.high)}", f"{step_s / measured.median:.2f}"]
+        assert f"| {' | '.join(map(str, cells))} |" in written
+
+
 def test_the_speed_that_the_readme_shows_is_measured() -> None:
     parts = {
         "images to normalised batches": "uint8 images to normalised batches",
         "training step with the CIFAR stem": "fit against the articles' loop, cifar stem, batch 32, --kernels=auto",
         "what `fit` adds": "the same as a share of a step of ResNet34",
+        "from the start of `fit`": "from the start of fit to the first step",
         "`ddp` on 2 processes": "speed of ddp, 2 processes x 1 thread, against 1 x 2 threads, cifar stem",
         "`pp` with 2 stages and 8": "speed of pp, 2 stages x 1 thread, 8 microbatches",
         "step of `fsdp2`": "step of fsdp2 against ddp",
         "from `kill -9`": "from kill -9 of a rank",
     }
     days = [
-        [Row.from_json(row) for row in read(BENCHMARKS / f"2026-11-{day}-bench" / "bench.json")["rows"]]
-        for day in (23, 22)
+        [Row.from_json(row) for row in read(BENCHMARKS / f"2026-11-{name}" / "bench.json")["rows"]]
+        for name in ("23-bench-later", "22-bench")
     ]
     for start, name in parts.items():
         found = [next(row for row in rows if row.name.startswith(name)) for rows in days]
