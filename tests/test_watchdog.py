@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from types import FunctionType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import psutil
@@ -708,3 +708,17 @@ def test_a_process_ends_after_the_one_that_started_it(tmp_path: Path) -> None:
         assert f"pid {child.pid} stops: pid {run.pid}, which started it, is gone" in run.stderr.readline()
         psutil.wait_procs([child], timeout=5)
         assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_only_a_rank_whose_launcher_waits_ends_at_once(launched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's own process has other things to do at its end."""
+    at_exit: list[Any] = []
+    monkeypatch.setattr("atexit.register", at_exit.append)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("sys.excepthook", None)
+    monkeypatch.setattr("lit_cifar.watchdog.callback._was_launched", lambda trainer: launched)
+    watchdog, trainer = Watchdog(), cast(Any, SimpleNamespace(global_rank=0))
+    watchdog._watch = cast(Any, SimpleNamespace(fail=lambda failure, quiet: SimpleNamespace(rank=1)))
+    watchdog.on_exception(trainer, cast(Any, None), RuntimeError("another rank has closed its connection"))
+    assert len(at_exit) == launched

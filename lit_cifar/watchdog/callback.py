@@ -119,7 +119,8 @@ class Watchdog(Callback):
         verdict = self._watch.fail("\n".join(lines[-_MAX_TRACEBACK_LINES:]), quiet=quiet)
         if verdict is not None and verdict.rank != trainer.global_rank:
             sys.excepthook = lambda *_: None
-            atexit.register(_end_at_once)
+            if _was_launched(trainer):
+                atexit.register(_end_at_once)
 
     def _run_stage(self, trainer: Trainer, pl_module: LightningModule) -> Any:
         del trainer._run_stage  # back to the method of the class
