@@ -89,6 +89,7 @@ def test_rows_of_overhead(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_rows_of_recovery(tmp_path: Path) -> None:
     rows = recovery.measure(settings(tmp_path), lambda line: None)
-    total, ours, _, torchrun, imports = (row.found.values for row in rows)
+    total, ours, ending, _, torchrun, imports = (row.found.values for row in rows)
     assert len(total) == 2
+    assert all(0 < part < whole for part, whole in zip(ending, ours, strict=True))
     assert [sum(parts) for parts in zip(ours, torchrun, imports, strict=True)] == pytest.approx(total)
