@@ -8,11 +8,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lit_cifar.strategies.shared_memory import SharedSlots
+from lit_cifar.strategies.shared_memory import SharedSlots, sum_in_order
+from lit_cifar.strategies.tree_sum import all_gather
 
-# Their names before torch 2.14 are the second ones.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # before torch 2.14
 
 
 def send_through_shared_memory(network: nn.Module, group: dist.ProcessGroup) -> None:
@@ -45,7 +44,7 @@ class SharedAllGather(_Message):
         """Fill `output_tensor`, (n * processes,), with the `input_tensor`, (n,), of each process."""
         inputs = self._slots.exchange(input_tensor)
         if inputs is None:
-            _all_gather(output_tensor, input_tensor, group=group)
+            all_gather(output_tensor, input_tensor, group=group)
         else:
             torch.cat(inputs, out=output_tensor)
 
@@ -66,9 +65,6 @@ class SharedReduceScatter(_Message):
         if inputs is None:
             _reduce_scatter(output_tensor, input_tensor, group=group, op=op)
             return
-        first, second, *others = (each.view(len(inputs), -1)[dist.get_rank(group)] for each in inputs)
-        torch.add(first, second, out=output_tensor)
-        for other in others:
-            output_tensor += other
+        sum_in_order([each.view(len(inputs), -1)[dist.get_rank(group)] for each in inputs], out=output_tensor)
         if op == dist.ReduceOp.AVG:
             output_tensor *= 1 / len(inputs)

@@ -76,13 +76,19 @@ def average_part(buffers: Sequence[Tensor], *, rank: int) -> None:
     own = [buffer.tensor_split(count)[rank] for buffer in buffers]
     size = _BLOCK_BYTES // own[0].itemsize
     for block in zip(*(torch.split(part, size) for part in own), strict=True):
-        first, second, *others = block
-        total = torch.add(first, second)
-        for other in others:
-            total += other
+        total = sum_in_order(block)
         total *= 1 / count
         for part in block:
             part.copy_(total)
+
+
+def sum_in_order(values: Sequence[Tensor], *, out: Tensor | None = None) -> Tensor:
+    """The sum of two tensors or more, in their order; in `out` if that is given."""
+    first, second, *others = values
+    total = torch.add(first, second, out=out)
+    for other in others:
+        total += other
+    return total
 
 
 class SharedSlots:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.14
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.14
 
 
 class TreeSum:
@@ -75,7 +75,7 @@ class TreeAllReduce:
         """Wait for the slices, and add this process's own."""
         self._work.wait()
         total = _sum_of_ranks(self._received, group=self._group)
-        self._work = _all_gather(self._flat, total, group=self._group, async_op=True)
+        self._work = all_gather(self._flat, total, group=self._group, async_op=True)
 
     def take(self) -> Tensor:
         """Wait for the sums of all; the whole, (n,)."""
