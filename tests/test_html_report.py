@@ -1,6 +1,7 @@
 """The page about runs: what it says, what it refuses, and that a browser shows it without a complaint."""
 
 import json
+import math
 import re
 import shlex
 import shutil
@@ -18,9 +19,11 @@ from commands import TINY, Result, counts, launch, run_here
 import lit_cifar.html_report
 from lit_cifar.html_report.axes import Axis
 from lit_cifar.html_report.markup import Markup, element
+from lit_cifar.html_report.matrix_chart import matrix_chart
 from lit_cifar.html_report.page import page_of
 from lit_cifar.html_report.run_differences import different_settings, names_of
 from lit_cifar.html_report.run_reader import read_run
+from lit_cifar.html_report.svg import WIDTH, label_space
 from lit_cifar.html_report.table_sections import repeat_command
 from lit_cifar.reporting.confusion import write_confusion
 from lit_cifar.reporting.per_rank import write_per_rank
@@ -199,6 +202,17 @@ def test_of_very_many_classes_the_hardest_are_shown(run: Path) -> None:
     assert "the 25 of 30 classes with the lowest accuracy" in text
     assert [name for name in names if name not in text] == names[25:]
     assert "class 0 taken for class 29, 50 of 100; class 1 taken for class 29, 49 of 100" in " ".join(text)
+
+
+@pytest.mark.parametrize("names", ["abc", ["cat", "a very long name"], ["ship"] * 29 + ["truck of steel"]])
+def test_no_name_of_a_matrix_is_cut_off(names: Sequence[str]) -> None:
+    """A turned one begins at its place and rises to the right."""
+    rows = [[1] * len(names)] * len(names)
+    drawn = matrix_chart(names, rows, totals=[len(names)] * len(names), title="x")
+    places = re.findall(r"translate\(([\d.]+) ([\d.]+)\) rotate\(-50\)", drawn)
+    for name, (x, y) in zip(names, places, strict=True):
+        assert float(x) + label_space([name]) * math.cos(math.radians(50)) <= WIDTH
+        assert float(y) - label_space([name]) * math.sin(math.radians(50)) >= 12  # below the name of the axis
 
 
 def test_a_loss_that_is_not_finite_leaves_a_gap(run: Path) -> None:
@@ -504,6 +518,8 @@ def test_a_browser_shows_the_page_without_a_complaint(real: dict[str, Path], tmp
                     "Math.min(...[...document.querySelectorAll('text')].map(t => t.getBoundingClientRect().height))"
                 )
                 assert tab.value(smallest) >= 9  # pixels, also on the phone
+                edges = "t.getBoundingClientRect().right > t.ownerSVGElement.getBoundingClientRect().right + 1"
+                assert tab.value(f"[...document.querySelectorAll('svg text')].filter(t => {edges}).length") == 0
         assert tab.problems == []
     assert len(grounds) == 2
 

@@ -18,9 +18,9 @@ def matrix_chart(names: Sequence[str], rows: Sequence[Sequence[int]], *, totals:
         totals: Images of each true class.
         title: What a screen reader says.
     """
-    left = 12 + label_space(names)
-    side = (WIDTH - left - 6) / len(names)
-    top = 14 + 0.8 * label_space(names)
+    left = 12 + label_space(["true", *names])
+    side = (WIDTH - left - 0.65 * label_space(names)) / len(names)  # the last names rise beyond the matrix
+    top = 26 + 0.8 * label_space(names)
     shares = [[count / (total or 1) for count in row] for row, total in zip(rows, totals, strict=True)]
     worst = max((share for i, row in enumerate(shares) for j, share in enumerate(row) if i != j), default=0) or 1
     drawn = [
