@@ -4,6 +4,7 @@ The message of a user's mistake says what was received, which rule it breaks and
 prints it without a traceback and exits with status 2 (see `lit_cifar.cli`).
 """
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -15,9 +16,15 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return spelt[found[0]] if found else None
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """The message of an error without line breaks; its type if it has none."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def printable(name: str) -> str:
+    r"""A file's name for any file and terminal: bytes that are not UTF-8, and control characters, become `\xe9`."""
+    # Python reads a byte that is not UTF-8 as one of 128 surrogates, which ends in the byte.
+    return re.sub(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]", lambda found: f"\\x{ord(found[0]) & 0xFF:02x}", name)
 
 
 class ConfigError(ValueError):

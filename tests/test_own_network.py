@@ -1,5 +1,7 @@
 """A network of the user's own, on pictures of the user's own, from the command line."""
 
+import csv
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from commands import Result, launch, mode_flags, run_here
 from PIL import Image
+from tiny_task import read_events
 
 from lit_cifar import CheckpointError, CIFAR10DataModule, ConfigError, DataError, LitResNet
 from lit_cifar.checkpoint.format import read_checkpoint
@@ -111,6 +114,27 @@ def test_trained_tested_resumed_and_loaded(pictures: Path, tmp_path: Path) -> No
         )
         assert refused.status == 2
         assert problem in refused.stderr
+
+
+def test_pictures_of_any_size_in_folders_of_any_name(tmp_path: Path) -> None:
+    root, run = tmp_path / "pictures", tmp_path / "run"
+    folders = ["$0_$5", "C#", "C++", os.fsdecode(b"caf\xe9"), "tab\t\x1b[31m", "x" * 200]
+    for seed, name in enumerate(folders):
+        draw_pictures(root / name, 4, seed=seed)
+    cheap = ["--model.arch=tiny", "--model.stem=imagenet", "--trainer.precision=32-true", "--data.image_size=224"]
+    given = [flag for flag in flags(root, *cheap, "--data.val_size=6") if "figures" not in flag]
+    done(run_here("fit", *given, f"--run_dir={run}"))
+    done(run_here("report", run, f"--output={tmp_path / 'page.html'}"))
+    names = ["$0_$5", "C#", "C++", r"caf\xe9", r"tab\x09\x1b[31m", "x" * 200]
+    with (run / "confusion.csv").open(newline="", encoding="utf-8") as file:
+        assert next(csv.reader(file)) == ["split", "class", *names]
+    assert trained(run)["receipt"]["settings"]["dataset"] == f"folder of {', '.join(names)}"
+    assert r"caf\xe9, taken for" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert read_events(run).Tags()["images"] == ["val/confusion", "val/wrong"]
+    draw_pictures(root / r"caf\xe9", 1)
+    refused = run_here("fit", *given, f"--run_dir={tmp_path / 'other'}")
+    assert refused.status == 2
+    assert r"two folders in" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,12 @@ from torch import Tensor
 from lit_cifar.data.dataset import Channels, Dataset, Split
 from lit_cifar.data.images import ImageSet
 from lit_cifar.data.predict_files import list_files, read_image
-from lit_cifar.errors import ConfigError, DataError
+from lit_cifar.errors import ConfigError, DataError, printable
 
 
 class OwnPictures(Dataset):
-    """Pictures of any size, cut to their central square and resized. The classes are the folders, sorted by name.
+    """Pictures of any size, cut to their central square and resized. The classes are the folders, sorted by name;
+    control characters and bytes that are not UTF-8 are escaped in the name of a class.
 
     A file that is no picture is an error, a hidden one is passed over. Of a split there is one picture of each class
     in turn, so that the first n are of all classes.
@@ -35,9 +36,12 @@ class OwnPictures(Dataset):
         super().__init__(root, image_size=image_size, seed=seed)
         folder = self._folder("train")
         others = ("val", "test") if folder == self.root else ()
-        self.classes = tuple(sorted(found.name for found in _folders(folder) if found.name not in others))
-        if not self.classes:
+        self._names = sorted(found.name for found in _folders(folder) if found.name not in others)
+        if not self._names:
             raise DataError(f"{folder} holds no folders of pictures", remedy=f"put pictures into {folder}/CLASS/")
+        self.classes = tuple(map(printable, self._names))
+        if len(set(self.classes)) < len(self.classes):
+            raise DataError(f"two folders in {folder} have the same name when printed", remedy="rename one of them")
         self.own_val = (self.root / "val").is_dir()
         self.val_size = len(self._files("val")) if self.own_val else len(self._files("train")) // 10
 
@@ -56,7 +60,8 @@ class OwnPictures(Dataset):
     def _read(self, file: Path) -> Tensor:
         image = read_image(file, size=self.image_size)
         if isinstance(image, str):
-            raise DataError(f"{file} cannot be read as a picture: {image}", remedy="replace it, or move it away")
+            name = printable(str(file))
+            raise DataError(f"{name} cannot be read as a picture: {image}", remedy="replace it, or move it away")
         return image
 
     def _folder(self, split: Split) -> Path:
@@ -67,13 +72,14 @@ class OwnPictures(Dataset):
         """With their labels: those of each class in the order of their names, one of each class in turn."""
         folder = self._folder(split)
         names = [found.name for found in _folders(folder)]
-        unknown = [] if split == "train" else [name for name in names if name not in self.classes]
+        unknown = [] if split == "train" else [name for name in names if name not in self._names]
         if unknown:
+            found, wanted = (printable(str(place / unknown[0])) for place in (folder, self._folder("train")))
             raise DataError(
-                f"{folder / unknown[0]} is a class without pictures to train on",
-                remedy=f"move it away, or put pictures into {self._folder('train') / unknown[0]}",
+                f"{found} is a class without pictures to train on",
+                remedy=f"move it away, or put pictures into {wanted}",
             )
-        by_class = [(folder / name, label) for label, name in enumerate(self.classes) if name in names]
+        by_class = [(folder / name, label) for label, name in enumerate(self._names) if name in names]
         in_turn = [(turn, label, path / file) for path, label in by_class for turn, file in enumerate(list_files(path))]
         if not in_turn:
             raise DataError(f"{folder} holds no pictures", remedy=f"put some into {folder}/CLASS/")

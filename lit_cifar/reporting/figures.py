@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_cifar.data.images import Batch, ImageSet
+from lit_cifar.errors import one_line
 from lit_cifar.reporting.evaluation_callback import EvaluationCallback, Split
 from lit_cifar.reporting.evaluation_plots import WrongImage, evaluation_figures, render
 from lit_cifar.reporting.tensorboard import log_to_tensorboard, tensorboard_writer
@@ -22,7 +24,7 @@ class EvaluationFigures(EvaluationCallback):
     """Draws every evaluation into TensorBoard.
 
     All processes gather the numbers. Only rank 0 draws, in a thread beside the training that follows. The end of a run
-    waits for that thread. A run that is killed may lack its latest figures.
+    waits for that thread. A run that is killed may lack its latest figures. What cannot be drawn is a warning, once.
 
     Tags, with `test` in place of `val` for a test: `val/acc_class/NAME`, the accuracy of a class, left out if it has
     no samples; `val/confusion`; `val/wrong`, the misclassified images with the highest confidence.
@@ -38,6 +40,7 @@ class EvaluationFigures(EvaluationCallback):
         self.every_n_epochs = every_n_epochs
         self._worst = MostConfidentMistakes(num_wrong)
         self._drawing: Future[None] | None = None
+        self._warned = False
 
     def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._worst = MostConfidentMistakes(self.num_wrong)
@@ -84,10 +87,13 @@ class EvaluationFigures(EvaluationCallback):
         thread.shutdown(wait=False)
 
     def _finish_drawing(self) -> None:
-        """Wait for the previous figures, and raise what failed in drawing them."""
+        """Wait for the previous figures, and warn of the first that could not be drawn."""
         drawing, self._drawing = self._drawing, None
-        if drawing is not None:
-            drawing.result()
+        error = None if drawing is None else drawing.exception()
+        if error is not None and not self._warned:
+            self._warned = True
+            problem = f"{type(error).__name__}: {one_line(error)}"
+            rank_zero_warn(f"figures of an evaluation cannot be drawn ({problem:.300}); the run goes on without them")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Finish drawing while the writer is open."""
@@ -151,10 +157,14 @@ def class_accuracies(accuracies: Tensor, confusion: Tensor, classes: Sequence[st
     """
     totals = confusion.sum(dim=1).tolist()
     return {
-        re.sub(r"[^\w.-]+", "_", name): accuracy
-        for name, accuracy, total in zip(classes, accuracies.tolist(), totals, strict=True)
-        if total
+        tag: accuracy for tag, accuracy, total in zip(_tags(classes), accuracies.tolist(), totals, strict=True) if total
     }
+
+
+def _tags(classes: Sequence[str]) -> list[str]:
+    """A tag for each class; with its number where two names would else have the same, as C++ and C# would."""
+    tags = [re.sub(r"[^\w.-]+", "_", name) for name in classes]
+    return tags if len(set(tags)) == len(tags) else [f"{tag}.{label}" for label, tag in enumerate(tags)]
 
 
 def _look_up(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lit_cifar.data.samplers import TrainSampler
-from lit_cifar.errors import CheckpointError, ConfigError, SampleAuditError
+from lit_cifar.errors import CheckpointError, ConfigError, SampleAuditError, printable
 
 EMPTY = sha256().hexdigest()  # the digest before the first step of a run
 KEY = "receipt"
@@ -144,7 +144,8 @@ class Receipt:
                 "the checkpoint's data receipt has not the entries of this version",
                 remedy="resume with the version of lit_cifar that wrote it, or start anew",
             )
-        return cls(**found)
+        settings = {name: printable(v) if isinstance(v, str) else v for name, v in found["settings"].items()}
+        return cls(**found | {"settings": settings})
 
     def check(self, sampler: TrainSampler, settings: OrderSettings) -> None:
         """Refuse to resume in the middle of an epoch unless this run's plan for it begins with what was used.
