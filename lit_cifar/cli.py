@@ -37,7 +37,14 @@ from lit_cifar.module import LitResNet
 from lit_cifar.reporting.figures import EvaluationFigures
 from lit_cifar.reporting.output import outlast_readers, without_banners
 from lit_cifar.reporting.progress_bar import ProgressBar
-from lit_cifar.reporting.run_folder import create_run_folder, logger_below, process_rank, run_loggers
+from lit_cifar.reporting.run_folder import (
+    create_run_folder,
+    lock_run_folder,
+    logger_below,
+    process_rank,
+    run_loggers,
+)
+from lit_cifar.reporting.run_lock import RunLock
 from lit_cifar.reporting.run_report import RunReport
 from lit_cifar.reporting.saved_config import SavedConfig
 from lit_cifar.starting_checkpoint import StartingCheckpoint
@@ -68,13 +75,15 @@ def _run(words: list[str], *, args: list[str] | None) -> None:
     if words and words[0] in COMMANDS:
         raise SystemExit(COMMANDS[words[0]](words[1:]))
     check_command(words)
-    CLI(words, args=args)
+    with RunLock() as lock:
+        CLI(words, args=args, lock=lock)
 
 
 class CLI(LightningCLI):
     """Adds a run folder, and finds the user's mistakes before any process is started."""
 
-    def __init__(self, words: Sequence[str], *, args: list[str] | None) -> None:
+    def __init__(self, words: Sequence[str], *, args: list[str] | None, lock: RunLock) -> None:
+        self._lock = lock
         self._named = next((word for word in words[:1] if word in self.subcommands()), None)
         self._own_loggers: list[Namespace] = []  # that the user has asked for
         super().__init__(
@@ -173,6 +182,8 @@ class CLI(LightningCLI):
         Lightning's own step would override the user's model flags by the checkpoint's, and knows "best" and "last",
         which have no meaning here: each command has its run folder.
         """
+        if self._arguments.resume is not None and self._arguments.run_dir is not None:
+            lock_run_folder(self._arguments.run_dir, self._lock)
         self._start = StartingCheckpoint(self._subcommand, self._arguments)
 
     def before_instantiate_classes(self) -> None:
@@ -260,7 +271,7 @@ class CLI(LightningCLI):
         """Make the folder and the loggers that write into it; ours come first, as the first one names the folder."""
         mode, resume = str(self._arguments.trainer.strategy), self._arguments.resume is not None
         label = self._subcommand if mode == "auto" or not mode.isidentifier() else f"{self._subcommand}-{mode}"
-        folder = create_run_folder(self._arguments.run_dir, label=label, resume=resume)
+        folder = create_run_folder(self._arguments.run_dir, label=label, lock=self._lock, resume=resume)
         position = self._start.position
         first_step = position.get("global_step", 0) if resume else None
         rows, charts = position.get("rows", 0), self._subcommand == "fit"
@@ -269,6 +280,7 @@ class CLI(LightningCLI):
             with refusing():
                 self.trainer.loggers = [*ours, *(logger_below(folder, given) for given in self._own_loggers)]
         except ConfigError:
+            self._lock.release()
             with suppress(OSError):
                 folder.rmdir()  # nothing was written
             raise

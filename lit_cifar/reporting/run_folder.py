@@ -1,7 +1,10 @@
 """One folder per run, and the two loggers that write into it, also for a resumed run."""
 
 import csv
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -13,37 +16,48 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.csv_files import replace_csv
+from lit_cifar.reporting.run_lock import LOCK, RunLock
+from lit_cifar.reporting.synced_files import make_folder, sync
 from lit_cifar.reporting.tensorboard import RunEvents
 
 
-def create_run_folder(run_dir: str | None, *, label: str, resume: bool = False) -> Path:
-    """Make the folder of a run, on rank 0; other ranks get a path that nothing is written to.
+def create_run_folder(run_dir: str | None, *, label: str, lock: RunLock, resume: bool = False) -> Path:
+    """Make the folder of a run and lock it, on rank 0; other ranks get a path that nothing is written to.
 
     It is `run_dir`, or `runs/<time>-<label>`, and must be empty unless a run is resumed in it.
     """
     folder = Path(run_dir) if run_dir else Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{label}"
     if process_rank() != 0:
         return folder
-    if run_dir is None:
-        folder = _unused(folder)
+    with _refusing(folder):
+        if run_dir is None:
+            folder = _make_unused(folder)
+        make_folder(folder)
+        if not resume and any(path.name != LOCK for path in folder.iterdir()):
+            raise ConfigError(
+                f"the run folder {folder} is not empty, and a new run needs an empty one",
+                remedy=f"choose another, e.g. --run_dir={next(_names(folder))}",
+            )
+        lock.take(folder)
+    return folder
+
+
+def lock_run_folder(run_dir: str, lock: RunLock) -> None:
+    """Lock the folder of a run that is resumed, on rank 0, before its checkpoints are read; it may not be there yet."""
+    if process_rank() == 0 and Path(run_dir).is_dir():
+        with _refusing(Path(run_dir)):
+            lock.take(Path(run_dir))
+
+
+@contextmanager
+def _refusing(folder: Path) -> Iterator[None]:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        occupied = not resume and any(folder.iterdir())
-        if not occupied:
-            # The permissions of a folder do not show read-only mounts and quotas.
-            (folder / ".writable").touch()
-            (folder / ".writable").unlink()
+        yield
     except OSError as error:
         raise ConfigError(
             f"the run folder {folder} cannot be written: {error.strerror}",
             remedy="pass a folder that can: --run_dir=FOLDER",
         ) from error
-    if occupied:
-        raise ConfigError(
-            f"the run folder {folder} is not empty, and a new run needs an empty one",
-            remedy=f"choose another, e.g. --run_dir={_unused(folder)}",
-        )
-    return folder
 
 
 def run_loggers(
@@ -160,9 +174,18 @@ def process_rank() -> int:
     return int(getattr(rank_zero_only, "rank", 0))
 
 
-def _unused(folder: Path) -> Path:
-    candidate, number = folder, 2
-    while candidate.exists():
-        candidate = folder.with_name(f"{folder.name}-{number}")
-        number += 1
+def _make_unused(folder: Path) -> Path:
+    """Make `folder`, or one with a number behind its name. Another run may be doing so in the same moment."""
+    make_folder(folder.parent)
+    for candidate in chain([folder], _names(folder)):
+        with suppress(FileExistsError):
+            candidate.mkdir()
+            break
+    sync(folder.parent)
     return candidate
+
+
+def _names(folder: Path) -> Iterator[Path]:
+    """Paths of nothing so far, for a folder beside `folder`."""
+    names = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
+    return (name for name in names if not name.exists())
