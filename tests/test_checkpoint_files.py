@@ -22,6 +22,8 @@ from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.checkpoint.lightning_io import CheckpointFiles
 from lit_cifar.checkpoint.save_errors import BEST, LAST, PREVIOUS
 from lit_cifar.errors import CheckpointError, ConfigError
+from lit_cifar.reporting.csv_files import replace_csv
+from lit_cifar.reporting.synced_files import make_folder
 
 
 @pytest.fixture
@@ -216,8 +218,9 @@ def test_a_process_killed_at_any_line_leaves_a_whole_checkpoint(tmp_path: Path) 
     assert len(deaths) > 50
 
 
-def test_content_is_on_the_disk_before_its_name_is(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kill cannot show this: what is not synced is lost only with the power."""
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """What was synced, or renamed to what, in this order; with its inode."""
     events: list[tuple[str, int]] = []
     sync, replace = os.fsync, Path.replace
 
@@ -231,10 +234,29 @@ def test_content_is_on_the_disk_before_its_name_is(saved: Path, monkeypatch: pyt
 
     monkeypatch.setattr(os, "fsync", note_sync)
     monkeypatch.setattr(Path, "replace", note_replace)
+    return events
+
+
+def test_content_is_on_the_disk_before_its_name_is(saved: Path, events: list[tuple[str, int]]) -> None:
+    """A kill cannot show this: what is not synced is lost only with the power."""
     before = (saved / LAST).stat().st_ino
     write_checkpoint(state(3), saved / LAST)
     new, folder = (saved / LAST).stat().st_ino, saved.stat().st_ino
     assert events == [("sync", new), (f"to {LAST}", new), (f"to {PREVIOUS}", before), ("sync", folder)]
+
+
+def test_what_a_checkpoint_counts_on_is_on_the_disk_before_it(tmp_path: Path, events: list[tuple[str, int]]) -> None:
+    """The names of new folders, and the lines of `metrics.csv`, of which some were appended."""
+    run = tmp_path / "runs" / "first"
+    make_folder(run)
+    replace_csv(run / "metrics.csv", [["step"], [0]])
+    with (run / "metrics.csv").open("a") as file:
+        file.write("1\n")
+    CheckpointFiles().save_checkpoint(state(1), run / "checkpoints" / LAST)
+    root, runs, first, table = (path.stat().st_ino for path in (tmp_path, run.parent, run, run / "metrics.csv"))
+    made = [("sync", runs), ("sync", root), ("sync", table), ("to metrics.csv", table)]
+    assert events[:7] == [*made, ("sync", first), ("sync", table), ("sync", first)]
+    assert (f"to {LAST}", (run / "checkpoints" / LAST).stat().st_ino) in events[7:]
 
 
 def test_a_disk_that_returns_something_else(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

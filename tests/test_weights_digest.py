@@ -6,8 +6,11 @@ import pytest
 import torch
 from commands import TINY, run_here
 
+from lit_cifar.checkpoint import lightning_io
 from lit_cifar.checkpoint.format import read_checkpoint
+from lit_cifar.checkpoint.lightning_io import CheckpointFiles
 from lit_cifar.checkpoint.weights_digest import FILE, digest, note_epoch
+from lit_cifar.errors import SaveError
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(7)}
 
@@ -36,6 +39,25 @@ def test_a_line_replaces_those_of_later_epochs(tmp_path: Path) -> None:
         note_epoch({"position": {"epoch": epoch, "step": step}, "state_dict": WEIGHTS}, tmp_path)
     assert (tmp_path / FILE).read_text() == "".join(f"{digest(WEIGHTS)}  epoch {epoch}\n" for epoch in (0, 1))
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+def test_a_checkpoint_is_never_there_before_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is killed between the two would go on without it."""
+    lines: list[str] = []
+    monkeypatch.setattr(lightning_io, "write_checkpoint", lambda *_: lines.append((tmp_path / FILE).read_text()))
+    checkpoint = {"position": {"epoch": 1, "step": 0}, "state_dict": WEIGHTS}
+    CheckpointFiles().save_checkpoint(checkpoint, tmp_path / "checkpoints" / "last.ckpt")
+    assert lines == [f"{digest(WEIGHTS)}  epoch 0\n"]
+
+
+def test_a_damaged_line_is_dropped_and_an_error_names_this_file(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(f"{digest(WEIGHTS)}  epoch 0\n".encode() + bytes(9))
+    checkpoint = {"position": {"epoch": 2, "step": 0}, "state_dict": WEIGHTS}
+    note_epoch(checkpoint, tmp_path)
+    assert (tmp_path / FILE).read_text().splitlines() == [f"{digest(WEIGHTS)}  epoch {epoch}" for epoch in (0, 1)]
+    (tmp_path / f"{FILE}.part").mkdir()
+    with pytest.raises(SaveError, match=rf"{FILE} could not be saved: Is a directory"):
+        CheckpointFiles().save_checkpoint(checkpoint, tmp_path / "checkpoints" / "last.ckpt")
 
 
 def test_a_run_writes_them(tmp_path: Path) -> None:

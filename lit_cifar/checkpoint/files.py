@@ -26,6 +26,7 @@ from torch import Tensor, UntypedStorage
 from lit_cifar.checkpoint.format import read_checkpoint, read_own_checkpoint
 from lit_cifar.checkpoint.save_errors import LAST, PREVIOUS, save_error
 from lit_cifar.errors import CheckpointError, SaveError
+from lit_cifar.reporting.synced_files import sync
 
 _LABEL = b"sha256="
 _COMMENT_BYTES = len(_LABEL) + 2 * hashlib.sha256().digest_size
@@ -35,7 +36,7 @@ _SPARE_BYTES = 1 << 20  # beside the file itself: directory entries, and the run
 _DRAFT = ".part"
 
 
-def write_checkpoint(checkpoint: Mapping[str, Any], path: Path, *, make_folder: bool = False) -> None:
+def write_checkpoint(checkpoint: Mapping[str, Any], path: Path) -> None:
     """Save to `path`, which at every moment is either the old file or the complete new one.
 
     The content is written to a draft beside `path`, synced, read back and compared, and only then renamed. When
@@ -49,8 +50,6 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: Path, *, make_folder: 
     content = _serialise(checkpoint)
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_DRAFT}")
     try:
-        if make_folder:
-            path.parent.mkdir(parents=True, exist_ok=True)
         _remove_drafts(path.parent)
         _check_free_space(path.parent, len(content))
         _write_synced(draft, content)
@@ -229,7 +228,7 @@ def _put_in_place(draft: Path, path: Path) -> None:
     draft.replace(path)
     if kept is not None:
         kept.replace(path.with_name(PREVIOUS))
-    _sync_folder(path.parent)
+    sync(path.parent)
 
 
 def _keep(path: Path, draft: Path) -> Path | None:
@@ -245,14 +244,3 @@ def _keep(path: Path, draft: Path) -> Path | None:
         path.replace(path.with_name(PREVIOUS))
         return None
     return kept
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems cannot sync folders
-            raise
-    finally:
-        os.close(descriptor)

@@ -15,9 +15,10 @@ from typing_extensions import override
 
 from lit_cifar.checkpoint.files import carries_hash, snapshot, verify_checkpoint, write_checkpoint
 from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.checkpoint.save_errors import LAST, what_is_left
+from lit_cifar.checkpoint.save_errors import LAST, save_error, what_is_left
 from lit_cifar.checkpoint.weights_digest import note_epoch
 from lit_cifar.errors import CheckpointError, ConfigError, SaveError
+from lit_cifar.reporting.synced_files import make_folder, sync
 from lit_cifar.watchdog.activity import HELPER
 
 
@@ -118,10 +119,15 @@ class CheckpointFiles(CheckpointIO):
             print(f"lit_cifar: {failure}", file=sys.stderr, flush=True)
 
     def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
-        write_checkpoint(checkpoint, path, make_folder=path.parent not in self._folders)
-        if path.name == LAST:
-            note_epoch(checkpoint, path.parents[1])
-        self._folders.add(path.parent)
+        folder = path.parent
+        if folder not in self._folders:
+            make_folder(folder)
+        if path.name == LAST:  # what belongs to the checkpoint is on the disk before it is
+            for each in (*folder.parent.glob("*.csv"), folder.parent):
+                sync(each)
+            note_epoch(checkpoint, folder.parent)
+        write_checkpoint(checkpoint, path)
+        self._folders.add(folder)
 
     @contextmanager
     def _raising_or_keeping(self) -> Iterator[None]:
@@ -201,6 +207,8 @@ def _as_save_error(path: Path) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
+    except OSError as error:
+        raise save_error(error, path, checkpoints=path.parent) from error
     except Exception as error:
         raise SaveError(
             f"{path} could not be saved: {type(error).__name__}: {error}\n{what_is_left(path.parent)}"[:500],

@@ -5,14 +5,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lit_cifar.reporting.synced_files import replacing
+
 
 def replace_csv(path: Path, rows: Iterable[Sequence[Any]], *, lineterminator: str = "\n") -> None:
     """Write the file as a whole: `path` is the old one until the new one is complete, also for a run that is killed."""
-    # File names that are not UTF-8 are written as their original bytes.
-    draft = path.with_name(path.name + ".part")
-    with draft.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+    with replacing(path) as file:
         csv.writer(file, lineterminator=lineterminator).writerows(rows)
-    draft.replace(path)
 
 
 def replace_split(path: Path, header: Sequence[str], split: str, rows: Iterable[Sequence[Any]]) -> None:
