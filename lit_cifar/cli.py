@@ -20,7 +20,7 @@ from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
 from lit_cifar.checkpoint.fingerprint import Fingerprint
 from lit_cifar.checkpoint.lightning_io import CheckpointFiles
 from lit_cifar.checkpoint.save_errors import reporting_disk
-from lit_cifar.checks import check_arguments, check_run
+from lit_cifar.checks import check_arguments, check_bounds, check_run, check_sizes
 from lit_cifar.cli_help import COMMON, DESCRIPTION, EPILOG, SUBCOMMANDS, HelpFormatter, replace_texts
 from lit_cifar.commands import COMMANDS
 from lit_cifar.data import CIFAR10DataModule
@@ -164,6 +164,7 @@ class CLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse `args`; Lightning's own step warns when a test or a notebook passes some."""
         self.config = parser.parse_args(args)
+        check_bounds(self._arguments)
 
     # Data, model and trainer.
 
@@ -195,8 +196,8 @@ class CLI(LightningCLI):
         source = open_dataset(data.dataset, data.root, image_size=data.image_size)
         if model.network is None:
             model.arch = model.arch or DEFAULT_ARCH
-        model.num_classes = model.num_classes or len(source.classes)
-        model.image_size = model.image_size or source.image_size
+        check_sizes(model, source)
+        model.num_classes, model.image_size = len(source.classes), source.image_size
         self._kernels = None if self._arguments.kernels is None else KernelChoice(self._arguments)
 
     def instantiate_classes(self) -> None:

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import Metric, MetricCollection
 
 from lit_cifar.batch_split import GhostBatches
-from lit_cifar.checkpoint.format import Header, add_prefix, check_shapes, read_checkpoint, strip_prefix
+from lit_cifar.checkpoint.format import Header, add_prefix, check_shapes, name_optimizer, read_checkpoint, strip_prefix
 from lit_cifar.data.images import Batch
 from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.metrics import EvaluationMetrics, MeanLoss, TopAccuracy
@@ -97,7 +97,8 @@ class LitResNet(L.LightningModule):
         base_batch_size: int = 128,
     ) -> None:
         super().__init__()
-        num_classes, image_size = num_classes or 10, image_size or 32
+        num_classes = 10 if num_classes is None else num_classes
+        image_size = 32 if image_size is None else image_size
         self.image_shape = (3, image_size, image_size)
         about_resnets = {"arch": arch, "stem": stem, "zero_init_residual": zero_init_residual or None}
         own = None if network is None else _own_class(network, about_resnets)
@@ -329,6 +330,7 @@ class LitResNet(L.LightningModule):
         checkpoint["state_dict"] = plain(strip_prefix(checkpoint["state_dict"]))
         if "optimizer_states" in checkpoint:  # not in one of weights alone
             checkpoint["optimizer_states"] = plain(checkpoint["optimizer_states"])
+            name_optimizer(checkpoint, self.trainer.optimizers[0])
         self.header.write(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """The checkpoint that a command starts from: which file, what it says about the run, and whether it fits the model."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +8,19 @@ from jsonargparse import Namespace
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_cifar.checkpoint.files import newest_valid
-from lit_cifar.checkpoint.format import check_shapes, holds_weights_alone, load_weights, naming, read_checkpoint
+from lit_cifar.checkpoint.format import (
+    POSITION,
+    check_optimizer,
+    check_shapes,
+    holds_weights_alone,
+    load_weights,
+    naming,
+    read_checkpoint,
+)
 from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.module import LitResNet
 from lit_cifar.sample_audit.digest import Receipt
+from lit_cifar.usage_errors import refusing
 
 
 class StartingCheckpoint:
@@ -44,8 +54,9 @@ class StartingCheckpoint:
         if self._subcommand == "fit":
             with naming(path):
                 self.receipt = Receipt.read(self._content)
+                _check_length(self._content.get(POSITION, {}), self._config.trainer)
         if resumes:
-            self.position = self._content.get("position", {})
+            self.position = self._content.get(POSITION, {})
 
     def check(self, module: LitResNet, *, dataset: str) -> None:
         """Refuse a checkpoint of another network; weights alone are loaded at once."""
@@ -62,8 +73,23 @@ class StartingCheckpoint:
             return
         module.header.check(content)
         check_shapes(module.network, content.get("state_dict", {}))
+        if self._subcommand == "fit":
+            with refusing():
+                optimizer = module.make_optimizer(module.network.parameters())
+            check_optimizer(content, optimizer)
         if self._subcommand == "predict":
             _check_classes(content, dataset)
+
+
+def _check_length(position: Mapping[str, int], trainer: Namespace) -> None:
+    """Refuse to resume a training that is longer already than it may become; one that is as long ends at once."""
+    begun = position.get("epoch", 0) + (position.get("step", 0) > 0)
+    for name, done in {"max_epochs": begun, "max_steps": position.get("global_step", 0)}.items():
+        if trainer[name] is not None and 0 <= trainer[name] < done:
+            raise CheckpointError(
+                f"--trainer.{name}={trainer[name]}, and the training that it continues has begun {done} already",
+                remedy=f"pass --trainer.{name}={done} or more, or test the checkpoint as it is",
+            )
 
 
 def _check_classes(checkpoint: dict[str, Any], dataset: str) -> None:

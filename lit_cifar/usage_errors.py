@@ -95,7 +95,7 @@ def refusing() -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except (ImportError, MisconfigurationException, ValueError) as error:
+    except (ArithmeticError, ImportError, MemoryError, MisconfigurationException, RuntimeError, ValueError) as error:
         raise _as_config_error(error) from error
 
 
@@ -108,16 +108,23 @@ def _as_config_error(error: Exception) -> ConfigError:
         meant = nearest(problem.split("'")[-2], _subclasses(Strategy))
         guess = "" if meant is None else f"did you mean --trainer.strategy={meant}? "
         return ConfigError(problem, remedy=f"{guess}the known ones: {known}")
-    return ConfigError(str(error), remedy=f"see {_program()} --help")
+    explained = isinstance(error, ImportError | MisconfigurationException | ValueError)
+    problem = str(error) if explained else f"{type(error).__name__}: {error}"
+    return ConfigError(problem, remedy=f"see {_program()} --help")
 
 
 @contextmanager
 def ended_in_words() -> Iterator[None]:
-    """End the program with the words of a `ConfigError`: with status 2, or 1 if a file could not be saved."""
+    """End the program with the words of a `ConfigError`: with status 2, or 1 if a file could not be saved.
+
+    What Lightning refuses only after the run has begun ends it with status 2 too.
+    """
     try:
         yield
     except ConfigError as error:
         refuse(str(error), status=1 if isinstance(error, SaveError) else 2)
+    except MisconfigurationException as error:
+        refuse(str(error), remedy=f"see {_program()} --help")
 
 
 def refuse(message: str, *, remedy: str | None = None, status: int = 2) -> NoReturn:

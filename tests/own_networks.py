@@ -75,3 +75,18 @@ class Broken(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ torch.zeros(7, 2)
+
+
+class Lazy(nn.Sequential):
+    """Has a layer whose size its first images decide."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(3, 4, kernel_size=3, stride=4), nn.Flatten(), nn.LazyLinear(2))
+
+
+class Unreached(Chain):
+    """Has a layer that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self[0].unused = nn.Linear(3, 3)

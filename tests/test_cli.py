@@ -56,6 +56,10 @@ REFUSED = {
     "no batches": (["--trainer.limit_train_batches=0"], ["--trainer.limit_train_batches=0 would train nothing"]),
     "no steps": (["--trainer.max_steps=0"], ["--trainer.max_steps=0 would train nothing"]),
     "wrong type": (["--data.batch_size=many"], ["batch_size"]),
+    "no schedule": (
+        ["--model.lr_scheduler=StepLR", "--model.lr_scheduler.step_size=0"],
+        ["StepLR cannot take a step", "--model.lr_scheduler.NAME=VALUE"],
+    ),
     "unknown stem": (["--model.stem=tiny"], ["stem", "imagenet"]),
     "no gpu": (["--trainer.accelerator=cuda"], ["CUDA"]),
     "gpu strategy": (["--trainer.strategy=fsdp"], ["FSDP"]),
@@ -243,7 +247,7 @@ def test_a_bad_data_folder_is_refused(tmp_path: Path) -> None:
     assert_refused(run_here("fit", *TINY, *flags), "cifar-10-batches-bin")
 
 
-@pytest.mark.parametrize("flag", ["--model.stem=cifar", "--model.arch=resnet18", "--model.num_classes=11"])
+@pytest.mark.parametrize("flag", ["--model.stem=cifar", "--model.arch=resnet18"])
 def test_a_checkpoint_of_another_network_is_refused(trained: Path, tmp_path: Path, flag: str) -> None:
     checkpoint = trained / "checkpoints" / "last.ckpt"
     result = run_here("test", *TINY, flag, f"--ckpt_path={checkpoint}", f"--run_dir={tmp_path / 'run'}")
@@ -325,6 +329,18 @@ def test_a_resumed_run_begins_with_the_very_weights_that_were_saved(tmp_path: Pa
     begun, saved = torch.load(tmp_path / "weights.pt", weights_only=True), read_checkpoint(last)["state_dict"]
     assert begun.keys() == saved.keys()
     assert all(begun[name].equal(tensor) for name, tensor in saved.items())
+
+
+@pytest.mark.parametrize(
+    "flags", [["--best_checkpoint.monitor=abc"], ["--trainer.limit_val_batches=0.5"]], ids=lambda flags: flags[0]
+)
+def test_what_lightning_refuses_in_the_run_is_said_in_words(flags: list[str], tmp_path: Path) -> None:
+    name, value = flags[0].split("=")
+    assert_refused(run_here("fit", *TINY, *flags, f"--run_dir={tmp_path / 'run'}"), value, name.split(".")[1], "--help")
+
+
+def test_logging_no_step_is_possible(tmp_path: Path) -> None:
+    assert run_here("fit", *TINY, "--trainer.log_every_n_steps=0", f"--run_dir={tmp_path / 'run'}").status == 0
 
 
 def test_a_checkpoint_holds_plain_keys_and_no_code(trained: Path) -> None:

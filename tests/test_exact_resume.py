@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tiny_task import read_events
 
 from lit_cifar.checkpoint.exact_resume import Position
 from lit_cifar.checkpoint.format import read_checkpoint
+from lit_cifar.cli import CLI
 
 # 79 images in batches of 16: four steps and a ragged one of 15 an epoch, ten steps in all.
 SETTINGS = [
@@ -158,6 +160,48 @@ def test_a_schedule_whose_metric_the_checkpoint_does_not_have(tmp_path: Path) ->
     assert fit(tmp_path / "run", *flags, "--resume=auto").status == 0
     end = read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")
     assert (end["global_step"], end["lr_schedulers"][0]["last_epoch"]) == (10, 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--trainer.max_epochs=1"], "--trainer.max_epochs=1, and the training that it continues has begun 2"),
+        (["--trainer.max_steps=9"], "--trainer.max_steps=9, and the training that it continues has begun 10"),
+        (["--model.optimizer=AdamW"], "with lit_cifar.optim.NesterovSGD; this one has AdamW"),
+        (["--model.optimizer=SGD"], "with lit_cifar.optim.NesterovSGD; this one has SGD"),
+        (["--model.optimizer=lit_cifar.muon.MuonSGD"], "NesterovSGD; this one has lit_cifar.muon.MuonSGD"),
+    ],
+)
+def test_a_run_that_cannot_go_on_is_told_why(
+    flags: list[str], problem: str, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what it is told to pass instead works."""
+    monkeypatch.setattr(CLI, "_run_subcommand", CLI._check)
+    refused = fit(tmp_path / "run", checkpoint_flag(undisturbed), *flags)
+    assert refused.status == 2
+    assert problem in refused.stderr
+    remedy = re.findall(r"--[\w.]+=[\w.]+", refused.stderr.splitlines()[-1])
+    accepted = fit(tmp_path / "run", checkpoint_flag(undisturbed), *flags, *remedy)
+    assert accepted.status == 0, accepted.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ([], None),
+        (["--model.optimizer=AdamW"], "an optimizer that has momentum, dampening, "),
+        (["--model.optimizer=lit_cifar.muon.MuonSGD"], "; this one has lit_cifar.muon.MuonSGD"),
+    ],
+)
+def test_an_earlier_checkpoint_does_not_name_its_optimizer(
+    flags: list[str], problem: str | None, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CLI, "_run_subcommand", CLI._check)
+    content = read_checkpoint(undisturbed / "checkpoints" / "last.ckpt")
+    del content["optimizer"]
+    torch.save(content, tmp_path / "last.ckpt")
+    result = fit(tmp_path / "run", f"--ckpt_path={tmp_path / 'last.ckpt'}", *flags)
+    assert (result.status, (problem or "") in result.stderr) == (2 if problem else 0, True)
 
 
 def test_a_schedule_by_epochs_and_a_longer_run(tmp_path: Path) -> None:

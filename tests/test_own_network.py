@@ -171,6 +171,15 @@ def test_every_mode_computes_what_one_device_does(pictures: Path, tmp_path: Path
         ([own("Chain"), "--model.network.num_classes=3"], "Chain returns (2, 3) for 2 images, not logits of 2 classes"),
         ([own("Forgetful")], "the blocks of Forgetful, one after the other, do not compute its forward()"),
         ([own("Broken")], "Broken cannot take images (3, 24, 24): RuntimeError"),
+        (
+            [own("Lazy")],
+            "the lazy layer 2, and an optimizer needs all parameters before the first batch\n  make it nn.Linear(",
+        ),
+        (
+            [own("Unreached"), *mode_flags("ddp")],
+            "not depend on 2 of its parameters, the first is 0.unused.weight: ddp would wait for their gradients\n"
+            "  pass --trainer.strategy=ddp_find_unused_parameters_true",
+        ),
         ([own("Chian")], "has no attribute 'Chian'"),
         (["--model.arch=vit_micro", "--model.stem=cifar"], "--model.stem=cifar is of a ResNet, and vit_micro is none"),
         (["--model.arch=vit_micro", "--data.image_size=20"], "do not fill 20 x 20\n  pass --data.image_size=16"),

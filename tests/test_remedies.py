@@ -1,10 +1,12 @@
 """What a strategy answers a size that cannot work with, pasted behind the same command, works."""
 
+import math
 import re
 
 import pytest
 from commands import TINY, run_here
 
+from lit_cifar.checks import BOUNDS
 from lit_cifar.cli import CLI
 
 # Cut evenly by every number of devices and microbatches below; two full batches.
@@ -12,7 +14,12 @@ BATCHES = ["--data.num_train=496", "--data.batch_size=240"]
 
 FUSED = ["--model.optimizer=SGD", "--model.optimizer.lr=0.1", "--model.optimizer.fused=true"]
 
-REFUSED = {
+BEYOND = {
+    f"{name}={bound}": [f"--{name}={bound}"]
+    for name, (least, most) in BOUNDS.items()
+    for bound in (least - 1, *([] if most == math.inf else [10**12]))
+}
+REFUSED = BEYOND | {
     "too few for 1F1B": ["strategy=PipelineStrategy", "devices=5", "strategy.num_microbatches=4"],
     "too few for a V": [
         *("strategy=PipelineStrategy", "devices=3"),
@@ -41,6 +48,16 @@ REFUSED = {
     "parts of tensors in one kernel": ["strategy=fsdp2", "devices=2", *FUSED],
     "compiled copies": ["strategy=dp", "devices=2", "--model.compile=true"],
     "compiled parts of tensors": ["strategy=tp", "devices=2", "--model.compile=true"],
+    "no interval": ["val_check_interval=0"],
+    "an interval longer than an epoch": ["val_check_interval=3"],
+    "less than a batch": ["limit_train_batches=0.1"],
+    "less than a batch of a few": ["overfit_batches=0.1"],
+    "no classes": ["--model.num_classes=0"],
+    "less than a pixel": ["--model.image_size=-1"],
+    "more chunks than images": [
+        "--model.ghost_batchnorm.accumulation=2",
+        f"--model.ghost_batchnorm.num_shards={10**12}",
+    ],
     "another product": [
         *("strategy=ShardedStrategy", "devices=2"),
         *("strategy.data_parallel_size=2", "strategy.tensor_parallel_size=2"),
@@ -54,6 +71,7 @@ def test_every_remedy_is_accepted(name: str, monkeypatch: pytest.MonkeyPatch) ->
     command = [*TINY, *BATCHES, *(flag if flag.startswith("--") else f"--trainer.{flag}" for flag in REFUSED[name])]
     refused = run_here("fit", *command)
     assert refused.status == 2
+    assert len(refused.stderr.splitlines()) <= 5
     remedy = refused.stderr.strip().splitlines()[-1]
     alternatives = [flags for part in re.split(r"\bor\b", remedy) if (flags := re.findall(r"--[\w.]+=\w+", part))]
     assert alternatives

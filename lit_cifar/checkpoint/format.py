@@ -12,11 +12,13 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lit_cifar.errors import CheckpointError, ConfigError, one_line
 from lit_cifar.models import resnet
 
 _KEY = "lit_cifar"
+_OPTIMIZER = "optimizer"
 POSITION, METRICS = "position", "metrics"  # the entries of `exact_resume`
 _PREFIX = "network."
 _T = TypeVar("_T")
@@ -148,6 +150,41 @@ def check_shapes(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
                 f"checkpoint, {here} in the model",
                 remedy="pass the arguments of its training: --config RUN_FOLDER/config.yaml",
             )
+
+
+def name_optimizer(checkpoint: dict[str, Any], optimizer: Optimizer) -> None:
+    """Write whose the optimizer's states are, as `--model.optimizer` takes it."""
+    checkpoint[_OPTIMIZER] = _class_path(optimizer)
+
+
+def check_optimizer(checkpoint: Mapping[str, Any], optimizer: Optimizer) -> None:
+    """Raise a `CheckpointError` if a training was with another optimizer. The settings of `optimizer` become its.
+
+    Earlier checkpoints do not name theirs, so its settings must do.
+    """
+    states = checkpoint.get("optimizer_states") or [optimizer.state_dict()]
+    found, own = checkpoint.get(_OPTIMIZER), _class_path(optimizer)
+    if own == found or (found is None and _has_settings(optimizer, states[0]["param_groups"])):
+        return
+    settings = ", ".join(name for name in states[0]["param_groups"][0] if name not in ("params", "lr", "initial_lr"))
+    raise CheckpointError(
+        f"the checkpoint continues a training with {found or f'an optimizer that has {settings}'}; this one has {own}",
+        remedy=f"pass --model.optimizer={found}" if found else "pass that one, or --config RUN_FOLDER/config.yaml",
+    )
+
+
+def _class_path(optimizer: Optimizer) -> str:
+    kind = type(optimizer)
+    return kind.__name__ if hasattr(torch.optim, kind.__name__) else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _has_settings(optimizer: Optimizer, groups: list[dict[str, Any]]) -> bool:
+    """Whether `groups` have all settings of `optimizer`; those that torch has added since are filled in."""
+    try:
+        optimizer.load_state_dict({"state": {}, "param_groups": groups})
+    except ValueError:  # other numbers of groups or parameters
+        return False
+    return all(optimizer.defaults.keys() <= group.keys() for group in optimizer.param_groups)
 
 
 def read_checkpoint(path: Path, *, mmap: bool = True) -> dict[str, Any]:

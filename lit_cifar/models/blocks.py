@@ -20,6 +20,7 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lit_cifar.errors import ConfigError
 
@@ -46,6 +47,7 @@ def blocks_of(network: nn.Module) -> dict[str, nn.Module] | None:
 def check_network(network: nn.Module, image_shape: Sequence[int], *, num_classes: int) -> None:
     """Refuse a network that does not return logits for two images of noise, or whose blocks compute something else."""
     name = type(network).__name__
+    lazy = [key for key, tensor in network.named_parameters() if is_lazy(tensor)]
     alone = deepcopy(network).eval()
     images = torch.randn(2, *image_shape, generator=torch.Generator().manual_seed(0))
     try:
@@ -59,6 +61,12 @@ def check_network(network: nn.Module, image_shape: Sequence[int], *, num_classes
             f"{name} cannot take images {tuple(image_shape)}: {problem}",
             remedy="correct it, or its arguments: --model.network.NAME=VALUE",
         ) from error
+    if lazy:
+        layer = lazy[0].rpartition(".")[0]
+        raise ConfigError(
+            f"{name} has the lazy layer {layer}, and an optimizer needs all parameters before the first batch",
+            remedy=f"make it nn.{alone.get_submodule(layer)}",
+        )
     shape = tuple(getattr(logits, "shape", ()))
     if shape != (2, num_classes):
         raise ConfigError(
@@ -70,6 +78,14 @@ def check_network(network: nn.Module, image_shape: Sequence[int], *, num_classes
             f"the blocks of {name}, one after the other, do not compute its forward()",
             remedy="let blocks() return all of them in order, with what happens between them",
         )
+
+
+def unreached_parameters(network: nn.Module, image_shape: Sequence[int]) -> list[str]:
+    """The names of the parameters that get no gradient from the logits of two images of noise."""
+    alone = deepcopy(network).train()
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        alone(torch.randn(2, *image_shape)).sum().backward()
+    return [name for name, parameter in alone.named_parameters() if parameter.requires_grad and parameter.grad is None]
 
 
 def tensor_split_of(network: nn.Module) -> dict[str, SplitKind]:

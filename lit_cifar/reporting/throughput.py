@@ -57,8 +57,8 @@ class Throughput(Callback):
             return
         # The parts of a step are equally long, except that in a ragged last batch one image more or less may miss.
         self._num_images += len(batch.labels) * self._num_ranks
-        step = trainer.global_step
-        if step % trainer.log_every_n_steps == 0 and step != self._logged_step:  # type: ignore[attr-defined]
+        step, every = trainer.global_step, trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if every and step % every == 0 and step != self._logged_step:
             self._logged_step = step
             self._log(pl_module)
 
