@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from commands import TINY, Result, launch, mode_flags, run_here
 from comparing import assert_same_checkpoint
 from tiny_task import read_events
 
-from lit_cifar.checkpoint.exact_resume import Position
+from lit_cifar import LitResNet
+from lit_cifar.batch_split import BatchSplit
+from lit_cifar.checkpoint.exact_resume import Position, _collect, _own
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.cli import CLI
 
@@ -303,6 +306,36 @@ def test_a_position_in_lightnings_words(position: Position, accumulation: int) -
     assert (epochs["processed"], epochs["started"] > epochs["processed"]) == (position.epoch, position.started)
     assert set(batches.values()) == {position.step * accumulation}
     assert json.loads(json.dumps(loops)) == loops
+
+
+def test_counts_of_many_ranks_and_classes_are_few_bytes() -> None:
+    """Whole numbers are summed over the ranks, and no evaluation goes on from a checkpoint."""
+    module, kwargs = LitResNet("tiny", num_classes=1000), {"num_replicas": 8, "rank": 3}
+    strategy: Any = SimpleNamespace(distributed_sampler_kwargs=kwargs, reduce=lambda tensor, reduce_op: tensor)
+    module.train_loss.update(torch.tensor([0.25, 0.5]))
+    collected = _collect(SimpleNamespace(strategy=strategy), module)  # type: ignore[arg-type]
+    assert collected.keys() == {"train_loss", "train_acc"}
+    assert sum(tensor.nbytes for states in collected.values() for tensor in states.values()) < 300
+    assert collected["train_loss"]["total"].tolist() == [0, 0, 0, 0.75 * 2**32, 0, 0, 0, 0]
+    assert collected["train_loss"]["count"] == 2
+    module.train_loss.update(torch.ones(3))
+    assert collected["train_loss"]["count"] == 2  # it is written behind the training
+
+
+@pytest.mark.parametrize(
+    ("found", "num_dims", "shares"),
+    [
+        (10, 0, [[10], [10, 0], [10, 0, 0]]),
+        ([7, 3], 0, [[10], [7, 3], [10, 0, 0]]),
+        ([10, 2], 1, [[[10, 2]], [[10, 2], [0, 0]]]),
+        ([[7, 1], [3, 1]], 1, [[[10, 2]], [[7, 1], [3, 1]], [[10, 2], [0, 0], [0, 0]]]),
+    ],
+    ids=["a sum", "rows", "sums by class", "rows by class, as at commit fd36ea9"],
+)
+def test_the_part_of_each_rank_in_saved_counts(found: Any, num_dims: int, shares: list[list[Any]]) -> None:
+    for num_ranks, expected in enumerate(shares, start=1):
+        splits = [BatchSplit(dp_size=num_ranks, dp_rank=rank) for rank in range(num_ranks)]
+        assert [_own(torch.tensor(found), num_dims, split).tolist() for split in splits] == expected
 
 
 @pytest.mark.slow

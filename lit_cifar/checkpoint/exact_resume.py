@@ -16,12 +16,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_sum
 
 from lit_cifar.batch_split import BatchSplit
 from lit_cifar.checkpoint.callbacks import wait_for_files
 from lit_cifar.checkpoint.format import METRICS, POSITION
 from lit_cifar.checkpoint.save_errors import save_error
 from lit_cifar.errors import SaveError
+from lit_cifar.metrics import EvaluationMetrics
 from lit_cifar.reporting.run_report import run_folder
 
 
@@ -173,26 +175,39 @@ def _completed(count: int) -> dict[str, int]:
 
 
 def _metrics(module: torch.nn.Module) -> Iterator[tuple[str, Metric]]:
-    return ((name, child) for name, child in module.named_modules() if isinstance(child, Metric))
+    """Those of the training: an evaluation always begins anew, so nobody reads what one had counted."""
+    evaluations = tuple(f"{name}." for name, part in module.named_modules() if isinstance(part, EvaluationMetrics))
+    return (
+        (name, child)
+        for name, child in module.named_modules()
+        if isinstance(child, Metric) and not name.startswith(evaluations)
+    )
+
+
+_UPDATES = "update_count"
 
 
 def _collect(trainer: Trainer, pl_module: LightningModule) -> dict[str, dict[str, Tensor]]:
-    """Every metric's counts, a row for each data-parallel rank.
+    """Every metric's counts: sums of whole numbers over the ranks; of all else a row for each data-parallel rank.
 
-    Not their sums: continuing from a sum of floats would differ by rounding from an uninterrupted run.
+    Continuing from a sum of floats would differ by rounding from an uninterrupted run.
     """
     batch_split = BatchSplit.of(trainer.strategy)
     collected = {}
     for name, metric in _metrics(pl_module):
-        states = {**metric.metric_state, _UPDATES: torch.tensor(metric.update_count, device=metric.device)}
-        collected[name] = {
-            key: trainer.strategy.reduce(_row(state, batch_split), reduce_op="sum").cpu()
-            for key, state in states.items()
+        counts: dict[str, Any] = metric.metric_state
+        states = {
+            key: state.clone() if _has_exact_sum(metric, key) else _row(state, batch_split)
+            for key, state in counts.items()
         }
+        states[_UPDATES] = _row(torch.tensor(metric.update_count, device=metric.device), batch_split)
+        collected[name] = {key: trainer.strategy.reduce(state, reduce_op="sum").cpu() for key, state in states.items()}
     return collected
 
 
-_UPDATES = "update_count"
+def _has_exact_sum(metric: Metric, key: str) -> bool:
+    state: Any = metric.metric_state[key]
+    return metric._reductions[key] is dim_zero_sum and not state.is_floating_point()
 
 
 def _row(state: Any, batch_split: BatchSplit) -> Tensor:
@@ -203,15 +218,22 @@ def _row(state: Any, batch_split: BatchSplit) -> Tensor:
 
 
 def _restore(pl_module: LightningModule, collected: dict[str, dict[str, Tensor]], batch_split: BatchSplit) -> None:
-    """Restore the counts of every rank; if their number has changed, the first one gets all counts."""
+    """Restore what `_collect` has found."""
     for name, metric in _metrics(pl_module):
-        own = {key: _own(rows, batch_split) for key, rows in collected[name].items()}
-        metric._update_count = int(own.pop(_UPDATES))
-        for key, state in own.items():
-            setattr(metric, key, state.to(metric.device))
+        found = collected[name]
+        metric._update_count = int(_own(found[_UPDATES], 0, batch_split))
+        counts: dict[str, Any] = metric.metric_state
+        for key, state in counts.items():
+            setattr(metric, key, _own(found[key], state.dim(), batch_split).to(metric.device))
 
 
-def _own(rows: Tensor, batch_split: BatchSplit) -> Tensor:
-    if len(rows) == batch_split.dp_size:
-        return rows[batch_split.dp_rank].clone()
-    return rows.sum(dim=0) if batch_split.dp_rank == 0 else torch.zeros_like(rows[0])
+def _own(found: Tensor, num_dims: int, batch_split: BatchSplit) -> Tensor:
+    """This rank's part of a sum, or of rows, which have a dimension more than the state: at commit fd36ea9 all had.
+
+    The first rank has all of a sum, also of rows that were as many as there are no longer.
+    """
+    if found.dim() > num_dims:
+        if len(found) == batch_split.dp_size:
+            return found[batch_split.dp_rank].clone()
+        found = found.sum(dim=0)
+    return found.clone() if batch_split.dp_rank == 0 else torch.zeros_like(found)
