@@ -7,6 +7,7 @@ from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor
 
 from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
 from lit_cifar.checkpoint.exact_resume import ExactResume
+from lit_cifar.checkpoint.same_start import SameStart
 from lit_cifar.checkpoint.step_boundary import StepBoundary
 from lit_cifar.launch.heap import KeepFreedMemory
 from lit_cifar.reporting.confusion import ConfusionCounts
@@ -39,11 +40,12 @@ def default_callbacks() -> list[Callback]:
 
 
 def place(callback: Callback) -> int:
-    """Sort key of callbacks: `StepBoundary` first, then the watchdog, which notes phases, then all others.
+    """Sort key of callbacks: `StepBoundary`, then the watchdog, which notes phases, then all others.
 
-    Those that save come last, because their state must be the last to change. Ours come before other checkpoint
-    callbacks, because the run's summary names the first one's files.
+    `SameStart` comes before them: it ends runs whose processes would differ in what follows. Those that save come last,
+    because their state must be the last to change. Ours come before other checkpoint callbacks, because the run's
+    summary names the first one's files.
     """
-    kinds: tuple[Any, ...] = (StepBoundary, Watchdog, BestCheckpoint, LastCheckpoint, Checkpoint)
-    places = (0, 1, 3, 4, 5)
+    kinds: tuple[Any, ...] = (SameStart, StepBoundary, Watchdog, BestCheckpoint, LastCheckpoint, Checkpoint)
+    places = (-1, 0, 1, 3, 4, 5)
     return next((place for place, kind in zip(places, kinds, strict=True) if isinstance(callback, kind)), 2)

@@ -19,6 +19,7 @@ from lit_cifar.callbacks import default_callbacks, place
 from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
 from lit_cifar.checkpoint.fingerprint import Fingerprint
 from lit_cifar.checkpoint.lightning_io import CheckpointFiles
+from lit_cifar.checkpoint.same_start import SameStart
 from lit_cifar.checkpoint.save_errors import reporting_disk
 from lit_cifar.checks import check_arguments, check_bounds, check_run, check_sizes
 from lit_cifar.cli_help import COMMON, DESCRIPTION, EPILOG, SUBCOMMANDS, HelpFormatter, replace_texts
@@ -221,7 +222,7 @@ class CLI(LightningCLI):
         if config["enable_progress_bar"] is not False:
             callbacks = [ProgressBar(), *callbacks]
         num_parts = self._arguments.virtual_replicas
-        callbacks = [Fingerprint(num_parts), *callbacks]
+        callbacks = [SameStart(self._start.start), Fingerprint(num_parts), *callbacks]
         if num_parts is not None:
             callbacks = [VirtualReplicas(num_parts), *callbacks]
         config["plugins"] = [*as_list(config["plugins"]), CheckpointFiles()]

@@ -7,7 +7,7 @@ from typing import Any
 from jsonargparse import Namespace
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lit_cifar.checkpoint.files import newest_valid
+from lit_cifar.checkpoint.files import content_digest, newest_valid
 from lit_cifar.checkpoint.format import (
     POSITION,
     check_optimizer,
@@ -17,8 +17,10 @@ from lit_cifar.checkpoint.format import (
     naming,
     read_checkpoint,
 )
+from lit_cifar.checkpoint.same_start import Start
 from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.module import LitResNet
+from lit_cifar.reporting.run_folder import process_rank
 from lit_cifar.sample_audit.digest import Receipt
 from lit_cifar.usage_errors import refusing
 
@@ -33,11 +35,13 @@ class StartingCheckpoint:
         self.position: dict[str, Any] = {}  # of the run that is resumed in its own folder; empty for a new run
         self.receipt: Receipt | None = None  # of a fit that is resumed
         self.has_weights_alone = False  # with which the network starts
+        self.start = Start(None, "no checkpoint")
         self._content: dict[str, Any] | None = None
         self._config = config
         self._subcommand = subcommand
         if config.resume is not None:
-            config.ckpt_path = _newest(subcommand, config)
+            config.ckpt_path, refused = _newest(subcommand, config)
+            self.start = Start(None, "; ".join(["no checkpoint", *refused]))
         if config.ckpt_path is not None:
             self._read(Path(config.ckpt_path), resumes=config.resume is not None)
         elif subcommand != "fit":
@@ -48,6 +52,9 @@ class StartingCheckpoint:
 
     def _read(self, path: Path, *, resumes: bool) -> None:
         self._content = read_checkpoint(path)
+        step = self._content.get("global_step")
+        at = f" after {step} optimizer steps" if isinstance(step, int) else ""
+        self.start = Start(content_digest(path), f"{path}{at}")
         self.has_weights_alone = holds_weights_alone(self._content)
         if self.has_weights_alone:
             return
@@ -103,8 +110,11 @@ def _check_classes(checkpoint: dict[str, Any], dataset: str) -> None:
         )
 
 
-def _newest(subcommand: str, config: Namespace) -> str | None:
-    """The checkpoint that `--resume=auto` resumes from; None if there is none yet."""
+def _newest(subcommand: str, config: Namespace) -> tuple[str | None, list[str]]:
+    """The checkpoint that `--resume=auto` resumes from, None if there is none yet; and why newer ones were refused.
+
+    If all were refused, rank 0 raises. The others tell what they have seen when the processes have met.
+    """
     flags = f"--resume={config.resume}"
     if subcommand != "fit":
         raise ConfigError(f"{flags} resumes a training, and this is {subcommand}", remedy="leave it out")
@@ -116,11 +126,11 @@ def _newest(subcommand: str, config: Namespace) -> str | None:
             remedy="leave one of the two out",
         )
     path, refused = newest_valid(Path(config.run_dir) / "checkpoints")
-    if refused and path is None:
+    if refused and path is None and process_rank() == 0:
         raise CheckpointError(
             "\n".join(refused), remedy="restore one of them, or start a new run in another folder: --run_dir=FOLDER"
         )
     for problem in refused:
         rank_zero_warn(f"{flags} skips a checkpoint: {problem}")
     rank_zero_info(f"{flags}: " + (f"resuming from {path}" if path else f"starting a new run in {config.run_dir}"))
-    return None if path is None else str(path)
+    return None if path is None else str(path), refused

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import os
 import re
 import shutil
 from pathlib import Path
@@ -19,8 +20,11 @@ from tiny_task import read_events
 from lit_cifar import LitResNet
 from lit_cifar.batch_split import BatchSplit
 from lit_cifar.checkpoint.exact_resume import Position, _collect, _own
+from lit_cifar.checkpoint.files import write_checkpoint
 from lit_cifar.checkpoint.format import read_checkpoint
+from lit_cifar.checkpoint.same_start import Start, disagreement
 from lit_cifar.cli import CLI
+from lit_cifar.launch.forked import ForkedRun, _rank_environments
 
 # 79 images in batches of 16: four steps and a ragged one of 15 an epoch, ten steps in all.
 SETTINGS = [
@@ -77,6 +81,46 @@ def assert_same_end(run: Path, undisturbed: Path) -> None:
         if key in expected:
             assert_equal(found[key], expected[key], key)
     assert metrics(run) == metrics(undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("digests", "rank"), [("aa", None), ([None, None], None), ("aab", 2), (["a", None, "b"], 1), ([None, "a"], 1)]
+)
+def test_processes_that_start_differently_are_named(digests: list[str | None], rank: int | None) -> None:
+    found = disagreement([Start(digest, f"file {n}", f"node{n}") for n, digest in enumerate(digests)])
+    assert (found is None) == (rank is None)
+    assert found is None or f"rank 0 on node0: file 0\n  rank {rank} on node{rank}: file {rank}\n" in found
+
+
+def test_processes_that_see_different_checkpoints_end_in_words(
+    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a network file system shows one of them an older file. Here each has a folder of its own."""
+    for rank in (0, 1):
+        shutil.copytree(undisturbed, tmp_path / str(rank) / "run")
+    last = Path("run", "checkpoints", "last.ckpt")
+    older = read_checkpoint(undisturbed / "checkpoints" / "last.ckpt") | {"global_step": 9}
+    write_checkpoint(older, tmp_path / "1" / last)
+    before = (tmp_path / "0" / "run" / "metrics.csv").read_bytes()
+    started = []
+    words = ["fit", *SETTINGS, *mode_flags("ddp"), "--resume=auto", "--run_dir=run"]
+    with _rank_environments({**os.environ, "OMP_NUM_THREADS": "1"}, 2) as environments:
+        for rank, environment in enumerate(environments):
+            monkeypatch.chdir(tmp_path / str(rank))
+            own = {name: tmp_path / f"{name}{rank}" for name in ("stdout", "stderr")}
+            started.append(ForkedRun(words, environment=environment, **own))
+    try:
+        assert started[0].wait(100) == 2
+        assert started[1].wait(100) is not None
+    finally:
+        for run in started:
+            run.kill()
+    told = (tmp_path / "stderr0").read_text().partition("lit_cifar: error: ")[2].splitlines()
+    assert len(told) == 4
+    assert told[1].endswith(f": {last} after 10 optimizer steps")
+    assert told[2].endswith(f": {last} after 9 optimizer steps")
+    assert "Traceback" not in (tmp_path / "stderr0").read_text() + (tmp_path / "stderr1").read_text()
+    assert (tmp_path / "0" / "run" / "metrics.csv").read_bytes() == before
 
 
 @pytest.fixture(scope="module")

@@ -91,6 +91,15 @@ def carries_hash(path: Path) -> bool:
     return _hashes(path, compute=False)[1] is not None
 
 
+def content_digest(path: Path) -> str:
+    """The hash of a checkpoint's content that it carries; of another's file that of all its bytes."""
+    carried = _hashes(path, compute=False)[1]
+    if carried is not None:
+        return carried
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
     """`last.ckpt`, else `previous.ckpt` of a run's `checkpoints/`, else None; and why newer ones were refused, a line
     each.

@@ -147,7 +147,7 @@ class StepBoundary(Callback):
         if trainer.strategy.reduce(bad, group=group.WORLD, reduce_op="max").item():
             self._settle(trainer)
             message = f"the weights are not finite after {trainer.global_step} optimizer steps"
-            _end(trainer, f"{message}; {self._newest()}\n{_cause(trainer, trainer.global_step)}", status=1)
+            end_together(trainer, f"{message}; {self._newest()}\n{_cause(trainer, trainer.global_step)}", status=1)
 
     def _agree(self, trainer: Trainer) -> Agreed:
         """Agree by an all-reduce of maxima, also on the number of steps until the next agreement."""
@@ -176,7 +176,7 @@ class StepBoundary(Callback):
     def _stop_for_signal(self, trainer: Trainer, number: int) -> NoReturn:
         self._settle(trainer)
         name = signal.Signals(number).name
-        _end(
+        end_together(
             trainer,
             f"stopped by {name} after {trainer.global_step} optimizer steps; {self._newest()}\n"
             "to resume, run the same command with --resume=auto",
@@ -195,7 +195,7 @@ class StepBoundary(Callback):
         shown = ", ".join(map(str, ids[:_MAX_IDS])) + (
             f" and {len(ids) - _MAX_IDS} more" if len(ids) > _MAX_IDS else ""
         )
-        _end(
+        end_together(
             trainer,
             f"the loss of rank {rank} is not finite in optimizer step {step} (counted from 0); its samples: {shown}\n"
             f"{_cause(trainer, step)}\n{self._newest()}",
@@ -245,10 +245,10 @@ def _ending_if_not_saved(trainer: Trainer) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        _end(trainer, str(error), status=1)
+        end_together(trainer, str(error), status=1)
 
 
-def _end(trainer: Trainer, message: str, *, status: int) -> NoReturn:
+def end_together(trainer: Trainer, message: str, *, status: int) -> NoReturn:
     """Print `message` on rank 0, and exit; every process must call this."""
     if trainer.is_global_zero:
         print(f"lit_cifar: {message}", file=sys.stderr, flush=True)
