@@ -166,6 +166,8 @@ def variants(devices: int) -> dict[str, Variant]:
 
     `ddp_mp` and `ddp_pp` form as many replicas of two stages as there are devices for.
     """
+    if devices > 2**16:  # a Trainer lists them
+        raise ConfigError(f"--devices={devices} is more than 65536", remedy="pass --devices 2")
     stages = 2 if devices % 2 == 0 else devices
     microbatches = max(2, devices)  # a 1F1B pipeline needs as many as it has stages
     of = partial(Variant, devices=devices)

@@ -123,7 +123,9 @@ def ended_in_words() -> Iterator[None]:
         yield
     except ConfigError as error:
         refuse(str(error), status=1 if isinstance(error, SaveError) else 2)
-    except MisconfigurationException as error:
+    except (MisconfigurationException, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not str(error).startswith("Early stopping conditioned on metric"):
+            raise
         refuse(str(error), remedy=f"see {_program()} --help")
 
 

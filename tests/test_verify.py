@@ -647,6 +647,7 @@ def test_every_mode_of_several_processes_has_a_mistake_that_one_of_them_makes() 
         (["--modes=dpp"], "dpp"),
         (["--devices=1"], "--devices=1"),
         (["--devices=two"], "two"),
+        ([f"--devices={10**12}"], "--devices 2"),
         (["--steps=0"], "--steps=0"),
         (["--steps=1"], "--steps=1"),
         (["--trainer.strategy=ddp"], "--trainer.strategy"),
