@@ -6,6 +6,7 @@ from typing import Any
 
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
@@ -15,6 +16,7 @@ from lit_cifar.batch_split import BatchSplit
 from lit_cifar.checkpoint.format import naming
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.dataset import Dataset
+from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.blocks import check_network, unreached_parameters
 from lit_cifar.module import LitResNet
@@ -117,6 +119,7 @@ def check_run(
     if subcommand == "fit":
         optimizer = _try_optimizer(module)
         check_clipping(trainer, optimizer)
+        _check_averaging(trainer)
         _check_matrices(trainer, optimizer)
         if module.header.network is not None and isinstance(trainer.strategy, DDPStrategy):
             _check_reached(trainer.strategy, module)
@@ -130,6 +133,9 @@ def check_run(
     if subcommand == "fit":
         _check_samples(data, receipt, checkpoint=asked.ckpt_path)
         _check_intervals(trainer, data)
+        name = "overfit_batches" if asked.trainer.overfit_batches else "limit_train_batches"
+        if not asked.trainer.fast_dev_run:
+            _check_limit(name, trainer.limit_train_batches, data.train_sampler())
 
 
 def _try_optimizer(module: LitResNet) -> Optimizer:
@@ -203,6 +209,34 @@ def _check_samples(data: CIFAR10DataModule, receipt: Receipt | None, *, checkpoi
         sampler.set_epoch(receipt.epoch)
         with naming(checkpoint):
             receipt.check(sampler, order_settings(sampler, dataset=data.dataset, val_size=data.val_size))
+
+
+def _check_limit(name: str, limit: float, sampler: TrainSampler) -> None:
+    """Refuse a limit on an epoch's batches by which its last step would have fewer than are accumulated.
+
+    Lightning would divide their gradients by the full number, and take a smaller step.
+    """
+    num_batches, accumulation = len(sampler), sampler.accumulation
+    used = min(limit, num_batches) if isinstance(limit, int) else int(limit * num_batches)
+    if used and used % accumulation == 0:
+        return
+    whole = used // accumulation * accumulation
+    nearest = [value for value in (whole, whole + accumulation) if value]
+    raise ConfigError(
+        f"--trainer.{name}={limit} leaves {used} of {num_batches} batches, "
+        f"and --trainer.accumulate_grad_batches={accumulation} are one step",
+        remedy="the nearest that are whole steps: " + " or ".join(f"--trainer.{name}={value}" for value in nearest),
+    )
+
+
+def _check_averaging(trainer: Trainer) -> None:
+    """Refuse a callback that adds an epoch without optimizer steps, which no plan of samples has."""
+    if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        raise ConfigError(
+            "StochasticWeightAveraging adds an epoch without steps at the end, for BatchNorm, and forgets its learning "
+            "rate in a run that is resumed within an epoch",
+            remedy="average with --trainer.callbacks+=lightning.pytorch.callbacks.EMAWeightAveraging",
+        )
 
 
 def _check_kernels(trainer: Trainer, asked: Namespace, *, compiles: bool) -> None:

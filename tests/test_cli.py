@@ -54,6 +54,19 @@ REFUSED = {
     "abbreviated flag": (["--trainer.max_epoch=3"], ["--trainer.max_epoch=3", "did you mean --trainer.max_epochs?"]),
     "negative rate": (["--model.optimizer.lr=-1"], ["learning rate: -1"]),
     "no batches": (["--trainer.limit_train_batches=0"], ["--trainer.limit_train_batches=0 would train nothing"]),
+    "half a step": (
+        ["--trainer.accumulate_grad_batches=4", "--trainer.limit_train_batches=6"],
+        ["--trainer.limit_train_batches=4 or --trainer.limit_train_batches=8"],
+    ),
+    "less than a batch": (["--trainer.limit_train_batches=0.1"], ["--trainer.limit_train_batches=1"]),
+    "half a step of few": (
+        ["--trainer.accumulate_grad_batches=2", "--trainer.overfit_batches=1"],
+        ["the nearest that are whole steps: --trainer.overfit_batches=2"],
+    ),
+    "an epoch without steps": (
+        ["--trainer.callbacks+=StochasticWeightAveraging", "--trainer.callbacks.swa_lrs=0.01"],
+        ["for BatchNorm", "EMAWeightAveraging"],
+    ),
     "no steps": (["--trainer.max_steps=0"], ["--trainer.max_steps=0 would train nothing"]),
     "wrong type": (["--data.batch_size=many"], ["batch_size"]),
     "no schedule": (
