@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lit_cifar.errors import ConfigError
+
 Precision = Literal["32-true", "bf16-mixed"]
 VARIABLE = "LIT_CIFAR_KERNELS"  # tells the processes that a run starts what their parent has found
 _STEPS = 2  # timed for each candidate
@@ -36,8 +38,13 @@ class Kernels:
 
     @classmethod
     def parse(cls, text: str) -> "Kernels":
-        """The one that `str` has written so."""
-        return next(each for each in CANDIDATES if str(each) == text)
+        """The one that `str` has written so; another `text` raises a `ConfigError`."""
+        known = {str(each): each for each in CANDIDATES}
+        if text not in known:
+            raise ConfigError(
+                f"{VARIABLE}={text!r} in the environment is none of {', '.join(known)}", remedy=f"unset {VARIABLE}"
+            )
+        return known[text]
 
 
 _PRECISIONS: tuple[Precision, ...] = ("32-true", "bf16-mixed")

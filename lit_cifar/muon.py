@@ -93,7 +93,7 @@ def _step_filters(parameters: list[Tensor], directions: list[Tensor], lr: float,
         matrices = [_ordered(weight, as_in=weight).view(len(weight), -1) for weight, _ in pairs]  # where they lie
         momenta = torch.stack([_ordered(found, as_in=weight).reshape(len(found), -1) for weight, found in pairs])
         weights = torch.stack(matrices)
-        weights *= weights.shape[1] ** 0.5 / weights.norm(dim=(1, 2), keepdim=True)
+        weights *= weights.shape[1] ** 0.5 / weights.norm(dim=(1, 2), keepdim=True).clamp_min(1e-7)  # may all be 0
         weights.sub_(orthogonal(momenta, iterations=iterations), alpha=lr)
         targets += matrices
         values += weights.unbind()

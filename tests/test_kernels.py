@@ -120,6 +120,13 @@ def test_torchrun_s_processes_cannot_agree(monkeypatch: pytest.MonkeyPatch, tmp_
     assert "bench step" in done.stderr
 
 
+def test_an_unknown_choice_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(kernels.VARIABLE, "fp8")
+    done = run_here("fit", *TINY, "--kernels=auto", f"--run_dir={tmp_path / 'run'}")
+    assert done.status == 2
+    assert "LIT_CIFAR_KERNELS='fp8' in the environment is none of 32-true, " in done.stderr
+
+
 def test_it_is_for_training(tmp_path: Path) -> None:
     done = run_here("test", *TINY, "--kernels=auto", "--ckpt_path=none.ckpt", f"--run_dir={tmp_path / 'run'}")
     assert done.status == 2

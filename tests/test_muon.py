@@ -57,6 +57,14 @@ def test_each_matrix_takes_the_step_of_its_formula() -> None:
         torch.testing.assert_close(found[name], weight - 0.1 * direction, rtol=1e-9, atol=1e-9, msg=name)
 
 
+def test_filters_of_zeros_take_a_step() -> None:
+    """As of a layer that is made to add nothing at first."""
+    filters = nn.Parameter(torch.zeros(4, 3, 1, 1))
+    filters.grad = torch.eye(4, 3)[:, :, None, None]
+    MuonSGD([filters], lr=0.1).step()
+    assert filters[:3].flatten(1).diag().less(-0.01).all()
+
+
 def test_all_other_parameters_take_the_step_of_sgd() -> None:
     net, plain = network(), network()
     others = [parameter for parameter in net.parameters() if parameter.ndim != 4]

@@ -218,6 +218,11 @@ def test_more_images_than_there_are(binary_root, num_images):
         load("cifar10", binary_root, split="test", num_images=num_images)
 
 
+@pytest.mark.parametrize(("num_train", "held_out"), [(None, 5000), (50_000, 5000), (600, 60), (9, 0)])
+def test_the_default_holds_out_at_most_a_tenth(num_train: int | None, held_out: int) -> None:
+    assert CIFAR10DataModule(dataset="synthetic", num_train=num_train).val_size == held_out
+
+
 def test_data_are_read_ahead_once_and_only_if_they_are_there(small_files, tmp_path):
     data = CIFAR10DataModule(root=tmp_path, val_size=10)
     data.read_ahead("fit")

@@ -37,7 +37,8 @@ class CIFAR10DataModule(L.LightningDataModule):
         batch_size: Global batch size: samples per optimizer step over all replicas and accumulation steps.
         eval_batch_size: Samples per evaluation step over all processes. It does not change any result.
         val_size: Number of training images held out for validation by a seeded split. With 0 the run trains on all
-            images and does not validate. The default is 5000; of "folder" a tenth, and none where there is ROOT/val.
+            images and does not validate. The default is 5000, or a tenth of `num_train` if that is less; of "folder" a
+            tenth, and none where there is ROOT/val.
         num_train: Use only the first n training images, before the split. The synthetic data set draws n images.
         num_test: Use only the first n test images. The synthetic data set draws n images.
         augment: Augment training images by random crops after padding by 4 pixels, and by random flips.
@@ -102,7 +103,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         self.source = open_dataset(dataset, root, image_size=image_size, seed=seed)
         self.dataset = self.source.identity(dataset)
         self.name = self.source.title
-        self.val_size = self.source.val_size if val_size is None else val_size
+        self.val_size = self._default_val_size(num_train) if val_size is None else val_size
         self.sets: dict[str, ImageSet] = {}
         self.folder: FolderImages | None = None
         self._prepared = False
@@ -124,6 +125,10 @@ class CIFAR10DataModule(L.LightningDataModule):
                 "sizes and seeds are not negative",
                 remedy="the defaults are 5000, 500 and 0",
             )
+
+    def _default_val_size(self, num_train: int | None) -> int:
+        own = self.source.val_size
+        return own if self.source.own_val or num_train is None else min(own, max(num_train, 0) // 10)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the images: a spawned process reads them itself, as 150 MB do not fit every shared memory."""
