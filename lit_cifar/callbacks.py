@@ -18,6 +18,7 @@ from lit_cifar.reporting.run_report import RunReport
 from lit_cifar.reporting.tensorboard import RunSettings
 from lit_cifar.reporting.throughput import Throughput
 from lit_cifar.sample_audit.callback import SampleAudit
+from lit_cifar.strategies.random_streams import RandomStreams
 from lit_cifar.watchdog.callback import Watchdog
 
 
@@ -26,6 +27,7 @@ def default_callbacks() -> list[Callback]:
     return [
         KeepFreedMemory(),
         StepBoundary(),
+        RandomStreams(),
         ExactResume(),
         SampleAudit(),
         LearningRateMonitor(logging_interval="step"),  # with the other metrics of a step

@@ -87,3 +87,8 @@ def environment_of(run: Path) -> dict[str, object]:
     """A run's `environment.json`."""
     content: dict[str, object] = json.loads((run / "environment.json").read_text())
     return content
+
+
+def own_network(name: str) -> list[str]:
+    """`TINY` with a network of `own_networks`."""
+    return [*(flag for flag in TINY if "--model" not in flag), f"--model.network=own_networks.{name}"]

@@ -4,6 +4,8 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import dropout
+from torchvision.ops import stochastic_depth
 
 from lit_cifar.models.blocks import SplitKind
 
@@ -90,3 +92,42 @@ class Unreached(Chain):
     def __init__(self) -> None:
         super().__init__()
         self[0].unused = nn.Linear(3, 3)
+
+
+class Drawing(nn.Sequential):
+    """A chain whose layers draw random numbers in each way that torch has, before and behind the middle."""
+
+    def __init__(self, width: int = 8, num_classes: int = 10) -> None:
+        super().__init__(
+            nn.Conv2d(3, width, kernel_size=3, stride=4),
+            nn.Dropout(0.2),
+            Noise(),
+            nn.Conv2d(width, width, kernel_size=3),
+            Noise(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Dropout(0.2),
+            nn.Linear(width, num_classes),
+        )
+
+
+class Noise(nn.Module):
+    """Draws by functions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        out: Tensor = stochastic_depth(dropout(x, 0.2) + 0.1 * torch.rand_like(x), 0.2, "row")
+        return out
+
+
+class DrawingWhole(nn.Module):
+    """The same, without saying that it is a chain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = Drawing()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from commands import TINY, Result, launch, mode_flags, run_here
+from commands import TINY, Result, launch, mode_flags, own_network, run_here
 from comparing import assert_same_checkpoint
 from tiny_task import read_events
 
@@ -141,6 +141,29 @@ def test_a_stopped_run_goes_on_with_the_very_next_sample(step: int, undisturbed:
     assert_same_end(run, undisturbed)
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["ckpt_path"] is None  # or a command that reads this file would go on from there too
+
+
+@pytest.mark.parametrize(
+    ("mode", "network", "ranks"),
+    [
+        ("single", "Drawing", 1),
+        ("ddp", "DrawingWhole", 2),
+        *(pytest.param(*more, marks=pytest.mark.slow) for more in (("dp", "DrawingWhole", 1), ("pp", "Drawing", 2))),
+    ],
+)
+def test_a_network_with_dropout_goes_on_with_the_masks_that_were_due(
+    mode: str, network: str, ranks: int, tmp_path: Path
+) -> None:
+    """Whatever the generators have been used for before, as they have in the run that was stopped."""
+    flags = [*own_network(network), *mode_flags(mode), "--trainer.max_epochs=2", EVERY_STEP]
+    commands = [
+        [*flags, f"--run_dir={tmp_path}/undisturbed"],
+        [*flags, f"--run_dir={tmp_path}/run", *stop_after(2)],
+        [*flags, f"--run_dir={tmp_path}/run", "--resume=auto"],
+    ]
+    statuses = [launch("fit", *command, check=False, ranks=ranks).status for command in commands]
+    assert statuses == [0, 143, 0]
+    assert_same_end(tmp_path / "run", tmp_path / "undisturbed")
 
 
 def test_settings_that_have_had_no_effect_are_not_written_down(undisturbed: Path, tmp_path: Path) -> None:

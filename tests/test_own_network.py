@@ -160,6 +160,21 @@ def test_every_mode_computes_what_one_device_does(pictures: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
+    ("mode", "ranks", "alone"),
+    [("mp", 1, []), ("ddp", 2, ["--trainer.accumulate_grad_batches=2"])],
+)
+def test_dropout_has_the_masks_of_one_device(
+    pictures: Path, tmp_path: Path, mode: str, ranks: int, alone: list[str]
+) -> None:
+    """Blocks have masks of their own wherever they are, and so have parts of a batch, whoever takes them."""
+    drawing = [own("Drawing"), "--model.network.num_classes=2"]
+    done(run_here("fit", *flags(pictures, *drawing), *alone, f"--run_dir={tmp_path / 'alone'}"))
+    launch("fit", *flags(pictures, *drawing), *mode_flags(mode), f"--run_dir={tmp_path / mode}", ranks=ranks)
+    expected, found = (trained(tmp_path / run)["state_dict"] for run in ("alone", mode))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
     ("more", "problem"),
     [
         ([own("Opaque"), *mode_flags("pp")], "Opaque does not say which it has"),

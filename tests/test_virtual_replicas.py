@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from commands import TINY, launch, mode_flags, run_here
+from commands import TINY, launch, mode_flags, own_network, run_here
 from torch import Tensor, nn
 
 from lit_cifar.batch_split import BatchSplit
@@ -255,6 +255,38 @@ def test_a_mode_ends_with_the_bits_of_one_device(
     launch("fit", *SHORT, *mode_flags(mode, devices), f"--run_dir={run}", ranks=ranks)
     assert bits(run) == bits(short)
     assert rows(run) == rows(short)
+
+
+# Steps of 16 and of 10 images, whose parts are unequal.
+RANDOM = [*own_network("Drawing"), "--virtual_replicas=4", "--data.num_train=42", "--data.eval_batch_size=8"]
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("drawn") / "run"
+    launch("fit", *RANDOM, f"--run_dir={run}")
+    return run
+
+
+@pytest.mark.parametrize(
+    ("mode", "devices", "ranks"),
+    [
+        ("mp", 2, 1),
+        ("pp", 2, 2),
+        pytest.param("dp", 2, 1, marks=pytest.mark.slow),
+        pytest.param("ddp", 2, 2, marks=pytest.mark.slow),
+        pytest.param("ddp_mp", 4, 2, marks=pytest.mark.slow),
+        pytest.param("ddp_pp", 4, 4, marks=pytest.mark.slow),
+        pytest.param("fsdp2", 2, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_network_with_dropout_draws_the_same_masks_in_every_mode(
+    mode: str, devices: int, ranks: int, drawn: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    launch("fit", *RANDOM, *mode_flags(mode, devices), f"--run_dir={run}", ranks=ranks)
+    assert bits(run) == bits(drawn)
+    assert rows(run) == rows(drawn)
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ class Purpose(IntEnum):
     CUTOUT_ROW = 6
     CUTOUT_COLUMN = 7
     COPY_PROBE = 8
+    NETWORK = 9
 
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # int64 tensors wrap around as the generator's uint64 does
@@ -35,10 +36,15 @@ def keyed_bits(ids: Tensor, *, seed: int, epoch: int, purpose: Purpose) -> Tenso
 
     `seed` is an integer of at most 63 bits.
     """
-    key = 0  # of Python, as no device need know it
-    for word in (seed, epoch, int(purpose)):
+    return _mix((ids + 1) * _GOLDEN + key_of(seed, epoch, int(purpose)))
+
+
+def key_of(*words: int) -> int:
+    """64 random bits for a row of integers: an int64 of Python, as no device need know it."""
+    key = 0
+    for word in words:
         key = (_mix((key ^ word) + _GOLDEN) + 2**63) % 2**64 - 2**63  # the low 64 bits, as an int64 has them
-    return _mix((ids + 1) * _GOLDEN + key)
+    return key
 
 
 def keyed_integers(ids: Tensor, bound: int, *, seed: int, epoch: int, purpose: Purpose) -> Tensor:

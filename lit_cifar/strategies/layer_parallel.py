@@ -24,6 +24,7 @@ from lit_cifar.reporting.timeline import Recorder
 from lit_cifar.strategies.custom_forward import CustomForwardStrategy
 from lit_cifar.strategies.network import Runner, RunsNetwork, check_chain, compiles
 from lit_cifar.strategies.parts import Parts
+from lit_cifar.strategies.random_streams import begin_part, begin_stage
 
 
 class StagedRunner:
@@ -68,6 +69,9 @@ class StagedRunner:
     def _run(self, index: int, microbatch: int, piece: Tensor) -> Tensor:
         stage, device = self.stages[index]
         here = self._sent(piece, device, sender=max(0, index - 1), receiver=index)
+        if self.num_microbatches > 1:
+            begin_part(microbatch)
+        begin_stage(index)
         what: Any = {"stage": index, "microbatch": microbatch, "worker": self._names[index], "device": device}
         with self._recorder.span("forward", **what):
             output = stage(here)

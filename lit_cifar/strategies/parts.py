@@ -27,6 +27,7 @@ class Parts:
     def __init__(self, num_parts: int, *, num_processes: int = 1, group: dist.ProcessGroup | None = None) -> None:
         self.num_parts = num_parts
         self.count = num_parts // num_processes  # those of this process
+        self.places = in_tree_order(self.count)  # which of them passes first, second and so on
         self.group = group
         self._sums = PartSums(self.count, group=group, is_alone=num_processes == 1)
         self._before: dict[Tensor, Tensor] = {}
@@ -36,7 +37,7 @@ class Parts:
     def cut(self, batch: Batch) -> list[Batch]:
         """This process's parts in the order of the tree; the weight of each is that of its samples among all."""
         average = len(batch.labels) / batch.weight  # samples of a process
-        parts = (tuple(values[place :: self.count] for values in batch[:3]) for place in in_tree_order(self.count))
+        parts = (tuple(values[place :: self.count] for values in batch[:3]) for place in self.places)
         return [Batch(images, labels, ids, len(labels) * self.count / average) for images, labels, ids in parts]
 
     # A step: `begin`, then every part, then `average`.

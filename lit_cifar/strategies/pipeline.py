@@ -21,6 +21,7 @@ from lit_cifar.reporting.timeline import Kind, Recorder
 from lit_cifar.strategies.parts import Parts
 from lit_cifar.strategies.pipeline_schedule import Schedule
 from lit_cifar.strategies.pipeline_stage import Stage, output_dtypes
+from lit_cifar.strategies.random_streams import begin_part, begin_stage
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Passed = dict[int, tuple[Tensor, Tensor]]  # what each stage of a process has got and returned of a microbatch
@@ -129,6 +130,8 @@ class Pipeline:
                 dist.recv(given, group=self.group, group_src=self.schedule.owner(index - 1))
             given = given.requires_grad_() if trains and index > 0 else given
             own = nullcontext() if self._parts is None or not trains else self._parts.own_statistics(stage.buffers())
+            begin_part(microbatch if self._parts is None else self._parts.places[microbatch])
+            begin_stage(index)
             with self._span("forward", index, microbatch), own:
                 output = self._callable(index, len(images))(given)
             passed[index] = given, output

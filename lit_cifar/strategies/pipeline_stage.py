@@ -14,6 +14,7 @@ from torch.func import functional_call
 from lit_cifar.models.partition import Partition
 from lit_cifar.reporting.timeline import Kind
 from lit_cifar.strategies.parts import Parts
+from lit_cifar.strategies.random_streams import begin_part, begin_stage
 
 Span = Callable[[Kind, int, int], AbstractContextManager[None]]  # of a stage's work on a microbatch
 
@@ -29,6 +30,8 @@ class Stage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """As torch's, recorded."""
         own = nullcontext() if self._parts is None else self._parts.own_statistics(self.submod.buffers())
+        begin_part(fwd_chunk_id if self._parts is None else self._parts.places[fwd_chunk_id])
+        begin_stage(self.stage_index)
         with self._span("forward", self.stage_index, fwd_chunk_id), own:
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 

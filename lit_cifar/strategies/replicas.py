@@ -15,6 +15,7 @@ from torch.func import functional_call
 
 from lit_cifar.copy_probe.virtual_devices import VirtualDevices
 from lit_cifar.strategies.network import Runner
+from lit_cifar.strategies.random_streams import begin_part
 
 
 def replica_of(num_samples: int, *, num_replicas: int) -> Tensor:
@@ -73,6 +74,7 @@ class EmulatedReplicas:
         copies = [{name: buffer.clone() for name, buffer in self.network.named_buffers()} for _ in others]
         outputs = [self.network(first)]
         for replica, (copy, chunk) in enumerate(zip(copies, others, strict=True), start=1):
+            begin_part(replica)
             outputs.append(self._run(replica, copy, chunk))
         return torch.cat(outputs)
 
@@ -135,11 +137,13 @@ class DeviceReplicas:
     """
 
     def __init__(self, network: nn.Module, devices: Sequence[torch.device]) -> None:
-        self.network = network
+        self.network, self.devices = network, devices
         self._parallel = _DataParallel(network, device_ids=[device.index for device in devices])
 
     def __call__(self, images: Tensor) -> Tensor:
         """The gathered output (n, ...) for a batch (n, ...) on the first device; n may be 0, which needs no replica."""
+        for replica, device in enumerate(self.devices):
+            begin_part(replica, device=device)
         output: Tensor = self._parallel(images) if len(images) else self.network(images)
         return output
 

@@ -30,6 +30,7 @@ from lit_cifar.strategies.custom_forward import CustomForwardStrategy
 from lit_cifar.strategies.loss_scaling import loss_scale
 from lit_cifar.strategies.parts import Parts
 from lit_cifar.strategies.pp import PipelineStrategy
+from lit_cifar.strategies.random_streams import begin_part
 from lit_cifar.strategies.same_bits import check_same_bits
 from lit_cifar.strategies.sharded import ShardedStrategy
 
@@ -58,12 +59,15 @@ class VirtualReplicas(Callback):
         self._parts.begin(module.network.buffers())  # type: ignore[union-attr]  # it has been checked
         strategy = module.trainer.strategy
         scale = loss_scale(strategy.precision_plugin, strategy.root_device)
-        for part in first:
+        *places, last_place = self._parts.places
+        for place, part in zip(places, first, strict=True):
+            begin_part(place)
             with self._parts.own_statistics():
                 loss = loss_of(part) * scale
             with torch.autocast(loss.device.type, enabled=False):
                 loss.backward()  # type: ignore[no-untyped-call]
             torch.clear_autocast_cache()  # weights that were cast belong to the graph that is gone
+        begin_part(last_place)
         with self._parts.own_statistics():
             return loss_of(last)
 
