@@ -35,7 +35,7 @@ COMMON: dict[str, dict[str, tuple[str, ...]]] = {
 }
 _TEXTS = {
     "config": "Read flags from a YAML file, as RUN_FOLDER/config.yaml. Later files and flags win over earlier ones.",
-    "seed_everything": "Seed of the initial weights. Order, augmentation and split of the data follow --data.seed.",
+    "seed_everything": "Seed of the initial weights. Order, augmentation, split and dropout follow --data.seed.",
     "ckpt_path": "Checkpoint to resume from (fit) or to evaluate (the others): a file, as "
     "RUN_FOLDER/checkpoints/best.ckpt.",
     "weights_only": "Has no effect: only tensors and primitives are read from a checkpoint, and false is refused.",

@@ -51,7 +51,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         resident: Where the uint8 images are kept: in "host" memory, or on the "device", where the GPU makes its batches
             itself. With "auto" they are on the GPU if it has room for four copies of them.
         download: Download the data set if it is missing.
-        seed: Seed of order, augmentation, split and synthetic images, in [0, 2**62).
+        seed: Seed of order, augmentation, split and synthetic images, and of dropout, in [0, 2**62).
         predict_dir: Folder of the images that `predict` classifies.
 
     Attributes:
