@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 from torchvision.ops import stochastic_depth
@@ -131,3 +132,52 @@ class DrawingWhole(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.layers(x)
         return out
+
+
+class Tied(nn.Sequential):
+    """Two layers of one weight, the first of which is in the first of two stages; or the same layer twice."""
+
+    def __init__(self, num_classes: int = 2, *, reused: bool = False) -> None:
+        layers = [nn.Conv2d(3, 3, kernel_size=1, bias=False) for _ in range(2)]
+        layers[1].weight = layers[0].weight
+        super().__init__(
+            layers[0],
+            nn.ReLU(),
+            nn.Conv2d(3, 3, kernel_size=3),
+            layers[0 if reused else 1],
+            Widening(3),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(3, num_classes),
+        )
+
+
+class TiedWhole(nn.Module):
+    """The same, without saying that it is a chain."""
+
+    def __init__(self, *, reused: bool = False) -> None:
+        super().__init__()
+        self.layers = Tied(reused=reused)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+
+class Hooked(Chain):
+    """Halves the gradient of its last weight: as soon as there is one, or when all is added."""
+
+    def __init__(self, *, accumulated: bool = False) -> None:
+        super().__init__()
+        weight = self[6].weight
+        if accumulated:
+            weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(0.5))
+        else:
+            weight.register_hook(lambda gradient: gradient * 0.5)
+
+
+class HookAtStart(Callback):
+    """Adds such a hook when the modes have made what they train."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pl_module.network[6].weight.register_hook(lambda gradient: gradient * 0.5)

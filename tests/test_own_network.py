@@ -16,6 +16,7 @@ from tiny_task import read_events
 from lit_cifar import CheckpointError, CIFAR10DataModule, ConfigError, DataError, LitResNet
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.models.blocks import blocks_of, tensor_split_of
+from lit_cifar.strategies import LayerParallelStrategy
 
 STEPS = 3
 
@@ -144,6 +145,9 @@ def test_pictures_of_any_size_in_folders_of_any_name(tmp_path: Path) -> None:
         ("fsdp2", "Opaque"),
         *(pytest.param(mode, "Chain", marks=pytest.mark.exhaustive) for mode in ("mp", "tp", "fsdp2", "ddp_spawn")),
         *(pytest.param(mode, "Opaque", marks=pytest.mark.exhaustive) for mode in ("dp", "ddp", "ddp_spawn")),
+        *(pytest.param(mode, "Tied", marks=pytest.mark.exhaustive) for mode in ("mp", "dp", "ddp", "ddp_spawn")),
+        pytest.param("fsdp2", "TiedWhole", marks=pytest.mark.exhaustive),
+        *(pytest.param(mode, "Hooked", marks=pytest.mark.exhaustive) for mode in ("mp", "dp", "ddp")),
     ],
 )
 def test_every_mode_computes_what_one_device_does(pictures: Path, tmp_path: Path, mode: str, name: str) -> None:
@@ -195,6 +199,15 @@ def test_dropout_has_the_masks_of_one_device(
             "not depend on 2 of its parameters, the first is 0.unused.weight: ddp would wait for their gradients\n"
             "  pass --trainer.strategy=ddp_find_unused_parameters_true",
         ),
+        ([own("Tied"), *mode_flags("pp")], "0.weight = 3.weight is needed in two places, between which --tr"),
+        ([own("Tied"), "--model.network.reused=true", *mode_flags("pp")], "0.weight = 3.weight is needed"),
+        ([own("Tied"), *mode_flags("fsdp2")], "0.weight = 3.weight is needed"),
+        ([own("Tied"), "--model.network.reused=true", *mode_flags("fsdp2")], "0.weight = 3.weight is needed"),
+        ([own("Tied"), *mode_flags("tp")], "0.weight = 3.weight is needed"),
+        ([own("Hooked"), *mode_flags("pp")], "6.weight has a hook on its gradient, which --trainer.strategy=pp"),
+        ([own("Hooked"), "--model.network.accumulated=true", *mode_flags("fsdp2")], "6.weight has a hook"),
+        ([own("Hooked"), *mode_flags("tp")], "6.weight has a hook"),
+        ([own("Hooked"), *mode_flags("ddp_spawn")], "6.weight has a hook"),
         ([own("Chian")], "has no attribute 'Chian'"),
         (["--model.arch=vit_micro", "--model.stem=cifar"], "--model.stem=cifar is of a ResNet, and vit_micro is none"),
         (["--model.arch=vit_micro", "--data.image_size=20"], "do not fill 20 x 20\n  pass --data.image_size=16"),
@@ -209,6 +222,22 @@ def test_mistakes_are_named_before_a_process_is_started(
     assert problem in result.stderr
     assert len(result.stderr.splitlines()) <= 5
     assert not (tmp_path / "run").exists()
+
+
+def test_tied_weights_cannot_be_on_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = [torch.device("cuda", index) for index in range(2)]
+    monkeypatch.setattr(LayerParallelStrategy, "stage_devices", devices)
+    module = LitResNet(network=own_networks.Tied(), num_classes=2)
+    with pytest.raises(ConfigError, match=r"0.weight = 3.weight is needed in two places"):
+        LayerParallelStrategy(num_stages=2).connect(module)
+
+
+@pytest.mark.parametrize("mode", ["pp", "fsdp2"])
+def test_a_gradient_hook_that_is_added_late_is_refused(mode: str, pictures: Path, tmp_path: Path) -> None:
+    late = [own("Chain"), "--trainer.callbacks+=own_networks.HookAtStart", *mode_flags(mode, 1)]
+    result = launch("fit", *flags(pictures), *late, f"--run_dir={tmp_path / 'run'}", check=False)
+    assert result.status == 2
+    assert "6.weight has a hook on its gradient" in result.stderr
 
 
 def test_a_network_says_its_blocks_by_a_method_or_as_a_sequence() -> None:

@@ -84,6 +84,10 @@ class Partition:
         edges = (0, *bounds, len(blocks))
         return cls(tuple(Stage(blocks[a:b]) for a, b in pairwise(edges)), tuple(image_shape))
 
+    def modules(self, network: nn.Module) -> list[nn.Sequential]:
+        """The stages of `network` as modules, see `Stage.module`."""
+        return [stage.module(network) for stage in self.stages]
+
     def table(self, places: Sequence[str]) -> list[str]:
         """One line for each stage: its place, blocks, share of FLOP, parameters and bytes sent on (float32)."""
         total = sum(stage.flop for stage in self.stages)

@@ -1,11 +1,13 @@
 """`ddp` and `ddp_spawn`: Lightning's, with gradients that the CPUs of one machine average in memory they share."""
 
+from lightning import LightningModule
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.strategies import DDPStrategy
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lit_cifar.strategies.network import check_gradient_hooks
 from lit_cifar.strategies.shared_memory import SharedAverage
 
 # On the CPU communication needs the cores that compute, so nothing is won by starting it before backward has ended: one
@@ -33,6 +35,13 @@ class AveragingDDPStrategy(DDPStrategy):
         """
         on_cpu = self.root_device.type == "cpu" and dist.get_backend() == "gloo" and self._ddp_comm_hook is None
         return on_cpu and self.num_nodes == 1 < self.world_size
+
+    @override
+    def connect(self, model: LightningModule) -> None:
+        """Accept any module, but to spawned processes none whose hooks on gradients torch does not send."""
+        super().connect(model)
+        if self._start_method in ("spawn", "forkserver"):
+            check_gradient_hooks(model, strategy=self.strategy_name)
 
     @override
     def configure_ddp(self) -> None:

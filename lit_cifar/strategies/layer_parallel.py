@@ -22,7 +22,7 @@ from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.partition import Partition
 from lit_cifar.reporting.timeline import Recorder
 from lit_cifar.strategies.custom_forward import CustomForwardStrategy
-from lit_cifar.strategies.network import Runner, RunsNetwork, check_chain, compiles
+from lit_cifar.strategies.network import Runner, RunsNetwork, check_chain, check_untied, compiles
 from lit_cifar.strategies.parts import Parts
 from lit_cifar.strategies.random_streams import begin_part, begin_stage
 
@@ -189,6 +189,8 @@ class StagedStrategy(CustomForwardStrategy, ABC):
         check_chain(module.network, strategy=self.strategy_name)
         # Here and not in `setup`, which may first put layers into the network that only run among processes.
         self._partition = Partition.of(module.network, module.image_shape, num_stages=self.num_stages, cuts=self.cuts)
+        if len(set(self.stage_devices)) > 1:  # virtual ones can have a tensor together
+            check_untied(module.network, self._partition.modules(module.network), strategy=self.strategy_name)
 
     @override
     def model_to_device(self) -> None:
@@ -206,7 +208,7 @@ class StagedStrategy(CustomForwardStrategy, ABC):
 
     @override
     def make_runner(self, network: nn.Module) -> Runner:
-        stages = [stage.module(network) for stage in self.partition.stages]
+        stages = self.partition.modules(network)
         return StagedRunner(
             [Compiled(stage) for stage in stages] if compiles(self.lightning_module) else stages,
             self.stage_devices,

@@ -29,7 +29,7 @@ from typing_extensions import override
 from lit_cifar.errors import ConfigError
 from lit_cifar.strategies.custom_forward import CustomForwardStrategy
 from lit_cifar.strategies.loss_scaling import agree_on_overflow
-from lit_cifar.strategies.network import RunsNetwork
+from lit_cifar.strategies.network import RunsNetwork, check_gradient_hooks
 
 
 class MeshStrategy(CustomForwardStrategy, DDPStrategy):
@@ -112,6 +112,17 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
                 f"{num_processes} processes",
                 remedy=f"pass --trainer.devices={nearest}, or another size of the model axis",
             )
+
+    @override
+    def connect(self, model: L.LightningModule) -> None:
+        super().connect(model)
+        check_gradient_hooks(cast(RunsNetwork, model).network, strategy=self.strategy_name)
+
+    @override
+    def on_train_start(self) -> None:
+        """Refuse the hooks that were added since; virtual replicas have some of their own."""
+        network = cast(RunsNetwork, self.lightning_module).network
+        check_gradient_hooks(network, strategy=self.strategy_name, also_accumulated=self.parts is None)
 
     @override
     def setup_environment(self) -> None:

@@ -1,6 +1,7 @@
 """What a strategy that changes how the network runs asks of a LightningModule."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Protocol, cast
 
 from torch import Tensor, nn
@@ -71,3 +72,34 @@ def check_chain(network: nn.Module, *, strategy: str) -> None:
             remedy="Make it an nn.Sequential, or give it a method blocks() that returns them by name (see\n"
             "lit_cifar.models.blocks); or use --trainer.strategy=ddp, which takes any network.",
         )
+
+
+def check_untied(network: nn.Module, divided: Iterable[nn.Module], *, strategy: str, recurse: bool = True) -> None:
+    """Raise a `ConfigError` if two of the modules into which `network` is divided have a parameter or buffer in common.
+
+    Without `recurse` only the tensors of the modules themselves count, not those of modules in them.
+    """
+    seen: set[Tensor] = set()
+    for module in divided:
+        own = {*module.parameters(recurse), *module.buffers(recurse)}
+        if shared := own & seen:
+            known = [network.named_parameters("", True, False), network.named_buffers("", True, False)]
+            named = [(name, tensor) for name, tensor in chain(*known) if tensor in shared]
+            names = " = ".join(name for name, tensor in named if tensor is named[0][1])
+            raise ConfigError(
+                f"{names} is needed in two places, between which --trainer.strategy={strategy} divides the network",
+                remedy="pass --trainer.strategy=ddp, which takes any network",
+            )
+        seen |= own
+
+
+def check_gradient_hooks(network: nn.Module, *, strategy: str, also_accumulated: bool = True) -> None:
+    """Raise a `ConfigError` if a parameter has a hook on its gradient, or, if asked for, on the accumulated one."""
+    kinds = ["_backward_hooks", *["_post_accumulate_grad_hooks"] * also_accumulated]  # torch has no other access
+    for name, parameter in network.named_parameters():
+        if any(getattr(parameter, kind, None) for kind in kinds):
+            raise ConfigError(
+                f"{name} has a hook on its gradient, which --trainer.strategy={strategy} would not call once, with the "
+                "whole gradient",
+                remedy="leave out the hook, or pass --trainer.strategy=ddp",
+            )

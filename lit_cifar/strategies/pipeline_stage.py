@@ -59,7 +59,7 @@ def output_dtypes(
     network: nn.Module, partition: Partition, dtype: torch.dtype, *, device: torch.device
 ) -> list[torch.dtype]:
     """What each stage of `network` returns for images of `dtype`, here and now; found without computing anything."""
-    modules = [stage.module(network) for stage in partition.stages]
+    modules = partition.modules(network)
     states = [module.state_dict() for module in modules]
     found = []
     with FakeTensorMode():

@@ -19,7 +19,15 @@ from lit_cifar.reporting.timeline import Recorder
 from lit_cifar.strategies.hand_over import HandOver
 from lit_cifar.strategies.loss_scaling import loss_scale
 from lit_cifar.strategies.mesh import MeshStrategy
-from lit_cifar.strategies.network import ComputesLoss, Runner, RunsNetwork, as_computes_loss, check_chain, compiles
+from lit_cifar.strategies.network import (
+    ComputesLoss,
+    Runner,
+    RunsNetwork,
+    as_computes_loss,
+    check_chain,
+    check_untied,
+    compiles,
+)
 from lit_cifar.strategies.parts import Parts
 from lit_cifar.strategies.pipeline import Pipeline
 from lit_cifar.strategies.pipeline_schedule import Schedule, ScheduleName, stages_per_process
@@ -146,6 +154,7 @@ class PipelineStrategy(MeshStrategy):
         self._partition = Partition.of(
             module.network, module.image_shape, num_stages=self.schedule.num_stages, cuts=self.cuts
         )
+        check_untied(module.network, self._partition.modules(module.network), strategy=self.strategy_name)
         super().connect(model)
 
     def split_lines(self) -> list[str]:

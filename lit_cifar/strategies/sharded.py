@@ -22,10 +22,11 @@ from torch.optim import SGD, Adagrad, Optimizer
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
+from lit_cifar.models.blocks import blocks_of
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.strategies.fsdp import OutsideInferenceMode, autocast_dtype, reduce_in_tree, shard, whole_blocks
 from lit_cifar.strategies.mesh import MeshStrategy, local_part
-from lit_cifar.strategies.network import Runner, RunsNetwork, compiles
+from lit_cifar.strategies.network import Runner, RunsNetwork, check_untied, compiles
 from lit_cifar.strategies.parts import Parts
 from lit_cifar.strategies.sharding_cost import sharding_lines
 from lit_cifar.strategies.shared_fsdp import send_through_shared_memory
@@ -124,6 +125,9 @@ class ShardedStrategy(MeshStrategy):
         network = cast(RunsNetwork, model).network
         if self.tensor_parallel_size != 1:
             check_divisible(network, self.processes_per_replica, self.num_replicas, strategy=self.strategy_name)
+            check_untied(network, network.modules(), strategy=self.strategy_name, recurse=False)
+        if self.data_parallel_size != 1:
+            check_untied(network, (blocks_of(network) or {}).values(), strategy=self.strategy_name)
         if compiles(model) and self.tensor_parallel_size != 1:
             raise ConfigError(
                 f"--model.compile=true: the layers of --trainer.strategy={self.strategy_name} exchange their "
