@@ -583,6 +583,7 @@ def test_a_fault_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
     ("args", "words"),
     [
         (["--devices=0"], "--devices=0 leaves nothing to measure"),
+        (["--devices=1025"], "--devices=1025 processes do not fit one machine"),
         (["--device=2"], "unrecognized arguments: --device=2"),
         (["--json=/no/such/file.json"], "--json=/no/such/file.json cannot be written"),
         (["--figure=/no/such/file.png"], "--figure=/no/such/file.png cannot be written"),

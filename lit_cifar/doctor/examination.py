@@ -104,6 +104,8 @@ def placed(num_devices: int | None, *, num_gpus: int, has_nccl: bool) -> tuple[i
         return (num_gpus, "cuda") if on_gpus else (2, "cpu")
     if num_devices < 1:
         raise ConfigError(f"--devices={num_devices} leaves nothing to measure", remedy="pass --devices 2 or more")
+    if num_devices > 1024:
+        raise ConfigError(f"--devices={num_devices} processes do not fit one machine", remedy="pass --devices 2")
     if on_gpus and num_devices > num_gpus:
         raise ConfigError(
             f"--devices={num_devices}, and torch sees {num_gpus} GPU{'s' * (num_gpus > 1)}: each process needs its own",
