@@ -25,7 +25,8 @@ from lit_cifar.analysis.run_frames import RED
 from lit_cifar.commands.terminal import about
 from lit_cifar.modes import variants
 from lit_cifar.verify.checkpoint_check import quiet
-from lit_cifar.verify.planted_mistakes import BUGS, plant
+from lit_cifar.verify.planted_mistakes import BUGS
+from lit_cifar.verify.planting import Site
 from lit_cifar.verify.recorder import reload_state
 from lit_cifar.verify.runs import run
 
@@ -63,7 +64,7 @@ class Planted(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Before the strategy has touched the network."""
         if self.bug is not None:
-            plant(self.bug, trainer, pl_module, self.folder)
+            BUGS[self.bug].plant(Site(trainer, pl_module, self.folder))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Remember how the schedules begin."""

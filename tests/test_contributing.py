@@ -65,6 +65,6 @@ def test_an_added_data_set_is_trained_on(tmp_path: Path) -> None:
 def test_an_added_mistake_is_found(tmp_path: Path) -> None:
     """By the self-test with this mistake alone: all of them take minutes."""
     assert added("A planted mistake", tmp_path) == ["-m", "lit_cifar", "verify", "--self-test"]
-    program = "from lit_cifar.verify.planted_mistakes import BUGS; from lit_cifar.verify.self_test import self_test; "
-    program += "found = self_test(bugs=[BUGS['no-warmup']]); assert [f.right for f in found] == [True, True]"
+    program = "from lit_cifar.verify.self_test import OF_ALL, self_test; "
+    program += "found = self_test(bugs=[f'{OF_ALL}:no-warmup']); assert [f.right for f in found] == [True, True]"
     succeeds(tmp_path, "-c", program)

@@ -30,7 +30,7 @@ from lit_cifar.bench.sections import SECTIONS
 from lit_cifar.bench.timing import Spread
 from lit_cifar.models import build_network
 from lit_cifar.modes import MODES
-from lit_cifar.verify.planted_in_parts import BUGS_OF_PARTS
+from lit_cifar.verify.planted_in_parts import BUGS as BUGS_OF_PARTS
 
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 ARTICLES = BENCHMARKS / "2026-11-20-articles-stem"

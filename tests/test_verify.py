@@ -40,8 +40,9 @@ from lit_cifar.verify.comparison import (
 from lit_cifar.verify.configuration import Configuration
 from lit_cifar.verify.launcher import Launcher
 from lit_cifar.verify.logged_metrics import counted, logged, logged_problems
-from lit_cifar.verify.planted_in_parts import BUGS_OF_PARTS, NO_PLACE
-from lit_cifar.verify.planting import Site
+from lit_cifar.verify.planted_in_parts import BUGS as BUGS_OF_PARTS
+from lit_cifar.verify.planted_in_parts import NO_PLACE
+from lit_cifar.verify.planting import Site, bugs_of
 from lit_cifar.verify.rank_state import (
     Snapshot,
     State,
@@ -57,6 +58,8 @@ from lit_cifar.verify.reference import Reference, References
 from lit_cifar.verify.runs import Outcome, run
 from lit_cifar.verify.self_test import (
     COMPARISON,
+    OF_ALL,
+    OF_PARTS_ALONE,
     PlantedResult,
     _finding,
     _findings,
@@ -583,7 +586,7 @@ def test_a_run_that_breaks_down_has_caught_nothing(
     monkeypatch.setattr(References, "get", lambda self, chunks: Reference(Record(tmp_path), [{}]))
     monkeypatch.setattr(Launcher, "run_mode", lambda self, mode, folder, bug: broken)
     planted = bugs.BUGS["last-replica"]
-    findings = _findings(Verifier(Launcher(settings(), 3, tmp_path, print)), [planted])
+    findings = _findings(Verifier(Launcher(settings(), 3, tmp_path, print)), {"some:path": planted})
     assert [(finding.bug, finding.right) for finding in findings] == [(None, False), (planted, False)]
     assert all("broke" in _verdict(finding) for finding in findings)
 
@@ -706,7 +709,9 @@ def test_every_mode_has_the_bits_of_one_device() -> None:
 @pytest.mark.timeout(900)
 def test_planted_mistakes_are_caught_and_their_absence_passes() -> None:
     shifted, duplicated = bugs.BUGS["shifted-bias"], bugs.BUGS["duplicated-shard"]
-    found = {finding.bug: finding for finding in self_test(bugs=[shifted, duplicated])}
+    found = {
+        finding.bug: finding for finding in self_test(bugs=[f"{OF_ALL}:shifted-bias", f"{OF_ALL}:duplicated-shard"])
+    }
     assert found[None].right, found[None].problems
     assert (found[shifted].right, found[shifted].caught_by) == (True, COMPARISON)
     assert (
@@ -736,8 +741,8 @@ def test_virtual_replicas_leave_no_place_for_some_mistakes() -> None:
 @pytest.mark.timeout(900)
 def test_mistakes_are_caught_by_bits() -> None:
     names = ["order-of-arrival", "statistics-of-last-part", "losses-in-float", "no-all-reduce"]
-    chosen_ones = [(bugs.BUGS | BUGS_OF_PARTS)[name] for name in names]
-    findings = self_test(bugs=chosen_ones, num_parts=4)
+    of_all = bugs_of(OF_ALL) | bugs_of(OF_PARTS_ALONE)
+    findings = self_test(bugs=[path for path, bug in of_all.items() if bug.name in names], num_parts=4)
     assert all(finding.right for finding in findings)
     found = {finding.bug.name: finding for finding in findings if finding.bug is not None}
     assert [found[name].caught_by for name in names] == [COMPARISON] * 3 + [None]

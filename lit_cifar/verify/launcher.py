@@ -34,7 +34,7 @@ class Launcher:
         return Path(tempfile.mkdtemp(prefix=f"{name.replace(' ', '-')}-", dir=self.folder))
 
     def run_mode(self, mode: Variant, folder: Path, *, bug: str | None = None) -> Outcome:
-        """Run the mode in `folder`, with the planted mistake of that name."""
+        """Run the mode in `folder`, with the planted mistake at that path."""
         flags = self.settings.length_flags(steps=self.steps, accumulation=self.settings.accumulation)
         trace = {"reload_after": str(self.steps - 1)} | ({} if bug is None else {"bug": bug})
         title = mode.name if bug is None else f"{mode.name} with {bug}"

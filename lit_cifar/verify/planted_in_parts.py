@@ -109,7 +109,7 @@ def _norm_of_own_rows(site: Site) -> None:
     site.replace(virtual_replicas, "_with_whole_gradient", lambda group, strategy: None)
 
 
-BUGS_OF_PARTS: dict[str, Bug] = {
+BUGS: dict[str, Bug] = {
     bug.name: bug
     for bug in [
         Bug("order-of-arrival", "gradients are added one after the other", "dp", _order_of_arrival),

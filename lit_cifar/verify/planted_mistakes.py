@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,13 +28,7 @@ from lit_cifar.strategies.mesh import local_part
 from lit_cifar.strategies.pipeline import Pipeline
 from lit_cifar.strategies.replicas import EmulatedReplicas
 from lit_cifar.verify.planted_in_one_rank import BUGS_OF_ONE, metrics_twice, twice
-from lit_cifar.verify.planted_in_parts import BUGS_OF_PARTS
 from lit_cifar.verify.planting import PIPELINE, Bug, Site
-
-
-def plant(name: str, trainer: Any, module: Any, folder: Path) -> None:
-    """Make the mistake called `name`, and note in `folder` when its wrong code runs."""
-    (BUGS | BUGS_OF_PARTS)[name].plant(Site(trainer, module, folder))
 
 
 def _ddp_without(setting: str) -> Callable[[Site], None]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from inspect import getattr_static
 from pathlib import Path
 from typing import Any
@@ -51,12 +52,26 @@ class Site:
 class Bug:
     """A mistake."""
 
-    name: str  # name of the mistake, an argument of `Trace`
+    name: str  # its key in `BUGS`
     imitates: str  # what a programmer forgot or misunderstood
     mode: str  # the mode in which it is planted
     plant: Callable[[Site], None]
     args: tuple[str, ...] = ()  # further flags of `fit` without which it has no effect
     devices: int = 2  # devices of the mode; more than two if it needs several replicas of several devices
+
+
+def bugs_of(module: str) -> dict[str, Bug]:
+    """What a module's dict `BUGS` has, by path: "package.module:name"."""
+    return {f"{module}:{name}": bug for name, bug in import_module(module).BUGS.items()}
+
+
+def bug_at(path: str) -> Bug:
+    return bugs_of(path.split(":")[0])[path]
+
+
+def plant(path: str, site: Site) -> None:
+    """Make the mistake at "package.module:name"."""
+    bug_at(path).plant(site)
 
 
 # The ragged batch is too small for microbatches of two accumulated steps; clipped, so that the norm matters.

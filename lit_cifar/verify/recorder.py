@@ -17,7 +17,7 @@ from lit_cifar.data.images import Batch
 from lit_cifar.models.ghost_batchnorm import GhostBatchNorm2d
 from lit_cifar.reporting.per_rank import PerRankAccuracy
 from lit_cifar.verify.logged_metrics import counted
-from lit_cifar.verify.planted_mistakes import plant
+from lit_cifar.verify.planting import Site, plant
 from lit_cifar.verify.rank_state import State, metrics_state, module_state, own_state
 
 Order = Literal["usual", "reversed", "plain_kernels"]
@@ -35,7 +35,7 @@ class Trace(L.Callback):
     After step `reload_after`, if not 0, weights, buffers, optimizer and schedule are wiped and read back from a
     checkpoint, as a run that is resumed does. `order` changes the rounding of sums alone: "reversed" turns the samples
     round inside every chunk that is normalised by itself; "plain_kernels" uses torch's own convolutions in place of
-    oneDNN's or cuDNN's. `bug` names a mistake to make.
+    oneDNN's or cuDNN's. `bug` is the path of a mistake to make, "package.module:name".
     """
 
     def __init__(self, folder: str, *, reload_after: int = 0, order: Order = "usual", bug: str | None = None) -> None:
@@ -55,7 +55,7 @@ class Trace(L.Callback):
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.deterministic = True  # processes of `tp` that compute the same must get the same bits
         if self.bug is not None:
-            plant(self.bug, trainer, pl_module, self.folder)
+            plant(self.bug, Site(trainer, pl_module, self.folder))
         if self.order == "plain_kernels":
             torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # a property in a module
             torch.backends.cudnn.enabled = False

@@ -1,6 +1,6 @@
 """Shows that `verify` can fail: mistakes are planted one by one, and each must be caught."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,12 +14,12 @@ from lit_cifar.modes import Variant, variants
 from lit_cifar.verify.checkpoint_check import quiet
 from lit_cifar.verify.configuration import Configuration
 from lit_cifar.verify.launcher import Launcher, Report
-from lit_cifar.verify.planted_in_parts import BUGS_OF_PARTS, NO_PLACE
-from lit_cifar.verify.planted_mistakes import BUGS
-from lit_cifar.verify.planting import Bug
+from lit_cifar.verify.planted_in_parts import NO_PLACE
+from lit_cifar.verify.planting import Bug, bug_at, bugs_of
 from lit_cifar.verify.record import Record
 from lit_cifar.verify.verifier import Case, Compared, Verifier
 
+OF_ALL, OF_PARTS_ALONE = "lit_cifar.verify.planted_mistakes", "lit_cifar.verify.planted_in_parts"
 DEVICES = 2
 STEPS = 3
 TIMEOUT_S = 300.0
@@ -75,55 +75,55 @@ class PlantedResult:
 
 
 def self_test(
-    *, bugs: Sequence[Bug] | None = None, num_parts: int | None = None, report: Report = lambda line: None
+    *, bugs: Sequence[str] | None = None, num_parts: int | None = None, report: Report = lambda line: None
 ) -> list[PlantedResult]:
-    """Plant every mistake, by default all, and compare each run as `verify` does.
+    """Plant the mistakes at these paths ("package.module:name"), by default all, and compare each run as `verify` does.
 
     Every mode with a mistake also runs without one, which must pass: else "caught" would say nothing. With `num_parts`
-    virtual replicas the mistakes in `BUGS_OF_PARTS` are planted too, and no bit may differ.
+    virtual replicas those of `planted_in_parts` are planted too, and no bit may differ.
     """
     if num_parts not in (None, NUM_PARTS):
         raise ConfigError(
             f"--virtual_replicas={num_parts}, but the small batches of --self-test have {NUM_PARTS} parts",
             remedy=f"pass --virtual_replicas={NUM_PARTS}",
         )
-    catalogue = BUGS if num_parts is None else BUGS | BUGS_OF_PARTS
-    chosen = list(catalogue.values()) if bugs is None else list(bugs)
+    catalogue = bugs_of(OF_ALL) if num_parts is None else bugs_of(OF_ALL) | bugs_of(OF_PARTS_ALONE)
+    chosen = catalogue if bugs is None else {path: bug_at(path) for path in bugs}
     parts = [] if num_parts is None else [*OF_PARTS, f"--virtual_replicas={num_parts}"]
     findings = []
     with TemporaryDirectory(prefix="lit_cifar-verify-") as folder:
-        for args in dict.fromkeys(bug.args for bug in chosen):
+        for args in dict.fromkeys(bug.args for bug in chosen.values()):
             settings = Configuration.of([*ARGS, *args, *parts], devices=DEVICES, folder=Path(folder))
             launcher = Launcher(settings, STEPS, Path(folder), report, timeout_s=TIMEOUT_S)
-            findings += _findings(Verifier(launcher), [bug for bug in chosen if bug.args == args])
+            findings += _findings(Verifier(launcher), {path: bug for path, bug in chosen.items() if bug.args == args})
     return findings
 
 
-def _findings(verifier: Verifier, bugs: Sequence[Bug]) -> list[PlantedResult]:
+def _findings(verifier: Verifier, bugs: Mapping[str, Bug]) -> list[PlantedResult]:
     """Several runs at a time: with so small a net most of a run is its start, which uses one core."""
     planted: list[Bug | None] = []
     cases: list[Case] = []
     nowhere: list[PlantedResult] = []
-    for name, devices in dict.fromkeys((bug.mode, bug.devices) for bug in bugs):
+    for name, devices in dict.fromkeys((bug.mode, bug.devices) for bug in bugs.values()):
         mode = variants(devices)[name]
-        own = [bug for bug in bugs if (bug.mode, bug.devices) == (name, devices)]
+        own = {path: bug for path, bug in bugs.items() if (bug.mode, bug.devices) == (name, devices)}
         if verifier.launcher.settings.num_parts is not None:
             mode = mode.with_parts()
-            reasons = _reasons(mode, own, verifier.launcher.settings)
+            reasons = _reasons(mode, own.values(), verifier.launcher.settings)
             nowhere += [
                 PlantedResult(bug, name, [], finished=False, no_place=reasons[bug.name])
-                for bug in own
+                for bug in own.values()
                 if bug.name in reasons
             ]
-            own = [bug for bug in own if bug.name not in reasons]
+            own = {path: bug for path, bug in own.items() if bug.name not in reasons}
         if own:
-            planted += [None, *own]
-            cases += [Case(mode), *(Case(mode, bug.name) for bug in own)]
+            planted += [None, *own.values()]
+            cases += [Case(mode), *(Case(mode, path) for path in own)]
     found = {compared.number: _finding(planted[compared.number], compared) for compared in verifier.compare(cases)}
     return [*(found[number] for number in range(len(cases))), *nowhere]
 
 
-def _reasons(mode: Variant, bugs: Sequence[Bug], settings: Configuration) -> dict[str, str]:
+def _reasons(mode: Variant, bugs: Iterable[Bug], settings: Configuration) -> dict[str, str]:
     """Why virtual replicas leave no place for a mistake, by its name; all mistakes of a mode that is refused."""
     data = settings.data()
     try:

@@ -26,7 +26,7 @@ from lit_cifar.verify.verdict_table import VerifiedMode
 
 @dataclass(frozen=True)
 class Case:
-    """A mode to compare, with the planted mistake of that name if there shall be one."""
+    """A mode to compare, with the planted mistake at that path ("package.module:name") if there shall be one."""
 
     mode: Variant
     bug: str | None = None
