@@ -13,22 +13,22 @@ import os
 import shutil
 import statistics
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from matplotlib.figure import Figure
 
 from lit_cifar.analysis.run_frames import RED
 from lit_cifar.commands.terminal import about
 from lit_cifar.modes import variants
-from lit_cifar.verify.checkpoint_check import quiet
 from lit_cifar.verify.planted_mistakes import BUGS
 from lit_cifar.verify.planting import Site
-from lit_cifar.verify.recorder import reload_state
-from lit_cifar.verify.runs import run
+from lit_cifar.verify.runs import quiet, run
 
 EPOCHS = 3
 SEEDS = 5
@@ -126,6 +126,35 @@ def main(output: Path, flags: list[str]) -> None:
         ]
         record["of_seeds"] = [found.result() for found in of_seeds]
     output.write_text(json.dumps(record | {"rows": rows}) + "\n")
+
+
+@torch.no_grad()
+def reload_state(
+    trainer: L.Trainer, pl_module: L.LightningModule, path: Path, *, schedules: Sequence[dict[str, Any]]
+) -> None:
+    """Save a checkpoint, wipe weights, optimizer and schedule, and restore them as Lightning does on resume.
+
+    `schedules` is how the learning rates' schedules began.
+    """
+    trainer.save_checkpoint(path)
+    for tensor in (*pl_module.parameters(), *pl_module.buffers()):
+        tensor.zero_()
+    for optimizer in trainer.optimizers:
+        optimizer.state.clear()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+    for config, beginning in zip(trainer.lr_scheduler_configs, schedules, strict=True):
+        numbers = {name: value for name, value in beginning.items() if isinstance(value, int | float)}
+        vars(config.scheduler).update(numbers)  # past `load_state_dict`, which may be what is wrong
+    checkpoint = trainer.strategy.load_checkpoint(path, weights_only=True)
+    pl_module.on_load_checkpoint(checkpoint)
+    trainer.strategy.load_model_state_dict(checkpoint, strict=True)
+    trainer.strategy.load_optimizer_state_dict(checkpoint)
+    for config, state in zip(trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=True):
+        config.scheduler.load_state_dict(state)
+    trainer.strategy.barrier()
+    if trainer.is_global_zero:
+        path.unlink()
 
 
 def final(found: Curves) -> dict[str, float]:

@@ -15,8 +15,7 @@ from lit_cifar.commands.terminal import about, say
 from lit_cifar.errors import ConfigError
 from lit_cifar.modes import Variant, variants
 from lit_cifar.usage_errors import ended_in_words
-from lit_cifar.verify.checkpoint_check import quiet
-from lit_cifar.verify.runs import refuse_if_invalid, run, workers
+from lit_cifar.verify.runs import quiet, refuse_if_invalid, run, workers
 
 PARTS = 4
 MODES = {

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,6 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.modes import chosen, in_words, variants
 from lit_cifar.verify import planted_in_one_rank as bugs_of_one
 from lit_cifar.verify import planted_mistakes as bugs
-from lit_cifar.verify.checkpoint_check import quiet
 from lit_cifar.verify.comparison import (
     EXACT_BOUND,
     KINDS,
@@ -55,7 +55,7 @@ from lit_cifar.verify.rank_state import (
 from lit_cifar.verify.record import Record
 from lit_cifar.verify.recorder import Trace
 from lit_cifar.verify.reference import Reference, References
-from lit_cifar.verify.runs import Outcome, run
+from lit_cifar.verify.runs import Outcome, quiet, run
 from lit_cifar.verify.self_test import (
     COMPARISON,
     OF_ALL,
@@ -87,19 +87,12 @@ TINY = [
 
 def step(*, loss: float = 2.0, weight: float = 0.5, mean: float = 0.1, momentum: float = 0.3, lr: float = 0.1) -> Step:
     """A network of two layers, the second with BatchNorm, after a step."""
+    of = partial(torch.tensor, dtype=torch.float64)
     return {
-        "loss": torch.tensor(loss, dtype=torch.float64),
-        "state": {
-            "conv.weight": torch.full((2, 2), weight, dtype=torch.float64),
-            "bn.weight": torch.ones(2, dtype=torch.float64),
-            "bn.running_mean": torch.full((2,), mean, dtype=torch.float64),
-            "bn.num_batches_tracked": torch.tensor(1),
-        },
-        "buffers": ["bn.running_mean", "bn.num_batches_tracked"],
-        "optimizer": {
-            "state": {i: {"momentum_buffer": torch.full((2,), momentum, dtype=torch.float64)} for i in range(2)},
-            "param_groups": [{"lr": lr, "nesterov": True, "foreach": None, "params": [0, 1]}],
-        },
+        "loss": {"loss": of(loss)},
+        "parameters": {"conv.weight": of([[weight] * 2] * 2), "bn.weight": of([1.0, 1.0])},
+        "buffers": {"bn.running_mean": of([mean, mean]), "bn.num_batches_tracked": torch.tensor(1)},
+        "optimizer": {"conv.weight:momentum_buffer": of([momentum, momentum]), "group 0:lr": of(lr)},
     }
 
 
@@ -146,18 +139,18 @@ def test_equal_steps_do_not_differ() -> None:
     assert first_excess(of_step, dict.fromkeys(KINDS, 0.0), step=1) is None
 
 
-@pytest.mark.parametrize("lost", ["conv.weight", "bn.running_mean"])
-def test_what_one_side_lacks_is_an_infinite_difference(lost: str) -> None:
-    lacking = {**step(), "state": {name: value for name, value in step()["state"].items() if name != lost}}
+@pytest.mark.parametrize(("kind", "lost"), [("parameters", "conv.weight"), ("buffers", "bn.running_mean")])
+def test_what_one_side_lacks_is_an_infinite_difference(kind: str, lost: str) -> None:
+    lacking = {**step(), kind: {name: value for name, value in step()[kind].items() if name != lost}}
     for pair in ((lacking, step()), (step(), lacking)):
         assert math.inf in {value for by_name in differences(*pair).values() for value in by_name.values()}
 
 
-def test_the_first_difference_follows_the_network() -> None:
+def test_the_first_difference_follows_the_network_and_the_others_are_counted() -> None:
     of_step = {"loss": {}, "buffers": {}, "parameters": {"a": 0.0, "b": 2.0, "c": 3.0}, "optimizer": {"a": 9.0}}
     excess = first_excess(of_step, dict.fromkeys(KINDS, 1.0), step=1)
     assert excess is not None
-    assert excess.name == "b"
+    assert str(excess) == "step 1: b differs by 2.0e+00, allowed 1.0e+00 (parameters), and 2 more"
 
 
 def test_tolerance_is_the_largest_noise_so_far_and_never_below_the_floor() -> None:
@@ -482,7 +475,7 @@ def test_of_a_pipeline_a_process_answers_for_its_own_stages() -> None:
 def test_metrics_are_read_by_step_without_those_of_one_process(tmp_path: Path) -> None:
     assert logged(tmp_path) == {}
     (tmp_path / "metrics.csv").write_text("epoch,lr-SGD,step,train/loss,train/loss_step\n,0.1,0,,\n0,,1,2.5,2.0\n")
-    assert logged(tmp_path) == {("lr-SGD", 0): 0.1, ("train/loss", 1): 2.5}
+    assert logged(tmp_path) == {("lr-SGD", 1): 0.1, ("train/loss", 2): 2.5}
 
 
 @pytest.mark.parametrize(
@@ -512,7 +505,7 @@ def test_a_batch_that_is_counted_twice_shows_in_the_metrics_themselves() -> None
 
 def test_one_process_holds_what_it_held_and_what_it_saved(tf32: list[Any], tmp_path: Path) -> None:
     (tmp_path / "trace").mkdir()
-    callback = ["--trainer.callbacks+=lit_cifar.verify.recorder.Trace", "--trainer.callbacks.reload_after=2"]
+    callback = ["--trainer.callbacks+=lit_cifar.verify.recorder.Trace"]
     callback += [f"--trainer.callbacks.folder={tmp_path / 'trace'}"]
     length = ["--trainer.max_steps=3", "--trainer.num_sanity_val_steps=0"]
     length += ["--trainer.check_val_every_n_epoch=null", "--trainer.val_check_interval=3"]
@@ -521,13 +514,15 @@ def test_one_process_holds_what_it_held_and_what_it_saved(tf32: list[Any], tmp_p
     record = Record(tmp_path)
     path = tmp_path / "trace" / "own0.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    moments = ["step 1", "step 2", "step 2, loaded back", "step 3", "evaluation", "end", "whole network"]
+    after = "evaluation after step 3"
+    moments = ["step 1", "step 2", "step 3", f"{after}, first batch", after, "end", "whole network"]
     assert [line["when"] for line in lines] == moments
     assert record.own_problems() == []
     assert record.count_problems() == []
+    assert record.steps == [1, 2, 3]
     assert {name for name, _ in record.logged} >= {"train/loss", "train/acc", "val/loss", "val/acc", "lr-NesterovSGD"}
     assert "train/loss (metrics)" in lines[-2]["state"]
-    for line, words in ((lines[2], "step 2"), (lines[4], "step 3"), (lines[5], "step 3"), (lines[6], "checkpoint")):
+    for line, words in ((lines[3], "step 3"), (lines[4], "step 3"), (lines[5], "step 3"), (lines[6], "checkpoint")):
         state = {**line["state"], "fc.bias (parameters)": ("", "other")}
         path.write_text("\n".join(json.dumps(line | {"state": state} if line is other else other) for other in lines))
         (problem,) = record.own_problems()

@@ -7,7 +7,7 @@ from pathlib import Path
 from lit_cifar.batch_split import GhostBatches
 from lit_cifar.errors import ConfigError
 from lit_cifar.modes import Variant, variants
-from lit_cifar.verify.checkpoint_check import quiet
+from lit_cifar.verify.runs import quiet
 
 JOURNAL = "lit_cifar.chaos.sample_log.Journal"
 

@@ -18,11 +18,14 @@ from lit_cifar.verify.verifier import verify
 
 _DESCRIPTION = """\
 Train a configuration for a few steps in each mode, and compare it step by step with the single-device computation that
-the mode equals. Compared are losses, parameters, BatchNorm buffers, optimizer state, sample ids, logged metrics,
-evaluation counts, and the checkpoint loaded back. Processes that must hold the same values are compared bit for bit.
+the mode equals. Compared are losses, parameters, BatchNorm buffers, optimizer state, sample ids, logged metrics, the
+logits of evaluations, checkpoints, and the same run resumed before its last step. Processes that must hold the same
+values are compared bit for bit.
 The tolerance is measured by the same run with sums in another order, in the same precision.
 Every other argument is passed on to `fit`, e.g. --config FILE, --model.stem=strided, --trainer.precision=64-true.
 Without --config the network is ResNet34, on synthetic images."""
+
+_SHOWN = 5  # findings of a mode
 
 
 def main(args: list[str]) -> int:
@@ -53,8 +56,10 @@ def _verify(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     out = console()
     out.print(verdict_table(rows, title=f"{options.steps} steps, compared one by one"))
     for row in rows:
-        for problem in row.problems[:3]:
+        for problem in row.problems[:_SHOWN]:
             out.print(f"{row.mode}: {problem}", markup=False)
+        if len(row.problems) > _SHOWN:
+            out.print(f"{row.mode}: {len(row.problems) - _SHOWN} more findings: see --json FILE", markup=False)
     found = [asdict(row) | {"passed": row.passed} for row in rows]
     content = {"devices": options.devices, "steps": options.steps, "rows": found}
     return content | {"passed": all(row.passed for row in rows)}
@@ -71,7 +76,7 @@ def verify_parser() -> argparse.ArgumentParser:
     parser = CommandParser("verify", description=_DESCRIPTION)
     parser.add_argument("--modes", default="all", metavar="A,B", help="Modes to verify (default: all).")
     parser.add_argument("--devices", type=int, default=2, metavar="N", help="Devices of each mode (default: 2).")
-    parser.add_argument("--steps", type=int, default=3, metavar="K", help="Optimizer steps of each run (default: 3).")
+    parser.add_argument("--steps", type=int, default=4, metavar="K", help="Optimizer steps of each run (default: 4).")
     parser.add_argument(
         "--virtual_replicas", type=int, metavar="V", help="Compare bit for bit: V parts of a batch in every mode."
     )

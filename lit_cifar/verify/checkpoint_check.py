@@ -1,117 +1,114 @@
-"""Loads the checkpoint of a mode on one device, without the mode, and compares it."""
+"""Compares the checkpoints of a run with its own steps, and with those of another run."""
 
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
-import lightning as L
-import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.data import CIFAR10DataModule
-from lit_cifar.modes import SILENT
-from lit_cifar.reporting.per_rank import PerRankAccuracy
-from lit_cifar.reporting.rank_statistics import pooled
-from lit_cifar.verify.comparison import NOISE_FACTOR, Step, differences
-from lit_cifar.verify.configuration import made, module_of
-from lit_cifar.verify.logged_metrics import METRIC_BOUND, Logged, logged_problems
+from lit_cifar.checkpoint.format import POSITION, read_checkpoint
+from lit_cifar.checkpoint.save_errors import BEST
+from lit_cifar.errors import CheckpointError
+from lit_cifar.module import LitResNet
+from lit_cifar.verify.comparison import Step, and_more, difference, differences
+from lit_cifar.verify.configuration import made
+from lit_cifar.verify.pieces import kinds
+from lit_cifar.verify.rank_state import held
+from lit_cifar.verify.record import Record
+
+# Entries that need not be those of the reference, and why.
+MAY_DIFFER = {
+    "state_dict": "each checkpoint's is compared with the steps of its own run",
+    "optimizer_states": "likewise",
+    "update_count": "how many batches a process has counted depends on the number of processes",
+}
+OF_ACCUMULATION = {"loops": "Lightning counts the batches of the loader, and an accumulated step has several"}
+OF_RESUME = {"current_score": "Lightning forgets the last score of the best checkpoint, and nothing reads it"}
 
 
-def checkpoint_problems(path: Path, last: Step, *, config: Mapping[str, Any]) -> list[str]:
-    """Where the checkpoint, loaded strictly into a plain network and optimizer, is not bit for bit the last step."""
-    checkpoint = read_checkpoint(path)
-    with torch.device("meta"):  # to draw weights takes longer than to read these
-        module = module_of(config)
-    network = module.network
-    try:
-        module.header.check(checkpoint)
-        network.load_state_dict(checkpoint["state_dict"], strict=True, assign=True)
-        optimizer: Optimizer = made(config["model"]["optimizer"], network.parameters())
-        optimizer.load_state_dict(checkpoint["optimizer_states"][0])
-    except (RuntimeError, ValueError, KeyError, IndexError) as error:
-        return [f"checkpoint: one device cannot load it: {str(error).splitlines()[0][:160]}"]
-    loaded = {**last, "state": network.state_dict(), "optimizer": optimizer.state_dict()}
-    return [
-        f"checkpoint: {name} differs from the last step ({kind})"
-        for kind, by_name in differences(loaded, last).items()
-        for name, value in by_name.items()
-        if value
-    ][:1]
+def checkpoint_problems(record: Record, module: LitResNet, *, config: Mapping[str, Any]) -> list[str]:
+    """Where a checkpoint, loaded strictly into a plain `module`, is not bit for bit the step that it is of."""
+    found = []
+    for name, path in record.checkpoints.items():
+        checkpoint = read_checkpoint(path)
+        number = checkpoint.get(POSITION, {}).get("global_step")
+        try:
+            loaded = _loaded(checkpoint, module, config)
+        except (CheckpointError, RuntimeError, ValueError, KeyError, IndexError) as error:
+            found.append(f"{name}: one device cannot load it: {str(error).splitlines()[0][:160]}")
+            continue
+        if number not in record.steps:
+            found.append(f"{name}: it is of step {number}, which this run has not made")
+            continue
+        step = record.step(number)
+        gaps = differences({**step, **loaded}, step)
+        other = [(key, kind) for kind, by_name in gaps.items() for key, gap in by_name.items() if gap]
+        found += [
+            f"{name}: {key} differs from step {number} ({kind})" + and_more(len(other) - 1) for key, kind in other[:1]
+        ]
+    return found
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """The result of an evaluation."""
+def _loaded(checkpoint: dict[str, Any], module: LitResNet, config: Mapping[str, Any]) -> Step:
+    module.header.check(checkpoint)
+    network, weights = module.network, checkpoint["state_dict"]
+    network.to(next(iter(weights.values())).dtype).load_state_dict(weights, strict=True)
+    optimizer: Optimizer = made(config["model"]["optimizer"], network.parameters())
+    optimizer.load_state_dict(checkpoint["optimizer_states"][0])
+    return kinds(held(SimpleNamespace(strategy=None, optimizers=[optimizer]), network))
 
-    counts: tuple[int, int]  # right and seen samples
-    metrics: dict[str, float]  # by the names under which they are logged
 
+def entry_problems(
+    found: Record, expected: Record, *, bound: float, source: str, leave_out: Collection[str] = ()
+) -> list[str]:
+    """Where the checkpoints of a run are not entry by entry those of another one, of which it should have the same.
 
-def evaluation_problems(path: Path, *, counts: tuple[int, int], found: Logged, config: Mapping[str, Any]) -> list[str]:
-    """Where an evaluation is not that of one device with the checkpoint's weights.
-
-    In mixed precision what may differ is measured: one device evaluates in float32, too.
+    Numbers in tensors may differ by `bound`, all else not at all. Of metrics, of which every rank has a row, the sums
+    are compared. Where rounding may turn answers, and `bound` is infinite, the best checkpoint may be of another step.
     """
-    alone = evaluated_alone(path, config=config)
-    turned, bounds = 0, dict.fromkeys(alone.metrics, METRIC_BOUND)
-    if str(config["trainer"]["precision"]).startswith("bf16"):
-        wide = evaluated_alone(path, config=config, precision="32-true")
-        turned = max(2, round(NOISE_FACTOR * abs(wide.counts[0] - alone.counts[0])))
-        bounds = {
-            name: max(turned / alone.counts[1], NOISE_FACTOR * abs(wide.metrics[name] - value))
-            for name, value in sorted(alone.metrics.items(), reverse=True)  # one name begins as another one
-        }
     problems = []
-    if counts[1] != alone.counts[1] or abs(counts[0] - alone.counts[0]) > turned:
-        found_words, expected_words = (f"{right} of {seen}" for right, seen in (counts, alone.counts))
-        problems.append(f"evaluation: {found_words} right, one device with the same weights has {expected_words}")
-    own = {key: value for key, value in found.items() if key[0] in alone.metrics}
-    expected = {key: alone.metrics[key[0]] for key in own}
-    return problems + logged_problems(own, expected, bounds=bounds, source="one device with the same weights has")
+    for name in sorted(found.checkpoints.keys() | expected.checkpoints.keys()):
+        if name not in found.checkpoints or name not in expected.checkpoints:
+            problems.append(f"{name}: only {source if name not in found.checkpoints else 'this run'} has one")
+        elif name != BEST or math.isfinite(bound):
+            mine, wanted = (
+                dict(_entries("", read_checkpoint(record.checkpoints[name]), leave_out)) for record in (found, expected)
+            )
+            other = [key for key in {**wanted, **mine} if not _equal(mine.get(key), wanted.get(key), bound=bound)]
+            problems += [
+                f"{name}: {key} is {_shown(mine.get(key))}, {source} has {_shown(wanted.get(key))}"
+                + and_more(len(other) - 1)
+                for key in other[:1]
+            ]
+    return problems
 
 
-def evaluated_alone(path: Path, *, config: Mapping[str, Any], precision: str | None = None) -> Evaluation:
-    """The validation of one device with the checkpoint's weights, in the configuration's precision or another."""
-    checkpoint = read_checkpoint(path)
-    model = config["model"]
-    module = module_of(config, label_smoothing=model["label_smoothing"], flip_test=model["flip_test"])
-    weights = checkpoint["state_dict"]
-    module.network.to(next(iter(weights.values())).dtype).load_state_dict(weights)
-    accuracy = _SilentAccuracy()
-    settings = {name: config["trainer"][name] for name in ("accelerator", "precision", "limit_val_batches")}
-    with quiet(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # as `Trace`
-        settings |= SILENT if precision is None else SILENT | {"precision": precision}
-        trainer = L.Trainer(devices=1, callbacks=[accuracy], **settings)
-        trainer.validate(module, CIFAR10DataModule(**config["data"]), verbose=False)
-    count = pooled(accuracy.counts["val"])
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return Evaluation((count.correct, count.total), metrics)
+def _entries(path: str, value: Any, leave_out: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """The leaves of a checkpoint by their path in it; the run's own folder is called RUN."""
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            if key not in leave_out:
+                yield from _entries(f"{path}/{key}".lstrip("/"), inner, leave_out)
+    else:
+        yield _in_run(path), _in_run(value) if isinstance(value, str) else value
 
 
-class _SilentAccuracy(PerRankAccuracy):
-    """The counts without their table."""
-
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Print nothing."""
+def _in_run(text: str) -> str:
+    return re.sub(r"[^ ]*/run/checkpoints", "RUN/checkpoints", text)
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without Lightning's lines about the hardware.
+def _equal(found: Any, wanted: Any, *, bound: float) -> bool:
+    if not (isinstance(found, Tensor) and isinstance(wanted, Tensor)):
+        return type(found) is type(wanted) and bool(found == wanted)
+    if found.shape != wanted.shape and found.shape[1:] == wanted.shape[1:]:
+        found, wanted = found.sum(0), wanted.sum(0)
+    return found.shape == wanted.shape and difference(found, wanted) <= bound
 
-    By a filter of its own: threads that are here at the same time would put back each other's level.
-    """
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
 
-    def is_grave(record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.ERROR
-
-    logger.addFilter(is_grave)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_grave)
+def _shown(value: Any) -> str:
+    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) and value.ndim else str(value)[:80]

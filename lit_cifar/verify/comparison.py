@@ -1,22 +1,23 @@
 """How far two traces of a training are apart, and how far they may be: pure functions of recorded steps.
 
-A *step* is what `Trace` wrote after one optimizer step, under "loss", "state", "buffers" and "optimizer";
-"buffers" are the names of those entries of "state" that are no parameters.
+A *step* has the whole tensors after one optimizer step, by kind and name. Optimizer state is named after the
+parameters.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-Step: TypeAlias = Mapping[str, Any]
+Step: TypeAlias = Mapping[str, Mapping[str, Tensor]]
 Bounds: TypeAlias = dict[str, float]
 
 KINDS = ("loss", "parameters", "buffers", "optimizer")
+LOGITS = "logits"  # the kind that is compared after an evaluation
 
 # With virtual replicas every bit is the same. A process has the losses of its own parts alone: they are left out.
 SAME_BITS = {"parameters": 0.0, "buffers": 0.0, "optimizer": 0.0}
@@ -28,18 +29,20 @@ FLOOR_ULP = 4.0
 
 @dataclass(frozen=True)
 class Excess:
-    """The first difference beyond its tolerance: in the first step, and there as `first_excess` orders them."""
+    """A step's first difference beyond its tolerance, as `first_excess` orders them, and how many more there are."""
 
     step: int
     kind: str
     name: str
     difference: float
     bound: float
+    more: int = 0
 
     def __str__(self) -> str:
+        gap = f"differs by {self.difference:.1e}, allowed {self.bound:.1e}"
         if math.isinf(self.difference):
-            return f"step {self.step}: {self.name} is missing, not a number or of another shape ({self.kind})"
-        return f"step {self.step}: {self.name} differs by {self.difference:.1e}, allowed {self.bound:.1e} ({self.kind})"
+            gap = "is missing, not a number or of another shape"
+        return f"step {self.step}: {self.name} {gap} ({self.kind})" + and_more(self.more)
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
@@ -59,51 +62,26 @@ def _largest_size(tensor: Tensor) -> float:
     return max(abs(float(extreme)) for extreme in torch.aminmax(tensor))
 
 
-def tensors(step: Step, *, like: Step) -> dict[str, dict[str, Tensor]]:
-    """The tensors of `step` by kind and name, in the order of the network of `like`.
-
-    Names that `like` does not have count as parameters. The optimizer's state is named after the parameters.
-    """
-    buffers = set(like["buffers"])
-    state = step["state"]
-    order = [*(name for name in like["state"] if name in state), *(name for name in state if name not in like["state"])]
-    parameter_names = [name for name in like["state"] if name not in buffers]
-    return {
-        "loss": {"loss": torch.as_tensor(step["loss"])},
-        "parameters": {name: state[name] for name in order if name not in buffers},
-        "buffers": {name: state[name] for name in order if name in buffers},
-        "optimizer": dict(_optimizer_tensors(step["optimizer"], parameter_names)),
-    }
-
-
-def _optimizer_tensors(state_dict: Mapping[str, Any], names: Sequence[str]) -> Iterable[tuple[str, Tensor]]:
-    """Every number in an optimizer's state dict: per parameter, then per group (learning rate and so on)."""
-    for index, values in sorted(state_dict["state"].items(), key=lambda item: str(item[0]).zfill(9)):
-        name = names[index] if isinstance(index, int) and index < len(names) else str(index)
-        for key, value in values.items():
-            if isinstance(value, Tensor | float | int):
-                yield f"{name}:{key}", torch.as_tensor(value)
-    for number, group in enumerate(state_dict["param_groups"]):
-        yield f"group {number}:params", torch.as_tensor([float(len(group["params"]))])
-        for key, value in group.items():
-            if isinstance(value, Tensor | float | int):
-                yield f"group {number}:{key}", torch.as_tensor(value)
-
-
 def differences(found: Step, expected: Step) -> dict[str, dict[str, float]]:
-    """The difference of every tensor by kind and name; infinite where only one side has it."""
-    a, b = tensors(found, like=expected), tensors(expected, like=expected)
+    """The difference of every tensor by kind and name, in the order of `expected`; infinite where one side has none."""
     return {
         kind: {
-            name: difference(a[kind][name], b[kind][name]) if name in a[kind] and name in b[kind] else math.inf
-            for name in [*b[kind], *(name for name in a[kind] if name not in b[kind])]
+            name: difference(found[kind][name], expected[kind][name])
+            if name in found[kind] and name in expected[kind]
+            else math.inf
+            for name in [*expected[kind], *(name for name in found[kind] if name not in expected[kind])]
         }
         for kind in KINDS
+        if kind in expected
     }
+
+
+def and_more(count: int) -> str:
+    return f", and {count} more" if count else ""
 
 
 def largest(of_step: Mapping[str, Mapping[str, float]]) -> Bounds:
-    return {kind: max(of_step[kind].values(), default=0.0) for kind in KINDS}
+    return {kind: max(values.values(), default=0.0) for kind, values in of_step.items()}
 
 
 def measured_bounds(noise: Sequence[Sequence[Bounds]], *, eps: float) -> list[Bounds]:
@@ -126,11 +104,13 @@ def first_excess(of_step: Mapping[str, Mapping[str, float]], bounds: Bounds, *, 
     A layer's buffers come from its forward pass alone. Parameters and optimizer state of the whole network move as
     soon as one gradient is wrong, so they say less about where a mistake is. Kinds without a bound are left out.
     """
-    for kind in (kind for kind in ("loss", "buffers", "parameters", "optimizer") if kind in bounds):
-        for name, value in of_step[kind].items():
-            if value > bounds[kind]:
-                return Excess(step, kind, name, value, bounds[kind])
-    return None
+    found = [
+        (kind, name, value)
+        for kind in ("loss", "buffers", "parameters", "optimizer")
+        for name, value in of_step.get(kind, {}).items()
+        if value > bounds.get(kind, math.inf)
+    ]
+    return Excess(step, *found[0], bounds[found[0][0]], more=len(found) - 1) if found else None
 
 
 def sample_problems(found: Sequence[Sequence[int]], expected: Sequence[int]) -> list[str]:

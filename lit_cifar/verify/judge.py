@@ -2,61 +2,127 @@
 
 import math
 
-from lit_cifar.verify.checkpoint_check import checkpoint_problems, evaluation_problems
-from lit_cifar.verify.comparison import Bounds, differences, first_excess, largest
+from lit_cifar.verify.checkpoint_check import (
+    MAY_DIFFER,
+    OF_ACCUMULATION,
+    OF_RESUME,
+    checkpoint_problems,
+    entry_problems,
+)
+from lit_cifar.verify.comparison import LOGITS, SAME_BITS, Bounds, differences, first_excess, largest
 from lit_cifar.verify.configuration import Configuration
+from lit_cifar.verify.evaluation import Evaluated, expected, gaps, logits_problems
 from lit_cifar.verify.logged_metrics import METRIC_BOUND, logged_problems
 from lit_cifar.verify.record import Record
 from lit_cifar.verify.reference import Reference
+from lit_cifar.verify.run_files import OF_EVALUATION, WEIGHTS, digest_problems, evaluation_file_problems, file_problems
 from lit_cifar.verify.runs import Outcome
 from lit_cifar.verify.verdict_table import VerifiedMode
+
+ONE_DEVICE, SAME_WEIGHTS, FIRST_RUN = "one device", "one device with the same weights", "the undisturbed run"
 
 
 def judge(
     row: VerifiedMode, outcome: Outcome, record: Record, reference: Reference, settings: Configuration
 ) -> VerifiedMode:
-    """Complete the mode's `row` by what its run has left."""
-    row.tolerance, row.seconds = reference.bounds[-1], outcome.seconds
+    """Complete the mode's `row` by what its runs have left."""
+    row.tolerance, row.seconds = dict(reference.bounds[-1]), outcome.seconds
     num_steps = len(reference.bounds)
-    if outcome.status != 0:
+    finished = record.resumed.folder.exists()
+    if outcome.status != 0 and not finished:
         row.problems.append(outcome.last_words)
-    elif record.num_steps < num_steps:
-        row.problems.append(f"the run ended after {record.num_steps} of {num_steps} steps")
+    elif record.steps != [*range(1, num_steps + 1)]:
+        row.problems.append(f"the run ended after {len(record.steps)} of {num_steps} steps")
     else:
         _compare(row, record, reference, settings)
+        row.problems += [f"resumed: {problem}" for problem in _resumed_problems(outcome, record, reference, settings)]
     return row
 
 
 def _compare(row: VerifiedMode, record: Record, reference: Reference, settings: Configuration) -> None:
     row.processes = record.about["world_size"]
+    alone, exact = reference.record, settings.precision == "64-true" or settings.num_parts is not None
     _compare_steps(row, record, reference)
-    last_step = record.step(len(reference.bounds))
-    row.problems += record.sample_problems(reference.record)
+    row.problems += record.sample_problems(alone)
     row.problems += record.own_problems()
-    row.problems += checkpoint_problems(record.checkpoint, last_step, config=settings.config)
     row.problems += record.count_problems()
     row.problems += logged_problems(
-        record.logged, reference.record.logged, bounds=_bounds_of_metrics(reference, settings), source="one device has"
+        record.logged, alone.logged, bounds=_bounds_of_metrics(reference, settings), source=f"{ONE_DEVICE} has"
     )
-    if settings.evaluates:  # as one device with the same weights does
-        row.counts = record.counts
-        row.problems += evaluation_problems(
-            record.checkpoint, counts=row.counts, found=record.logged, config=settings.config
-        )
+    for number in record.steps:
+        if evaluated := record.evaluated(number):
+            _compare_evaluation(row, number, evaluated, record, reference, settings)
+    row.problems += checkpoint_problems(record, settings.plain_module, config=settings.config)
+    row.problems += entry_problems(
+        record,
+        alone,
+        bound=0.0 if settings.num_parts is not None else METRIC_BOUND if exact else math.inf,
+        source=ONE_DEVICE,
+        leave_out=[*MAY_DIFFER, *(OF_ACCUMULATION if settings.accumulation > 1 else [])],
+    )
+    row.problems += file_problems(record, alone, source=ONE_DEVICE, leave_out=(*OF_EVALUATION, WEIGHTS))
+    row.problems += digest_problems(record)
 
 
 def _compare_steps(row: VerifiedMode, record: Record, reference: Reference) -> None:
     for number, bounds in enumerate(reference.bounds, 1):
-        step, expected = record.step(number), reference.record.step(number)
-        row.losses.append(float(step["loss"]))
-        row.expected_losses.append(float(expected["loss"]))
-        found = differences(step, expected)
+        step, wanted = record.step(number), reference.record.step(number)
+        row.losses.append(float(step["loss"]["loss"]))
+        row.expected_losses.append(float(wanted["loss"]["loss"]))
+        found = differences(step, wanted)
         for kind, value in largest(found).items():
             if kind in bounds:
                 row.differences[kind] = max(row.differences.get(kind, 0.0), value)
         excess = first_excess(found, bounds, step=number)
-        if excess is not None and not row.problems:
-            row.problems.append(str(excess))
+        row.problems += [] if excess is None else [str(excess)]
+
+
+def _compare_evaluation(
+    row: VerifiedMode,
+    number: int,
+    evaluated: dict[int, Evaluated],
+    record: Record,
+    reference: Reference,
+    settings: Configuration,
+) -> None:
+    """With one device that has the same weights, and the tables of the last one with its own logits."""
+    when = f"evaluation after step {number}"
+    if settings.num_parts is None:
+        alone = expected(record.step(number), config=settings.config)
+        own = {key: value for key, value in record.logged.items() if key[0] in alone.metrics and key[1] == number}
+        wanted = {key: alone.metrics[key[0]] for key in own}
+        row.problems += logged_problems(own, wanted, bounds=alone.bounds, source=f"{SAME_WEIGHTS} has")
+        samples, bound = alone.evaluated, alone.bounds[LOGITS]
+    else:  # the bits of the one device itself
+        (samples,), bound = reference.record.evaluated(number).values(), 0.0
+    for process, its in evaluated.items():
+        row.problems += logits_problems(when, process, its, samples, bound=bound)
+        gap = gaps(its.like(samples), samples.like(its)).max().item()
+        row.differences[LOGITS] = max(row.differences.get(LOGITS, 0.0), gap)
+    row.tolerance[LOGITS] = max(row.tolerance.get(LOGITS, 0.0), bound)
+    if number == max(record.steps):
+        row.problems += evaluation_file_problems(record, evaluated)
+        counts = [its.counts for its in record.first_of_ranks(evaluated).values()]
+        row.counts = (sum(right for right, _ in counts), sum(seen for _, seen in counts))
+
+
+def _resumed_problems(outcome: Outcome, record: Record, reference: Reference, settings: Configuration) -> list[str]:
+    """Where the process that has made the last step once more has not done what the first one did: bits on the CPU."""
+    last, resumed = max(record.steps), record.resumed
+    if outcome.status != 0:
+        return [outcome.last_words]
+    if resumed.steps != [last]:
+        return [f"it has made the steps {resumed.steps}, not {last} alone"]
+    same_bits = settings.config["trainer"]["accelerator"] == "cpu"
+    bounds = {"loss": 0.0} | SAME_BITS if same_bits else reference.bounds[-1]
+    excess = first_excess(differences(resumed.step(last), record.step(last)), bounds, step=last)
+    problems = ([] if excess is None else [str(excess)]) + resumed.own_problems()
+    if same_bits:
+        everything = dict.fromkeys(("train/", "val/", "lr-"), 0.0)
+        problems += logged_problems(resumed.logged, record.logged, bounds=everything, source=f"{FIRST_RUN} has")
+        problems += entry_problems(resumed, record, bound=0.0, source=FIRST_RUN, leave_out=OF_RESUME)
+        problems += file_problems(resumed, record, source=FIRST_RUN)
+    return problems
 
 
 def _bounds_of_metrics(reference: Reference, settings: Configuration) -> Bounds:

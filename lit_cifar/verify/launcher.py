@@ -1,18 +1,20 @@
 """Starts the runs that are compared: of a mode, with a planted mistake or without, and of one device."""
 
+import os
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from os import cpu_count
 from pathlib import Path
 
 from lit_cifar.batch_split import GhostBatches
 from lit_cifar.errors import ConfigError
 from lit_cifar.modes import Variant
-from lit_cifar.verify.checkpoint_check import quiet
 from lit_cifar.verify.configuration import Configuration
 from lit_cifar.verify.record import Record
-from lit_cifar.verify.runs import TIMEOUT_S, Outcome, run
+from lit_cifar.verify.runs import REFUSED, TIMEOUT_S, Outcome, quiet, run
 
 TRACE = "lit_cifar.verify.recorder.Trace"
 
@@ -30,17 +32,28 @@ class Launcher:
     timeout_s: float = TIMEOUT_S  # after which a run is stopped, and has failed
 
     def new_folder(self, name: str) -> Path:
-        """For one run. The record of a ResNet34 takes 170 MB a step: remove it as soon as it has been read."""
+        """For one run. A step or checkpoint of ResNet34 takes 170 MB: remove it as soon as it has been read."""
         return Path(tempfile.mkdtemp(prefix=f"{name.replace(' ', '-')}-", dir=self.folder))
 
     def run_mode(self, mode: Variant, folder: Path, *, bug: str | None = None) -> Outcome:
-        """Run the mode in `folder`, with the planted mistake at that path."""
+        """Run the mode in `folder`, with the planted mistake at that path; then resume it before its last step.
+
+        The outcome is that of the run that has failed, if one has.
+        """
         flags = self.settings.length_flags(steps=self.steps, accumulation=self.settings.accumulation)
-        trace = {"reload_after": str(self.steps - 1)} | ({} if bug is None else {"bug": bug})
-        title = mode.name if bug is None else f"{mode.name} with {bug}"
+        trace = {} if bug is None else {"bug": bug}
+        title = mode.name if bug is None else f"{mode.name} with {bug.rpartition(':')[2]}"
         with quiet():
             processes, ranks = mode.num_processes, mode.num_ranks
-        return self._fit(title, folder, [*flags, *mode.flags], trace, processes=processes, ranks=ranks)
+        fit = partial(self._fit, trace=trace, processes=processes, ranks=ranks)
+        first = fit(title, folder, [*flags, *mode.flags])
+        if first.status != 0:
+            return first
+        again = _with_checkpoint_before_last_step(Record(folder))
+        resumed = fit(f"{title}, resumed", again, [*flags, *mode.flags, "--resume=auto"])
+        # What the first run has accepted, no second one may refuse.
+        status = 1 if resumed.status == REFUSED else resumed.status
+        return replace(resumed, status=status, seconds=first.seconds + resumed.seconds)
 
     def run_alone(
         self,
@@ -71,7 +84,7 @@ class Launcher:
                 f"one device cannot train this configuration: {outcome.last_words}",
                 remedy="correct it until `python -m lit_cifar fit` runs with it",
             )
-        if (num_steps := Record(folder).num_steps) < self.steps:
+        if (num_steps := len(Record(folder).steps)) < self.steps:
             raise ConfigError(
                 f"the configuration ends a run after {num_steps} of {self.steps} steps",
                 remedy="leave out what does, e.g. --trainer.max_time or --trainer.fast_dev_run",
@@ -98,3 +111,15 @@ class Launcher:
         )
         self.report(f"{outcome.seconds:5.0f} s  {title}")
         return outcome
+
+
+def _with_checkpoint_before_last_step(record: Record) -> Path:
+    """A folder with a copy of the run as it was when it had not made its last step, but for what it has logged."""
+    folder = record.resumed.folder
+    shutil.copytree(record.run, record.resumed.run, ignore=shutil.ignore_patterns("last.ckpt"), copy_function=_link)
+    return folder
+
+
+def _link(source: str, target: str) -> None:
+    """Checkpoints are large, and are replaced as a whole; other files are written on."""
+    (os.link if source.endswith(".ckpt") else shutil.copy2)(source, target)

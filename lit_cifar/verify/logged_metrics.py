@@ -10,7 +10,7 @@ from torchmetrics import MeanMetric, Metric
 
 from lit_cifar.verify.rank_state import is_shared
 
-Logged: TypeAlias = dict[tuple[str, int], float]  # by name and optimizer step
+Logged: TypeAlias = dict[tuple[str, int], float]  # by name and optimizer step, counted from 1
 METRIC_BOUND = 1e-5  # metrics add up in float32, whatever the precision of the run is
 
 
@@ -21,7 +21,7 @@ def logged(run: Path) -> Logged:
         return {}
     with path.open(newline="") as file:
         return {
-            (name, int(row["step"])): float(value)
+            (name, int(row["step"]) + 1): float(value)  # the file counts from 0
             for row in csv.DictReader(file)
             for name, value in row.items()
             if value and name not in ("epoch", "step") and is_shared(name)

@@ -5,7 +5,7 @@ process, and a strategy that collects a checkpoint may put right what had diverg
 """
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lit_cifar.batch_split import BatchSplit
 from lit_cifar.strategies.mesh import local_part
+from lit_cifar.verify.comparison import and_more
 
 # By name, a kind in brackets: which part of the whole it is, and the digest. Equal names and parts are equal bits.
 State: TypeAlias = dict[str, tuple[str, str]]
@@ -42,30 +43,42 @@ def own_state(trainer: Any, module: nn.Module, *, one_model: bool) -> State:
     strategy = trainer.strategy
     apart = not one_model and getattr(strategy, "_layer_sync", None) is None
     replica = f"replica {BatchSplit.of(strategy).dp_rank}" if apart else ""
-    held = _held(strategy, module)
-    found = module_state(module, replica=replica, held=held)
+    return _state(held(trainer, module), replica=replica)
+
+
+def module_state(module: nn.Module, *, replica: str = "") -> State:
+    """Parameters and buffers of a module.
+
+    `replica` says whose running statistics they are, where replicas have their own.
+    """
+    return _state(_tensors(module), replica=replica)
+
+
+def _state(values: Iterable[tuple[str, str, Any]], *, replica: str) -> State:
+    found: State = {}
+    for name, kind, value in values:
+        # Batches are counted alike by all; only what is averaged over samples is a replica's own.
+        own = replica if kind == BUFFERS and value.is_floating_point() else ""
+        found[f"{name} ({kind})"] = f"{_part(value)} {own}".strip(), digest(value)
+    return found
+
+
+def held(trainer: Any, module: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """Name, kind and value of all that this process itself trains with: of a pipeline its own stages, elsewhere all."""
+    pipeline = getattr(trainer.strategy, "pipeline", None)
+    modules = [module] if pipeline is None else pipeline.stages.values()
+    own = {tensor for part in modules for tensor in (*part.parameters(), *part.buffers())}
+    yield from (found for found in _tensors(module) if found[2] in own)
     names: dict[Tensor, str] = {parameter: _plain(name) for name, parameter in module.named_parameters()}
     for optimizer in trainer.optimizers:
-        found |= dict(_optimizer_state(optimizer, names, held=held))
-    return found
+        yield from _optimizer_values(optimizer, names, held=own)
 
 
-def module_state(module: nn.Module, *, replica: str = "", held: set[Tensor] | None = None) -> State:
-    """Parameters and buffers of a module; those of them that are in `held`, if that is given.
-
-    `replica` says whose running statistics they are, where replicas have their own. Names lose the prefix that a
-    LightningModule gives to its network.
-    """
-    found: State = {}
-    for name, parameter in module.named_parameters():
-        if held is None or parameter in held:
-            found[f"{_plain(name)} ({PARAMETERS})"] = _part(parameter), digest(parameter)
-    for name, buffer in module.named_buffers():
-        if held is None or buffer in held:
-            # Batches are counted alike by all; only what is averaged over samples is a replica's own.
-            own = replica if buffer.is_floating_point() else ""
-            found[f"{_plain(name)} ({BUFFERS})"] = f"{_part(buffer)} {own}".strip(), digest(buffer)
-    return found
+def _tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """Parameters, and the buffers that are saved; names lose the prefix that a LightningModule gives to its network."""
+    saved = module.state_dict().keys()
+    yield from ((_plain(name), PARAMETERS, parameter) for name, parameter in module.named_parameters())
+    yield from ((_plain(name), BUFFERS, buffer) for name, buffer in module.named_buffers() if name in saved)
 
 
 def metrics_state(metrics: Mapping[str, Tensor]) -> State:
@@ -145,36 +158,29 @@ def _of_first_replica(part: str) -> bool:
 
 
 def _first(problems: Sequence[str]) -> list[str]:
-    more = len(problems) - 1
-    return [f"{problem}, and {more} more" if more else problem for problem in problems[:1]]
+    return [problem + and_more(len(problems) - 1) for problem in problems[:1]]
 
 
-def _held(strategy: Any, module: nn.Module) -> set[Tensor]:
-    """What this process itself trains: of a pipeline its own stages, elsewhere all."""
-    pipeline = getattr(strategy, "pipeline", None)
-    modules = [module] if pipeline is None else pipeline.stages.values()
-    return {tensor for part in modules for tensor in (*part.parameters(), *part.buffers())}
-
-
-def _optimizer_state(
+def _optimizer_values(
     optimizer: Optimizer, names: Mapping[Tensor, str], *, held: set[Tensor]
-) -> Iterator[tuple[str, tuple[str, str]]]:
+) -> Iterator[tuple[str, str, Any]]:
+    """Name, kind and value of its settings and of its state for the parameters in `held`."""
     for number, group in enumerate(optimizer.param_groups):
         settings = {**group, "params": [names.get(parameter, "a stranger") for parameter in group["params"]]}
         for key, value in settings.items():
-            yield f"group {number}:{key} ({OPTIMIZER})", ("", digest(value))
+            yield f"group {number}:{key}", OPTIMIZER, value
         for parameter in group["params"]:
             if parameter in held:
                 state = optimizer.state.get(parameter, {})  # asked with [], it would make an entry
                 for key, value in {"entries": sorted(state), **state}.items():
-                    yield f"{names[parameter]}:{key} ({OPTIMIZER})", (_part(parameter), digest(value))
+                    yield f"{names[parameter]}:{key}", OPTIMIZER, value
 
 
 def _plain(name: str) -> str:
     return name.removeprefix("network.")
 
 
-def _part(tensor: Tensor) -> str:
+def _part(tensor: Any) -> str:
     """Where this process stands along the axes of the mesh over which a tensor is divided; empty for a whole one."""
     if not isinstance(tensor, DTensor):
         return ""

@@ -1,17 +1,22 @@
 """Reads what `Trace` wrote."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.verify.comparison import Step, sample_problems
+from lit_cifar.verify.evaluation import Evaluated
 from lit_cifar.verify.logged_metrics import Logged, logged
+from lit_cifar.verify.pieces import put_together
 from lit_cifar.verify.rank_state import Snapshot, change_problems, peer_problems, saved_problems
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -21,15 +26,29 @@ class Record:
     folder: Path
 
     def step(self, number: int) -> Step:
-        """The step's tensors; they stay on disk until they are used."""
-        path = self.folder / "trace" / f"step{number}.pt"
-        step: Step = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        return step
+        """The step's whole tensors; those that one process has whole stay on disk until they are used."""
+        processes = [_load(path) for path in self._files(f"step{number}-*.pt")]
+        losses = {process["dp_rank"]: process["loss"] for process in processes}
+        loss = {"loss": torch.tensor(sum(losses.values()) / len(losses), dtype=torch.float64)}
+        return {"loss": loss, **put_together(process["pieces"] for process in processes)}
+
+    def evaluated(self, number: int) -> dict[int, Evaluated]:
+        """What each process has computed in the evaluation after that step; empty if there was none."""
+        paths = self._files(f"evaluation{number}-*.pt")
+        return {int(path.stem.rpartition("-")[2]): Evaluated(**_load(path)) for path in paths}
 
     @property
-    def num_steps(self) -> int:
-        """Steps that the run has made; a run that refused its input has written none."""
-        return len(list((self.folder / "trace").glob("step*.pt")))
+    def steps(self) -> list[int]:
+        """Optimizer steps that the run has made, counted from 1; a run that refused its input has written none."""
+        return sorted(int(path.stem.removeprefix("step").partition("-")[0]) for path in self._files("step*-0.pt"))
+
+    def _files(self, pattern: str) -> list[Path]:
+        return sorted((self.folder / "trace").glob(pattern))
+
+    @property
+    def resumed(self) -> "Record":
+        """What a new process has left that resumed this run before its last step."""
+        return Record(self.folder / "resumed")
 
     @cached_property
     def about(self) -> dict[str, Any]:
@@ -37,27 +56,26 @@ class Record:
         return content
 
     @property
-    def counts(self) -> tuple[int, int]:
-        """Correctly classified and evaluated samples, over all ranks."""
-        counts = self.about["counts"]
-        return sum(right for right, _ in counts), sum(seen for _, seen in counts)
+    def run(self) -> Path:
+        return self.folder / "run"
 
     @property
-    def checkpoint(self) -> Path:
-        return self.folder / "run" / "checkpoints" / "last.ckpt"
+    def checkpoints(self) -> dict[str, Path]:
+        """By name: "last.ckpt" and so on."""
+        return {path.name: path for path in sorted((self.run / "checkpoints").glob("*.ckpt"))}
 
     @property
     def logged(self) -> Logged:
-        return logged(self.folder / "run")
+        return logged(self.run)
 
     @property
     def acted(self) -> bool:
         """Whether the wrong code of a planted mistake has run in any process."""
-        return any((self.folder / "trace").glob("acted*"))
+        return any(self.folder.rglob("trace/acted*"))
 
     @cached_property
     def samples(self) -> dict[str, dict[int, list[list[int]]]]:
-        """Ids by moment ("step 1", "epoch 0", "evaluation") and data-parallel rank: a list for each process."""
+        """Ids by moment ("step 1", "epoch 0") and data-parallel rank: a list for each process."""
         found: dict[str, dict[int, list[list[int]]]] = {}
         for line in self._lines("samples"):
             found.setdefault(line["when"], {}).setdefault(line["dp_rank"], []).append(line["ids"])
@@ -77,6 +95,23 @@ class Record:
             problems += [f"{when}: {problem}" for problem in found]
         return problems
 
+    def first_of_ranks(self, by_process: Mapping[int, T]) -> dict[int, T]:
+        """What the first process of each data-parallel rank has, by that rank."""
+        ranks = {line["rank"]: line["dp_rank"] for line in self._lines("samples")}
+        return {ranks[process]: value for process, value in sorted(by_process.items(), reverse=True)}
+
+    @property
+    def ends_of_epochs(self) -> dict[int, int]:
+        """The last step of each epoch."""
+        found, step = {}, 0
+        for line in self._lines("samples"):
+            what, number = line["when"].split()[0], int(line["when"].split()[-1])
+            if what == "step":
+                step = number
+            elif what == "epoch":
+                found[number] = step
+        return found
+
     def count_problems(self) -> list[str]:
         """Metrics of a process that did not count each of its samples once."""
         return [
@@ -90,9 +125,14 @@ class Record:
         """Values of a process that differ from those of its peers, its own earlier ones, or the checkpoint's."""
         snapshots = [Snapshot(**line) for line in self._lines("own")]
         whole = [snapshot for snapshot in snapshots if snapshot.when == "whole network"]
-        saved = read_checkpoint(self.checkpoint)["state_dict"]
+        saved = read_checkpoint(self.run / "checkpoints" / "last.ckpt")["state_dict"]
         return [*peer_problems(snapshots), *change_problems(snapshots), *saved_problems(whole, saved)]
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
-        paths = sorted((self.folder / "trace").glob(f"{name}*.jsonl"))
+        paths = self._files(f"{name}*.jsonl")
         return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+def _load(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    return content

@@ -65,7 +65,7 @@ class _Tolerance:
             steps = range(1, self.steps + 1)
             noise.append([largest(differences(other.wait().step(k), expected.step(k))) for k in steps])
             shutil.rmtree(other.record.folder)
-        dtype = next(iter(expected.step(1)["state"].values())).dtype
+        dtype = next(iter(expected.step(1)["parameters"].values())).dtype
         return measured_bounds(noise, eps=torch.finfo(dtype).eps)
 
 

@@ -1,5 +1,6 @@
 """Runs of the command line, as a user starts them, that leave nothing behind."""
 
+import logging
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -78,3 +79,21 @@ def refuse_if_invalid(outcome: Outcome) -> None:
     lines = [line.strip().removeprefix("lit_cifar: error: ") for line in outcome.stderr.splitlines() if line.strip()]
     *problem, remedy = lines[-5:] if len(lines) > 1 else [*lines, "see python -m lit_cifar fit --help"]
     raise ConfigError("\n".join(problem) or "the configuration cannot be read", remedy=remedy)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without Lightning's lines about the hardware.
+
+    By a filter of its own: threads that are here at the same time would put back each other's level.
+    """
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+
+    def is_grave(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR
+
+    logger.addFilter(is_grave)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_grave)

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from rich import box
 from rich.table import Table
 
-from lit_cifar.verify.comparison import KINDS, Bounds
+from lit_cifar.verify.comparison import KINDS, LOGITS, Bounds
+
+COLUMNS = (*KINDS, LOGITS)
 
 
 @dataclass
@@ -20,9 +22,9 @@ class VerifiedMode:
     expected_losses: list[float] = field(default_factory=list)  # those of the single-device computation
     differences: Bounds = field(default_factory=dict)  # the largest difference of each kind over all steps
     tolerance: Bounds = field(default_factory=dict)  # what each kind may differ by after the last step
-    counts: tuple[int, int] | None = None  # right and seen samples of its evaluation
+    counts: tuple[int, int] | None = None  # right and seen samples of its last evaluation
     seconds: float = 0.0  # the duration of its run, without that of the reference
-    problems: list[str] = field(default_factory=list)  # what is wrong, the first step first; empty for a PASS
+    problems: list[str] = field(default_factory=list)  # all that is wrong, the first step first; empty for a PASS
 
     @property
     def passed(self) -> bool:
@@ -35,9 +37,8 @@ def verdict_table(rows: Sequence[VerifiedMode], *, title: str) -> Table:
     table.add_column("mode", no_wrap=True)
     table.add_column("proc.", justify="right")
     table.add_column("equals", max_width=33)
-    for kind in KINDS:
+    for kind in COLUMNS:
         table.add_column(kind, justify="right", no_wrap=True)
-    table.add_column("evaluated", justify="right")
     table.add_column("time", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for row in rows:
@@ -45,8 +46,7 @@ def verdict_table(rows: Sequence[VerifiedMode], *, title: str) -> Table:
             row.mode,
             "-" if row.processes is None else str(row.processes),
             row.equals,
-            *(_cell(row, kind) for kind in KINDS),
-            "-" if row.counts is None else f"{row.counts[0]} of {row.counts[1]}",
+            *(_cell(row, kind) for kind in COLUMNS),
             f"{row.seconds:.0f} s",
             "[bold green]PASS[/]" if row.passed else "[bold red]FAIL[/]",
         )

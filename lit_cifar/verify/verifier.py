@@ -13,14 +13,13 @@ from lit_cifar.batch_split import GhostBatches
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.ghost_batchnorm import normalises_batches
 from lit_cifar.modes import Variant, chosen
-from lit_cifar.verify.checkpoint_check import quiet
 from lit_cifar.verify.configuration import Configuration
 from lit_cifar.verify.gpu_placement import placed
 from lit_cifar.verify.judge import judge
 from lit_cifar.verify.launcher import Launcher, Report
 from lit_cifar.verify.record import Record
 from lit_cifar.verify.reference import References
-from lit_cifar.verify.runs import REFUSED, Outcome, refuse_if_invalid, workers
+from lit_cifar.verify.runs import REFUSED, Outcome, quiet, refuse_if_invalid, workers
 from lit_cifar.verify.verdict_table import VerifiedMode
 
 
@@ -90,7 +89,7 @@ def verify(
     names: Sequence[str],
     *,
     devices: int = 2,
-    steps: int = 3,
+    steps: int = 4,
     args: Sequence[str] = (),
     report: Report = lambda line: None,
 ) -> list[VerifiedMode]:
@@ -101,7 +100,7 @@ def verify(
     called by its name that cannot run so is a `ConfigError`; "all" leaves it out.
     """
     if steps < 2:
-        raise ConfigError(f"--steps={steps} leaves no step after a resume", remedy="pass --steps 2 or more")
+        raise ConfigError(f"--steps={steps} leaves no step before a resume", remedy="pass --steps 2 or more")
     wanted = chosen(list(names), devices=devices)
     with tempfile.TemporaryDirectory(prefix="lit_cifar-verify-") as folder:
         settings = Configuration.of(list(args), devices=devices, folder=Path(folder))
