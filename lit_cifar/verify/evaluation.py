@@ -1,6 +1,6 @@
 """What an evaluation has computed for each sample, compared with one device that has the same weights."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,11 +33,18 @@ class Evaluated:
         """Right and seen samples."""
         return int((self.logits.argmax(dim=1) == self.labels).sum()), len(self.ids)
 
-    def like(self, other: "Evaluated") -> "Evaluated":
-        """The samples of `other` that this one has, in the order of `other`."""
-        place = {sample: row for row, sample in enumerate(self.ids.tolist())}
-        rows = torch.tensor([place[sample] for sample in other.ids.tolist() if sample in place], dtype=torch.int64)
-        return Evaluated(self.ids[rows], self.labels[rows], self.logits[rows])
+    def gaps(self, wanted: "Evaluated") -> list[tuple[int, float]]:
+        """Each sample with its largest |logit - wanted| over max(1, largest |wanted|); infinite if not finite.
+
+        With another label it is infinite, too. Samples that `wanted` has not are left out: their ids say so.
+        """
+        place = {sample: row for row, sample in enumerate(wanted.ids.tolist())}
+        rows = [row for row, sample in enumerate(self.ids.tolist()) if sample in place]
+        others = [place[sample] for sample in self.ids[rows].tolist()]
+        gaps = (self.logits[rows].double() - wanted.logits[others].double()).abs().amax(dim=1)
+        gaps = gaps / wanted.logits.double().abs().max().clamp(min=1.0)
+        gaps[~gaps.isfinite() | (self.labels[rows] != wanted.labels[others])] = torch.inf
+        return list(zip(self.ids[rows].tolist(), gaps.tolist(), strict=True))
 
 
 class LogitsOfAll:
@@ -84,7 +91,9 @@ def expected(step: Step, *, config: Mapping[str, Any]) -> Expected:
     logits, bounds = EXACT_BOUND, dict.fromkeys(metrics, METRIC_BOUND)
     if (wider := _WIDER.get(_precision(config))) is not None:
         wide, wide_metrics = _evaluated_alone(step, config=config, precision=wider)
-        logits = max(FLOOR_ULP * torch.finfo(torch.float32).eps, NOISE_FACTOR * gaps(evaluated, wide).max().item())
+        logits = max(
+            FLOOR_ULP * torch.finfo(torch.float32).eps, NOISE_FACTOR * max(gap for _, gap in evaluated.gaps(wide))
+        )
         turned = max(2, round(NOISE_FACTOR * abs(wide.counts[0] - evaluated.counts[0]))) / len(wide.ids)
         if wider == "32-true":
             bounds = {name: max(turned, NOISE_FACTOR * abs(wide_metrics[name] - metrics[name])) for name in metrics}
@@ -113,25 +122,11 @@ def _evaluated_alone(
     return Evaluated(**callback.logits.take()), metrics
 
 
-def gaps(found: Evaluated, wanted: Evaluated) -> Tensor:
-    """Largest |found - wanted| of each sample over max(1, largest |wanted|); infinite where it is not finite."""
-    a, b = found.logits.double(), wanted.logits.double()
-    gap = (a - b).abs().amax(dim=1) / b.abs().max().clamp(min=1.0)
-    return torch.where(gap.isfinite(), gap, torch.inf)
-
-
-def logits_problems(when: str, rank: int, found: Evaluated, wanted: Evaluated, *, bound: float) -> list[str]:
-    """The first sample of process `rank` whose label or logits are not those of one device, and how many more."""
-    wanted = wanted.like(found)
-    found = found.like(wanted)  # foreign samples are reported by their ids
-    gap = gaps(found, wanted)
-    wrong = [sample for sample, of_it in zip(found.ids.tolist(), gap.tolist(), strict=True) if not of_it <= bound]
-    labels = found.ids[found.labels != wanted.labels].tolist()
-    problems = [
-        f"{when}: sample {s} of process {rank} has another label" + and_more(len(labels) - 1) for s in labels[:1]
-    ]
-    return problems + [
-        f"{when}: logits of sample {sample} of process {rank} differ by {gap[found.ids == sample].max():.1e}, allowed "
-        f"{bound:.1e}" + and_more(len(wrong) - 1)
-        for sample in wrong[:1]
+def logits_problems(when: str, rank: int, gaps: Sequence[tuple[int, float]], *, bound: float) -> list[str]:
+    """The first sample of process `rank` whose logits, or label, are not those of one device, and how many more."""
+    wrong = [(sample, gap) for sample, gap in gaps if not gap <= bound]
+    return [
+        f"{when}: logits of sample {sample} of process {rank} differ by {gap:.1e}, allowed {bound:.1e}"
+        + and_more(len(wrong) - 1)
+        for sample, gap in wrong[:1]
     ]

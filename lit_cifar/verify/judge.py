@@ -11,7 +11,7 @@ from lit_cifar.verify.checkpoint_check import (
 )
 from lit_cifar.verify.comparison import LOGITS, SAME_BITS, Bounds, differences, first_excess, largest
 from lit_cifar.verify.configuration import Configuration
-from lit_cifar.verify.evaluation import Evaluated, expected, gaps, logits_problems
+from lit_cifar.verify.evaluation import Evaluated, expected, logits_problems
 from lit_cifar.verify.logged_metrics import METRIC_BOUND, logged_problems
 from lit_cifar.verify.record import Record
 from lit_cifar.verify.reference import Reference
@@ -20,6 +20,8 @@ from lit_cifar.verify.runs import Outcome
 from lit_cifar.verify.verdict_table import VerifiedMode
 
 ONE_DEVICE, SAME_WEIGHTS, FIRST_RUN = "one device", "one device with the same weights", "the undisturbed run"
+
+RESUMED = "resumed"
 
 
 def judge(
@@ -35,7 +37,7 @@ def judge(
         row.problems.append(f"the run ended after {len(record.steps)} of {num_steps} steps")
     else:
         _compare(row, record, reference, settings)
-        row.problems += [f"resumed: {problem}" for problem in _resumed_problems(outcome, record, reference, settings)]
+        row.problems += [f"{RESUMED}: {problem}" for problem in _resumed_problems(outcome, record, reference, settings)]
     return row
 
 
@@ -96,9 +98,9 @@ def _compare_evaluation(
     else:  # the bits of the one device itself
         (samples,), bound = reference.record.evaluated(number).values(), 0.0
     for process, its in evaluated.items():
-        row.problems += logits_problems(when, process, its, samples, bound=bound)
-        gap = gaps(its.like(samples), samples.like(its)).max().item()
-        row.differences[LOGITS] = max(row.differences.get(LOGITS, 0.0), gap)
+        gaps = its.gaps(samples)
+        row.problems += logits_problems(when, process, gaps, bound=bound)
+        row.differences[LOGITS] = max([row.differences.get(LOGITS, 0.0), *(gap for _, gap in gaps)])
     row.tolerance[LOGITS] = max(row.tolerance.get(LOGITS, 0.0), bound)
     if number == max(record.steps):
         row.problems += evaluation_file_problems(record, evaluated)

@@ -12,6 +12,7 @@ from rich.table import Table
 from lit_cifar.errors import ConfigError
 from lit_cifar.modes import Variant, variants
 from lit_cifar.verify.configuration import Configuration
+from lit_cifar.verify.judge import RESUMED
 from lit_cifar.verify.launcher import Launcher, Report
 from lit_cifar.verify.planted_in_parts import NO_PLACE
 from lit_cifar.verify.planting import Bug, bug_at, bugs_of
@@ -136,7 +137,10 @@ def _reasons(mode: Variant, bugs: Iterable[Bug], settings: Configuration) -> dic
 
 
 def _finding(bug: Bug | None, compared: Compared) -> PlantedResult:
-    finished = compared.outcome.status == 0
+    # What only a resumed run breaks down on has not been compared; what was found before stays found.
+    row = compared.row
+    found_before = bool(row.losses) and any(not problem.startswith(RESUMED) for problem in row.problems)
+    finished = compared.outcome.status == 0 or found_before
     stderr = [] if finished else compared.outcome.stderr.splitlines()
     said = [(line, words) for line in stderr for words in GUARDS if words in line]
     guard = GUARDS[said[-1][1]] if said else None
