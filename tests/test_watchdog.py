@@ -24,12 +24,12 @@ from lit_cifar.watchdog import activity
 from lit_cifar.watchdog import monitor as watch_module
 from lit_cifar.watchdog import process_info as process
 from lit_cifar.watchdog.callback import PHASES, Watchdog
-from lit_cifar.watchdog.diagnosis import Peer, Verdict, diagnose, updated
-from lit_cifar.watchdog.heartbeat import Heartbeat, stack_of
-from lit_cifar.watchdog.monitor import BEAT_S, Monitor, first_heartbeat
+from lit_cifar.watchdog.diagnosis import Peer, Verdict, diagnose, diagnose_judge, updated
+from lit_cifar.watchdog.heartbeat import Heartbeat, first_heartbeat, stack_of
+from lit_cifar.watchdog.monitor import BEAT_S, Monitor
 from lit_cifar.watchdog.phases import FACTOR, FIRST_TIME_S, PhaseTimer
 from lit_cifar.watchdog.process_info import Sight
-from lit_cifar.watchdog.store import HeartbeatStore, News
+from lit_cifar.watchdog.store import HeartbeatStore, News, prepare
 
 TIMEOUT_S = 20.0
 
@@ -47,9 +47,8 @@ def peer(
     return Peer(beat=told, heard_at=heard_at, sight=Sight(state, ending), answered=answered)
 
 
-def verdict_of(*peers: Peer, now: float = 100.0, me: int = 0, store_host: int | None = 0) -> Verdict | None:
-    table = {peer.beat.rank: peer for peer in peers}
-    return diagnose(table, me=me, now=now, timeout_s=TIMEOUT_S, store_host=store_host)
+def verdict_of(*peers: Peer) -> Verdict | None:
+    return diagnose({peer.beat.rank: peer for peer in peers}, now=100.0, timeout_s=TIMEOUT_S)
 
 
 @pytest.mark.parametrize(
@@ -81,87 +80,97 @@ def test_nobody_is_to_blame(peers: tuple[Peer, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("peers", "rank", "kind", "reporter"),
+    ("peers", "rank", "kind"),
     [
-        ((peer(0), peer(1, state="gone")), 1, "killed", 0),
-        ((peer(0, state="gone"), peer(1), peer(2)), 0, "killed", 1),
+        ((peer(0), peer(1, state="gone")), 1, "killed"),
         # Who is killed takes the others along: NCCL aborts those that survive, launchers terminate them.
-        ((peer(0, state="gone", ending="SIGABRT"), peer(1, state="gone", ending="SIGKILL"), peer(2)), 1, "killed", 2),
-        ((peer(0, state="gone", ending="SIGTERM"), peer(1, state="gone", ending="SIGSEGV"), peer(2)), 1, "killed", 2),
+        ((peer(0), peer(1, state="gone", ending="SIGABRT"), peer(2, state="gone", ending="SIGKILL")), 2, "killed"),
+        ((peer(0), peer(1, state="gone", ending="SIGTERM"), peer(2, state="gone", ending="SIGSEGV")), 2, "killed"),
         (
             (
-                peer(0, state="gone", ending="SIGABRT", heard_at=97),
-                peer(1, state="gone", ending="SIGBUS", heard_at=98),
-                peer(2),
-            ),
-            1,
-            "killed",
-            2,
-        ),
-        ((peer(0, state="gone", ending="SIGABRT"), peer(1, state="gone"), peer(2)), 1, "killed", 2),
-        # Of equals the one that was not heard of for longest, then the lowest.
-        ((peer(0, state="gone", heard_at=99), peer(1, state="gone", heard_at=97), peer(2)), 1, "killed", 2),
-        (
-            (
-                peer(0, state="gone", ending="SIGABRT", heard_at=99),
+                peer(0),
                 peer(1, state="gone", ending="SIGABRT", heard_at=97),
-                peer(2),
+                peer(2, state="gone", ending="SIGBUS", heard_at=98),
             ),
-            1,
-            "killed",
             2,
+            "killed",
         ),
+        ((peer(0), peer(1, state="gone", ending="SIGABRT"), peer(2, state="gone")), 2, "killed"),
+        # Of equals the one that was not heard of for longest, then the lowest.
+        ((peer(0), peer(1, state="gone", heard_at=99), peer(2, state="gone", heard_at=97)), 2, "killed"),
         (
-            (peer(0, state="gone", ending="SIGKILL"), peer(1, state="gone", ending="SIGKILL"), peer(2)),
-            0,
-            "killed",
+            (
+                peer(0),
+                peer(1, state="gone", ending="SIGABRT", heard_at=99),
+                peer(2, state="gone", ending="SIGABRT", heard_at=97),
+            ),
             2,
+            "killed",
         ),
-        # One that was aborted by itself, once the others have answered, or can no more.
-        ((peer(0), peer(1, state="gone", ending="SIGABRT"), peer(2, answered=True)), 1, "killed", 0),
-        ((peer(0, state="gone", ending="SIGABRT"), peer(1), peer(2, heard_at=95)), 0, "killed", 1),
-        ((peer(0, failure="closed", order=1), peer(1, state="gone", ending="SIGABRT")), 1, "killed", 0),
+        ((peer(0), peer(1, state="gone", ending="SIGKILL"), peer(2, state="gone", ending="SIGKILL")), 1, "killed"),
+        # One that was aborted by itself, once the others have answered.
+        ((peer(0), peer(1, state="gone", ending="SIGABRT"), peer(2, answered=True)), 1, "killed"),
+        ((peer(0, failure="closed", order=1), peer(1, state="gone", ending="SIGABRT")), 1, "killed"),
         # One that was aborted because a machine was lost.
-        ((peer(0), peer(1, state="gone", ending="SIGABRT"), peer(2, heard_at=93, state="unseen")), 2, "silent", 0),
+        ((peer(0), peer(1, state="gone", ending="SIGABRT"), peer(2, heard_at=93, state="unseen")), 2, "silent"),
         # A broken connection is the consequence of a death, and not its cause.
-        ((peer(0, failure="closed by peer", order=1), peer(1, state="gone")), 1, "killed", 0),
-        ((peer(0, failure="E", order=1), peer(1, state="gone", failure="closed", order=2)), 0, "failed", 0),
-        ((peer(0), peer(1, heard_at=79)), 1, "silent", 0),
-        ((peer(0), peer(1, heard_at=79, state="stopped")), 1, "silent", 0),
+        ((peer(0, failure="closed by peer", order=1), peer(1, state="gone")), 1, "killed"),
+        ((peer(0, failure="E", order=1), peer(1, state="gone", failure="closed", order=2)), 0, "failed"),
+        ((peer(0), peer(1, heard_at=79)), 1, "silent"),
+        ((peer(0), peer(1, heard_at=79, state="stopped")), 1, "silent"),
+        ((peer(0), peer(1, heard_at=78, state="unseen"), peer(2, heard_at=79, state="stopped")), 2, "silent"),
         # After a failure a machine that is silent was lost before; the patience for it is short.
         (
             (peer(0, failure="closed", order=1), peer(1, heard_at=93, state="unseen"), peer(2, answered=True)),
             1,
             "silent",
-            0,
         ),
         # The first that told is the cause, if all others are well.
-        ((peer(0, answered=True), peer(1, failure="E", order=1)), 1, "failed", 0),
-        ((peer(0, failure="closed", order=2), peer(1, failure="E", order=1)), 1, "failed", 0),
-        ((peer(0, failure="closed"), peer(1, failure="E", order=1), peer(2, answered=True)), 1, "failed", 0),
+        ((peer(0, answered=True), peer(1, failure="E", order=1)), 1, "failed"),
+        ((peer(0, failure="closed", order=2), peer(1, failure="E", order=1)), 1, "failed"),
+        ((peer(0, failure="closed"), peer(1, failure="E", order=1), peer(2, answered=True)), 1, "failed"),
         # The one that is behind; of equals the one that does not wait for others; the first.
-        ((peer(0, idle_s=30, events=8), peer(1, idle_s=21, events=7)), 1, "hung", 0),
-        ((peer(0, idle_s=30, events=8, waits=True), peer(1, idle_s=21, events=8)), 1, "hung", 0),
-        ((peer(0, idle_s=30), peer(1, idle_s=30)), 0, "hung", 1),
+        ((peer(0, idle_s=30, events=8), peer(1, idle_s=21, events=7)), 1, "hung"),
+        ((peer(0, idle_s=30, events=8, waits=True), peer(1, idle_s=21, events=8)), 1, "hung"),
+        ((peer(0, idle_s=30), peer(1, idle_s=30)), 0, "hung"),
         # What spins while it waits, or sleeps where others work, or works for more than ten minutes.
-        ((peer(0, idle_s=30, events=8, works=True), peer(1, idle_s=21, events=7)), 1, "hung", 0),
-        ((peer(0, idle_s=30, works=True), peer(1, idle_s=21), peer(2, idle_s=30, waits=True)), 1, "hung", 0),
-        ((peer(0, idle_s=30, waits=True), peer(1, idle_s=30, waits=True)), 0, "hung", 1),
-        ((peer(0, idle_s=601, waits=True), peer(1, idle_s=601, works=True)), 1, "hung", 0),
-        ((peer(0, over=True), peer(1, idle_s=30), peer(2, idle_s=30, waits=True)), 1, "hung", 2),
+        ((peer(0, idle_s=30, events=8, works=True), peer(1, idle_s=21, events=7)), 1, "hung"),
+        ((peer(0, idle_s=30, works=True), peer(1, idle_s=21), peer(2, idle_s=30, waits=True)), 1, "hung"),
+        ((peer(0, idle_s=30, waits=True), peer(1, idle_s=30, waits=True)), 0, "hung"),
+        ((peer(0, idle_s=601, waits=True), peer(1, idle_s=601, works=True)), 1, "hung"),
+        ((peer(0, over=True), peer(1, idle_s=30), peer(2, idle_s=30, waits=True)), 1, "hung"),
     ],
 )
-def test_who_is_to_blame_and_who_says_so(peers: tuple[Peer, ...], rank: int, kind: str, reporter: int) -> None:
-    verdict = verdict_of(*peers, me=reporter)
+def test_the_judge_says_who_is_to_blame(peers: tuple[Peer, ...], rank: int, kind: str) -> None:
+    verdict = verdict_of(*peers)
     assert verdict is not None
-    assert (verdict.rank, verdict.kind, verdict.reporter) == (rank, kind, reporter)
+    assert (verdict.rank, verdict.kind, verdict.reporter) == (rank, kind, 0)
 
 
-def test_silence_of_all_is_the_silence_of_the_stores_host() -> None:
-    silent = [peer(rank, heard_at=70, state="unseen") for rank in (1, 2)]
-    verdict = verdict_of(peer(0), *silent, peer(3, heard_at=70, state="unseen"), store_host=3)
-    assert verdict is not None
-    assert verdict.rank == 3
+@pytest.mark.parametrize(
+    ("peers", "expected"),
+    [
+        ((peer(0), peer(1), peer(2, state="gone", ending="SIGKILL")), None),  # the judge's business
+        ((peer(0, heard_at=80.5), peer(1, heard_at=0, idle_s=99), peer(2)), None),
+        ((peer(0, state="stopped"), peer(1, failure="closed"), peer(2)), None),
+        ((peer(0, state="gone", over=True), peer(1), peer(2)), None),
+        ((peer(0, heard_at=0, over=True), peer(1), peer(2)), None),
+        ((peer(0, state="gone"), peer(1), peer(2)), (0, "killed", 1)),
+        ((peer(0, state="gone", ending="SIGABRT"), peer(2)), (0, "killed", 2)),
+        ((peer(0, state="gone"), peer(1, state="stopped"), peer(2)), (0, "killed", 2)),
+        ((peer(0, state="gone", ending="SIGABRT"), peer(1, state="gone", ending="SIGKILL"), peer(2)), (1, "killed", 2)),
+        ((peer(0, state="gone"), peer(1, state="gone"), peer(2)), (0, "killed", 2)),  # has rank 1 finished?
+        ((peer(0, state="gone", failure="E", order=1), peer(1), peer(2)), (0, "failed", 1)),
+        ((peer(0, heard_at=79), peer(1), peer(2)), (0, "silent", 1)),
+        ((peer(0, heard_at=79, state="stopped"), peer(1), peer(2)), (0, "silent", 1)),
+        ((peer(0, heard_at=93, state="unseen"), peer(1), peer(2, failure="closed")), (0, "silent", 1)),
+        ((peer(0, heard_at=79, state="unseen"), peer(1, state="gone", ending="SIGBUS"), peer(2)), (1, "killed", 2)),
+    ],
+)
+def test_the_others_judge_the_judge(peers: tuple[Peer, ...], expected: tuple[int, str, int] | None) -> None:
+    table = {peer.beat.rank: peer for peer in peers}
+    verdict = diagnose_judge(table, me=max(table), now=100.0, timeout_s=TIMEOUT_S)
+    assert (verdict and (verdict.rank, verdict.kind, verdict.reporter)) == expected
 
 
 @pytest.mark.parametrize(
@@ -223,7 +232,8 @@ def test_an_answer_to_an_end_is_a_beat_that_was_heard_after_it() -> None:
 
 
 def test_beats_and_verdicts_survive_the_store() -> None:
-    beat = Heartbeat(rank=1, pid=2, started="3", host="a", failure='E: "x"\n', over=True)
+    seen = {7: Sight("gone", "SIGKILL")}
+    beat = Heartbeat(rank=1, pid=2, started="3", host="a", failure='E: "x"\n', over=True, seen=seen)
     assert Heartbeat.from_json(beat.to_json()) == beat
     verdict = verdict_of(peer(0), peer(1, state="gone"))
     assert verdict is not None
@@ -325,18 +335,172 @@ def test_processes_are_seen_to_stop_and_to_end() -> None:
     assert [process.ending(code) for code in (3, -11, -99)] == ["exit status 3", "SIGSEGV", "signal 99"]
 
 
+class CountingStore:
+    """A store of this process's memory that counts what is asked of it."""
+
+    def __init__(self, world_size: int) -> None:
+        self.entries = {f"beat{rank}": "" for rank in range(world_size)}
+        self.num_calls = self.num_keys = 0
+
+    def set(self, key: str, value: str) -> None:
+        self.num_calls, self.num_keys = self.num_calls + 1, self.num_keys + 1
+        self.entries[key] = value
+
+    def multi_get(self, keys: list[str]) -> list[str]:
+        self.num_calls, self.num_keys = self.num_calls + 1, self.num_keys + len(keys)
+        return [self.entries[key] for key in keys]
+
+    def add(self, key: str, amount: int) -> int:
+        return amount
+
+
+class LateStore(HeartbeatStore):
+    """Answers `answer_s` after it was asked, by a clock that stands."""
+
+    def __init__(self, store: CountingStore, clock: Clock, *, rank: int, world_size: int, answer_s: float) -> None:
+        self._store = cast(Any, store)
+        self._keys = [f"beat{other}" for other in range(world_size)][1:] if rank == 0 else ["beat0"]
+        self._clock, self._answer_s, self._order = clock, answer_s, 0
+        self.lost = self.busy = False
+        self.answer_s = 0.0
+
+    def exchange(self, beat: Heartbeat, *, wait_s: float) -> News | None:
+        if not self.busy:
+            self._beat, self._due, self.busy = beat, self._clock.now + self._answer_s, True
+        if self._clock.now < self._due:
+            return None
+        self.busy = False
+        return self._exchange(self._beat)
+
+
+class Cluster:
+    """Watches of many ranks, each on a machine of its own, in a time that passes when it is told to."""
+
+    def __init__(self, num_ranks: int, *, answer_s: float = 0.0, store_host: int | None = 0) -> None:
+        self.clock, self.store = Clock(), CountingStore(num_ranks)
+        first = Heartbeat(rank=0, pid=1, started="1", host="", patience_s=FIRST_TIME_S)
+        everyone = [replace(first, rank=rank, host=f"node{rank}") for rank in range(num_ranks)]
+        self.watches = [
+            Monitor(
+                everyone,
+                rank=rank,
+                board=LateStore(self.store, self.clock, rank=rank, world_size=num_ranks, answer_s=answer_s),
+                progress=PhaseTimer(timeout_s=TIMEOUT_S, clock=self.clock),
+                timeout_s=TIMEOUT_S,
+                store_host=store_host,
+            )
+            for rank in range(num_ranks)
+        ]
+
+    def run(self, for_s: float, *, every_s: float = BEAT_S, without: set[int] = frozenset()) -> Verdict | None:
+        """The first verdict within this time, in which the other ranks make progress."""
+        end = self.clock.now + for_s
+        while self.clock.now < end:
+            for rank, watch in enumerate(self.watches):
+                watch._progress.enter("step")
+                if rank not in without and (verdict := watch._tick()) is not None:
+                    return verdict
+            self.clock.now += every_s
+        return None
+
+
+@pytest.mark.parametrize("num_ranks", [8, 64, 1024])
+def test_the_stores_work_grows_with_the_number_of_ranks(num_ranks: int) -> None:
+    """Every rank writes a key and reads one, and rank 0 reads them all."""
+    cluster = Cluster(num_ranks)
+    assert cluster.run(for_s=3) is None
+    assert cluster.store.num_calls == 3 * 2 * num_ranks
+    assert cluster.store.num_keys < 3 * 3 * num_ranks
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "for_s"), [(1000, 60), (50, 600), pytest.param(1000, 600, marks=pytest.mark.exhaustive)]
+)
+def test_a_slow_store_is_not_silence(num_ranks: int, for_s: float) -> None:
+    cluster = Cluster(num_ranks, answer_s=3)
+    assert cluster.run(for_s, every_s=3) is None
+    assert cluster.store.num_calls == 2 * num_ranks * for_s / 6  # they ask and wait all the time
+
+
+@pytest.mark.parametrize("runs_s", [0, 100])
+@pytest.mark.parametrize(("answer_s", "within_s"), [(0, TIMEOUT_S + 3), (0.5, 2 * TIMEOUT_S + 5)])
+@pytest.mark.parametrize("silent", [3, 0])
+def test_a_silent_rank_is_named_also_if_it_has_never_written(
+    silent: int, answer_s: float, within_s: float, runs_s: float
+) -> None:
+    cluster = Cluster(8, answer_s=answer_s)
+    assert cluster.run(runs_s) is None
+    assert cluster.run(TIMEOUT_S - 1, without={silent}) is None
+    verdict = cluster.run(within_s - TIMEOUT_S + 1, without={silent})
+    assert verdict is not None
+    assert (verdict.rank, verdict.kind, verdict.step) == (silent, "silent", 0)
+
+
+@pytest.mark.parametrize(("store_host", "culprit"), [(0, 0), (None, None)])
+def test_a_store_that_stops_answering_is_the_silence_of_its_host_if_that_is_a_rank(
+    store_host: int | None, culprit: int | None
+) -> None:
+    cluster = Cluster(4, store_host=store_host)
+    assert cluster.run(30) is None
+    for watch in cluster.watches:
+        cast(LateStore, watch._board)._answer_s = math.inf
+    assert cluster.run(TIMEOUT_S - 1) is None
+    verdict = cluster.run(100)
+    assert (verdict and verdict.rank) == culprit
+
+
+def test_who_was_suspended_blames_nobody() -> None:
+    """With all others, as a laptop, or alone: a rank that was not run for an hour has seen nothing."""
+    cluster = Cluster(8)
+    assert cluster.run(30) is None
+    cluster.clock.now += 3600
+    assert cluster.run(30) is None
+    assert cluster.run(TIMEOUT_S - 3, without={0, 1, 2, 3}) is None
+    cluster.clock.now += 3600
+    assert cluster.run(30) is None
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_rank_on_another_machine_that_is_gone_is_named_within_seconds(over: bool) -> None:
+    cluster = Cluster(8)
+    cluster.watches[5]._over = over
+    assert cluster.run(30) is None
+    for mate in (4, 6):
+        cluster.watches[mate]._peers[5] = peer(5)
+        cluster.watches[mate].mates.look = lambda: {5: Sight("gone", "SIGKILL")}  # type: ignore[method-assign]
+    verdict = cluster.run(3, without={5})
+    assert (verdict and (verdict.rank, verdict.kind)) == (None if over else (5, "killed"))
+
+
+def test_a_run_ends_well_although_the_store_is_slow() -> None:
+    """Each rank tells that it has finished, and the judge leaves last."""
+    cluster = Cluster(8, answer_s=3)
+    assert cluster.run(30) is None
+    left: list[int] = []
+    for rank in (3, 1, 2, 0, 4, 5, 6, 7):
+        cluster.watches[rank]._over = True
+        assert cluster.run(1, without={*left}) is None
+        left += [other for other, watch in enumerate(cluster.watches) if watch._over and watch._may_leave(0)]
+    for _ in range(15):
+        assert cluster.run(1, without={*left}) is None
+        left += [rank for rank, watch in enumerate(cluster.watches) if rank not in left and watch._may_leave(0)]
+    assert len({*left}) == 8
+    assert left[-1] == 0
+
+
 class Pair:
     """Two watches in this process, with a store of its memory; they note that they would have ended it."""
 
     def __init__(self, *, timeout_s: float = TIMEOUT_S, everyone: list[Heartbeat] | None = None) -> None:
         store = HashStore()
+        prepare(store, run="test", world_size=2)
         self.ended: list[int] = []
         self.progress = [PhaseTimer(timeout_s=timeout_s) for _ in range(2)]
         self.watches = [
             Monitor(
                 everyone or [first_heartbeat(0), first_heartbeat(1)],
                 rank=rank,
-                board=HeartbeatStore(store, run="test", world_size=2),
+                board=HeartbeatStore(store, run="test", rank=rank, world_size=2),
                 progress=self.progress[rank],
                 timeout_s=timeout_s,
                 store_host=0,
@@ -486,7 +650,7 @@ def test_the_parent_knows_how_a_process_ended(capsys: pytest.CaptureFixture[str]
     beat = replace(first_heartbeat(1), pid=child.pid, started=process.start_time(child.pid))
     pair = Pair(everyone=[first_heartbeat(0), beat])
     child.kill()
-    pair.watches[0].exit_codes = lambda: {child.pid: child.wait()}
+    pair.watches[0].mates.exit_codes = lambda: {child.pid: child.wait()}
     pair.start(0).join()
     assert "was ended by SIGKILL" in capsys.readouterr().err
 
@@ -498,7 +662,7 @@ def test_a_board_does_not_wait_for_a_store_that_does_not_answer() -> None:
         def set(self, key: str, value: str) -> None:
             release.wait(10)
 
-    board = HeartbeatStore(HashStore(), run="test", world_size=1)
+    board = HeartbeatStore(HashStore(), run="test", rank=0, world_size=1)
     board._store = Stuck()
     start = time.monotonic()
     assert board.exchange(first_heartbeat(0), wait_s=0.1) is None

@@ -17,13 +17,14 @@ import torch.distributed as dist
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lit_cifar.errors import ConfigError, Stopped
 from lit_cifar.launch.parent import end_with_launcher
-from lit_cifar.watchdog.heartbeat import Heartbeat
-from lit_cifar.watchdog.monitor import Monitor, first_heartbeat
+from lit_cifar.watchdog.heartbeat import Heartbeat, first_heartbeat
+from lit_cifar.watchdog.monitor import Monitor
 from lit_cifar.watchdog.phases import PhaseTimer
-from lit_cifar.watchdog.store import HeartbeatStore, connect, host_of_store
+from lit_cifar.watchdog.store import HeartbeatStore, connect, host_of_store, prepare
 
 # The phase that the main thread enters with each hook. A hook that is not here belongs to the phase before it.
 PHASES = {
@@ -86,18 +87,21 @@ class Watchdog(Callback):
         if multiprocessing.parent_process() is not None:
             # In a spawned process Lightning does not call `on_exception`: it handles exceptions in the parent.
             trainer._run_stage = partial(self._run_stage, trainer, pl_module)  # type: ignore[method-assign]
-        run, everyone = _introduce(trainer.global_rank, trainer.world_size)
+        store = connect()
+        run, everyone = _introduce(trainer.global_rank, trainer.world_size, store)
         self._progress = PhaseTimer(timeout_s=self.timeout_s)
         self._watch = Monitor(
             everyone,
             rank=trainer.global_rank,
-            board=HeartbeatStore(connect(), run=run, world_size=trainer.world_size),
+            board=HeartbeatStore(store, run=run, rank=trainer.global_rank, world_size=trainer.world_size),
             progress=self._progress,
             timeout_s=self.timeout_s,
             store_host=host_of_store(),
         )
         children = [child for child in getattr(trainer.strategy.launcher, "procs", []) if isinstance(child, Popen)]
-        self._watch.exit_codes = lambda: {child.pid: code for child in children if (code := child.poll()) is not None}
+        self._watch.mates.exit_codes = lambda: {
+            child.pid: code for child in children if (code := child.poll()) is not None
+        }
         _come_before_observer(self._watch)
         self._watch.start()
 
@@ -160,10 +164,13 @@ for _name, _phase in PHASES.items():
     setattr(Watchdog, _name, _noting(_phase))
 
 
-def _introduce(rank: int, world_size: int) -> tuple[str, list[Heartbeat]]:
-    """A unique name for this run, and the first heartbeat of every rank."""
+def _introduce(rank: int, world_size: int, store: TCPStore) -> tuple[str, list[Heartbeat]]:
+    """A unique name for this run, for which the store is prepared, and the first heartbeat of every rank."""
     gathered: list[Any] = [None] * world_size
-    dist.all_gather_object(gathered, (uuid.uuid4().hex, first_heartbeat(rank)))
+    run = uuid.uuid4().hex
+    if rank == 0:
+        prepare(store, run=run, world_size=world_size)
+    dist.all_gather_object(gathered, (run, first_heartbeat(rank)))
     return gathered[0][0], [beat for _, beat in gathered]
 
 

@@ -1,10 +1,15 @@
-"""The heartbeat that a process sends to the others once a second."""
+"""The heartbeat that a process writes into the store once a second."""
 
 import json
+import os
+import socket
 import sys
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from types import FrameType
+
+from lit_cifar.watchdog.phases import FIRST_TIME_S
+from lit_cifar.watchdog.process_info import Sight, start_time
 
 _NUM_FRAMES = 4
 
@@ -30,13 +35,22 @@ class Heartbeat:
     quiet: bool = False  # whether the process itself prints the message about its failure
     order: int = 0  # number of failures when this one was reported, itself included; 0 without one
     over: bool = False  # whether the main thread has finished and need not be watched any more
+    seen: dict[int, Sight] = field(default_factory=dict)  # other ranks on its machine that are stopped or gone
+    verdict: str = ""  # of rank 0, the judge: its verdict as JSON, once there is one
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps(vars(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Heartbeat":
-        return cls(**json.loads(text))
+        fields = json.loads(text)
+        seen = {int(rank): Sight(*sight) for rank, sight in fields.pop("seen").items()}
+        return cls(seen=seen, **fields)
+
+
+def first_heartbeat(rank: int) -> Heartbeat:
+    pid = os.getpid()
+    return Heartbeat(rank=rank, pid=pid, started=start_time(pid), host=socket.gethostname(), patience_s=FIRST_TIME_S)
 
 
 def stack_of(thread_id: int) -> tuple[str, str]:

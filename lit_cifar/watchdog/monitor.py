@@ -1,36 +1,48 @@
-"""The watchdog's thread: it sends heartbeats, judges those of the others, and ends its process."""
+"""The watchdog's thread: it writes heartbeats, judges those that it reads, and ends its process."""
 
 import atexit
 import os
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from lit_cifar.watchdog import process_info as process
 from lit_cifar.watchdog.activity import Activity
-from lit_cifar.watchdog.diagnosis import SILENT_AFTER_FAILURE_S, Peer, Verdict, diagnose, updated
+from lit_cifar.watchdog.diagnosis import (
+    JUDGE,
+    SILENT_AFTER_FAILURE_S,
+    Peer,
+    Verdict,
+    diagnose,
+    diagnose_judge,
+    updated,
+)
 from lit_cifar.watchdog.heartbeat import Heartbeat, stack_of
-from lit_cifar.watchdog.phases import FIRST_TIME_S, PhaseTimer
+from lit_cifar.watchdog.mates import Mates
+from lit_cifar.watchdog.phases import PhaseTimer
 from lit_cifar.watchdog.process_info import Sight
-from lit_cifar.watchdog.store import HeartbeatStore
+from lit_cifar.watchdog.silence import SilenceClock
+from lit_cifar.watchdog.store import HeartbeatStore, News
 
 BEAT_S = 1.0
 # Time for the main thread to end by its own exception, which closes loggers and files.
 GRACE_S = 4.0
-# How long the process that serves the store waits, when it has finished, for others that have not.
+# How long the judge waits, when it has finished, for others that have not, and another rank for one answer.
 _FAREWELL_S = 10.0
 
 
 class Monitor(threading.Thread):
-    """Watches all processes of a run, in a thread of one of them.
+    """Watches all processes of a run, in a thread of one of them; in all but the judge's it watches the judge.
 
-    A process has caused the end of a run if it has exited without a message, if it sends no heartbeat for `timeout_s`
+    A process has caused the end of a run if it has exited without a message, if it writes no heartbeat for `timeout_s`
     (it is stopped, or its machine is lost), if it was the first to fail by an exception, or if no main thread makes
     progress and its own is behind the others. One process reports that on stderr. Then each ends: by an exception of
     its main thread, which a broken connection raises in most, or after `grace_s` without one.
+
+    A slow store is not silence: a process is judged by whether its heartbeat has changed between two reads, and only
+    the time from an answer to the next question counts. A store that owes one answer for `timeout_s` is another thing:
+    then the rank that serves it (`store_host`) is silent.
     """
 
     def __init__(
@@ -47,9 +59,9 @@ class Monitor(threading.Thread):
     ) -> None:
         super().__init__(name="watchdog", daemon=True)
         self.verdict: Verdict | None = None
-        # Exit codes, as of `Popen`, of the processes that this one has started, by pid: only the parent knows them.
-        self.exit_codes: Callable[[], dict[int, int]] = dict
         self._own = everyone[rank]
+        self.mates = Mates(everyone, self._own)
+        self._is_judge = rank == JUDGE
         self._board = board
         self._progress = progress
         self._timeout_s = timeout_s
@@ -65,10 +77,12 @@ class Monitor(threading.Thread):
         self._number = 0
         self._stack = ""
         self._wake, self._closed, self._concluded = threading.Event(), threading.Event(), threading.Event()
-        now = progress.clock()
-        self._ticked_at = now
+        self._silence = SilenceClock(progress.clock)
+        visible = self.mates.look()
         self._peers = {
-            beat.rank: Peer(beat=beat, heard_at=now, sight=_first_sight(beat, self._own)) for beat in everyone
+            beat.rank: Peer(beat=beat, heard_at=0.0, sight=visible.get(beat.rank, Sight("unseen")))
+            for beat in everyone
+            if self._is_judge or beat.rank in {JUDGE, rank, *visible}
         }
 
     # For the main thread.
@@ -88,13 +102,13 @@ class Monitor(threading.Thread):
         """Report that this process has finished, and stop watching the others."""
         self._over = True
         self._wake.set()
-        self.join(_FAREWELL_S + 2 * BEAT_S)
+        self.join(3 * _FAREWELL_S)
         atexit.unregister(self._close)
 
     # The thread.
 
     def run(self) -> None:
-        """Send and diagnose heartbeats until there is a verdict or the run has ended."""
+        """Write and diagnose heartbeats until there is a verdict or the run has ended."""
         # An interpreter that shuts down must not have a thread in torch's C++: that ends in SIGABRT.
         atexit.register(self._close)
         verdict = self._watch()
@@ -110,36 +124,64 @@ class Monitor(threading.Thread):
                 return verdict
             if self._over:
                 farewell_at = farewell_at or time.monotonic()
-                done = self._told and not self._is_needed()
-                if done or time.monotonic() - farewell_at > _FAREWELL_S:
+                if self._may_leave(time.monotonic() - farewell_at):
                     return None
             self._wake.wait(BEAT_S / 10 if self._over else BEAT_S)
             self._wake.clear()
         return None
 
+    def _may_leave(self, after_s: float) -> bool:
+        """Whether all know that this process has finished, or will not learn it any more."""
+        if self._is_judge and after_s > _FAREWELL_S:
+            return True
+        if not self._told:  # the others would report this process as killed when it ends
+            return self._board.lost or self._silence.owed_s > _FAREWELL_S
+        return not (self._is_judge and self._is_needed())
+
     def _tick(self) -> Verdict | None:
-        self._forgive_suspension()
+        if self._silence.turn(owed=self._board.busy or self._board.lost) > max(self._timeout_s / 2, 5 * BEAT_S):
+            self._progress.forgive()  # this thread itself did not run, as after Ctrl-Z or in a debugger
         self._look()
-        sights = self._sights()
+        sights = self.mates.look()
         if self._store_host in sights and sights[self._store_host].state == "gone":
             self._board.lost = True  # torch would print a page about its host, which is gone
-        beat = self._beat()
+        beat = self._beat(sights)
         news = self._board.exchange(beat, wait_s=BEAT_S)
-        # Otherwise the others would report this process as killed when it ends.
-        self._told = beat.over and (news is not None or self._board.lost)
-        if news is not None and news.verdict is not None:
-            return news.verdict
-        if news is None and not self._board.lost:
-            # A process that is gone may have finished normally: wait for its last heartbeat.
-            sights = {rank: sight for rank, sight in sights.items() if sight.state != "gone"}
-        now = self._progress.clock()
-        own = Peer(beat=self._beat(), heard_at=now, sight=Sight("running"), answered=True)
-        heard = [] if news is None else news.beats
-        self._peers = updated(self._peers, heard, sights, now=now) | {self._own.rank: own}
-        verdict = diagnose(
-            self._peers, me=self._own.rank, now=now, timeout_s=self._timeout_s, store_host=self._store_host
-        )
-        return verdict and self._board.publish(verdict, wait_s=BEAT_S)
+        if news is not None:
+            self._silence.answer()
+            self._told = news.sent.over
+        self._note(news, sights)
+        own = Peer(beat=beat, heard_at=self._silence.listened_s, sight=Sight("running"), answered=True)
+        self._peers[self._own.rank] = own
+        if self._is_judge:
+            return None if news is None else self._judge_all()
+        return self._follow_judge()
+
+    def _note(self, news: News | None, sights: dict[int, Sight]) -> None:
+        """Update the table of processes; `sights` are of those on this machine."""
+        beats, seen = ([], {}) if news is None else (news.beats, news.sent.seen)
+        if not self._board.lost:
+            # A process that is gone may have finished normally: its last heartbeat must have been read since.
+            sights = {rank: sight for rank, sight in sights.items() if sight.state != "gone" or rank in seen}
+        if self._is_judge and news is not None:
+            told = [item for beat in beats for item in beat.seen.items()]
+            told.sort(key=lambda item: item[1].state == "gone")
+            sights = dict.fromkeys(self._peers, Sight("unseen")) | dict(told) | sights
+        self._peers = updated(self._peers, beats, sights, now=self._silence.listened_s)
+
+    def _judge_all(self) -> Verdict | None:
+        verdict = diagnose(self._peers, now=self._silence.listened_s, timeout_s=self._timeout_s)
+        if verdict is not None:
+            self._board.exchange(replace(self._beat({}), verdict=verdict.to_json()), wait_s=_FAREWELL_S)
+        return verdict
+
+    def _follow_judge(self) -> Verdict | None:
+        if told := self._peers[JUDGE].beat.verdict:
+            return Verdict.from_json(told)
+        if self._over:
+            return None
+        now = self._silence.listened_s + (self._silence.owed_s if self._store_host == JUDGE else 0.0)
+        return diagnose_judge(self._peers, me=self._own.rank, now=now, timeout_s=self._timeout_s)
 
     def _look(self) -> None:
         """Observe the main thread, once it has been idle for some time."""
@@ -150,7 +192,7 @@ class Monitor(threading.Thread):
             self._stack = ""
             self._activity.forget()
 
-    def _beat(self) -> Heartbeat:
+    def _beat(self, sights: dict[int, Sight]) -> Heartbeat:
         self._number += 1
         moment = self._progress.moment
         return replace(
@@ -167,30 +209,12 @@ class Monitor(threading.Thread):
             failure=self._failure,
             quiet=self._quiet,
             over=self._over,
+            seen={rank: sight for rank, sight in sights.items() if sight.state != "running"},
         )
 
-    def _sights(self) -> dict[int, Sight]:
-        codes = self.exit_codes()
-        sights = {}
-        for rank, peer in self._peers.items():
-            if rank == self._own.rank or peer.sight.state in ("unseen", "gone"):
-                continue
-            sight = process.look_at(peer.beat.pid, peer.beat.started)
-            code = codes.get(peer.beat.pid)
-            sights[rank] = sight if code is None else Sight("gone", process.ending(code))
-        return sights
-
-    def _forgive_suspension(self) -> None:
-        """Restart all timing if this thread itself did not run, as after Ctrl-Z or in a debugger."""
-        now = self._progress.clock()
-        if now - self._ticked_at > max(self._timeout_s / 2, 5 * BEAT_S):
-            self._progress.forgive()
-            self._peers = {rank: replace(peer, heard_at=now) for rank, peer in self._peers.items()}
-        self._ticked_at = now
-
     def _is_needed(self) -> bool:
-        """Whether this process serves the store to others that have not finished."""
-        return self._store_host == self._own.rank and any(
+        """Whether this process judges others that have not finished."""
+        return any(
             not peer.beat.over and not peer.beat.failure and peer.sight.state != "gone"
             for rank, peer in self._peers.items()
             if rank != self._own.rank
@@ -202,15 +226,15 @@ class Monitor(threading.Thread):
             print(verdict, file=sys.stderr, flush=True)
         if self._has_readers(verdict):
             # Wait until all have read it: one that had not would find this process gone and report that.
-            time.sleep(2 * BEAT_S)
+            time.sleep(2 * (BEAT_S + self._board.answer_s))
         self._concluded.set()
         if verdict.kind == "silent" and verdict.rank != self._store_host:
             # It cannot end itself. When it is killed its connections close, and main threads that wait for it continue.
             # The process that serves the store is not killed now: torch would print a page about the lost store.
-            self._kill(verdict.rank)
+            self.mates.kill(verdict.rank)
         if (verdict.kind, verdict.rank) != ("hung", self._own.rank):
             time.sleep(self._grace_s)
-            self._kill(verdict.rank)
+            self.mates.kill(verdict.rank)
         sys.stdout.flush()
         sys.stderr.flush()
         self._end(1)
@@ -223,25 +247,8 @@ class Monitor(threading.Thread):
             if rank != self._own.rank
         )
 
-    def _kill(self, rank: int) -> None:
-        peer = self._peers[rank]
-        if rank != self._own.rank and peer.sight.state != "unseen":
-            process.kill(peer.beat.pid, peer.beat.started)
-
     def _close(self) -> None:
         if not self._concluded.is_set():
             self._closed.set()
             self._wake.set()
             self.join(2 * BEAT_S)
-
-
-def first_heartbeat(rank: int) -> Heartbeat:
-    pid = os.getpid()
-    started = process.start_time(pid)
-    return Heartbeat(rank=rank, pid=pid, started=started, host=socket.gethostname(), patience_s=FIRST_TIME_S)
-
-
-def _first_sight(beat: Heartbeat, own: Heartbeat) -> Sight:
-    """The first state of a process; one that has sent a heartbeat but is not found runs in another container."""
-    sight = process.look_at(beat.pid, beat.started) if beat.host == own.host else Sight("unseen")
-    return Sight("unseen") if sight.state == "gone" else sight

@@ -1,4 +1,7 @@
-"""Exchanges heartbeats and a verdict over the process group's store, by a separate connection.
+"""Exchanges heartbeats over the process group's store, by a separate connection.
+
+Each second every rank writes its heartbeat; the judge, rank 0, reads those of all others, and each of them reads that
+of the judge. So there are two calls a rank and second, however many ranks there are.
 
 A thread makes the calls. If the host at the other end is stopped or lost they do not return, whatever timeout torch's
 `TCPStore` is given, and the watchdog's thread must not wait for that.
@@ -8,7 +11,7 @@ import multiprocessing
 import os
 import queue
 import threading
-from collections.abc import Callable
+import time
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,42 +22,49 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
     TCPStore,
 )
 
-from lit_cifar.watchdog.diagnosis import Verdict
 from lit_cifar.watchdog.heartbeat import Heartbeat
 
 
 class News(NamedTuple):
     """The result of an exchange."""
 
-    beats: list[Heartbeat]  # the latest heartbeat of each rank; empty until every rank has sent one
-    verdict: Verdict | None  # the verdict of one of the processes, if there is one
+    sent: Heartbeat  # this process's heartbeat, which arrived before the others were read
+    beats: list[Heartbeat]  # the latest heartbeat of each rank that it reads, if that has written one
 
 
 class HeartbeatStore:
     """A client of a store that all processes can reach, with a connection of its own, as calls may block it.
 
-    `run` distinguishes this run's entries from those of others in the same store. Once the store is `lost` no more
-    calls are made.
+    `run` distinguishes this run's entries from those of others in the same store; `prepare` must have been called for
+    it. Once the store is `lost` no more calls are made.
     """
 
-    def __init__(self, store: Store, *, run: str, world_size: int) -> None:
-        self._store = PrefixStore(f"lit_cifar/watchdog/{run}", store)
-        self._keys = [f"beat{rank}" for rank in range(world_size)]
-        self._complete = False
+    def __init__(self, store: Store, *, run: str, rank: int, world_size: int) -> None:
+        self._store = _entries(store, run)
+        self._keys = _keys(world_size)[1:] if rank == 0 else _keys(1)
         self._order = 0
-        self.lost = self._busy = False
-        self._calls: queue.SimpleQueue[Callable[[], News] | None] = queue.SimpleQueue()
+        self.lost = self.busy = False
+        self.answer_s = 0.0  # how long the latest answer took
+        self._calls: queue.SimpleQueue[Heartbeat | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[News | None] = queue.SimpleQueue()
         threading.Thread(target=self._make_calls, name="watchdog-board", daemon=True).start()
 
     def exchange(self, beat: Heartbeat, *, wait_s: float) -> News | None:
-        """Send a heartbeat and read those of the others; None if the store does not answer within `wait_s`."""
-        return self._call(lambda: self._exchange(beat), wait_s)
+        """Write a heartbeat and read those of others; None if the store does not answer within `wait_s`.
 
-    def publish(self, verdict: Verdict, *, wait_s: float) -> Verdict:
-        """Publish a verdict; returns an earlier one of another process if there is one."""
-        news = self._call(lambda: self._publish(verdict), wait_s)
-        return verdict if news is None or news.verdict is None else news.verdict
+        While it still owes the answer to an earlier heartbeat, that one is waited for and `beat` is not written.
+        """
+        if self.lost:
+            return None
+        if not self.busy:
+            self._calls.put(beat)
+            self.busy = True
+        try:
+            answer = self._answers.get(timeout=wait_s)
+        except queue.Empty:
+            return None
+        self.busy = False
+        return answer
 
     def close(self) -> None:
         """End the thread, once the store has answered its last call."""
@@ -64,34 +74,15 @@ class HeartbeatStore:
         if beat.failure and not self._order:
             self._order = self._store.add("failures", 1)
         self._store.set(f"beat{beat.rank}", replace(beat, order=self._order).to_json())
-        if not self._complete:
-            self._store.compare_set("verdict", "", "")
-            self._complete = self._store.check(self._keys)
-            return News([], None)
-        *beats, verdict = self._store.multi_get([*self._keys, "verdict"])
-        return News([Heartbeat.from_json(text) for text in beats], Verdict.from_json(verdict) if verdict else None)
-
-    def _publish(self, verdict: Verdict) -> News:
-        return News([], Verdict.from_json(self._store.compare_set("verdict", "", verdict.to_json())))
-
-    def _call(self, call: Callable[[], News], wait_s: float) -> News | None:
-        late = self._busy
-        if self.lost:
-            return None
-        if not late:
-            self._calls.put(call)
-        try:
-            answer = self._answers.get(timeout=wait_s)
-        except queue.Empty:
-            self._busy = True
-            return None
-        self._busy = False
-        return None if late else answer  # a late answer belongs to an earlier call
+        return News(beat, [Heartbeat.from_json(text) for text in self._store.multi_get(self._keys) if text])
 
     def _make_calls(self) -> None:
-        while not self.lost and (call := self._calls.get()) is not None:
+        while not self.lost and (beat := self._calls.get()) is not None:
+            begin = time.monotonic()
             try:
-                self._answers.put(call())
+                news = self._exchange(beat)
+                self.answer_s = time.monotonic() - begin
+                self._answers.put(news)
             except DistNetworkError:
                 self.lost = True  # torch does not connect again, and prints a page for each attempt
                 self._answers.put(None)
@@ -99,7 +90,22 @@ class HeartbeatStore:
                 self._answers.put(None)
 
 
-def connect() -> Store:
+def prepare(store: Store, *, run: str, world_size: int) -> None:
+    """Make the entries of a run, before any rank uses them: to read a key that is missing means to wait for it."""
+    keys = _keys(world_size)
+    _entries(store, run).multi_set(keys, [""] * world_size)  # type: ignore[attr-defined]  # not in torch's stubs
+    _entries(store, run).check(keys)  # its answer comes after they have arrived
+
+
+def _entries(store: Store, run: str) -> Store:
+    return PrefixStore(f"lit_cifar/watchdog/{run}", store)
+
+
+def _keys(world_size: int) -> list[str]:
+    return [f"beat{rank}" for rank in range(world_size)]
+
+
+def connect() -> TCPStore:
     """A connection of its own to the store at which this process has met the others."""
     return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
 
