@@ -475,7 +475,7 @@ def test_of_a_pipeline_a_process_answers_for_its_own_stages() -> None:
 def test_metrics_are_read_by_step_without_those_of_one_process(tmp_path: Path) -> None:
     assert logged(tmp_path) == {}
     (tmp_path / "metrics.csv").write_text("epoch,lr-SGD,step,train/loss,train/loss_step\n,0.1,0,,\n0,,1,2.5,2.0\n")
-    assert logged(tmp_path) == {("lr-SGD", 1): 0.1, ("train/loss", 2): 2.5}
+    assert logged(tmp_path) == {("lr-SGD", 1): 0.1, ("epoch", 2): 0.0, ("train/loss", 2): 2.5}
 
 
 @pytest.mark.parametrize(

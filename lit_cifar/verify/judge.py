@@ -63,7 +63,7 @@ def _compare(row: VerifiedMode, record: Record, reference: Reference, settings: 
         leave_out=[*MAY_DIFFER, *(OF_ACCUMULATION if settings.accumulation > 1 else [])],
     )
     row.problems += file_problems(record, alone, source=ONE_DEVICE, leave_out=(*OF_EVALUATION, WEIGHTS))
-    row.problems += digest_problems(record)
+    row.problems += digest_problems(record, alone)
 
 
 def _compare_steps(row: VerifiedMode, record: Record, reference: Reference) -> None:
@@ -103,7 +103,7 @@ def _compare_evaluation(
         row.differences[LOGITS] = max([row.differences.get(LOGITS, 0.0), *(gap for _, gap in gaps)])
     row.tolerance[LOGITS] = max(row.tolerance.get(LOGITS, 0.0), bound)
     if number == max(record.steps):
-        row.problems += evaluation_file_problems(record, evaluated)
+        row.problems += evaluation_file_problems(record, evaluated) if reference.record.logged else []
         counts = [its.counts for its in record.first_of_ranks(evaluated).values()]
         row.counts = (sum(right for right, _ in counts), sum(seen for _, seen in counts))
 
@@ -120,7 +120,7 @@ def _resumed_problems(outcome: Outcome, record: Record, reference: Reference, se
     excess = first_excess(differences(resumed.step(last), record.step(last)), bounds, step=last)
     problems = ([] if excess is None else [str(excess)]) + resumed.own_problems()
     if same_bits:
-        everything = dict.fromkeys(("train/", "val/", "lr-"), 0.0)
+        everything = dict.fromkeys(("train/", "val/", "lr-", "epoch"), 0.0)
         problems += logged_problems(resumed.logged, record.logged, bounds=everything, source=f"{FIRST_RUN} has")
         problems += entry_problems(resumed, record, bound=0.0, source=FIRST_RUN, leave_out=OF_RESUME)
         problems += file_problems(resumed, record, source=FIRST_RUN)
@@ -130,7 +130,7 @@ def _resumed_problems(outcome: Outcome, record: Record, reference: Reference, se
 def _bounds_of_metrics(reference: Reference, settings: Configuration) -> Bounds:
     """By the beginnings of their names."""
     if settings.num_parts is not None:
-        return {"train/": 0.0, "val/": 0.0, "lr-": 0.0}
+        return {"train/": 0.0, "val/": 0.0, "lr-": 0.0, "epoch": 0.0}
     # Rounding may turn two answers, in bfloat16 any number.
     turned = {"64-true": METRIC_BOUND, "32-true": 2 / settings.batch_size, "bf16-mixed": math.inf}
     return {
@@ -138,4 +138,5 @@ def _bounds_of_metrics(reference: Reference, settings: Configuration) -> Bounds:
         "train/acc": turned[settings.precision],
         "val/": math.inf,  # that they are there; the evaluation compares their values with those of the same weights
         "lr-": 0.0,
+        "epoch": 0.0,
     }

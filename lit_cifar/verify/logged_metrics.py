@@ -15,7 +15,7 @@ METRIC_BOUND = 1e-5  # metrics add up in float32, whatever the precision of the 
 
 
 def logged(run: Path) -> Logged:
-    """The metrics of the whole run, and the learning rates, in the `metrics.csv` of a run folder."""
+    """The metrics of the whole run, learning rates and epochs, in the `metrics.csv` of a run folder."""
     path = run / "metrics.csv"
     if not path.exists():  # with --trainer.logger=false there is none
         return {}
@@ -24,7 +24,7 @@ def logged(run: Path) -> Logged:
             (name, int(row["step"]) + 1): float(value)  # the file counts from 0
             for row in csv.DictReader(file)
             for name, value in row.items()
-            if value and name not in ("epoch", "step") and is_shared(name)
+            if value and name != "step" and is_shared(name)
         }
 
 

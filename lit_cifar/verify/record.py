@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from lit_cifar.checkpoint.format import read_checkpoint
+from lit_cifar.checkpoint.save_errors import LAST
 from lit_cifar.verify.comparison import Step, sample_problems
 from lit_cifar.verify.evaluation import Evaluated
 from lit_cifar.verify.logged_metrics import Logged, logged
@@ -125,8 +126,9 @@ class Record:
         """Values of a process that differ from those of its peers, its own earlier ones, or the checkpoint's."""
         snapshots = [Snapshot(**line) for line in self._lines("own")]
         whole = [snapshot for snapshot in snapshots if snapshot.when == "whole network"]
-        saved = read_checkpoint(self.run / "checkpoints" / "last.ckpt")["state_dict"]
-        return [*peer_problems(snapshots), *change_problems(snapshots), *saved_problems(whole, saved)]
+        last = self.checkpoints.get(LAST)
+        saved = [] if last is None else saved_problems(whole, read_checkpoint(last)["state_dict"])
+        return [*peer_problems(snapshots), *change_problems(snapshots), *saved]
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         paths = self._files(f"{name}*.jsonl")

@@ -2,12 +2,13 @@
 
 import csv
 from collections.abc import Collection, Sequence
-from pathlib import Path
+from itertools import zip_longest
 
 import torch
 
 from lit_cifar.checkpoint import weights_digest
 from lit_cifar.reporting import confusion, per_rank
+from lit_cifar.verify.comparison import and_more
 from lit_cifar.verify.evaluation import Evaluated
 from lit_cifar.verify.record import Record
 
@@ -23,18 +24,20 @@ def file_problems(found: Record, expected: Record, *, source: str, leave_out: Co
         path.name for record in (found, expected) for end in ("csv", "sha256") for path in record.run.glob(f"*.{end}")
     }
     for name in sorted(tables - {METRICS, *leave_out}):
-        mine, wanted = (_lines(record.run / name) for record in (found, expected))
-        other = [
-            number
-            for number in range(max(len(mine), len(wanted)))
-            if mine[number : number + 1] != wanted[number : number + 1]
-        ]
-        if other:
-            problems.append(f"{name}: line {other[0] + 1} is not the one that {source} has")
+        problems += _line_problems(
+            name, _lines(found, name), _lines(expected, name), source=f"the one that {source} has"
+        )
     return problems
 
 
-def _lines(path: Path) -> list[str]:
+def _line_problems(name: str, found: list[str], wanted: list[str], *, source: str) -> list[str]:
+    pairs = list(zip_longest(found, wanted))
+    other = [number for number, (line, its) in enumerate(pairs, 1) if line != its]
+    return [f"{name}: line {number} is not {source}" + and_more(len(other) - 1) for number in other[:1]]
+
+
+def _lines(record: Record, name: str) -> list[str]:
+    path = record.run / name
     return path.read_text().splitlines() if path.exists() else []
 
 
@@ -45,39 +48,33 @@ def evaluation_file_problems(record: Record, last: dict[int, Evaluated]) -> list
     for evaluated in ranks:
         matrix.index_put_((evaluated.labels, evaluated.logits.argmax(dim=1)), torch.tensor(1), accumulate=True)
     problems = []
-    table = [[int(count) for count in row[2:]] for row in _rows(record, confusion.FILE_NAME)]
-    if table != matrix.tolist():
+    if [list(map(int, row[2:])) for row in _rows(record, confusion.FILE_NAME)] != matrix.tolist():
         problems.append(f"{confusion.FILE_NAME} is not what the logits of the last evaluation say")
-    *each, total = [tuple(map(int, row[2:4])) for row in _rows(record, per_rank.FILE_NAME)] or [(0, 0)]
+    rows = _rows(record, per_rank.FILE_NAME)
+    *each, total = [(int(row[2]), int(row[3])) for row in rows] or [(0, 0)]
     share = max(1, len(each) // len(ranks))  # a process of `dp` has several replicas
     counted = [_sum(each[place : place + share]) for place in range(0, len(each), share)]
     wanted = [evaluated.counts for evaluated in ranks]
-    for rank, (mine, its) in enumerate(zip([*counted, total], [*wanted, _sum(wanted)], strict=False)):
+    for rank, (mine, its) in enumerate(zip_longest([*counted, total], [*wanted, _sum(wanted)])):
         if mine != its:
             who = "all" if rank == len(ranks) else f"rank {rank}"
-            problems.append(
-                f"{per_rank.FILE_NAME}: {who} has {mine[0]} of {mine[1]} right, its logits say {its[0]} of {its[1]}"
-            )
-    return problems
+            problems.append(f"{per_rank.FILE_NAME}: right and seen of {who} are {mine}, its logits say {its}")
+    wrong = [row[1] for row in rows if row[4] != f"{int(row[2]) / max(1, int(row[3])):.6f}"]
+    return problems + [f"{per_rank.FILE_NAME}: the accuracy of {who} is not its quotient" for who in wrong]
 
 
 def _rows(record: Record, name: str) -> list[list[str]]:
-    path = record.run / name
-    with path.open(newline="") as file:
-        return [row for row in csv.reader(file) if row[0] == "val"]
+    return [row for row in csv.reader(_lines(record, name)) if row[0] == "val"]
 
 
-def _sum(counts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    return tuple(map(sum, zip(*counts, strict=True)))
+def _sum(counts: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    return sum(right for right, _ in counts), sum(seen for _, seen in counts)
 
 
-def digest_problems(record: Record) -> list[str]:
-    """Lines of `weights.sha256` that are not of the weights at the end of their epoch."""
-    ends = record.ends_of_epochs
-    found = [line.split("  epoch ") for line in _lines(record.run / WEIGHTS)]
-    problems = []
-    for said, epoch in found:
-        step = record.step(ends[int(epoch)])
-        if said != weights_digest.digest({**step["parameters"], **step["buffers"]}):
-            problems.append(f"{WEIGHTS}: epoch {epoch} has not the digest of step {ends[int(epoch)]}")
-    return problems
+def digest_problems(record: Record, expected: Record) -> list[str]:
+    """Lines of `weights.sha256` that are not of the weights at the end of their epoch, of as many as `expected` has."""
+    ends = record.ends_of_epochs  # an epoch that has not ended is reported by its samples
+    steps = [record.step(ends.get(epoch, max(record.steps))) for epoch in range(len(_lines(expected, WEIGHTS)))]
+    digests = [weights_digest.digest({**step["parameters"], **step["buffers"]}) for step in steps]
+    wanted = [f"{digest}  epoch {epoch}" for epoch, digest in enumerate(digests)]
+    return _line_problems(WEIGHTS, _lines(record, WEIGHTS), wanted, source="of the weights at the end of its epoch")
