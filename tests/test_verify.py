@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from commands import TINY as TINY_FIT
 from commands import run_here
 from documents import ROOT
@@ -24,6 +25,7 @@ from lit_cifar.batch_split import GhostBatches
 from lit_cifar.commands.verify import verify
 from lit_cifar.errors import ConfigError
 from lit_cifar.modes import chosen, in_words, variants
+from lit_cifar.module import LitResNet
 from lit_cifar.verify import planted_in_one_rank as bugs_of_one
 from lit_cifar.verify import planted_mistakes as bugs
 from lit_cifar.verify.comparison import (
@@ -68,7 +70,7 @@ from lit_cifar.verify.self_test import (
     findings_table,
     self_test,
 )
-from lit_cifar.verify.verdict_table import VerifiedMode
+from lit_cifar.verify.verdict_table import Verdict, VerifiedMode, exit_status
 from lit_cifar.verify.verifier import Compared, Verifier, _possible, verify_modes
 
 TINY = [
@@ -263,6 +265,64 @@ def test_what_only_a_run_of_the_mode_finds_is_refused_too(tmp_path: Path, monkey
     with pytest.raises(ConfigError, match="no such thing") as caught:
         verify_modes(Verifier(Launcher(settings(), 3, tmp_path, print)), [variants(2)["ddp"]])
     assert caught.value.remedy == "pass another"
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "status"),
+    [
+        (["passed", "passed"], 0),
+        (["passed", "abstained"], 0),
+        (["passed", "abstained", "failed", "crashed"], 1),
+        (["passed", "crashed"], 3),
+        (["abstained"], 3),
+        ([], 3),
+    ],
+)
+def test_the_exit_status_is_a_pass_only_if_something_was_compared(outcomes: list[Verdict], status: int) -> None:
+    assert exit_status([VerifiedMode("ddp", "one device", outcome=outcome) for outcome in outcomes]) == status
+
+
+def test_a_run_that_crashed_is_not_called_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Launcher, "run_alone", lambda *args: None)
+    monkeypatch.setattr(References, "get", lambda self, chunks: Reference(Record(tmp_path), [{}]))
+    monkeypatch.setattr(Launcher, "run_mode", lambda *args, **kwargs: Outcome(1, "", "OSError: disk full", 1.0))
+    (row,) = verify_modes(Verifier(Launcher(settings(), 3, tmp_path, print)), [variants(2)["ddp"]])
+    assert (row.outcome, row.problems) == ("crashed", ["exit status 1 after 1 s\n  OSError: disk full"])
+
+
+@pytest.mark.parametrize(
+    ("layer", "accumulation", "judged"),
+    [
+        (nn.Identity(), 1, set(variants(2))),
+        (nn.Dropout(0.5), 1, {"single", "mp", "ddp_mp"}),
+        (nn.Dropout(0.5), 2, set()),
+    ],
+)
+def test_random_networks_are_judged_where_one_device_draws_the_same(
+    layer: nn.Module, accumulation: int, judged: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = nn.Sequential(nn.Flatten(), layer, nn.Linear(3 * 32 * 32, 10))
+    monkeypatch.setattr(Configuration, "module", lambda self: LitResNet(network=network))
+    monkeypatch.setattr(Configuration, "accumulation", accumulation)
+    verifier = Verifier(Launcher(settings(), 3, tmp_path, print))
+    rows = {name: verifier.abstained(mode) for name, mode in variants(2).items()}
+    assert {name for name, row in rows.items() if row is None} == judged
+    assert {row.outcome for row in rows.values() if row is not None} <= {"abstained"}
+    verifier = Verifier(Launcher(settings(num_parts=4), 3, tmp_path, print))
+    assert verifier.abstained(variants(2)["ddp"]) is None
+
+
+@pytest.mark.parametrize(("network", "stem"), [(None, "imagenet"), ({"class_path": "my_package.Net"}, None)])
+def test_verify_s_own_stem_is_for_resnets_alone(
+    network: Any, stem: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings().config
+    config["model"] |= {"network": network, "stem": None, "arch": None}
+    printed = Outcome(0, yaml.safe_dump(config), "", 1.0)
+    monkeypatch.setattr("lit_cifar.verify.configuration.run", lambda *args, **kwargs: printed)
+    found = Configuration.of([], devices=2, folder=tmp_path)
+    assert found.config["model"]["stem"] == stem
+    assert ("--model.stem=imagenet" in found.flags) == (stem is not None)
 
 
 def test_a_reference_that_takes_too_long_is_none(tmp_path: Path) -> None:

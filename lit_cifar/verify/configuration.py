@@ -85,9 +85,11 @@ class Configuration:
         if config["trainer"]["accelerator"] == "auto" and torch.cuda.device_count() < devices:
             flags.append("--trainer.accelerator=cpu")
             config["trainer"]["accelerator"] = "cpu"
-        if not own_config and config["model"]["stem"] is None and (config["model"]["arch"] or DEFAULT_ARCH) in SHAPES:
+        model = config["model"]
+        is_resnet = model["network"] is None and (model["arch"] or DEFAULT_ARCH) in SHAPES
+        if not own_config and is_resnet and model["stem"] is None:
             flags.append("--model.stem=imagenet")
-            config["model"]["stem"] = "imagenet"
+            model["stem"] = "imagenet"
         return cls(tuple(flags), config)
 
     @property

@@ -27,17 +27,20 @@ RESUMED = "resumed"
 def judge(
     row: VerifiedMode, outcome: Outcome, record: Record, reference: Reference, settings: Configuration
 ) -> VerifiedMode:
-    """Complete the mode's `row` by what its runs have left."""
+    """Complete the mode's `row` by what its runs have left; it passes only if it was compared."""
     row.tolerance, row.seconds = dict(reference.bounds[-1]), outcome.seconds
     num_steps = len(reference.bounds)
     finished = record.resumed.folder.exists()
     if outcome.status != 0 and not finished:
+        row.outcome = "crashed"
         row.problems.append(outcome.last_words)
-    elif record.steps != [*range(1, num_steps + 1)]:
+        return row
+    if record.steps != [*range(1, num_steps + 1)]:
         row.problems.append(f"the run ended after {len(record.steps)} of {num_steps} steps")
     else:
         _compare(row, record, reference, settings)
         row.problems += [f"{RESUMED}: {problem}" for problem in _resumed_problems(outcome, record, reference, settings)]
+    row.outcome = "failed" if row.problems else "passed"
     return row
 
 

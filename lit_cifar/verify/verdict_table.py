@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 from rich import box
 from rich.table import Table
@@ -9,6 +10,16 @@ from rich.table import Table
 from lit_cifar.verify.comparison import KINDS, LOGITS, Bounds
 
 COLUMNS = (*KINDS, LOGITS)
+
+# "failed": compared, and wrong. "abstained": it could not be judged. "crashed": its run ended by an error.
+Verdict: TypeAlias = Literal["passed", "failed", "abstained", "crashed"]
+_SHOWN: dict[Verdict, str] = {
+    "passed": "[bold green]PASS[/]",
+    "failed": "[bold red]FAIL[/]",
+    "abstained": "[bold yellow]ABSTAIN[/]",
+    "crashed": "[bold red]CRASH[/]",
+}
+NO_VERDICT = 3  # the exit status where nothing is known to be wrong, but not everything that ran could be compared
 
 
 @dataclass
@@ -24,11 +35,21 @@ class VerifiedMode:
     tolerance: Bounds = field(default_factory=dict)  # what each kind may differ by after the last step
     counts: tuple[int, int] | None = None  # right and seen samples of its last evaluation
     seconds: float = 0.0  # the duration of its run, without that of the reference
-    problems: list[str] = field(default_factory=list)  # all that is wrong, the first step first; empty for a PASS
+    outcome: Verdict = "abstained"  # until it has been compared
+    # What is wrong, the first step first; why it was not judged; the last words of a crash; empty if it passed.
+    problems: list[str] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
-        return not self.problems
+        return self.outcome == "passed"
+
+
+def exit_status(rows: Sequence[VerifiedMode]) -> int:
+    """0 if a mode passed and none failed or crashed, 1 if one was compared and is wrong, else `NO_VERDICT`."""
+    outcomes = {row.outcome for row in rows}
+    if "failed" in outcomes:
+        return 1
+    return 0 if "passed" in outcomes and "crashed" not in outcomes else NO_VERDICT
 
 
 def verdict_table(rows: Sequence[VerifiedMode], *, title: str) -> Table:
@@ -48,7 +69,7 @@ def verdict_table(rows: Sequence[VerifiedMode], *, title: str) -> Table:
             row.equals,
             *(_cell(row, kind) for kind in COLUMNS),
             f"{row.seconds:.0f} s",
-            "[bold green]PASS[/]" if row.passed else "[bold red]FAIL[/]",
+            _SHOWN[row.outcome],
         )
     return table
 

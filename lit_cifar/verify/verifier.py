@@ -13,6 +13,7 @@ from lit_cifar.batch_split import GhostBatches
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.ghost_batchnorm import normalises_batches
 from lit_cifar.modes import Variant, chosen
+from lit_cifar.verify.abstention import RANDOM, draws_random_numbers, masks_of_one_device
 from lit_cifar.verify.configuration import Configuration
 from lit_cifar.verify.gpu_placement import placed
 from lit_cifar.verify.judge import judge
@@ -55,6 +56,20 @@ class Verifier:
     def normalises_batches(self) -> bool:
         """Whether it matters which images pass the network together."""
         return normalises_batches(self.launcher.settings.module().network)
+
+    @cached_property
+    def draws_random_numbers(self) -> bool:
+        return draws_random_numbers(self.launcher.settings.module())
+
+    def abstained(self, mode: Variant) -> VerifiedMode | None:
+        """The row of a mode that draws other random numbers than one device, so that nothing would be known."""
+        settings = self.launcher.settings
+        if settings.num_parts is not None or not self.draws_random_numbers:
+            return None
+        with quiet():
+            if masks_of_one_device(mode, accumulation=settings.accumulation):
+                return None
+        return VerifiedMode(mode.name, self.references.words(self.ghost_batches_of(mode)), problems=[RANDOM])
 
     def ghost_batches_of(self, mode: Variant) -> GhostBatches:
         """What the mode normalises together, as its strategy tells it; the same for all that have no BatchNorm.
@@ -113,10 +128,11 @@ def verify_modes(verifier: Verifier, wanted: Sequence[Variant]) -> list[Verified
 
     What only the run of a mode finds wrong with the user's flags is a `ConfigError`, no failed proof.
     """
-    chunks = {mode.name: verifier.ghost_batches_of(mode) for mode in wanted}
+    rows = {mode.name: row for mode in wanted if (row := verifier.abstained(mode))}
+    judged = [mode for mode in wanted if mode.name not in rows]
+    chunks = {mode.name: verifier.ghost_batches_of(mode) for mode in judged}
     waiting = Counter(chunks.values())
-    rows: dict[str, VerifiedMode] = {}
-    for compared in verifier.compare([Case(mode) for mode in wanted]):
+    for compared in verifier.compare([Case(mode) for mode in judged]):
         if compared.outcome.status == REFUSED:
             refuse_if_invalid(compared.outcome)
         rows[compared.row.mode] = compared.row
