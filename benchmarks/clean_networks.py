@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_cifar.models.blocks import SplitKind
+from lit_cifar.models.vit import VisionTransformer
 
 
 class Block(nn.Module):
@@ -141,3 +142,10 @@ class Tied(Plain):
 
     def __init__(self) -> None:
         super().__init__(TiedBlock(8), Block(8, hidden=8))
+
+
+class Attentive(VisionTransformer):
+    """Attention and LayerNorm."""
+
+    def __init__(self) -> None:
+        super().__init__("vit_micro", num_classes=10, image_size=32)
