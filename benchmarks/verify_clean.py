@@ -19,6 +19,7 @@ from PIL import Image
 from run_record import complete
 
 from lit_cifar.commands.terminal import say
+from lit_cifar.reporting.output import without_banners
 from lit_cifar.usage_errors import ended_in_words
 from lit_cifar.verify.verifier import verify
 
@@ -26,7 +27,7 @@ DEVICES, STEPS = 2, 4
 HERE = Path(__file__).parent
 # By what is special about each, its flags.
 CONFIGURATIONS = {
-    "GroupNorm, AdamW, ReduceLROnPlateau": "Grouped AdamW 64 --model.lr_scheduler=ReduceLROnPlateau",
+    "GroupNorm, AdamW, plateaus": "Grouped AdamW 64 --model.lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau",
     "non-persistent buffer, accumulated gradients": "Blurred SGD 64 --trainer.accumulate_grad_batches=2",
     "integer buffer, float32": "Counted SGD 32 --model.optimizer.momentum=0.9",
     "dropout, virtual replicas": "Dropped SGD 32 --virtual_replicas=4",
@@ -114,5 +115,5 @@ if __name__ == "__main__":
     parser.add_argument("output", type=Path, help="JSON file to write")
     parser.add_argument("--modes", default="all", help="modes to verify")
     options = parser.parse_args()
-    with ended_in_words():
+    with without_banners(), ended_in_words():
         main(options.output, modes=options.modes.split(","))
