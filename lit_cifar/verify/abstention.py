@@ -1,5 +1,7 @@
 """When a mode cannot be judged, though nothing need be wrong with it, and why."""
 
+from contextlib import suppress
+
 import torch
 
 from lit_cifar.batch_split import GhostBatches
@@ -17,7 +19,8 @@ def draws_random_numbers(module: LitResNet) -> bool:
     """Whether a pass in training advances torch's generator: dropout does, and so does any code that samples."""
     with torch.random.fork_rng(devices=[]):
         before = torch.get_rng_state()
-        module.network.train()(torch.zeros(4, *module.image_shape))
+        with suppress(Exception):  # of the user's own code; `fit` says in words what is wrong
+            module.network.train()(torch.zeros(4, *module.image_shape))
         return not torch.equal(before, torch.get_rng_state())
 
 
