@@ -1,5 +1,6 @@
 """When a mode cannot be judged, though nothing need be wrong with it, and why."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
@@ -7,11 +8,27 @@ import torch
 from lit_cifar.batch_split import GhostBatches
 from lit_cifar.modes import Variant
 from lit_cifar.module import LitResNet
+from lit_cifar.verify.record import Record
 
 RANDOM = (
     "not judged: the network draws random numbers in training, as dropout does, and with several parts of a batch it "
     "draws others than one device; pass --virtual_replicas=2 or more, with which all modes draw the same"
 )
+
+
+def other_weights(alone: Record, added_callbacks: Sequence[str]) -> str | None:
+    """Why evaluations and checkpoints cannot be judged by the steps of a run; None if they can.
+
+    With a callback that averages weights, as EMA does, one device itself evaluates or saves others than it trains.
+    Without any callback of the user's, that would be a mistake.
+    """
+    problems = alone.own_problems() if added_callbacks else []
+    if not problems:
+        return None
+    return (
+        f"not judged beyond its steps: with {', '.join(added_callbacks)} one device itself evaluates or saves other "
+        f"weights than those of its steps ({problems[0]}); leave the callback out to have the rest judged"
+    )
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import yaml  # type: ignore[import-untyped]
 
+from lit_cifar.callbacks import default_callbacks
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import ConfigError
@@ -127,6 +128,13 @@ class Configuration:
         """The number of virtual replicas: then every mode is to have the bits of one device."""
         found: int | None = self.config.get("virtual_replicas")
         return found
+
+    @property
+    def added_callbacks(self) -> list[str]:
+        """Classes of the callbacks that are the user's choice."""
+        known = {type(callback).__name__ for callback in default_callbacks()}
+        classes = [callback["class_path"] for callback in self.config["trainer"].get("callbacks") or []]
+        return [path for path in classes if path.rpartition(".")[2] not in known]
 
     def data(self) -> CIFAR10DataModule:
         data = CIFAR10DataModule(**self.config["data"])

@@ -14,6 +14,7 @@ from lit_cifar.modes import SILENT
 from lit_cifar.verify.comparison import EXACT_BOUND, FLOOR_ULP, LOGITS, NOISE_FACTOR, Bounds, Step, and_more
 from lit_cifar.verify.configuration import module_of
 from lit_cifar.verify.logged_metrics import METRIC_BOUND
+from lit_cifar.verify.rank_state import filled
 from lit_cifar.verify.runs import quiet
 
 # In which precision one device evaluates once more, to measure what rounding does.
@@ -110,8 +111,7 @@ def _evaluated_alone(
     """In the configuration's precision or another."""
     model = config["model"]
     module = module_of(config, label_smoothing=model["label_smoothing"], flip_test=model["flip_test"])
-    weights = {**step["parameters"], **step.get("buffers", {})}
-    module.network.to(next(iter(weights.values())).dtype).load_state_dict(weights)
+    filled(module.network, step)
     callback = _Collects()
     settings = {name: config["trainer"][name] for name in ("accelerator", "precision", "limit_val_batches")}
     with quiet(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # as `Trace`

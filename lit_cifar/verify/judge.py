@@ -2,6 +2,7 @@
 
 import math
 
+from lit_cifar.verify.abstention import other_weights
 from lit_cifar.verify.checkpoint_check import (
     MAY_DIFFER,
     OF_ACCUMULATION,
@@ -37,18 +38,25 @@ def judge(
         return row
     if record.steps != [*range(1, num_steps + 1)]:
         row.problems.append(f"the run ended after {len(record.steps)} of {num_steps} steps")
-    else:
-        _compare(row, record, reference, settings)
-        row.problems += [f"{RESUMED}: {problem}" for problem in _resumed_problems(outcome, record, reference, settings)]
-    row.outcome = "failed" if row.problems else "passed"
+        row.outcome = "failed"
+        return row
+    row.processes = record.about["world_size"]
+    _compare_steps(row, record, reference)
+    row.problems += record.sample_problems(reference.record)
+    if (reason := other_weights(reference.record, settings.added_callbacks)) is not None:
+        row.outcome = "failed" if row.problems else "abstained"
+        row.problems.append(reason)
+        return row
+    _compare_rest(row, record, reference, settings)
+    crashed = outcome.status != 0 and not row.problems
+    row.problems += [f"{RESUMED}: {problem}" for problem in _resumed_problems(outcome, record, reference, settings)]
+    row.outcome = "crashed" if crashed else "failed" if row.problems else "passed"
     return row
 
 
-def _compare(row: VerifiedMode, record: Record, reference: Reference, settings: Configuration) -> None:
-    row.processes = record.about["world_size"]
+def _compare_rest(row: VerifiedMode, record: Record, reference: Reference, settings: Configuration) -> None:
+    """All but the steps."""
     alone, exact = reference.record, settings.precision == "64-true" or settings.num_parts is not None
-    _compare_steps(row, record, reference)
-    row.problems += record.sample_problems(alone)
     row.problems += record.own_problems()
     row.problems += record.count_problems()
     row.problems += logged_problems(
@@ -66,7 +74,7 @@ def _compare(row: VerifiedMode, record: Record, reference: Reference, settings: 
         leave_out=[*MAY_DIFFER, *(OF_ACCUMULATION if settings.accumulation > 1 else [])],
     )
     row.problems += file_problems(record, alone, source=ONE_DEVICE, leave_out=(*OF_EVALUATION, WEIGHTS))
-    row.problems += digest_problems(record, alone)
+    row.problems += digest_problems(record, alone, settings.plain_module.network)
 
 
 def _compare_steps(row: VerifiedMode, record: Record, reference: Reference) -> None:

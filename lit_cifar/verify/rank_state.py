@@ -81,6 +81,19 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
     yield from ((_plain(name), BUFFERS, buffer) for name, buffer in module.named_buffers() if name in saved)
 
 
+@torch.no_grad()
+def filled(network: nn.Module, step: Mapping[str, Mapping[str, Tensor]]) -> nn.Module:
+    """`network` itself with the parameters and buffers of a step, those too that are not saved.
+
+    Of a tensor with several names, which a state dict has several times, the step has the first.
+    """
+    found = {**step[PARAMETERS], **step.get(BUFFERS, {})}
+    network.to(next(iter(found.values())).dtype)
+    for name, _, tensor in _tensors(network):
+        tensor.copy_(found[name])
+    return network
+
+
 def metrics_state(metrics: Mapping[str, Tensor]) -> State:
     """What a process takes for the values of the run's metrics, without those that each has of its own."""
     return {f"{name} ({METRICS})": ("", digest(float(value))) for name, value in metrics.items() if is_shared(name)}
@@ -138,14 +151,17 @@ def _changed(before: State, now: State) -> Iterator[str]:
 
 
 def saved_problems(snapshots: Sequence[Snapshot], saved: Mapping[str, Any]) -> list[str]:
-    """Where a process that has a whole network has another one than the checkpoint, whose "state_dict" is `saved`."""
+    """Where a process that has a whole network has another one than the checkpoint, whose "state_dict" is `saved`.
+
+    Buffers that are not saved are left out; that nothing else is missing shows when the checkpoint is loaded.
+    """
     wanted = {name: digest(value) for name, value in saved.items()}
     found = []
     for snapshot in snapshots:
         other = [
             name
             for name, (part, value) in snapshot.state.items()
-            if _of_first_replica(part) and value != wanted.get(name.split()[0])
+            if _of_first_replica(part) and value != wanted.get(name.split()[0], value)
         ]
         found += _first(
             [f"{snapshot.when}: {name} of process {snapshot.rank} is not the checkpoint's" for name in other]

@@ -5,11 +5,13 @@ from collections.abc import Collection, Sequence
 from itertools import zip_longest
 
 import torch
+from torch import nn
 
 from lit_cifar.checkpoint import weights_digest
 from lit_cifar.reporting import confusion, per_rank
 from lit_cifar.verify.comparison import and_more
 from lit_cifar.verify.evaluation import Evaluated
+from lit_cifar.verify.rank_state import filled
 from lit_cifar.verify.record import Record
 
 METRICS = "metrics.csv"  # compared number by number, see `logged_metrics`
@@ -71,10 +73,13 @@ def _sum(counts: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return sum(right for right, _ in counts), sum(seen for _, seen in counts)
 
 
-def digest_problems(record: Record, expected: Record) -> list[str]:
-    """Lines of `weights.sha256` that are not of the weights at the end of their epoch, of as many as `expected` has."""
+def digest_problems(record: Record, expected: Record, network: nn.Module) -> list[str]:
+    """Lines of `weights.sha256` that are not of the weights at the end of their epoch, of as many as `expected` has.
+
+    The weights are put into `network`, one after the other.
+    """
     ends = record.ends_of_epochs  # an epoch that has not ended is reported by its samples
-    steps = [record.step(ends.get(epoch, max(record.steps))) for epoch in range(len(_lines(expected, WEIGHTS)))]
-    digests = [weights_digest.digest({**step["parameters"], **step["buffers"]}) for step in steps]
+    steps = (record.step(ends.get(epoch, max(record.steps))) for epoch in range(len(_lines(expected, WEIGHTS))))
+    digests = [weights_digest.digest(filled(network, step).state_dict()) for step in steps]
     wanted = [f"{digest}  epoch {epoch}" for epoch, digest in enumerate(digests)]
     return _line_problems(WEIGHTS, _lines(record, WEIGHTS), wanted, source="of the weights at the end of its epoch")
