@@ -30,7 +30,6 @@ CONFIGURATIONS = {
     "GroupNorm, AdamW, plateaus": "Grouped AdamW 64 --model.lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau",
     "non-persistent buffer, accumulated gradients": "Blurred SGD 64 --trainer.accumulate_grad_batches=2",
     "integer buffer, float32": "Counted SGD 32 --model.optimizer.momentum=0.9",
-    "dropout, virtual replicas": "Dropped SGD 32 --virtual_replicas=4",
     "frozen first layer, StepLR": (
         "Frozen SGD 64 --model.optimizer.momentum=0.9 --model.lr_scheduler=StepLR --model.lr_scheduler.step_size=1"
     ),
@@ -48,6 +47,7 @@ CONFIGURATIONS = {
         "--data.val_size=11 --data.batch_size=24"
     ),
     "no validation": "Grouped SGD 64 --data.val_size=0",
+    "dropout, virtual replicas": "Dropped SGD 32 --virtual_replicas=4",
 }
 
 

@@ -31,7 +31,9 @@ class Outcome:
     def last_words(self) -> str:
         reason = "ran into the time limit" if self.status is None else f"exit status {self.status}"
         lines = [line for line in self.stderr.splitlines() if line.strip()]
-        return "\n".join([f"{reason} after {self.seconds:.0f} s", *(f"  {line[:160]}" for line in lines[-6:])])
+        return "\n".join(
+            [f"{reason} after {self.seconds:.0f} s", *(f"  {line[:160]}" for line in lines[-3:])]
+        )  # a user's error has five lines
 
 
 def run(
