@@ -73,6 +73,21 @@ class Forgetful(Opaque):
         return out
 
 
+class Odd(nn.Module):
+    """One tensor under two names, and a buffer that is not saved, as timm's networks have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.there, self.back, self.head = nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 10)
+        self.back.weight = self.there.weight
+        self.register_buffer("scale", torch.tensor(0.3), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = nn.functional.adaptive_avg_pool2d(x, 2).flatten(1)
+        out: Tensor = self.head(self.back(self.there(rows).relu()) * self.scale)
+        return out
+
+
 class Broken(nn.Module):
     """Takes other images."""
 

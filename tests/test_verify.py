@@ -28,6 +28,8 @@ from lit_cifar.modes import chosen, in_words, variants
 from lit_cifar.module import LitResNet
 from lit_cifar.verify import planted_in_one_rank as bugs_of_one
 from lit_cifar.verify import planted_mistakes as bugs
+from lit_cifar.verify.abstention import other_weights
+from lit_cifar.verify.checkpoint_check import checkpoint_problems
 from lit_cifar.verify.comparison import (
     EXACT_BOUND,
     KINDS,
@@ -39,7 +41,8 @@ from lit_cifar.verify.comparison import (
     measured_bounds,
     sample_problems,
 )
-from lit_cifar.verify.configuration import Configuration
+from lit_cifar.verify.configuration import Configuration, module_of
+from lit_cifar.verify.evaluation import expected, logits_problems
 from lit_cifar.verify.launcher import Launcher
 from lit_cifar.verify.logged_metrics import counted, logged, logged_problems
 from lit_cifar.verify.planted_in_parts import BUGS as BUGS_OF_PARTS
@@ -57,6 +60,7 @@ from lit_cifar.verify.rank_state import (
 from lit_cifar.verify.record import Record
 from lit_cifar.verify.recorder import Trace
 from lit_cifar.verify.reference import Reference, References
+from lit_cifar.verify.run_files import digest_problems
 from lit_cifar.verify.runs import Outcome, quiet, run
 from lit_cifar.verify.self_test import (
     COMPARISON,
@@ -563,15 +567,52 @@ def test_a_batch_that_is_counted_twice_shows_in_the_metrics_themselves() -> None
     assert counted(metrics) == {"loss": 4, "acc": 6}
 
 
-def test_one_process_holds_what_it_held_and_what_it_saved(tf32: list[Any], tmp_path: Path) -> None:
-    (tmp_path / "trace").mkdir()
+def recorded(folder: Path, *flags: str) -> Record:
+    """Of one device, three steps and an evaluation."""
+    (folder / "trace").mkdir()
     callback = ["--trainer.callbacks+=lit_cifar.verify.recorder.Trace"]
-    callback += [f"--trainer.callbacks.folder={tmp_path / 'trace'}"]
+    callback += [f"--trainer.callbacks.folder={folder / 'trace'}"]
     length = ["--trainer.max_steps=3", "--trainer.num_sanity_val_steps=0"]
     length += ["--trainer.check_val_every_n_epoch=null", "--trainer.val_check_interval=3"]
-    result = run_here("fit", *TINY_FIT, *length, f"--run_dir={tmp_path / 'run'}", *callback)
+    result = run_here("fit", *flags, *length, f"--run_dir={folder / 'run'}", *callback)
     assert result.status == 0, result.stderr
-    record = Record(tmp_path)
+    return Record(folder)
+
+
+ODD = ["--model.network=own_networks.Odd", *(flag for flag in TINY_FIT if not flag.startswith("--model"))]
+
+
+def test_tied_weights_and_what_is_not_saved_are_no_mistakes(tf32: list[Any], tmp_path: Path) -> None:
+    record = recorded(tmp_path, *ODD, "--data.num_train=48", "--trainer.max_epochs=-1")
+    config = settings(num_train=48, val_size=16).config
+    config["trainer"] |= {"precision": "32-true"}
+    config["model"] |= {"network": {"class_path": "own_networks.Odd"}, "label_smoothing": 0.0, "flip_test": False}
+    config["model"] |= {"arch": None, "stem": None}
+    config["model"]["optimizer"] = {"class_path": "lit_cifar.optim.NesterovSGD", "init_args": {"lr": 0.1}}
+    module = module_of(config)
+    assert record.own_problems() == []
+    assert checkpoint_problems(record, module, config=config) == []
+    assert digest_problems(record, record, module.network) == []
+    (found,), alone = record.evaluated(3).values(), expected(record.step(3), config=config)
+    assert logits_problems("evaluation", 0, found.gaps(alone.evaluated), bound=0.0) == []
+
+
+def test_where_a_callback_averages_weights_only_the_steps_are_judged(tf32: list[Any], tmp_path: Path) -> None:
+    averaging = ["--trainer.callbacks+=lightning.pytorch.callbacks.EMAWeightAveraging"]
+    record = recorded(tmp_path, *ODD, *averaging)
+    assert "with EMA one device itself evaluates or saves other weights" in (other_weights(record, ["EMA"]) or "")
+    assert other_weights(record, []) is None
+
+
+def test_callbacks_that_are_the_user_s_are_known() -> None:
+    config = settings().config
+    paths = ["my_package.Averages", "lightning.pytorch.callbacks.LearningRateMonitor"]
+    config["trainer"]["callbacks"] = [{"class_path": path} for path in paths]
+    assert Configuration((), config).added_callbacks == ["my_package.Averages"]
+
+
+def test_one_process_holds_what_it_held_and_what_it_saved(tf32: list[Any], tmp_path: Path) -> None:
+    record = recorded(tmp_path, *TINY_FIT)
     path = tmp_path / "trace" / "own0.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     after = "evaluation after step 3"

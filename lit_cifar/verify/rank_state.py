@@ -83,9 +83,9 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
 
 @torch.no_grad()
 def filled(network: nn.Module, step: Mapping[str, Mapping[str, Tensor]]) -> nn.Module:
-    """`network` itself with the parameters and buffers of a step, those too that are not saved.
+    """`network` itself with the parameters and buffers of a step.
 
-    Of a tensor with several names, which a state dict has several times, the step has the first.
+    Not by its state dict, which has tied weights under all their names; a step has them under the first.
     """
     found = {**step[PARAMETERS], **step.get(BUFFERS, {})}
     network.to(next(iter(found.values())).dtype)
@@ -151,17 +151,14 @@ def _changed(before: State, now: State) -> Iterator[str]:
 
 
 def saved_problems(snapshots: Sequence[Snapshot], saved: Mapping[str, Any]) -> list[str]:
-    """Where a process that has a whole network has another one than the checkpoint, whose "state_dict" is `saved`.
-
-    Buffers that are not saved are left out; that nothing else is missing shows when the checkpoint is loaded.
-    """
+    """Where a process that has a whole network has another one than the checkpoint, whose "state_dict" is `saved`."""
     wanted = {name: digest(value) for name, value in saved.items()}
     found = []
     for snapshot in snapshots:
         other = [
             name
             for name, (part, value) in snapshot.state.items()
-            if _of_first_replica(part) and value != wanted.get(name.split()[0], value)
+            if _of_first_replica(part) and value != wanted.get(name.split()[0])
         ]
         found += _first(
             [f"{snapshot.when}: {name} of process {snapshot.rank} is not the checkpoint's" for name in other]

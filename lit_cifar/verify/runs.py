@@ -14,6 +14,7 @@ from lit_cifar.launch.forked import ForkedRun
 
 TIMEOUT_S = 900.0
 
+_SHOWN = 3  # lines of a run that has failed: the error of a user has five, with its remedy
 REFUSED = 2  # the exit status of the command line after a user's mistake
 _running: set[ForkedRun] = set()
 
@@ -31,9 +32,8 @@ class Outcome:
     def last_words(self) -> str:
         reason = "ran into the time limit" if self.status is None else f"exit status {self.status}"
         lines = [line for line in self.stderr.splitlines() if line.strip()]
-        return "\n".join(
-            [f"{reason} after {self.seconds:.0f} s", *(f"  {line[:160]}" for line in lines[-3:])]
-        )  # a user's error has five lines
+        last = (f"  {line[:160]}" for line in lines[-_SHOWN:])
+        return "\n".join([f"{reason} after {self.seconds:.0f} s", *last])
 
 
 def run(
