@@ -187,8 +187,8 @@ def _strided_microbatches(site: Site) -> None:
 def _labels_of_others(site: Site) -> None:
     def shifted_in_last(iterate: Any, loader: BatchLoader) -> Iterator[Batch]:
         *others, last = iterate(loader)
-        shifts = isinstance(loader.sampler, EvaluationSampler)
-        return iter([*others, last._replace(labels=last.labels.roll(1)) if shifts else last])
+        yield from others
+        yield last._replace(labels=last.labels.roll(1)) if isinstance(loader.sampler, EvaluationSampler) else last
 
     site.replace(BatchLoader, "__iter__", shifted_in_last)
 
@@ -236,7 +236,7 @@ def _confusion_of_first_rank(site: Site) -> None:
     def alone(start: Any) -> None:
         start()
         for metric in site.module.val_metrics.details.values():
-            site.set(metric, "sync_on_compute", False)
+            site.set(metric, "_to_sync", False)
 
     site.replace(site.module, "on_validation_epoch_start", alone)
 
