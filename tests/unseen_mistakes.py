@@ -22,8 +22,8 @@ from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.samplers import BatchIds, EvaluationSampler, TrainSampler
 from lit_cifar.optim import WarmupDecay
 from lit_cifar.reporting import confusion
-from lit_cifar.sample_audit import callback as sample_audit
-from lit_cifar.sample_audit import digest
+from lit_cifar.sample_audit.callback import SampleAudit
+from lit_cifar.sample_audit.digest import EMPTY
 from lit_cifar.strategies import sharded, state_dicts, sync_batchnorm
 from lit_cifar.strategies.layer_parallel import StagedRunner
 from lit_cifar.strategies.mesh import MeshStrategy, local_part
@@ -386,9 +386,12 @@ def _best_of_step_before(site: Site) -> None:
     site.replace(BestCheckpoint, "_save_checkpoint", saved)
 
 
-def _receipt_of_one_epoch(site: Site) -> None:
-    for module in (digest, sample_audit):
-        site.replace(module, "chain", lambda chain, start, uses, **size: chain(digest.EMPTY, uses, **size))
+def _receipt_begins_anew(site: Site) -> None:
+    def anew(load: Any, callback: SampleAudit, *args: Any) -> None:
+        load(callback, *args)
+        site.set(callback, "_digest", EMPTY)
+
+    site.replace(SampleAudit, "on_load_checkpoint", anew)
 
 
 def _header_counted_as_row(site: Site) -> None:
@@ -438,11 +441,11 @@ def _draws_of_first_epoch(site: Site) -> None:
     site.replace(AugmentedImages, "draw", lambda draw, images, ids, epoch: draw(images, ids, epoch=0))
 
 
-def _gradient_of_last_epoch(site: Site) -> None:
-    def not_in_new_epoch(zero: Any, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        zero(epoch, batch_idx, optimizer) if batch_idx or not epoch else None
+def _gradient_of_last_step(site: Site) -> None:
+    def at_start_alone(zero: Any, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        zero(epoch, batch_idx, optimizer) if batch_idx == 0 else None
 
-    site.replace(site.module, "optimizer_zero_grad", not_in_new_epoch)
+    site.replace(site.module, "optimizer_zero_grad", at_start_alone)
 
 
 @torch.no_grad()
@@ -690,7 +693,7 @@ BUGS: dict[str, Bug] = {
         Bug("counts-of-all", "each rank resumes with the counts of all", "ddp", _counts_of_all_in_each),
         # Lightning-AI/pytorch-lightning#20185
         Bug("best-of-before", "best.ckpt has the weights of the step before", "single", _best_of_step_before),
-        Bug("receipt-of-epoch", "the receipt forgets earlier epochs", "ddp_spawn", _receipt_of_one_epoch),
+        Bug("receipt-anew", "the receipt forgets on resume the epochs before", "ddp_spawn", _receipt_begins_anew),
         Bug("header-as-row", "the header of metrics.csv counts as a row", "ddp", _header_counted_as_row),
         Bug("buffers-not-restored", "running statistics start again on resume", "mp", _buffers_not_restored),
         # pytorch/pytorch#140900
@@ -702,7 +705,7 @@ BUGS: dict[str, Bug] = {
         Bug("as-if-full", "a ragged batch is divided by the full size", "fsdp2", _as_if_full),
         Bug("first-augmentation", "every epoch is augmented as the first", "ddp_spawn", _draws_of_first_epoch),
         # huggingface/accelerate#2831
-        Bug("old-gradient", "a new epoch begins with the last gradient", "mp-micro", _gradient_of_last_epoch),
+        Bug("old-gradient", "gradients are zeroed once an epoch", "mp-micro", _gradient_of_last_step),
         Bug("decays-twice", "weight decay acts twice in a ragged step", "tp", _decays_twice),
         # huggingface/accelerate#963
         Bug("schedule-per-microbatch", "the schedule also steps between steps", "dp", _schedule_per_microbatch),
