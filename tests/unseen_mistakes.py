@@ -60,7 +60,7 @@ def _batch_idx(site: Site) -> int:
     return int(site.trainer.fit_loop.epoch_loop.batch_idx)
 
 
-def _momenta(site: Site) -> Iterator[dict[str, Any]]:
+def _states(site: Site) -> Iterator[dict[str, Any]]:
     return iter(site.trainer.optimizers[0].state.values())
 
 
@@ -340,12 +340,16 @@ def _resumes_with_first_draws(site: Site) -> None:
 
 
 def _adam_counts_again(site: Site) -> None:
-    _after_optimizer_is_loaded(site, lambda: [state["step"].zero_() for state in _momenta(site)] and None)
+    def begin() -> None:
+        for state in _states(site):
+            state["step"].zero_()
+
+    _after_optimizer_is_loaded(site, begin)
 
 
 def _second_moments_lost(site: Site) -> None:
     def lose() -> None:
-        for state in _momenta(site):
+        for state in _states(site):
             local_part(state["exp_avg_sq"]).zero_()
 
     _after_optimizer_is_loaded(site, lose)
@@ -353,7 +357,7 @@ def _second_moments_lost(site: Site) -> None:
 
 def _momentum_in_float32(site: Site) -> None:
     def narrow() -> None:
-        for state in _momenta(site):
+        for state in _states(site):
             state["momentum_buffer"].copy_(state["momentum_buffer"].float())
 
     _after_optimizer_is_loaded(site, narrow)
@@ -578,7 +582,10 @@ def _backward_by_own_count(site: Site) -> None:
 
 
 def _divided_twice(site: Site) -> None:
-    _before_step(site, lambda: local_part(site.module.network.fc.weight.grad).div_(site.trainer.world_size) and None)
+    def again() -> None:
+        local_part(site.module.network.fc.weight.grad).div_(site.trainer.world_size)
+
+    _before_step(site, again)
 
 
 def _bias_of_every_rank(site: Site) -> None:
