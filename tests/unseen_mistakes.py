@@ -178,7 +178,7 @@ def _pieces_as_they_end(site: Site) -> None:
 def _strided_microbatches(site: Site) -> None:
     def strided(run: Any, runner: StagedRunner, images: Tensor) -> Tensor:
         if torch.is_grad_enabled():
-            return run(runner, images)  # type: ignore[no-any-return]
+            return run(runner, images)
         return torch.cat([run(runner, images[start :: runner.num_microbatches]) for start in range(2)])
 
     site.replace(StagedRunner, "__call__", strided)
@@ -220,7 +220,7 @@ def _first_batch_with_old_weights(site: Site) -> None:
 def _flipped_by_one(site: Site) -> None:
     def with_mirror_images(evaluated: Any, images: Tensor) -> Tensor:
         site.set(site.module, "flip_test", True)
-        return evaluated(images)  # type: ignore[no-any-return]
+        return evaluated(images)
 
     site.replace(site.module, "_evaluated", with_mirror_images)
 
@@ -278,7 +278,7 @@ def _stays_in_evaluation_mode(site: Site) -> None:
 
 def _evaluates_in_float32(site: Site) -> None:
     def narrow(evaluated: Any, images: Tensor) -> Tensor:
-        return evaluated(images).float().to(images.dtype)  # type: ignore[no-any-return]
+        return evaluated(images).float().to(images.dtype)
 
     site.replace(site.module, "_evaluated", narrow)
 
@@ -289,7 +289,7 @@ def _replicas_with_old_buffers(site: Site) -> None:
 
     def evaluate(run: Any, replicas: EmulatedReplicas, images: Tensor) -> Tensor:
         if torch.is_grad_enabled():
-            return run(replicas, images)  # type: ignore[no-any-return]
+            return run(replicas, images)
         first, *others = images.chunk(replicas.num_replicas)
         return torch.cat([replicas.network(first), *(functional_call(replicas.network, old, (x,)) for x in others)])
 
@@ -333,7 +333,7 @@ def _resumes_with_first_draws(site: Site) -> None:
         load(*args)
 
     def draw(original: Any, augmentation: Augmentation, ids: Tensor, size: Any, *, epoch: int) -> Tensor:
-        return original(augmentation, ids, size, epoch=0 if resumed else epoch)  # type: ignore[no-any-return]
+        return original(augmentation, ids, size, epoch=0 if resumed else epoch)
 
     site.replace(exact_resume.ExactResume, "on_load_checkpoint", note)
     site.replace(Augmentation, "draw", draw)
@@ -367,7 +367,7 @@ def _momenta_of_neighbours(site: Site) -> None:
     def swapped(split: Any, state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
         entries = dict(state["state"])
         entries[1], entries[2] = entries[2], entries[1]  # of the first BatchNorm's weight and bias
-        return split(state | {"state": entries}, optimizer)  # type: ignore[no-any-return]
+        return split(state | {"state": entries}, optimizer)
 
     site.replace(site.trainer.strategy, "part_of_state", swapped)
 
@@ -480,7 +480,7 @@ def _odd_sample_dropped(site: Site) -> None:
     def even(train: Any, batch: Batch) -> Tensor:
         num = len(batch.labels) // 2 * 2
         images, labels, ids = (tensor[:num] for tensor in (batch.images, batch.labels, batch.ids))
-        return train(batch._replace(images=images, labels=labels, ids=ids))  # type: ignore[no-any-return]
+        return train(batch._replace(images=images, labels=labels, ids=ids))
 
     site.replace(site.module, "_train_on", even)
 
@@ -599,7 +599,7 @@ def _bias_of_every_rank(site: Site) -> None:
 
 def _summed_in_both_passes(site: Site) -> None:
     def again(backward: Any, ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grad, dist.group.WORLD), None  # type: ignore[arg-type]
+        return _all_reduce(grad, dist.group.WORLD), None
 
     site.replace(_Sum, "backward", again)
 
