@@ -529,9 +529,9 @@ def test_callbacks_that_save_come_last_and_the_agreement_first(tmp_path: Path) -
     result = run_here("fit", *TINY, "--trainer.max_steps=1", *own, f"--run_dir={tmp_path / 'run'}")
     assert result.status == 0, result.stderr
     names = order.read_text().splitlines()
-    assert names[:2] == ["StepBoundary", "Watchdog"]
+    assert names[:3] == ["SameStart", "StepBoundary", "Watchdog"]
     assert names[-2:] == ["BestCheckpoint", "LastCheckpoint"]
-    assert "NotesOrder" in names[2:-2]
+    assert "NotesOrder" in names[3:-2]
 
 
 def test_signal_handlers_are_put_back() -> None:
