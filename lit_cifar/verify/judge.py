@@ -44,8 +44,8 @@ def judge(
     _compare_steps(row, record, reference)
     row.problems += record.sample_problems(reference.record)
     if (reason := other_weights(reference.record, settings.added_callbacks)) is not None:
-        row.outcome = "failed" if row.problems else "abstained"
-        row.problems.append(reason)
+        row.outcome = "failed" if row.problems else "crashed" if outcome.status else "abstained"
+        row.problems.append(f"{RESUMED}: {outcome.last_words}" if outcome.status else reason)
         return row
     _compare_rest(row, record, reference, settings)
     crashed = outcome.status != 0 and not row.problems
