@@ -26,7 +26,10 @@ MAY_DIFFER = {
     "update_count": "how many batches a process has counted depends on the number of processes",
 }
 OF_ACCUMULATION = {"loops": "Lightning counts the batches of the loader, and an accumulated step has several"}
-OF_RESUME = {"current_score": "Lightning forgets the last score of the best checkpoint, and nothing reads it"}
+OF_RESUME = {
+    "current_score": "Lightning forgets the last score of the best checkpoint, and nothing reads it",
+    "epoch_loop.val_loop.batch_progress": "a resumed run counts the batches of evaluations from 0, and nothing reads it",
+}
 
 
 def checkpoint_problems(record: Record, module: LitResNet, *, config: Mapping[str, Any]) -> list[str]:
