@@ -28,7 +28,7 @@ MAY_DIFFER = {
 OF_ACCUMULATION = {"loops": "Lightning counts the batches of the loader, and an accumulated step has several"}
 OF_RESUME = {
     "current_score": "Lightning forgets the last score of the best checkpoint, and nothing reads it",
-    "epoch_loop.val_loop.batch_progress": "a resumed run counts the batches of evaluations from 0, and nothing reads it",
+    "epoch_loop.val_loop.batch_progress": "a resumed run counts evaluated batches from 0, and nothing reads it",
 }
 
 
