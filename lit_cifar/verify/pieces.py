@@ -50,7 +50,7 @@ def _piece(tensor: Tensor) -> Piece:
 
 
 def put_together(processes: Iterable[Pieces]) -> dict[str, dict[str, Tensor]]:
-    """The whole tensors by kind and name."""
+    """The whole tensors by kind and name; of a part that several processes have, that of the first one."""
     found: dict[str, dict[str, list[Piece]]] = {}
     for pieces in processes:
         for kind, by_name in pieces.items():
@@ -58,7 +58,8 @@ def put_together(processes: Iterable[Pieces]) -> dict[str, dict[str, Tensor]]:
                 found.setdefault(kind, {}).setdefault(name, []).append(piece)
     return {
         kind: {
-            name: whole({tuple(p["at"]): p["tensor"] for p in pieces}, pieces[0]["dims"]) for name, pieces in of.items()
+            name: whole({tuple(p["at"]): p["tensor"] for p in reversed(pieces)}, pieces[0]["dims"])
+            for name, pieces in of.items()
         }
         for kind, of in found.items()
     }

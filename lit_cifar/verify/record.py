@@ -44,7 +44,8 @@ class Record:
         return sorted(int(path.stem.removeprefix("step").partition("-")[0]) for path in self._files("step*-0.pt"))
 
     def _files(self, pattern: str) -> list[Path]:
-        return sorted((self.folder / "trace").glob(pattern))
+        """In the order of the processes, also where there are more than ten."""
+        return sorted((self.folder / "trace").glob(pattern), key=lambda path: (len(path.name), path.name))
 
     @property
     def resumed(self) -> "Record":
