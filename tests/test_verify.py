@@ -63,6 +63,7 @@ from lit_cifar.verify.reference import Reference, References
 from lit_cifar.verify.run_files import digest_problems
 from lit_cifar.verify.runs import Outcome, quiet, run
 from lit_cifar.verify.self_test import (
+    ARGS,
     COMPARISON,
     OF_ALL,
     OF_PARTS_ALONE,
@@ -817,7 +818,8 @@ def test_planted_mistakes_are_caught_and_their_absence_passes() -> None:
 
 
 def test_virtual_replicas_leave_no_place_for_some_mistakes() -> None:
-    with_parts = settings(num_parts=4)
+    evaluated = next(arg for arg in ARGS if arg.startswith("--data.eval_batch_size="))
+    with_parts = settings(num_parts=4, eval_batch_size=int(evaluated.rpartition("=")[2]))
     found = {
         name: _reasons(variants(bug.devices)[bug.mode].with_parts(), [bug], with_parts).get(name)
         for name, bug in (bugs.BUGS | BUGS_OF_PARTS).items()

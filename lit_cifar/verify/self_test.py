@@ -26,7 +26,7 @@ STEPS = 4
 TIMEOUT_S = 300.0
 
 # A small net, in float64 where the bound is sharp. 27 images in batches of 16 make a full step and a ragged one, in two
-# epochs; 15 images to evaluate, in batches of 6, do not divide among two processes.
+# epochs; 15 images to evaluate, in batches of 8, do not divide among two processes.
 ARGS = (
     "--model.arch=tiny",
     "--model.stem=imagenet",
@@ -34,7 +34,7 @@ ARGS = (
     "--data.num_train=42",
     "--data.val_size=15",
     "--data.batch_size=16",
-    "--data.eval_batch_size=6",
+    "--data.eval_batch_size=8",
     "--trainer.accumulate_grad_batches=2",
     "--trainer.precision=64-true",
     "--trainer.accelerator=cpu",
