@@ -22,6 +22,7 @@ from lit_cifar.models.blocks import check_network, unreached_parameters
 from lit_cifar.module import LitResNet
 from lit_cifar.sample_audit.digest import Receipt, order_settings
 from lit_cifar.strategies.mesh import MeshStrategy
+from lit_cifar.strategies.network import check_gradient_hooks
 from lit_cifar.strategies.virtual_replicas import VirtualReplicas
 from lit_cifar.usage_errors import refusing
 
@@ -123,6 +124,8 @@ def check_run(
         _check_matrices(trainer, optimizer)
         if module.header.network is not None and isinstance(trainer.strategy, DDPStrategy):
             _check_reached(trainer.strategy, module)
+            if trainer.strategy._start_method in ("spawn", "forkserver"):  # torch does not send hooks to processes
+                check_gradient_hooks(module, strategy=f"ddp_{trainer.strategy._start_method}")
     trainer.strategy.connect(module)  # a strategy that splits the network does so here
     data.trainer = trainer
     data.prepare_data()

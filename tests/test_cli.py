@@ -214,7 +214,7 @@ def test_the_help_that_an_error_names_is_there(command: str, monkeypatch: pytest
         (
             "ddp_spawn",
             "find_unused_parameters=true",
-            "AveragingDDPStrategy find_unused_parameters=true start_method=spawn",
+            "DDPStrategy find_unused_parameters=true start_method=spawn",
         ),
     ],
 )

@@ -17,7 +17,6 @@ from lit_cifar.models.blocks import tensor_split_of
 from lit_cifar.models.partition import Stage
 from lit_cifar.module import LitResNet
 from lit_cifar.strategies import PipelineStrategy, ShardedStrategy
-from lit_cifar.strategies.ddp import AveragingDDPStrategy
 from lit_cifar.strategies.fsdp import autocast_dtype
 from lit_cifar.strategies.layer_parallel import StagedStrategy
 from lit_cifar.strategies.mesh import MeshStrategy
@@ -70,8 +69,7 @@ def _has_buckets(strategy: Any) -> bool:
     """Whether DDP copies gradients into memory of its own to send them."""
     if not isinstance(strategy, DDPStrategy) or isinstance(strategy, MeshStrategy):
         return False
-    are_views = isinstance(strategy, AveragingDDPStrategy) and strategy.shares_memory
-    return not strategy._ddp_kwargs.get("gradient_as_bucket_view", are_views)
+    return not strategy._ddp_kwargs.get("gradient_as_bucket_view", False)
 
 
 def state_per_parameter(make_optimizer: Callable[[Any], Optimizer]) -> float:

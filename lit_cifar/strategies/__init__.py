@@ -1,8 +1,7 @@
 """The only code that decides what goes to which device and process: strategies, registered under their short names.
 
 Importing this package makes `Trainer(strategy="dp")` and `--trainer.strategy=dp` work. `ddp` and `ddp_spawn` are
-Lightning's own but for how a machine's CPUs average gradients; `ProcessSyncBatchNorm` gives them synchronised BatchNorm
-on the CPU too.
+Lightning's own; `ProcessSyncBatchNorm` gives them synchronised BatchNorm on the CPU too.
 """
 
 import atexit
@@ -10,7 +9,6 @@ import atexit
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lit_cifar.launch.process_group import destroy_process_group_at_exit
-from lit_cifar.strategies.ddp import AveragingDDPStrategy
 from lit_cifar.strategies.ddp_mp import DDPLayerParallelStrategy
 from lit_cifar.strategies.dp import DataParallelStrategy
 from lit_cifar.strategies.mp import LayerParallelStrategy
@@ -24,7 +22,6 @@ from lit_cifar.strategies.sharded import ShardedStrategy
 from lit_cifar.strategies.sync_batchnorm import ProcessSyncBatchNorm
 
 __all__ = [
-    "AveragingDDPStrategy",
     "DDPLayerParallelStrategy",
     "DataParallelStrategy",
     "LayerParallelStrategy",
@@ -37,7 +34,6 @@ __all__ = [
 ]
 
 for _strategy in (
-    AveragingDDPStrategy,
     DataParallelStrategy,
     LayerParallelStrategy,
     DDPLayerParallelStrategy,

@@ -6,14 +6,14 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.strategies.ddp import AveragingDDPStrategy
 from lit_cifar.strategies.layer_parallel import StagedStrategy, device_names
 
 
-class DDPLayerParallelStrategy(StagedStrategy, AveragingDDPStrategy):
+class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
     """Starts processes as Lightning's `ddp` does, each with a replica of the network on `num_stages` devices.
 
     `--trainer.devices` counts the devices of a machine, as always; there is a process for every `num_stages` of them.

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
@@ -29,7 +28,6 @@ from lit_cifar.strategies.mesh import MeshStrategy, local_part
 from lit_cifar.strategies.network import Runner, RunsNetwork, check_untied, compiles
 from lit_cifar.strategies.parts import Parts
 from lit_cifar.strategies.sharding_cost import sharding_lines
-from lit_cifar.strategies.shared_fsdp import send_through_shared_memory
 from lit_cifar.strategies.state_dicts import full_optimizer_state, full_state, load_full_state, split_optimizer_state
 from lit_cifar.strategies.sync_batchnorm import synchronise_along
 from lit_cifar.strategies.tensor_parallel import check_divisible, split_tensors
@@ -75,12 +73,6 @@ class ShardedStrategy(MeshStrategy):
     def num_replicas(self) -> int:
         """Size of the "data" axis; known once the Trainer is made."""
         return self._num_processes // self.processes_per_replica
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether there are several replicas, all on one machine's CPU; known once the processes have met."""
-        on_cpu = self.root_device.type == "cpu" and dist.get_backend() == "gloo"
-        return on_cpu and self.num_nodes == 1 < self.num_replicas
 
     @property
     def _num_processes(self) -> int:
@@ -201,8 +193,6 @@ class ShardedStrategy(MeshStrategy):
         synchronise_along(parts, self.data_group)
         if self.data_parallel_size != 1:
             shard(parts, self.mesh["data"], dtype=autocast_dtype(self.precision_plugin))
-            if self.shares_memory:
-                send_through_shared_memory(parts, self.data_group)
         if self.parts is not None:
             reduce_in_tree(parts, self.parts)
         if compiles(self.lightning_module):
