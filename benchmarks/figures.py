@@ -15,12 +15,9 @@ from matplotlib.figure import Figure
 
 from lit_cifar.analysis.articles import PRINTED_LOSSES
 from lit_cifar.analysis.run_frames import BLUE, GREY, RED, read_metrics, read_per_rank
-from lit_cifar.bench import goals_figure
-from lit_cifar.bench.rows import Row
 
 HERE = Path(__file__).parent
 ARTICLES_RUN = HERE / "2026-11-20-articles-stem"
-BENCH = HERE / "2026-11-22-bench" / "bench.json"
 GALLERY = HERE / "2026-11-22-gallery" / "gallery.json"
 REAL_DATA = HERE / "2026-11-21-loss-curves" / "losses.json"
 VERIFIED = HERE / "2026-11-20-verify" / "devices4_float64.json"
@@ -135,19 +132,12 @@ def proof(verified: Path, planted: Path = PLANTED) -> Figure:
     return figure
 
 
-def bench(record: Path) -> Figure:
-    """The rows of `bench` beside their goals."""
-    content = json.loads(record.read_text())
-    return goals_figure.draw([Row.from_json(row) for row in content["rows"]], title=content["cpu"]["model"])
-
-
 FIGURES = {
     "choosing": (decision, HERE.parent / "docs" / "choosing.md"),
     "proof": (proof, VERIFIED),
     "loss_curves": (loss_curves, REAL_DATA),
     "articles_run": (articles_run, ARTICLES_RUN),
     "gallery": (gallery.drawn, GALLERY),
-    "bench": (bench, BENCH),
 }
 
 

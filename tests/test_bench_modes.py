@@ -1,4 +1,4 @@
-"""`bench modes` and `bench memory`: runs that wait for their turn, and what the rows say of a tiny network."""
+"""`bench modes`: runs that wait for their turn, and what the rows say of a tiny network."""
 
 import json
 import socket
@@ -11,7 +11,7 @@ import pytest
 import torch
 from commands import TINY
 
-from lit_cifar.bench import mode_memory, mode_speed
+from lit_cifar.bench import mode_speed
 from lit_cifar.bench.fits import Fit
 from lit_cifar.bench.settings import Settings
 from lit_cifar.bench.turns import Turns, training_in_turn
@@ -59,12 +59,6 @@ def test_a_fit_that_fails_is_named(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_every_row_of_a_tiny_network(tmp_path: Path) -> None:
     settings = Settings(device=torch.device("cpu"), folder=tmp_path, rounds=1, small=True)
-    said: list[str] = []
-    speed, memory = mode_speed.measure(settings, said.append), mode_memory.measure(settings, said.append)
-    assert [row.goal.bound for row in speed if row.goal] == [0.97, 0.92, 1.1, 1.6, 1.7, 1.05, 1.02]
-    assert all(row.found.median > 0 for row in speed)
-    state, activations = memory
-    assert state.found.median == pytest.approx(0.5, abs=0.01)
-    assert activations.found.median == pytest.approx(0.25, abs=0.01)
-    assert state.met
-    assert activations.met
+    rows = mode_speed.measure(settings, lambda line: None)
+    assert [row.unit for row in rows] == [*["x"] * 6, "img/s"] * 2
+    assert all(row.found.median > 0 for row in rows)

@@ -22,7 +22,6 @@ from lit_cifar.commands.bench import bench_parser
 from lit_cifar.commands.chaos import chaos_parser
 from lit_cifar.commands.doctor import doctor_parser
 from lit_cifar.commands.export import export_parser
-from lit_cifar.commands.forecast import forecast_parser
 from lit_cifar.commands.report import report_parser
 from lit_cifar.commands.trace import trace_parser
 from lit_cifar.commands.verify import verify_parser
@@ -78,8 +77,6 @@ def check_program(args: list[str]) -> None:
         case "bench" if args[1:2] == ["trace"]:
             options, rest = trace_parser().parse_known_args(args[2:])
             parser_of("fit").parse_args(["fit", *variants(options.devices)[options.mode].flags, *rest])
-        case "bench" if args[1:2] == ["forecast"]:
-            forecast_parser().parse_args(args[2:])
         case "bench":
             options = bench_parser().parse_args(args[1:])
             assert {*options.sections} <= {*SECTIONS, "all"}
@@ -154,7 +151,7 @@ def test_commands_parse(words: tuple[str, ...], capsys: pytest.CaptureFixture[st
         "python -m lit_cifar verify --modes all --no_such=1",
         "python -m lit_cifar chaos --kill 20",
         "python -m lit_cifar doctor --device 2",
-        "python -m lit_cifar bench forecast --link 3",
+        "python -m lit_cifar bench --link 3",
         "python -m lit_cifar modes all",
         "python -m lit_cifar export some.ckpt --no_such=1",
         "python -m lit_cifar report --no-such RUN",

@@ -21,14 +21,6 @@ from PIL import Image
 
 from lit_cifar.analysis.articles import PRINTED_LOSSES
 from lit_cifar.analysis.comparing_runs import paired, read_shuffling, welch
-from lit_cifar.bench.forecast.communication import Interconnect
-from lit_cifar.bench.forecast.counted import count
-from lit_cifar.bench.forecast.inputs import Job, Machine, Speed
-from lit_cifar.bench.forecast.tables import seconds, step_on_one_machine
-from lit_cifar.bench.rows import Row, markdown, shown
-from lit_cifar.bench.sections import SECTIONS
-from lit_cifar.bench.timing import Spread
-from lit_cifar.models import build_network
 from lit_cifar.modes import MODES
 from lit_cifar.verify.planted_in_parts import BUGS as BUGS_OF_PARTS
 
@@ -144,7 +136,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return figures
 
 
-@pytest.mark.parametrize("name", ["articles_run", "bench", "choosing", "gallery", "loss_curves", "proof"])
+@pytest.mark.parametrize("name", ["articles_run", "choosing", "gallery", "loss_curves", "proof"])
 def test_a_figure_shows_its_record(name: str, figures: ModuleType, tmp_path: Path) -> None:
     """By what it says that it shows; and by its pixels, where the same release of Matplotlib draws them."""
     draw, record = figures.FIGURES[name]
@@ -154,61 +146,6 @@ def test_a_figure_shows_its_record(name: str, figures: ModuleType, tmp_path: Pat
         if old.text["Software"] == new.text["Software"]:
             assert old.size == new.size
             assert np.abs(np.asarray(old.convert("L"), float) - np.asarray(new.convert("L"), float)).mean() < 0.1
-
-
-@pytest.mark.parametrize("name", ["22-bench", "23-bench", "23-bench-later"])
-def test_the_table_of_bench_is_its_record(name: str) -> None:
-    record = BENCHMARKS / f"2026-11-{name}"
-    rows = [Row.from_json(row) for row in read(record / "bench.json")["rows"]]
-    assert {row.section for row in rows} == set(SECTIONS)
-    written = (record / "README.md").read_text()
-    assert [line for line in markdown(rows).splitlines() if line not in written] == []
-    goals = [row for row in rows if row.goal]
-    said = f"{sum(bool(row.met) for row in goals)} of {len(goals)} rows reach their goals"
-    for path in (record, DOCS / "bench.md"):
-        assert said in page(path)
-
-
-def test_the_table_of_the_forecast_is_what_is_forecast_today() -> None:
-    record = BENCHMARKS / "2026-11-23-forecast"
-    content = read(record / "forecast.json")
-    machine = content["machine"]
-    links = {name: Interconnect(**machine[name]) for name in ("inside", "between")}
-    network = count(build_network("resnet34", stem="imagenet", num_classes=10, image_size=32), (3, 32, 32))
-    job = Job(network=network, speed=Speed(**content["speed"]), machine=Machine(**machine | links))
-    written = (record / "README.md").read_text()
-    for row in content["measured"]:
-        step_s = step_on_one_machine(job, row["mode"], row["processes"], 64)
-        assert step_s == pytest.approx(row["forecast_s"])
-        measured = Spread(tuple(row["step_s"]))
-        cells = [f"`{row['mode']}`", row["processes"], seconds(step_s), seconds(measured.median)]
-        cells += [f"{seconds(measured.low)} to {seconds(measured.high)}", f"{step_s / measured.median:.2f}"]
-        assert f"| {' | '.join(map(str, cells))} |" in written
-
-
-def test_the_speed_that_the_readme_shows_is_measured() -> None:
-    parts = {
-        "images to normalised batches": "uint8 images to normalised batches",
-        "training step with the CIFAR stem": "fit against the articles' loop, cifar stem, batch 32, --kernels=auto",
-        "what `fit` adds": "the same as a share of a step of ResNet34",
-        "from the start of `fit`": "from the start of fit to the first step",
-        "`ddp` on 2 processes": "speed of ddp, 2 processes x 1 thread, against 1 x 2 threads, cifar stem",
-        "`pp` with 2 stages and 8": "speed of pp, 2 stages x 1 thread, 8 microbatches",
-        "step of `fsdp2`": "step of fsdp2 against ddp",
-        "from `kill -9`": "from kill -9 of a rank",
-    }
-    days = [
-        [Row.from_json(row) for row in read(BENCHMARKS / f"2026-11-{name}" / "bench.json")["rows"]]
-        for name in ("23-bench-later", "22-bench")
-    ]
-    for start, name in parts.items():
-        found = [next(row for row in rows if row.name.startswith(name)) for rows in days]
-        (line,) = (line for line in README.read_text().splitlines() if line.startswith(f"| {start}"))
-        goal = found[0].goal.in_words(found[0].unit) if found[0].goal else ""
-        assert line.endswith(f" | {goal} | {' | '.join(shown(row.found.median, row.unit) for row in found)} |")
-    met = [sum(bool(row.met) for row in rows) for rows in days]
-    assert f"{met[0]} of 21 rows reach their goals on the first" in page(README)
-    assert f", {met[1]} on the second" in page(README)
 
 
 def test_the_digests_of_a_precision_are_the_same() -> None:

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +13,9 @@ from torch.nn import functional as F
 from torch.profiler import profile
 
 from lit_cifar.bench import step_figure
-from lit_cifar.bench.memory_prediction import microbatches_in_flight, predict, state_per_parameter, tensor_part
-from lit_cifar.bench.saved_bytes import SavedForBackward, saved_bytes
+from lit_cifar.bench.saved_bytes import SavedForBackward
 from lit_cifar.bench.step_events import RankStep, Shares, both, chrome_trace, merged, union
 from lit_cifar.models import build_network
-from lit_cifar.module import LitResNet
-from lit_cifar.optim import NesterovSGD
-from lit_cifar.strategies.pipeline_schedule import Schedule
 
 STEP = "the step"
 
@@ -150,7 +145,6 @@ def chain() -> nn.Sequential:
 
 def test_saved_bytes_by_hand() -> None:
     """The images, and the output of the first layer, which ReLU changes in place: n x (6 + 4) float32."""
-    assert saved_bytes(chain(), None, (1, 2, 3), num_samples=5) == 5 * (6 + 4) * 4
     counter = SavedForBackward(layers := chain())
     counter.begin()
     output = layers(torch.randn(5, 1, 2, 3))
@@ -160,72 +154,23 @@ def test_saved_bytes_by_hand() -> None:
     assert counter._now == 0
 
 
-def test_autocast_keeps_narrow_copies_of_weights_unless_they_come_so() -> None:
-    """The images and the first layer's output, both in bfloat16, and the weights of the second."""
-    kept = [
-        saved_bytes(chain(), None, (1, 2, 3), num_samples=5, autocast=torch.bfloat16, gathered=gathered)
-        for gathered in (True, False)
-    ]
-    assert kept == [5 * (6 + 4) * 2, 5 * (6 + 4) * 2 + 2 * 4 * 2]
-
-
 @pytest.mark.parametrize(("arch", "autocast"), [("tiny", None), ("tiny", torch.bfloat16), ("vit_micro", None)])
 def test_saved_bytes_of_a_network(arch: Any, autocast: torch.dtype | None) -> None:
-    """What the shapes say, what autograd asks to keep, and what the allocator gives agree."""
+    """What autograd asks to keep, and what the allocator gives, agree."""
     network = build_network(arch, stem=None, num_classes=10, image_size=32).train()
     images = torch.randn(8, 3, 32, 32)
 
     def loss_of(logits: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits, torch.zeros(8, dtype=torch.int64))
 
-    expected = saved_bytes(network, loss_of, (3, 32, 32), num_samples=8, autocast=autocast)
     counter = SavedForBackward(network)
     with profile(profile_memory=True) as profiled, torch.autocast("cpu", autocast, enabled=autocast is not None):
         counter.begin()
         loss = loss_of(network(images))
         counter.end()
     allocated = sum(e.nbytes() for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]")
-    assert counter.peak == pytest.approx(expected, rel=0.01)
-    assert allocated + images.nbytes == pytest.approx(expected, rel=0.1)
+    assert allocated + images.nbytes == pytest.approx(counter.peak, rel=0.1)
     assert loss.requires_grad  # else nothing would have been kept
-
-
-def test_microbatches_in_flight_of_each_schedule() -> None:
-    def in_flight(name: Any, stage: int) -> int | None:
-        return microbatches_in_flight(Schedule(name=name, num_processes=4), stage, num_microbatches=8)
-
-    assert [in_flight("GPipe", stage) for stage in range(4)] == [8, 8, 8, 8]
-    assert [in_flight("1F1B", stage) for stage in range(4)] == [4, 3, 2, 1]
-    assert in_flight("Interleaved1F1B", 0) is None
-
-
-def test_state_of_optimizers() -> None:
-    assert state_per_parameter(lambda p: NesterovSGD(p, lr=0.1)) == 1
-    assert state_per_parameter(lambda p: torch.optim.SGD(p, lr=0.1)) == 0
-    assert state_per_parameter(lambda p: torch.optim.AdamW(p)) == 2
-
-
-def test_prediction_for_one_process() -> None:
-    module = LitResNet(network=chain(), num_classes=2)
-    module.image_shape = (1, 2, 3)
-    strategy = SimpleNamespace(precision_plugin=None)
-    held = predict(module, strategy, batch_size=20, accumulation=2)
-    parameters = 4 * (6 * 4 + 4 + 4 * 2 + 2)
-    assert (held.parameters, held.gradients, held.optimizer_state, held.buckets) == (*[parameters] * 3, 0)
-    loss = 10 * 2 * 4 + 10 * 8  # logarithms of the softmax, labels
-    assert held.activations == pytest.approx(10 * (6 + 4) * 4 + loss, abs=16)
-
-
-def test_the_part_of_a_tensor_parallel_process() -> None:
-    """Half of the channels between the split layers of a block, and all of them elsewhere."""
-    network = build_network("tiny", stem="imagenet", num_classes=10, image_size=32)
-    part = tensor_part(network, 2)
-    shapes = {name: tuple(tensor.shape) for name, tensor in part.named_parameters()}
-    assert shapes["layer2.0.conv1.weight"] == (8, 8, 3, 3)
-    assert shapes["layer2.0.conv2.weight"] == (16, 8, 3, 3)
-    assert shapes["layer2.0.bn1.weight"] == (8,)
-    assert shapes["layer2.0.bn2.weight"] == (16,)
-    assert part(torch.randn(2, 3, 32, 32)).shape == (2, 10)
 
 
 # The command ---------------------------------------------------------------------------------------------------------
@@ -277,8 +222,9 @@ def test_a_step_on_two_processes(tmp_path: Path, mode: str, stages: bool) -> Non
         assert sum(rank["ms"].values()) == pytest.approx(steps[rank["rank"]], abs=0.01)  # as precise as a time of day
         assert rank["ms"]["compute"] > 0
         assert rank["ms"]["waiting"] > 0
-        for what, predicted in rank["predicted"].items():
-            assert rank["measured"][what] == pytest.approx(predicted, rel=0.1), what
+        assert all(
+            rank["memory_bytes"][what] > 0 for what in ("parameters", "gradients", "optimizer state", "activations")
+        )
     assert any(e["name"].startswith("gloo:") for e in events)
     assert any(e.get("cat") == "stage" for e in events) == stages
     with Image.open(tmp_path / "trace.png") as picture:

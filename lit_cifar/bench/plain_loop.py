@@ -1,7 +1,9 @@
 """The same training twice in one process, in turn: by the Trainer, and by a loop in plain PyTorch."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
@@ -11,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.nn import functional as F
 
+from lit_cifar.bench.timing import wait_for
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.images import Batch
 from lit_cifar.module import LitResNet
@@ -27,15 +30,24 @@ class Small(nn.Sequential):
 
 
 class PlainLoop:
-    """Trains a network of its own on the batches of `data`, with the optimizer and the schedule of `module`.
+    """Trains `network` on the batches of `data`, with the optimizer, the schedule and the layout of `module`.
 
-    Loss and accuracy are summed on the device and read every `log_every_n_steps`.
+    Loss and accuracy are summed on the device and read every `log_every_n_steps`. `precision` gives the context of a
+    forward pass, autocast say.
     """
 
     def __init__(
-        self, network: nn.Module, module: LitResNet, data: CIFAR10DataModule, *, log_every_n_steps: int
+        self,
+        network: nn.Module,
+        module: LitResNet,
+        data: CIFAR10DataModule,
+        *,
+        log_every_n_steps: int,
+        precision: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.network = network.train()
+        self._layout = torch.channels_last if module.channels_last else torch.contiguous_format
+        self._precision = precision
         self.optimizer = module.make_optimizer(network.parameters())
         self.scheduler: Any = module.make_lr_scheduler(self.optimizer)
         if isinstance(self.scheduler, WarmupDecay):
@@ -43,10 +55,12 @@ class PlainLoop:
         self.log_every_n_steps = log_every_n_steps
         self.logged: list[tuple[float, float]] = []  # mean loss and accuracy since the beginning
         self._batches = _forever(data)
+        device = next(network.parameters()).device
         self._mean, self._std = (
-            255 * torch.tensor(each)[:, None, None] for each in (data.source.mean, data.source.std)
+            255 * torch.tensor(each, device=device)[:, None, None] for each in (data.source.mean, data.source.std)
         )
-        self._loss, self._right = torch.zeros(()), torch.zeros((), dtype=torch.int64)
+        self._loss = torch.zeros((), device=device)
+        self._right = torch.zeros((), dtype=torch.int64, device=device)
         self._images = self._steps = 0
 
     def run(self, steps: int) -> None:
@@ -54,16 +68,19 @@ class PlainLoop:
             self._step(next(self._batches))
 
     def _step(self, batch: Batch) -> None:
-        images = batch.images.to(torch.float32).sub_(self._mean).div_(self._std)
-        logits = self.network(images)
-        loss = F.cross_entropy(logits, batch.labels)
+        device = self._mean.device
+        images = batch.images.to(device, torch.float32, non_blocking=True).sub_(self._mean).div_(self._std)
+        labels = batch.labels.to(device, non_blocking=True)
+        with self._precision():
+            logits = self.network(images.contiguous(memory_format=self._layout))
+            loss = F.cross_entropy(logits, labels)
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.scheduler.step()
-        self._loss += loss.detach() * len(batch.labels)
-        self._right += (logits.detach().argmax(dim=1) == batch.labels).sum()
-        self._images += len(batch.labels)
+        self._loss += loss.detach() * len(labels)
+        self._right += (logits.detach().argmax(dim=1) == labels).sum()
+        self._images += len(labels)
         self._steps += 1
         if self._steps % self.log_every_n_steps == 0:
             self.logged.append((float(self._loss) / self._images, int(self._right) / self._images))
@@ -75,7 +92,7 @@ def _forever(data: CIFAR10DataModule) -> Iterator[Batch]:
 
 
 class InTurn(Callback):
-    """Lets a plain loop take `steps` steps after every `steps` of the Trainer's, and writes how long both took.
+    """Lets a plain loop of a copy of the network take `steps` steps after as many of the Trainer, and times both.
 
     Args:
         file: JSON: for each turn the seconds of a step of both, by the clock and of processor time, as
@@ -94,15 +111,22 @@ class InTurn(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx % self.steps == 0:
-            fit = self._elapsed()
+            fit = self._elapsed(pl_module.device)
             if self._plain is None:
                 every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # Lightning's own omission
                 data: Any = trainer.datamodule  # type: ignore[attr-defined]
                 assert isinstance(pl_module, LitResNet)
-                self._plain = PlainLoop(Small(), pl_module, data, log_every_n_steps=every)
+                self._plain = PlainLoop(
+                    deepcopy(pl_module.network),
+                    pl_module,
+                    data,
+                    log_every_n_steps=every,
+                    precision=trainer.precision_plugin.forward_context,
+                )
             self._start()
             self._plain.run(self.steps)
-            self._turns.append([list(pair) for pair in zip(fit, self._elapsed(), strict=True)])
+            plain = self._elapsed(pl_module.device)
+            self._turns.append([list(pair) for pair in zip(fit, plain, strict=True)])
             self._start()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -111,6 +135,7 @@ class InTurn(Callback):
     def _start(self) -> None:
         self._since = perf_counter(), process_time()
 
-    def _elapsed(self) -> tuple[float, float]:
-        """Seconds of a step since `_start`, by both clocks."""
+    def _elapsed(self, device: torch.device) -> tuple[float, float]:
+        """Seconds of a step since `_start`, by both clocks, when the device has done its work."""
+        wait_for(device)()
         return (perf_counter() - self._since[0]) / self.steps, (process_time() - self._since[1]) / self.steps

@@ -1,15 +1,12 @@
-"""What autograd keeps for backward: counted while a training step runs, or from shapes alone."""
+"""What autograd keeps for backward, counted while a training step runs."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.func import functional_call
 
-from lit_cifar.strategies.fsdp import NARROW
 from lit_cifar.strategies.mesh import local_part
 
 
@@ -81,55 +78,3 @@ def _unpack(kept: Any) -> Tensor:
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def saved_bytes(
-    layers: nn.Module,
-    loss: Callable[[Tensor], Tensor] | None,
-    input_shape: tuple[int, ...],
-    *,
-    num_samples: int,
-    autocast: torch.dtype | None = None,
-    gathered: bool = False,
-) -> int:
-    """Bytes that `layers` keep for backward of `num_samples`, from the shapes alone; nothing is computed.
-
-    Args:
-        layers: In training mode. Parameters and buffers do not count.
-        loss: From what the layers return; None where it is computed elsewhere.
-        input_shape: Of a sample.
-        num_samples: Of which the layers see all at once.
-        autocast: The narrow type of mixed precision. Copies of weights in it count, as autocast keeps them.
-        gathered: Weights come in that type, as FSDP2 gathers them, so that there are no copies.
-    """
-    dtype = next((parameter.dtype for parameter in layers.parameters()), torch.float32)
-    with FakeTensorMode(), torch.autocast("cpu", autocast, enabled=autocast is not None), torch.enable_grad():
-        state = _unreal(layers, narrow=autocast if gathered else None)
-        lasting = {_handle(tensor) for tensor in state.values()}
-        found: dict[int, Tensor] = {}
-        # Images need no gradient; what a stage gets from another one does, which changes nothing in what is kept.
-        with saved_tensors_hooks(lambda tensor: found.setdefault(_handle(tensor), tensor), lambda tensor: tensor):
-            outputs = functional_call(layers, state, (torch.empty(num_samples, *input_shape, dtype=dtype),))
-            if loss is not None:
-                loss(outputs)
-    return sum(tensor.untyped_storage().nbytes() for handle, tensor in found.items() if handle not in lasting)
-
-
-def _unreal(layers: nn.Module, *, narrow: torch.dtype | None) -> dict[str, Tensor]:
-    """Parameters and buffers without values; those of layers that autocast computes so in the type `narrow`."""
-    dtypes = {
-        f"{name}.{key}".lstrip("."): narrow
-        for name, layer in layers.named_modules()
-        for key, _ in layer.named_parameters(recurse=False)
-        if narrow is not None and isinstance(layer, NARROW)
-    }
-    tensors = {**dict(layers.named_parameters()), **dict(layers.named_buffers())}
-    return {
-        name: torch.empty(tensor.shape, dtype=dtypes.get(name, tensor.dtype), requires_grad=tensor.requires_grad)
-        for name, tensor in tensors.items()
-    }
-
-
-def _handle(tensor: Tensor) -> int:
-    """Which storage it is; those of tensors without values have no address."""
-    return int(tensor.untyped_storage()._cdata)

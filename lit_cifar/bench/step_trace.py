@@ -5,10 +5,9 @@ recorded. Each is a step of its own, as counting and profiling take time.
 """
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from time import monotonic_ns, perf_counter, time_ns
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -16,10 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.profiler import profile, record_function
 
-from lit_cifar.bench.memory_prediction import Held, predict
 from lit_cifar.bench.saved_bytes import SavedForBackward
 from lit_cifar.errors import ConfigError
-from lit_cifar.module import LitResNet
 from lit_cifar.reporting.memory import optimizer_bytes, trained_bytes
 from lit_cifar.reporting.timeline import LETTERS, Recorder, Span
 
@@ -45,17 +42,6 @@ class StepTrace(Callback):
         self._saved: SavedForBackward | None = None
         self._profile: Any = None
         self._step: Any = None
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Predict what this process will hold, while the network is still whole."""
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission
-        expected = predict(
-            cast(LitResNet, pl_module),
-            trainer.strategy,
-            batch_size=data.batch_size,
-            accumulation=trainer.accumulate_grad_batches,
-        )
-        self._facts["predicted"] = asdict(expected)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse an epoch that ends before the last step."""
@@ -88,7 +74,7 @@ class StepTrace(Callback):
                 self._saved = SavedForBackward(pl_module)
                 self._saved.begin()
             case n if n == _PROFILED:
-                self._facts["measured"] = asdict(self._measured(trainer))
+                self._facts["memory_bytes"] = self._held(trainer)
                 self._profile = profile()
                 self._profile.start()
             case n if n == _RECORDED:
@@ -96,17 +82,18 @@ class StepTrace(Callback):
             case n if n == NUM_STEPS:
                 self._end(trainer)
 
-    def _measured(self, trainer: Trainer) -> Held:
+    def _held(self, trainer: Trainer) -> dict[str, int]:
+        """Bytes in this process, by what they are."""
         assert self._saved is not None
         self._saved.end()
         parameters, gradients = self._trained
-        return Held(
-            parameters=parameters,
-            gradients=gradients,
-            optimizer_state=optimizer_bytes(trainer.optimizers),
-            activations=self._saved.peak,
-            buckets=_bucket_bytes(trainer.strategy.model),
-        )
+        return {
+            "parameters": parameters,
+            "gradients": gradients,
+            "optimizer state": optimizer_bytes(trainer.optimizers),
+            "activations": self._saved.peak,
+            "buckets": _bucket_bytes(trainer.strategy.model),
+        }
 
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         recorder: Recorder | None = getattr(trainer.strategy, "recorder", None)

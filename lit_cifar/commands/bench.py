@@ -4,49 +4,38 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from lit_cifar.bench import goals_figure
 from lit_cifar.bench.rows import Row, markdown, result_table
 from lit_cifar.bench.sections import SECTIONS
 from lit_cifar.bench.settings import Settings
-from lit_cifar.commands import forecast, trace
+from lit_cifar.commands import trace
 from lit_cifar.commands.terminal import (
     CommandParser,
     about,
     console,
     exit_orderly_when_terminated,
-    picture_file,
     say,
     writable,
 )
 from lit_cifar.errors import ConfigError
 
-# What has options of its own: each takes what follows its name on the command line and returns the exit status.
-_TOOLS: dict[str, Callable[[list[str]], int]] = {
-    "forecast": forecast.main,
-    "trace": trace.main,
-}
 _DESCRIPTION = """\
-Measure this machine, and how near training comes to its limits. Each row is a ratio or difference of things that were
-measured in turn, in the same run. A row that falls short of its goal is no error: the exit status is 0.
-`bench trace` shows where the time and the memory of one training step go. `bench forecast` predicts the steps of every
-mode on up to 1,024 devices. Both have a --help of their own."""
+Measure what training costs on this machine. Each row is a ratio or difference of things that were measured in turn, in
+the same run. `bench trace` shows where the time and the memory of one training step go; it has a --help of its own."""
 
 
 def main(args: list[str]) -> int:
     """Measure and print; 130 after Ctrl-C."""
-    if args and args[0] in _TOOLS:
-        return _TOOLS[args[0]](args[1:])
+    if args and args[0] == "trace":
+        return trace.main(args[1:])
     options = bench_parser().parse_args(args)
     names = _sections(options.sections)
     if options.rounds < 1:
         raise ConfigError(f"--rounds={options.rounds} would measure nothing", remedy="pass --rounds 5")
     json_file = None if options.json is None else writable(Path(options.json))
-    picture = None if options.figure is None else picture_file(Path(options.figure), example="bench.png")
     page = None if options.markdown is None else writable(Path(options.markdown), option="--markdown")
     record = about()
     exit_orderly_when_terminated()
@@ -57,8 +46,6 @@ def main(args: list[str]) -> int:
         return 130
     if json_file is not None:
         json_file.write_text(json.dumps(record | {"rows": [row.to_json() for row in rows]}, indent=2) + "\n")
-    if picture is not None:
-        goals_figure.save(rows, picture, title=_title(record))
     if page is not None:
         page.write_text(markdown(rows))
     return 0
@@ -111,6 +98,5 @@ def bench_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="How often each is timed (default: 5).")
     parser.add_argument("--json", metavar="FILE", help="Write every value, versions and hardware to it.")
     parser.add_argument("--markdown", metavar="FILE", help="Write the rows to it, as a table for a page.")
-    parser.add_argument("--figure", metavar="FILE", help="Draw the rows beside their goals, as PNG, SVG or PDF.")
     parser.add_argument("--small", action="store_true", help="A tiny network, for a look at the command itself.")
     return parser

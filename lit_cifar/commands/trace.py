@@ -14,7 +14,6 @@ from rich import box
 from rich.table import Table
 
 from lit_cifar.bench import step_figure
-from lit_cifar.bench.memory_prediction import Held
 from lit_cifar.bench.step_events import RankStep, chrome_trace, read_ranks
 from lit_cifar.bench.step_trace import NUM_STEPS, STEP
 from lit_cifar.commands.terminal import CommandParser, about, console, exit_orderly_when_terminated, say
@@ -30,13 +29,6 @@ Without --config the network is ResNet34, on synthetic images."""
 _SYNTHETIC = ("--data.dataset=synthetic", "--data.num_train=4096", "--data.val_size=0")
 _OWNED = ("--trainer.strategy", "--trainer.devices", "--trainer.max_steps", "--trainer.max_epochs", "--run_dir")
 _LEFT_OUT = ("--trainer.enable_progress_bar=false", "--trainer.num_sanity_val_steps=0", "--figures.every_n_epochs=0")
-_NAMES = {
-    "parameters": "parameters",
-    "gradients": "gradients",
-    "optimizer_state": "optimizer state",
-    "activations": "activations",
-    "buckets": "buckets",
-}
 
 
 def main(args: list[str]) -> int:
@@ -131,13 +123,10 @@ def _time_table(ranks: list[RankStep], facts: list[dict[str, Any]]) -> Table:
 
 def _memory_table(facts: list[dict[str, Any]]) -> Table:
     table = _table("Memory of a process, in MiB")
-    for title in ("rank", "what", "predicted", "measured", "difference"):
-        table.add_column(title, justify="left" if title == "what" else "right")
+    for title in ("rank", *facts[0]["memory_bytes"]):
+        table.add_column(title, justify="right")
     for fact in facts:
-        predicted, measured = Held(**fact["predicted"]), Held(**fact["measured"])
-        for field, words in _NAMES.items():
-            there, here = getattr(predicted, field), getattr(measured, field)
-            table.add_row(str(fact["rank"]), words, _mib(there), _mib(here), _difference(there, here))
+        table.add_row(str(fact["rank"]), *(f"{num_bytes / 2**20:,.2f}" for num_bytes in fact["memory_bytes"].values()))
     return table
 
 
@@ -145,20 +134,12 @@ def _table(title: str) -> Table:
     return Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title_justify="left")
 
 
-def _mib(num_bytes: int | None) -> str:
-    return "-" if num_bytes is None else f"{num_bytes / 2**20:,.2f}"
-
-
-def _difference(predicted: int | None, measured: int | None) -> str:
-    return f"{predicted / measured - 1:+.1%}" if predicted is not None and measured else ""
-
-
 def _write(out: Path, record: dict[str, Any], ranks: list[RankStep], facts: list[dict[str, Any]]) -> None:
     title = f"one training step, {record['mode']} on {record['devices']} devices"
     step_figure.draw(ranks, title=title).savefig(out / "trace.png", dpi=150)
     (out / "trace.json").write_text(json.dumps(chrome_trace(ranks)))
     rows = [
-        {name: fact[name] for name in ("rank", "plain_ms", "predicted", "measured")} | {"ms": asdict(rank.shares)}
+        {name: fact[name] for name in ("rank", "plain_ms", "memory_bytes")} | {"ms": asdict(rank.shares)}
         for rank, fact in zip(ranks, facts, strict=True)
     ]
     (out / "summary.json").write_text(json.dumps(record | {"ranks": rows}, indent=2) + "\n")
