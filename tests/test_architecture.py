@@ -25,7 +25,7 @@ LAYERS = [
     {"data", "metrics", "muon", "optim"},
     {"reporting"},
     {"checkpoint", "sample_audit"},
-    {"module", "copy_probe"},
+    {"module"},
     {"strategies"},
     {"callbacks", "empty_hooks", "export", "modes"},
     {"verify"},

@@ -18,7 +18,6 @@ from documents import ROOT
 from faulty_devices import CPU, Flipping, Sending, Slow, World, garble, keep, lose, tear
 from rich.console import Console
 
-from lit_cifar.copy_probe.faulty import FaultyTransport
 from lit_cifar.doctor import examination, launch_environment, machine
 from lit_cifar.doctor.all_reduce import SIZES
 from lit_cifar.doctor.arithmetic import OPERATIONS, RIGHT, operations
@@ -36,6 +35,7 @@ from lit_cifar.doctor.rank_judge import judge_ranks, slow_ranks
 from lit_cifar.doctor.ranks import Ranks, probe_ranks
 from lit_cifar.doctor.verdicts import judge_modes, missing_from_torch
 from lit_cifar.errors import ConfigError
+from lit_cifar.strategies.device_copies import CopyFault
 
 # In the form in which `nvidia-smi` prints: four GPUs, pairs of which have NVLinks.
 TOPOLOGY = """\
@@ -206,7 +206,7 @@ def test_clocks_that_differ_are_noted() -> None:
 
 def test_what_nccl_loses_is_tried_without_copies_from_gpu_to_gpu() -> None:
     whole = Ranks(accelerator="cuda", measurements=[Measurement(rank=0, device="X")])
-    lost = replace(whole, messages=["rank 1 got something else"])
+    lost = replace(whole, measurements=[Measurement(rank=0, device="X", faults=[(1024, "its own values, in all")])])
     for without, mend in ((whole, "export NCCL_P2P_DISABLE=1"), (lost, "turn off the IOMMU")):
         settings: list[object] = []
 
@@ -256,23 +256,21 @@ def test_processes_that_take_too_long_are_ended() -> None:
 # Copies.
 
 
-@pytest.mark.parametrize("kind", ["lost", "stale", "torn", "flipped"])
-def test_faults_of_copies_name_the_pair(kind: str) -> None:
-    transport = FaultyTransport(kind, pair=("cpu:1", "cpu:0"))  # type: ignore[arg-type]
+def test_faults_of_copies_name_the_pair() -> None:
+    fault = CopyFault(source="cuda:1", destination="cuda:0", num_bytes=4096, wrong_bytes=4096, was_lost=True)
     said: list[str] = []
-    sentence, findings = check_copies([CPU, CPU], report=said.append, transport=transport, sizes=(4096,))
-    (finding,) = findings
-    assert finding.problem.startswith("Copies between devices do not arrive (cpu:1 to cpu:0): a copy of 4 KiB")
+    sentence, (finding,) = check_copies([CPU, CPU], report=said.append, find=lambda devices: [fault])
+    assert finding.problem.startswith("Copies between devices do not arrive (cuda:1 to cuda:0): of a copy of 4,096")
     assert (finding.modes, said) == (COPY_MODES, ["copies between 2 devices"])
     assert sentence == "faults in 1 of 2 ordered pairs"
 
 
-def test_copies_that_arrive_and_copies_that_cannot_be_probed() -> None:
-    sentence, findings = check_copies([CPU, CPU], report=lambda _: None, sizes=(4096,))
-    assert (sentence, findings) == ("all of 2 ordered pairs copied every byte, idle and under load", [])
+def test_copies_that_arrive_and_copies_that_cannot_be_tried() -> None:
+    sentence, findings = check_copies([CPU, CPU], report=lambda _: None)
+    assert (sentence, findings) == ("all of 2 ordered pairs copied every byte", [])
     for devices, words in (([], "torch sees none"), ([CPU], "torch sees 1")):
         sentence, findings = check_copies(devices, report=lambda _: None)
-        assert sentence == f"not probed: that needs two GPUs, and {words}"
+        assert sentence == f"not tried: that needs two GPUs, and {words}"
         assert findings == []
 
 

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from lit_cifar.batch_split import BatchSplit
 from lit_cifar.checkpoint import fingerprint
-from lit_cifar.copy_probe.faulty import FaultyTransport
-from lit_cifar.copy_probe.virtual_devices import VirtualDevices
 from lit_cifar.errors import ConfigError
 from lit_cifar.metrics import MeanLoss
 from lit_cifar.modes import SILENT
@@ -168,14 +166,13 @@ def test_two_devices_of_a_process_end_with_the_bits_of_one(mode: str, alone: Pat
 
 
 def test_dp_deals_parts_to_its_replicas() -> None:
-    """The second gets copies, and sends back what it moves; the values are those of the network itself."""
+    """The values are those of the network itself."""
     network, images = nn.BatchNorm2d(3), torch.randn(4, 3, 2, 2)
-    expected, transport = deepcopy(network), FaultyTransport("lost", every=10**9)
-    dealt = DealtReplicas(network, [torch.device("cpu")] * 2, virtual_devices=VirtualDevices(transport))
+    expected = deepcopy(network)
+    dealt = DealtReplicas(network, [torch.device("cpu")] * 2)
     for part in images.split(2):
         dealt(part).square().sum().backward()
         expected(part).square().sum().backward()
-    assert transport.num_copies
     assert all(buffer.equal(other) for buffer, other in zip(network.buffers(), expected.buffers(), strict=True))
     for parameter, other in zip(network.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, other.grad, rtol=0, atol=0)

@@ -23,8 +23,7 @@ class Purpose(IntEnum):
     FLIP = 5
     CUTOUT_ROW = 6
     CUTOUT_COLUMN = 7
-    COPY_PROBE = 8
-    NETWORK = 9
+    NETWORK = 8
 
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # int64 tensors wrap around as the generator's uint64 does

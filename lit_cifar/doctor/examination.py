@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from lit_cifar.copy_probe import ProbeError, collective_faults
 from lit_cifar.doctor.arithmetic import Accelerator
 from lit_cifar.doctor.copies import check_copies
 from lit_cifar.doctor.findings import Finding
@@ -124,7 +123,7 @@ def examine_ranks(
         accelerator: On what.
         probe: What lets them measure.
     """
-    probe = probe or _probe
+    probe = probe or probe_ranks
     ranks = probe(num_ranks, accelerator)
     findings = judge_ranks(ranks)
     slow = slow_ranks(ranks)
@@ -142,18 +141,3 @@ def _with_remedy(findings: list[Finding], without_peers: Ranks) -> list[Finding]
         return findings
     mend = "export NCCL_P2P_DISABLE=1   # with it everything arrived"
     return [replace(finding, mend=mend) if finding.part == "transport" else finding for finding in findings]
-
-
-def _probe(num_ranks: int, accelerator: Accelerator, *, settings: dict[str, str] | None = None) -> Ranks:
-    """All-reduces of many sizes first; if these arrive, broadcasts from each rank too."""
-    ranks = probe_ranks(num_ranks, accelerator, settings=settings)
-    if ranks.is_transport_faulty or num_ranks < 2:
-        return ranks
-    backend = "nccl" if accelerator == "cuda" else "gloo"
-    devices = [
-        torch.device("cuda", rank) if accelerator == "cuda" else torch.device("cpu") for rank in range(num_ranks)
-    ]
-    try:
-        return replace(ranks, messages=collective_faults(backend, devices, environment=settings))
-    except ProbeError as error:
-        return replace(ranks, messages=[str(error)])

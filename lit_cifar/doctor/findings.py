@@ -30,3 +30,11 @@ class Finding:
     def is_fault(self) -> bool:
         """Whether the machine is not fit for some mode because of it."""
         return bool(self.modes)
+
+
+def size_of(num_bytes: int) -> str:
+    """A size to read: 4 KiB, 64 MiB."""
+    for factor, unit in ((2**20, "MiB"), (2**10, "KiB")):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:g} {unit}"
+    return f"{num_bytes} bytes"

@@ -8,11 +8,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lit_cifar.copy_probe.copy_fault import size_of
 from lit_cifar.doctor.all_reduce import SIZES
 from lit_cifar.doctor.arithmetic import OPERATIONS
 from lit_cifar.doctor.examination import Examination
-from lit_cifar.doctor.findings import Finding
+from lit_cifar.doctor.findings import Finding, size_of
 from lit_cifar.doctor.links import Link
 from lit_cifar.doctor.ranks import Ranks
 from lit_cifar.doctor.verdicts import ModeVerdict

@@ -4,9 +4,8 @@ import os
 from collections.abc import Sequence
 from statistics import median
 
-from lit_cifar.copy_probe.copy_fault import size_of
 from lit_cifar.doctor.arithmetic import OPERATIONS, Accelerator
-from lit_cifar.doctor.findings import ALL_MODES, PROCESS_MODES, Finding
+from lit_cifar.doctor.findings import ALL_MODES, PROCESS_MODES, Finding, size_of
 from lit_cifar.doctor.measurement import Measurement
 from lit_cifar.doctor.ranks import Ranks
 
@@ -22,7 +21,7 @@ def judge_ranks(ranks: Ranks) -> list[Finding]:
         return [_failed(ranks.failure, ranks.accelerator)]
     found = ranks.measurements
     problems = [finding for each in found for finding in _wrong(each, ranks.accelerator, len(found))]
-    problems += _lost(found, ranks.accelerator) + _undelivered(ranks)
+    problems += _lost(found, ranks.accelerator)
     return problems + _clocks(found)
 
 
@@ -81,14 +80,6 @@ def _lost(found: Sequence[Measurement], accelerator: Accelerator) -> list[Findin
 def _named(ranks: Sequence[int]) -> str:
     each = sorted(set(ranks))
     return f"Rank {each[0]} gets" if len(each) == 1 else f"Ranks {', '.join(map(str, each))} get"
-
-
-def _undelivered(ranks: Ranks) -> list[Finding]:
-    if not ranks.messages:
-        return []
-    more = f" (and {len(ranks.messages) - 1} more faults)" if len(ranks.messages) > 1 else ""
-    problem = f"Messages between processes do not arrive: {ranks.messages[0]}{more}."
-    return [Finding(part="transport", problem=problem, mend=_mend_transport(ranks.accelerator), modes=PROCESS_MODES)]
 
 
 def _mend_transport(accelerator: Accelerator) -> str:

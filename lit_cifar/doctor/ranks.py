@@ -26,18 +26,16 @@ class Ranks:
         accelerator: On which they ran.
         measurements: By rank; empty if a process failed.
         failure: Why there are none.
-        messages: What went wrong in further collectives, a sentence for each fault.
     """
 
     accelerator: Accelerator
     measurements: list[Measurement] = field(default_factory=list)
     failure: str | None = None
-    messages: list[str] = field(default_factory=list)
 
     @property
     def is_transport_faulty(self) -> bool:
         """Whether the processes could not send each other tensors, or something else arrived."""
-        return bool(self.failure or self.messages or any(each.faults for each in self.measurements))
+        return bool(self.failure or any(each.faults for each in self.measurements))
 
     def all_reduce_s(self, num_bytes: int) -> float:
         """The median time of an all-reduce of that size. The rank that comes last has not waited for others."""

@@ -10,8 +10,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import nn
 from typing_extensions import override
 
-from lit_cifar.copy_probe.verdict import blame, refuse_faulty_copies
-from lit_cifar.copy_probe.virtual_devices import VirtualDevices
+from lit_cifar.strategies.device_copies import blame, refuse_faulty_copies
 from lit_cifar.strategies.network import Runner, RunsNetwork, as_runs_network, runs_network
 from lit_cifar.strategies.parts import Parts
 
@@ -24,13 +23,11 @@ class CustomForwardStrategy(ParallelStrategy, ABC):
     Attributes:
         strategy_name: Value of `--trainer.strategy`.
         description: What the mode does, for Lightning's registry.
-        virtual_devices: What copies between the virtual devices of a CPU; by default nothing, as they share a memory.
         parts: With `--virtual_replicas`, the parts of a batch, which pass through the runner one by one.
     """
 
     strategy_name = "runner"
     description = ""
-    virtual_devices: VirtualDevices | None = None
     parts: Parts | None = None
 
     @abstractmethod
@@ -48,7 +45,7 @@ class CustomForwardStrategy(ParallelStrategy, ABC):
 
     @override
     def setup_environment(self) -> None:
-        """Refuse devices between which copies are lost, before there is a context on them."""
+        """Refuse devices between which copies are lost."""
         environment = self.cluster_environment
         if environment is None or environment.local_rank() == 0:
             for devices in self.copying_devices:
@@ -59,13 +56,10 @@ class CustomForwardStrategy(ParallelStrategy, ABC):
     def examine_copies(self) -> tuple[bool, str]:
         """Whether copies between devices are to blame for a loss that is not finite, and what was found."""
         devices = [*dict.fromkeys(device for group in self.copying_devices for device in group)]
-        if self.virtual_devices is not None:
-            every = [torch.device("cpu", index) for index, _ in enumerate(self.copying_devices[0])]
-            return blame(every, transport=self.virtual_devices.transport)
         if len(devices) < 2 or devices[0].type != "cuda":
             return False, ""
         if self.world_size > 1:  # the others would wait for this process longer than the watchdog lets them
-            return False, "copies between the devices arrived before the run; python -m lit_cifar doctor probes again"
+            return False, "copies between the devices arrived before the run; python -m lit_cifar doctor tries again"
         return blame(devices)
 
     def check(self) -> None:

@@ -51,7 +51,7 @@ class DataParallelStrategy(SingleProcessStrategy):
     @override
     def make_runner(self, network: nn.Module) -> Runner:
         make = replicate if self.parts is None else DealtReplicas
-        return make(network, self.copying_devices[0], virtual_devices=self.virtual_devices)
+        return make(network, self.copying_devices[0])
 
     @property
     @override

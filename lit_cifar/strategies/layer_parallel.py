@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lit_cifar.copy_probe.virtual_devices import VirtualDevices
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.partition import Partition
@@ -39,7 +38,6 @@ class StagedRunner:
         num_microbatches: Into how many pieces a batch is cut, by `Tensor.tensor_split`; fewer where a batch has fewer
             samples.
         recorder: Who is told which stage works when.
-        virtual_devices: What copies between stages on the CPU; by default they share its memory.
     """
 
     def __init__(
@@ -49,11 +47,9 @@ class StagedRunner:
         *,
         num_microbatches: int = 1,
         recorder: Recorder | None = None,
-        virtual_devices: VirtualDevices | None = None,
     ) -> None:
         self.stages = list(zip(stages, devices, strict=True))
         self.num_microbatches = num_microbatches
-        self.virtual_devices = virtual_devices
         self._recorder = recorder or Recorder()
         self._names = device_names(devices)
 
@@ -62,13 +58,12 @@ class StagedRunner:
         pieces = [piece for piece in images.tensor_split(self.num_microbatches) if len(piece)] or [images]
         for microbatch, index in gpipe_order(num_microbatches=len(pieces), num_stages=len(self.stages)):
             pieces[microbatch] = self._run(index, microbatch, pieces[microbatch])
-        last = len(self.stages) - 1
-        outputs = [self._sent(piece, images.device, sender=last, receiver=0) for piece in pieces]
+        outputs = [_sent(piece, images.device) for piece in pieces]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _run(self, index: int, microbatch: int, piece: Tensor) -> Tensor:
         stage, device = self.stages[index]
-        here = self._sent(piece, device, sender=max(0, index - 1), receiver=index)
+        here = _sent(piece, device)
         if self.num_microbatches > 1:
             begin_part(microbatch)
         begin_stage(index)
@@ -77,12 +72,6 @@ class StagedRunner:
             output = stage(here)
         self._recorder.follow_backward(output, here, **what)
         return output
-
-    def _sent(self, tensor: Tensor, device: torch.device, *, sender: int, receiver: int) -> Tensor:
-        """`tensor` of the stage `sender` on the device of the stage `receiver`."""
-        if self.virtual_devices is None or sender == receiver:
-            return _sent(tensor, device)
-        return self.virtual_devices.send(tensor, sender, receiver)
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:
@@ -214,7 +203,6 @@ class StagedStrategy(CustomForwardStrategy, ABC):
             self.stage_devices,
             num_microbatches=self.num_microbatches,
             recorder=self.recorder,
-            virtual_devices=self.virtual_devices,
         )
 
     @override

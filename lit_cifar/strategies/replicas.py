@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lit_cifar.copy_probe.virtual_devices import VirtualDevices
 from lit_cifar.strategies.network import Runner
 from lit_cifar.strategies.random_streams import begin_part
 
@@ -31,15 +30,12 @@ def replica_of(num_samples: int, *, num_replicas: int) -> Tensor:
     return torch.arange(num_samples) // samples_per_chunk
 
 
-def replicate(
-    network: nn.Module, devices: Sequence[torch.device], *, virtual_devices: VirtualDevices | None = None
-) -> Runner:
+def replicate(network: nn.Module, devices: Sequence[torch.device]) -> Runner:
     """The callable to use in place of `network` so that a batch is divided over `devices`.
 
     Args:
         network: Takes (n, ...) and returns (n, ...); already on `devices[0]`.
         devices: One for each replica; CUDA devices, which several may share, or the CPU for all of them.
-        virtual_devices: What copies between the replicas on the CPU; by default they share its memory.
 
     Returns:
         A plain callable, never an `nn.Module`: set as an attribute of one, it must not become its child, or every name
@@ -47,7 +43,7 @@ def replicate(
     """
     if devices[0].type == "cuda" and len(devices) > 1:
         return DeviceReplicas(network, devices)
-    return EmulatedReplicas(network, num_replicas=len(devices), virtual_devices=virtual_devices)
+    return EmulatedReplicas(network, num_replicas=len(devices))
 
 
 class EmulatedReplicas:
@@ -59,13 +55,11 @@ class EmulatedReplicas:
     Args:
         network: The module whose parameters all replicas share.
         num_replicas: The largest number of chunks into which a batch is cut.
-        virtual_devices: What copies parameters, chunks, outputs and gradients between the replicas.
     """
 
-    def __init__(self, network: nn.Module, *, num_replicas: int, virtual_devices: VirtualDevices | None = None) -> None:
+    def __init__(self, network: nn.Module, *, num_replicas: int) -> None:
         self.network = network
         self.num_replicas = num_replicas
-        self.virtual_devices = virtual_devices
 
     def __call__(self, images: Tensor) -> Tensor:
         """The gathered output (n, ...) for a batch (n, ...); n may be smaller than `num_replicas`, or 0."""
@@ -75,19 +69,13 @@ class EmulatedReplicas:
         outputs = [self.network(first)]
         for replica, (copy, chunk) in enumerate(zip(copies, others, strict=True), start=1):
             begin_part(replica)
-            outputs.append(self._run(replica, copy, chunk))
+            outputs.append(self.run_replica(copy, chunk))
         return torch.cat(outputs)
 
-    def _run(self, replica: int, buffers: dict[str, Tensor], chunk: Tensor) -> Tensor:
-        send = None if self.virtual_devices is None else self.virtual_devices.send
-        if send is None:
-            output: Tensor = functional_call(self.network, buffers, (chunk,))
-            return output
-        state = {
-            name: send(tensor, 0, replica)
-            for name, tensor in {**dict(self.network.named_parameters()), **buffers}.items()
-        }
-        return send(functional_call(self.network, state, (send(chunk, 0, replica),)), replica, 0)
+    def run_replica(self, buffers: dict[str, Tensor], chunk: Tensor) -> Tensor:
+        """The output (n, ...) of a replica with these `buffers`, which it moves, for its chunk (n, ...)."""
+        output: Tensor = functional_call(self.network, buffers, (chunk,))
+        return output
 
 
 class DealtReplicas:
@@ -98,15 +86,11 @@ class DealtReplicas:
     Args:
         network: On `devices[0]`.
         devices: The device of every replica.
-        virtual_devices: What copies between the replicas on the CPU; by default they share its memory.
     """
 
-    def __init__(
-        self, network: nn.Module, devices: Sequence[torch.device], *, virtual_devices: VirtualDevices | None = None
-    ) -> None:
+    def __init__(self, network: nn.Module, devices: Sequence[torch.device]) -> None:
         self.network = network
         self.devices = devices
-        self.virtual_devices = virtual_devices
         self._turns = cycle(range(len(devices)))
 
     def __call__(self, images: Tensor) -> Tensor:
@@ -114,18 +98,14 @@ class DealtReplicas:
         replica = next(self._turns)
         buffers = dict(self.network.named_buffers())
         whole = {**dict(self.network.named_parameters()), **buffers}
-        state = {name: self._sent(tensor, 0, replica) for name, tensor in whole.items()}
-        output = functional_call(self.network, state, (self._sent(images, 0, replica),))
+        device = self.devices[replica]
+        state = {name: tensor.to(device) for name, tensor in whole.items()}
+        output: Tensor = functional_call(self.network, state, (images.to(device),))
         if self.network.training:
             for name, buffer in buffers.items():
                 if state[name] is not buffer:
-                    buffer.copy_(self._sent(state[name], replica, 0))
-        return self._sent(output, replica, 0)
-
-    def _sent(self, tensor: Tensor, sender: int, receiver: int) -> Tensor:
-        if self.virtual_devices is None or sender == receiver:
-            return tensor.to(self.devices[receiver])
-        return self.virtual_devices.send(tensor, sender, receiver)
+                    buffer.copy_(state[name])
+        return output.to(self.devices[0])
 
 
 class DeviceReplicas:

@@ -1,0 +1,103 @@
+"""Do copies between the devices of one process arrive? Some machines lose them without an error.
+
+Under an IOMMU or with PCIe Access Control Services, copies between GPUs over PCIe can be lost: CUDA does not support
+peer-to-peer copies there (CUDA C++ programming guide, "IOMMU on Linux"; pytorch/pytorch#84803).
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lit_cifar.errors import ConfigError
+
+SIZES = (2**12, 2**20, 2**24)  # bytes of a copy
+_SENTINEL = 0x5A5AA5A55A5AA5A5  # what each word of a destination holds before a copy
+_WORD_BYTES = 8
+_ROUNDS = 2  # with other patterns, so that an old one is no right one
+
+Copy = Callable[[Tensor, Tensor], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyFault:
+    """The first copy from one device to another that did not arrive."""
+
+    source: str  # e.g. "cuda:0"
+    destination: str
+    num_bytes: int
+    wrong_bytes: int
+    was_lost: bool  # the destination kept its old content
+
+    def __str__(self) -> str:
+        kept = ", the destination kept its old content" if self.was_lost else ""
+        return (
+            f"of a copy of {self.num_bytes:,} bytes from {self.source} to {self.destination} "
+            f"{self.wrong_bytes:,} did not arrive{kept}"
+        )
+
+
+def copy_faults(
+    devices: Sequence[torch.device], *, copy: Copy = lambda source, out: out.copy_(source, non_blocking=True)
+) -> list[CopyFault]:
+    """One for each ordered pair of `devices` between which a copy did not arrive, while all pairs copied at once.
+
+    `copy` fills its second tensor, int64 (n,), with the first.
+    """
+    names = [str(device) if device.type == "cuda" else f"{device.type}:{i}" for i, device in enumerate(devices)]
+    pairs = [(a, b) for a in range(len(devices)) for b in range(len(devices)) if a != b]
+    faults: dict[tuple[int, int], CopyFault] = {}
+    for number in range(_ROUNDS * len(SIZES)):
+        num_bytes = SIZES[number % len(SIZES)]
+        sent = [_pattern(num_bytes // _WORD_BYTES, number * len(devices) + i, on) for i, on in enumerate(devices)]
+        outs = {pair: torch.full_like(sent[pair[1]], _SENTINEL) for pair in pairs}
+        for (source, _), out in outs.items():
+            copy(sent[source], out)
+        for (source, destination), out in outs.items():
+            right = _pattern(len(out), number * len(devices) + source, devices[destination])
+            wrong = out != right  # as in a training, only the receiver's stream waits for the copy, not the host
+            if num_wrong := int(wrong.sum()):
+                fault = CopyFault(
+                    source=names[source],
+                    destination=names[destination],
+                    num_bytes=num_bytes,
+                    wrong_bytes=num_wrong * _WORD_BYTES,
+                    was_lost=bool((out[wrong] == _SENTINEL).all()),
+                )
+                faults.setdefault((source, destination), fault)
+    return list(faults.values())
+
+
+def _pattern(num_words: int, number: int, device: torch.device) -> Tensor:
+    """Int64, (num_words,): each device makes the same for itself, and no two numbers have a word in common."""
+    words = torch.arange(num_words, device=device) + (number << 32)
+    return words * 0x5851F42D4C957F2D  # odd, so that no two words become one
+
+
+def refuse_faulty_copies(devices: Sequence[torch.device], *, strategy: str) -> None:
+    """Try the copies between `devices`.
+
+    Raises:
+        ConfigError: A copy did not arrive.
+    """
+    try:
+        faults = copy_faults(devices)
+    except torch.OutOfMemoryError as error:
+        warnings.warn(f"the copies between devices could not be tried: {str(error).splitlines()[0]}", stacklevel=2)
+        return
+    if faults:
+        raise ConfigError(
+            f"--trainer.strategy={strategy} copies tensors between devices, but not all of them arrive:\n{faults[0]}.",
+            remedy=f"NCCL_P2P_DISABLE=1 with --trainer.strategy=ddp --trainer.devices={len(devices)} avoids such "
+            "copies, --trainer.devices=1\nneeds none. To mend them, turn off the IOMMU (VT-d, AMD-Vi) or PCIe ACS in "
+            "the BIOS, or boot Linux with iommu=pt.",
+        )
+
+
+def blame(devices: Sequence[torch.device]) -> tuple[bool, str]:
+    """Whether copies between `devices` are to blame for a loss that is not finite, and a sentence that says so."""
+    if faults := copy_faults(devices):
+        return True, f"copies between the devices do not arrive, and may be the cause: {faults[0]}"
+    return False, "copies between the devices arrive, they were tried again"

@@ -1,0 +1,141 @@
+"""Do copies between devices arrive: faults are found and named, and a training refuses what is found."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import TINY, run_here
+from torch import Tensor
+
+from lit_cifar.errors import ConfigError
+from lit_cifar.strategies import DataParallelStrategy, DDPLayerParallelStrategy, LayerParallelStrategy, device_copies
+from lit_cifar.strategies.custom_forward import CustomForwardStrategy
+from lit_cifar.strategies.device_copies import CopyFault, copy_faults, refuse_faulty_copies
+
+CPU = torch.device("cpu")
+CUDA = [torch.device("cuda", 0), torch.device("cuda", 1)]
+FAULT = CopyFault(source="cuda:0", destination="cuda:1", num_bytes=2**20, wrong_bytes=2**20, was_lost=True)
+
+
+class Spoiling:
+    """Copies, but not every fourth time."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.count, self.earlier = kind, 0, torch.zeros(0)
+
+    def __call__(self, source: Tensor, out: Tensor) -> None:
+        self.count += 1
+        if self.count % 4:
+            out.copy_(source)
+        elif self.kind == "torn":
+            out[: len(out) // 2] = source[: len(out) // 2]
+        elif self.kind == "stale" and len(self.earlier) == len(out):
+            out.copy_(self.earlier)
+        elif self.kind == "flipped":
+            out.copy_(source)[3] ^= 2**40
+        self.earlier = source
+
+
+def test_copies_that_arrive() -> None:
+    assert copy_faults([CPU] * 3) == []
+
+
+@pytest.mark.parametrize("kind", ["lost", "torn", "stale", "flipped"])
+def test_each_fault_is_found(kind: str) -> None:
+    """Two pairs, so the fourth copy is the second of the second size."""
+    (fault, *_) = copy_faults([CPU] * 2, copy=Spoiling(kind))
+    assert (fault.source, fault.destination, fault.num_bytes) == ("cpu:1", "cpu:0", 2**20)
+    assert fault.was_lost == (kind in ("lost", "torn"))
+    assert fault.wrong_bytes == {"torn": 2**19, "flipped": 8}.get(kind, 2**20)
+
+
+def test_a_fault_is_refused_with_the_pair_and_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_copies, "copy_faults", lambda devices: [FAULT])
+    with pytest.raises(ConfigError) as refused:
+        refuse_faulty_copies(CUDA, strategy="dp")
+    message = str(refused.value)
+    assert len(message.splitlines()) <= 5
+    for words in (str(FAULT), "NCCL_P2P_DISABLE=1", "--trainer.strategy=ddp", "--trainer.devices=1", "IOMMU"):
+        assert words in message
+
+
+def test_too_little_memory_does_not_stop_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(devices: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(device_copies, "copy_faults", fails)
+    with pytest.warns(UserWarning, match="out of memory"):
+        refuse_faulty_copies(CUDA, strategy="dp")
+
+
+class Environment:
+    """As much of a cluster environment as is asked."""
+
+    def __init__(self, local_rank: int = 0) -> None:
+        self.rank = local_rank
+
+    def local_rank(self) -> int:
+        return self.rank
+
+    def world_size(self) -> int:
+        return 2
+
+
+def tried(monkeypatch: pytest.MonkeyPatch, strategy: CustomForwardStrategy, *, local_rank: int = 0) -> list[Any]:
+    """The groups of devices that a strategy tries when it is set up."""
+    found: list[Any] = []
+    monkeypatch.setattr(
+        "lit_cifar.strategies.custom_forward.refuse_faulty_copies", lambda devices, strategy: found.append(devices)
+    )
+    monkeypatch.setattr("lightning.pytorch.strategies.ParallelStrategy.setup_environment", lambda self: None)
+    monkeypatch.setattr("lightning.pytorch.strategies.DDPStrategy.setup_environment", lambda self: None)
+    strategy.cluster_environment = Environment(local_rank)  # type: ignore[assignment]
+    strategy.setup_environment()
+    return found
+
+
+def test_modes_that_copy_between_cuda_devices_try_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    four = [torch.device("cuda", index) for index in range(4)]
+    assert tried(monkeypatch, DataParallelStrategy(parallel_devices=four)) == [four]
+    assert tried(monkeypatch, LayerParallelStrategy(num_stages=4, parallel_devices=CUDA)) == [CUDA]
+    ddp_mp = DDPLayerParallelStrategy(parallel_devices=four)
+    assert tried(monkeypatch, ddp_mp) == [four[:2], four[2:]]
+    assert tried(monkeypatch, ddp_mp, local_rank=1) == []
+
+
+@pytest.mark.parametrize("devices", [[CPU, CPU], CUDA[:1], [torch.device("meta", 0), torch.device("meta", 1)]])
+def test_other_devices_and_one_device_are_not_tried(
+    devices: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tried(monkeypatch, DataParallelStrategy(num_replicas=2, parallel_devices=devices)) == []
+    assert tried(monkeypatch, LayerParallelStrategy(num_stages=2, parallel_devices=devices)) == []
+
+
+def test_only_a_mode_of_one_process_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several processes the others would wait, and the watchdog would end them."""
+    four = [torch.device("cuda", index) for index in range(4)]
+    monkeypatch.setattr("lit_cifar.strategies.custom_forward.blame", lambda devices: (True, str(devices)))
+    assert DataParallelStrategy(parallel_devices=CUDA).examine_copies() == (True, str(CUDA))
+    assert LayerParallelStrategy(num_stages=4, parallel_devices=CUDA).examine_copies() == (True, str(CUDA))
+    ddp_mp = DDPLayerParallelStrategy(parallel_devices=four)
+    ddp_mp.cluster_environment = Environment()  # type: ignore[assignment]
+    faulty, found = ddp_mp.examine_copies()
+    assert not faulty
+    assert "python -m lit_cifar doctor" in found
+    assert DataParallelStrategy(parallel_devices=[CPU, CPU]).examine_copies() == (False, "")
+
+
+@pytest.mark.parametrize(
+    ("step", "cause"),
+    [
+        (2, "the optimisation has diverged: try a lower --model.optimizer.lr"),
+        (0, "no step had been taken before: look at the images and labels"),
+    ],
+)
+def test_without_copies_a_loss_that_is_not_finite_has_another_cause(step: int, cause: str, tmp_path: Path) -> None:
+    spoiled = ["--trainer.callbacks+=stopping.NotANumber", f"--trainer.callbacks.step={step}"]
+    result = run_here("fit", *TINY, "--trainer.devices=1", *spoiled, f"--run_dir={tmp_path / 'run'}")
+    assert result.status == 1
+    assert cause in result.stderr
+    assert "copies" not in result.stderr
