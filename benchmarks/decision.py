@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+import notebooks_path  # noqa: F401  # for `analysis`
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lit_cifar.analysis.run_frames import BLUE, GREY
+from analysis.run_frames import BLUE, GREY
 
 FIRST, SECOND, ANSWER, MODE = 0.0, 3.1, 5.0, 10.2  # x of the first question, the second ones, their answers, the modes
 Tree = dict[str, list[tuple[str, str]]]

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import gallery
+import notebooks_path  # noqa: F401  # for `analysis`
 from decision import decision
 from matplotlib.figure import Figure
 
-from lit_cifar.analysis.articles import PRINTED_LOSSES
-from lit_cifar.analysis.run_frames import BLUE, GREY, RED, read_metrics, read_per_rank
+from analysis.articles import PRINTED_LOSSES
+from analysis.run_frames import BLUE, GREY, RED, read_metrics, read_per_rank
 
 HERE = Path(__file__).parent
 ARTICLES_RUN = HERE / "2026-11-20-articles-stem"

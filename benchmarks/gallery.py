@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import notebooks_path  # noqa: F401  # for `analysis`
 import torch
 from matplotlib.figure import Figure
 
-from lit_cifar.analysis.run_frames import RED
+from analysis.run_frames import RED
 from lit_cifar.commands.terminal import about
 from lit_cifar.modes import variants
 from lit_cifar.verify.planted_mistakes import BUGS

@@ -2,7 +2,7 @@
 
 Is the accuracy worse without `set_epoch`, or is that another seed? FLAGS go to `fit`, e.g. `--data.root=/datasets`.
 Both runs of a pair have the same initial weights and the same first epoch. The results are written as JSON after every
-run; if OUTPUT is there already, only what it lacks is trained. `lit_cifar.analysis.comparing_runs` reads it, for
+run; if OUTPUT is there already, only what it lacks is trained. `notebooks/analysis/comparing_runs` reads it, for
 notebooks/shuffling.ipynb.
 """
 

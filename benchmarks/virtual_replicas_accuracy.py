@@ -11,10 +11,11 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import notebooks_path  # noqa: F401  # for `analysis`
 from fit_and_test import fit_and_test
 from run_record import complete
 
-from lit_cifar.analysis.comparing_runs import paired
+from analysis.comparing_runs import paired
 from lit_cifar.commands.terminal import say
 from lit_cifar.usage_errors import ended_in_words
 

@@ -1,14 +1,12 @@
 """Frames and figures from run folders written by hand."""
 
-import importlib
 import math
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from lit_cifar.analysis.run_frames import (
+from analysis.run_frames import (
     per_rank_frame,
     plot_curves,
     plot_per_rank,
@@ -81,13 +79,6 @@ def test_missing_files_and_splits_name_the_folder_and_the_command(tmp_path: Path
     write_per_rank(tmp_path, "test", [AccuracyCount(1, 2)])
     with pytest.raises(ConfigError, match=r"no rows of split=val\n.*lit_cifar validate"):
         read_per_rank(tmp_path, split="val")
-
-
-def test_without_pandas_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    monkeypatch.delitem(sys.modules, "lit_cifar.analysis")
-    with pytest.raises(ConfigError, match=r"pip install 'lit-cifar\[notebooks\]'"):
-        importlib.import_module("lit_cifar.analysis")
 
 
 def test_per_rank_panels_show_each_rank_its_interval_and_its_flag(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ PACKAGE = Path(lit_cifar.__file__).parent
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 # Each part may import the parts before it.
 LAYERS = [
-    {"errors", "batch_split", "notebook"},
+    {"errors", "batch_split"},
     {"kernels"},
     {"launch"},
     {"models", "watchdog"},
@@ -35,7 +35,7 @@ LAYERS = [
     {"cli_help"},
     {"usage_errors"},
     {"checks", "kernel_choice", "starting_checkpoint"},
-    {"cli", "analysis"},
+    {"cli"},
 ]
 
 
@@ -68,10 +68,10 @@ def test_parts_import_only_what_lies_below_them(path: Path) -> None:
     assert imported_parts(path) <= allowed
 
 
-def test_only_what_is_for_notebooks_needs_pandas() -> None:
+def test_no_command_needs_pandas() -> None:
     """It is an extra, and every command belongs to the plain installation."""
     users = {part_of(path) for path in PACKAGE.rglob("*.py") if "pandas" in imported_names(path)}
-    assert users == {"analysis"}
+    assert users == set()
 
 
 def walk(title: str) -> list[tuple[str, str]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lit_cifar.analysis.articles import (
+from analysis.articles import (
     PRINTED_LOSSES,
     PRINTED_RUNS,
     accuracy_of_test,

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lit_cifar.analysis.comparing_runs import paired, plot_groups, read_run, read_shuffling, welch
+from analysis.comparing_runs import paired, plot_groups, read_run, read_shuffling, welch
 from lit_cifar.errors import ConfigError
 
 # Student, "The probable error of a mean", Biometrika 6, 1908: additional hours of sleep of ten patients, two drugs.

@@ -6,8 +6,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from lit_cifar.analysis import interrupted_runs
-from lit_cifar.analysis.interrupted_runs import (
+from analysis import interrupted_runs
+from analysis.interrupted_runs import (
     StepWatch,
     interruption,
     learning_rates,

@@ -15,7 +15,7 @@ import pytest
 from commands import TINY
 from nbclient import NotebookClient
 
-from lit_cifar import notebook
+from analysis import notebook
 
 
 def test_a_run_returns_what_the_command_printed(capfd: pytest.CaptureFixture[str]) -> None:
@@ -108,8 +108,9 @@ def test_a_rank_is_found_below_torchrun_and_can_be_killed(tmp_path: Path) -> Non
         run.rank(1)
 
 
-def test_a_notebook_shows_one_line_for_each_run() -> None:
-    cell = nbformat.v4.new_code_cell("from lit_cifar import notebook\nstarted = notebook.run('modes')")
+def test_a_notebook_shows_one_line_for_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(notebook.__file__).parents[1]))  # as the notebooks' own folder
+    cell = nbformat.v4.new_code_cell("from analysis import notebook\nstarted = notebook.run('modes')")
     book = nbformat.v4.new_notebook(cells=[cell])
     NotebookClient(book, timeout=100, kernel_name="python3").execute()
     (output,) = book.cells[0]["outputs"]

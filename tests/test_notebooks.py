@@ -123,7 +123,7 @@ assert speed[["mode", "devices"]].values.tolist() == [["single", 1], ["threads",
 assert (speed["images_per_s"] > 0).all()
 assert memory.loc[("ddp", 2), "all processes"] == 2 * one
 assert [curves[way, 0]["step"].tolist() for way in WAYS] == [[9, 19], [9, 19], [4, 9]]
-from lit_cifar.analysis.run_frames import read_metrics
+from analysis.run_frames import read_metrics
 assert read_metrics(RUNS / "grown, linear 0")["lr-SGD"].iloc[-1] == 2 * RATE
 """,
     "shuffling.ipynb": """
@@ -159,6 +159,7 @@ def test_a_committed_notebook_shows_its_output_and_no_path_of_a_machine(name: st
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SMALL))
 def test_notebook_runs_from_top_to_bottom(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(NOTEBOOKS))  # Jupyter's folder, from which notebooks import
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # run folders and torch's caches go where pytest cleans up
     notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
     (parameters,) = [cell for cell in notebook.cells if "parameters" in cell["metadata"].get("tags", [])]

@@ -18,7 +18,7 @@ from torch import multiprocessing as mp
 from torch.nn import functional as F
 from torchmetrics import Metric
 
-from lit_cifar.analysis.stage_timeline import bubble_formula, bubbles, read_timeline, replay
+from analysis.stage_timeline import bubble_formula, bubbles, read_timeline, replay
 from lit_cifar.batch_split import BatchSplit, GhostBatches
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.errors import ConfigError

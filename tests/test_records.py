@@ -19,8 +19,8 @@ from commands import counts
 from documents import BENCHMARKS, PAGES, RECORDS, ROOT, blocks, is_in_history, parser_of
 from PIL import Image
 
-from lit_cifar.analysis.articles import PRINTED_LOSSES
-from lit_cifar.analysis.comparing_runs import paired, read_shuffling, welch
+from analysis.articles import PRINTED_LOSSES
+from analysis.comparing_runs import paired, read_shuffling, welch
 from lit_cifar.modes import MODES
 from lit_cifar.verify.planted_in_parts import BUGS as BUGS_OF_PARTS
 

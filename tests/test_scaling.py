@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from commands import TINY, launch, mode_flags, run_here
 
-from lit_cifar.analysis.scaling import (
+from analysis.scaling import (
     MIB,
     accuracy_over_time,
     plot_accuracy_over_time,

@@ -11,7 +11,7 @@ from commands import TINY, launch, mode_flags, run_here
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lit_cifar.analysis.stage_timeline import (
+from analysis.stage_timeline import (
     bubble_formula,
     bubbles,
     fastest_step,

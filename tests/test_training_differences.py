@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import torch
 
-from lit_cifar.analysis.training_differences import (
+from analysis.training_differences import (
     largest_differences,
     plot_distances,
     plot_losses,

@@ -196,7 +196,7 @@ class Timeline(Callback):
     """Writes `timeline.json` into the run folder: when each stage worked on which microbatch.
 
     The file is a Chrome trace: chrome://tracing and https://ui.perfetto.dev open it.
-    `lit_cifar.analysis.stage_timeline.read_timeline` reads it.
+    `notebooks/analysis/stage_timeline.read_timeline` reads it.
 
     Args:
         first_step: The first training batch to record, counted from 0; the ones before it warm up.

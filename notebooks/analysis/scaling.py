@@ -10,7 +10,7 @@ import yaml  # type: ignore[import-untyped]
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lit_cifar.analysis.run_frames import BLUE, GREY, read_metrics
+from analysis.run_frames import BLUE, GREY, read_metrics
 from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.memory import FILES
 from lit_cifar.reporting.throughput import METRIC as SPEED

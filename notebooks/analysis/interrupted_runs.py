@@ -19,7 +19,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lit_cifar.analysis.run_frames import BLUE, GREY, RED, read_metrics
+from analysis.run_frames import BLUE, GREY, RED, read_metrics
 from lit_cifar.errors import ConfigError
 
 

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from lit_cifar.analysis.run_frames import BLUE, RED, read_metrics
+from analysis.run_frames import BLUE, RED, read_metrics
 from lit_cifar.errors import ConfigError
 
 RUNNING = ("running_mean", "running_var")

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from lit_cifar.analysis.run_frames import GREY, read_metrics, read_per_rank
+from analysis.run_frames import GREY, read_metrics, read_per_rank
 from lit_cifar.errors import ConfigError
 
 PRINTED_LOSSES = (2.07, 1.46, 1.21, 0.99, 0.82, 0.55)
