@@ -29,12 +29,13 @@ from lit_cifar.chaos.job import TorchrunJob, wait_until
 from lit_cifar.chaos.result_table import JobResult, result_table
 from lit_cifar.chaos.sample_history import Batches, LoggedStep, Start, audit, effective, num_repeated
 from lit_cifar.chaos.sample_log import Journal, JournalReader
-from lit_cifar.chaos.training import Training, chosen_modes
+from lit_cifar.chaos.training import Configuration, Training, chosen_modes
 from lit_cifar.chaos.workers import ANEW, LAUNCH, WORKERS, Worker, is_anew, read_workers
 from lit_cifar.data import Batch
 from lit_cifar.launch.forked import ForkedRun
 
 FIRST, SECOND, THIRD = (1, 0), (1, 1), (2, 0)
+SMALL = Configuration(flags=(), steps_per_epoch=20, precision="32-true")
 
 # The plan.
 
@@ -46,7 +47,7 @@ def test_most_faults_hit_a_job_that_keeps_its_size(num_faults: int, parts: tuple
 
 @pytest.mark.parametrize("resized", [False, True])
 def test_a_seed_means_one_plan(resized: bool) -> None:
-    training = Training.under(chosen_modes(["ddp"], devices=2)[0], 14, resized=resized)
+    training = Training.under(SMALL, chosen_modes(["ddp"], devices=2)[0], 14, resized=resized)
     plans = [plan_for(training, 14, seed=seed) for seed in (3, 3, 4)]
     assert plans[0] == plans[1] != plans[2]
 
@@ -84,7 +85,7 @@ def test_more_faults_than_steps_are_refused() -> None:
 @pytest.mark.parametrize("num_faults", [1, 4, 20, 100])
 def test_the_training_is_long_enough_for_its_faults(num_faults: int) -> None:
     for resized, count in zip((False, True), shares(num_faults), strict=True):
-        training = Training.under(chosen_modes(["ddp"], devices=2)[0], count, resized=resized)
+        training = Training.under(SMALL, chosen_modes(["ddp"], devices=2)[0], count, resized=resized)
         faults = plan_for(training, count, seed=0)
         assert all(10 <= fault.step < training.num_steps - 8 for fault in faults)
 
@@ -116,7 +117,7 @@ def test_with_virtual_replicas_a_job_goes_to_other_sizes_and_modes_and_keeps_its
     assert all(flags[0] == "--virtual_replicas=4" for flags in ddp.flags.values())
     (ddp_of_two,) = chosen_modes(["ddp"], devices=2, num_parts=1)
     assert ddp_of_two.num_processes == 2  # not one instead: `fit` refuses it
-    training = Training.under(ddp, 3, resized=True)
+    training = Training.under(SMALL, ddp, 3, resized=True)
     assert (training.precision, training.has_same_bits) == ("32-true", True)
     assert [fault.size for fault in plan_for(training, 6, seed=0)[::2]] == [1, 4, 2]
 
@@ -145,31 +146,31 @@ def without(lines: list[LoggedStep], *, step: int, rank: int | None = None) -> l
 
 def test_the_last_run_of_a_step_counts() -> None:
     lines = training({FIRST: range(4), SECOND: range(2, 5), THIRD: range(4, 6)})
-    found = audit(lines, undisturbed=UNDISTURBED, num_samples=5)
+    found = audit(lines, undisturbed=UNDISTURBED)
     assert (found.missing, found.doubled, found.moved, found.problems) == (0, 0, 0, [])
     assert found.repeated == 2 + 1
 
 
 def test_a_step_that_only_some_processes_finished_does_no_harm_once_it_is_repeated() -> None:
     lines = [*without(training({FIRST: range(4)}), step=3, rank=1), *training({SECOND: range(3, 6)})]
-    assert audit(lines, undisturbed=UNDISTURBED, num_samples=5).problems == []
+    assert audit(lines, undisturbed=UNDISTURBED).problems == []
 
 
 def test_another_number_of_processes_reads_the_same() -> None:
     lines = training({FIRST: range(4)}) + training({SECOND: range(3, 6)}, num_ranks=1)
-    assert audit(lines, undisturbed=UNDISTURBED, num_samples=5).problems == []
+    assert audit(lines, undisturbed=UNDISTURBED).problems == []
 
 
 def test_a_lost_step_is_found() -> None:
     lines = training({FIRST: range(2), SECOND: range(3, 6)})
-    found = audit(lines, undisturbed=UNDISTURBED, num_samples=5)
+    found = audit(lines, undisturbed=UNDISTURBED)
     assert (found.missing, found.doubled, found.moved) == (1, 0, 1)
     assert found.problems == ["epoch 0, step 2: was never run", "epoch 0: 1 samples are missing, e.g. 4"]
 
 
 def test_a_part_that_was_lost_is_found() -> None:
     lines = without(training({FIRST: range(6)}), step=4, rank=1)
-    found = audit(lines, undisturbed=UNDISTURBED, num_samples=5)
+    found = audit(lines, undisturbed=UNDISTURBED)
     assert (found.missing, found.doubled, found.moved) == (1, 0, 1)
 
 
@@ -177,21 +178,21 @@ def test_a_loader_that_goes_on_too_early_is_found() -> None:
     """After a restart at step 1 the first batch comes again, and the epoch goes on from there."""
     again = [replace(line, step=line.step + 1) for line in training({SECOND: range(2)})]
     lines = training({FIRST: range(1)}) + again + training({SECOND: range(3, 6)})
-    found = audit(lines, undisturbed=UNDISTURBED, num_samples=5)
+    found = audit(lines, undisturbed=UNDISTURBED)
     assert (found.missing, found.doubled, found.moved) == (1, 2, 2)
     assert "2 samples are unknown or counted too often, e.g. 0" in found.problems[-1]
 
 
 def test_a_batch_that_was_trained_on_twice_in_one_start_is_found() -> None:
     lines = training({FIRST: range(6)}) + training({FIRST: range(5, 6)})
-    found = audit(lines, undisturbed=UNDISTURBED, num_samples=5)
+    found = audit(lines, undisturbed=UNDISTURBED)
     assert (found.missing, found.doubled, found.moved) == (0, 1, 1)
 
 
 def test_steps_that_changed_places_are_found_though_the_epoch_is_whole() -> None:
     swapped = {0: 1, 1: 0}
     lines = [replace(line, step=swapped.get(line.step, line.step)) for line in training({FIRST: range(6)})]
-    found = audit(lines, undisturbed=UNDISTURBED, num_samples=5)
+    found = audit(lines, undisturbed=UNDISTURBED)
     assert (found.missing, found.doubled, found.moved) == (0, 0, 2)
     assert "other samples than in the uninterrupted run" in found.problems[0]
 
@@ -200,20 +201,20 @@ def test_a_foreign_sample_is_found() -> None:
     lines = [
         replace(line, ids=(7,)) if line.ids == (4,) and line.epoch else line for line in training({FIRST: range(6)})
     ]
-    found = audit(lines, undisturbed=UNDISTURBED, num_samples=5)
+    found = audit(lines, undisturbed=UNDISTURBED)
     assert (found.missing, found.doubled, found.moved) == (1, 1, 1)
 
 
 def test_a_step_too_many_is_found() -> None:
     lines = [*training({FIRST: range(6)}), LoggedStep(start=FIRST, rank=0, dp_rank=0, epoch=2, step=6, ids=(0, 1))]
-    found = audit(lines, undisturbed=UNDISTURBED, num_samples=5)
+    found = audit(lines, undisturbed=UNDISTURBED)
     assert "epoch 2, step 6: is not in the uninterrupted run" in found.problems
 
 
 def test_processes_of_one_dp_rank_must_read_the_same() -> None:
     lines = training({FIRST: range(6)}, num_ranks=1)
     twins = [replace(line, rank=1) for line in lines]
-    assert audit([*lines, *twins], undisturbed=UNDISTURBED, num_samples=5).problems == []
+    assert audit([*lines, *twins], undisturbed=UNDISTURBED).problems == []
     twins[0] = replace(twins[0], ids=(1, 0))
     assert effective([*lines, *twins])[1] == [
         "epoch 0, step 0: the processes of data-parallel rank 0 read different samples"
@@ -222,7 +223,7 @@ def test_processes_of_one_dp_rank_must_read_the_same() -> None:
 
 def test_several_loader_steps_of_one_optimizer_step_belong_together() -> None:
     halves = [replace(line, ids=(i,)) for line in training({FIRST: range(6)}, num_ranks=1) for i in line.ids]
-    assert audit(halves, undisturbed=UNDISTURBED, num_samples=5).problems == []
+    assert audit(halves, undisturbed=UNDISTURBED).problems == []
     assert num_repeated(halves) == 0
 
 
@@ -595,7 +596,7 @@ def test_one_failure_fails_the_whole() -> None:
 @pytest.mark.parametrize(
     ("args", "word"),
     [
-        (["--kills=0"], "--kills=0"),
+        (["--faults=0"], "--faults=0"),
         (["--seed=-1"], "--seed=-1"),
         (["--modes=single"], "single"),
         (["--modes=ddp_spawn"], "ddp_spawn"),
@@ -606,7 +607,9 @@ def test_one_failure_fails_the_whole() -> None:
         ([f"--json={'x' * 300}"], "--json"),
         (["--dir=/proc/nowhere"], "--dir"),
         (["--dir=."], "--dir"),
-        (["--model.arch=resnet34"], "--model.arch"),
+        (["--model.arch=resnet43"], "resnet43"),
+        (["--trainer.max_epochs=3"], "--trainer.max_epochs itself"),
+        (["--trainer.limit_train_batches=3"], "--data.num_train"),
     ],
 )
 def test_bad_arguments_exit_2_with_a_remedy(args: list[str], word: str) -> None:
@@ -631,7 +634,7 @@ def test_what_is_ignored_stays_ignored_as_nohup_wants_it() -> None:
 def test_nothing_is_lost(tmp_path: Path) -> None:
     result = launch(
         "chaos",
-        "--kills=4",
+        "--faults=4",
         "--seed=16",  # one that stops a process, truncates a checkpoint, fills the disk and resizes the job
         f"--json={tmp_path / 'record.json'}",
         f"--dir={tmp_path / 'kept'}",

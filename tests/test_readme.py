@@ -83,7 +83,8 @@ def check_program(args: list[str]) -> None:
         case "doctor":
             doctor_parser().parse_args(args[1:])
         case "chaos":
-            chaos_parser().parse_args(args[1:])
+            _, rest = chaos_parser().parse_known_args(args[1:])
+            parser_of("fit").parse_args(["fit", *rest])
         case "export":
             _, rest = export_parser().parse_known_args(args[1:])
             assert all(word.startswith("--model.network.") for word in rest)
@@ -149,7 +150,7 @@ def test_commands_parse(words: tuple[str, ...], capsys: pytest.CaptureFixture[st
     [
         "python -m lit_cifar fit --trainer.max_epoch=3 --data.no_such=1",
         "python -m lit_cifar verify --modes all --no_such=1",
-        "python -m lit_cifar chaos --kill 20",
+        "python -m lit_cifar chaos --faults 20 --no_such=1",
         "python -m lit_cifar doctor --device 2",
         "python -m lit_cifar bench --link 3",
         "python -m lit_cifar modes all",

@@ -1,1 +1,1 @@
-"""`python -m lit_cifar chaos`: kills, stops and resizes a small training and fills its disk; nothing may be lost."""
+"""`python -m lit_cifar chaos`: kills, stops and resizes a training and limits its files; nothing may be lost."""

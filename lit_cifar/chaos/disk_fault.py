@@ -3,7 +3,8 @@
 import psutil  # type: ignore[import-untyped]
 
 CAN_FILL = hasattr(psutil, "RLIMIT_FSIZE")
-_MAX_BYTES = 2 << 20  # room for a log, not for a checkpoint
+LEAST_BYTES = 4 << 20  # of a checkpoint, so that there is room for a log and not for it
+_MAX_BYTES = 2 << 20
 
 
 def fill_disk(processes: list[psutil.Process]) -> None:

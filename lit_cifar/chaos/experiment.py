@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lit_cifar.chaos.audit import RESIZED_BOUND, distance, metric_problems, position_problems, receipt_problems
-from lit_cifar.chaos.disk_fault import CAN_FILL
+from lit_cifar.chaos.disk_fault import CAN_FILL, LEAST_BYTES
 from lit_cifar.chaos.fault_schedule import Fault, equal_size_cards, resized_cards, schedule_faults, shares
 from lit_cifar.chaos.injector import Report, Trial, TrialError
 from lit_cifar.chaos.job import TorchrunJob, wait_until
 from lit_cifar.chaos.result_table import JobResult
 from lit_cifar.chaos.sample_history import Batches, audit, effective
 from lit_cifar.chaos.sample_log import JournalReader
-from lit_cifar.chaos.training import ANEW_EVERY, EVERY_N_STEPS, NUM_SAMPLES, JobMode, Training
+from lit_cifar.chaos.training import ANEW_EVERY, EVERY_N_STEPS, Configuration, JobMode, Training
 from lit_cifar.errors import ConfigError
 
 _UNDISTURBED_LIMIT_S = 600.0
@@ -119,7 +119,7 @@ def _job(
 
 def _compare(row: JobResult, reader: JournalReader, run: Path, reference: Undisturbed) -> None:
     """Fill in how the samples and the end compare with the uninterrupted run."""
-    found = audit(reader.lines, undisturbed=reference.batches, num_samples=NUM_SAMPLES)
+    found = audit(reader.lines, undisturbed=reference.batches)
     row.repeated, row.missing, row.doubled = found.repeated, found.missing, found.doubled
     row.problems += found.problems
     row.difference, row.tensor = distance(run / _LAST, reference.run / _LAST)
@@ -132,30 +132,40 @@ def _compare(row: JobResult, reader: JournalReader, run: Path, reference: Undist
 
 
 def chaos(
-    modes: Sequence[JobMode], *, num_faults: int, seed: int, folder: Path, report: Report = lambda line: None
+    modes: Sequence[JobMode],
+    args: Sequence[str] = (),
+    *,
+    num_faults: int,
+    seed: int,
+    folder: Path,
+    report: Report = lambda line: None,
 ) -> list[JobResult]:
-    """Inject so many faults into a training of each mode, one mode after the other.
+    """Inject so many faults into a training of each mode, with these flags of `fit`, one mode after the other.
 
     Most of the faults hit a job that keeps its size, the others one that is resized: there is a row for each. `seed` is
     that of kinds, moments and ranks. Everything is written to `folder`, which is empty; `report` is called with a line
     whenever something happens. A mode that cannot train even without faults is a `ConfigError`.
     """
     rows = []
+    configuration = Configuration.of(args, folder=folder)
     for mode in modes:
         counts = [count for count in shares(num_faults) if count]
-        trainings = [Training.under(mode, count, resized=number == 1) for number, count in enumerate(counts)]
+        trainings = [
+            Training.under(configuration, mode, count, resized=number == 1) for number, count in enumerate(counts)
+        ]
         folders = [folder / mode.name / ("resized" if training.resized else "equal-size") for training in trainings]
         references = undisturbed(trainings, [own / "undisturbed" for own in folders], report=report)
         for count, training, own, reference in zip(counts, trainings, folders, references, strict=True):
-            faults = plan_for(training, count, seed=seed)
+            can_fill = CAN_FILL and (reference.run / _LAST).stat().st_size > LEAST_BYTES
+            faults = plan_for(training, count, seed=seed, full_disk=can_fill)
             rows.append(run_trial(training, faults, reference, own, report=report))
     return rows
 
 
-def plan_for(training: Training, num_faults: int, *, seed: int) -> list[Fault]:
+def plan_for(training: Training, num_faults: int, *, seed: int, full_disk: bool = True) -> list[Fault]:
     """What happens to a job: from its second checkpoint on, and until shortly before its end."""
     full = training.mode.num_processes
-    cards = equal_size_cards(num_faults, seed=seed, full_disk=CAN_FILL)
+    cards = equal_size_cards(num_faults, seed=seed, full_disk=full_disk)
     return schedule_faults(
         resized_cards(num_faults) if training.resized else cards,
         seed=seed,

@@ -72,8 +72,8 @@ def num_repeated(lines: Iterable[LoggedStep]) -> int:
     return sum(len(found) - 1 for found in starts.values())
 
 
-def audit(lines: Iterable[LoggedStep], *, undisturbed: Mapping[StepKey, Iterable[int]], num_samples: int) -> Audit:
-    """Compare a job's effective history with the ids below `num_samples`, and with the uninterrupted run."""
+def audit(lines: Iterable[LoggedStep], *, undisturbed: Mapping[StepKey, Iterable[int]]) -> Audit:
+    """Compare a job's effective history with that of the uninterrupted run, step by step and epoch by epoch."""
     lines = list(lines)
     batches, problems = effective(lines)
     result = Audit(repeated=num_repeated(lines), problems=problems)
@@ -84,14 +84,18 @@ def audit(lines: Iterable[LoggedStep], *, undisturbed: Mapping[StepKey, Iterable
             what = "other samples than in the uninterrupted run" if key in wanted else "is not in the uninterrupted run"
             result.problems.append(f"{_words(key)}: {what if key in batches else 'was never run'}")
     for epoch in sorted({epoch for epoch, _ in batches.keys() | wanted.keys()}):
-        _count_epoch(result, epoch, batches, num_samples)
+        _count_epoch(result, epoch, batches, undisturbed)
     return result
 
 
-def _count_epoch(result: Audit, epoch: int, batches: Batches, num_samples: int) -> None:
+def _count_epoch(
+    result: Audit, epoch: int, batches: Mapping[StepKey, Iterable[int]], undisturbed: Mapping[StepKey, Iterable[int]]
+) -> None:
     """Add to `result` what an epoch counts too seldom or too often."""
-    seen = Counter(i for (of_step, _), ids in batches.items() if of_step == epoch for i in ids)
-    every = Counter(range(num_samples))
+    seen, every = (
+        Counter(i for (of_step, _), ids in steps.items() if of_step == epoch for i in ids)
+        for steps in (batches, undisturbed)
+    )
     missing, doubled = sorted((every - seen).elements()), sorted((seen - every).elements())
     result.missing += len(missing)
     result.doubled += len(doubled)

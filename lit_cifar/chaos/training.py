@@ -4,35 +4,75 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import yaml  # type: ignore[import-untyped]
+
 from lit_cifar.batch_split import GhostBatches
+from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.errors import ConfigError
 from lit_cifar.modes import Variant, variants
-from lit_cifar.verify.runs import quiet
+from lit_cifar.verify.runs import quiet, refuse_if_invalid, run
 
 JOURNAL = "lit_cifar.chaos.sample_log.Journal"
 
 EVERY_N_STEPS = 4
 ANEW_EVERY = 4
-NUM_SAMPLES = 628
-_BATCH_SIZE = 32
-STEPS_PER_EPOCH = -(-NUM_SAMPLES // _BATCH_SIZE)
 _STEPS_PER_FAULT = 8  # beyond the few that are repeated after one
 
-# Small steps. The last batch of an epoch has 20 images, which divide among two replicas of two microbatches.
-_FLAGS = (
+# A small training. The last batch of an epoch has 20 images, which divide among two replicas of two microbatches.
+_SMALL = (
+    "--model.arch=resnet10",
     "--model.stem=imagenet",
     "--model.optimizer.lr=1e-4",
     "--data.dataset=synthetic",
     "--data.num_train=648",
     "--data.num_test=1",
     "--data.val_size=20",
-    f"--data.batch_size={_BATCH_SIZE}",
+    "--data.batch_size=32",
+    "--trainer.log_every_n_steps=10",
+)
+_OURS = (
     "--trainer.accelerator=cpu",
     "--trainer.num_sanity_val_steps=0",
-    "--trainer.log_every_n_steps=10",
     "--trainer.enable_progress_bar=false",
     "--watchdog.timeout_s=5",
 )
+_OWNED = {"trainer.strategy", "trainer.devices", "trainer.max_epochs", "trainer.max_steps", "trainer.sync_batchnorm"}
+_OWNED |= {"run_dir", "resume", "ckpt_path", "virtual_replicas", "last_checkpoint.every_n_steps"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """What is trained: flags of `fit`, and what follows from them."""
+
+    flags: tuple[str, ...]
+    steps_per_epoch: int
+    precision: str  # as `--trainer.precision`
+
+    @classmethod
+    def of(cls, args: Sequence[str], *, folder: Path) -> "Configuration":
+        """Of the user's flags of `fit`; without `--config` they change a small training.
+
+        Raises:
+            ConfigError: `fit` refuses them, or `chaos` sets one of them itself.
+        """
+        for name in (arg.partition("=")[0].removeprefix("--") for arg in args):
+            if name in _OWNED:
+                raise ConfigError(f"chaos sets --{name} itself", remedy="leave it out; see --modes and --devices")
+        has_file = any(arg.partition("=")[0] in ("--config", "-c") for arg in args)
+        flags = (*(() if has_file else _SMALL), *args, *_OURS)
+        outcome = run("fit", *flags, "--print_config", folder=folder)
+        refuse_if_invalid(outcome)
+        config = yaml.safe_load(outcome.stdout)
+        data = CIFAR10DataModule(**config["data"])
+        data.prepare_data()
+        data.setup("fit")
+        steps, limit = data.train_sampler().num_batches, config["trainer"]["limit_train_batches"]
+        if limit not in (None, 1.0):
+            raise ConfigError(
+                f"--trainer.limit_train_batches={limit}: chaos counts every sample of an epoch",
+                remedy="leave it out, and take fewer images: --data.num_train=640",
+            )
+        return cls(flags=flags, steps_per_epoch=steps, precision=str(config["trainer"]["precision"] or "32-true"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,20 +98,24 @@ class JobMode:
 
 @dataclass(frozen=True)
 class Training:
-    """A small training."""
+    """A training that is hit."""
 
+    configuration: Configuration
     mode: JobMode  # how it is parallelised
     num_epochs: int
     resized: bool = False  # whether it is resized, and compared after that
 
     @classmethod
-    def under(cls, mode: JobMode, num_faults: int, *, resized: bool = False) -> "Training":
+    def under(
+        cls, configuration: Configuration, mode: JobMode, num_faults: int, *, resized: bool = False
+    ) -> "Training":
         """A training that is long enough for `num_faults` faults."""
-        return cls(mode, -(-_STEPS_PER_FAULT * (num_faults + 2) // STEPS_PER_EPOCH), resized)
+        num_epochs = -(-_STEPS_PER_FAULT * (num_faults + 2) // configuration.steps_per_epoch)
+        return cls(configuration, mode, num_epochs, resized)
 
     @property
     def num_steps(self) -> int:
-        return self.num_epochs * STEPS_PER_EPOCH
+        return self.num_epochs * self.configuration.steps_per_epoch
 
     @property
     def has_same_bits(self) -> bool:
@@ -85,12 +129,7 @@ class Training:
 
     @property
     def precision(self) -> str:
-        return "32-true" if self.has_same_bits else "64-true"
-
-    @property
-    def arch(self) -> str:
-        """As `--model.arch` takes it: only the disk of the other job is filled, which takes files of some size."""
-        return "tiny" if self.resized else "resnet10"
+        return self.configuration.precision if self.has_same_bits else "64-true"
 
     def arguments(self, size: int, *, run: Path, journal: Path, disturbed: bool = True) -> list[str]:
         """The arguments of `python -m lit_cifar`, of a new and of a resumed run.
@@ -100,12 +139,11 @@ class Training:
         """
         return [
             "fit",
-            *_FLAGS,
+            *self.configuration.flags,
             *self.mode.flags[size],
             f"--last_checkpoint.every_n_steps={EVERY_N_STEPS}" if disturbed else "--figures.every_n_epochs=0",
             f"--trainer.max_epochs={self.num_epochs}",
             f"--trainer.precision={self.precision}",
-            f"--model.arch={self.arch}",
             f"--run_dir={run}",
             "--resume=auto",
             f"--trainer.callbacks+={JOURNAL}",

@@ -20,32 +20,34 @@ from lit_cifar.errors import ConfigError
 
 _ENOUGH = next(number for number in count(1) if shares(number)[0] >= len(EQUAL_SIZE))
 _DESCRIPTION = f"""\
-Train a small job under torchrun without faults, and then again while ranks are killed, terminated and stopped, the
-newest checkpoint is truncated, files cannot grow and the job is resized, at random moments and during saves. In the end
-every sample must have counted exactly once in every epoch, and parameters and optimizer state must be those of the
-uninterrupted run: bitwise where the job kept its size, within 1e-5 where it was resized. With --virtual_replicas=V
-the resized job goes to one process and to twice as many in another mode, and must end bitwise too. All on the CPU.
+Train under torchrun without faults, and then again while ranks are killed, terminated and stopped, the newest
+checkpoint is truncated, files cannot grow and the job is resized, at random moments and during saves. In the end every
+sample must have counted as in the uninterrupted run, and parameters and optimizer state must be the same: bitwise where
+the job kept its size, within 1e-5, in float64, where it was resized. With --virtual_replicas=V the resized job goes to
+one process and to twice as many in another mode, and must end bitwise too. All on the CPU.
+Every other argument is passed on to `fit`, e.g. --config FILE. Without --config a small ResNet trains on synthetic
+images. The training is as long as its faults need.
 Of {ANEW_EVERY} starts of the ranks torchrun starts Python in one; in the others it forks them, without the imports.
 {_ENOUGH} faults or more include every kind."""
 
 
 def main(args: list[str]) -> int:
     """Run, print the table, and return 0 if nothing was lost, else 1; 130 after Ctrl-C."""
-    options = chaos_parser().parse_args(args)
-    if options.kills < 1 or options.seed < 0:
+    options, rest = chaos_parser().parse_known_args(args)
+    if options.faults < 1 or options.seed < 0:
         raise ConfigError(
-            f"--kills={options.kills} --seed={options.seed}: kills must be 1 or more, and the seed 0 or more",
+            f"--faults={options.faults} --seed={options.seed}: faults must be 1 or more, and the seed 0 or more",
             remedy="the defaults are 20 and 0",
         )
     modes = chosen_modes(options.modes.split(","), devices=options.devices, num_parts=options.virtual_replicas)
     target = None if options.json is None else writable(Path(options.json))
-    record = about() | {"seed": options.seed, "kills": options.kills, "devices": options.devices}
+    record = about() | {"seed": options.seed, "faults": options.faults, "devices": options.devices}
     record |= {"virtual_replicas": options.virtual_replicas}
     exit_orderly_when_terminated()
     begin = time.monotonic()
     try:
         with _folder(options.dir) as folder:
-            rows = chaos(modes, num_faults=options.kills, seed=options.seed, folder=folder, report=say)
+            rows = chaos(modes, rest, num_faults=options.faults, seed=options.seed, folder=folder, report=say)
     except KeyboardInterrupt:
         print("interrupted; every process of the job was ended", file=sys.stderr)
         return 130
@@ -60,7 +62,7 @@ def main(args: list[str]) -> int:
 
 def _print(rows: list[JobResult], options: argparse.Namespace) -> None:
     out = console()
-    out.print(result_table(rows, title=f"{options.kills} faults for each mode, seed {options.seed}"))
+    out.print(result_table(rows, title=f"{options.faults} faults for each mode, seed {options.seed}"))
     out.print(f"restarts: {sum(row.anew for row in rows)} started a new Python for each rank, the others forked them")
     for row in rows:
         for problem in row.problems[:5]:
@@ -71,7 +73,7 @@ def _print(rows: list[JobResult], options: argparse.Namespace) -> None:
 
 def chaos_parser() -> argparse.ArgumentParser:
     parser = CommandParser("chaos", description=_DESCRIPTION)
-    parser.add_argument("--kills", type=int, default=20, metavar="K", help="Faults for each mode (default: 20).")
+    parser.add_argument("--faults", type=int, default=20, metavar="K", help="Faults for each mode (default: 20).")
     parser.add_argument(
         "--seed", type=int, default=0, metavar="S", help="Seed of the kinds, moments and ranks of faults (default: 0)."
     )
