@@ -71,7 +71,7 @@ class BatchSplit:
 class GhostBatches:
     """How a global batch is cut into chunks that pass through the layers together, and so are normalised together.
 
-    The fields are flags of `--model.ghost_batchnorm`, whose names stay.
+    The fields are flags of `--model.ghost_batchnorm`.
 
     Attributes:
         num_shards: The data-parallel size R: rank r takes the positions r, r + R, ... of what is left to cut.

@@ -43,7 +43,6 @@ _TYPES = {
     "str": "a word",
     "datetime.timedelta": "a duration, as 0:10:00",
 }
-_FORMER_NAMES = {"model.batchnorm_chunks": "model.ghost_batchnorm"}  # which earlier run folders hold
 
 
 class Parser(LightningArgumentParser):
@@ -60,7 +59,6 @@ class Parser(LightningArgumentParser):
         if not self.exit_on_error:
             super().error(message, ex)
         _refuse_arguments_of_name(message)
-        _refuse_former_names(message)
         problem, guess = _explained(_without_alternatives(message))
         if found := re.match(r"unrecognized arguments: (--[^\s=]+)", message):
             # Options are long and begin alike, so the cutoff is higher than for single words.
@@ -154,12 +152,6 @@ def _refuse_arguments_of_name(message: str) -> None:
         f"--trainer.strategy={name} is a short name, which takes no arguments; a class takes them",
         remedy=f"use {shlex.join([f'--trainer.strategy={strategy}', *flags])}",
     )
-
-
-def _refuse_former_names(message: str) -> None:
-    for former, now in _FORMER_NAMES.items():
-        if former in message:
-            refuse(f"--{former} is now called --{now}", remedy="change it, also in the YAML files that you pass")
 
 
 def _without_alternatives(message: str) -> str:

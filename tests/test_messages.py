@@ -19,10 +19,6 @@ REFUSED = {
         ["--trainer.strategy=PipelineStrategy", "--trainer.strategy.schedule=1F2B"],
         ["GPipe, 1F1B", "did you mean --trainer.strategy.schedule=1F1B?"],
     ),
-    "former name": (
-        ["--model.batchnorm_chunks.num_shards=2"],
-        ["--model.batchnorm_chunks is now called --model.ghost_batchnorm", "YAML"],
-    ),
     "data set": (
         ["--data.dataset=fashion-mnist"],
         ["cifar10, fashion_mnist, synthetic, folder", "did you mean --data.dataset=fashion_mnist?"],
