@@ -223,7 +223,7 @@ def test_the_gallery_is_written_from_its_records(figures: ModuleType) -> None:
     assert (DOCS / "gallery.md").read_text() == written, "python benchmarks/gallery.py RECORD --page SELF_TEST"
     noise = figures.gallery.spread(record["of_seeds"])
     hidden = sum(not figures.gallery.is_seen(row, noise) for row in record["rows"])
-    assert f"Of {len(record['rows'])} planted mistakes, {hidden} change the losses" in page(README)
+    assert f"{hidden} of them change the losses" in page(README)
 
 
 def test_one_other_number_in_the_record_is_another_figure(figures: ModuleType, tmp_path: Path) -> None:
@@ -292,13 +292,9 @@ def _of_what_it_may(row: dict[str, Any]) -> str:
     return difference if difference == "0" else f"{difference} of {row['tolerance']['parameters']:.0e}"
 
 
-def test_the_readme_s_differences_from_one_device() -> None:
-    found = re.findall(r"^\| `(\w+)` \|.*\| ([^|]+) \|$", README.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    differences = {mode: brief(max(rows[1]["differences"].values())) for mode, rows in verify_rows().items()}
-    shown = {mode: cell.split(",")[0] for mode, cell in found if mode in differences}
-    assert shown == {mode: differences[mode] for mode in shown}
-    assert set(differences) - set(shown) == {"single", "ddp-sync", "mp-micro", "fsdp2-tp"}
-    assert f"is {max(differences.values(), key=float)} in float64" in page(README)
+def test_the_largest_difference_from_one_device() -> None:
+    largest = max(max(rows[1]["differences"].values()) for rows in verify_rows().values())
+    assert f"**{brief(largest)}** is the largest difference" in page(README)
 
 
 def test_what_one_device_differs_from_itself() -> None:
@@ -373,9 +369,8 @@ def test_how_many_faults_came_when_and_how_long_it_took() -> None:
     during = sum(event["during_save"] for event in events)
     minutes, seconds = divmod(round(content["seconds"]), 60)
     took = f"{minutes} min {seconds} s on two cores"
-    faults = f"{len(events) - resizes} faults and {resizes} orderly resizes at random moments"
-    assert f"{faults}, {during} of them during a save, in {took}" in page(README)
-    assert f"{sum(row['repeated'] for row in rows)} steps were repeated" in page(README)
+    faults = f"{len(events) - resizes} faults and {resizes} resizes on two cores"
+    assert f"{faults}; {sum(row['repeated'] for row in rows)} steps were repeated" in page(README)
     assert f"PASS in {took}" in page(CHAOS)
     assert f"{during} of them came during a save" in page(CHAOS)
     assert f"sum to {sum(event['repeated'] for event in rows[0]['events'])} in the first job" in page(CHAOS)
@@ -390,8 +385,9 @@ def test_the_articles_recipe() -> None:
     right = {run: counts(run / "test")["all"] for run in (ARTICLES / "seed0", *ARTICLES_BEFORE.glob("seed*"))}
     assert {total for _, total in right.values()} == {10_000}
     ours = right.pop(ARTICLES / "seed0")[0]
-    for path in (README, DOCS / "training.md"):
-        assert f"reaches {ours / 100:.2f} % on the 10,000 test images after 15 epochs (n = 1" in page(path)
+    said = f"reaches {ours / 100:.2f} % on the 10,000 test images after 15 epochs (n = 1"
+    assert said in page(DOCS / "training.md")
+    assert f"to {ours / 100:.2f} % in four full runs" in page(README)
     assert articles_row("seed 0", ARTICLES / "seed0", f"**{ours:,}**") in page(ARTICLES)
     mean = statistics.mean(correct for correct, _ in right.values()) / 100
     said = f"reaches [{mean:.1f} %](../benchmarks/2026-11-20-articles-run/README.md) (n = {len(right)})"
@@ -458,7 +454,6 @@ def test_one_checkpoint_counts_the_same_on_any_number_of_processes() -> None:
         assert f"| {run.name.removeprefix('ddp')} | {correct:,} | {total:,} |" in page(EVALUATION)
     sizes = sorted(int(run.name.removeprefix("ddp")) for run in exact)
     listed = f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]} processes find the same {correct:,} of {total:,}"
-    assert listed in page(README)
     assert listed in page(DOCS / "run-folder.md")
     padded = counts(EVALUATION / "ddp3-padded")["all"]
     assert f"| 3, `--data.pad_eval=true` | {padded[0]:,} | {padded[1]:,} = " in page(EVALUATION)
@@ -582,7 +577,6 @@ def test_what_every_mode_on_a_gpu_differs_from_one_cpu_device() -> None:
     ]
     largest = max(value for differences in rows.values() for value in differences.values())
     assert largest < 1e-13
-    assert f"agree with one CPU device to {brief(largest)} in float64" in page(README)
 
 
 def test_the_digests_of_a_precision_are_the_same_on_a_gpu() -> None:
@@ -697,7 +691,7 @@ def test_what_a_recipe_reached_is_shown(name: str) -> None:
     first = (ROOT / "configs" / "recipes" / f"{name}.yaml").read_text().splitlines()[0]
     assert f"{row['correct'] / 100:.1f} % of the test images, {row['correct_flipped'] / 100 + 1e-9:.1f} %" in first
     if name == "fast95":
-        assert f"to {flipped} of the test images in {row['train_s']:.1f} s" in page(README)
+        assert f"in {row['train_s']:.1f} s, compiling apart, to {plain}, {flipped} with mirror" in page(README)
 
 
 def test_what_the_recipe_for_a_cpu_reached_is_shown() -> None:
@@ -712,7 +706,7 @@ def test_what_the_recipe_for_a_cpu_reached_is_shown() -> None:
     plain, flipped = (f"{row[key] / 100:.2f} %" for key in ("correct", "correct_flipped"))
     took = f"{row['train_s'] / 60:.1f} minutes"
     assert f"{took} and reaches {plain} of the test images, {flipped} with mirror images" in page(DOCS / "training.md")
-    assert f"in {took} on two cores to {flipped} of the test images" in page(README)
+    assert f"on two cores in {took} to {plain} of the test images, {flipped} with mirror" in page(README)
     file = ROOT / "configs" / "recipes" / "cpu.yaml"
     assert yaml.safe_load(file.read_text())["trainer"]["max_epochs"] == row["epochs"]
     said = f"in {took} {row['correct'] / 100:.1f} % of the test images, {row['correct_flipped'] / 100 + 1e-9:.1f} %"
