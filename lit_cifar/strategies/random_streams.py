@@ -100,9 +100,9 @@ def _seed(seed: int, device: torch.device | None = None) -> None:
 
 
 def _seed_devices(device: torch.device) -> Callable[[int], object] | None:
-    if device.type == "cpu":
+    module: Any = getattr(torch, device.type, None)
+    if device.type == "cpu" or module is None:  # as of devices without values
         return None
-    module: Any = torch.get_device_module(device)
     seed_devices: Callable[[int], object] = getattr(module, "manual_seed_all", module.manual_seed)
     return seed_devices
 
