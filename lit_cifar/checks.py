@@ -1,6 +1,7 @@
 """Mistakes in a user's arguments that one process finds before others are started; a Trainer finds them in each."""
 
 import math
+import shlex
 import warnings
 from typing import Any
 
@@ -65,7 +66,7 @@ def check_arguments(trainer: Namespace, *, trains: bool) -> None:
         folder = trainer.default_root_dir
         raise ConfigError(
             f"--trainer.default_root_dir={folder} has no effect: everything goes to the run folder",
-            remedy=f"pass --run_dir={folder}",
+            remedy="pass " + shlex.quote(f"--run_dir={folder}"),
         )
     for name in ("limit_train_batches", "max_epochs", "max_steps"):
         if trains and trainer[name] == 0:

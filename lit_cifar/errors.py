@@ -4,7 +4,6 @@ The message of a user's mistake says what was received, which rule it breaks and
 prints it without a traceback and exits with status 2 (see `lit_cifar.cli`).
 """
 
-import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -21,10 +20,18 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def printable(name: str) -> str:
-    r"""A file's name for any file and terminal: bytes that are not UTF-8, and control characters, become `\xe9`."""
+def printable(text: str, *, lines: bool = False) -> str:
+    r"""`text` for any terminal and file: what would steer it is spelt out, and bytes that are not UTF-8, as `\xe9`.
+
+    Names of files and classes, and what a checkpoint says of itself, may come from anybody. With `lines`, line breaks
+    are kept.
+    """
+    return "".join(char if char.isprintable() or (lines and char == "\n") else _spelt(char) for char in text)
+
+
+def _spelt(char: str) -> str:
     # Python reads a byte that is not UTF-8 as one of 128 surrogates, which ends in the byte.
-    return re.sub(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]", lambda found: f"\\x{ord(found[0]) & 0xFF:02x}", name)
+    return f"\\x{ord(char) & 0xFF:02x}" if "\ud800" <= char <= "\udfff" else ascii(char)[1:-1]
 
 
 class ConfigError(ValueError):

@@ -1,5 +1,6 @@
 """The checkpoint that a command starts from: which file, what it says about the run, and whether it fits the model."""
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -104,9 +105,10 @@ def _check_classes(checkpoint: dict[str, Any], dataset: str) -> None:
     receipt = Receipt.read(checkpoint)
     trained_on = dataset if receipt is None else receipt.settings["dataset"]
     if trained_on != dataset:
+        known = shlex.quote(f"--data.dataset={str(trained_on).partition(' ')[0]}")
         raise CheckpointError(
             f"the checkpoint was trained on {trained_on}, not on {dataset}: classes and normalisation differ",
-            remedy=f"pass --data.dataset={str(trained_on).partition(' ')[0]}, or --config RUN_FOLDER/config.yaml",
+            remedy=f"pass {known}, or --config RUN_FOLDER/config.yaml",
         )
 
 

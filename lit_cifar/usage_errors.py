@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lit_cifar.cli_help import HelpAction
 from lit_cifar.commands import COMMANDS
-from lit_cifar.errors import ConfigError, SaveError, nearest
+from lit_cifar.errors import ConfigError, SaveError, nearest, printable
 from lit_cifar.reporting.run_folder import process_rank
 
 PROGRAM = "python -m lit_cifar"
@@ -130,8 +130,8 @@ def ended_in_words() -> Iterator[None]:
 def refuse(message: str, *, remedy: str | None = None, status: int = 2) -> NoReturn:
     """Print `message`, and `remedy` below it, in at most five lines on stderr, and exit with `status`."""
     rank = f"[rank {process_rank()}] " if process_rank() else ""
-    lines = [line.strip()[:300] for line in message.splitlines() if line.strip()]
-    last = [] if remedy is None else [remedy]
+    lines = [line.strip()[:300] for line in printable(message, lines=True).split("\n") if line.strip()]
+    last = [] if remedy is None else [printable(remedy, lines=True)]
     shown = lines[: _MAX_LINES - len(last)] + last
     print(f"{rank}lit_cifar: error: " + "\n  ".join(shown), file=sys.stderr, flush=True)
     raise SystemExit(status)

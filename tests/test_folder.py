@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lit_cifar.data.predict_files import read_folder
+from lit_cifar.data.predict_files import FORMATS, read_folder
 from lit_cifar.errors import DataError
 
 CLASSES = ("a", "b")
@@ -74,7 +74,7 @@ def test_unreadable_files_are_listed_with_the_reason(tmp_path):
     reasons = dict(zip([file.name for file in found.files], found.errors, strict=True))
     assert reasons["good.png"] is None
     assert reasons["last.png"] is None
-    assert reasons["notes.txt"] == reasons["empty.jpg"] == "not an image"
+    assert reasons["notes.txt"] == reasons["empty.jpg"] == f"not an image ({', '.join(FORMATS)})"
     assert reasons["gone.png"] == "No such file or directory"
     assert "truncated" in reasons["cut.png"]
     assert found.images.images[:, :, 0, 0].tolist() == [[1, 2, 3], [4, 5, 6]]

@@ -1,12 +1,15 @@
 """Neither a checkpoint nor a data file can run code: what is read from disk is never unpickled unchecked.
 
-A pickle can name any function to call. Each crafted one here would make a file; none may appear.
+A pickle can name any function to call. Each crafted one here would make a file; none may appear. Nor does a name from a
+file steer the terminal, the shell of who pastes a remedy, a spreadsheet, or Pillow to a program.
 """
 
 import ast
+import csv
 import hashlib
 import json
 import pickle
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ import torch
 from commands import TINY, run_here
 from data_files import load, prepare
 from lightning.pytorch import LightningModule
+from PIL import EpsImagePlugin, Image
 from tiny_task import TinyData, TinyTask, tiny_trainer
 from torchvision.datasets import CIFAR10
 
@@ -26,7 +30,11 @@ from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.checkpoint.lightning_io import CheckpointFiles
 from lit_cifar.checkpoint.save_errors import LAST, PREVIOUS
 from lit_cifar.data import cifar10
-from lit_cifar.errors import CheckpointError, DataError
+from lit_cifar.data.predict_files import FORMATS, read_image
+from lit_cifar.errors import CheckpointError, DataError, printable
+from lit_cifar.html_report.csv_reader import read_table
+from lit_cifar.reporting import output
+from lit_cifar.reporting.csv_files import replace_split
 
 REPOSITORY = Path(lit_cifar.__file__).parents[1]
 # Modules that unpickle, or can be made to.
@@ -188,6 +196,74 @@ def test_torchvisions_old_cache_of_fashion_mnist_runs_no_code(tmp_path: Path, ma
         prepare("fashion_mnist", tmp_path, download=False)
     with pytest.raises(DataError):
         load("fashion_mnist", tmp_path, split="train")
+
+
+STEERING = "a\x1b]0;owned\x07\x9b2J\r\u202eb"
+
+
+def test_an_error_does_not_steer_the_terminal(tmp_path: Path) -> None:
+    path = tmp_path / STEERING / "last.ckpt"
+    result = run_here("test", *TINY, f"--ckpt_path={path}", f"--run_dir={tmp_path / 'run'}")
+    assert result.status == 2
+    assert str(tmp_path) in result.stderr
+    assert r"a\x1b]0;owned\x07\x9b2J\r\u202eb" in result.stderr
+    assert all(char.isprintable() or char == "\n" for char in result.stderr)
+
+
+def test_neither_does_a_warning_nor_what_a_run_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    form = output._own_form(UserWarning(STEERING), UserWarning, lit_cifar.__file__)
+    assert form == f"lit_cifar: warning: {printable(STEERING)}\n"
+    assert printable(f"{STEERING}\n\udcff") == "a\\x1b]0;owned\\x07\\x9b2J\\r\\u202eb\n\\udcff"
+
+
+def test_a_remedy_is_quoted_for_the_shell(tmp_path: Path) -> None:
+    folder = tmp_path / "my runs;$(touch owned)"
+    folder.mkdir()
+    (folder / "file").touch()
+    torch.save({}, folder / "x.ckpt")
+    remedies = []
+    for flags in (["fit", f"--run_dir={folder}"], ["fit", f"--trainer.default_root_dir={folder}"]):
+        remedies.append(run_here(*flags, *TINY).stderr.splitlines()[-1])
+    with pytest.raises(CheckpointError) as refused:
+        verify_checkpoint(folder / "x.ckpt")
+    for remedy in [*remedies, refused.value.remedy]:
+        last = shlex.split(remedy)[-1]
+        assert last.startswith("--")
+        assert last.partition("=")[2].startswith(str(folder))
+
+
+def test_the_content_of_a_picture_decides_and_no_program_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pillow gives EPS to Ghostscript, whatever the file is called."""
+    started: list[Any] = []
+    drawn = Image.new("L", (8, 8)).im
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *args, **__: started.append(args) or drawn)
+    path = tmp_path / "x.png"
+    path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n%%EOF\n")
+    with Image.open(path) as image:
+        image.load()
+    assert started  # or the file would prove nothing
+    started.clear()
+    assert read_image(path, size=4) == "not an image (PNG, JPEG, GIF, BMP, TIFF, WEBP, PPM)"
+    assert not started
+    for form in FORMATS:
+        Image.new("RGB", (8, 8)).save(path, form)
+        assert isinstance(read_image(path, size=4), torch.Tensor), form
+
+
+def test_a_name_is_no_formula_in_a_spreadsheet_and_is_read_back(tmp_path: Path) -> None:
+    names = ["=1+1", "+cmd|x", "-2+3", "@SUM(1)", "'=quoted", "it's", "plain", "'", "=", "-"]
+    numbers = ["-0.5", "+1e9", "-inf", *(["7"] * 7)]
+    path = tmp_path / "x.csv"
+    replace_split(path, ["split", *names], "val", [numbers, names])
+    replace_split(path, ["split", *names], "test", [numbers])
+    cells = [cell for line in csv.reader(path.read_text().splitlines()) for cell in line]
+    risky = {cell for cell in cells if cell.startswith(("=", "+", "-", "@"))}
+    assert risky == {"-0.5", "+1e9", "-inf"}
+    rows = [row.cells for row in read_table(path)]
+    assert [*rows[0]] == ["split", *names]
+    assert [[*row.values()] for row in rows] == [["val", *numbers], ["val", *names], ["test", *numbers]]
 
 
 def doubtful(source: str) -> list[str]:

@@ -12,6 +12,7 @@ import io
 import os
 import re
 import secrets
+import shlex
 import shutil
 import struct
 from collections.abc import Mapping
@@ -78,7 +79,7 @@ def verify_checkpoint(path: Path) -> None:
     if expected is None and _is_whole_without_comment(path):
         raise CheckpointError(
             f"{path} carries no hash of its content: this release has not written it",
-            remedy=f"if you trust it, pass --ckpt_path={path}",
+            remedy="if you trust it, pass " + shlex.quote(f"--ckpt_path={path}"),
         )
     if expected is None:
         raise CheckpointError(f"{path} is truncated, or not a checkpoint", remedy=other)

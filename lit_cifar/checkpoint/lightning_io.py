@@ -17,7 +17,7 @@ from lit_cifar.checkpoint.files import carries_hash, snapshot, verify_checkpoint
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.checkpoint.save_errors import LAST, save_error, what_is_left
 from lit_cifar.checkpoint.weights_digest import note_epoch
-from lit_cifar.errors import CheckpointError, ConfigError, SaveError
+from lit_cifar.errors import CheckpointError, ConfigError, SaveError, printable
 from lit_cifar.reporting.synced_files import make_folder, sync
 from lit_cifar.watchdog.activity import HELPER
 
@@ -116,7 +116,7 @@ class CheckpointFiles(CheckpointIO):
         except CheckpointError as failure:
             if raised is None:
                 raise
-            print(f"lit_cifar: {failure}", file=sys.stderr, flush=True)
+            print(printable(f"lit_cifar: {failure}", lines=True), file=sys.stderr, flush=True)
 
     def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
         folder = path.parent

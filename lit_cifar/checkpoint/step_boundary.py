@@ -24,7 +24,7 @@ from torch.distributed import group
 from torch.nn.utils import get_total_norm
 
 from lit_cifar.checkpoint.callbacks import LastCheckpoint, has_failed, settle
-from lit_cifar.errors import CheckpointError, Stopped
+from lit_cifar.errors import CheckpointError, Stopped, printable
 from lit_cifar.launch.signals import EXIT_STOPPED, Keystrokes
 
 _MAX_IDS = 64
@@ -251,7 +251,7 @@ def _ending_if_not_saved(trainer: Trainer) -> Iterator[None]:
 def end_together(trainer: Trainer, message: str, *, status: int) -> NoReturn:
     """Print `message` on rank 0, and exit; every process must call this."""
     if trainer.is_global_zero:
-        print(f"lit_cifar: {message}", file=sys.stderr, flush=True)
+        print(printable(f"lit_cifar: {message}", lines=True), file=sys.stderr, flush=True)
     with suppress(Exception):  # rank 0 has printed the reason; the others need not be reachable
         trainer.strategy.barrier("end")
     raise Stopped(0 if _is_watched(trainer) else status)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def _refuse_beside_check(args: list[str], folder: str) -> None:
     if args not in (["--check", folder], [f"--check={folder}"]):
         raise ConfigError(
             "export --check compares files with their hashes, and takes nothing else",
-            remedy=f"python -m lit_cifar export --check {folder}",
+            remedy=f"python -m lit_cifar export --check {shlex.quote(folder)}",
         )
 
 

@@ -5,6 +5,7 @@ not mounted counts too: its owner has the data and wants no download.
 """
 
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
@@ -129,6 +130,6 @@ def _open_python_edition(root: Path, split: Split) -> Any:
 
 def _replace(folder: Path) -> str:
     return (
-        f"put an undamaged copy in its place, or move {folder} away and pass --data.download=true,\n"
+        f"put an undamaged copy in its place, or move {shlex.quote(str(folder))} away and pass --data.download=true,\n"
         "or use images drawn by code instead: --data.dataset=synthetic"
     )

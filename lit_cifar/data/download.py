@@ -2,6 +2,7 @@
 
 import hashlib
 import http.client
+import shlex
 import shutil
 import tarfile
 import tempfile
@@ -66,7 +67,7 @@ def remedies(archive: Archive, root: Path, *, tried: bool = False) -> str:
     allow = "" if tried else "allow the download with --data.download=true, or "
     return (
         f"pass --data.root=FOLDER where FOLDER holds {archive.folder} or cifar-10-batches-py,\n"
-        f"or {allow}put {archive.url} into {root} by hand,\n"
+        f"or {allow}put {archive.url} into {shlex.quote(str(root))} by hand,\n"
         "or use images drawn by code instead: --data.dataset=synthetic"
     )
 

@@ -3,6 +3,7 @@
 Source: Xiao, Rasul, Vollgraf, Fashion-MNIST: a novel image dataset for benchmarking machine learning algorithms, 2017.
 """
 
+import shlex
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -74,7 +75,8 @@ def _open(root: Path, split: Split) -> Any:
 
 def _damaged(root: Path, problem: str) -> DataError:
     folder = root / "FashionMNIST"
+    away = shlex.quote(str(folder))
     return DataError(
         f"{folder} is {' '.join(problem.split())}",
-        remedy=f"put an undamaged copy in its place, or move {folder} away and pass --data.download=true",
+        remedy=f"put an undamaged copy in its place, or move {away} away and pass --data.download=true",
     )

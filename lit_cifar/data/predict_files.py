@@ -12,6 +12,10 @@ from torch import Tensor
 from lit_cifar.data.images import ImageSet
 from lit_cifar.errors import DataError
 
+# What is read, whatever a file is called. Pillow knows forty more formats, most of them old, and starts Ghostscript for
+# one.
+FORMATS = ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM")
+
 
 @dataclass(frozen=True)
 class FolderImages:
@@ -25,8 +29,8 @@ class FolderImages:
 def read_folder(folder: Path, *, classes: tuple[str, ...], size: int = 32) -> FolderImages:
     """Read every file of `folder` and its subfolders, whatever its suffix, except hidden ones.
 
-    A file that is no image, or a damaged one, gets an entry in `errors`. An image is turned upright as its EXIF
-    orientation says, laid on white where it is transparent, cut to its central square and resized by antialiased
+    A file that is no image of `FORMATS`, or a damaged one, gets an entry in `errors`. An image is turned upright as its
+    EXIF orientation says, laid on white where it is transparent, cut to its central square and resized by antialiased
     bicubic interpolation to `size` pixels. Of an animation the first frame counts.
     """
     folder = folder.expanduser()
@@ -67,11 +71,11 @@ def read_image(path: Path, *, size: int) -> Tensor | str:
             # What Pillow merely finds odd (broken metadata) is no concern here; what may fill the memory is.
             warnings.simplefilter("ignore")
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path) as image:
+            with Image.open(path, formats=FORMATS) as image:
                 upright = ImageOps.exif_transpose(image)
                 square = ImageOps.fit(_to_rgb(upright), (size, size), method=Image.Resampling.BICUBIC)
     except UnidentifiedImageError:
-        return "not an image"
+        return f"not an image ({', '.join(FORMATS)})"
     except (Image.DecompressionBombWarning, Image.DecompressionBombError):
         return f"larger than {Image.MAX_IMAGE_PIXELS} pixels"
     except OSError as error:

@@ -1,5 +1,6 @@
 """What is exported: the network of a checkpoint, from an image's bytes to logits, and the images to compare it on."""
 
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -105,9 +106,10 @@ def open_checkpoint(path: Path, *, network: nn.Module | None, dataset: str | Non
     with naming(path):
         header, receipt = Header.of(content), Receipt.read(content)
     if header.network is not None and network is None:
+        own = shlex.quote(f"--model.network={header.network}")
         raise CheckpointError(
             f"{path} holds {header}, and no code is run because a checkpoint names it",
-            remedy=f"pass --config RUN_FOLDER/config.yaml, or --model.network={header.network}",
+            remedy=f"pass --config RUN_FOLDER/config.yaml, or {own}",
         )
     trained_on = dataset if receipt is None else str(receipt.settings["dataset"])
     if trained_on is None:

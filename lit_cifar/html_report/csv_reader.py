@@ -6,6 +6,7 @@ from io import StringIO
 from pathlib import Path
 
 from lit_cifar.errors import ConfigError
+from lit_cifar.reporting.csv_files import plain
 
 
 def damaged(path: Path, problem: str) -> ConfigError:
@@ -89,6 +90,6 @@ def _lines(path: Path, *, growing: bool) -> Iterator[tuple[int, list[str]]]:
         text = text[: text.rfind("\n") + 1]
     reader = csv.reader(StringIO(text, newline=""), strict=True)
     try:
-        yield from ((reader.line_num, cells) for cells in reader)
+        yield from ((reader.line_num, [*map(plain, cells)]) for cells in reader)
     except csv.Error as error:
         raise damaged(path, f"line {reader.line_num}: {error}") from error

@@ -1,6 +1,7 @@
 """Several runs beside one another: what to call them, whether they can be compared, in what they differ."""
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -41,9 +42,10 @@ def check_comparable(runs: Mapping[str, RunContents]) -> None:
     for name in others:
         for what, one, other in zip(("data", "classes"), _data_of(runs[first]), _data_of(runs[name]), strict=True):
             if one and other and one != other:
+                page = shlex.join(["python", "-m", "lit_cifar", "report", str(runs[name].folder)])
                 raise ConfigError(
                     f"the runs have different {what}, and cannot be compared:\n{first} has {one}\n{name} has {other}",
-                    remedy=f"make a page for each, e.g. python -m lit_cifar report {runs[name].folder}",
+                    remedy=f"make a page for each, e.g. {page}",
                 )
 
 

@@ -15,6 +15,8 @@ from typing import Any, TextIO
 
 import lightning
 
+from lit_cifar.errors import printable
+
 # Warnings of Lightning and torch that appear in every run, or in every run of a mode, and that no user can act on.
 _NOISE = (
     r".*LeafSpec.* is deprecated",  # Lightning's own use of torch's pytree, from torch 2.15 on
@@ -69,7 +71,7 @@ def without_banners() -> Iterator[None]:
 def _own_form(message: Warning | str, category: type[Warning], filename: str, *_: Any) -> str | None:
     """A warning of ours in a line, without the code that warns; None for any other warning."""
     is_ours = category is UserWarning and Path(filename).is_relative_to(_PACKAGE)
-    return f"lit_cifar: warning: {message}\n" if is_ours else None
+    return f"lit_cifar: warning: {printable(str(message), lines=True)}\n" if is_ours else None
 
 
 def _is_no_banner(record: logging.LogRecord) -> bool:

@@ -1,6 +1,7 @@
 """One folder per run, and the two loggers that write into it, also for a resumed run."""
 
 import csv
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -36,7 +37,7 @@ def create_run_folder(run_dir: str | None, *, label: str, lock: RunLock, resume:
         if not resume and any(path.name != LOCK for path in folder.iterdir()):
             raise ConfigError(
                 f"the run folder {folder} is not empty, and a new run needs an empty one",
-                remedy=f"choose another, e.g. --run_dir={next(_names(folder))}",
+                remedy="choose another, e.g. " + shlex.quote(f"--run_dir={next(_names(folder))}"),
             )
         lock.take(folder)
     return folder

@@ -12,6 +12,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_cifar.batch_split import BatchSplit
+from lit_cifar.errors import printable
 from lit_cifar.kernels import Kernels, in_words
 from lit_cifar.reporting.environment import environment, strategy_name
 from lit_cifar.reporting.output import leave_out_banners, outlast_readers
@@ -52,7 +53,7 @@ class RunReport(Callback):
             lines = opening_lines(trainer, pl_module, datamodule) if stage == "fit" else [_mode(trainer)]
             if self.kernels:
                 lines.append(_line("kernels", in_words(self.kernels)))
-            print(*lines, sep="\n", flush=True)
+            print(*map(printable, lines), sep="\n", flush=True)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._started_at = perf_counter()
@@ -83,7 +84,7 @@ class RunReport(Callback):
             lines += next_steps(self._folder, stage, checkpoint=checkpoint_path(trainer) if stage == "fit" else None)
         if stage == "predict":
             lines += _unread(trainer.datamodule)  # type: ignore[attr-defined]  # Lightning's own omission
-        print(*lines, sep="\n", flush=True)
+        print(*map(printable, lines), sep="\n", flush=True)
 
 
 def run_folder(trainer: Trainer) -> Path | None:

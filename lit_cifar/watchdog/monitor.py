@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from lit_cifar.errors import printable
 from lit_cifar.watchdog.activity import Activity
 from lit_cifar.watchdog.diagnosis import (
     JUDGE,
@@ -223,7 +224,7 @@ class Monitor(threading.Thread):
     def _conclude(self, verdict: Verdict) -> None:
         self.verdict = verdict
         if verdict.reporter == self._own.rank and not verdict.quiet:
-            print(verdict, file=sys.stderr, flush=True)
+            print(printable(str(verdict), lines=True), file=sys.stderr, flush=True)
         if self._has_readers(verdict):
             # Wait until all have read it: one that had not would find this process gone and report that.
             time.sleep(2 * (BEAT_S + self._board.answer_s))

@@ -1,6 +1,7 @@
 """Is one kind of run better than another, or is the difference no larger than between seeds?"""
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,7 +119,9 @@ def read_shuffling(record: str | Path) -> pd.DataFrame:
     """
     path = Path(record)
     if not path.is_file():
-        raise ConfigError(f"there is no record {path}", remedy=f"python benchmarks/shuffling.py {path}")
+        raise ConfigError(
+            f"there is no record {path}", remedy=f"python benchmarks/shuffling.py {shlex.quote(str(path))}"
+        )
     frame = pd.DataFrame(json.loads(path.read_text(encoding="utf-8"))["rows"])
     frame = frame.assign(accuracy=frame["correct"] / frame["total"], loss=frame["losses"].str[-1])
     return frame[["seed", "processes", "set_epoch", "accuracy", "loss"]]
