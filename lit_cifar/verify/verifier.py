@@ -8,6 +8,7 @@ from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 
 from lit_cifar.batch_split import GhostBatches
 from lit_cifar.errors import ConfigError
@@ -82,22 +83,30 @@ class Verifier:
             return mode.ghost_batches(accumulation=self.launcher.settings.accumulation)
 
     def compare(self, cases: Sequence[Case]) -> Iterator[Compared]:
-        """Run each case and the references that they need, several at a time; yields as they end."""
+        """Run each case and the references that they need, several at a time; yields as they are judged.
+
+        A worker judges what it has run before it runs the next: records are large, and must not pile up on the disk.
+        """
         chunks = [self.ghost_batches_of(case.mode) for case in cases]
-        launched: dict[Future[Outcome], tuple[int, Path]] = {}
+        judging = Lock()  # the precision in which an evaluation is repeated is set for all threads
+
+        def compared(number: int, key: GhostBatches) -> Compared:
+            case = cases[number]
+            folder = self.launcher.new_folder(case.mode.name)
+            outcome = self.launcher.run_mode(case.mode, folder, bug=case.bug)
+            row = VerifiedMode(case.mode.name, self.references.words(key))
+            with judging:
+                judge(row, outcome, Record(folder), self.references.get(key), self.launcher.settings)
+            return Compared(number, row, outcome, folder)
+
+        launched: list[Future[Compared]] = []
         with workers(self.launcher.settings.num_at_once) as pool:
             for key in dict.fromkeys(chunks):
                 self.references.start(key, pool)
-                for number in (number for number, its in enumerate(chunks) if its == key):
-                    folder = self.launcher.new_folder(cases[number].mode.name)
-                    run = pool.submit(self.launcher.run_mode, cases[number].mode, folder, bug=cases[number].bug)
-                    launched[run] = number, folder
-            for run in as_completed(launched):
-                number, folder = launched[run]
-                row = VerifiedMode(cases[number].mode.name, self.references.words(chunks[number]))
-                judge(row, run.result(), Record(folder), self.references.get(chunks[number]), self.launcher.settings)
-                yield Compared(number, row, run.result(), folder)
-                shutil.rmtree(folder)
+                launched += [pool.submit(compared, number, key) for number, its in enumerate(chunks) if its == key]
+            for done in as_completed(launched):
+                yield done.result()
+                shutil.rmtree(done.result().folder)
 
 
 def verify(
