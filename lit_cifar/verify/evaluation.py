@@ -28,6 +28,18 @@ class Evaluated:
     ids: Tensor  # int64, (n,)
     labels: Tensor  # int64, (n,)
     logits: Tensor  # (n, num_classes)
+    sizes: Tensor | None = None  # int64, how many of them each batch had
+
+    def of_replicas(self, count: int) -> list[tuple[int, int]]:
+        """Right and seen samples of each replica among which every batch is divided by `Tensor.chunk`, as in `dp`."""
+        assert self.sizes is not None
+        right = torch.split(self.logits.argmax(dim=1) == self.labels, self.sizes.tolist())
+        found = [[0, 0] for _ in range(count)]
+        for batch in right:
+            for own, chunk in zip(found, batch.chunk(count), strict=False):  # a small batch has fewer chunks
+                own[0] += int(chunk.sum())
+                own[1] += len(chunk)
+        return [(own[0], own[1]) for own in found]
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -60,8 +72,9 @@ class LogitsOfAll:
     def take(self) -> dict[str, Tensor]:
         """The arguments of `Evaluated`; the next evaluation begins."""
         ids, labels, logits = (torch.cat(column) for column in zip(*self._batches, strict=True))
+        sizes = torch.tensor([len(batch[0]) for batch in self._batches])
         self._batches = []
-        return {"ids": ids, "labels": labels, "logits": logits}
+        return {"ids": ids, "labels": labels, "logits": logits, "sizes": sizes}
 
 
 class _Collects(L.Callback):

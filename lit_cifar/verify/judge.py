@@ -114,7 +114,11 @@ def _compare_evaluation(
         row.differences[LOGITS] = max([row.differences.get(LOGITS, 0.0), *(gap for _, gap in gaps)])
     row.tolerance[LOGITS] = max(row.tolerance.get(LOGITS, 0.0), bound)
     if number == max(record.steps):
-        row.problems += evaluation_file_problems(record, evaluated) if reference.record.logged else []
+        row.problems += (
+            evaluation_file_problems(record, evaluated, in_chunks=settings.num_parts is None)
+            if reference.record.logged
+            else []
+        )
         counts = [its.counts for its in record.first_of_ranks(evaluated).values()]
         row.counts = (sum(right for right, _ in counts), sum(seen for _, seen in counts))
 

@@ -43,8 +43,11 @@ def _lines(record: Record, name: str) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def evaluation_file_problems(record: Record, last: dict[int, Evaluated]) -> list[str]:
-    """Where `per_rank.csv` and `confusion.csv` are not what the logits of the last evaluation say, by process."""
+def evaluation_file_problems(record: Record, last: dict[int, Evaluated], *, in_chunks: bool = True) -> list[str]:
+    """Where `per_rank.csv` and `confusion.csv` are not what the logits of the last evaluation say.
+
+    By process, and `in_chunks` also by replica of `dp`, which virtual replicas divide in another way.
+    """
     ranks = [evaluated for _, evaluated in sorted(record.first_of_ranks(last).items())]
     matrix = torch.zeros(2 * [ranks[0].logits.shape[1]], dtype=torch.int64)
     for evaluated in ranks:
@@ -55,11 +58,14 @@ def evaluation_file_problems(record: Record, last: dict[int, Evaluated]) -> list
     rows = _rows(record, per_rank.FILE_NAME)
     *each, total = [(int(row[2]), int(row[3])) for row in rows] or [(0, 0)]
     share = max(1, len(each) // len(ranks))  # a process of `dp` has several replicas
-    counted = [_sum(each[place : place + share]) for place in range(0, len(each), share)]
-    wanted = [evaluated.counts for evaluated in ranks]
+    if share > 1 and in_chunks:
+        counted, wanted = each, [counts for evaluated in ranks for counts in evaluated.of_replicas(share)]
+    else:
+        counted = [_sum(each[place : place + share]) for place in range(0, len(each), share)]
+        wanted = [evaluated.counts for evaluated in ranks]
     for rank, (mine, its) in enumerate(zip_longest([*counted, total], [*wanted, _sum(wanted)])):
         if mine != its:
-            who = "all" if rank == len(ranks) else f"rank {rank}"
+            who = "all" if rank == len(wanted) else f"rank {rank}"
             problems.append(f"{per_rank.FILE_NAME}: right and seen of {who} are {mine}, its logits say {its}")
     wrong = [row[1] for row in rows if row[4] != f"{int(row[2]) / max(1, int(row[3])):.6f}"]
     return problems + [f"{per_rank.FILE_NAME}: the accuracy of {who} is not its quotient" for who in wrong]
