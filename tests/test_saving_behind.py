@@ -401,7 +401,7 @@ def test_what_is_said_in_the_end_is_true(
 ) -> None:
     """The newest checkpoint is named when it is there; until it is waited for, the disk does nothing."""
     said: list[str] = []
-    end, settle = boundary._end, boundary.settle
+    end, settle = boundary.end_together, boundary.settle
 
     def listen(trainer: Trainer, message: str, *, status: int) -> None:
         said.append(message)
@@ -412,7 +412,7 @@ def test_what_is_said_in_the_end_is_true(
         disk.allow()
         settle(trainer)
 
-    monkeypatch.setattr(boundary, "_end", listen)
+    monkeypatch.setattr(boundary, "end_together", listen)
     monkeypatch.setattr(boundary, "settle", wait)
     flags = [*TINY, "--last_checkpoint.every_n_steps=3", *END[cause], f"--run_dir={tmp_path / 'run'}"]
     assert run_here("fit", *flags).status == status

@@ -6,8 +6,11 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.verify.comparison import KINDS, Step, differences
+from lit_cifar.verify.comparison import Step, differences
 
 RESIZED_BOUND = 1e-5  # how much a resized training may differ: another number of processes changes the rounding of sums
 _CLOCKED = "per_s"  # suffix of the metrics that depend on the speed of the machine
@@ -20,7 +23,7 @@ def distance(found: Path, expected: Path) -> tuple[float, str]:
     It is 0 if and only if all parameters, buffers and numbers of the optimizer's state are the same.
     """
     by_kind = differences(_step(read_checkpoint(found)), _step(read_checkpoint(expected)))
-    return max((value, name) for kind in KINDS for name, value in by_kind[kind].items())
+    return max((value, name) for by_name in by_kind.values() for name, value in by_name.items())
 
 
 def position_problems(found: Path, expected: Path) -> list[str]:
@@ -55,14 +58,18 @@ def receipt_problems(found: Path, expected: Path) -> list[str]:
 
 
 def _step(checkpoint: dict[str, Any]) -> Step:
-    state = checkpoint["state_dict"]
-    running = ("running_mean", "running_var", "num_batches_tracked")
-    return {
-        "loss": 0.0,  # the journal of one step says nothing about the end
-        "state": state,
-        "buffers": [name for name in state if name.endswith(running)],
-        "optimizer": checkpoint["optimizer_states"][0],
+    state, optimizer = checkpoint["state_dict"], checkpoint["optimizer_states"][0]
+    trained = [name for name in state if not name.endswith(("running_mean", "running_var", "num_batches_tracked"))]
+    names = {index: trained[index] if index < len(trained) else f"parameter {index}" for index in optimizer["state"]}
+    by_name = {names[index]: values for index, values in optimizer["state"].items()}
+    by_name |= {f"group {number}": group for number, group in enumerate(optimizer["param_groups"])}
+    numbers = {
+        f"{name}:{key}": torch.as_tensor(value)
+        for name, values in by_name.items()
+        for key, value in values.items()
+        if isinstance(value, Tensor | float | int)
     }
+    return {"parameters": state, "optimizer": numbers}
 
 
 def _rows(path: Path) -> Iterator[dict[str, str]]:
