@@ -229,7 +229,7 @@ def test_the_one_device_goes_without_what_the_modes_are_to_show_equal(
     assert len(references.get(GhostBatches()).bounds) == 2
 
 
-@pytest.mark.parametrize("precision", ["64-true", "32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["64-true", "32-true", "32", "bf16-mixed"])
 def test_an_evaluation_may_differ_by_what_rounding_turns(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four times what the same evaluation in a wider precision differs by."""
 

@@ -126,7 +126,7 @@ def test_pictures_of_any_size_in_folders_of_any_name(tmp_path: Path) -> None:
     given = [flag for flag in flags(root, *cheap, "--data.val_size=6") if "figures" not in flag]
     done(run_here("fit", *given, f"--run_dir={run}"))
     done(run_here("report", run, f"--output={tmp_path / 'page.html'}"))
-    names = ["$0_$5", "C#", "C++", r"caf\xe9", r"tab\x09\x1b[31m", "x" * 200]
+    names = ["$0_$5", "C#", "C++", r"caf\xe9", r"tab\t\x1b[31m", "x" * 200]
     with (run / "confusion.csv").open(newline="", encoding="utf-8") as file:
         assert next(csv.reader(file)) == ["split", "class", *names]
     assert trained(run)["receipt"]["settings"]["dataset"] == f"folder of {', '.join(names)}"

@@ -212,8 +212,8 @@ def test_an_error_does_not_steer_the_terminal(tmp_path: Path) -> None:
 
 def test_neither_does_a_warning_nor_what_a_run_prints(capsys: pytest.CaptureFixture[str]) -> None:
     form = output._own_form(UserWarning(STEERING), UserWarning, lit_cifar.__file__)
-    assert form == f"lit_cifar: warning: {printable(STEERING)}\n"
-    assert printable(f"{STEERING}\n\udcff") == "a\\x1b]0;owned\\x07\\x9b2J\\r\\u202eb\n\\udcff"
+    assert form == f"lit_cifar: warning: {printable(STEERING, lines=True)}\n"
+    assert printable(f"{STEERING}\n\udcff", lines=True) == "a\\x1b]0;owned\\x07\\x9b2J\\r\\u202eb\n\\xff"
 
 
 def test_a_remedy_is_quoted_for_the_shell(tmp_path: Path) -> None:

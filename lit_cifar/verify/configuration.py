@@ -95,8 +95,7 @@ class Configuration:
 
     @property
     def precision(self) -> str:
-        """In full: "32-true", "64-true" or "bf16-mixed"."""
-        return _PRECISIONS[str(self.config["trainer"]["precision"] or "32-true")]
+        return precision_of(self.config)
 
     @property
     def num_at_once(self) -> int:
@@ -172,6 +171,11 @@ class Configuration:
 def evaluated_every(steps: int) -> int:
     """Half of `steps`, or the largest number of them that divides all."""
     return max(every for every in range(1, max(steps, 2)) if steps % every == 0)
+
+
+def precision_of(config: Mapping[str, Any]) -> str:
+    """In full: "32-true", "64-true" or "bf16-mixed"."""
+    return _PRECISIONS[str(config["trainer"]["precision"] or "32-true")]
 
 
 def module_of(config: Mapping[str, Any], **kwargs: Any) -> LitResNet:

@@ -12,7 +12,7 @@ from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.images import Batch
 from lit_cifar.modes import SILENT
 from lit_cifar.verify.comparison import EXACT_BOUND, FLOOR_ULP, LOGITS, NOISE_FACTOR, Bounds, Step, and_more
-from lit_cifar.verify.configuration import module_of
+from lit_cifar.verify.configuration import module_of, precision_of
 from lit_cifar.verify.logged_metrics import METRIC_BOUND
 from lit_cifar.verify.rank_state import filled
 from lit_cifar.verify.runs import quiet
@@ -103,7 +103,7 @@ def expected(step: Step, *, config: Mapping[str, Any]) -> Expected:
     """
     evaluated, metrics = _evaluated_alone(step, config=config)
     logits, bounds = EXACT_BOUND, dict.fromkeys(metrics, METRIC_BOUND)
-    if (wider := _WIDER.get(_precision(config))) is not None:
+    if (wider := _WIDER.get(precision_of(config))) is not None:
         wide, wide_metrics = _evaluated_alone(step, config=config, precision=wider)
         logits = max(
             FLOOR_ULP * torch.finfo(torch.float32).eps, NOISE_FACTOR * max(gap for _, gap in evaluated.gaps(wide))
@@ -112,10 +112,6 @@ def expected(step: Step, *, config: Mapping[str, Any]) -> Expected:
         if wider == "32-true":
             bounds = {name: max(turned, NOISE_FACTOR * abs(wide_metrics[name] - metrics[name])) for name in metrics}
     return Expected(evaluated, metrics, {LOGITS: logits} | bounds)
-
-
-def _precision(config: Mapping[str, Any]) -> str:
-    return str(config["trainer"]["precision"] or "32-true")
 
 
 def _evaluated_alone(
