@@ -33,7 +33,6 @@ EVALUATION = BENCHMARKS / "2026-11-20-evaluation"
 FOUR_MODES = BENCHMARKS / "2026-11-20-modes"
 VERIFY = BENCHMARKS / "2026-11-20-verify"
 NETWORKS = BENCHMARKS / "2026-11-22-networks"
-CLEAN = BENCHMARKS / "2026-11-23-verify-clean"
 SELF_TEST = BENCHMARKS / "2026-11-22-self-test"
 AGREEMENT = BENCHMARKS / "2026-11-20-agreement"
 CHAOS = BENCHMARKS / "2026-11-22-chaos"
@@ -273,18 +272,6 @@ def test_the_largest_difference_with_other_networks() -> None:
     rows = [row for path in NETWORKS.glob("*.json") for row in read(path)["rows"]]
     largest = max(difference for row in rows for difference in row["differences"].values())
     assert f"the largest difference is {brief(largest)} in float64" in page(DOCS / "networks.md")
-
-
-def test_how_many_right_runs_verify_called_wrong() -> None:
-    """None; the table has each configuration's modes by outcome, and the largest difference."""
-    rows = read(CLEAN / "clean.json")["rows"]
-    outcomes = Counter(mode["outcome"] for row in rows for mode in row["modes"])
-    assert outcomes == {"passed": outcomes["passed"]}
-    assert f"{outcomes['passed']} runs of {len(rows)} configurations" in page(CLEAN)
-    assert f"{outcomes['passed']} runs of {len(rows)} configurations" in page(DOCS / "verify.md")
-    for row in rows:
-        largest = brief(max(mode["difference"] for mode in row["modes"]))
-        assert f"| {row['configuration']} | {len(row['modes'])} | {largest} |" in page(CLEAN)
 
 
 def _of_what_it_may(row: dict[str, Any]) -> str:

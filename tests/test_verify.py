@@ -33,6 +33,7 @@ from lit_cifar.verify.checkpoint_check import checkpoint_problems
 from lit_cifar.verify.comparison import (
     EXACT_BOUND,
     KINDS,
+    LOGITS,
     Step,
     difference,
     differences,
@@ -785,7 +786,7 @@ def rows() -> dict[str, VerifiedMode]:
 def test_every_mode_trains_what_one_device_trains(name: str, rows: dict[str, VerifiedMode]) -> None:
     row = rows[name]
     assert row.problems == []
-    assert row.differences.keys() == set(KINDS)
+    assert row.differences.keys() == {*KINDS, LOGITS}
     assert max(row.differences.values()) <= EXACT_BOUND
     assert row.counts is not None
     assert row.counts[1] == 15
