@@ -28,8 +28,8 @@ from lit_cifar.modes import chosen, in_words, variants
 from lit_cifar.module import LitResNet
 from lit_cifar.verify import planted_in_one_rank as bugs_of_one
 from lit_cifar.verify import planted_mistakes as bugs
-from lit_cifar.verify.abstention import other_weights
-from lit_cifar.verify.checkpoint_check import checkpoint_problems
+from lit_cifar.verify.abstention import ROUNDING, other_weights
+from lit_cifar.verify.checkpoint_check import _equal, checkpoint_problems
 from lit_cifar.verify.comparison import (
     EXACT_BOUND,
     KINDS,
@@ -318,17 +318,56 @@ def test_random_networks_are_judged_where_one_device_draws_the_same(
     assert verifier.abstained(variants(2)["ddp"]) is None
 
 
-@pytest.mark.parametrize(("network", "stem"), [(None, "imagenet"), ({"class_path": "my_package.Net"}, None)])
-def test_verify_s_own_stem_is_for_resnets_alone(
-    network: Any, stem: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("model", "added"),
+    [
+        ({}, ["--model.arch=resnet10", "--model.stem=imagenet"]),
+        ({"arch": "resnet34"}, ["--model.stem=imagenet"]),
+        ({"arch": "resnet34", "stem": "cifar"}, []),
+        ({"arch": "lenet"}, []),
+        ({"network": {"class_path": "my_package.Net"}}, []),
+    ],
+)
+def test_what_verify_s_own_network_is(
+    model: dict[str, Any], added: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = settings().config
-    config["model"] |= {"network": network, "stem": None, "arch": None}
+    config["model"] |= {"network": None, "stem": None, "arch": None} | model
     printed = Outcome(0, yaml.safe_dump(config), "", 1.0)
     monkeypatch.setattr("lit_cifar.verify.configuration.run", lambda *args, **kwargs: printed)
     found = Configuration.of([], devices=2, folder=tmp_path)
-    assert found.config["model"]["stem"] == stem
-    assert ("--model.stem=imagenet" in found.flags) == (stem is not None)
+    assert [flag for flag in found.flags if flag.startswith("--model.") and "optimizer" not in flag] == added
+    assert {name: found.config["model"][name] for name in model} == model
+    assert all(flag.split("=")[1] in found.config["model"].values() for flag in added)
+
+
+def test_a_mode_beyond_measured_bounds_is_judged_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With bounds that rounding exceeds; what is wrong in float64 too is a failure."""
+    monkeypatch.setattr("lit_cifar.verify.comparison.NOISE_FACTOR", 0.0)
+    monkeypatch.setattr("lit_cifar.verify.comparison.FLOOR_ULP", 0.0)
+    cheap = ["--model.arch=tiny", "--data.val_size=0", "--trainer.precision=32-true"]
+    (row,) = verify(["dp"], steps=2, args=cheap)
+    assert row.outcome == "abstained"
+    assert row.problems[0] == ROUNDING
+    assert row.problems[1].startswith("step ")
+    monkeypatch.setattr("lit_cifar.verify.reference.EXACT_BOUND", 0.0)
+    (row,) = verify(["dp"], steps=2, args=cheap)
+    assert row.outcome == "failed"
+
+
+@pytest.mark.parametrize(("value", "equal"), [(-math.inf, True), (math.inf, False), (0.0, False)])
+def test_entries_that_are_infinite_alike_are_equal(value: float, equal: bool) -> None:
+    """As the best accuracy of a run without validation is."""
+    assert _equal(torch.tensor(value), torch.tensor(-math.inf), bound=0.0) == equal
+
+
+def test_bits_that_differ_among_processes_are_no_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = [["step 1: fc.bias of process 1 is not that of process 0"]]  # of the run in float32 alone
+    monkeypatch.setattr(Record, "own_problems", lambda self: said.pop() if said else [])
+    monkeypatch.setattr("lit_cifar.verify.comparison.FLOOR_ULP", 0.0)
+    monkeypatch.setattr("lit_cifar.verify.comparison.NOISE_FACTOR", 0.0)
+    (row,) = verify(["dp"], steps=2, args=["--model.arch=tiny", "--data.val_size=0", "--trainer.precision=32-true"])
+    assert row.outcome == "failed"
 
 
 def test_a_reference_that_takes_too_long_is_none(tmp_path: Path) -> None:
