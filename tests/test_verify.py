@@ -264,13 +264,21 @@ def test_a_batch_that_one_device_cannot_train_on_is_never_left_out() -> None:
 
 
 def test_what_only_a_run_of_the_mode_finds_is_refused_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = Outcome(2, "", "lit_cifar: error: no such thing\n  pass another", 1.0)
+    """Once, in the words of the first rank; of all modes it is left out."""
+    words = "lit_cifar: error: no such thing\n  pass another\n"
+    refused = Outcome(2, "", f"{words}[rank 1] {words}", 1.0)
     monkeypatch.setattr(Launcher, "run_alone", lambda *args: None)
-    monkeypatch.setattr(References, "get", lambda self, chunks: Reference(Record(tmp_path), [{}]))
+    monkeypatch.setattr("lit_cifar.verify.verifier.judge", lambda *args: None)
     monkeypatch.setattr(Launcher, "run_mode", lambda self, mode, folder, bug: refused)
-    with pytest.raises(ConfigError, match="no such thing") as caught:
-        verify_modes(Verifier(Launcher(settings(), 3, tmp_path, print)), [variants(2)["ddp"]])
-    assert caught.value.remedy == "pass another"
+    monkeypatch.setattr(References, "get", lambda *args: None)
+    said: list[str] = []
+    verifier = Verifier(Launcher(settings(), 2, tmp_path, said.append))
+    with pytest.raises(ConfigError, match="^no such thing") as raised:
+        verify_modes(verifier, [variants(2)["mp"]])
+    assert (raised.value.problem, raised.value.remedy) == ("no such thing", "pass another")
+    verifier = Verifier(Launcher(settings(), 2, tmp_path, said.append))
+    assert verify_modes(verifier, [variants(2)["mp"]], leave_out=True) == []
+    assert said == ["left out mp: no such thing"]
 
 
 @pytest.mark.parametrize(

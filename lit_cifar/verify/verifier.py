@@ -21,7 +21,7 @@ from lit_cifar.verify.judge import judge
 from lit_cifar.verify.launcher import Launcher, Report
 from lit_cifar.verify.record import Record
 from lit_cifar.verify.reference import References
-from lit_cifar.verify.runs import REFUSED, Outcome, quiet, refuse_if_invalid, workers
+from lit_cifar.verify.runs import REFUSED, Outcome, quiet, workers
 from lit_cifar.verify.verdict_table import VerifiedMode
 
 
@@ -144,27 +144,32 @@ def _verify(
     with tempfile.TemporaryDirectory(prefix="lit_cifar-verify-") as folder:
         settings = Configuration.of(list(args), devices=devices, folder=Path(folder))
         verifier = Verifier(Launcher(settings, steps, Path(folder), report))
-        return verify_modes(verifier, list(_possible(wanted, settings, report, leave_out="all" in names)))
+        possible = [*_possible(wanted, settings, report, leave_out="all" in names)]
+        return verify_modes(verifier, possible, leave_out="all" in names)
 
 
-def verify_modes(verifier: Verifier, wanted: Sequence[Variant]) -> list[VerifiedMode]:
+def verify_modes(verifier: Verifier, wanted: Sequence[Variant], *, leave_out: bool = False) -> list[VerifiedMode]:
     """Rows in the order of `wanted`; each reference is forgotten as soon as its last mode has been compared.
 
-    What only the run of a mode finds wrong with the user's flags is a `ConfigError`, no failed proof.
+    What only the run of a mode finds wrong with the user's flags is a `ConfigError`, no failed proof; or the mode is
+    left out.
     """
     rows = {mode.name: row for mode in wanted if (row := verifier.abstained(mode))}
     judged = [mode for mode in wanted if mode.name not in rows]
     chunks = {mode.name: verifier.ghost_batches_of(mode) for mode in judged}
     waiting = Counter(chunks.values())
     for compared in verifier.compare([Case(mode) for mode in judged]):
-        if compared.outcome.status == REFUSED:
-            refuse_if_invalid(compared.outcome)
-        rows[compared.row.mode] = compared.row
+        if compared.outcome.status != REFUSED:
+            rows[compared.row.mode] = compared.row
+        elif leave_out:
+            verifier.launcher.report(f"left out {compared.row.mode}: {compared.outcome.refusal.problem}")
+        else:
+            raise compared.outcome.refusal
         key = chunks[compared.row.mode]
         waiting[key] -= 1
         if not waiting[key]:
             verifier.references.forget(key)
-    return [rows[mode.name] for mode in wanted]
+    return [rows[mode.name] for mode in wanted if mode.name in rows]
 
 
 def _possible(
