@@ -17,8 +17,7 @@ from lit_cifar.commands.terminal import (
     writable,
 )
 from lit_cifar.doctor.examination import examine
-from lit_cifar.doctor.link_figure import draw
-from lit_cifar.doctor.printout import print_page
+from lit_cifar.doctor.page import draw, print_page
 from lit_cifar.errors import ConfigError
 
 _DESCRIPTION = """\

@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
+from lit_cifar.doctor import Finding, counted
 from lit_cifar.modes import MODES, Mode
 
 
@@ -28,8 +29,8 @@ class LocalMachine:
         )
 
     def __str__(self) -> str:
-        gpus = _count(self.num_gpus, "GPU") if self.num_gpus else "no GPU"
-        return f"{_count(self.num_cores, 'core')}, {gpus}, torch {torch.__version__}"
+        gpus = counted(self.num_gpus, "GPU") if self.num_gpus else "no GPU"
+        return f"{counted(self.num_cores, 'core')}, {gpus}, torch {torch.__version__}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +38,14 @@ class ModeRow:
     """A mode on a machine."""
 
     mode: Mode
-    accelerator: str | None  # where it runs: "cuda", "cpu", or None if it does not
+    accelerator: str | None  # where it runs: "cuda", "cpu", or None if it does not or should not
     verdict: str  # in words: with what, or why not
-    command: str | None  # what to type to run it there, None if it does not run
+    command: str | None  # what to type to run it there, or what mends the machine; None if torch lacks what it needs
+
+    def to_json(self) -> dict[str, str | bool]:
+        """For a file."""
+        fit = self.accelerator is not None
+        return {"mode": self.mode.name, "fit": fit, "reason": self.verdict, "command": self.command or ""}
 
 
 def mode_table(machine: LocalMachine) -> list[ModeRow]:
@@ -57,7 +63,7 @@ def _row(mode: Mode, machine: LocalMachine) -> ModeRow:
     if machine.num_gpus:
         verdict = f"on the CPU alone: {obstacle}"
     elif mode.has_processes:
-        verdict = f"yes, gloo processes on {_count(machine.num_cores, 'core')}"
+        verdict = f"yes, gloo processes on {counted(machine.num_cores, 'core')}"
     else:
         verdict = "yes, on the CPU" if mode.min_devices == 1 else "yes, on virtual devices of the CPU"
     return ModeRow(
@@ -95,7 +101,7 @@ def _command(*flags: str) -> str:
 def _in_words(counts: Sequence[int]) -> str:
     """E.g. "2 to 5 GPUs", or "2, 4 or 8 GPUs" where some between are missing."""
     *others, last = counts
-    words = _count(last, "GPU")
+    words = counted(last, "GPU")
     if not others:
         return words
     if len(counts) == last - counts[0] + 1:
@@ -103,5 +109,25 @@ def _in_words(counts: Sequence[int]) -> str:
     return f"{', '.join(map(str, others))} or {words}"
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def missing_from_torch(rows: Sequence[ModeRow]) -> list[Finding]:
+    """One finding for each reason for which modes do not run at all."""
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row.accelerator is None:
+            reasons.setdefault(row.verdict.removeprefix("no: "), []).append(row.mode.name)
+    mend = "pip install --upgrade torch torchvision"
+    return [
+        Finding("machine", f"{', '.join(names)} cannot run here: {reason}.", mend, tuple(names))
+        for reason, names in reasons.items()
+    ]
+
+
+def judge_modes(rows: Sequence[ModeRow], findings: Sequence[Finding]) -> list[ModeRow]:
+    """The rows of `mode_table`; for a mode that is not fit, with the first of all findings that says why."""
+    verdicts = []
+    for row in rows:
+        against = next((finding for finding in findings if row.mode.name in finding.modes), None)
+        if against is not None:
+            row = replace(row, accelerator=None, verdict=against.problem, command=against.mend)
+        verdicts.append(row)
+    return verdicts
