@@ -1,13 +1,13 @@
 """The whole examination of this machine, part by part."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lit_cifar.doctor import Check, Finding
+from lit_cifar.doctor import Check, Finding, counted
 from lit_cifar.doctor.environment import Clock, look_at_environment
 from lit_cifar.doctor.links import Link, check_copies, find_links
 from lit_cifar.doctor.machine import Gpu, look_at_machine
@@ -25,8 +25,8 @@ class Examination:
     links: list[Link]
     copies: Check
     ranks: Ranks
-    findings: list[Finding] = field(default_factory=list)
-    verdicts: list[ModeRow] = field(default_factory=list)
+    findings: list[Finding]
+    verdicts: list[ModeRow]
 
     @property
     def faults(self) -> list[Finding]:
@@ -88,7 +88,7 @@ def placed(num_devices: int | None, *, num_gpus: int, has_nccl: bool) -> tuple[i
         raise ConfigError(f"--devices={num_devices} processes do not fit one machine", remedy="pass --devices 2")
     if on_gpus and num_devices > num_gpus:
         raise ConfigError(
-            f"--devices={num_devices}, and torch sees {num_gpus} GPU{'s' * (num_gpus > 1)}: each process needs its own",
+            f"--devices={num_devices}, and torch sees {counted(num_gpus, 'GPU')}: each process needs its own",
             remedy=f"pass --devices {num_gpus}, or hide the GPUs: CUDA_VISIBLE_DEVICES= python -m lit_cifar doctor",
         )
     return num_devices, "cuda" if on_gpus else "cpu"

@@ -150,12 +150,16 @@ def _join(device: torch.device, *, rank: int, world_size: int) -> None:
     """NCCL between GPUs, gloo between CPUs; as in `fit`, the ports are on the loopback interface."""
     environment = LocalEnvironment()
     place = f"tcp://{environment.main_address}:{environment.main_port}"
-    backend, device_id = "gloo", None
-    if device.type == "cuda":
+    is_gpu = device.type == "cuda"
+    if is_gpu:
         torch.cuda.set_device(device)
-        backend, device_id = "nccl", device
     dist.init_process_group(
-        backend, init_method=place, rank=rank, world_size=world_size, timeout=_TIMEOUT, device_id=device_id
+        "nccl" if is_gpu else "gloo",
+        init_method=place,
+        rank=rank,
+        world_size=world_size,
+        timeout=_TIMEOUT,
+        device_id=device if is_gpu else None,
     )
 
 

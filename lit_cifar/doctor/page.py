@@ -22,7 +22,8 @@ from lit_cifar.doctor.links import Link
 from lit_cifar.doctor.measurement import SIZES, Measurement
 from lit_cifar.doctor.ranks import Ranks
 
-_NVLINK, _PCIE, _HOST = "#1a9850", "#4575b4", "#999999"
+_NVLINK, _HOST = "#1a9850", "#999999"
+_COLORS = dict.fromkeys(("PIX", "PXB", "PHB"), "#4575b4")
 
 
 def print_page(found: Examination, out: Console) -> None:
@@ -133,32 +134,24 @@ def draw(links: Sequence[Link], file: Path) -> None:
     axes.set(xlim=(-1.3, 1.3), ylim=(-1.3, 1.3), aspect="equal")
     axes.axis("off")
     if links:
-        _draw_all(axes, links)
-        figure.legend(loc="outside lower center", ncols=1, frameon=False)
+        _draw_all(figure, axes, links)
     else:
         axes.text(0, 0, "torch sees fewer than two GPUs", ha="center")
     figure.savefig(file)
 
 
-def _draw_all(axes: Axes, links: Sequence[Link]) -> None:
+def _draw_all(figure: Figure, axes: Axes, links: Sequence[Link]) -> None:
     count = 1 + max(link.source for link in links)
     angles = [math.pi * (1 - 2 * index / count) for index in range(count)]
     places = [(math.cos(angle), math.sin(angle)) for angle in angles]
-    explained: set[str] = set()
+    legend = {}
     for link in links:
         if link.source < link.destination:
             ends = zip(places[link.source], places[link.destination], strict=True)
-            label = link.in_words + ("" if link.peer else ", no direct copies")
-            shown = None if label in explained else label
-            style = "-" if link.peer else ":"
-            axes.plot(*ends, style, color=_color(link), linewidth=2, label=shown, zorder=1)
-            explained.add(label)
+            color = _NVLINK if link.kind.startswith("NV") else _COLORS.get(link.kind, _HOST)
+            (line,) = axes.plot(*ends, "-" if link.peer else ":", color=color, linewidth=2, zorder=1)
+            legend[link.in_words + ("" if link.peer else ", no direct copies")] = line
     for index, (x, y) in enumerate(places):
         axes.plot([x], [y], "o", markersize=36, color="white", markeredgecolor="black", zorder=2)
         axes.text(x, y, f"GPU {index}", ha="center", va="center", fontsize=8, zorder=3)
-
-
-def _color(link: Link) -> str:
-    if link.kind.startswith("NV"):
-        return _NVLINK
-    return _PCIE if link.kind in ("PIX", "PXB", "PHB") else _HOST
+    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=1, frameon=False)
