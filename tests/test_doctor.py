@@ -4,7 +4,6 @@ import hashlib
 import json
 import re
 import socket
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
@@ -18,6 +17,7 @@ from documents import ROOT
 from faulty_devices import CPU, Flipping, Sending, Slow, World, garble, keep, lose, tear
 from rich.console import Console
 
+from lit_cifar.commands import doctor
 from lit_cifar.doctor import ALL_MODES, COPY_MODES, PROCESS_MODES, Check, Finding, environment, examination, machine
 from lit_cifar.doctor.arithmetic import OPERATIONS, RIGHT, operations
 from lit_cifar.doctor.examination import Examination, placed
@@ -595,6 +595,15 @@ def test_a_fault_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Not fit: 1 fault\n   1. Rank 1 computes wrongly.\n      another machine\n" in result.stdout
 
 
+def test_ctrl_c_is_exit_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(examination, "examine_ranks", interrupt)
+    result = run_here("doctor")
+    assert (result.status, result.stderr) == (130, "interrupted; every process was ended\n")
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -614,8 +623,7 @@ def test_wrong_arguments_are_exit_status_2(args: list[str], words: str) -> None:
 
 
 def test_torchrun_starts_no_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
-    command = sys.modules["lit_cifar.commands.doctor"]  # the package has a function of that name
-    monkeypatch.setattr(command, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr(doctor, "is_torchelastic_launched", lambda: True)
     result = run_here("doctor")
     assert result.status == 2
     assert "run python -m lit_cifar doctor without torchrun" in result.stderr
