@@ -12,7 +12,7 @@ from data_files import write_binary_edition
 
 import lit_cifar
 from lit_cifar.data import cifar10
-from lit_cifar.verify.self_test import ARGS as VERIFIED
+from tests.mutations.self_test import ARGS as VERIFIED
 
 PACKAGE = Path(lit_cifar.__file__).parent
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
