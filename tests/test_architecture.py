@@ -74,6 +74,13 @@ def test_no_command_needs_pandas() -> None:
     assert users == set()
 
 
+def test_the_package_knows_nothing_of_its_mutations() -> None:
+    of_tests = {
+        path.stem for path in PACKAGE.rglob("*.py") for name in imported_names(path) if name.startswith("tests.")
+    }
+    assert of_tests == set()
+
+
 def walk(title: str) -> list[tuple[str, str]]:
     """The files and functions that the page lists below a heading."""
     section = PAGE.read_text().split(f"### {title}\n")[1].split("\n#")[0]
