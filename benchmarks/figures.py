@@ -24,6 +24,7 @@ REAL_DATA = HERE / "2026-11-21-loss-curves" / "losses.json"
 VERIFIED = HERE / "2026-11-20-verify" / "devices4_float64.json"
 PLANTED = HERE / "2026-11-22-self-test" / "self_test.json"
 PRINTED_ACCURACIES = [0.7479, 0.7604]  # of the articles' single process, after 15 epochs
+STOCK = HERE / "2026-11-24-stock-lightning" / "stock.json"
 SAME_BITS = 1e-17  # where a difference of 0 is drawn on a logarithmic axis
 BOUND = 1e-9  # what `verify` allows in float64
 SMALLEST_MISTAKES = {  # of each mode
@@ -133,7 +134,33 @@ def proof(verified: Path, planted: Path = PLANTED) -> Figure:
     return figure
 
 
+def stock_lightning(record: Path) -> Figure:
+    """The losses of stock Lightning on 1, 2 and 4 CPU processes, and those of `fit`."""
+    rows = [row for row in json.loads(record.read_text())["rows"] if row["seed"] == 0]
+    figure = Figure(figsize=(9.5, 3.4), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    titles = {"stock": "Lightning's ddp and sampler", "lit_cifar": "lit_cifar's ddp"}
+    for panel, (program, title) in zip(panels, titles.items(), strict=True):
+        curves = {row["processes"]: row["losses"] for row in rows if row["program"] == program}
+        for (processes, losses), width, color in zip(curves.items(), (5, 3, 1), (GREY, BLUE, RED), strict=True):
+            label = f"{processes} CPU process{'es' if processes > 1 else ''}"
+            panel.plot(range(1, len(losses) + 1), gallery.smooth(losses), linewidth=width, color=color, label=label)
+        panel.set_title(f"{title}\nlosses differ by up to {farthest(curves):.2g}", fontsize=10)
+        panel.set_xlabel("optimizer step, global batch 128")
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.legend(frameon=False, fontsize=8)
+    panels[0].set_ylabel("training loss, mean over 10 steps")
+    return figure
+
+
+def farthest(curves: dict[int, list[float]]) -> float:
+    """The largest difference of a step's loss from that of one process."""
+    return max(abs(a - b) for losses in curves.values() for a, b in zip(losses, curves[1], strict=True))
+
+
 FIGURES = {
+    "stock_lightning": (stock_lightning, STOCK),
     "choosing": (decision, HERE.parent / "docs" / "choosing.md"),
     "proof": (proof, VERIFIED),
     "loss_curves": (loss_curves, REAL_DATA),

@@ -18,7 +18,7 @@ RDZV_PORT=${RDZV_PORT:-29400}
 RDZV_ID=${RDZV_ID:-lit-cifar}     # machines with the same one belong together; no secret: nothing here has a password
 LAST_CALL_S=${LAST_CALL_S:-30}    # how long a start waits for further machines, once the smallest number is there
 DEAD_AFTER_S=${DEAD_AFTER_S:-10}  # a machine that is silent for so long counts as lost
-SHUTDOWN_S=${SHUTDOWN_S:-100}     # how long processes that are asked to stop have for their step and for saving
+SHUTDOWN_S=${SHUTDOWN_S:-100}     # grace period after SIGTERM, for the current step and for saving
 
 refuse() {
     echo "torchrun.sh: $1" >&2
