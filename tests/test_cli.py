@@ -80,10 +80,21 @@ REFUSED = {
     "devices in words": (["--trainer.devices=abc"], ["--trainer.devices=abc", "int > 0"]),
     "half a device": (["--trainer.devices=1.5"], ["--trainer.devices=1.5", "int > 0"]),
     "cores by number": (["--trainer.strategy=ddp", "--trainer.devices=[0,1]"], ["devices=[0, 1]", "int > 0"]),
-    "dp on nodes": (["--trainer.strategy=dp", "--trainer.num_nodes=2"], ["num_nodes", "ddp"]),
+    "dp on nodes": (
+        ["--trainer.strategy=dp", "--trainer.num_nodes=2"],
+        ["--trainer.num_nodes=2", "--trainer.strategy=ddp"],
+    ),
     "dp with synchronised BatchNorm": (
         ["--trainer.strategy=dp", "--trainer.devices=2", "--trainer.sync_batchnorm=true"],
-        ["sync_batchnorm"],
+        ["--trainer.sync_batchnorm=true", "Drop --trainer.sync_batchnorm"],
+    ),
+    "more stages than blocks": (
+        ["--trainer.strategy=mp", "--trainer.devices=10"],
+        ["10 stages of a network of 6 blocks"],
+    ),
+    "a cut at no block": (
+        ["--trainer.strategy=LayerParallelStrategy", "--trainer.strategy.cuts=[layer9.0]", "--trainer.devices=2"],
+        ["no stage can begin with 'layer9.0'"],
     ),
     "chunks of one device in a mode": (
         ["--trainer.strategy=dp", "--trainer.devices=2", "--model.ghost_batchnorm.num_shards=2"],
@@ -242,14 +253,6 @@ def test_more_gpus_than_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     more = torch.cuda.device_count() + 1
     assert_refused(run_here("fit", *TINY, "--trainer.accelerator=cuda", f"--trainer.devices={more}"), "GPU")
-
-
-def test_dp_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    for name in ("GROUP_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "0" if name == "GROUP_RANK" else "2")
-    assert_refused(run_here("fit", *TINY, *mode_flags("dp")), "torchrun", "--trainer.strategy=ddp")
 
 
 def test_a_bad_data_folder_is_refused(tmp_path: Path) -> None:
