@@ -263,12 +263,33 @@ def test_a_bad_data_folder_is_refused(tmp_path: Path) -> None:
     assert_refused(run_here("fit", *TINY, *flags), "cifar-10-batches-bin")
 
 
-@pytest.mark.parametrize("flag", ["--model.stem=cifar", "--model.arch=resnet18"])
-def test_a_checkpoint_of_another_network_is_refused(trained: Path, tmp_path: Path, flag: str) -> None:
+OF_CHECKPOINT = ["--ckpt_path={checkpoint}"]
+HELD = "{checkpoint}: the checkpoint holds tiny with the imagenet stem and 10 classes"
+REFUSED_LATER = {
+    "another stem": ("test", [*OF_CHECKPOINT, "--model.stem=cifar"], [HELD, "--model.stem"]),
+    "another network": ("test", [*OF_CHECKPOINT, "--model.arch=resnet18"], [HELD, "--model.arch"]),
+    "no held-out images": ("validate", [*OF_CHECKPOINT, "--data.val_size=0"], ["--data.val_size"]),
+    "no folder": ("predict", OF_CHECKPOINT, ["--data.predict_dir"]),
+    "classes of another data set": (
+        "predict",
+        [*OF_CHECKPOINT, "--data.dataset=cifar10", "--data.predict_dir=."],
+        ["{checkpoint}: ", "trained on synthetic, not on cifar10", "--data.dataset=synthetic"],
+    ),
+    "a word for the best of this process": ("test", ["--ckpt_path=best"], ["no checkpoint best"]),
+    "a word for the last of this process": ("test", ["--ckpt_path=last"], ["no checkpoint last"]),
+} | {
+    f"{command} of nothing": (command, [], ["untrained", "--ckpt_path"]) for command in ("validate", "test", "predict")
+}
+
+
+@pytest.mark.parametrize(("subcommand", "flags", "words"), REFUSED_LATER.values(), ids=REFUSED_LATER)
+def test_what_cannot_be_evaluated_is_refused(
+    subcommand: str, flags: list[str], words: list[str], trained: Path, tmp_path: Path
+) -> None:
     checkpoint = trained / "checkpoints" / "last.ckpt"
-    result = run_here("test", *TINY, flag, f"--ckpt_path={checkpoint}", f"--run_dir={tmp_path / 'run'}")
-    name = flag.split("=")[0]
-    assert_refused(result, f"{checkpoint}: the checkpoint holds tiny with the imagenet stem and 10 classes", name)
+    given = [flag.format(checkpoint=checkpoint) for flag in flags]
+    result = run_here(subcommand, *TINY, *given, f"--run_dir={tmp_path / 'run'}")
+    assert_refused(result, *(word.format(checkpoint=checkpoint) for word in words))
     assert not (tmp_path / "run").exists()
 
 
@@ -385,12 +406,6 @@ def test_the_printed_commands_work(trained: Path, tmp_path: Path) -> None:
     assert counts(tmp_path / "test")["all"][1] == 100
 
 
-def test_validate_without_held_out_images_is_refused(trained: Path) -> None:
-    checkpoint = trained / "checkpoints" / "last.ckpt"
-    result = run_here("validate", *TINY, "--data.val_size=0", f"--ckpt_path={checkpoint}")
-    assert_refused(result, "--data.val_size")
-
-
 def test_predict_lists_every_file_in_order(trained: Path, tmp_path: Path) -> None:
     folder = tmp_path / "photos"
     folder.mkdir()
@@ -433,27 +448,6 @@ def test_a_broken_picture_of_ones_own_is_refused(tmp_path: Path, subcommand: str
     broken.write_bytes(broken.read_bytes()[:100])
     result = run_here(subcommand, *flags, f"--run_dir={tmp_path / 'other'}")
     assert_refused(result, f"{broken} cannot be read as a picture", "replace it, or move it away")
-
-
-def test_predict_without_a_folder_is_refused(trained: Path) -> None:
-    checkpoint = trained / "checkpoints" / "last.ckpt"
-    assert_refused(run_here("predict", *TINY, f"--ckpt_path={checkpoint}"), "--data.predict_dir")
-
-
-def test_predict_does_not_name_the_classes_of_another_data_set(trained: Path) -> None:
-    checkpoint = trained / "checkpoints" / "last.ckpt"
-    result = run_here("predict", *TINY, f"--ckpt_path={checkpoint}", "--data.dataset=cifar10", "--data.predict_dir=.")
-    assert_refused(result, f"{checkpoint}: ", "trained on synthetic, not on cifar10", "--data.dataset=synthetic")
-
-
-@pytest.mark.parametrize("subcommand", ["validate", "test", "predict"])
-def test_an_untrained_network_is_not_evaluated(subcommand: str) -> None:
-    assert_refused(run_here(subcommand, *TINY), "untrained", "--ckpt_path")
-
-
-@pytest.mark.parametrize("word", ["best", "last"])
-def test_words_for_a_checkpoint_of_this_process_are_refused(word: str) -> None:
-    assert_refused(run_here("test", *TINY, f"--ckpt_path={word}"), f"no checkpoint {word}")
 
 
 def test_learning_rate_scaling_is_printed_and_applied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

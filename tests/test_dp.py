@@ -114,10 +114,6 @@ def test_replica_of_is_the_rule_of_chunk(num_samples: int, num_replicas: int) ->
     assert replicas.tolist() == expected
 
 
-def test_replica_of_leaves_late_replicas_without_samples() -> None:
-    assert replica_of(5, num_replicas=4).tolist() == [0, 0, 1, 1, 2]
-
-
 @needs_cuda
 @pytest.mark.parametrize("num_samples", [1, 5, 8])
 def test_replica_of_is_the_rule_of_scatter(num_samples: int) -> None:

@@ -58,6 +58,10 @@ def trained(run: Path) -> dict[str, Any]:
     return read_checkpoint(run / "checkpoints" / "last.ckpt")
 
 
+def saved(run: Path) -> list[str]:
+    return [f"--config={run / 'config.yaml'}", f"--ckpt_path={run / 'checkpoints' / 'last.ckpt'}"]
+
+
 def done(result: Result) -> Result:
     assert result.status == 0, result.stderr
     return result
@@ -80,10 +84,9 @@ def test_trained_tested_resumed_and_loaded(pictures: Path, tmp_path: Path) -> No
     assert expected.keys() == own_networks.Chain(width=4).state_dict().keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in trained(run)["state_dict"].items())
 
-    saved = ["--config", run / "config.yaml", "--ckpt_path", run / "checkpoints" / "last.ckpt"]
-    done(run_here("validate", *saved, f"--run_dir={tmp_path / 'validate'}"))
+    done(run_here("validate", *saved(run), f"--run_dir={tmp_path / 'validate'}"))
     predicted = tmp_path / "predict"
-    done(run_here("predict", *saved, f"--run_dir={predicted}", f"--data.predict_dir={pictures}"))
+    done(run_here("predict", *saved(run), f"--run_dir={predicted}", f"--data.predict_dir={pictures}"))
     assert len((predicted / "predictions.csv").read_text().splitlines()) == 1 + 17
 
     path = run / "checkpoints" / "last.ckpt"
@@ -268,12 +271,8 @@ def test_a_checkpoint_of_other_classes_names_none_here(pictures: Path, tmp_path:
     done(run_here("fit", *flags(pictures, own("Chain")), f"--run_dir={tmp_path / 'run'}"))
     draw_pictures(tmp_path / "others" / "fox", 1)
     draw_pictures(tmp_path / "others" / "owl", 1)
-    saved = [
-        "--config",
-        tmp_path / "run" / "config.yaml",
-        "--ckpt_path",
-        tmp_path / "run" / "checkpoints" / "last.ckpt",
-    ]
-    refused = run_here("predict", *saved, f"--data.root={tmp_path / 'others'}", f"--data.predict_dir={pictures}")
+    refused = run_here(
+        "predict", *saved(tmp_path / "run"), f"--data.root={tmp_path / 'others'}", f"--data.predict_dir={pictures}"
+    )
     assert refused.status == 2
     assert "the checkpoint was trained on folder of cat, dog, not on folder of fox, owl" in refused.stderr

@@ -25,8 +25,8 @@ FAST = ["--model.optimizer=lit_cifar.muon.MuonSGD", "--model.zero_init_residual=
 # 303 images are nine full steps and one of 15, which no number of processes divides: 20 steps in two epochs.
 LONG = ["--data.num_train=319", "--data.val_size=16", "--data.batch_size=32"]
 FLOAT64 = "--trainer.precision=64-true"
-# Of 58 images the last batch has 10, which are parts of 3, 3, 2 and 2. No bit may differ.
-BITS = ["--virtual_replicas=4", "--data.num_train=74", "--data.val_size=16", "--data.batch_size=16"]
+# Of 50 images the last batch has 18, which are parts of 5, 5, 4 and 4. No bit may differ.
+BITS = ["--virtual_replicas=4", "--data.num_train=66", "--data.val_size=16", "--data.batch_size=32"]
 BITS += ["--data.eval_batch_size=8"]
 BFLOAT16 = ["--trainer.precision=bf16-mixed", "--trainer.gradient_clip_val=0.5"]
 DRAWING = ["--model.network=own_networks.Drawing", *BITS, "--trainer.precision=32-true"]
@@ -59,7 +59,7 @@ SLOW = {
     "bits in bfloat16 on two devices": Case("ddp fsdp2", [*TINY, *BITS, *BFLOAT16]),
     "bits in float32": Case("dp ddp ddp_spawn mp", [*TINY, *BITS, "--trainer.precision=32-true"]),
     "bits in float64": Case("ddp", [*TINY, *BITS], devices=4),
-    "bits, random masks in other modes": Case("dp ddp ddp_mp ddp_pp fsdp2", DRAWING, devices=4),
+    "bits, random masks in other modes": Case("ddp ddp_mp ddp_pp fsdp2", DRAWING, devices=4),
     "MuonSGD": Case("dp ddp mp pp", [*TINY, *FAST]),
     "two epochs": Case("ddp-sync", [*TINY, *LONG, "--model.optimizer.lr=0.02"], devices=4, steps=20),
 }
@@ -78,7 +78,7 @@ ALL = [
 ]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", ALL)
 def test_a_mode_trains_what_one_device_trains(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))  # for networks of the user's own
@@ -91,7 +91,7 @@ def test_a_mode_trains_what_one_device_trains(case: Case, tmp_path: Path, monkey
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_in_float32_small_steps_tell_a_wrong_gradient_from_rounding() -> None:
     """Any change of the summation order (1e-7) moves some activation across a kink of ReLU or max-pooling within a few
     steps, and its gradient then differs by far more: with a real learning rate by a twentieth of all that was learned

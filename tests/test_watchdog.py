@@ -569,7 +569,7 @@ def test_who_leaves_waits_until_its_last_beat_has_arrived() -> None:
 
 
 def test_the_one_that_does_not_get_on_is_found(capsys: pytest.CaptureFixture[str]) -> None:
-    pair = Pair(timeout_s=5)
+    pair = Pair(timeout_s=2)
     pair.fall_behind(step=4)
     pair.start().join()
     verdict = pair.watches[0].verdict
