@@ -141,6 +141,7 @@ def records_with(old: int | None, label: int) -> bytes:
         ("data_batch_3.bin", records_with(None, 10), "{path}: record 7 has label 10; CIFAR-10's are 0 to 9"),
         ("data_batch_3.bin", records_with(3, 4), "holds 8 train images of class cat; CIFAR-10 has 10 of each"),
     ],
+    ids=["missing", "too short", "no such label", "too few of a class"],
 )
 def test_a_damaged_file_is_not_replaced_by_the_python_edition(binary_root, python_root, name, content, words):
     path = binary_root / "cifar-10-batches-bin" / name
