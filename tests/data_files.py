@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from lit_cifar.data.cifar10 import FILES
 from lit_cifar.data.dataset import Split
@@ -67,6 +68,15 @@ def served(folder: Path) -> Iterator[str]:
 class _QuietHandler(http.server.SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing."""
+
+
+def draw_pictures(folder: Path, num: int, *, seed: int = 0) -> None:
+    """`num` pictures of noise, of different sizes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = np.random.default_rng(seed)
+    for index in range(num):
+        pixels = generator.integers(0, 256, (30 + index, 50, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{index}.png")
 
 
 def prepare(name: str, root: Path, *, download: bool) -> None:

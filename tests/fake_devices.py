@@ -224,7 +224,7 @@ def data_module(*, kind: type[CIFAR10DataModule] = CIFAR10DataModule, **settings
 
 def lit_resnet(**settings: Any) -> LitResNet:
     """A small network."""
-    return LitResNet("resnet10", stem="imagenet", **settings)
+    return LitResNet("tiny", stem="imagenet", **settings)
 
 
 def train(strategy: Any, module: Any, data: Any, **settings: Any) -> None:

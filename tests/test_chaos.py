@@ -2,12 +2,13 @@
 
 import errno
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ import torch
 from commands import TINY, launch, mode_flags, run_here
 from processes import marked
 from rich.console import Console
+from torch import Tensor
 
 from lit_cifar.chaos.audit import distance, metric_problems, position_problems, receipt_problems
 from lit_cifar.chaos.disk_fault import CAN_FILL, fill_disk
@@ -31,6 +33,7 @@ from lit_cifar.chaos.sample_history import Batches, LoggedStep, Start, audit, ef
 from lit_cifar.chaos.sample_log import Journal, JournalReader
 from lit_cifar.chaos.training import Configuration, Training, chosen_modes
 from lit_cifar.chaos.workers import ANEW, LAUNCH, WORKERS, Worker, is_anew, read_workers
+from lit_cifar.commands.terminal import exit_orderly_when_terminated
 from lit_cifar.data import Batch
 from lit_cifar.launch.forked import ForkedRun
 
@@ -145,70 +148,54 @@ def without(lines: list[LoggedStep], *, step: int, rank: int | None = None) -> l
 
 
 def test_the_last_run_of_a_step_counts() -> None:
-    lines = training({FIRST: range(4), SECOND: range(2, 5), THIRD: range(4, 6)})
-    found = audit(lines, undisturbed=UNDISTURBED)
+    found = audit(training({FIRST: range(4), SECOND: range(2, 5), THIRD: range(4, 6)}), undisturbed=UNDISTURBED)
     assert (found.missing, found.doubled, found.moved, found.problems) == (0, 0, 0, [])
     assert found.repeated == 2 + 1
 
 
-def test_a_step_that_only_some_processes_finished_does_no_harm_once_it_is_repeated() -> None:
-    lines = [*without(training({FIRST: range(4)}), step=3, rank=1), *training({SECOND: range(3, 6)})]
+SOUND = {
+    "a step that only some processes finished": without(training({FIRST: range(4)}), step=3, rank=1)
+    + training({SECOND: range(3, 6)}),
+    "another number of processes": training({FIRST: range(4)}) + training({SECOND: range(3, 6)}, num_ranks=1),
+    "several loader steps of one optimizer step": [
+        replace(line, ids=(i,)) for line in training({FIRST: range(6)}) for i in line.ids
+    ],
+}
+
+
+@pytest.mark.parametrize("lines", SOUND.values(), ids=SOUND)
+def test_what_does_no_harm(lines: list[LoggedStep]) -> None:
     assert audit(lines, undisturbed=UNDISTURBED).problems == []
+    assert num_repeated(SOUND["several loader steps of one optimizer step"]) == 0
 
 
-def test_another_number_of_processes_reads_the_same() -> None:
-    lines = training({FIRST: range(4)}) + training({SECOND: range(3, 6)}, num_ranks=1)
-    assert audit(lines, undisturbed=UNDISTURBED).problems == []
+WHOLE = training({FIRST: range(6)})
+LOST = training({FIRST: range(2), SECOND: range(3, 6)})
+# After a restart at step 1 the first batch comes again, and the epoch goes on from there.
+AGAIN = [replace(line, step=line.step + 1) for line in training({SECOND: range(2)})]
+SWAPPED = [replace(line, step={0: 1, 1: 0}.get(line.step, line.step)) for line in WHOLE]
+FOREIGN = [replace(line, ids=(7,)) if line.ids == (4,) and line.epoch else line for line in WHOLE]
+TOO_MANY = LoggedStep(start=FIRST, rank=0, dp_rank=0, epoch=2, step=6, ids=(0, 1))
+HARM: dict[str, tuple[list[LoggedStep], tuple[int, int, int], str]] = {
+    "a lost step": (LOST, (1, 0, 1), "epoch 0, step 2: was never run\nepoch 0: 1 samples are missing, e.g. 4"),
+    "a part that was lost": (without(WHOLE, step=4, rank=1), (1, 0, 1), "epoch 1"),
+    "a loader that goes on too early": (
+        training({FIRST: range(1)}) + AGAIN + training({SECOND: range(3, 6)}),
+        (1, 2, 2),
+        "2 samples are unknown or counted too often, e.g. 0",
+    ),
+    "a batch twice in one start": (WHOLE + training({FIRST: range(5, 6)}), (0, 1, 1), "epoch 1"),
+    "steps that changed places in a whole epoch": (SWAPPED, (0, 0, 2), "other samples than in the uninterrupted run"),
+    "a foreign sample": (FOREIGN, (1, 1, 1), "epoch 1"),
+    "a step too many": ([*WHOLE, TOO_MANY], (0, 2, 1), "epoch 2, step 6: is not in the uninterrupted run"),
+}
 
 
-def test_a_lost_step_is_found() -> None:
-    lines = training({FIRST: range(2), SECOND: range(3, 6)})
+@pytest.mark.parametrize(("lines", "counts", "words"), HARM.values(), ids=HARM)
+def test_harm_is_found(lines: list[LoggedStep], counts: tuple[int, int, int], words: str) -> None:
     found = audit(lines, undisturbed=UNDISTURBED)
-    assert (found.missing, found.doubled, found.moved) == (1, 0, 1)
-    assert found.problems == ["epoch 0, step 2: was never run", "epoch 0: 1 samples are missing, e.g. 4"]
-
-
-def test_a_part_that_was_lost_is_found() -> None:
-    lines = without(training({FIRST: range(6)}), step=4, rank=1)
-    found = audit(lines, undisturbed=UNDISTURBED)
-    assert (found.missing, found.doubled, found.moved) == (1, 0, 1)
-
-
-def test_a_loader_that_goes_on_too_early_is_found() -> None:
-    """After a restart at step 1 the first batch comes again, and the epoch goes on from there."""
-    again = [replace(line, step=line.step + 1) for line in training({SECOND: range(2)})]
-    lines = training({FIRST: range(1)}) + again + training({SECOND: range(3, 6)})
-    found = audit(lines, undisturbed=UNDISTURBED)
-    assert (found.missing, found.doubled, found.moved) == (1, 2, 2)
-    assert "2 samples are unknown or counted too often, e.g. 0" in found.problems[-1]
-
-
-def test_a_batch_that_was_trained_on_twice_in_one_start_is_found() -> None:
-    lines = training({FIRST: range(6)}) + training({FIRST: range(5, 6)})
-    found = audit(lines, undisturbed=UNDISTURBED)
-    assert (found.missing, found.doubled, found.moved) == (0, 1, 1)
-
-
-def test_steps_that_changed_places_are_found_though_the_epoch_is_whole() -> None:
-    swapped = {0: 1, 1: 0}
-    lines = [replace(line, step=swapped.get(line.step, line.step)) for line in training({FIRST: range(6)})]
-    found = audit(lines, undisturbed=UNDISTURBED)
-    assert (found.missing, found.doubled, found.moved) == (0, 0, 2)
-    assert "other samples than in the uninterrupted run" in found.problems[0]
-
-
-def test_a_foreign_sample_is_found() -> None:
-    lines = [
-        replace(line, ids=(7,)) if line.ids == (4,) and line.epoch else line for line in training({FIRST: range(6)})
-    ]
-    found = audit(lines, undisturbed=UNDISTURBED)
-    assert (found.missing, found.doubled, found.moved) == (1, 1, 1)
-
-
-def test_a_step_too_many_is_found() -> None:
-    lines = [*training({FIRST: range(6)}), LoggedStep(start=FIRST, rank=0, dp_rank=0, epoch=2, step=6, ids=(0, 1))]
-    found = audit(lines, undisturbed=UNDISTURBED)
-    assert "epoch 2, step 6: is not in the uninterrupted run" in found.problems
+    assert (found.missing, found.doubled, found.moved) == counts
+    assert words in "\n".join(found.problems)
 
 
 def test_processes_of_one_dp_rank_must_read_the_same() -> None:
@@ -219,12 +206,6 @@ def test_processes_of_one_dp_rank_must_read_the_same() -> None:
     assert effective([*lines, *twins])[1] == [
         "epoch 0, step 0: the processes of data-parallel rank 0 read different samples"
     ]
-
-
-def test_several_loader_steps_of_one_optimizer_step_belong_together() -> None:
-    halves = [replace(line, ids=(i,)) for line in training({FIRST: range(6)}, num_ranks=1) for i in line.ids]
-    assert audit(halves, undisturbed=UNDISTURBED).problems == []
-    assert num_repeated(halves) == 0
 
 
 # The journal.
@@ -283,38 +264,30 @@ def test_a_line_that_is_being_written_waits(tmp_path: Path) -> None:
 
 def save_end(path: Path, **changes: Any) -> Path:
     """A checkpoint of a network of two parameters."""
-    content: dict[str, Any] = {
-        "epoch": 3,
-        "global_step": 60,
-        "lr_schedulers": [{"last_epoch": 60}],
-        "state_dict": {"fc.weight": torch.full((3,), 0.1), "bn.running_mean": torch.full((3,), 5.0)},
-        "optimizer_states": [
-            {"state": {0: {"momentum_buffer": torch.full((3,), 0.3)}}, "param_groups": [{"params": [0]}]}
-        ],
-    }
+    content: dict[str, Any] = {"epoch": 3, "global_step": 60, "lr_schedulers": [{"last_epoch": 60}]}
+    content |= {"state_dict": weights(), "optimizer_states": momentum(0.3)}
     torch.save(content | changes, path)
     return path
 
 
-def one_ulp_up(value: float) -> torch.Tensor:
-    tensor = torch.full((3,), value)
-    tensor[1] = torch.nextafter(tensor[1], torch.tensor(9.0))
-    return tensor
+def weights(*, weight: float | Tensor = 0.1, mean: float | Tensor = 5.0) -> dict[str, Tensor]:
+    return {"fc.weight": torch.zeros(3) + weight, "bn.running_mean": torch.zeros(3) + mean}
+
+
+def momentum(value: float | Tensor) -> list[dict[str, Any]]:
+    return [{"state": {0: {"momentum_buffer": torch.zeros(3) + value}}, "param_groups": [{"params": [0]}]}]
+
+
+def one_ulp_up(value: float) -> Tensor:
+    return torch.tensor([value, torch.nextafter(torch.tensor(value), torch.tensor(9.0)), value])
 
 
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({"state_dict": {"fc.weight": one_ulp_up(0.1), "bn.running_mean": torch.full((3,), 5.0)}}, "fc.weight"),
-        ({"state_dict": {"fc.weight": torch.full((3,), 0.1), "bn.running_mean": one_ulp_up(5.0)}}, "bn.running_mean"),
-        (
-            {
-                "optimizer_states": [
-                    {"state": {0: {"momentum_buffer": one_ulp_up(0.3)}}, "param_groups": [{"params": [0]}]}
-                ]
-            },
-            "fc.weight:momentum_buffer",
-        ),
+        ({"state_dict": weights(weight=one_ulp_up(0.1))}, "fc.weight"),
+        ({"state_dict": weights(mean=one_ulp_up(5.0))}, "bn.running_mean"),
+        ({"optimizer_states": momentum(one_ulp_up(0.3))}, "fc.weight:momentum_buffer"),
     ],
 )
 def test_a_unit_in_the_last_place_is_a_difference(changes: dict[str, Any], name: str, tmp_path: Path) -> None:
@@ -333,53 +306,40 @@ def test_counters_must_be_the_same(tmp_path: Path) -> None:
 
 
 METRICS = "epoch,step,train/loss,train/images_per_s\n0,19,0.5,100.0\n0,19,,90.0\n1,39,0.25,\n"
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (METRICS, []),
-        (METRICS.replace("100.0", "7"), []),
-        (METRICS.replace("0.25", "0.26"), ["train/loss of step 39"]),
-        (METRICS.replace("0.5", ""), ["of step 19"]),
-        (METRICS.replace("1,39,0.25,\n", ""), ["1 lines instead of 2"]),
-        (METRICS + "1,39,0.25,\n", ["3 lines instead of 2"]),
-    ],
-)
-def test_metrics_must_be_the_same_but_for_the_clock(content: str, words: list[str], tmp_path: Path) -> None:
-    expected, found = tmp_path / "a.csv", tmp_path / "b.csv"
-    expected.write_text(METRICS)
-    found.write_text(content)
-    problems = metric_problems(found, expected)
-    assert len(problems) == len(words)
-    assert all(word in problem for word, problem in zip(words, problems, strict=True))
-
-
 RECEIPT = "epoch,steps,samples,digest\n0,20,628,aa\n1,20,628,bb\n"
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("problems_of", "expected", "content", "words"),
     [
-        (RECEIPT, []),
-        (RECEIPT.replace("bb", "bc"), ["from epoch 1 on"]),
-        (RECEIPT.replace("1,20,628,bb\n", ""), ["from epoch 1 on"]),
-        (RECEIPT + "1,20,628,bb\n", ["from epoch 2 on"]),
-        (None, ["from epoch 0 on"]),
+        (metric_problems, METRICS, METRICS, []),
+        (metric_problems, METRICS, METRICS.replace("100.0", "7"), []),  # but for the clock
+        (metric_problems, METRICS, METRICS.replace("0.25", "0.26"), ["train/loss of step 39"]),
+        (metric_problems, METRICS, METRICS.replace("0.5", ""), ["of step 19"]),
+        (metric_problems, METRICS, METRICS.replace("1,39,0.25,\n", ""), ["1 lines instead of 2"]),
+        (metric_problems, METRICS, METRICS + "1,39,0.25,\n", ["3 lines instead of 2"]),
+        (receipt_problems, RECEIPT, RECEIPT, []),
+        (receipt_problems, RECEIPT, RECEIPT.replace("bb", "bc"), ["from epoch 1 on"]),
+        (receipt_problems, RECEIPT, RECEIPT.replace("1,20,628,bb\n", ""), ["from epoch 1 on"]),
+        (receipt_problems, RECEIPT, RECEIPT + "1,20,628,bb\n", ["from epoch 2 on"]),
+        (receipt_problems, RECEIPT, None, ["from epoch 0 on"]),
+        (receipt_problems, None, None, [""]),  # two runs without receipts are not the same
     ],
 )
-def test_receipts_must_be_the_same(content: str | None, words: list[str], tmp_path: Path) -> None:
-    expected, found = tmp_path / "a.csv", tmp_path / "b.csv"
-    expected.write_text(RECEIPT)
-    if content is not None:
-        found.write_text(content)
-    problems = receipt_problems(found, expected)
+def test_metrics_and_receipts_must_be_the_same(
+    problems_of: Callable[[Path, Path], list[str]],
+    expected: str | None,
+    content: str | None,
+    words: list[str],
+    tmp_path: Path,
+) -> None:
+    files = tmp_path / "found.csv", tmp_path / "expected.csv"
+    for file, text in zip(files, (content, expected), strict=True):
+        if text is not None:
+            file.write_text(text)
+    problems = problems_of(*files)
     assert len(problems) == len(words)
     assert all(word in problem for word, problem in zip(words, problems, strict=True))
-
-
-def test_two_runs_without_receipts_are_not_the_same(tmp_path: Path) -> None:
-    assert len(receipt_problems(tmp_path / "a.csv", tmp_path / "b.csv")) == 1
 
 
 # The trial, with a job that is only pretended.
@@ -448,15 +408,18 @@ def test_who_was_asked_to_stop_may_repeat_nothing(begin: int, repeated: int, tmp
     assert len(trial.problems) == (repeated > 0)
 
 
-def test_a_job_that_fails_again_and_again_is_given_up(tmp_path: Path) -> None:
-    trial = trial_of(tmp_path, PretendedJob(tmp_path, begins=[], statuses=(1,) * 9))
-    with pytest.raises(TrialError, match="again and again: RuntimeError: the address is in use"):
-        trial.run([RESIZE], size=2)
-
-
-def test_a_training_that_ends_before_its_faults_is_a_failure(tmp_path: Path) -> None:
-    trial = trial_of(tmp_path, PretendedJob(tmp_path, begins=[], statuses=(0,)))
-    with pytest.raises(TrialError, match="has ended, and the first step is not reached"):
+@pytest.mark.parametrize(
+    ("statuses", "words"),
+    [
+        ((1,) * 9, "again and again: RuntimeError: the address is in use"),
+        ((0,), "has ended, and the first step is not reached"),
+    ],
+)
+def test_a_job_is_given_up_that_fails_again_and_again_or_ends_before_its_faults(
+    statuses: tuple[int, ...], words: str, tmp_path: Path
+) -> None:
+    trial = trial_of(tmp_path, PretendedJob(tmp_path, begins=[], statuses=statuses))
+    with pytest.raises(TrialError, match=words):
         trial.run([RESIZE], size=2)
 
 
@@ -619,14 +582,19 @@ def test_bad_arguments_exit_2_with_a_remedy(args: list[str], word: str) -> None:
     assert 2 <= len(result.stderr.splitlines()) <= 5
 
 
+def hang_up_and_terminate() -> None:
+    """In a process of its own, whose parent has it ignore that the terminal is closed."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    exit_orderly_when_terminated()
+    signal.raise_signal(signal.SIGHUP)
+    signal.raise_signal(signal.SIGTERM)
+
+
 def test_what_is_ignored_stays_ignored_as_nohup_wants_it() -> None:
-    script = (
-        "import signal; from lit_cifar.commands.terminal import exit_orderly_when_terminated as arm; "
-        "signal.signal(signal.SIGHUP, signal.SIG_IGN); arm(); signal.raise_signal(signal.SIGHUP); "
-        "print('alive', flush=True); signal.raise_signal(signal.SIGTERM)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert (done.stdout, done.returncode) == ("alive\n", 143), done.stderr
+    process = multiprocessing.get_context("forkserver").Process(target=hang_up_and_terminate)
+    process.start()
+    process.join(30)
+    assert process.exitcode == 128 + signal.SIGTERM
 
 
 @pytest.mark.slow

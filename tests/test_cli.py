@@ -80,10 +80,21 @@ REFUSED = {
     "devices in words": (["--trainer.devices=abc"], ["--trainer.devices=abc", "int > 0"]),
     "half a device": (["--trainer.devices=1.5"], ["--trainer.devices=1.5", "int > 0"]),
     "cores by number": (["--trainer.strategy=ddp", "--trainer.devices=[0,1]"], ["devices=[0, 1]", "int > 0"]),
-    "dp on nodes": (["--trainer.strategy=dp", "--trainer.num_nodes=2"], ["num_nodes", "ddp"]),
+    "dp on nodes": (
+        ["--trainer.strategy=dp", "--trainer.num_nodes=2"],
+        ["--trainer.num_nodes=2", "--trainer.strategy=ddp"],
+    ),
     "dp with synchronised BatchNorm": (
         ["--trainer.strategy=dp", "--trainer.devices=2", "--trainer.sync_batchnorm=true"],
-        ["sync_batchnorm"],
+        ["--trainer.sync_batchnorm=true", "Drop --trainer.sync_batchnorm"],
+    ),
+    "more stages than blocks": (
+        ["--trainer.strategy=mp", "--trainer.devices=10"],
+        ["10 stages of a network of 6 blocks"],
+    ),
+    "a cut at no block": (
+        ["--trainer.strategy=LayerParallelStrategy", "--trainer.strategy.cuts=[layer9.0]", "--trainer.devices=2"],
+        ["no stage can begin with 'layer9.0'"],
     ),
     "chunks of one device in a mode": (
         ["--trainer.strategy=dp", "--trainer.devices=2", "--model.ghost_batchnorm.num_shards=2"],
@@ -244,14 +255,6 @@ def test_more_gpus_than_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert_refused(run_here("fit", *TINY, "--trainer.accelerator=cuda", f"--trainer.devices={more}"), "GPU")
 
 
-def test_dp_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    for name in ("GROUP_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "0" if name == "GROUP_RANK" else "2")
-    assert_refused(run_here("fit", *TINY, *mode_flags("dp")), "torchrun", "--trainer.strategy=ddp")
-
-
 def test_a_bad_data_folder_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "cifar-10-batches-bin"
     folder.mkdir()
@@ -260,12 +263,33 @@ def test_a_bad_data_folder_is_refused(tmp_path: Path) -> None:
     assert_refused(run_here("fit", *TINY, *flags), "cifar-10-batches-bin")
 
 
-@pytest.mark.parametrize("flag", ["--model.stem=cifar", "--model.arch=resnet18"])
-def test_a_checkpoint_of_another_network_is_refused(trained: Path, tmp_path: Path, flag: str) -> None:
+OF_CHECKPOINT = ["--ckpt_path={checkpoint}"]
+HELD = "{checkpoint}: the checkpoint holds tiny with the imagenet stem and 10 classes"
+REFUSED_LATER = {
+    "another stem": ("test", [*OF_CHECKPOINT, "--model.stem=cifar"], [HELD, "--model.stem"]),
+    "another network": ("test", [*OF_CHECKPOINT, "--model.arch=resnet18"], [HELD, "--model.arch"]),
+    "no held-out images": ("validate", [*OF_CHECKPOINT, "--data.val_size=0"], ["--data.val_size"]),
+    "no folder": ("predict", OF_CHECKPOINT, ["--data.predict_dir"]),
+    "classes of another data set": (
+        "predict",
+        [*OF_CHECKPOINT, "--data.dataset=cifar10", "--data.predict_dir=."],
+        ["{checkpoint}: ", "trained on synthetic, not on cifar10", "--data.dataset=synthetic"],
+    ),
+    "a word for the best of this process": ("test", ["--ckpt_path=best"], ["no checkpoint best"]),
+    "a word for the last of this process": ("test", ["--ckpt_path=last"], ["no checkpoint last"]),
+} | {
+    f"{command} of nothing": (command, [], ["untrained", "--ckpt_path"]) for command in ("validate", "test", "predict")
+}
+
+
+@pytest.mark.parametrize(("subcommand", "flags", "words"), REFUSED_LATER.values(), ids=REFUSED_LATER)
+def test_what_cannot_be_evaluated_is_refused(
+    subcommand: str, flags: list[str], words: list[str], trained: Path, tmp_path: Path
+) -> None:
     checkpoint = trained / "checkpoints" / "last.ckpt"
-    result = run_here("test", *TINY, flag, f"--ckpt_path={checkpoint}", f"--run_dir={tmp_path / 'run'}")
-    name = flag.split("=")[0]
-    assert_refused(result, f"{checkpoint}: the checkpoint holds tiny with the imagenet stem and 10 classes", name)
+    given = [flag.format(checkpoint=checkpoint) for flag in flags]
+    result = run_here(subcommand, *TINY, *given, f"--run_dir={tmp_path / 'run'}")
+    assert_refused(result, *(word.format(checkpoint=checkpoint) for word in words))
     assert not (tmp_path / "run").exists()
 
 
@@ -382,12 +406,6 @@ def test_the_printed_commands_work(trained: Path, tmp_path: Path) -> None:
     assert counts(tmp_path / "test")["all"][1] == 100
 
 
-def test_validate_without_held_out_images_is_refused(trained: Path) -> None:
-    checkpoint = trained / "checkpoints" / "last.ckpt"
-    result = run_here("validate", *TINY, "--data.val_size=0", f"--ckpt_path={checkpoint}")
-    assert_refused(result, "--data.val_size")
-
-
 def test_predict_lists_every_file_in_order(trained: Path, tmp_path: Path) -> None:
     folder = tmp_path / "photos"
     folder.mkdir()
@@ -430,27 +448,6 @@ def test_a_broken_picture_of_ones_own_is_refused(tmp_path: Path, subcommand: str
     broken.write_bytes(broken.read_bytes()[:100])
     result = run_here(subcommand, *flags, f"--run_dir={tmp_path / 'other'}")
     assert_refused(result, f"{broken} cannot be read as a picture", "replace it, or move it away")
-
-
-def test_predict_without_a_folder_is_refused(trained: Path) -> None:
-    checkpoint = trained / "checkpoints" / "last.ckpt"
-    assert_refused(run_here("predict", *TINY, f"--ckpt_path={checkpoint}"), "--data.predict_dir")
-
-
-def test_predict_does_not_name_the_classes_of_another_data_set(trained: Path) -> None:
-    checkpoint = trained / "checkpoints" / "last.ckpt"
-    result = run_here("predict", *TINY, f"--ckpt_path={checkpoint}", "--data.dataset=cifar10", "--data.predict_dir=.")
-    assert_refused(result, f"{checkpoint}: ", "trained on synthetic, not on cifar10", "--data.dataset=synthetic")
-
-
-@pytest.mark.parametrize("subcommand", ["validate", "test", "predict"])
-def test_an_untrained_network_is_not_evaluated(subcommand: str) -> None:
-    assert_refused(run_here(subcommand, *TINY), "untrained", "--ckpt_path")
-
-
-@pytest.mark.parametrize("word", ["best", "last"])
-def test_words_for_a_checkpoint_of_this_process_are_refused(word: str) -> None:
-    assert_refused(run_here("test", *TINY, f"--ckpt_path={word}"), f"no checkpoint {word}")
 
 
 def test_learning_rate_scaling_is_printed_and_applied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

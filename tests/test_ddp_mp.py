@@ -139,12 +139,6 @@ def test_synchronised_microbatches_are_refused() -> None:
         )
 
 
-def test_the_command_line_refuses_with_status_2(tmp_path: Path) -> None:
-    result = run_here("fit", *TINY, "--trainer.strategy=ddp_mp", "--trainer.devices=3", f"--run_dir={tmp_path}")
-    assert result.status == 2
-    assert "2 stages does not divide --trainer.devices=3" in result.stderr
-
-
 def test_torchrun_with_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "x"}
     for name, value in variables.items():

@@ -122,48 +122,40 @@ def told(stderr: str) -> str:
     return str(messages[0])
 
 
-def kill(folder: Path, mode: str, rank: int, number: signal.Signals, *flags: str, within_s: float) -> None:
-    """Send a signal to one rank, and expect a message about it and an end of all the others."""
-    run = Run(folder, *MODES[mode], *flags, num_ranks=4 if mode == "ddp_pp" else 2)
+SLOW, EXHAUSTIVE = pytest.mark.slow, pytest.mark.exhaustive
+# A third of the usual time for those that do not die by themselves.
+SOON = "--watchdog.timeout_s=6"
+
+
+@pytest.mark.parametrize(
+    ("number", "mode", "rank"),
+    [
+        (signal.SIGKILL, "ddp", 0),
+        pytest.param(signal.SIGKILL, "ddp", 1, marks=SLOW),
+        *(
+            pytest.param(signal.SIGKILL, mode, rank, marks=SLOW if rank == 1 else EXHAUSTIVE)
+            for mode in ("ddp_spawn", "pp", "ddp_pp")
+            for rank in range(4 if mode == "ddp_pp" else 2)
+        ),
+        pytest.param(signal.SIGSTOP, "ddp", 0, marks=SLOW),
+        pytest.param(signal.SIGSTOP, "ddp", 1, marks=EXHAUSTIVE),
+    ],
+)
+def test_a_rank_that_is_killed_or_stopped_is_named_and_the_others_end(
+    number: signal.Signals, mode: str, rank: int, tmp_path: Path
+) -> None:
+    soon = [SOON] if number == signal.SIGSTOP else []
+    run = Run(tmp_path, *MODES[mode], *soon, num_ranks=4 if mode == "ddp_pp" else 2)
     try:
         pid = run.pids()[rank]
         os.kill(pid, number)
-        message = told(run.wait(within_s))
+        message = told(run.wait(30))
     finally:
         run.end()
     assert f"rank {rank} (pid {pid} on {socket.gethostname()})" in message
     assert re.search(r"after \d+ optimizer steps, phase: \w+", message)
     assert number.name in message
     assert run.status() in (1, -signal.SIGKILL)
-
-
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_kill_9_of_a_rank_ends_the_others(rank: int, tmp_path: Path) -> None:
-    kill(tmp_path, "ddp", rank, signal.SIGKILL, within_s=30)
-
-
-@pytest.mark.parametrize(
-    ("mode", "rank"),
-    [
-        pytest.param(mode, rank, marks=pytest.mark.slow if rank == 1 else pytest.mark.exhaustive)
-        for mode in MODES
-        for rank in range(4 if mode == "ddp_pp" else 2)
-        if mode != "ddp"
-    ],
-)
-def test_kill_9_of_every_rank_ends_the_others(mode: str, rank: int, tmp_path: Path) -> None:
-    kill(tmp_path, mode, rank, signal.SIGKILL, within_s=30)
-
-
-# A third of the usual time for those that do not die by themselves.
-SOON = "--watchdog.timeout_s=6"
-
-
-@pytest.mark.parametrize(
-    "rank", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
-)
-def test_a_stopped_rank_is_found(rank: int, tmp_path: Path) -> None:
-    kill(tmp_path, "ddp", rank, signal.SIGSTOP, SOON, within_s=30)
 
 
 @pytest.mark.parametrize(

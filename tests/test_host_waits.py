@@ -62,7 +62,7 @@ class Waits(LitResNet):
 @every_mode
 @pytest.mark.parametrize("run", [train, validate])
 def test_a_step_that_reads_a_number_is_caught(strategy: Callable[[], Any], run: Callable[..., None]) -> None:
-    module = Waits("resnet10", stem="imagenet")
+    module = Waits("tiny", stem="imagenet")
     module.wait = WAITS["item"]
     with waiting:
         run(strategy(), module, data_module())
@@ -70,7 +70,7 @@ def test_a_step_that_reads_a_number_is_caught(strategy: Callable[[], Any], run: 
 
 @pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
 def test_every_way_to_wait_is_caught(wait: Callable[[Tensor], Any]) -> None:
-    module = Waits("resnet10", stem="imagenet")
+    module = Waits("tiny", stem="imagenet")
     module.wait = wait
     with waiting:
         validate(MODES["single"](), module, data_module())

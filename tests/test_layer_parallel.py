@@ -25,7 +25,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 def network_of(chunks: GhostBatches | None = None) -> nn.Module:
     torch.manual_seed(0)
-    network = build_resnet("resnet10", stem="imagenet").double()
+    network = build_resnet("tiny", stem="imagenet").double()
     return network if chunks is None else normalise_apart(network, chunks)
 
 
@@ -147,7 +147,7 @@ def test_a_runner_is_no_module() -> None:
 
 
 def connected(*devices: torch.device, **kwargs: Any) -> tuple[LayerParallelStrategy, LitResNet]:
-    module = LitResNet("resnet10", stem="imagenet")
+    module = LitResNet("tiny", stem="imagenet")
     strategy = LayerParallelStrategy(parallel_devices=list(devices), **kwargs)
     strategy.connect(module)
     return strategy, module

@@ -50,7 +50,7 @@ def trainer(folder: Path, **settings: object) -> L.Trainer:
 
 
 def test_a_runner_replaces_the_network_without_becoming_part_of_the_module() -> None:
-    module = LitResNet("resnet10", stem="imagenet").eval()
+    module = LitResNet("tiny", stem="imagenet").eval()
     images = torch.randn(2, 3, 32, 32)
     keys = list(module.state_dict())
     module.use_runner(lambda x: 2 * module.network(x))
@@ -109,7 +109,7 @@ def test_no_batch_of_an_evaluation_makes_the_host_wait() -> None:
 
 @pytest.mark.parametrize(("scaling", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])
 def test_learning_rate_follows_the_global_batch(tmp_path: Path, scaling: str, factor: float) -> None:
-    module = LitResNet("resnet10", stem="imagenet", lr_scaling=scaling, base_batch_size=8)
+    module = LitResNet("tiny", stem="imagenet", lr_scaling=scaling, base_batch_size=8)
     run = trainer(tmp_path, max_steps=1, max_epochs=None, limit_val_batches=0)
     run.fit(module, datamodule=data(batch_size=32))
     assert run.lr_scheduler_configs[0].scheduler.base_lrs == [pytest.approx(0.1 * factor)]
@@ -117,14 +117,14 @@ def test_learning_rate_follows_the_global_batch(tmp_path: Path, scaling: str, fa
 
 def test_the_schedule_ends_with_the_run(tmp_path: Path) -> None:
     run = trainer(tmp_path, max_epochs=2, accumulate_grad_batches=2)
-    run.fit(LitResNet("resnet10", stem="imagenet"), datamodule=data())
+    run.fit(LitResNet("tiny", stem="imagenet"), datamodule=data())
     assert run.global_step == 10
     assert run.lr_scheduler_configs[0].scheduler.total_steps == 10
 
 
 def test_a_run_without_end_has_no_plan(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no end"):
-        trainer(tmp_path, max_epochs=-1).fit(LitResNet("resnet10", stem="imagenet"), datamodule=data())
+        trainer(tmp_path, max_epochs=-1).fit(LitResNet("tiny", stem="imagenet"), datamodule=data())
 
 
 def test_precision_reaches_the_batch(tmp_path: Path) -> None:
@@ -136,9 +136,7 @@ def test_precision_reaches_the_batch(tmp_path: Path) -> None:
             seen.append(batch.images.dtype)
             return super().training_step(batch, batch_idx)
 
-    trainer(tmp_path, precision="64-true", limit_val_batches=0).fit(
-        Probe("resnet10", stem="imagenet"), datamodule=data()
-    )
+    trainer(tmp_path, precision="64-true", limit_val_batches=0).fit(Probe("tiny", stem="imagenet"), datamodule=data())
     assert set(seen) == {torch.float64}
 
 
@@ -146,7 +144,7 @@ def test_the_trainer_takes_the_steps_of_a_plain_loop(tmp_path: Path) -> None:
     """Two epochs with a ragged batch, written as the textbook does."""
     torch.manual_seed(0)
     module = LitResNet(
-        "resnet10",
+        "tiny",
         stem="imagenet",
         optimizer=lambda params: SGD(params, lr=0.05, momentum=0.9, weight_decay=5e-4),
         lr_scheduler=lambda optimizer: StepLR(optimizer, step_size=1),
@@ -173,7 +171,7 @@ def test_the_trainer_takes_the_steps_of_a_plain_loop(tmp_path: Path) -> None:
 
 
 def test_checkpoints_load_by_python_too(tmp_path: Path) -> None:
-    module, run = LitResNet("resnet10", stem="imagenet"), trainer(tmp_path)
+    module, run = LitResNet("tiny", stem="imagenet"), trainer(tmp_path)
     run.fit(module, datamodule=data())
     run.save_checkpoint(tmp_path / "a.ckpt")
     restored = LitResNet.load_from_checkpoint(tmp_path / "a.ckpt", label_smoothing=0.1)
@@ -183,7 +181,7 @@ def test_checkpoints_load_by_python_too(tmp_path: Path) -> None:
         assert restored.state_dict()[name].equal(value)
     assert "fc.weight" in read_checkpoint(tmp_path / "a.ckpt")["state_dict"]
     with pytest.raises(CheckpointError, match="imagenet stem"):
-        LitResNet.load_from_checkpoint(tmp_path / "a.ckpt", arch="resnet10", stem="cifar", map_location="cpu")
+        LitResNet.load_from_checkpoint(tmp_path / "a.ckpt", arch="tiny", stem="cifar", map_location="cpu")
 
 
 @pytest.mark.parametrize(
@@ -217,7 +215,7 @@ def test_the_split_is_seeded_and_disjoint() -> None:
 
 
 def test_a_spawned_process_counts_in_memory_of_its_own() -> None:
-    module = LitResNet("resnet10")
+    module = LitResNet("tiny")
     module.train_loss.count.share_memory_()  # as torch.multiprocessing sends it
     module.setup("fit")
     assert not module.train_loss.count.is_shared()
@@ -231,7 +229,7 @@ def test_a_spawned_process_is_not_sent_the_images() -> None:
 
 
 def test_a_module_of_defaults_can_be_sent_to_spawned_processes() -> None:
-    module = LitResNet("resnet10", stem="imagenet")
+    module = LitResNet("tiny", stem="imagenet")
     copied = pickle.loads(pickle.dumps(module))
     optimizer = copied.make_optimizer(copied.network.parameters())
     assert type(optimizer) is NesterovSGD
@@ -245,7 +243,7 @@ def test_the_data_are_read_without_a_trainer(tmp_path: Path) -> None:
     alone.prepare_data()
     for stage in ("fit", "test"):
         alone.setup(stage)
-    trainer(tmp_path).fit(LitResNet("resnet10", stem="imagenet"), of_run)
+    trainer(tmp_path).fit(LitResNet("tiny", stem="imagenet"), of_run)
     for found, expected in zip(alone.train_dataloader(), of_run.train_dataloader(), strict=True):
         assert found.ids.equal(expected.ids)
         assert found.images.equal(expected.images)

@@ -79,24 +79,6 @@ def test_one_microbatch_leaves_synchronised_batchnorm_nothing_to_do() -> None:
     assert trainer_of(sync_batchnorm=True).world_size == 1
 
 
-@pytest.mark.parametrize(
-    ("flags", "problem"),
-    [
-        (["--trainer.strategy=mp", "--trainer.devices=10"], "10 stages of a network of 6 blocks"),
-        ([CLASS, "--trainer.strategy.cuts=[layer9.0]", "--trainer.devices=2"], "no stage can begin with 'layer9.0'"),
-        (
-            [CLASS, "--trainer.strategy.num_microbatches=0", "--trainer.devices=2"],
-            "num_microbatches=0 is less than one",
-        ),
-    ],
-)
-def test_the_command_line_refuses_with_status_2(flags: list[str], problem: str, tmp_path: Path) -> None:
-    result = run_here("fit", *TINY, *flags, f"--run_dir={tmp_path / 'run'}")
-    assert result.status == 2
-    assert problem in result.stderr
-    assert len(result.stderr.strip().splitlines()) <= 5
-
-
 def test_another_network_is_refused() -> None:
     class Lit(L.LightningModule):
         def __init__(self) -> None:
@@ -109,7 +91,7 @@ def test_another_network_is_refused() -> None:
         trainer_of().strategy.connect(Lit())
 
 
-# ---------------------------------------------------------------- whole runs, equal to one device
+# ---------------------------------------------------------------- whole runs
 
 
 def fit(folder: Path, *flags: str, status: int = 0) -> dict[str, Any]:
@@ -117,31 +99,6 @@ def fit(folder: Path, *flags: str, status: int = 0) -> dict[str, Any]:
     result = run_here("fit", *TINY, *shared, *flags, f"--run_dir={folder}")
     assert result.status == status, result.stderr
     return read_checkpoint(folder / "checkpoints" / "last.ckpt")
-
-
-@pytest.mark.parametrize(
-    ("flags", "reference"),
-    [
-        (["--trainer.strategy=mp"], []),
-        (
-            [CLASS, "--trainer.strategy.num_microbatches=4", "--trainer.gradient_clip_val=0.5"],
-            ["--model.ghost_batchnorm.num_microbatches=4", "--trainer.gradient_clip_val=0.5"],
-        ),
-        (
-            [CLASS, "--trainer.strategy.num_microbatches=2", "--trainer.accumulate_grad_batches=2"],
-            [
-                "--model.ghost_batchnorm.num_microbatches=2",
-                "--trainer.accumulate_grad_batches=2",
-            ],
-        ),
-    ],
-    ids=["plain", "microbatches and clipping", "microbatches and accumulation"],
-)
-def test_a_fit_equals_one_device(flags: list[str], reference: list[str], tmp_path: Path) -> None:
-    found = fit(tmp_path / "mp", *flags, "--trainer.devices=2")
-    expected = fit(tmp_path / "alone", *reference, "--trainer.devices=1")
-    # Rounding, 1e-16 a step, is magnified by the statistics of small microbatches.
-    assert_same_checkpoint(found, expected, tolerance=1e-9)
 
 
 def test_one_device_and_mp_resume_each_other(tmp_path: Path) -> None:

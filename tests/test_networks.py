@@ -1,16 +1,13 @@
-"""Networks of all kinds of blocks: what they compute, and that the modes which split them compute the same."""
+"""Networks of all kinds of blocks: what they compute; `test_parity` has the modes that split them."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torchvision
-from commands import TINY, launch, mode_flags, run_here
 from torch import nn
 
 from lit_cifar import LitResNet
-from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.models import build_resnet
 from lit_cifar.models.blocks import blocks_of
 from lit_cifar.models.partition import Partition
@@ -65,30 +62,3 @@ def test_what_a_stage_returns_is_known_before_it_runs(arch: Any, autocast: bool)
             x = stage.module(module.network)(x)
             assert x.dtype == dtype
     assert (found[1] == torch.bfloat16) == (autocast and arch == "tiny")
-
-
-@pytest.mark.parametrize(
-    ("mode", "arch"),
-    [
-        ("mp", "tiny_bottleneck"),
-        ("mp", "vit_micro"),
-        ("pp", "tiny_bottleneck"),
-        ("tp", "vit_micro"),
-        pytest.param("pp", "vit_micro", marks=pytest.mark.exhaustive),
-        pytest.param("tp", "tiny_bottleneck", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_two_devices_train_what_one_trains(arch: str, mode: str, tmp_path: Path) -> None:
-    flags = [flag for flag in TINY if not flag.startswith("--model.")]
-    flags += [f"--model.arch={arch}", "--model.optimizer.lr=0.02", "--trainer.precision=64-true"]
-    flags += ["--trainer.max_steps=3"]
-    apart = ["--model.ghost_batchnorm.num_microbatches=4"] if mode == "pp" else []
-    assert run_here("fit", *flags, *apart, f"--run_dir={tmp_path / 'alone'}").status == 0
-    split = [*flags, *mode_flags(mode), f"--run_dir={tmp_path / mode}"]
-    assert (run_here("fit", *split) if mode == "mp" else launch("fit", *split, ranks=2)).status == 0
-    alone, found = (
-        read_checkpoint(tmp_path / run / "checkpoints" / "last.ckpt")["state_dict"] for run in ("alone", mode)
-    )
-    assert found.keys() == alone.keys()
-    for name, tensor in found.items():
-        torch.testing.assert_close(tensor, alone[name], rtol=1e-9, atol=1e-9)

@@ -179,20 +179,14 @@ def verifiers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verifiers]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("option", "mode"), cells("=true", "=64-true"))
+@pytest.mark.parametrize(("option", "mode"), cells("=true", "=64-true", "bf16-mixed"))
 def test_a_mode_with_an_option_trains_what_one_device_trains_without(
     option: str, mode: str, verifiers: Verifiers
 ) -> None:
+    """In bfloat16 it rounds as one device does."""
     row = compared(verifiers.of(option), variants(max(2, DEVICES.get(mode, 2)))[mode])
     assert row.problems == []
-    assert max(row.differences.values()) <= EXACT_BOUND
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(("option", "mode"), cells("bf16-mixed"))
-def test_a_mode_rounds_as_one_device_rounds(option: str, mode: str, verifiers: Verifiers) -> None:
-    row = compared(verifiers.of(option), variants(max(2, DEVICES.get(mode, 2)))[mode])
-    assert row.problems == []
+    assert "bf16" in option or max(row.differences.values()) <= EXACT_BOUND
 
 
 @pytest.mark.timeout(300)

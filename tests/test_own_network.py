@@ -5,12 +5,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import own_networks
 import pytest
 import torch
 from commands import Result, launch, mode_flags, run_here
-from PIL import Image
+from data_files import draw_pictures
 from tiny_task import read_events
 
 from lit_cifar import CheckpointError, CIFAR10DataModule, ConfigError, DataError, LitResNet
@@ -19,15 +18,6 @@ from lit_cifar.models.blocks import blocks_of, tensor_split_of
 from lit_cifar.strategies import LayerParallelStrategy
 
 STEPS = 3
-
-
-def draw_pictures(folder: Path, num: int, *, seed: int = 0) -> None:
-    """`num` pictures of noise, of different sizes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    generator = np.random.default_rng(seed)
-    for index in range(num):
-        pixels = generator.integers(0, 256, (30 + index, 50, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f"{index}.png")
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +58,10 @@ def trained(run: Path) -> dict[str, Any]:
     return read_checkpoint(run / "checkpoints" / "last.ckpt")
 
 
+def saved(run: Path) -> list[str]:
+    return [f"--config={run / 'config.yaml'}", f"--ckpt_path={run / 'checkpoints' / 'last.ckpt'}"]
+
+
 def done(result: Result) -> Result:
     assert result.status == 0, result.stderr
     return result
@@ -90,10 +84,9 @@ def test_trained_tested_resumed_and_loaded(pictures: Path, tmp_path: Path) -> No
     assert expected.keys() == own_networks.Chain(width=4).state_dict().keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in trained(run)["state_dict"].items())
 
-    saved = ["--config", run / "config.yaml", "--ckpt_path", run / "checkpoints" / "last.ckpt"]
-    done(run_here("validate", *saved, f"--run_dir={tmp_path / 'validate'}"))
+    done(run_here("validate", *saved(run), f"--run_dir={tmp_path / 'validate'}"))
     predicted = tmp_path / "predict"
-    done(run_here("predict", *saved, f"--run_dir={predicted}", f"--data.predict_dir={pictures}"))
+    done(run_here("predict", *saved(run), f"--run_dir={predicted}", f"--data.predict_dir={pictures}"))
     assert len((predicted / "predictions.csv").read_text().splitlines()) == 1 + 17
 
     path = run / "checkpoints" / "last.ckpt"
@@ -138,44 +131,13 @@ def test_pictures_of_any_size_in_folders_of_any_name(tmp_path: Path) -> None:
     assert r"two folders in" in refused.stderr
 
 
-@pytest.mark.parametrize(
-    ("mode", "name"),
-    [
-        ("pp", "Chain"),
-        ("fsdp2", "Opaque"),
-        *(pytest.param(mode, "Chain", marks=pytest.mark.exhaustive) for mode in ("mp", "tp", "fsdp2", "ddp_spawn")),
-        *(pytest.param(mode, "Opaque", marks=pytest.mark.exhaustive) for mode in ("dp", "ddp", "ddp_spawn")),
-        *(pytest.param(mode, "Tied", marks=pytest.mark.exhaustive) for mode in ("mp", "dp", "ddp", "ddp_spawn")),
-        pytest.param("fsdp2", "TiedWhole", marks=pytest.mark.exhaustive),
-        *(pytest.param(mode, "Hooked", marks=pytest.mark.exhaustive) for mode in ("mp", "dp", "ddp")),
-    ],
-)
-def test_every_mode_computes_what_one_device_does(pictures: Path, tmp_path: Path, mode: str, name: str) -> None:
-    chunks = {"pp": "num_microbatches=4", "dp": "replicas_per_shard=2"}.get(mode)
-    chunks = "num_shards=2" if mode in ("ddp", "ddp_spawn", "fsdp2") else chunks
-    alone = [] if chunks is None else [f"--model.ghost_batchnorm.{chunks}"]
-    done(run_here("fit", *flags(pictures, own(name), *alone), f"--run_dir={tmp_path / 'alone'}"))
-    ranks = 1 if mode in ("mp", "dp", "ddp_spawn") else 2
-    launch("fit", *flags(pictures, own(name)), *mode_flags(mode), f"--run_dir={tmp_path / mode}", ranks=ranks)
-    expected, found = (trained(tmp_path / run)["state_dict"] for run in ("alone", mode))
-    assert found.keys() == expected.keys()
-    for key, tensor in found.items():
-        torch.testing.assert_close(tensor, expected[key], rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("mode", "ranks", "alone"),
-    [("mp", 1, []), ("ddp", 2, ["--trainer.accumulate_grad_batches=2"])],
-)
-def test_dropout_has_the_masks_of_one_device(
-    pictures: Path, tmp_path: Path, mode: str, ranks: int, alone: list[str]
-) -> None:
-    """Blocks have masks of their own wherever they are, and so have parts of a batch, whoever takes them."""
-    drawing = [own("Drawing"), "--model.network.num_classes=2"]
-    done(run_here("fit", *flags(pictures, *drawing), *alone, f"--run_dir={tmp_path / 'alone'}"))
-    launch("fit", *flags(pictures, *drawing), *mode_flags(mode), f"--run_dir={tmp_path / mode}", ranks=ranks)
-    expected, found = (trained(tmp_path / run)["state_dict"] for run in ("alone", mode))
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+def test_dropout_has_the_masks_of_one_device_that_accumulates(pictures: Path, tmp_path: Path) -> None:
+    """Parts of a batch have masks of their own, whoever takes them."""
+    drawing = flags(pictures, own("Drawing"), "--model.network.num_classes=2")
+    alone, together = tmp_path / "alone", tmp_path / "ddp"
+    done(run_here("fit", *drawing, "--trainer.accumulate_grad_batches=2", f"--run_dir={alone}"))
+    launch("fit", *drawing, *mode_flags("ddp"), f"--run_dir={together}", ranks=2)
+    torch.testing.assert_close(trained(together)["state_dict"], trained(alone)["state_dict"], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -309,12 +271,8 @@ def test_a_checkpoint_of_other_classes_names_none_here(pictures: Path, tmp_path:
     done(run_here("fit", *flags(pictures, own("Chain")), f"--run_dir={tmp_path / 'run'}"))
     draw_pictures(tmp_path / "others" / "fox", 1)
     draw_pictures(tmp_path / "others" / "owl", 1)
-    saved = [
-        "--config",
-        tmp_path / "run" / "config.yaml",
-        "--ckpt_path",
-        tmp_path / "run" / "checkpoints" / "last.ckpt",
-    ]
-    refused = run_here("predict", *saved, f"--data.root={tmp_path / 'others'}", f"--data.predict_dir={pictures}")
+    refused = run_here(
+        "predict", *saved(tmp_path / "run"), f"--data.root={tmp_path / 'others'}", f"--data.predict_dir={pictures}"
+    )
     assert refused.status == 2
     assert "the checkpoint was trained on folder of cat, dog, not on folder of fox, owl" in refused.stderr

@@ -58,7 +58,7 @@ def test_a_metric_left_on_the_host_is_caught(strategy: Callable[[], Any]) -> Non
             self.train_loss = MeanMetric(nan_strategy="disable")
 
     with misplaced:
-        train(strategy(), Lit("resnet10", stem="imagenet"), data_module())
+        train(strategy(), Lit("tiny", stem="imagenet"), data_module())
 
 
 @every_mode
@@ -73,7 +73,7 @@ def test_a_metric_of_the_evaluation_left_on_the_host_is_caught(
             setattr(self.val_metrics.get_submodule(metric), state, torch.zeros(size, dtype=torch.int64))
 
     with misplaced:
-        validate(strategy(), Lit("resnet10", stem="imagenet"), data_module())
+        validate(strategy(), Lit("tiny", stem="imagenet"), data_module())
 
 
 @every_mode

@@ -15,10 +15,10 @@ import lightning as L
 import pytest
 import torch
 from commands import TINY, run_here
+from counting import Operators
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_cifar.batch_split import BatchSplit
 from lit_cifar.checkpoint.exact_resume import ExactResume
@@ -121,60 +121,66 @@ def test_digests_differ_by_seed_and_epoch_and_carry_on_over_epochs() -> None:
 
 
 def complaint(uses: Tensor, sampler: TrainSampler, *, loader_steps: int) -> list[str]:
+    """Its first line says where, the others what."""
     with pytest.raises(SampleAuditError) as error:
         prove(uses, sampler, loader_steps=loader_steps)
-    return str(error.value).splitlines()
+    where, *what = str(error.value).splitlines()
+    assert where == f"broken data receipt of epoch 3 after {loader_steps} of 5 optimizer steps"
+    return what
 
 
-def test_a_sample_in_the_place_of_another_is_named() -> None:
-    sampler = sampler_of(shuffle=False)
-    tally = tally_of(sampler, loader_steps=1)
-    tally.count(torch.tensor([*range(24, 47), 7]), accumulation=1)
-    assert complaint(tally.uses, sampler, loader_steps=2) == [
-        "broken data receipt of epoch 3 after 2 of 5 optimizer steps",
-        "missing: 1 samples, ids 47",
-        "used more than once: 1 samples, ids 7",
-    ]
+def tally_in_order(*parts: list[int], batches: int = 0) -> Tensor:
+    """So many batches as planned, and then others."""
+    tally = tally_of(sampler_of(shuffle=False), loader_steps=batches)
+    for part in parts:
+        tally.count(torch.tensor(part), accumulation=1)
+    return tally.uses
 
 
-def test_ten_of_many_samples_are_named() -> None:
-    sampler = sampler_of(shuffle=False)
-    tally = tally_of(sampler, loader_steps=2)
-    for _ in range(2):
-        tally.count(torch.arange(90, 100), accumulation=1)
-    assert complaint(tally.uses, sampler, loader_steps=5) == [
-        "broken data receipt of epoch 3 after 5 of 5 optimizer steps",
-        "missing: 42 samples, ids 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, ...",
-        "used more than once: 10 samples, ids 90, 91, 92, 93, 94, 95, 96, 97, 98, 99",
-    ]
+CHANGED_PLACES = torch.tensor([50, *range(1, 50), 0, *range(51, 100)]).split(24)
+LAST_TEN = [*range(90, 100)]
 
 
-def test_samples_that_changed_places_between_steps_are_named() -> None:
-    sampler = sampler_of(shuffle=False)
-    tally = Tally(100, epoch=3, device=CPU)
-    order = [50, *range(1, 50), 0, *range(51, 100)]
-    for ids in torch.tensor(order).split(24):
-        tally.count(ids, accumulation=1)
-    assert complaint(tally.uses, sampler, loader_steps=5)[1:] == [
-        "used in another step than planned: 2 samples, ids 0, 50"
-    ]
+@pytest.mark.parametrize(
+    ("uses", "loader_steps", "expected"),
+    [
+        (
+            tally_in_order([*range(24, 47), 7], batches=1),
+            2,
+            ["missing: 1 samples, ids 47", "used more than once: 1 samples, ids 7"],
+        ),
+        (
+            tally_in_order(LAST_TEN, LAST_TEN, batches=2),
+            5,
+            [
+                "missing: 42 samples, ids 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, ...",
+                "used more than once: 10 samples, ids 90, 91, 92, 93, 94, 95, 96, 97, 98, 99",
+            ],
+        ),
+        (
+            tally_in_order(*(part.tolist() for part in CHANGED_PLACES)),
+            5,
+            ["used in another step than planned: 2 samples, ids 0, 50"],
+        ),
+        (
+            2 * tally_of(sampler_of(2, shuffle=False)).uses,
+            5,
+            [
+                "missing: 50 samples, ids 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, ...",
+                "used more than once: 50 samples, ids 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, ...",
+            ],
+        ),
+    ],
+    ids=["one for another", "ten of many", "in other steps", "both processes read the part of the first"],
+)
+def test_samples_that_are_wrong_are_named(uses: Tensor, loader_steps: int, expected: list[str]) -> None:
+    assert complaint(uses, sampler_of(shuffle=False), loader_steps=loader_steps) == expected
 
 
 def test_an_order_that_is_no_permutation_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan comes from the same order as the samples, and yet does not excuse it."""
     monkeypatch.setattr(TrainSampler, "order", lambda self: torch.tensor([5, *range(1, 100)]))
-    sampler = sampler_of()
-    assert complaint(used(), sampler, loader_steps=5)[1:] == ["used more than once: 1 samples, ids 5"]
-
-
-def test_a_sampler_that_divides_wrongly_is_found() -> None:
-    """Both processes read the part of the first."""
-    sampler = sampler_of(2, shuffle=False)
-    text = complaint(2 * tally_of(sampler).uses, sampler, loader_steps=5)
-    assert text[1:] == [
-        "missing: 50 samples, ids 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, ...",
-        "used more than once: 50 samples, ids 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, ...",
-    ]
+    assert complaint(used(), sampler_of(), loader_steps=5) == ["used more than once: 1 samples, ids 5"]
 
 
 def test_a_sampler_that_ignores_its_offset_is_found() -> None:
@@ -183,8 +189,8 @@ def test_a_sampler_that_ignores_its_offset_is_found() -> None:
     prove(tally_of(sampler, tally=tally).uses, sampler, loader_steps=5)
 
     tally = Tally.resumed(sampler, step=2, device=CPU)
-    text = complaint(tally_of(replace(sampler, start=0), tally=tally, loader_steps=1).uses, sampler, loader_steps=3)
-    assert text[1:] == [
+    uses = tally_of(replace(sampler, start=0), tally=tally, loader_steps=1).uses
+    assert complaint(uses, sampler, loader_steps=3) == [
         "missing: 24 samples, ids 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, ...",
         "used more than once: 24 samples, ids 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...",
     ]
@@ -201,27 +207,13 @@ def test_a_resumed_tally_goes_on_to_the_whole_epoch(num_ranks: int, accumulation
     assert sum(tally.uses for tally in tallies).equal(used())
 
 
-class Operations(TorchDispatchMode):
-    """Notes what torch is asked to do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **kwargs or {})
-
-
 def test_counting_takes_one_operation_and_reads_nothing_back() -> None:
     tally = Tally(100, epoch=0, device=CPU)
-    with Operations() as operations:
-        tally.count(torch.arange(0), accumulation=2)
-    operations.names.clear()
+    tally.count(torch.arange(0), accumulation=2)
     ids = torch.arange(24)
-    with operations:
+    with Operators() as operators:
         tally.count(ids, accumulation=2)
-    assert operations.names == ["expand", "index_add_"]
+    assert operators.counts == {"expand": 1, "index_add_": 1}
 
 
 SETTINGS = {"dataset": "synthetic", "val_size": 20}
@@ -360,6 +352,12 @@ def fit(
     return trainer
 
 
+def receipt_of(checkpoint: Path) -> Receipt:
+    receipt = Receipt.read(torch.load(checkpoint, weights_only=True))
+    assert receipt is not None
+    return receipt
+
+
 def lines(run: Path) -> list[list[str]]:
     with (run / "receipt.csv").open(newline="") as file:
         header, *rows = csv.reader(file)
@@ -404,13 +402,15 @@ def test_a_limit_may_cut_the_last_step_of_an_epoch_short(tmp_path: Path) -> None
 
 
 def test_a_run_without_a_folder_is_proven_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    receipt = SampleAudit()
-    trainer = L.Trainer(fast_dev_run=2, accelerator="cpu", devices=1, callbacks=[receipt], limit_val_batches=0)
-    trainer.fit(Colours(), datamodule=data())
-    monkeypatch.setattr(TrainSampler, "__iter__", _divided_wrongly)
-    trainer = L.Trainer(fast_dev_run=2, accelerator="cpu", devices=1, callbacks=[receipt], limit_val_batches=0)
-    with pytest.raises(SampleAuditError, match="missing: 16 samples"):
+    def try_out() -> None:
+        trainer = L.Trainer(fast_dev_run=2, accelerator="cpu", devices=1, callbacks=[audit], limit_val_batches=0)
         trainer.fit(Colours(), datamodule=data())
+
+    audit = SampleAudit()
+    try_out()
+    monkeypatch.setattr(TrainSampler, "__iter__", _divided_wrongly)
+    with pytest.raises(SampleAuditError, match="missing: 16 samples"):
+        try_out()
 
 
 _iterate = TrainSampler.__iter__
@@ -440,14 +440,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_checkpoint_holds_the_digest_of_what_was_used(saved: Path) -> None:
     first, second = lines(saved / "run")
-    receipt = Receipt.read(torch.load(saved / "2.ckpt", weights_only=True))
-    assert receipt is not None
+    receipt = receipt_of(saved / "2.ckpt")
     assert (receipt.epoch, receipt.step, receipt.start) == (1, 2, first[3])
     batches = batches_of(sampler_of(num_samples=80, batch_size=16, epoch=1))
     assert receipt.digest == digest_by_hand(batches[:2], start=first[3])
     assert digest_by_hand(batches[2:], start=receipt.digest) == second[3]
-    between = Receipt.read(torch.load(saved / "0.ckpt", weights_only=True))
-    assert between is not None
+    between = receipt_of(saved / "0.ckpt")
     assert (between.epoch, between.step, between.start, between.digest) == (1, 0, first[3], first[3])
 
 
@@ -463,8 +461,7 @@ def test_a_resumed_run_ends_with_the_digest_of_the_undisturbed_one(
 def test_a_run_that_max_steps_ended_within_an_epoch_goes_on(tmp_path: Path) -> None:
     trainer = fit(tmp_path / "first", max_epochs=-1, max_steps=7)
     trainer.save_checkpoint(tmp_path / "end.ckpt")
-    receipt = Receipt.read(torch.load(tmp_path / "end.ckpt", weights_only=True))
-    assert receipt is not None
+    receipt = receipt_of(tmp_path / "end.ckpt")
     assert (receipt.epoch, receipt.step) == (1, 2)
     fit(tmp_path / "second", resume=tmp_path / "end.ckpt")
     assert lines(tmp_path / "second") == expected_lines()[1:]
@@ -510,8 +507,7 @@ class SaveAfterValidation(L.Callback):
 def test_a_run_goes_on_from_the_end_of_an_epoch_that_it_still_has_to_prove(tmp_path: Path) -> None:
     path = tmp_path / "best.ckpt"
     fit(tmp_path / "first", SaveAfterValidation(path), limit_val_batches=1)
-    receipt = Receipt.read(torch.load(path, weights_only=True))
-    assert receipt is not None
+    receipt = receipt_of(path)
     assert (receipt.epoch, receipt.step, receipt.digest) == (1, 5, expected_lines()[1][3])
     fit(tmp_path / "second", resume=path, max_epochs=3, limit_val_batches=1)
     assert lines(tmp_path / "second") == expected_lines(3)[1:]
@@ -559,9 +555,7 @@ def test_the_command_line_writes_receipts(tmp_path: Path) -> None:
     result = run_here("fit", *TINY, "--trainer.accumulate_grad_batches=2", f"--run_dir={run}")
     assert result.status == 0, result.stderr
     assert lines(run) == expected_lines(1)
-    receipt = Receipt.read(torch.load(run / "checkpoints" / "last.ckpt", weights_only=True))
-    assert receipt is not None
-    assert receipt.digest == lines(run)[-1][3]
+    assert receipt_of(run / "checkpoints" / "last.ckpt").digest == lines(run)[-1][3]
 
 
 class ShardWrongly(L.Callback):

@@ -111,11 +111,6 @@ def test_of_both_editions_the_binary_one_is_read(binary_root, python_root):
     assert_is_small_cifar10(python_root)
 
 
-def test_a_damaged_binary_edition_is_not_replaced_by_the_python_edition(binary_root, python_root):
-    (python_root / "cifar-10-batches-bin" / "data_batch_4.bin").unlink()
-    assert "data_batch_4.bin cannot be read: No such file" in refused_by_both(python_root)
-
-
 def test_a_changed_pickle_is_never_opened(python_root, monkeypatch):
     def opened(*args: object, **kwargs: object) -> None:
         pytest.fail("unpickled before the hash was checked")
@@ -131,38 +126,36 @@ def test_an_incomplete_python_edition(python_root):
     assert "is incomplete" in refused_by_both(python_root)
 
 
-def test_a_truncated_file(binary_root):
-    path = binary_root / "cifar-10-batches-bin" / "data_batch_2.bin"
-    path.write_bytes(path.read_bytes()[:-1])
-    message = refused_by_both(binary_root)
-    assert f"{path} holds {PER_FILE * 3073 - 1} bytes, not {PER_FILE * 3073}" in message
+def records_with(old: int | None, label: int) -> bytes:
+    """The records of a file whose record 7, or whose class `old`, has another label."""
+    records = cifar10_records(PER_FILE, seed=2)
+    records[slice(7, 8) if old is None else records[:, 0] == old, 0] = label
+    return records.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("data_batch_4.bin", None, "{path} cannot be read: No such file"),
+        ("data_batch_2.bin", bytes(PER_FILE * 3073 - 1), f"{{path}} holds {PER_FILE * 3073 - 1} bytes, not"),
+        ("data_batch_3.bin", records_with(None, 10), "{path}: record 7 has label 10; CIFAR-10's are 0 to 9"),
+        ("data_batch_3.bin", records_with(3, 4), "holds 8 train images of class cat; CIFAR-10 has 10 of each"),
+    ],
+    ids=["missing", "too short", "no such label", "too few of a class"],
+)
+def test_a_damaged_file_is_not_replaced_by_the_python_edition(binary_root, python_root, name, content, words):
+    path = binary_root / "cifar-10-batches-bin" / name
+    path.unlink() if content is None else path.write_bytes(content)
+    message = refused_by_both(python_root)
+    assert words.format(path=path) in message
     assert "--data.dataset=synthetic" in message
 
 
-def test_an_empty_folder(small_files, tmp_path):
-    (tmp_path / "cifar-10-batches-bin").mkdir()
+@pytest.mark.parametrize("target", [None, "not-mounted"])
+def test_an_empty_folder_and_a_link_to_nowhere_are_not_replaced_by_a_download(small_files, tmp_path, target):
+    folder = tmp_path / "cifar-10-batches-bin"
+    folder.mkdir() if target is None else folder.symlink_to(tmp_path / target)
     assert "data_batch_1.bin cannot be read: No such file" in refused_by_both(tmp_path)
-
-
-def test_a_link_to_nowhere_is_not_replaced_by_a_download(small_files, tmp_path):
-    (tmp_path / "cifar-10-batches-bin").symlink_to(tmp_path / "not-mounted")
-    assert "data_batch_1.bin cannot be read" in refused_by_both(tmp_path)
-
-
-def test_a_label_out_of_range(binary_root):
-    path = binary_root / "cifar-10-batches-bin" / "data_batch_3.bin"
-    records = np.fromfile(path, np.uint8).reshape(-1, 3073)
-    records[7, 0] = 10
-    records.tofile(path)
-    assert f"{path}: record 7 has label 10; CIFAR-10's are 0 to 9" in refused_by_both(binary_root)
-
-
-def test_a_wrong_number_of_one_class(binary_root):
-    path = binary_root / "cifar-10-batches-bin" / "data_batch_3.bin"
-    records = np.fromfile(path, np.uint8).reshape(-1, 3073)
-    records[records[:, 0] == 3, 0] = 4
-    records.tofile(path)
-    assert "holds 8 train images of class cat; CIFAR-10 has 10 of each" in refused_by_both(binary_root)
 
 
 def test_damaged_test_files_are_found_before_training(binary_root):

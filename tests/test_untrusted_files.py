@@ -18,9 +18,7 @@ import pytest
 import torch
 from commands import TINY, run_here
 from data_files import load, prepare
-from lightning.pytorch import LightningModule
 from PIL import EpsImagePlugin, Image
-from tiny_task import TinyData, TinyTask, tiny_trainer
 from torchvision.datasets import CIFAR10
 
 import lit_cifar
@@ -108,19 +106,6 @@ def test_no_reader_of_checkpoints_runs_code(tmp_path: Path, marker: Path, writer
     for read in (read_checkpoint, CheckpointFiles().load_checkpoint):
         with pytest.raises(CheckpointError, match="not a readable checkpoint"):
             read(path)
-
-
-@pytest.mark.usefixtures("trusting")
-@pytest.mark.parametrize("writer", WRITERS)
-@pytest.mark.parametrize("entry", ["fit", "test"])
-def test_the_trainer_runs_no_code(tmp_path: Path, marker: Path, writer: Writer, entry: str) -> None:
-    path = tmp_path / "evil.ckpt"
-    writer({"state_dict": {}, "extra": Payload(marker)}, path)
-    trainer = tiny_trainer(tmp_path / "run", plugins=[CheckpointFiles()])
-    run: Callable[..., Any] = getattr(trainer, entry)
-    module: LightningModule = TinyTask()
-    with pytest.raises(CheckpointError, match="not a readable checkpoint"):
-        run(module, TinyData(), ckpt_path=path)
 
 
 @pytest.mark.usefixtures("trusting")

@@ -1,4 +1,4 @@
-"""`--virtual_replicas`: the same bits on 1, 2 and 4 processes, and what they need for it."""
+"""`--virtual_replicas`: the bits of one device on several, and what they need for it; `test_parity` has all modes."""
 
 import csv
 import shutil
@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from commands import TINY, launch, mode_flags, own_network, run_here
+from commands import TINY, launch, mode_flags, run_here
 from torch import Tensor, nn
 
 from lit_cifar.batch_split import BatchSplit
@@ -28,10 +28,6 @@ from lit_cifar.strategies.tree_sum import TreeSum, in_tree_order, tree_sum
 
 # The last flag of a name counts. Of 58 images the last batch has 10, which are parts of 3, 3, 2 and 2.
 FLAGS = [*TINY, "--virtual_replicas=4", "--data.num_train=74", "--data.eval_batch_size=8"]
-
-# Two batches, of which the last has 10 images.
-SHORT = [*TINY, "--virtual_replicas=4", "--data.num_train=42", "--data.num_test=20", "--data.eval_batch_size=8"]
-SHORT += ["--trainer.precision=bf16-mixed", "--trainer.gradient_clip_val=0.5"]
 
 
 def bits(run: Path) -> dict[str, str]:
@@ -157,14 +153,6 @@ def test_a_mode_refuses_parts_that_it_cannot_have(strategy: Any, devices: int, t
         trainer.strategy.use_parts(parts)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("mode", ["mp", "dp"])
-def test_two_devices_of_a_process_end_with_the_bits_of_one(mode: str, alone: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    assert run_here("fit", *FLAGS, *mode_flags(mode), f"--run_dir={run}").status == 0
-    assert bits(run) == bits(alone)
-    assert rows(run) == rows(alone)
-
-
 def test_dp_deals_parts_to_its_replicas() -> None:
     """The values are those of the network itself."""
     network, images = nn.BatchNorm2d(3), torch.randn(4, 3, 2, 2)
@@ -222,75 +210,6 @@ def test_every_part_of_a_scaled_loss_has_its_share_in_the_gradient(tmp_path: Pat
     assert (
         float((found["scaled"] - found["plain"]).norm() / found["plain"].norm()) < 0.3
     )  # without it 0.6, in float16 0.13
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
-def test_the_same_bits_in_other_precisions(precision: str, tmp_path: Path) -> None:
-    runs = [fitted(tmp_path, count, f"--trainer.precision={precision}") for count in (1, 2, 4)]
-    for run in runs[1:]:
-        assert bits(run) == bits(runs[0])
-        assert rows(run) == rows(runs[0])
-
-
-@pytest.fixture(scope="module")
-def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("short") / "run"
-    launch("fit", *SHORT, f"--run_dir={run}")
-    return run
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "devices", "ranks"),
-    [("ddp_mp", 4, 2), ("pp", 2, 2), ("ddp_pp", 4, 4), ("fsdp2", 2, 2), ("fsdp2", 4, 4)],
-)
-def test_a_mode_ends_with_the_bits_of_one_device(
-    mode: str, devices: int, ranks: int, short: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    launch("fit", *SHORT, *mode_flags(mode, devices), f"--run_dir={run}", ranks=ranks)
-    assert bits(run) == bits(short)
-    assert rows(run) == rows(short)
-
-
-# Steps of 16 and of 10 images, whose parts are unequal.
-RANDOM = [*own_network("Drawing"), "--virtual_replicas=4", "--data.num_train=42", "--data.eval_batch_size=8"]
-
-
-@pytest.fixture(scope="module")
-def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("drawn") / "run"
-    launch("fit", *RANDOM, f"--run_dir={run}")
-    return run
-
-
-@pytest.mark.parametrize(
-    ("mode", "devices", "ranks"),
-    [
-        ("mp", 2, 1),
-        ("pp", 2, 2),
-        pytest.param("dp", 2, 1, marks=pytest.mark.slow),
-        pytest.param("ddp", 2, 2, marks=pytest.mark.slow),
-        pytest.param("ddp_mp", 4, 2, marks=pytest.mark.slow),
-        pytest.param("ddp_pp", 4, 4, marks=pytest.mark.slow),
-        pytest.param("fsdp2", 2, 2, marks=pytest.mark.slow),
-    ],
-)
-def test_a_network_with_dropout_draws_the_same_masks_in_every_mode(
-    mode: str, devices: int, ranks: int, drawn: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    launch("fit", *RANDOM, *mode_flags(mode, devices), f"--run_dir={run}", ranks=ranks)
-    assert bits(run) == bits(drawn)
-    assert rows(run) == rows(drawn)
-
-
-@pytest.mark.slow
-def test_processes_that_are_spawned_end_with_the_bits_of_one(alone: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    launch("fit", *FLAGS, "--trainer.strategy=ddp_spawn", "--trainer.devices=2", f"--run_dir={run}")
-    assert bits(run) == bits(alone)
 
 
 @pytest.mark.slow

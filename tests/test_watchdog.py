@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from queue import Empty
@@ -17,10 +18,12 @@ import lightning as L
 import psutil
 import pytest
 import torch
+from processes import is_running
 from torch.distributed import HashStore
 
 from lit_cifar.data import Batch
 from lit_cifar.errors import ConfigError, Stopped
+from lit_cifar.launch import parent
 from lit_cifar.watchdog import activity
 from lit_cifar.watchdog import monitor as watch_module
 from lit_cifar.watchdog import process_info as process
@@ -48,101 +51,83 @@ def peer(
     return Peer(beat=told, heard_at=heard_at, sight=Sight(state, ending), answered=answered)
 
 
+def gone(rank: int, ending: str = "", **rest: Any) -> Peer:
+    return peer(rank, state="gone", ending=ending, **rest)
+
+
 def verdict_of(*peers: Peer) -> Verdict | None:
     return diagnose({peer.beat.rank: peer for peer in peers}, now=100.0, timeout_s=TIMEOUT_S)
 
 
-@pytest.mark.parametrize(
-    "peers",
-    [
-        (peer(0), peer(1)),
-        (peer(0), peer(1, heard_at=80.5)),  # silent, but not for long
-        (peer(0), peer(1, state="stopped")),  # it may go on
-        (peer(0), peer(1, state="gone", over=True)),  # finished earlier
-        (peer(0), peer(1, heard_at=0, over=True)),
-        (peer(0, over=True), peer(1, idle_s=5)),
-        (peer(0, over=True), peer(1, over=True)),
-        (peer(0, idle_s=90), peer(1, idle_s=3)),  # waits for one that gets on
-        (peer(0, idle_s=90), peer(1, idle_s=90, patience_s=600.0)),  # which compiles, or writes its first checkpoint
-        # One that is behind, or in the same phase, computes for longer than ever: compiles again, has a slow disk.
-        (peer(0, idle_s=90, events=8, waits=True), peer(1, idle_s=90, events=7, works=True)),
-        (peer(0, idle_s=90, waits=True), peer(1, idle_s=90, works=True), peer(2, idle_s=90, waits=True)),
-        (peer(0, idle_s=90, works=True), peer(1, idle_s=90, works=True)),
-        (peer(0, idle_s=599, waits=True), peer(1, idle_s=599, works=True)),
-        # Aborted, perhaps because of another process: what has become of the others is not known yet.
-        (peer(0), peer(1, state="gone", ending="SIGABRT"), peer(2, heard_at=95, state="unseen")),
-        (peer(0, idle_s=30), peer(1, state="gone", ending="SIGTERM", idle_s=30), peer(2, state="unseen", idle_s=30)),
-        (peer(0, failure="E", order=1), peer(1)),  # the other has not answered yet: it may be the cause
-        (peer(0, failure="E", order=1), peer(1, heard_at=95)),
-    ],
-)
+NOBODY = [
+    (peer(0), peer(1)),
+    (peer(0), peer(1, heard_at=80.5)),  # silent, but not for long
+    (peer(0), peer(1, state="stopped")),  # it may go on
+    (peer(0), gone(1, over=True)),  # finished earlier
+    (peer(0), peer(1, heard_at=0, over=True)),
+    (peer(0, over=True), peer(1, idle_s=5)),
+    (peer(0, over=True), peer(1, over=True)),
+    (peer(0, idle_s=90), peer(1, idle_s=3)),  # waits for one that gets on
+    (peer(0, idle_s=90), peer(1, idle_s=90, patience_s=600.0)),  # which compiles, or writes its first checkpoint
+    # One that is behind, or in the same phase, computes for longer than ever: compiles again, has a slow disk.
+    (peer(0, idle_s=90, events=8, waits=True), peer(1, idle_s=90, events=7, works=True)),
+    (peer(0, idle_s=90, waits=True), peer(1, idle_s=90, works=True), peer(2, idle_s=90, waits=True)),
+    (peer(0, idle_s=90, works=True), peer(1, idle_s=90, works=True)),
+    (peer(0, idle_s=599, waits=True), peer(1, idle_s=599, works=True)),
+    # Aborted, perhaps because of another process: what has become of the others is not known yet.
+    (peer(0), gone(1, "SIGABRT"), peer(2, heard_at=95, state="unseen")),
+    (peer(0, idle_s=30), gone(1, "SIGTERM", idle_s=30), peer(2, state="unseen", idle_s=30)),
+    (peer(0, failure="E", order=1), peer(1)),  # the other has not answered yet: it may be the cause
+    (peer(0, failure="E", order=1), peer(1, heard_at=95)),
+]
+CULPRITS = [
+    (1, "killed", peer(0), gone(1)),
+    # Who is killed takes the others along: NCCL aborts those that survive, launchers terminate them.
+    (2, "killed", peer(0), gone(1, "SIGABRT"), gone(2, "SIGKILL")),
+    (2, "killed", peer(0), gone(1, "SIGTERM"), gone(2, "SIGSEGV")),
+    (2, "killed", peer(0), gone(1, "SIGABRT", heard_at=97), gone(2, "SIGBUS", heard_at=98)),
+    (2, "killed", peer(0), gone(1, "SIGABRT"), gone(2)),
+    # Of equals the one that was not heard of for longest, then the lowest.
+    (2, "killed", peer(0), gone(1, heard_at=99), gone(2, heard_at=97)),
+    (2, "killed", peer(0), gone(1, "SIGABRT", heard_at=99), gone(2, "SIGABRT", heard_at=97)),
+    (1, "killed", peer(0), gone(1, "SIGKILL"), gone(2, "SIGKILL")),
+    # One that was aborted by itself, once the others have answered.
+    (1, "killed", peer(0), gone(1, "SIGABRT"), peer(2, answered=True)),
+    (1, "killed", peer(0, failure="closed", order=1), gone(1, "SIGABRT")),
+    # One that was aborted because a machine was lost.
+    (2, "silent", peer(0), gone(1, "SIGABRT"), peer(2, heard_at=93, state="unseen")),
+    # A broken connection is the consequence of a death, and not its cause.
+    (1, "killed", peer(0, failure="closed by peer", order=1), gone(1)),
+    (0, "failed", peer(0, failure="E", order=1), gone(1, failure="closed", order=2)),
+    (1, "silent", peer(0), peer(1, heard_at=79)),
+    (1, "silent", peer(0), peer(1, heard_at=79, state="stopped")),
+    (2, "silent", peer(0), peer(1, heard_at=78, state="unseen"), peer(2, heard_at=79, state="stopped")),
+    # After a failure a machine that is silent was lost before; the patience for it is short.
+    (1, "silent", peer(0, failure="closed", order=1), peer(1, heard_at=93, state="unseen"), peer(2, answered=True)),
+    # The first that told is the cause, if all others are well.
+    (1, "failed", peer(0, answered=True), peer(1, failure="E", order=1)),
+    (1, "failed", peer(0, failure="closed", order=2), peer(1, failure="E", order=1)),
+    (1, "failed", peer(0, failure="closed"), peer(1, failure="E", order=1), peer(2, answered=True)),
+    # The one that is behind; of equals the one that does not wait for others; the first.
+    (1, "hung", peer(0, idle_s=30, events=8), peer(1, idle_s=21, events=7)),
+    (1, "hung", peer(0, idle_s=30, events=8, waits=True), peer(1, idle_s=21, events=8)),
+    (0, "hung", peer(0, idle_s=30), peer(1, idle_s=30)),
+    # What spins while it waits, or sleeps where others work, or works for more than ten minutes.
+    (1, "hung", peer(0, idle_s=30, events=8, works=True), peer(1, idle_s=21, events=7)),
+    (1, "hung", peer(0, idle_s=30, works=True), peer(1, idle_s=21), peer(2, idle_s=30, waits=True)),
+    (0, "hung", peer(0, idle_s=30, waits=True), peer(1, idle_s=30, waits=True)),
+    (1, "hung", peer(0, idle_s=601, waits=True), peer(1, idle_s=601, works=True)),
+    (1, "hung", peer(0, over=True), peer(1, idle_s=30), peer(2, idle_s=30, waits=True)),
+]
+
+
+@pytest.mark.parametrize("peers", NOBODY)
 def test_nobody_is_to_blame(peers: tuple[Peer, ...]) -> None:
     assert verdict_of(*peers) is None
 
 
-@pytest.mark.parametrize(
-    ("peers", "rank", "kind"),
-    [
-        ((peer(0), peer(1, state="gone")), 1, "killed"),
-        # Who is killed takes the others along: NCCL aborts those that survive, launchers terminate them.
-        ((peer(0), peer(1, state="gone", ending="SIGABRT"), peer(2, state="gone", ending="SIGKILL")), 2, "killed"),
-        ((peer(0), peer(1, state="gone", ending="SIGTERM"), peer(2, state="gone", ending="SIGSEGV")), 2, "killed"),
-        (
-            (
-                peer(0),
-                peer(1, state="gone", ending="SIGABRT", heard_at=97),
-                peer(2, state="gone", ending="SIGBUS", heard_at=98),
-            ),
-            2,
-            "killed",
-        ),
-        ((peer(0), peer(1, state="gone", ending="SIGABRT"), peer(2, state="gone")), 2, "killed"),
-        # Of equals the one that was not heard of for longest, then the lowest.
-        ((peer(0), peer(1, state="gone", heard_at=99), peer(2, state="gone", heard_at=97)), 2, "killed"),
-        (
-            (
-                peer(0),
-                peer(1, state="gone", ending="SIGABRT", heard_at=99),
-                peer(2, state="gone", ending="SIGABRT", heard_at=97),
-            ),
-            2,
-            "killed",
-        ),
-        ((peer(0), peer(1, state="gone", ending="SIGKILL"), peer(2, state="gone", ending="SIGKILL")), 1, "killed"),
-        # One that was aborted by itself, once the others have answered.
-        ((peer(0), peer(1, state="gone", ending="SIGABRT"), peer(2, answered=True)), 1, "killed"),
-        ((peer(0, failure="closed", order=1), peer(1, state="gone", ending="SIGABRT")), 1, "killed"),
-        # One that was aborted because a machine was lost.
-        ((peer(0), peer(1, state="gone", ending="SIGABRT"), peer(2, heard_at=93, state="unseen")), 2, "silent"),
-        # A broken connection is the consequence of a death, and not its cause.
-        ((peer(0, failure="closed by peer", order=1), peer(1, state="gone")), 1, "killed"),
-        ((peer(0, failure="E", order=1), peer(1, state="gone", failure="closed", order=2)), 0, "failed"),
-        ((peer(0), peer(1, heard_at=79)), 1, "silent"),
-        ((peer(0), peer(1, heard_at=79, state="stopped")), 1, "silent"),
-        ((peer(0), peer(1, heard_at=78, state="unseen"), peer(2, heard_at=79, state="stopped")), 2, "silent"),
-        # After a failure a machine that is silent was lost before; the patience for it is short.
-        (
-            (peer(0, failure="closed", order=1), peer(1, heard_at=93, state="unseen"), peer(2, answered=True)),
-            1,
-            "silent",
-        ),
-        # The first that told is the cause, if all others are well.
-        ((peer(0, answered=True), peer(1, failure="E", order=1)), 1, "failed"),
-        ((peer(0, failure="closed", order=2), peer(1, failure="E", order=1)), 1, "failed"),
-        ((peer(0, failure="closed"), peer(1, failure="E", order=1), peer(2, answered=True)), 1, "failed"),
-        # The one that is behind; of equals the one that does not wait for others; the first.
-        ((peer(0, idle_s=30, events=8), peer(1, idle_s=21, events=7)), 1, "hung"),
-        ((peer(0, idle_s=30, events=8, waits=True), peer(1, idle_s=21, events=8)), 1, "hung"),
-        ((peer(0, idle_s=30), peer(1, idle_s=30)), 0, "hung"),
-        # What spins while it waits, or sleeps where others work, or works for more than ten minutes.
-        ((peer(0, idle_s=30, events=8, works=True), peer(1, idle_s=21, events=7)), 1, "hung"),
-        ((peer(0, idle_s=30, works=True), peer(1, idle_s=21), peer(2, idle_s=30, waits=True)), 1, "hung"),
-        ((peer(0, idle_s=30, waits=True), peer(1, idle_s=30, waits=True)), 0, "hung"),
-        ((peer(0, idle_s=601, waits=True), peer(1, idle_s=601, works=True)), 1, "hung"),
-        ((peer(0, over=True), peer(1, idle_s=30), peer(2, idle_s=30, waits=True)), 1, "hung"),
-    ],
-)
-def test_the_judge_says_who_is_to_blame(peers: tuple[Peer, ...], rank: int, kind: str) -> None:
+@pytest.mark.parametrize(("rank", "kind", "peers"), [(rank, kind, peers) for rank, kind, *peers in CULPRITS])
+def test_the_judge_says_who_is_to_blame(rank: int, kind: str, peers: list[Peer]) -> None:
     verdict = verdict_of(*peers)
     assert verdict is not None
     assert (verdict.rank, verdict.kind, verdict.reporter) == (rank, kind, 0)
@@ -151,21 +136,21 @@ def test_the_judge_says_who_is_to_blame(peers: tuple[Peer, ...], rank: int, kind
 @pytest.mark.parametrize(
     ("peers", "expected"),
     [
-        ((peer(0), peer(1), peer(2, state="gone", ending="SIGKILL")), None),  # the judge's business
+        ((peer(0), peer(1), gone(2, "SIGKILL")), None),  # the judge's business
         ((peer(0, heard_at=80.5), peer(1, heard_at=0, idle_s=99), peer(2)), None),
         ((peer(0, state="stopped"), peer(1, failure="closed"), peer(2)), None),
-        ((peer(0, state="gone", over=True), peer(1), peer(2)), None),
+        ((gone(0, over=True), peer(1), peer(2)), None),
         ((peer(0, heard_at=0, over=True), peer(1), peer(2)), None),
-        ((peer(0, state="gone"), peer(1), peer(2)), (0, "killed", 1)),
-        ((peer(0, state="gone", ending="SIGABRT"), peer(2)), (0, "killed", 2)),
-        ((peer(0, state="gone"), peer(1, state="stopped"), peer(2)), (0, "killed", 2)),
-        ((peer(0, state="gone", ending="SIGABRT"), peer(1, state="gone", ending="SIGKILL"), peer(2)), (1, "killed", 2)),
-        ((peer(0, state="gone"), peer(1, state="gone"), peer(2)), (0, "killed", 2)),  # has rank 1 finished?
-        ((peer(0, state="gone", failure="E", order=1), peer(1), peer(2)), (0, "failed", 1)),
+        ((gone(0), peer(1), peer(2)), (0, "killed", 1)),
+        ((gone(0, "SIGABRT"), peer(2)), (0, "killed", 2)),
+        ((gone(0), peer(1, state="stopped"), peer(2)), (0, "killed", 2)),
+        ((gone(0, "SIGABRT"), gone(1, "SIGKILL"), peer(2)), (1, "killed", 2)),
+        ((gone(0), gone(1), peer(2)), (0, "killed", 2)),  # has rank 1 finished?
+        ((gone(0, failure="E", order=1), peer(1), peer(2)), (0, "failed", 1)),
         ((peer(0, heard_at=79), peer(1), peer(2)), (0, "silent", 1)),
         ((peer(0, heard_at=79, state="stopped"), peer(1), peer(2)), (0, "silent", 1)),
         ((peer(0, heard_at=93, state="unseen"), peer(1), peer(2, failure="closed")), (0, "silent", 1)),
-        ((peer(0, heard_at=79, state="unseen"), peer(1, state="gone", ending="SIGBUS"), peer(2)), (1, "killed", 2)),
+        ((peer(0, heard_at=79, state="unseen"), gone(1, "SIGBUS"), peer(2)), (1, "killed", 2)),
     ],
 )
 def test_the_others_judge_the_judge(peers: tuple[Peer, ...], expected: tuple[int, str, int] | None) -> None:
@@ -177,17 +162,20 @@ def test_the_others_judge_the_judge(peers: tuple[Peer, ...], expected: tuple[int
 @pytest.mark.parametrize(
     ("culprit", "words"),
     [
-        (peer(1, state="gone", ending="SIGKILL"), "SIGKILL, as by kill -9"),
-        (peer(1, state="gone", ending="SIGSEGV"), "without a traceback, by SIGSEGV"),
-        (peer(1, state="gone"), "as after SIGKILL"),
+        (gone(1, "SIGKILL"), "SIGKILL, as by kill -9"),
+        (gone(1, "SIGSEGV"), "without a traceback, by SIGSEGV"),
+        (gone(1), "as after SIGKILL"),
         (peer(1, heard_at=70), "silent, no heartbeat for 30 s"),
         (peer(1, heard_at=70, state="stopped"), "stopped, as by SIGSTOP, no heartbeat for 30 s"),
         (peer(1, failure="Traceback\n  ...\nValueError: bad", order=1), "\n  ValueError: bad\n"),
+        (peer(1, idle_s=30), "hangs: no progress for 30 s"),
+        (peer(1, idle_s=30, stack="File x, line 1"), "rank 0: forward"),  # where the others are
+        (peer(1, idle_s=30, stack="File x, line 1"), "\n  File x, line 1\n"),
     ],
 )
 def test_the_message_says_who_when_and_why(culprit: Peer, words: str) -> None:
     culprit = replace(culprit, beat=replace(culprit.beat, step=7, phase="backward"))
-    message = str(verdict_of(peer(0, answered=True), culprit))
+    message = str(verdict_of(peer(0, answered=True, idle_s=30, events=9, phase="forward"), culprit))
     assert message.startswith("lit_cifar: rank 1 (pid 1001 on a) ")
     assert "after 7 optimizer steps, phase: backward" in message
     assert words in message
@@ -195,48 +183,31 @@ def test_the_message_says_who_when_and_why(culprit: Peer, words: str) -> None:
 
 def test_the_page_shows_the_message_and_the_times_as_they_are() -> None:
     page = (Path(__file__).parents[1] / "docs" / "resume.md").read_text()
-    gone = peer(1, state="gone", ending="SIGKILL")
-    told = replace(gone.beat, pid=28206, host="node7", step=60, phase="ending an epoch")
-    assert f"```text\n{verdict_of(peer(0), replace(gone, beat=told))}\n```" in page
+    culprit = gone(1, "SIGKILL")
+    told = replace(culprit.beat, pid=28206, host="node7", step=60, phase="ending an epoch")
+    assert f"```text\n{verdict_of(peer(0), replace(culprit, beat=told))}\n```" in page
     assert f"`--watchdog.timeout_s` ({Watchdog().timeout_s:g}; 0 turns the watchdog off)" in page
     assert (BEAT_S, FACTOR, FIRST_TIME_S) == (1, 5, 600)
     assert all(words in page for words in ("Each second", "five times", "after ten minutes without progress"))
 
 
-def test_the_message_shows_where_it_hangs() -> None:
-    message = str(
-        verdict_of(peer(0, idle_s=30, events=9, phase="backward"), peer(1, idle_s=30, stack="File x, line 1"))
-    )
-    assert "rank 1 (pid 1001 on a) hangs: no progress for 30 s" in message
-    assert "rank 0: backward" in message
-    assert "\n  File x, line 1\n" in message
-
-
-def test_an_answer_is_a_beat_that_was_heard_after_the_failure() -> None:
-    peers = {0: peer(0), 1: peer(1)}
-    own_failure = replace(peers[0].beat, failure="E", number=1)
-    peers = updated(peers, [own_failure, replace(peers[1].beat, number=1)], {}, now=101.0)
-    assert not peers[1].answered  # written before, perhaps
-    peers = updated(peers, [replace(peers[1].beat, number=1)], {}, now=102.0)
-    assert not peers[1].answered
-    assert peers[1].heard_at == 101.0
-    peers = updated(peers, [replace(peers[1].beat, number=2)], {1: Sight("stopped")}, now=103.0)
-    assert peers[1].answered
-    assert peers[1].sight.state == "stopped"
-
-
-def test_an_answer_to_an_end_is_a_beat_that_was_heard_after_it() -> None:
-    peers = updated({0: peer(0), 1: peer(1)}, [replace(peer(1).beat, number=1)], {0: Sight("gone")}, now=101.0)
-    assert not peers[1].answered
-    peers = updated(peers, [replace(peer(1).beat, number=2)], {}, now=102.0)
-    assert peers[1].answered
+def test_an_answer_is_a_beat_that_was_heard_after_the_failure_or_the_end_of_another() -> None:
+    own_failure = replace(peer(0).beat, failure="E", number=1)
+    for told, seen in (([own_failure], {}), ([], {0: Sight("gone")})):
+        beat = peer(1).beat
+        peers = updated({0: peer(0), 1: peer(1)}, [*told, replace(beat, number=1)], seen, now=101.0)
+        assert not peers[1].answered  # written before, perhaps
+        peers = updated(peers, [replace(beat, number=1)], {}, now=102.0)
+        assert (peers[1].answered, peers[1].heard_at) == (False, 101.0)
+        peers = updated(peers, [replace(beat, number=2)], {1: Sight("stopped")}, now=103.0)
+        assert (peers[1].answered, peers[1].sight.state) == (True, "stopped")
 
 
 def test_beats_and_verdicts_survive_the_store() -> None:
     seen = {7: Sight("gone", "SIGKILL")}
     beat = Heartbeat(rank=1, pid=2, started="3", host="a", failure='E: "x"\n', over=True, seen=seen)
     assert Heartbeat.from_json(beat.to_json()) == beat
-    verdict = verdict_of(peer(0), peer(1, state="gone"))
+    verdict = verdict_of(peer(0), gone(1))
     assert verdict is not None
     assert Verdict.from_json(verdict.to_json().encode()) == verdict
 
@@ -313,25 +284,33 @@ def test_a_suspended_process_has_not_been_idle() -> None:
     assert progress.patience_s() == TIMEOUT_S  # five times 2 s, not 1002 s
 
 
-def test_processes_are_seen_to_stop_and_to_end() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that sleeps."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as sleeping:
+        yield sleeping
+        sleeping.kill()
+
+
+def beat_of(child: subprocess.Popen[bytes]) -> Heartbeat:
+    return replace(first_heartbeat(1), pid=child.pid, started=process.start_time(child.pid))
+
+
+def test_processes_are_seen_to_stop_and_to_end(child: subprocess.Popen[bytes]) -> None:
     started = process.start_time(child.pid)
-    try:
-        assert started
-        assert process.look_at(child.pid, started).state == "running"
-        assert process.look_at(child.pid, started + "0") == Sight("gone")  # another one with the same pid
-        child.send_signal(signal.SIGSTOP)
-        while process.look_at(child.pid, started).state != "stopped":
-            time.sleep(0.01)
-        process.kill(child.pid, started + "0")
-        assert process.look_at(child.pid, started).state == "stopped"
-        process.kill(child.pid, started)
-        while process.look_at(child.pid, started).state != "gone":
-            time.sleep(0.01)
-        assert process.look_at(child.pid, started) == Sight("gone", "SIGKILL")
-    finally:
-        child.kill()
-        child.wait()
+    assert started
+    assert process.look_at(child.pid, started).state == "running"
+    assert process.look_at(child.pid, started + "0") == Sight("gone")  # another one with the same pid
+    child.send_signal(signal.SIGSTOP)
+    while process.look_at(child.pid, started).state != "stopped":
+        time.sleep(0.01)
+    process.kill(child.pid, started + "0")
+    assert process.look_at(child.pid, started).state == "stopped"
+    process.kill(child.pid, started)
+    while process.look_at(child.pid, started).state != "gone":
+        time.sleep(0.01)
+    assert process.look_at(child.pid, started) == Sight("gone", "SIGKILL")
+    child.wait()
     assert process.look_at(child.pid, started) == Sight("gone")
     assert [process.ending(code) for code in (3, -11, -99)] == ["exit status 3", "SIGSEGV", "signal 99"]
 
@@ -521,6 +500,12 @@ class Pair:
             self.watches[rank].start()
         return self
 
+    def fall_behind(self, *, step: int) -> None:
+        """Rank 1, by a phase."""
+        for progress, phases in zip(self.progress, ["abab", "aba"], strict=True):
+            for phase in phases:
+                progress.enter(phase, step=step)
+
     def join(self) -> None:
         for watch in self.watches:
             if watch.ident is not None:
@@ -584,10 +569,8 @@ def test_who_leaves_waits_until_its_last_beat_has_arrived() -> None:
 
 
 def test_the_one_that_does_not_get_on_is_found(capsys: pytest.CaptureFixture[str]) -> None:
-    pair = Pair(timeout_s=5)
-    for progress, phases in zip(pair.progress, ["abab", "aba"], strict=True):
-        for phase in phases:
-            progress.enter(phase, step=4)
+    pair = Pair(timeout_s=2)
+    pair.fall_behind(step=4)
     pair.start().join()
     verdict = pair.watches[0].verdict
     assert verdict is not None
@@ -602,9 +585,8 @@ def test_one_that_waits_for_a_disk_does_not_hang(who: str | None, monkeypatch: p
     monkeypatch.setattr(activity, "children_s", lambda peers: ({}, who == "children"))
     monkeypatch.setattr(activity, "helpers_s", lambda: ({}, who == "helpers"))
     pair = Pair()
-    for progress, phases in zip(pair.progress, ["abab", "aba"], strict=True):
-        for phase in phases:
-            progress.enter(phase)
+    pair.fall_behind(step=0)
+    for progress in pair.progress:
         progress.moment = progress.moment._replace(since=progress.moment.since - 2 * TIMEOUT_S)
         progress._awake_since -= 2 * TIMEOUT_S
     verdicts = [watch._tick() for _ in range(3) for watch in pair.watches]
@@ -613,25 +595,32 @@ def test_one_that_waits_for_a_disk_does_not_hang(who: str | None, monkeypatch: p
         watch._board.close()
 
 
-def test_a_stopped_process_is_named_and_killed(capsys: pytest.CaptureFixture[str]) -> None:
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    try:
-        beat = replace(first_heartbeat(1), pid=child.pid, started=process.start_time(child.pid))
-        pair = Pair(timeout_s=2, everyone=[first_heartbeat(0), beat]).start(0)
-        child.send_signal(signal.SIGSTOP)
-        pair.join()
-        assert child.wait(5) == -signal.SIGKILL
-    finally:
-        child.kill()
-        child.wait()
+def test_a_stopped_process_is_named_and_killed(
+    child: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    beat = beat_of(child)
+    pair = Pair(timeout_s=2, everyone=[first_heartbeat(0), beat]).start(0)
+    child.send_signal(signal.SIGSTOP)
+    pair.join()
+    assert child.wait(5) == -signal.SIGKILL
     assert f"rank 1 (pid {child.pid} on {beat.host}) is stopped" in capsys.readouterr().err
     assert pair.ended == [1]
+
+
+def test_the_parent_knows_how_a_process_ended(
+    child: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair = Pair(everyone=[first_heartbeat(0), beat_of(child)])
+    child.kill()
+    pair.watches[0].mates.exit_codes = lambda: {child.pid: child.wait()}
+    pair.start(0).join()
+    assert "was ended by SIGKILL" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("other", "culprit", "waits"),
     [
-        (Sight("gone"), peer(1, state="gone"), False),
+        (Sight("gone"), gone(1), False),
         (Sight("stopped"), peer(1, heard_at=79, state="stopped"), False),
         (Sight("running"), peer(1, failure="E", order=1), True),  # the culprit itself wants to know
         (Sight("running"), peer(0, failure="E", order=1), True),
@@ -649,16 +638,6 @@ def test_who_ends_waits_for_those_that_have_yet_to_read_why(
     assert verdict is not None
     watch._conclude(verdict)
     assert (2 * watch_module.BEAT_S in slept) == waits
-
-
-def test_the_parent_knows_how_a_process_ended(capsys: pytest.CaptureFixture[str]) -> None:
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    beat = replace(first_heartbeat(1), pid=child.pid, started=process.start_time(child.pid))
-    pair = Pair(everyone=[first_heartbeat(0), beat])
-    child.kill()
-    pair.watches[0].mates.exit_codes = lambda: {child.pid: child.wait()}
-    pair.start(0).join()
-    assert "was ended by SIGKILL" in capsys.readouterr().err
 
 
 def test_a_board_does_not_wait_for_a_store_that_does_not_answer() -> None:
@@ -850,26 +829,29 @@ def test_a_time_in_which_there_may_be_no_beat_is_refused(timeout_s: float) -> No
         Watchdog(timeout_s=timeout_s)
 
 
-def test_a_process_ends_although_its_launcher_died_while_it_was_importing() -> None:
-    noted = "import sys, lit_cifar; modules = list(sys.modules); "
-    noted += "assert modules.index('lit_cifar.launch.parent') < modules.index('torch'); "
-    gone = "from lit_cifar.launch import parent as l; l.PARENT_PID, l._GRACE_S = -1, 0; "
-    follower = f"{noted}{gone}l.end_with_launcher(); import time; time.sleep(60)"
-    done = subprocess.run([sys.executable, "-c", follower], capture_output=True, text=True)
-    assert "pid -1, which started it, is gone" in done.stderr
-    assert done.returncode == 1
+def test_the_launcher_is_the_one_that_was_noted_before_the_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have died since."""
+    followed: list[Any] = []
+    thread = SimpleNamespace(Thread=lambda *, args, **_: SimpleNamespace(start=lambda: followed.append(args)))
+    for name, value in {"PARENT_PID": -1, "_started": threading.Event(), "threading": thread}.items():
+        monkeypatch.setattr(parent, name, value)
+    parent.end_with_launcher()
+    assert followed == [(-1,)]
 
 
 def test_a_process_ends_after_the_one_that_started_it(tmp_path: Path) -> None:
-    follower = "import time; from lit_cifar.launch import parent as l; l._GRACE_S = 0; l.end_with_launcher(); "
+    """Who started it is noted before torch is imported, which takes long."""
+    follower = (
+        "import sys, time, lit_cifar; from lit_cifar.launch import parent as l; modules = list(sys.modules); "
+        "assert modules.index('lit_cifar.launch.parent') < modules.index('torch'); "
+        "l._GRACE_S = 0; l.end_with_launcher(); print(0, flush=True); time.sleep(60)"
+    )
     starter = (
-        "import subprocess, sys, time; "
-        f"child = subprocess.Popen([sys.executable, '-c', {follower + 'print(0, flush=True); time.sleep(60)'!r}]); "
+        f"import subprocess, sys, time; child = subprocess.Popen([sys.executable, '-c', {follower!r}]); "
         f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid)); time.sleep(60)"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", starter], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as run:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", starter], stdout=pipe, stderr=pipe, text=True) as run:
         assert run.stdout is not None
         assert run.stderr is not None
         assert run.stdout.readline()
@@ -877,7 +859,7 @@ def test_a_process_ends_after_the_one_that_started_it(tmp_path: Path) -> None:
         run.kill()
         assert f"pid {child.pid} stops: pid {run.pid}, which started it, is gone" in run.stderr.readline()
         psutil.wait_procs([child], timeout=5)
-        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+        assert not is_running(child)
 
 
 @pytest.mark.parametrize("launched", [True, False])
