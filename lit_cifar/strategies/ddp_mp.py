@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.strategies.layer_parallel import StagedStrategy, device_names
+from lit_cifar.strategies.mp import StagedStrategy, device_names
 
 
 class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):

@@ -16,10 +16,7 @@ from lit_cifar.data.images import Batch
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.partition import Partition
 from lit_cifar.reporting.timeline import Recorder
-from lit_cifar.strategies.hand_over import HandOver
-from lit_cifar.strategies.loss_scaling import loss_scale
-from lit_cifar.strategies.mesh import MeshStrategy
-from lit_cifar.strategies.network import (
+from lit_cifar.strategies.base import (
     ComputesLoss,
     Runner,
     RunsNetwork,
@@ -28,9 +25,10 @@ from lit_cifar.strategies.network import (
     check_untied,
     compiles,
 )
-from lit_cifar.strategies.parts import Parts
-from lit_cifar.strategies.pipeline import Pipeline
+from lit_cifar.strategies.mesh import MeshStrategy, loss_scale
+from lit_cifar.strategies.pipeline import HandOver, Pipeline
 from lit_cifar.strategies.pipeline_schedule import Schedule, ScheduleName, stages_per_process
+from lit_cifar.strategies.same_bits.parts import Parts
 from lit_cifar.strategies.state_dicts import merge_optimizer_states, only_parameters
 
 

@@ -22,11 +22,11 @@ from lit_cifar.data.datamodule import CIFAR10DataModule
 from lit_cifar.data.samplers import BatchIds, EvaluationSampler, TrainSampler
 from lit_cifar.optim import WarmupDecay
 from lit_cifar.reporting.per_rank import PerRankAccuracy
-from lit_cifar.strategies import ProcessSyncBatchNorm, tensor_parallel
-from lit_cifar.strategies.layer_parallel import StagedRunner
+from lit_cifar.strategies import ProcessSyncBatchNorm, tp
+from lit_cifar.strategies.dp import EmulatedReplicas
 from lit_cifar.strategies.mesh import local_part
+from lit_cifar.strategies.mp import StagedRunner
 from lit_cifar.strategies.pipeline import Pipeline
-from lit_cifar.strategies.replicas import EmulatedReplicas
 from lit_cifar.verify.planted_in_one_rank import BUGS_OF_ONE, metrics_twice, twice
 from lit_cifar.verify.planting import PIPELINE, Bug, Site
 
@@ -228,7 +228,7 @@ def _unaveraged_pipelines(site: Site) -> None:
 
 
 def _unsummed_input_gradient(site: Site) -> None:
-    site.replace(tensor_parallel._SumGradients, "backward", lambda backward, ctx, grad: (grad, None))
+    site.replace(tp._SumGradients, "backward", lambda backward, ctx, grad: (grad, None))
 
 
 BUGS: dict[str, Bug] = {
