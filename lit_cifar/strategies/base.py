@@ -17,7 +17,7 @@ from typing_extensions import override
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.blocks import blocks_of
 from lit_cifar.strategies.device_copies import blame, refuse_faulty_copies
-from lit_cifar.strategies.same_bits.parts import Parts
+from lit_cifar.strategies.same_bits.parts import Parts, WholeBatch
 
 Runner = Callable[[Tensor], Tensor]
 
@@ -123,19 +123,22 @@ class CustomForwardStrategy(ParallelStrategy, ABC):
     Attributes:
         strategy_name: Value of `--trainer.strategy`.
         description: What the mode does, for Lightning's registry.
-        parts: With `--virtual_replicas`, the parts of a batch, which pass through the runner one by one.
+        parts: What passes through the runner: the batch, or with `--virtual_replicas` its parts one by one.
     """
 
     strategy_name = "runner"
     description = ""
-    parts: Parts | None = None
+    parts: WholeBatch = WholeBatch()
 
     @abstractmethod
     def make_runner(self, network: nn.Module) -> Runner:
         """The callable to use in place of `network`, which is on the device where `model_to_device` has put it."""
 
-    def use_parts(self, parts: Parts | None) -> None:
-        """From the next `setup` on the runner gets `parts`, each of which is to be computed by itself."""
+    def use_parts(self, parts: Parts) -> None:
+        """From the next `setup` on the runner gets `parts`, each of which is to be computed by itself.
+
+        A subclass raises a `ConfigError` for those that would end with other bits.
+        """
         self.parts = parts
 
     @property

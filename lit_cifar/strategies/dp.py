@@ -189,13 +189,13 @@ class DataParallelStrategy(SingleProcessStrategy):
 
     def replica_of(self, num_samples: int) -> Tensor:
         """Which replica processes each sample of a batch of `num_samples`: int64, (num_samples,)."""
-        if self.parts is not None:  # sample i is in part i modulo their number, and the replicas take turns
+        if self.parts.one_by_one:  # sample i is in part i modulo their number, and the replicas take turns
             return torch.arange(num_samples) % self.replicas_per_rank
         return replica_of(num_samples, num_replicas=self.replicas_per_rank)
 
     @override
     def make_runner(self, network: nn.Module) -> Runner:
-        make = replicate if self.parts is None else DealtReplicas
+        make = DealtReplicas if self.parts.one_by_one else replicate
         return make(network, self.copying_devices[0])
 
     @property

@@ -134,13 +134,9 @@ class ShardedStrategy(MeshStrategy):
             self._check_optimizer(make_optimizer(network.parameters()))
 
     @override
-    def use_parts(self, parts: Parts | None) -> None:
-        """Let FSDP2 reduce the gradients of `parts` in their tree; refuse where the bits would differ."""
-        if parts is not None:
-            self._check_bits(f"--virtual_replicas={parts.num_parts}")
-        super().use_parts(parts)
-
-    def _check_bits(self, name: str) -> None:
+    def use_parts(self, parts: Parts) -> None:
+        """Refuse where the bits would differ."""
+        name = f"--virtual_replicas={parts.num_parts}"
         if self.tensor_parallel_size != 1:
             raise ConfigError(
                 f"{name}: --trainer.strategy={self.strategy_name} divides sums inside layers, which then round by the "
@@ -159,6 +155,7 @@ class ShardedStrategy(MeshStrategy):
                 "kernels run",
                 remedy="pass --model.channels_last=false, or --trainer.strategy=ddp",
             )
+        super().use_parts(parts)
 
     @override
     def setup_optimizers(self, trainer: L.Trainer) -> None:
@@ -196,8 +193,6 @@ class ShardedStrategy(MeshStrategy):
         synchronise_along(parts, self.data_group)
         if self.data_parallel_size != 1:
             shard(parts, self.mesh["data"], dtype=autocast_dtype(self.precision_plugin))
-        if self.parts is not None:
-            reduce_in_tree(parts, self.parts)
         if compiles(self.lightning_module):
             for block in whole_blocks(parts):  # without the hooks that gather its parameters
                 block.forward = Compiled(block, block.forward)

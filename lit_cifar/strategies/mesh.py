@@ -122,7 +122,7 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
     def on_train_start(self) -> None:
         """Refuse the hooks that were added since; virtual replicas have some of their own."""
         network = cast(RunsNetwork, self.lightning_module).network
-        check_gradient_hooks(network, strategy=self.strategy_name, also_accumulated=self.parts is None)
+        check_gradient_hooks(network, strategy=self.strategy_name, also_accumulated=not self.parts.one_by_one)
 
     @override
     def setup_environment(self) -> None:

@@ -162,9 +162,9 @@ class StagedStrategy(CustomForwardStrategy, ABC):
             )
 
     @override
-    def use_parts(self, parts: Parts | None) -> None:
+    def use_parts(self, parts: Parts) -> None:
         """Let `parts` pass the stages one after the other; refuse microbatches of them."""
-        if parts is not None and self.num_microbatches > 1:
+        if self.num_microbatches > 1:
             raise ConfigError(
                 f"--virtual_replicas={parts.num_parts} with {self.num_microbatches} microbatches: a part passes all "
                 "stages before the next one",

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lit_cifar.data.images import Batch
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.partition import Partition
 from lit_cifar.reporting.timeline import Recorder
@@ -93,9 +92,8 @@ class PipelineStrategy(MeshStrategy):
     @property
     def num_microbatches(self) -> int:
         """Of a batch; known once the Trainer is made."""
-        if self.parts is not None:
-            return self.parts.count
-        return self.schedule.usual_microbatches if self._num_microbatches is None else self._num_microbatches
+        asked = self.schedule.usual_microbatches if self._num_microbatches is None else self._num_microbatches
+        return self.parts.num_microbatches(asked)
 
     @property
     def partition(self) -> Partition:
@@ -133,10 +131,9 @@ class PipelineStrategy(MeshStrategy):
             )
 
     @override
-    def use_parts(self, parts: Parts | None) -> None:
+    def use_parts(self, parts: Parts) -> None:
         """Let `parts` be the microbatches; refuse schedules and numbers with which they cannot be."""
-        if parts is not None:
-            self.schedule.check_parts(parts, asked=self._num_microbatches)
+        self.schedule.check_parts(parts, asked=self._num_microbatches)
         super().use_parts(parts)
 
     @override
@@ -189,29 +186,20 @@ class PipelineStrategy(MeshStrategy):
             parameter.grad = None
         # A scaler multiplies the loss when backward has been run here.
         scale = loss_scale(self.precision_plugin, self.root_device)
-        images, labels, sizes, weights = self._microbatches(batch)
+        self.parts.begin(self.local_buffers())
+        images, labels, sizes, weights = self.parts.microbatches(batch, self.num_microbatches)
         with self.precision_plugin.train_step_context():
             logits = self.pipeline.train(images, labels, sizes=sizes, scales=[scale * weight for weight in weights])
         gradients = [parameter.grad for parameter in parameters]
         for parameter, gradient in zip(parameters, kept, strict=True):
             parameter.grad = gradient
-        # The module asks for the logits of one part after the other.
-        outputs = iter([logits] if self.parts is None else torch.split(logits, sizes))
+        # The module asks for the logits of the batch, or of one part after the other.
+        outputs = iter(torch.split(logits, sizes) if self.parts.one_by_one else [logits])
         module.use_runner(lambda images: next(outputs))
         loss = super().training_step(batch, *args, **kwargs)
         module.use_runner(self.pipeline.evaluate)
         handed_over: Tensor = HandOver.apply(loss, gradients, scale, *parameters)
         return handed_over
-
-    def _microbatches(self, batch: Batch) -> tuple[Tensor, Tensor, list[int], list[float]]:
-        """Images and labels of one after the other, the size of each, and the weight of its summed or mean loss."""
-        if self.parts is None:
-            sizes = [len(labels) for labels in batch.labels.tensor_split(self.num_microbatches)]
-            return batch.images, batch.labels, sizes, [batch.weight / len(batch.labels)] * len(sizes)
-        self.parts.begin(self.local_buffers())
-        parts = self.parts.cut(batch)
-        images, labels = torch.cat([part.images for part in parts]), torch.cat([part.labels for part in parts])
-        return images, labels, [len(part.labels) for part in parts], [part.weight for part in parts]
 
     @contextmanager
     @override
@@ -226,7 +214,7 @@ class PipelineStrategy(MeshStrategy):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         num_pipelines = dist.get_world_size(self.data_group)
-        if not self._average or num_pipelines == 1 or self.parts is not None:
+        if not self._average or num_pipelines == 1 or self.parts.one_by_one:
             return
         gradients = [parameter.grad for parameter in self.pipeline.parameters if parameter.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients]) / num_pipelines

@@ -14,12 +14,45 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from lit_cifar.data.images import Batch
 from lit_cifar.strategies.same_bits.tree_sum import TreeAllReduce, TreeSum, in_tree_order
 
+Microbatches = tuple[Tensor, Tensor, list[int], list[float]]  # images, labels, the size of each, its factor of the loss
 
-class Parts:
+
+class WholeBatch:
+    """What strategies ask of `Parts`, for a batch that is not cut into parts: without `--virtual_replicas`."""
+
+    one_by_one = False  # whether parts pass one by one, whose gradients are taken from the parameters and averaged
+
+    def num_microbatches(self, asked: int) -> int:
+        """Into how many microbatches a pipeline cuts its batch if `asked` for so many."""
+        return asked
+
+    def microbatches(self, batch: Batch, count: int) -> Microbatches:
+        """Of `batch`, one after the other. The factor is that of the `reduced` loss."""
+        sizes = [len(labels) for labels in batch.labels.tensor_split(count)]
+        return batch.images, batch.labels, sizes, [batch.weight / len(batch.labels)] * len(sizes)
+
+    def reduced(self, losses: Tensor) -> Tensor:
+        """The loss of a microbatch, from that of each sample, (n,)."""
+        return losses.sum()
+
+    def place(self, number: int) -> int:
+        """The place in the batch of the part, or microbatch, that passes after `number` others."""
+        return number
+
+    def begin(self, buffers: Iterable[Tensor]) -> None:
+        """A step begins, from `buffers`."""
+
+    def own_statistics(self, buffers: Iterable[Tensor] | None = None) -> AbstractContextManager[None]:
+        """Around the forward of a part, which moves `buffers`."""
+        return nullcontext()
+
+
+class Parts(WholeBatch):
     """The parts that one process has, and the sums over them.
 
     Args:
@@ -28,12 +61,13 @@ class Parts:
         group: The processes that hold the same parameters and read different samples; None for all.
     """
 
+    one_by_one = True
+
     def __init__(self, num_parts: int, *, num_processes: int = 1, group: dist.ProcessGroup | None = None) -> None:
         self.num_parts = num_parts
         self.count = num_parts // num_processes  # those of this process
         self.places = in_tree_order(self.count)  # which of them passes first, second and so on
-        self.group = group
-        self._sums = PartSums(self.count, group=group, is_alone=num_processes == 1)
+        self.sums = PartSums(self.count, group=group, is_alone=num_processes == 1)
         self._before: dict[Tensor, Tensor] = {}
         self._statistics: dict[Tensor, TreeSum] = {}
         self._others: list[TreeSum] = []
@@ -44,16 +78,36 @@ class Parts:
         parts = (tuple(values[place :: self.count] for values in batch[:3]) for place in self.places)
         return [Batch(images, labels, ids, len(labels) * self.count / average) for images, labels, ids in parts]
 
+    @override
+    def num_microbatches(self, asked: int) -> int:
+        return self.count
+
+    @override
+    def microbatches(self, batch: Batch, count: int) -> Microbatches:
+        parts = self.cut(batch)
+        images, labels = torch.cat([part.images for part in parts]), torch.cat([part.labels for part in parts])
+        return images, labels, [len(part.labels) for part in parts], [part.weight for part in parts]
+
+    @override
+    def reduced(self, losses: Tensor) -> Tensor:
+        return losses.mean()
+
+    @override
+    def place(self, number: int) -> int:
+        return self.places[number]
+
     # A step: `begin`, then every part, then `average`.
 
+    @override
     def begin(self, buffers: Iterable[Tensor]) -> None:
         """Forget the step before, and remember from which buffers the parts start."""
-        self._sums.begin()
+        self.sums.begin()
         for total in self._others:
             total.clear()
         self._before = {buffer: buffer.clone() for buffer in buffers}
         self._statistics = {buffer: TreeSum() for buffer in self._before}
 
+    @override
     @contextmanager
     def own_statistics(self, buffers: Iterable[Tensor] | None = None) -> Iterator[None]:
         """Around the forward of a part, which updates `buffers` (by default all) from their values before the step."""
@@ -68,7 +122,7 @@ class Parts:
     def average(self) -> None:
         """Give parameters and buffers the mean over all parts of all processes."""
         moved = {buffer: total for buffer, total in self._statistics.items() if buffer.is_floating_point()}
-        sums = self._sums.finish(moved)
+        sums = self.sums.finish(moved)
         scale = 1 / self.num_parts  # a power of two: nothing is rounded
         for tensor, total in sums.items():
             if tensor in moved:
@@ -76,19 +130,10 @@ class Parts:
             else:
                 tensor.grad = total * scale
 
-    # The gradients of single parts.
-
     def new_sum(self) -> TreeSum:
         """A sum that the caller fills, and that is cleared when a step begins."""
         self._others.append(TreeSum())
         return self._others[-1]
-
-    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """From now on take every gradient as soon as it is there, until `unwatch`."""
-        self._sums.watch(parameters)
-
-    def unwatch(self) -> None:
-        self._sums.unwatch()
 
 
 BUCKET_BYTES = 25 << 20  # DistributedDataParallel's

@@ -29,11 +29,11 @@ from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.images import Batch
 from lit_cifar.errors import ConfigError
 from lit_cifar.strategies.base import CustomForwardStrategy, compiles
-from lit_cifar.strategies.fsdp2 import ShardedStrategy
+from lit_cifar.strategies.fsdp2 import ShardedStrategy, reduce_in_tree
 from lit_cifar.strategies.mesh import local_part, loss_scale
 from lit_cifar.strategies.pp import PipelineStrategy
 from lit_cifar.strategies.random_streams import begin_part
-from lit_cifar.strategies.same_bits.parts import Parts
+from lit_cifar.strategies.same_bits.parts import Parts, WholeBatch
 from lit_cifar.strategies.state_dicts import local_slice
 
 
@@ -111,8 +111,10 @@ class VirtualReplicas(Callback):
         """Take every gradient as soon as it is there; DistributedDataParallel averages nothing."""
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             trainer.strategy.model.require_backward_grad_sync = False
-        if not isinstance(trainer.strategy, ShardedStrategy):  # which hands gradients to a reduction in the tree
-            self._parts.watch(pl_module.parameters())
+        if isinstance(trainer.strategy, ShardedStrategy):
+            reduce_in_tree(pl_module.network, self._parts)  # type: ignore[arg-type]
+        else:
+            self._parts.sums.watch(pl_module.parameters())
         self._clip = trainer.precision_plugin.clip_grad_by_norm
         whole = _with_whole_gradient(trainer.strategy)
         trainer.precision_plugin.clip_grad_by_norm = partial(clip_in_order, group=whole)  # type: ignore[method-assign]
@@ -122,12 +124,12 @@ class VirtualReplicas(Callback):
         self._parts.average()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._parts.unwatch()
+        self._parts.sums.unwatch()
         trainer.precision_plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if isinstance(trainer.strategy, CustomForwardStrategy):
-            trainer.strategy.use_parts(None)
+            trainer.strategy.parts = WholeBatch()
         pl_module.virtual_replicas = None  # type: ignore[assignment]
 
 
