@@ -1,4 +1,4 @@
-"""Base of the modes that replace the module's forward by a runner of their own."""
+"""Base of the modes that replace the module's forward by a runner of their own, and what they ask of a module."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -8,7 +8,6 @@ from typing import Any, Protocol, cast
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from torch import Tensor, nn
@@ -195,7 +194,7 @@ class CustomForwardStrategy(ParallelStrategy, ABC):
 
     @classmethod
     @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+    def register_strategies(cls, strategy_registry: Any) -> None:
         """Register the name; a second registration, by a reloaded module, replaces the first."""
         strategy_registry.register(cls.strategy_name, cls, description=cls.description, override=True)
 
@@ -219,25 +218,8 @@ class SingleProcessStrategy(CustomForwardStrategy, ABC):
     def root_device(self) -> torch.device:
         return self.devices[0]
 
-    @property
-    @override
-    def global_rank(self) -> int:
-        return 0
-
-    @property
-    @override
-    def local_rank(self) -> int:
-        return 0
-
-    @property
-    @override
-    def node_rank(self) -> int:
-        return 0
-
-    @property
-    @override
-    def world_size(self) -> int:
-        return 1
+    global_rank = local_rank = node_rank = 0  # type: ignore[assignment]
+    world_size = 1  # type: ignore[assignment]
 
     @property
     @override

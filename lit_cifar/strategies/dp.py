@@ -1,7 +1,11 @@
-"""Replicas of a network in one process: on CUDA devices, or virtual ones on the CPU that compute the same function.
+"""`dp`: the batch divided over the local devices of one process. Lightning removed its own in release 2.
 
-A batch is cut by `Tensor.chunk`. Every chunk has its own BatchNorm statistics. Replica 0 works on the network's own
-buffers, so its running statistics are kept. Autograd sums the gradients of all replicas into the one set of parameters.
+Replicas are on CUDA devices, or on virtual ones on the CPU that compute the same function. A batch is cut by
+`Tensor.chunk`. Every chunk has its own BatchNorm statistics. Replica 0 works on the network's own buffers, so its
+running statistics are kept. Autograd sums the gradients of all replicas into the one set of parameters.
+
+All this happens around the network alone. The module computes loss and metrics from the gathered output on the root
+device, so everything after the network is the single-device code.
 """
 
 from collections.abc import Callable, Sequence

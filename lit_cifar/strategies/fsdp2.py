@@ -1,8 +1,8 @@
-"""`fsdp2` and `tp`: every process holds a part of each parameter, its gradient and its optimizer state.
+"""`fsdp2`, alone or together with `tp`: every process holds a part of parameters, gradients and optimizer state.
 
 Along the mesh's "data" axis by FSDP2, `torch.distributed.fsdp.fully_shard`: a block's parameters are gathered before it
 is used and dropped afterwards, and gradients arrive summed over the replicas and divided again. Along its "model" axis
-by tensor parallelism, see `tensor_parallel`: a block is computed in parts, and its parameters are never gathered. Both
+by tensor parallelism, see `tp.py`: a block is computed in parts, and its parameters are never gathered. Both
 together are torch's documented composition of the two.
 """
 
@@ -14,7 +14,6 @@ from typing import Any, cast
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
@@ -258,7 +257,7 @@ class ShardedStrategy(MeshStrategy):
 
     @classmethod
     @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+    def register_strategies(cls, strategy_registry: Any) -> None:
         """Make `fsdp2` (every process a replica) and `tp` (one replica of all processes) known."""
         strategy_registry.register("fsdp2", cls, description="FSDP2's fully_shard over all processes", override=True)
         strategy_registry.register(

@@ -258,7 +258,12 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 class AgreedGradScaler(GradScaler):
-    """A gradient scaler for which a gradient has overflowed in all processes if it has in any."""
+    """A gradient scaler for which a gradient has overflowed in all processes if it has in any.
+
+    Under `16-mixed` a step whose gradients have overflowed is skipped, and the scale of the loss is lowered
+    (Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740). Processes with the averaged gradients of all
+    parameters find the same overflows. Those with other parameters, or parts of them, have to agree.
+    """
 
     def _unscale_grads_(self, optimizer: Optimizer, *args: Any) -> dict[torch.device, Tensor]:
         found: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, *args)

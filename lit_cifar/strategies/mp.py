@@ -1,4 +1,4 @@
-"""The layers of a network on several devices of one process: what `mp` and `ddp_mp` have in common.
+"""`mp`: the layers divided over the local devices of one process; `ddp_mp` has the same stages in each of several.
 
 The network's own blocks are moved, each stage's to its device, and nothing is copied or wrapped: names, optimizer and
 checkpoints are those of one device. The order in which microbatches pass is GPipe's (Huang et al. 2019,
@@ -102,14 +102,21 @@ class StagedStrategy(CustomForwardStrategy, ABC):
     """The network's stages over `stage_devices`; everything else of the module on the root device.
 
     Args:
-        num_stages: Into how many the network is cut; None if the devices decide.
+        num_stages: Into how many the network is cut, a multiple of the number of devices; None for one for each.
         num_microbatches: Into how many pieces a replica cuts its part of the batch.
         cuts: The blocks with which the second and later stages begin, e.g. ["layer3.1"]; by default stages of about
             equal FLOP.
         **kwargs: As of the Lightning strategy that a subclass also derives from.
     """
 
-    def __init__(self, *, num_stages: int | None, num_microbatches: int, cuts: list[str] | None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *,
+        num_stages: int | None = None,
+        num_microbatches: int = 1,
+        cuts: list[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
         self.num_microbatches = num_microbatches
         self.cuts = cuts
@@ -248,28 +255,11 @@ class LayerParallelStrategy(StagedStrategy, SingleProcessStrategy):
     With one microbatch, the computation of one device, and one of the devices works at a time. With several, the
     devices work at the same time; equal to one device that normalises each microbatch by itself and moves the running
     statistics once for each.
-
-    Args:
-        num_stages: A multiple of the number of devices, each of which gets as many; by default one each.
-        num_microbatches: Into how many pieces a batch is cut.
-        cuts: The blocks with which the second and later stages begin, e.g. ["layer3.1"]; by default stages of about
-            equal FLOP.
-        **kwargs: As of Lightning's `ParallelStrategy`.
     """
 
     strategy_name = "mp"
     description = "One process, a stage of the network per local device"
     with_processes = "ddp_mp"
-
-    def __init__(
-        self,
-        *,
-        num_stages: int | None = None,
-        num_microbatches: int = 1,
-        cuts: list[str] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(num_stages=num_stages, num_microbatches=num_microbatches, cuts=cuts, **kwargs)
 
     @property
     @override
@@ -287,12 +277,6 @@ class LayerParallelStrategy(StagedStrategy, SingleProcessStrategy):
 
     @override
     def check(self) -> None:
-        """Find contradicting sizes and flags.
-
-        Raises:
-            ConfigError: More than one process or machine, less than one stage or microbatch, stages that the devices
-                cannot share evenly, or synchronised BatchNorm with several microbatches.
-        """
         super().check()
         num_devices = len(self.devices)
         if self.num_stages % num_devices:

@@ -7,7 +7,6 @@ from typing import Any, cast
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.fabric.strategies.registry import _StrategyRegistry
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -272,7 +271,7 @@ class PipelineStrategy(MeshStrategy):
 
     @classmethod
     @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+    def register_strategies(cls, strategy_registry: Any) -> None:
         """Make `pp` (one pipeline of all processes) and `ddp_pp` (pipelines of two stages) known."""
         strategy_registry.register("pp", cls, description="One pipeline of all processes", override=True)
         strategy_registry.register(

@@ -1,4 +1,4 @@
-"""How a network's layers are split as tensors: Megatron's way with an MLP, for convolutions as for linear layers.
+"""`tp`: layers split as tensors, Megatron's way with an MLP, for convolutions as for linear layers.
 
 Shoeybi et al. 2019 (https://arxiv.org/abs/1909.08053), section 3: the first layer is cut by output channel, so that
 what follows it channel by channel, as BatchNorm, ReLU, or attention within a head, needs nobody else; the last by input
@@ -6,7 +6,8 @@ channel, so that every process computes a summand of the output, and one all-red
 with one all-reduce of the gradient of the first layer's input. Which layers these are, the network says (see
 `models.blocks`). All others are computed by every process; the classifier is split by torch's own `RowwiseParallel`.
 
-Each parameter and buffer becomes a DTensor. The layers compute with its local part.
+Each parameter and buffer becomes a DTensor. The layers compute with its local part. `ShardedStrategy` (`fsdp2.py`) is
+the strategy: `tp` is its case of one replica.
 """
 
 import math
@@ -202,7 +203,7 @@ def sharding_lines(
     parameters = dict(network.named_parameters())
     total = sum(parameter.numel() for parameter in parameters.values())
     per_replica = sum(_part_size(parameter.shape, placed[name], each) for name, parameter in parameters.items())
-    held = largest_part(network, num_replicas=num_replicas, each=each)
+    held = sum(_part_size(p.shape, placed[name], each, num_replicas=num_replicas) for name, p in parameters.items())
     lines = [
         f"a process holds {held / 1e6:.2f} of {total / 1e6:.2f} M parameters ({held * num_bytes / 1e6:.1f} MB), and as "
         "much of gradients and of each optimizer state"
@@ -219,15 +220,6 @@ def sharding_lines(
             f"over the {each} processes of a replica: {num_sums} all-reduces, {num_values / 1e6:.2f} M values an image"
         )
     return lines
-
-
-def largest_part(network: nn.Module, *, num_replicas: int, each: int) -> int:
-    """Parameters, counted as numbers, in the process with the most; arguments as of `sharding_lines`."""
-    placed = placements(network)
-    return sum(
-        _part_size(parameter.shape, placed[name], each, num_replicas=num_replicas)
-        for name, parameter in network.named_parameters()
-    )
 
 
 @torch.no_grad()
