@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.blocks import blocks_of
+from lit_cifar.models.partition import Partition
 from lit_cifar.strategies.device_copies import blame, refuse_faulty_copies
 from lit_cifar.strategies.same_bits.parts import Parts, WholeBatch
 
@@ -30,16 +31,12 @@ class RunsNetwork(Protocol):
     def use_runner(self, runner: Runner | None) -> None:
         """From now on `forward` calls `runner` in place of `network`; None restores `network`."""
 
-
-class ComputesLoss(RunsNetwork, Protocol):
-    """Also the loss, for strategies that run backward themselves."""
-
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The loss of each sample, (n,), from `logits` (n, C) and `labels` (n,)."""
+        """The loss of each sample, (n,), from `logits` (n, C) and `labels` (n,); `pp` alone asks for it."""
 
 
 def runs_network(module: object) -> bool:
-    """Whether `module` offers what `RunsNetwork` asks for."""
+    """Whether `module` offers what `RunsNetwork` asks for, apart from the loss."""
     # Not isinstance of a runtime protocol: from Python 3.12 on that does not see the children of an nn.Module.
     return all(hasattr(module, name) for name in ("network", "use_runner"))
 
@@ -50,7 +47,7 @@ def compiles(module: object) -> bool:
 
 
 def as_runs_network(module: object, *, strategy: str) -> RunsNetwork:
-    """`module`; raises a `ConfigError` if it lacks what `RunsNetwork` asks for."""
+    """`module`; raises a `ConfigError` if it lacks what `RunsNetwork` asks for, apart from the loss."""
     if not runs_network(module):
         raise ConfigError(
             f"--trainer.strategy={strategy} runs a module's `network` in its own way, through `use_runner`; "
@@ -60,20 +57,25 @@ def as_runs_network(module: object, *, strategy: str) -> RunsNetwork:
     return cast(RunsNetwork, module)
 
 
-def as_computes_loss(module: object, *, strategy: str) -> ComputesLoss:
-    """`module`; raises a `ConfigError` if it lacks what `ComputesLoss` asks for."""
-    network = as_runs_network(module, strategy=strategy)
-    if not hasattr(network, "loss"):
+def check_loss(module: object, *, strategy: str) -> None:
+    """Raise a `ConfigError` unless `module` has a `loss`, for strategies that run backward themselves."""
+    if not hasattr(module, "loss"):
         raise ConfigError(
             f"--trainer.strategy={strategy} asks a module for the `loss` of each sample; "
             f"{type(module).__name__} has none.",
             remedy="Use lit_cifar.module.LitResNet, or --trainer.strategy=ddp for any LightningModule.",
         )
-    return cast(ComputesLoss, network)
 
 
-def check_chain(network: nn.Module, *, strategy: str) -> None:
-    """Raise a `ConfigError` unless `network` says its blocks, between which it can be cut."""
+def cut_into_stages(
+    module: RunsNetwork, *, strategy: str, num_stages: int, cuts: list[str] | None, may_share: bool = False
+) -> Partition:
+    """The blocks of each stage of the module's network; `may_share` if they may have a tensor together.
+
+    Raises:
+        ConfigError: A network that does not say its blocks, more stages than blocks, unknown cuts, or shared tensors.
+    """
+    network = module.network
     if blocks_of(network) is None:
         raise ConfigError(
             f"--trainer.strategy={strategy} cuts a network between its blocks, and {type(network).__name__} does not "
@@ -81,6 +83,10 @@ def check_chain(network: nn.Module, *, strategy: str) -> None:
             remedy="Make it an nn.Sequential, or give it a method blocks() that returns them by name (see\n"
             "lit_cifar.models.blocks); or use --trainer.strategy=ddp, which takes any network.",
         )
+    partition = Partition.of(network, module.image_shape, num_stages=num_stages, cuts=cuts)
+    if not may_share:
+        check_untied(network, partition.modules(network), strategy=strategy)
+    return partition
 
 
 def check_untied(network: nn.Module, divided: Iterable[nn.Module], *, strategy: str, recurse: bool = True) -> None:
@@ -133,6 +139,11 @@ class CustomForwardStrategy(ParallelStrategy, ABC):
     def make_runner(self, network: nn.Module) -> Runner:
         """The callable to use in place of `network`, which is on the device where `model_to_device` has put it."""
 
+    @property
+    def module(self) -> RunsNetwork:
+        """The LightningModule, of which `connect` has seen that it runs a network."""
+        return cast(RunsNetwork, self.lightning_module)
+
     def use_parts(self, parts: Parts) -> None:
         """From the next `setup` on the runner gets `parts`, each of which is to be computed by itself.
 
@@ -182,14 +193,13 @@ class CustomForwardStrategy(ParallelStrategy, ABC):
     @override
     def setup(self, trainer: L.Trainer) -> None:
         super().setup(trainer)
-        module = cast(RunsNetwork, self.lightning_module)
-        module.use_runner(self.make_runner(module.network))
+        self.module.use_runner(self.make_runner(self.module.network))
 
     @override
     def teardown(self) -> None:
         # This is also called when `connect` or `setup` has failed.
         if runs_network(self.lightning_module):
-            cast(RunsNetwork, self.lightning_module).use_runner(None)
+            self.module.use_runner(None)
         super().teardown()
 
     @classmethod
@@ -218,8 +228,8 @@ class SingleProcessStrategy(CustomForwardStrategy, ABC):
     def root_device(self) -> torch.device:
         return self.devices[0]
 
-    global_rank = local_rank = node_rank = 0  # type: ignore[assignment]
-    world_size = 1  # type: ignore[assignment]
+    global_rank = local_rank = node_rank = 0
+    world_size = 1
 
     @property
     @override

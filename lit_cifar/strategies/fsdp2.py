@@ -26,7 +26,7 @@ from typing_extensions import override
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.blocks import blocks_of
 from lit_cifar.models.compiled import Compiled
-from lit_cifar.strategies.base import Runner, RunsNetwork, check_untied, compiles
+from lit_cifar.strategies.base import Runner, check_untied, compiles
 from lit_cifar.strategies.mesh import MeshStrategy, local_part
 from lit_cifar.strategies.same_bits.parts import Parts
 from lit_cifar.strategies.same_bits.tree_sum import tree_reduce_scatter
@@ -116,7 +116,7 @@ class ShardedStrategy(MeshStrategy):
     @override
     def connect(self, model: L.LightningModule) -> None:
         super().connect(model)
-        network = cast(RunsNetwork, model).network
+        network = self.module.network
         if self.tensor_parallel_size != 1:
             check_divisible(network, self.processes_per_replica, self.num_replicas, strategy=self.strategy_name)
             check_untied(network, network.modules(), strategy=self.strategy_name, recurse=False)
@@ -195,7 +195,7 @@ class ShardedStrategy(MeshStrategy):
         if compiles(self.lightning_module):
             for block in whole_blocks(parts):  # without the hooks that gather its parameters
                 block.forward = Compiled(block, block.forward)
-        cast(RunsNetwork, self.lightning_module).network = parts
+        self.module.network = parts
         return OutsideInferenceMode(parts)
 
     @override
@@ -208,12 +208,11 @@ class ShardedStrategy(MeshStrategy):
 
     def split_lines(self) -> list[str]:
         """What a process holds and what it sends, a line each."""
-        module = cast(RunsNetwork, self.lightning_module)
         with self.precision_plugin.tensor_init_context():
             num_bytes = torch.get_default_dtype().itemsize
         return sharding_lines(
-            module.network,
-            module.image_shape,
+            self.module.network,
+            self.module.image_shape,
             num_replicas=self.num_replicas,
             each=self.processes_per_replica,
             num_bytes=num_bytes,
@@ -221,7 +220,7 @@ class ShardedStrategy(MeshStrategy):
 
     @override
     def local_buffers(self) -> Iterator[Tensor]:
-        return (local_part(buffer) for buffer in cast(RunsNetwork, self.lightning_module).network.buffers())
+        return (local_part(buffer) for buffer in self.module.network.buffers())
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -247,11 +246,10 @@ class ShardedStrategy(MeshStrategy):
     @override
     def teardown(self) -> None:
         if self._whole is not None:
-            module = cast(RunsNetwork, self.lightning_module)
             if not self._failed:
                 self.use_first_buffers()
-                self._whole.load_state_dict(full_state(module.network))
-            module.network = self._whole
+                self._whole.load_state_dict(full_state(self.module.network))
+            self.module.network = self._whole
             self._whole = None
         super().teardown()
 

@@ -29,7 +29,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.strategies.base import CustomForwardStrategy, RunsNetwork, check_gradient_hooks
+from lit_cifar.strategies.base import CustomForwardStrategy, check_gradient_hooks
 
 
 class MeshStrategy(CustomForwardStrategy, DDPStrategy):
@@ -116,13 +116,13 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
     @override
     def connect(self, model: L.LightningModule) -> None:
         super().connect(model)
-        check_gradient_hooks(cast(RunsNetwork, model).network, strategy=self.strategy_name)
+        check_gradient_hooks(self.module.network, strategy=self.strategy_name)
 
     @override
     def on_train_start(self) -> None:
         """Refuse the hooks that were added since; virtual replicas have some of their own."""
-        network = cast(RunsNetwork, self.lightning_module).network
-        check_gradient_hooks(network, strategy=self.strategy_name, also_accumulated=not self.parts.one_by_one)
+        accumulated = not self.parts.one_by_one
+        check_gradient_hooks(self.module.network, strategy=self.strategy_name, also_accumulated=accumulated)
 
     @override
     def setup_environment(self) -> None:
@@ -143,8 +143,7 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
         self._reset_optimizers_and_schedulers()
         self.model.to(self.root_device)
         _sync_module_states(self.model)
-        module = cast(RunsNetwork, self.lightning_module)
-        module.use_runner(self.make_runner(module.network))
+        self.module.use_runner(self.make_runner(self.module.network))
         self._count_along_data(self.data_group)
         if fitting:
             self.setup_optimizers(trainer)

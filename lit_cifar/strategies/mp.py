@@ -7,7 +7,7 @@ https://arxiv.org/abs/1811.06965).
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import lightning as L
 import torch
@@ -23,11 +23,9 @@ from lit_cifar.reporting.timeline import Recorder
 from lit_cifar.strategies.base import (
     CustomForwardStrategy,
     Runner,
-    RunsNetwork,
     SingleProcessStrategy,
-    check_chain,
-    check_untied,
     compiles,
+    cut_into_stages,
 )
 from lit_cifar.strategies.random_streams import begin_part, begin_stage
 from lit_cifar.strategies.same_bits.parts import Parts
@@ -181,26 +179,23 @@ class StagedStrategy(CustomForwardStrategy, ABC):
 
     @override
     def connect(self, model: L.LightningModule) -> None:
-        """Accept a module and cut its network into stages.
-
-        Raises:
-            ConfigError: A module without `network` and `use_runner`, a network that does not say its blocks, more
-                stages than blocks, unknown cuts.
-        """
+        """Accept a module and cut its network into stages."""
         super().connect(model)
-        module = cast(RunsNetwork, model)
-        check_chain(module.network, strategy=self.strategy_name)
         # Here and not in `setup`, which may first put layers into the network that only run among processes.
-        self._partition = Partition.of(module.network, module.image_shape, num_stages=self.num_stages, cuts=self.cuts)
-        if len(set(self.stage_devices)) > 1:  # virtual ones can have a tensor together
-            check_untied(module.network, self._partition.modules(module.network), strategy=self.strategy_name)
+        self._partition = cut_into_stages(
+            self.module,
+            strategy=self.strategy_name,
+            num_stages=self.num_stages,
+            cuts=self.cuts,
+            may_share=len(set(self.stage_devices)) == 1,  # virtual ones can have a tensor together
+        )
 
     @override
     def model_to_device(self) -> None:
         """Each stage to its device, all else to the root device, which need not have room for the whole network."""
         module = self.lightning_module
         assert module is not None
-        network = cast(RunsNetwork, module).network
+        network = self.module.network
         for child in module.children():
             if child is not network:
                 child.to(self.root_device)

@@ -2,7 +2,7 @@
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import lightning as L
 import torch
@@ -15,13 +15,11 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.models.partition import Partition
 from lit_cifar.reporting.timeline import Recorder
 from lit_cifar.strategies.base import (
-    ComputesLoss,
     Runner,
-    RunsNetwork,
-    as_computes_loss,
-    check_chain,
-    check_untied,
+    as_runs_network,
+    check_loss,
     compiles,
+    cut_into_stages,
 )
 from lit_cifar.strategies.mesh import MeshStrategy, loss_scale
 from lit_cifar.strategies.pipeline import HandOver, Pipeline
@@ -137,18 +135,17 @@ class PipelineStrategy(MeshStrategy):
 
     @override
     def connect(self, model: L.LightningModule) -> None:
-        module = as_computes_loss(model, strategy=self.strategy_name)
-        check_chain(module.network, strategy=self.strategy_name)
+        module = as_runs_network(model, strategy=self.strategy_name)
+        check_loss(model, strategy=self.strategy_name)
+        self._partition = cut_into_stages(
+            module, strategy=self.strategy_name, num_stages=self.schedule.num_stages, cuts=self.cuts
+        )
         if compiles(model) and self.schedule_name == "ZBVZeroBubble":
             raise ConfigError(
                 "--model.compile=true: --trainer.strategy.schedule=ZBVZeroBubble cuts backward in two, and that of a "
                 "compiled stage is one piece",
                 remedy="leave it out, or pass --trainer.strategy.schedule=1F1B",
             )
-        self._partition = Partition.of(
-            module.network, module.image_shape, num_stages=self.schedule.num_stages, cuts=self.cuts
-        )
-        check_untied(module.network, self._partition.modules(module.network), strategy=self.strategy_name)
         super().connect(model)
 
     def split_lines(self) -> list[str]:
@@ -163,7 +160,7 @@ class PipelineStrategy(MeshStrategy):
             self.partition,
             schedule=self.schedule,
             num_microbatches=self.num_microbatches,
-            loss=cast(ComputesLoss, self.lightning_module).loss,
+            loss=self.module.loss,
             group=self.model_group,
             device=self.root_device,
             compiles=compiles(self.lightning_module),
@@ -178,7 +175,6 @@ class PipelineStrategy(MeshStrategy):
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run the pipeline's forward and backward, then the module's own step on the logits."""
-        module = cast(ComputesLoss, self.lightning_module)
         parameters = self.pipeline.parameters
         kept = [parameter.grad for parameter in parameters]
         for parameter in parameters:
@@ -194,9 +190,9 @@ class PipelineStrategy(MeshStrategy):
             parameter.grad = gradient
         # The module asks for the logits of the batch, or of one part after the other.
         outputs = iter(torch.split(logits, sizes) if self.parts.one_by_one else [logits])
-        module.use_runner(lambda images: next(outputs))
+        self.module.use_runner(lambda images: next(outputs))
         loss = super().training_step(batch, *args, **kwargs)
-        module.use_runner(self.pipeline.evaluate)
+        self.module.use_runner(self.pipeline.evaluate)
         handed_over: Tensor = HandOver.apply(loss, gradients, scale, *parameters)
         return handed_over
 
@@ -239,8 +235,7 @@ class PipelineStrategy(MeshStrategy):
 
     def _refresh_copies(self) -> None:
         """Bring this process's copies of all stages up to date with their owners in the first pipeline."""
-        network = cast(RunsNetwork, self.lightning_module).network
-        for owner, tensor in self._owned_tensors(network):
+        for owner, tensor in self._owned_tensors(self.module.network):
             on_device = tensor.detach().to(self.root_device, memory_format=torch.contiguous_format)
             dist.broadcast(on_device, src=owner)
             tensor.detach().copy_(on_device)
