@@ -15,6 +15,11 @@ RANDOM = (
     "draws others than one device; pass --virtual_replicas=2 or more, with which all modes draw the same"
 )
 
+ROUNDING = (
+    "not judged: it is further from one device than measured rounding, but not in float64, so this is rounding or a "
+    "mistake of this precision alone; pass --virtual_replicas=2 or more, with which no bit may differ"
+)
+
 
 def other_weights(alone: Record, added_callbacks: Sequence[str]) -> str | None:
     """Why evaluations and checkpoints cannot be judged by the steps of a run; None if they can.

@@ -41,35 +41,44 @@ def judge(
         row.outcome = "failed"
         return row
     row.processes = record.about["world_size"]
-    _compare_steps(row, record, reference)
-    row.problems += record.sample_problems(reference.record)
+    of_steps = _compare_steps(row, record, reference)
+    row.problems += [*of_steps, *record.sample_problems(reference.record)]
     if (reason := other_weights(reference.record, settings.added_callbacks)) is not None:
         row.outcome = "failed" if row.problems else "crashed" if outcome.status else "abstained"
         row.problems.append(f"{RESUMED}: {outcome.last_words}" if outcome.status else reason)
         return row
+    row.problems += [*record.own_problems(), *record.count_problems()]
+    of_metrics = _compare_metrics(row, record, reference, settings)
+    row.problems += of_metrics
     _compare_rest(row, record, reference, settings)
     crashed = outcome.status != 0 and not row.problems
     row.problems += [f"{RESUMED}: {problem}" for problem in _resumed_problems(outcome, record, reference, settings)]
     row.outcome = "crashed" if crashed else "failed" if row.problems else "passed"
+    rounded = {*of_steps, *of_metrics}
+    row.may_be_rounding = not settings.is_exact and row.outcome == "failed" and rounded.issuperset(row.problems)
     return row
 
 
-def _compare_rest(row: VerifiedMode, record: Record, reference: Reference, settings: Configuration) -> None:
-    """All but the steps."""
-    alone, exact = reference.record, settings.precision == "64-true" or settings.num_parts is not None
-    row.problems += record.own_problems()
-    row.problems += record.count_problems()
-    row.problems += logged_problems(
-        record.logged, alone.logged, bounds=_bounds_of_metrics(reference, settings), source=f"{ONE_DEVICE} has"
-    )
+def _compare_metrics(row: VerifiedMode, record: Record, reference: Reference, settings: Configuration) -> list[str]:
+    """What is logged and evaluated, beyond its bounds."""
+    bounds = _bounds_of_metrics(reference, settings)
+    problems = logged_problems(record.logged, reference.record.logged, bounds=bounds, source=f"{ONE_DEVICE} has")
     for number in record.steps:
         if evaluated := record.evaluated(number):
-            _compare_evaluation(row, number, evaluated, record, reference, settings)
+            problems += _compare_evaluation(row, number, evaluated, record, reference, settings)
+    return problems
+
+
+def _compare_rest(row: VerifiedMode, record: Record, reference: Reference, settings: Configuration) -> None:
+    """Files and checkpoints, which rounding does not touch."""
+    alone = reference.record
+    if (last := record.evaluated(max(record.steps))) and alone.logged:
+        row.problems += evaluation_file_problems(record, last, in_chunks=settings.num_parts is None)
     row.problems += checkpoint_problems(record, settings.plain_module, config=settings.config)
     row.problems += entry_problems(
         record,
         alone,
-        bound=0.0 if settings.num_parts is not None else METRIC_BOUND if exact else math.inf,
+        bound=0.0 if settings.num_parts is not None else METRIC_BOUND if settings.is_exact else math.inf,
         source=ONE_DEVICE,
         leave_out=[*MAY_DIFFER, *(OF_ACCUMULATION if settings.accumulation > 1 else [])],
     )
@@ -77,7 +86,9 @@ def _compare_rest(row: VerifiedMode, record: Record, reference: Reference, setti
     row.problems += digest_problems(record, alone, settings.plain_module.network)
 
 
-def _compare_steps(row: VerifiedMode, record: Record, reference: Reference) -> None:
+def _compare_steps(row: VerifiedMode, record: Record, reference: Reference) -> list[str]:
+    """The first tensor of each step beyond its bound."""
+    problems = []
     for number, bounds in enumerate(reference.bounds, 1):
         step, wanted = record.step(number), reference.record.step(number)
         row.losses.append(float(step["loss"]["loss"]))
@@ -87,7 +98,8 @@ def _compare_steps(row: VerifiedMode, record: Record, reference: Reference) -> N
             if kind in bounds:
                 row.differences[kind] = max(row.differences.get(kind, 0.0), value)
         excess = first_excess(found, bounds, step=number)
-        row.problems += [] if excess is None else [str(excess)]
+        problems += [] if excess is None else [str(excess)]
+    return problems
 
 
 def _compare_evaluation(
@@ -97,30 +109,27 @@ def _compare_evaluation(
     record: Record,
     reference: Reference,
     settings: Configuration,
-) -> None:
-    """With one device that has the same weights, and the tables of the last one with its own logits."""
+) -> list[str]:
+    """With one device that has the same weights."""
     when = f"evaluation after step {number}"
+    problems = []
     if settings.num_parts is None:
         alone = expected(record.step(number), config=settings.config)
         own = {key: value for key, value in record.logged.items() if key[0] in alone.metrics and key[1] == number}
         wanted = {key: alone.metrics[key[0]] for key in own}
-        row.problems += logged_problems(own, wanted, bounds=alone.bounds, source=f"{SAME_WEIGHTS} has")
+        problems += logged_problems(own, wanted, bounds=alone.bounds, source=f"{SAME_WEIGHTS} has")
         samples, bound = alone.evaluated, alone.bounds[LOGITS]
     else:  # the bits of the one device itself
         (samples,), bound = reference.record.evaluated(number).values(), 0.0
     for process, its in evaluated.items():
         gaps = its.gaps(samples)
-        row.problems += logits_problems(when, process, gaps, bound=bound)
+        problems += logits_problems(when, process, gaps, bound=bound)
         row.differences[LOGITS] = max([row.differences.get(LOGITS, 0.0), *(gap for _, gap in gaps)])
     row.tolerance[LOGITS] = max(row.tolerance.get(LOGITS, 0.0), bound)
     if number == max(record.steps):
-        row.problems += (
-            evaluation_file_problems(record, evaluated, in_chunks=settings.num_parts is None)
-            if reference.record.logged
-            else []
-        )
         counts = [its.counts for its in record.first_of_ranks(evaluated).values()]
         row.counts = (sum(right for right, _ in counts), sum(seen for _, seen in counts))
+    return problems
 
 
 def _resumed_problems(outcome: Outcome, record: Record, reference: Reference, settings: Configuration) -> list[str]:

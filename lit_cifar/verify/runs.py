@@ -15,6 +15,7 @@ from lit_cifar.launch.forked import ForkedRun
 TIMEOUT_S = 900.0
 
 _SHOWN = 3  # lines of a run that has failed: the error of a user has five, with its remedy
+_ERROR = "lit_cifar: error: "
 REFUSED = 2  # the exit status of the command line after a user's mistake
 _running: set[ForkedRun] = set()
 
@@ -34,6 +35,14 @@ class Outcome:
         lines = [line for line in self.stderr.splitlines() if line.strip()]
         last = (f"  {line[:160]}" for line in lines[-_SHOWN:])
         return "\n".join([f"{reason} after {self.seconds:.0f} s", *last])
+
+    @property
+    def refusal(self) -> ConfigError:
+        """The error that the command line, or the first of several ranks, has printed about the user's own flags."""
+        first = self.stderr.partition(_ERROR)[2].partition(_ERROR)[0] or self.stderr
+        lines = [line.strip() for line in first.splitlines() if line.strip() and not line.startswith("[rank")]
+        *problem, remedy = lines[-5:] if len(lines) > 1 else [*lines, "see python -m lit_cifar fit --help"]
+        return ConfigError("\n".join(problem) or "the configuration cannot be read", remedy=remedy)
 
 
 def run(
@@ -75,12 +84,9 @@ def workers(num_at_once: int) -> Iterator[ThreadPoolExecutor]:
 
 
 def refuse_if_invalid(outcome: Outcome) -> None:
-    """Raise the error that the command line has printed about the user's own flags."""
-    if outcome.status == 0:
-        return
-    lines = [line.strip().removeprefix("lit_cifar: error: ") for line in outcome.stderr.splitlines() if line.strip()]
-    *problem, remedy = lines[-5:] if len(lines) > 1 else [*lines, "see python -m lit_cifar fit --help"]
-    raise ConfigError("\n".join(problem) or "the configuration cannot be read", remedy=remedy)
+    """Raise the command's own error about the user's flags."""
+    if outcome.status != 0:
+        raise outcome.refusal
 
 
 @contextmanager

@@ -38,6 +38,8 @@ class VerifiedMode:
     outcome: Verdict = "abstained"  # until it has been compared
     # What is wrong, the first step first; why it was not judged; the last words of a crash; empty if it passed.
     problems: list[str] = field(default_factory=list)
+    # Whether these are differences beyond measured bounds alone, which rounding may exceed too.
+    may_be_rounding: bool = False
 
     @property
     def passed(self) -> bool:
