@@ -22,9 +22,9 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.models.blocks import check_network, unreached_parameters
 from lit_cifar.module import LitResNet
 from lit_cifar.sample_audit.digest import Receipt, order_settings
+from lit_cifar.strategies.base import check_gradient_hooks
 from lit_cifar.strategies.mesh import MeshStrategy
-from lit_cifar.strategies.network import check_gradient_hooks
-from lit_cifar.strategies.virtual_replicas import VirtualReplicas
+from lit_cifar.strategies.same_bits.virtual_replicas import VirtualReplicas
 from lit_cifar.usage_errors import refusing
 
 _MANY = 2**16  # of what there is a list

@@ -50,7 +50,7 @@ from lit_cifar.reporting.run_report import RunReport
 from lit_cifar.reporting.saved_config import SavedConfig
 from lit_cifar.starting_checkpoint import StartingCheckpoint
 from lit_cifar.strategies import ProcessSyncBatchNorm
-from lit_cifar.strategies.virtual_replicas import VirtualReplicas
+from lit_cifar.strategies.same_bits.virtual_replicas import VirtualReplicas
 from lit_cifar.usage_errors import PROGRAM, Parser, check_command, ended_in_words, refusing
 from lit_cifar.watchdog.callback import Watchdog
 

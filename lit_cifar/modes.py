@@ -18,7 +18,7 @@ from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.rendezvous import cluster_environment
 from lit_cifar.module import LitResNet
-from lit_cifar.strategies.virtual_replicas import VirtualReplicas
+from lit_cifar.strategies.same_bits.virtual_replicas import VirtualReplicas
 
 Sizes = dict[str, int | str]
 # Arguments of a Trainer that prints and writes nothing.

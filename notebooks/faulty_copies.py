@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from lit_cifar.strategies.replicas import EmulatedReplicas
+from lit_cifar.strategies.dp import EmulatedReplicas
 
 _ALIGNMENT_BYTES = 64
 

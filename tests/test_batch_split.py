@@ -8,7 +8,7 @@ import torch
 
 from lit_cifar.batch_split import BatchSplit, GhostBatches
 from lit_cifar.data.samplers import TrainSampler
-from lit_cifar.strategies.replicas import replica_of
+from lit_cifar.strategies.dp import replica_of
 
 
 @pytest.mark.parametrize(

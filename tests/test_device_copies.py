@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.strategies import DataParallelStrategy, DDPLayerParallelStrategy, LayerParallelStrategy, device_copies
-from lit_cifar.strategies.custom_forward import CustomForwardStrategy
+from lit_cifar.strategies.base import CustomForwardStrategy
 from lit_cifar.strategies.device_copies import CopyFault, copy_faults, refuse_faulty_copies
 
 CPU = torch.device("cpu")
@@ -86,7 +86,7 @@ def tried(monkeypatch: pytest.MonkeyPatch, strategy: CustomForwardStrategy, *, l
     """The groups of devices that a strategy tries when it is set up."""
     found: list[Any] = []
     monkeypatch.setattr(
-        "lit_cifar.strategies.custom_forward.refuse_faulty_copies", lambda devices, strategy: found.append(devices)
+        "lit_cifar.strategies.base.refuse_faulty_copies", lambda devices, strategy: found.append(devices)
     )
     monkeypatch.setattr("lightning.pytorch.strategies.ParallelStrategy.setup_environment", lambda self: None)
     monkeypatch.setattr("lightning.pytorch.strategies.DDPStrategy.setup_environment", lambda self: None)
@@ -115,7 +115,7 @@ def test_other_devices_and_one_device_are_not_tried(
 def test_only_a_mode_of_one_process_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """With several processes the others would wait, and the watchdog would end them."""
     four = [torch.device("cuda", index) for index in range(4)]
-    monkeypatch.setattr("lit_cifar.strategies.custom_forward.blame", lambda devices: (True, str(devices)))
+    monkeypatch.setattr("lit_cifar.strategies.base.blame", lambda devices: (True, str(devices)))
     assert DataParallelStrategy(parallel_devices=CUDA).examine_copies() == (True, str(CUDA))
     assert LayerParallelStrategy(num_stages=4, parallel_devices=CUDA).examine_copies() == (True, str(CUDA))
     ddp_mp = DDPLayerParallelStrategy(parallel_devices=four)

@@ -21,7 +21,7 @@ from lit_cifar.batch_split import BatchSplit
 from lit_cifar.errors import ConfigError
 from lit_cifar.models import build_resnet
 from lit_cifar.strategies import DataParallelStrategy
-from lit_cifar.strategies.replicas import EmulatedReplicas, _DataParallel, in_context_of_caller, replica_of, replicate
+from lit_cifar.strategies.dp import EmulatedReplicas, _DataParallel, in_context_of_caller, replica_of, replicate
 
 # The first: Lightning 2.6 asks torch 2.15's pytree in a deprecated way. The rest is Lightning's advice to users about
 # loaders without workers, unused validation steps and few batches.

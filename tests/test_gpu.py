@@ -27,8 +27,8 @@ from lit_cifar.models.ghost_batchnorm import normalise_apart
 from lit_cifar.models.partition import Partition
 from lit_cifar.module import EvaluationMetrics
 from lit_cifar.sample_audit.digest import Tally
-from lit_cifar.strategies.layer_parallel import StagedRunner
-from lit_cifar.strategies.replicas import replicate
+from lit_cifar.strategies.dp import replicate
+from lit_cifar.strategies.mp import StagedRunner
 from lit_cifar.verify import verify
 from lit_cifar.verify.comparison import EXACT_BOUND
 

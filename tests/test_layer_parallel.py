@@ -14,7 +14,7 @@ from lit_cifar.models.ghost_batchnorm import normalise_apart
 from lit_cifar.models.partition import Partition
 from lit_cifar.module import LitResNet
 from lit_cifar.strategies import LayerParallelStrategy
-from lit_cifar.strategies.layer_parallel import StagedRunner, device_names, gpipe_order, state_to_parameters
+from lit_cifar.strategies.mp import StagedRunner, device_names, gpipe_order, state_to_parameters
 
 IMAGE = (3, 32, 32)
 

@@ -19,7 +19,7 @@ from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.checks import check_clipping
 from lit_cifar.errors import ConfigError
 from lit_cifar.strategies import PipelineStrategy
-from lit_cifar.strategies.loss_scaling import AgreedGradScaler, agree_on_overflow, loss_scale
+from lit_cifar.strategies.mesh import AgreedGradScaler, agree_on_overflow, loss_scale
 from lit_cifar.strategies.pipeline import Pipeline
 
 

@@ -12,7 +12,7 @@ from lit_cifar.models import build_resnet
 from lit_cifar.models.blocks import blocks_of
 from lit_cifar.models.partition import Partition
 from lit_cifar.models.vit import Attention
-from lit_cifar.strategies.pipeline_stage import output_dtypes
+from lit_cifar.strategies.pipeline import output_dtypes
 
 CPU = torch.device("cpu")
 

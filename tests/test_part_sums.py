@@ -9,9 +9,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from lit_cifar.strategies import part_sums
-from lit_cifar.strategies.part_sums import PartSums, _buckets
-from lit_cifar.strategies.tree_sum import TreeSum, in_tree_order
+from lit_cifar.strategies.same_bits import parts
+from lit_cifar.strategies.same_bits.parts import PartSums, _buckets
+from lit_cifar.strategies.same_bits.tree_sum import TreeSum, in_tree_order
 
 NUM_PARTS, STEPS = 4, 3
 
@@ -31,7 +31,7 @@ def sums_of(world_size: int, rank: int) -> tuple[list[Tensor], list[list[str]]]:
     sums.watch(network.parameters())
     for parameter in names:
         parameter.register_post_accumulate_grad_hook(lambda parameter: events[-1].append(names[parameter]))  # type: ignore[no-untyped-call]
-    exchanges = part_sums._Exchange.__init__
+    exchanges = parts._Exchange.__init__
 
     def recorded(exchange: Any, *args: Any, **kwargs: Any) -> None:
         events[-1].append("exchange")
@@ -39,7 +39,7 @@ def sums_of(world_size: int, rank: int) -> tuple[list[Tensor], list[list[str]]]:
 
     found, other = [], torch.ones(2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(part_sums._Exchange, "__init__", recorded)
+        patch.setattr(parts._Exchange, "__init__", recorded)
         for step in range(STEPS):
             events.append([])
             sums.begin()
@@ -59,7 +59,7 @@ def run_rank(rank: int, world_size: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(part_sums, "BUCKET_BYTES", 700)
+        patch.setattr(parts, "BUCKET_BYTES", 700)
         torch.save(sums_of(world_size, rank), Path(folder) / f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -89,7 +89,7 @@ def test_a_parameter_without_gradient_delays_a_step_alone(monkeypatch: pytest.Mo
         def take(self) -> Tensor:
             return self.flat
 
-    monkeypatch.setattr(part_sums, "TreeAllReduce", Unchanged)
+    monkeypatch.setattr(parts, "TreeAllReduce", Unchanged)
     used, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     sums = PartSums(1, group=None, is_alone=False)
     sums.watch([used, unused])
@@ -103,7 +103,7 @@ def test_a_parameter_without_gradient_delays_a_step_alone(monkeypatch: pytest.Mo
 
 
 def test_buckets_hold_neighbours_of_a_device_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part_sums, "BUCKET_BYTES", 40)
+    monkeypatch.setattr(parts, "BUCKET_BYTES", 40)
     small, large, meta = torch.ones(5), torch.ones(100), torch.ones(5, device="meta")
     double = torch.ones(2, dtype=torch.float64)
     tensors = [small, small, small, large, small, meta, double]

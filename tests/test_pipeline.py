@@ -28,9 +28,8 @@ from lit_cifar.models.partition import Partition
 from lit_cifar.module import LitResNet
 from lit_cifar.reporting.timeline import Recorder, write_trace
 from lit_cifar.strategies import PipelineStrategy, mesh
-from lit_cifar.strategies.hand_over import HandOver
 from lit_cifar.strategies.mesh import make_mesh
-from lit_cifar.strategies.pipeline import Pipeline
+from lit_cifar.strategies.pipeline import HandOver, Pipeline
 from lit_cifar.strategies.pipeline_schedule import Schedule, ScheduleName
 from lit_cifar.strategies.state_dicts import only_parameters
 

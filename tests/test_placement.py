@@ -10,12 +10,12 @@ from fake_devices import MODES, SECOND, data_module, fake_devices, lit_resnet, t
 from torch.optim import Adagrad, Adam
 from torchmetrics import MeanMetric
 
-import lit_cifar.strategies.layer_parallel
+import lit_cifar.strategies.mp
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.images import Batch
 from lit_cifar.models.partition import Partition
 from lit_cifar.module import LitResNet
-from lit_cifar.strategies.layer_parallel import StagedRunner, StagedStrategy
+from lit_cifar.strategies.mp import StagedRunner, StagedStrategy
 
 IMAGE = (3, 32, 32)
 
@@ -123,6 +123,6 @@ def test_an_optimizer_state_on_the_root_device_is_caught(
     strategy: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where Lightning has put Adagrad's sums when training begins."""
-    monkeypatch.setattr(lit_cifar.strategies.layer_parallel, "state_to_parameters", lambda optimizer: None)
+    monkeypatch.setattr(lit_cifar.strategies.mp, "state_to_parameters", lambda optimizer: None)
     with misplaced:
         train(strategy(), lit_resnet(optimizer=partial(Adagrad, lr=0.1)), data_module())

@@ -22,9 +22,9 @@ from lit_cifar import CIFAR10DataModule, LitResNet
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.errors import ConfigError
 from lit_cifar.models import build_resnet
-from lit_cifar.strategies import ShardedStrategy, fsdp
-from lit_cifar.strategies.sharding_cost import sharding_lines
+from lit_cifar.strategies import ShardedStrategy, fsdp2
 from lit_cifar.strategies.state_dicts import local_slice
+from lit_cifar.strategies.tp import sharding_lines
 
 # 79 images in batches of 16: four steps and a ragged one of 15. Of 17 images to validate, the second of two processes
 # has none in the last batch.
@@ -186,7 +186,7 @@ def test_what_computes_in_bfloat16_is_gathered_so(
         policies.append(types)
         return MixedPrecisionPolicy(**types)
 
-    monkeypatch.setattr(fsdp, "MixedPrecisionPolicy", noted)
+    monkeypatch.setattr(fsdp2, "MixedPrecisionPolicy", noted)
     model = Narrow("resnet10", stem="imagenet")
     trainer(tmp_path, strategy="fsdp2", precision=precision, max_steps=1).fit(model, data())
     wide = torch.float32

@@ -15,8 +15,8 @@ from torch.distributed.tensor import Replicate, Shard
 from lit_cifar import LitResNet
 from lit_cifar.models import build_resnet
 from lit_cifar.models.blocks import num_tensor_parts, tensor_split_of
-from lit_cifar.strategies import tensor_parallel
-from lit_cifar.strategies.tensor_parallel import placements
+from lit_cifar.strategies import tp
+from lit_cifar.strategies.tp import placements
 
 
 def network_of(arch: Any) -> nn.Module:
@@ -47,7 +47,7 @@ def in_parts(network: nn.Module, size: int) -> list[nn.Module]:
                 kept = parts_of(tensor, placed[f"{name}.{key}"], size)[rank]
                 setattr(layer, key, nn.Parameter(kept) if isinstance(tensor, nn.Parameter) else kept)
             if kind != "channels":
-                tensor_parallel._derive(layer, tensor_parallel._SENDING[kind])
+                tp._derive(layer, tp._SENDING[kind])
                 layer.group = rank
     return networks
 
@@ -79,7 +79,7 @@ def test_the_parts_of_a_network_are_the_network(arch: str, size: int) -> None:
         return logits.detach()
 
     expected = step(network)
-    with mock.patch.object(tensor_parallel, "_all_reduce", summing(size)), ThreadPoolExecutor(size) as pool:
+    with mock.patch.object(tp, "_all_reduce", summing(size)), ThreadPoolExecutor(size) as pool:
         for logits in pool.map(step, networks):
             torch.testing.assert_close(logits, expected)
     heads = [name for name, kind in tensor_split_of(network).items() if kind == "head"]
@@ -115,20 +115,20 @@ def test_into_how_many_parts_a_network_can_be_cut(arch: Any, num_parts: int) -> 
 
 
 def test_a_sum_keeps_the_type_of_its_terms_though_its_bias_has_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_parallel, "_all_reduce", lambda tensor, group: tensor)
+    monkeypatch.setattr(tp, "_all_reduce", lambda tensor, group: tensor)
     layer: Any = nn.Linear(4, 3)
-    tensor_parallel._derive(layer, tensor_parallel._SENDING["rows"])
+    tp._derive(layer, tp._SENDING["rows"])
     layer.group = None
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert layer(torch.randn(2, 4)).dtype == torch.bfloat16
 
 
 def test_each_sum_is_taken_in_one_direction_only() -> None:
-    with mock.patch.object(tensor_parallel, "_all_reduce", lambda tensor, group: 10 * tensor):
+    with mock.patch.object(tp, "_all_reduce", lambda tensor, group: 10 * tensor):
         x = torch.ones(2, requires_grad=True)
-        assert torch.equal(cast(Tensor, tensor_parallel._Sum.apply(x, None)), torch.full((2,), 10.0))
-        assert torch.equal(cast(Tensor, tensor_parallel._SumGradients.apply(x, None)), torch.ones(2))
-        (through_sum,) = torch.autograd.grad(tensor_parallel._Sum.apply(x, None).sum(), x)
-        (through_copy,) = torch.autograd.grad(tensor_parallel._SumGradients.apply(x, None).sum(), x)
+        assert torch.equal(cast(Tensor, tp._Sum.apply(x, None)), torch.full((2,), 10.0))
+        assert torch.equal(cast(Tensor, tp._SumGradients.apply(x, None)), torch.ones(2))
+        (through_sum,) = torch.autograd.grad(tp._Sum.apply(x, None).sum(), x)
+        (through_copy,) = torch.autograd.grad(tp._SumGradients.apply(x, None).sum(), x)
     assert torch.equal(through_sum, torch.ones(2))
     assert torch.equal(through_copy, torch.full((2,), 10.0))

@@ -27,7 +27,7 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.models import build_resnet
 from lit_cifar.models.partition import Partition
 from lit_cifar.reporting.timeline import Kind, Recorder, Span, kept_bytes, read_spans, write_trace
-from lit_cifar.strategies.layer_parallel import StagedRunner, gpipe_order
+from lit_cifar.strategies.mp import StagedRunner, gpipe_order
 
 CPU = torch.device("cpu")
 RECORD = ["--trainer.callbacks+=lit_cifar.reporting.timeline.Timeline", "--trainer.callbacks.first_step=1"]

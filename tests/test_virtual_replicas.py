@@ -20,11 +20,12 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.metrics import MeanLoss
 from lit_cifar.modes import SILENT
 from lit_cifar.reporting.environment import cpu_model
-from lit_cifar.strategies import LayerParallelStrategy, PipelineStrategy, parts
-from lit_cifar.strategies.clipping import clip_in_order, squares_of_rows
-from lit_cifar.strategies.parts import Parts
-from lit_cifar.strategies.replicas import DealtReplicas
-from lit_cifar.strategies.tree_sum import TreeSum, in_tree_order, tree_sum
+from lit_cifar.strategies import LayerParallelStrategy, PipelineStrategy
+from lit_cifar.strategies.dp import DealtReplicas
+from lit_cifar.strategies.same_bits import parts
+from lit_cifar.strategies.same_bits.parts import Parts
+from lit_cifar.strategies.same_bits.tree_sum import TreeSum, in_tree_order, tree_sum
+from lit_cifar.strategies.same_bits.virtual_replicas import clip_in_order, squares_of_rows
 
 # The last flag of a name counts. Of 58 images the last batch has 10, which are parts of 3, 3, 2 and 2.
 FLAGS = [*TINY, "--virtual_replicas=4", "--data.num_train=74", "--data.eval_batch_size=8"]

@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lit_cifar.launch.process_group import destroy_process_group_at_exit
 from lit_cifar.strategies.ddp_mp import DDPLayerParallelStrategy
 from lit_cifar.strategies.dp import DataParallelStrategy
+from lit_cifar.strategies.fsdp2 import ShardedStrategy
 from lit_cifar.strategies.mp import LayerParallelStrategy
 from lit_cifar.strategies.one_device import (
     OneDeviceDDPLayerParallelStrategy,
@@ -18,7 +19,6 @@ from lit_cifar.strategies.one_device import (
     OneDeviceShardedStrategy,
 )
 from lit_cifar.strategies.pp import PipelineStrategy
-from lit_cifar.strategies.sharded import ShardedStrategy
 from lit_cifar.strategies.sync_batchnorm import ProcessSyncBatchNorm
 
 __all__ = [

@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.strategies.layer_parallel import StagedStrategy, device_names
+from lit_cifar.strategies.mp import StagedStrategy, device_names
 
 
 class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
@@ -22,24 +22,15 @@ class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
 
     Args:
         num_stages: Number of stages, and of devices of a process.
-        num_microbatches: Number of microbatches into which a process cuts its part of the batch.
-        cuts: The blocks with which the second and later stages begin, e.g. ["layer3.1"]. By default the stages have
-            about equal FLOP.
-        **kwargs: Arguments of Lightning's `DDPStrategy`: `process_group_backend`, `timeout`, `start_method`.
+        **kwargs: As of `StagedStrategy`: `num_microbatches`, `cuts`; and of Lightning's `DDPStrategy`:
+            `process_group_backend`, `timeout`, `start_method`.
     """
 
     strategy_name = "ddp_mp"
     description = "DistributedDataParallel over processes, a stage of the network per device of each"
 
-    def __init__(
-        self,
-        *,
-        num_stages: int = 2,
-        num_microbatches: int = 1,
-        cuts: list[str] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(num_stages=num_stages, num_microbatches=num_microbatches, cuts=cuts, **kwargs)
+    def __init__(self, *, num_stages: int = 2, **kwargs: Any) -> None:
+        super().__init__(num_stages=num_stages, **kwargs)
 
     @property
     @override

@@ -1,21 +1,170 @@
 """`dp`: the batch divided over the local devices of one process. Lightning removed its own in release 2.
 
-Scatter, replicate and gather happen around the network alone (`replicas`). The module computes loss and metrics from
-the gathered output on the root device, so everything after the network is the single-device code, and one optimizer
-steps one set of parameters.
+Replicas are on CUDA devices, or on virtual ones on the CPU that compute the same function. A batch is cut by
+`Tensor.chunk`. Every chunk has its own BatchNorm statistics. Replica 0 works on the network's own buffers, so its
+running statistics are kept. Autograd sums the gradients of all replicas into the one set of parameters.
+
+All this happens around the network alone. The module computes loss and metrics from the gathered output on the root
+device, so everything after the network is the single-device code.
 """
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from itertools import cycle
+from typing import Any, cast
 
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.strategies.network import Runner, compiles
-from lit_cifar.strategies.replicas import DealtReplicas, replica_of, replicate
-from lit_cifar.strategies.single_process import SingleProcessStrategy
+from lit_cifar.strategies.base import Runner, SingleProcessStrategy, compiles
+from lit_cifar.strategies.random_streams import begin_part
+
+
+def replica_of(num_samples: int, *, num_replicas: int) -> Tensor:
+    """Which replica processes each sample of a batch, by the rule of `Tensor.chunk`.
+
+    Every chunk but the last has `ceil(num_samples / num_replicas)` samples, so replicas at the end may get none: 5
+    samples over 4 replicas are cut into 2, 2, 1.
+
+    Returns:
+        int64, (num_samples,), ascending, each in `range(num_replicas)`.
+    """
+    samples_per_chunk = max(1, -(-num_samples // num_replicas))
+    return torch.arange(num_samples) // samples_per_chunk
+
+
+def replicate(network: nn.Module, devices: Sequence[torch.device]) -> Runner:
+    """The callable to use in place of `network` so that a batch is divided over `devices`.
+
+    Args:
+        network: Takes (n, ...) and returns (n, ...); already on `devices[0]`.
+        devices: One for each replica; CUDA devices, which several may share, or the CPU for all of them.
+
+    Returns:
+        A plain callable, never an `nn.Module`: set as an attribute of one, it must not become its child, or every name
+        in a checkpoint would change. Input and output live on `devices[0]`.
+    """
+    if devices[0].type == "cuda" and len(devices) > 1:
+        return DeviceReplicas(network, devices)
+    return EmulatedReplicas(network, num_replicas=len(devices))
+
+
+class EmulatedReplicas:
+    """Computes on one device what `nn.DataParallel` computes, which on the CPU would run the plain network.
+
+    The replicas run one after the other. `functional_call` swaps the buffers of the one module in place, so threads
+    would each need a module of their own, and would gain nothing: on the CPU one operator already uses every core.
+
+    Args:
+        network: The module whose parameters all replicas share.
+        num_replicas: The largest number of chunks into which a batch is cut.
+    """
+
+    def __init__(self, network: nn.Module, *, num_replicas: int) -> None:
+        self.network = network
+        self.num_replicas = num_replicas
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """The gathered output (n, ...) for a batch (n, ...); n may be smaller than `num_replicas`, or 0."""
+        first, *others = images.chunk(self.num_replicas)
+        # Copied before replica 0 updates its running statistics: all replicas start from the same buffers.
+        copies = [{name: buffer.clone() for name, buffer in self.network.named_buffers()} for _ in others]
+        outputs = [self.network(first)]
+        for replica, (copy, chunk) in enumerate(zip(copies, others, strict=True), start=1):
+            begin_part(replica)
+            outputs.append(self.run_replica(copy, chunk))
+        return torch.cat(outputs)
+
+    def run_replica(self, buffers: dict[str, Tensor], chunk: Tensor) -> Tensor:
+        """The output (n, ...) of a replica with these `buffers`, which it moves, for its chunk (n, ...)."""
+        output: Tensor = functional_call(self.network, buffers, (chunk,))
+        return output
+
+
+class DealtReplicas:
+    """Gives whole batches to the replicas in turn, which all work on the network's own parameters and buffers.
+
+    For parts of a batch, each of which is to be computed as one device would.
+
+    Args:
+        network: On `devices[0]`.
+        devices: The device of every replica.
+    """
+
+    def __init__(self, network: nn.Module, devices: Sequence[torch.device]) -> None:
+        self.network = network
+        self.devices = devices
+        self._turns = cycle(range(len(devices)))
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """The output (n, ...) for a batch (n, ...); both on `devices[0]`."""
+        replica = next(self._turns)
+        buffers = dict(self.network.named_buffers())
+        whole = {**dict(self.network.named_parameters()), **buffers}
+        device = self.devices[replica]
+        state = {name: tensor.to(device) for name, tensor in whole.items()}
+        output: Tensor = functional_call(self.network, state, (images.to(device),))
+        if self.network.training:
+            for name, buffer in buffers.items():
+                if state[name] is not buffer:
+                    buffer.copy_(state[name])
+        return output.to(self.devices[0])
+
+
+class DeviceReplicas:
+    """`nn.DataParallel` over several CUDA devices.
+
+    Args:
+        network: The module to replicate, on `devices[0]`.
+        devices: The device of every replica.
+    """
+
+    def __init__(self, network: nn.Module, devices: Sequence[torch.device]) -> None:
+        self.network, self.devices = network, devices
+        self._parallel = _DataParallel(network, device_ids=[device.index for device in devices])
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """The gathered output (n, ...) for a batch (n, ...) on the first device; n may be 0, which needs no replica."""
+        for replica, device in enumerate(self.devices):
+            begin_part(replica, device=device)
+        output: Tensor = self._parallel(images) if len(images) else self.network(images)
+        return output
+
+
+class _DataParallel(nn.DataParallel[nn.Module]):
+    """`nn.DataParallel` whose threads run under the caller's autocast type and inference mode.
+
+    Both are thread-local. torch hands on only that autocast is enabled, so `bf16-mixed` would silently compute in
+    float16, without a gradient scaler (torch/nn/parallel/parallel_apply.py, torch 2.11 to 2.15).
+    """
+
+    def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        # torch only calls the modules, so functions can replace them.
+        calls = cast(Sequence[nn.Module], [in_context_of_caller(replica) for replica in replicas])
+        return super().parallel_apply(calls, inputs, kwargs)
+
+
+def in_context_of_caller(call: Callable[..., Any], *, device_type: str = "cuda") -> Callable[..., Any]:
+    """`call`, for another thread, with this thread's settings.
+
+    Carries over the autocast state of `device_type`, inference mode and whether gradients are recorded.
+    """
+    dtype = torch.get_autocast_dtype(device_type)
+    autocast = torch.is_autocast_enabled(device_type)
+    inference = torch.is_inference_mode_enabled()
+    grad = torch.is_grad_enabled()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Not `inference_mode(False)`: leaving inference mode would also switch gradients on.
+        mode: AbstractContextManager[Any] = torch.inference_mode() if inference else torch.set_grad_enabled(grad)
+        with mode, torch.autocast(device_type, dtype=dtype, enabled=autocast):
+            return call(*args, **kwargs)
+
+    return run
 
 
 class DataParallelStrategy(SingleProcessStrategy):
@@ -44,13 +193,13 @@ class DataParallelStrategy(SingleProcessStrategy):
 
     def replica_of(self, num_samples: int) -> Tensor:
         """Which replica processes each sample of a batch of `num_samples`: int64, (num_samples,)."""
-        if self.parts is not None:  # sample i is in part i modulo their number, and the replicas take turns
+        if self.parts.one_by_one:  # sample i is in part i modulo their number, and the replicas take turns
             return torch.arange(num_samples) % self.replicas_per_rank
         return replica_of(num_samples, num_replicas=self.replicas_per_rank)
 
     @override
     def make_runner(self, network: nn.Module) -> Runner:
-        make = replicate if self.parts is None else DealtReplicas
+        make = DealtReplicas if self.parts.one_by_one else replicate
         return make(network, self.copying_devices[0])
 
     @property

@@ -17,9 +17,11 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -27,9 +29,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.strategies.custom_forward import CustomForwardStrategy
-from lit_cifar.strategies.loss_scaling import agree_on_overflow
-from lit_cifar.strategies.network import RunsNetwork, check_gradient_hooks
+from lit_cifar.strategies.base import CustomForwardStrategy, check_gradient_hooks
 
 
 class MeshStrategy(CustomForwardStrategy, DDPStrategy):
@@ -116,13 +116,13 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
     @override
     def connect(self, model: L.LightningModule) -> None:
         super().connect(model)
-        check_gradient_hooks(cast(RunsNetwork, model).network, strategy=self.strategy_name)
+        check_gradient_hooks(self.module.network, strategy=self.strategy_name)
 
     @override
     def on_train_start(self) -> None:
         """Refuse the hooks that were added since; virtual replicas have some of their own."""
-        network = cast(RunsNetwork, self.lightning_module).network
-        check_gradient_hooks(network, strategy=self.strategy_name, also_accumulated=self.parts is None)
+        accumulated = not self.parts.one_by_one
+        check_gradient_hooks(self.module.network, strategy=self.strategy_name, also_accumulated=accumulated)
 
     @override
     def setup_environment(self) -> None:
@@ -143,8 +143,7 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
         self._reset_optimizers_and_schedulers()
         self.model.to(self.root_device)
         _sync_module_states(self.model)
-        module = cast(RunsNetwork, self.lightning_module)
-        module.use_runner(self.make_runner(module.network))
+        self.module.use_runner(self.make_runner(self.module.network))
         self._count_along_data(self.data_group)
         if fitting:
             self.setup_optimizers(trainer)
@@ -255,3 +254,34 @@ def _own_group(lines: list[list[int]], *, timeout: timedelta | None) -> dist.Pro
 def local_part(tensor: Tensor) -> Tensor:
     """This process's part of a DTensor, or a plain tensor itself; the memory is shared."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+class AgreedGradScaler(GradScaler):
+    """A gradient scaler for which a gradient has overflowed in all processes if it has in any.
+
+    Under `16-mixed` a step whose gradients have overflowed is skipped, and the scale of the loss is lowered
+    (Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740). Processes with the averaged gradients of all
+    parameters find the same overflows. Those with other parameters, or parts of them, have to agree.
+    """
+
+    def _unscale_grads_(self, optimizer: Optimizer, *args: Any) -> dict[torch.device, Tensor]:
+        found: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, *args)
+        for has_overflowed in found.values():
+            dist.all_reduce(has_overflowed, op=dist.ReduceOp.MAX)
+        return found
+
+
+def agree_on_overflow(precision: Precision) -> None:
+    """Replace the scaler of `precision`, if it has one, by an `AgreedGradScaler` with the same settings."""
+    if isinstance(precision, MixedPrecision) and precision.scaler is not None:
+        agreed = AgreedGradScaler(device=precision.device)
+        agreed.load_state_dict(precision.scaler.state_dict())
+        precision.scaler = agreed
+
+
+def loss_scale(precision: Precision, device: torch.device) -> Tensor | float:
+    """The factor by which `precision` will multiply a loss on `device` before backward."""
+    if not isinstance(precision, MixedPrecision) or precision.scaler is None:
+        return 1.0
+    scale: Tensor = precision.scaler.scale(torch.ones((), device=device))
+    return scale

@@ -1,33 +1,111 @@
-"""`mp`: the layers divided over the local devices of one process."""
+"""`mp`: the layers divided over the local devices of one process; `ddp_mp` has the same stages in each of several.
 
+The network's own blocks are moved, each stage's to its device, and nothing is copied or wrapped: names, optimizer and
+checkpoints are those of one device. The order in which microbatches pass is GPipe's (Huang et al. 2019,
+https://arxiv.org/abs/1811.06965).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import lightning as L
 import torch
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.strategies.layer_parallel import StagedStrategy, device_names
-from lit_cifar.strategies.single_process import SingleProcessStrategy
+from lit_cifar.models.compiled import Compiled
+from lit_cifar.models.partition import Partition
+from lit_cifar.reporting.timeline import Recorder
+from lit_cifar.strategies.base import (
+    CustomForwardStrategy,
+    Runner,
+    SingleProcessStrategy,
+    compiles,
+    cut_into_stages,
+)
+from lit_cifar.strategies.random_streams import begin_part, begin_stage
+from lit_cifar.strategies.same_bits.parts import Parts
 
 
-class LayerParallelStrategy(StagedStrategy, SingleProcessStrategy):
-    """One process, consecutive layers of the one network on each of its devices.
+class StagedRunner:
+    """Sends the microbatches of a batch through stages on different devices.
 
-    With one microbatch, the computation of one device, and one of the devices works at a time. With several, the
-    devices work at the same time; equal to one device that normalises each microbatch by itself and moves the running
-    statistics once for each.
+    Kernels on CUDA are queued, and the host returns at once: while a device works on one microbatch, the host issues
+    the next device's work on another. In backward, autograd does so by itself, with a thread for each device.
 
     Args:
-        num_stages: A multiple of the number of devices, each of which gets as many; by default one each.
-        num_microbatches: Into how many pieces a batch is cut.
-        cuts: The blocks with which the second and later stages begin, e.g. ["layer3.1"]; by default stages of about
-            equal FLOP.
-        **kwargs: As of Lightning's `ParallelStrategy`.
+        stages: In order; each takes what the one before it returned.
+        devices: Where each stage's layers are.
+        num_microbatches: Into how many pieces a batch is cut, by `Tensor.tensor_split`; fewer where a batch has fewer
+            samples.
+        recorder: Who is told which stage works when.
     """
 
-    strategy_name = "mp"
-    description = "One process, a stage of the network per local device"
-    with_processes = "ddp_mp"
+    def __init__(
+        self,
+        stages: Sequence[Callable[[Tensor], Tensor]],
+        devices: Sequence[torch.device],
+        *,
+        num_microbatches: int = 1,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.stages = list(zip(stages, devices, strict=True))
+        self.num_microbatches = num_microbatches
+        self._recorder = recorder or Recorder()
+        self._names = device_names(devices)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """The output (n, ...) for a batch (n, ...), on the batch's device; n may be 0."""
+        pieces = [piece for piece in images.tensor_split(self.num_microbatches) if len(piece)] or [images]
+        for microbatch, index in gpipe_order(num_microbatches=len(pieces), num_stages=len(self.stages)):
+            pieces[microbatch] = self._run(index, microbatch, pieces[microbatch])
+        outputs = [_sent(piece, images.device) for piece in pieces]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _run(self, index: int, microbatch: int, piece: Tensor) -> Tensor:
+        stage, device = self.stages[index]
+        here = _sent(piece, device)
+        if self.num_microbatches > 1:
+            begin_part(microbatch)
+        begin_stage(index)
+        what: Any = {"stage": index, "microbatch": microbatch, "worker": self._names[index], "device": device}
+        with self._recorder.span("forward", **what):
+            output = stage(here)
+        self._recorder.follow_backward(output, here, **what)
+        return output
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor` on `device`; the host waits for what it is going to read itself, which might not have arrived yet."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def gpipe_order(*, num_microbatches: int, num_stages: int) -> Iterator[tuple[int, int]]:
+    """Pairs (microbatch, stage) in the order of issue: microbatch m passes stage s at tick m + s.
+
+    Within a tick the later stages come first. A copy between devices waits in the sender's queue: issued after the
+    sender's work on the next microbatch, it would arrive a tick late.
+    """
+    for tick in range(num_microbatches + num_stages - 1):
+        for stage in reversed(range(num_stages)):
+            if 0 <= tick - stage < num_microbatches:
+                yield tick - stage, stage
+
+
+class StagedStrategy(CustomForwardStrategy, ABC):
+    """The network's stages over `stage_devices`; everything else of the module on the root device.
+
+    Args:
+        num_stages: Into how many the network is cut, a multiple of the number of devices; None for one for each.
+        num_microbatches: Into how many pieces a replica cuts its part of the batch.
+        cuts: The blocks with which the second and later stages begin, e.g. ["layer3.1"]; by default stages of about
+            equal FLOP.
+        **kwargs: As of the Lightning strategy that a subclass also derives from.
+    """
 
     def __init__(
         self,
@@ -37,7 +115,146 @@ class LayerParallelStrategy(StagedStrategy, SingleProcessStrategy):
         cuts: list[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(num_stages=num_stages, num_microbatches=num_microbatches, cuts=cuts, **kwargs)
+        super().__init__(**kwargs)
+        self.num_microbatches = num_microbatches
+        self.cuts = cuts
+        self.recorder = Recorder()
+        self._num_stages = num_stages
+        self._partition: Partition | None = None
+
+    @property
+    @abstractmethod
+    def num_stages(self) -> int:
+        """Known once the Trainer is made."""
+
+    @property
+    @abstractmethod
+    def stage_devices(self) -> list[torch.device]:
+        """The device of each of this process's stages; the first is the root device."""
+
+    @property
+    @override
+    def copying_devices(self) -> list[list[torch.device]]:
+        return [self.stage_devices]
+
+    @property
+    def partition(self) -> Partition:
+        """Which blocks make a stage; known from `connect` on."""
+        if self._partition is None:
+            raise RuntimeError("the partition is known only after a module has been connected")
+        return self._partition
+
+    @override
+    def check(self) -> None:
+        """Find contradicting sizes and flags.
+
+        Raises:
+            ConfigError: Fewer than one stage or microbatch, or synchronised BatchNorm with several microbatches.
+        """
+        super().check()
+        # Not in `__init__`: the command line would say that the class does not fit --trainer.strategy.
+        for name, value in (("num_stages", self.num_stages), ("num_microbatches", self.num_microbatches)):
+            if value < 1:
+                raise ConfigError(
+                    f"--trainer.strategy.{name}={value} is less than one",
+                    remedy=f"pass --trainer.strategy.{name}=1 or more",
+                )
+        if self._layer_sync is not None and self.num_microbatches > 1:
+            raise ConfigError(
+                f"--trainer.sync_batchnorm=true with {self.num_microbatches} microbatches: they pass a layer one after "
+                "the other, so each is normalised by itself.",
+                remedy="Drop --trainer.sync_batchnorm, or pass --trainer.strategy.num_microbatches=1.",
+            )
+
+    @override
+    def use_parts(self, parts: Parts) -> None:
+        """Let `parts` pass the stages one after the other; refuse microbatches of them."""
+        if self.num_microbatches > 1:
+            raise ConfigError(
+                f"--virtual_replicas={parts.num_parts} with {self.num_microbatches} microbatches: a part passes all "
+                "stages before the next one",
+                remedy="pass --trainer.strategy.num_microbatches=1, or use --trainer.strategy=pp, where a part is one",
+            )
+        super().use_parts(parts)
+
+    @override
+    def connect(self, model: L.LightningModule) -> None:
+        """Accept a module and cut its network into stages."""
+        super().connect(model)
+        # Here and not in `setup`, which may first put layers into the network that only run among processes.
+        self._partition = cut_into_stages(
+            self.module,
+            strategy=self.strategy_name,
+            num_stages=self.num_stages,
+            cuts=self.cuts,
+            may_share=len(set(self.stage_devices)) == 1,  # virtual ones can have a tensor together
+        )
+
+    @override
+    def model_to_device(self) -> None:
+        """Each stage to its device, all else to the root device, which need not have room for the whole network."""
+        module = self.lightning_module
+        assert module is not None
+        network = self.module.network
+        for child in module.children():
+            if child is not network:
+                child.to(self.root_device)
+        # What `module.to()` would note beside moving: the device on which Lightning makes the module's own tensors.
+        _update_properties(module, device=self.root_device)
+        for stage, device in zip(self.partition.stages, self.stage_devices, strict=True):
+            stage.module(network).to(device)
+
+    @override
+    def make_runner(self, network: nn.Module) -> Runner:
+        stages = self.partition.modules(network)
+        return StagedRunner(
+            [Compiled(stage) for stage in stages] if compiles(self.lightning_module) else stages,
+            self.stage_devices,
+            num_microbatches=self.num_microbatches,
+            recorder=self.recorder,
+        )
+
+    @override
+    def setup(self, trainer: L.Trainer) -> None:
+        super().setup(trainer)
+        # Lightning has moved what optimizers begin with, Adagrad's sums for one, to the root device.
+        for optimizer in self.optimizers:
+            state_to_parameters(optimizer)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore the optimizers; torch brings each tensor to its parameter's device, and there it stays."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
+
+
+def state_to_parameters(optimizer: Optimizer) -> None:
+    """Move each tensor of an optimizer's state to its parameter's device; "step" stays where the optimizer keeps it."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if name != "step" and isinstance(value, Tensor):
+                state[name] = value.to(parameter.device)
+
+
+def device_names(devices: Sequence[torch.device], *, first: int = 0) -> list[str]:
+    """What to call `devices` in a table, the CPU's virtual ones by their number from `first` on."""
+    return [
+        f"{device.type} {index if device.index is None else device.index}"
+        for index, device in enumerate(devices, start=first)
+    ]
+
+
+class LayerParallelStrategy(StagedStrategy, SingleProcessStrategy):
+    """One process, consecutive layers of the one network on each of its devices.
+
+    With one microbatch, the computation of one device, and one of the devices works at a time. With several, the
+    devices work at the same time; equal to one device that normalises each microbatch by itself and moves the running
+    statistics once for each.
+    """
+
+    strategy_name = "mp"
+    description = "One process, a stage of the network per local device"
+    with_processes = "ddp_mp"
 
     @property
     @override
@@ -55,12 +272,6 @@ class LayerParallelStrategy(StagedStrategy, SingleProcessStrategy):
 
     @override
     def check(self) -> None:
-        """Find contradicting sizes and flags.
-
-        Raises:
-            ConfigError: More than one process or machine, less than one stage or microbatch, stages that the devices
-                cannot share evenly, or synchronised BatchNorm with several microbatches.
-        """
         super().check()
         num_devices = len(self.devices)
         if self.num_stages % num_devices:

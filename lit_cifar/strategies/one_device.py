@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from lit_cifar.strategies.ddp_mp import DDPLayerParallelStrategy
-from lit_cifar.strategies.sharded import ShardedStrategy
+from lit_cifar.strategies.fsdp2 import ShardedStrategy
 
 
 class _OneDevice(DDPStrategy):

@@ -5,23 +5,24 @@ that is not full, are passed from stage to stage here, and so is every batch of 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.func import functional_call
 
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.memory_format import PlainGradient, PlainOutput
 from lit_cifar.models.partition import Partition
 from lit_cifar.reporting.timeline import Kind, Recorder
-from lit_cifar.strategies.parts import Parts
 from lit_cifar.strategies.pipeline_schedule import Schedule
-from lit_cifar.strategies.pipeline_stage import Stage, output_dtypes
 from lit_cifar.strategies.random_streams import begin_part, begin_stage
+from lit_cifar.strategies.same_bits.parts import WholeBatch
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Passed = dict[int, tuple[Tensor, Tensor]]  # what each stage of a process has got and returned of a microbatch
@@ -48,7 +49,7 @@ class Pipeline:
         device: torch.device,
         compiles: bool = False,
         recorder: Recorder | None = None,
-        parts: Parts | None = None,
+        parts: WholeBatch | None = None,
     ) -> None:
         self.partition = partition
         self.schedule = schedule
@@ -56,7 +57,7 @@ class Pipeline:
         self.group = group
         self.device = device
         self._recorder = recorder or Recorder()
-        self._parts = parts
+        self._parts = parts or WholeBatch()
         self._loss = loss
         self._rank = dist.get_rank(group)
         self.stages = {
@@ -120,7 +121,7 @@ class Pipeline:
     def _forward(self, images: Tensor, microbatch: int, *, trains: bool = False) -> Passed:
         """Run this process's stages on one microbatch."""
         passed: Passed = {}
-        for index, stage in self.stages.items():
+        for index in self.stages:
             if index == 0:
                 given = images
             elif self._is_here(index - 1):
@@ -129,10 +130,7 @@ class Pipeline:
                 given = self._boundary(index, len(images), images.dtype)
                 dist.recv(given, group=self.group, group_src=self.schedule.owner(index - 1))
             given = given.requires_grad_() if trains and index > 0 else given
-            own = nullcontext() if self._parts is None or not trains else self._parts.own_statistics(stage.buffers())
-            begin_part(microbatch if self._parts is None else self._parts.places[microbatch])
-            begin_stage(index)
-            with self._span("forward", index, microbatch), own:
+            with self.forward(index, microbatch, trains=trains):
                 output = self._callable(index, len(images))(given)
             passed[index] = given, output
             if index != self._last and not self._is_here(index + 1):
@@ -151,13 +149,23 @@ class Pipeline:
             else:
                 grad = torch.empty_like(output)
                 dist.recv(grad, group=self.group, group_src=self.schedule.owner(index + 1))
-            with self._span("backward", index, microbatch):
+            with self.span("backward", index, microbatch):
                 output.backward(grad)  # type: ignore[no-untyped-call]
             if index > 0 and not self._is_here(index - 1):
                 assert given.grad is not None
                 dist.send(given.grad.contiguous(), group=self.group, group_dst=self.schedule.owner(index - 1))
 
-    def _span(self, kind: Kind, stage: int, microbatch: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def forward(self, stage: int, microbatch: int, *, trains: bool = True) -> Iterator[None]:
+        """Around the forward of a microbatch, which has random streams and in a training statistics of its own."""
+        moved = self.stages[stage].buffers() if trains else ()
+        begin_part(self._parts.place(microbatch))
+        begin_stage(stage)
+        with self.span("forward", stage, microbatch), self._parts.own_statistics(moved):
+            yield
+
+    def span(self, kind: Kind, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        """Around a stage's work on a microbatch, for the recorder."""
         worker = f"process {dist.get_rank()}"
         return self._recorder.span(kind, stage=stage, microbatch=microbatch, worker=worker, device=self.device)
 
@@ -212,10 +220,77 @@ class Pipeline:
                 input_args=self._boundary(index, num_samples, dtype).requires_grad_() if index else images,
                 output_args=self._boundary(index + 1, num_samples, dtype).requires_grad_(),
                 group=self.group,
-                span=self._span,
-                parts=self._parts,
+                pipeline=self,
             )
 
     def _scaled_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        losses = self._loss(logits, labels)
-        return (losses.sum() if self._parts is None else losses.mean()) * self._scale
+        return self._parts.reduced(self._loss(logits, labels)) * self._scale
+
+
+class Stage(PipelineStage):
+    """A stage that greets other processes only, and works as its `pipeline` does."""
+
+    def __init__(self, *args: Any, pipeline: Pipeline, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._pipeline = pipeline
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """As torch's, recorded, from the part's own random streams and statistics."""
+        with self._pipeline.forward(self.stage_index, fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> Any:
+        """As torch's, recorded."""
+        with self._pipeline.span("backward" if full_backward else "backward_input", self.stage_index, bwd_chunk_id):
+            return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
+        """As torch's, recorded."""
+        with self._pipeline.span("backward_weight", self.stage_index, bwd_chunk_id):
+            return super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    # In torch 2.11 the first step exchanges a message between neighbouring stages, also where a V has both on one
+    # process; gloo cannot send to itself.
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        torchs: Any = super()  # torch 2.15 has it no more
+        operations: list[dist.P2POp] = torchs._get_init_p2p_neighbors_ops()
+        return [operation for operation in operations if operation.group_peer != self.group_rank]
+
+
+def output_dtypes(
+    network: nn.Module, partition: Partition, dtype: torch.dtype, *, device: torch.device
+) -> list[torch.dtype]:
+    """What each stage of `network` returns for images of `dtype`, here and now; found without computing anything."""
+    modules = partition.modules(network)
+    states = [module.state_dict() for module in modules]
+    found = []
+    with FakeTensorMode():
+        x = torch.empty(2, *partition.image_shape, dtype=dtype, device=device)
+        for module, state in zip(modules, states, strict=True):
+            unreal = {name: torch.empty(t.shape, dtype=t.dtype, device=device) for name, t in state.items()}
+            x = functional_call(module, unreal, (x,))
+            found.append(x.dtype)
+    return found
+
+
+class HandOver(torch.autograd.Function):
+    """A loss whose gradients are known already: backward returns them, times the gradient of the loss.
+
+    Lightning runs training_step, zero_grad, backward, in this order; a pipeline's schedule runs backward within the
+    step. So its gradients are set aside, times the `scale` by which a gradient scaler will multiply the loss, and
+    handed over to the parameters when Lightning asks for them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, loss: Tensor, gradients: Sequence[Tensor | None], scale: Tensor | float, *parameters: nn.Parameter
+    ) -> Tensor:
+        ctx.gradients, ctx.scale = gradients, scale
+        return loss.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        factor = grad / ctx.scale
+        return None, None, None, *(None if gradient is None else gradient * factor for gradient in ctx.gradients)

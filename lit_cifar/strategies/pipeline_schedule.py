@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.strategies.parts import Parts
+from lit_cifar.strategies.same_bits.parts import Parts
 
 ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
 

@@ -2,35 +2,29 @@
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.fabric.strategies.registry import _StrategyRegistry
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lit_cifar.data.images import Batch
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.partition import Partition
 from lit_cifar.reporting.timeline import Recorder
-from lit_cifar.strategies.hand_over import HandOver
-from lit_cifar.strategies.loss_scaling import loss_scale
-from lit_cifar.strategies.mesh import MeshStrategy
-from lit_cifar.strategies.network import (
-    ComputesLoss,
+from lit_cifar.strategies.base import (
     Runner,
-    RunsNetwork,
-    as_computes_loss,
-    check_chain,
-    check_untied,
+    as_runs_network,
+    check_loss,
     compiles,
+    cut_into_stages,
 )
-from lit_cifar.strategies.parts import Parts
-from lit_cifar.strategies.pipeline import Pipeline
+from lit_cifar.strategies.mesh import MeshStrategy, loss_scale
+from lit_cifar.strategies.pipeline import HandOver, Pipeline
 from lit_cifar.strategies.pipeline_schedule import Schedule, ScheduleName, stages_per_process
+from lit_cifar.strategies.same_bits.parts import Parts
 from lit_cifar.strategies.state_dicts import merge_optimizer_states, only_parameters
 
 
@@ -95,9 +89,8 @@ class PipelineStrategy(MeshStrategy):
     @property
     def num_microbatches(self) -> int:
         """Of a batch; known once the Trainer is made."""
-        if self.parts is not None:
-            return self.parts.count
-        return self.schedule.usual_microbatches if self._num_microbatches is None else self._num_microbatches
+        asked = self.schedule.usual_microbatches if self._num_microbatches is None else self._num_microbatches
+        return self.parts.num_microbatches(asked)
 
     @property
     def partition(self) -> Partition:
@@ -135,26 +128,24 @@ class PipelineStrategy(MeshStrategy):
             )
 
     @override
-    def use_parts(self, parts: Parts | None) -> None:
+    def use_parts(self, parts: Parts) -> None:
         """Let `parts` be the microbatches; refuse schedules and numbers with which they cannot be."""
-        if parts is not None:
-            self.schedule.check_parts(parts, asked=self._num_microbatches)
+        self.schedule.check_parts(parts, asked=self._num_microbatches)
         super().use_parts(parts)
 
     @override
     def connect(self, model: L.LightningModule) -> None:
-        module = as_computes_loss(model, strategy=self.strategy_name)
-        check_chain(module.network, strategy=self.strategy_name)
+        module = as_runs_network(model, strategy=self.strategy_name)
+        check_loss(model, strategy=self.strategy_name)
+        self._partition = cut_into_stages(
+            module, strategy=self.strategy_name, num_stages=self.schedule.num_stages, cuts=self.cuts
+        )
         if compiles(model) and self.schedule_name == "ZBVZeroBubble":
             raise ConfigError(
                 "--model.compile=true: --trainer.strategy.schedule=ZBVZeroBubble cuts backward in two, and that of a "
                 "compiled stage is one piece",
                 remedy="leave it out, or pass --trainer.strategy.schedule=1F1B",
             )
-        self._partition = Partition.of(
-            module.network, module.image_shape, num_stages=self.schedule.num_stages, cuts=self.cuts
-        )
-        check_untied(module.network, self._partition.modules(module.network), strategy=self.strategy_name)
         super().connect(model)
 
     def split_lines(self) -> list[str]:
@@ -169,7 +160,7 @@ class PipelineStrategy(MeshStrategy):
             self.partition,
             schedule=self.schedule,
             num_microbatches=self.num_microbatches,
-            loss=cast(ComputesLoss, self.lightning_module).loss,
+            loss=self.module.loss,
             group=self.model_group,
             device=self.root_device,
             compiles=compiles(self.lightning_module),
@@ -184,36 +175,26 @@ class PipelineStrategy(MeshStrategy):
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run the pipeline's forward and backward, then the module's own step on the logits."""
-        module = cast(ComputesLoss, self.lightning_module)
         parameters = self.pipeline.parameters
         kept = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
         # A scaler multiplies the loss when backward has been run here.
         scale = loss_scale(self.precision_plugin, self.root_device)
-        images, labels, sizes, weights = self._microbatches(batch)
+        self.parts.begin(self.local_buffers())
+        images, labels, sizes, weights = self.parts.microbatches(batch, self.num_microbatches)
         with self.precision_plugin.train_step_context():
             logits = self.pipeline.train(images, labels, sizes=sizes, scales=[scale * weight for weight in weights])
         gradients = [parameter.grad for parameter in parameters]
         for parameter, gradient in zip(parameters, kept, strict=True):
             parameter.grad = gradient
-        # The module asks for the logits of one part after the other.
-        outputs = iter([logits] if self.parts is None else torch.split(logits, sizes))
-        module.use_runner(lambda images: next(outputs))
+        # The module asks for the logits of the batch, or of one part after the other.
+        outputs = iter(torch.split(logits, sizes) if self.parts.one_by_one else [logits])
+        self.module.use_runner(lambda images: next(outputs))
         loss = super().training_step(batch, *args, **kwargs)
-        module.use_runner(self.pipeline.evaluate)
+        self.module.use_runner(self.pipeline.evaluate)
         handed_over: Tensor = HandOver.apply(loss, gradients, scale, *parameters)
         return handed_over
-
-    def _microbatches(self, batch: Batch) -> tuple[Tensor, Tensor, list[int], list[float]]:
-        """Images and labels of one after the other, the size of each, and the weight of its summed or mean loss."""
-        if self.parts is None:
-            sizes = [len(labels) for labels in batch.labels.tensor_split(self.num_microbatches)]
-            return batch.images, batch.labels, sizes, [batch.weight / len(batch.labels)] * len(sizes)
-        self.parts.begin(self.local_buffers())
-        parts = self.parts.cut(batch)
-        images, labels = torch.cat([part.images for part in parts]), torch.cat([part.labels for part in parts])
-        return images, labels, [len(part.labels) for part in parts], [part.weight for part in parts]
 
     @contextmanager
     @override
@@ -228,7 +209,7 @@ class PipelineStrategy(MeshStrategy):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         num_pipelines = dist.get_world_size(self.data_group)
-        if not self._average or num_pipelines == 1 or self.parts is not None:
+        if not self._average or num_pipelines == 1 or self.parts.one_by_one:
             return
         gradients = [parameter.grad for parameter in self.pipeline.parameters if parameter.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients]) / num_pipelines
@@ -254,8 +235,7 @@ class PipelineStrategy(MeshStrategy):
 
     def _refresh_copies(self) -> None:
         """Bring this process's copies of all stages up to date with their owners in the first pipeline."""
-        network = cast(RunsNetwork, self.lightning_module).network
-        for owner, tensor in self._owned_tensors(network):
+        for owner, tensor in self._owned_tensors(self.module.network):
             on_device = tensor.detach().to(self.root_device, memory_format=torch.contiguous_format)
             dist.broadcast(on_device, src=owner)
             tensor.detach().copy_(on_device)
@@ -286,7 +266,7 @@ class PipelineStrategy(MeshStrategy):
 
     @classmethod
     @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+    def register_strategies(cls, strategy_registry: Any) -> None:
         """Make `pp` (one pipeline of all processes) and `ddp_pp` (pipelines of two stages) known."""
         strategy_registry.register("pp", cls, description="One pipeline of all processes", override=True)
         strategy_registry.register(

@@ -18,11 +18,11 @@ from lit_cifar.data.datamodule import CIFAR10DataModule
 from lit_cifar.data.samplers import BatchIds, EvaluationSampler, TrainSampler
 from lit_cifar.optim import WarmupDecay
 from lit_cifar.reporting.per_rank import PerRankAccuracy
-from lit_cifar.strategies import ProcessSyncBatchNorm, tensor_parallel
-from lit_cifar.strategies.layer_parallel import StagedRunner
+from lit_cifar.strategies import ProcessSyncBatchNorm, tp
+from lit_cifar.strategies.dp import EmulatedReplicas
 from lit_cifar.strategies.mesh import local_part
+from lit_cifar.strategies.mp import StagedRunner
 from lit_cifar.strategies.pipeline import Pipeline
-from lit_cifar.strategies.replicas import EmulatedReplicas
 from tests.mutations.of_one_process import metrics_twice, twice
 from tests.mutations.planting import PIPELINE, Mutation, Site
 
@@ -224,7 +224,7 @@ def _unaveraged_pipelines(site: Site) -> None:
 
 
 def _unsummed_input_gradient(site: Site) -> None:
-    site.replace(tensor_parallel._SumGradients, "backward", lambda backward, ctx, grad: (grad, None))
+    site.replace(tp._SumGradients, "backward", lambda backward, ctx, grad: (grad, None))
 
 
 MUTATIONS = [

@@ -24,14 +24,14 @@ from lit_cifar.optim import WarmupDecay
 from lit_cifar.reporting import confusion
 from lit_cifar.sample_audit.callback import SampleAudit
 from lit_cifar.sample_audit.digest import EMPTY
-from lit_cifar.strategies import sharded, state_dicts, sync_batchnorm
-from lit_cifar.strategies.layer_parallel import StagedRunner
+from lit_cifar.strategies import fsdp2, state_dicts, sync_batchnorm
+from lit_cifar.strategies.dp import EmulatedReplicas
 from lit_cifar.strategies.mesh import MeshStrategy, local_part
+from lit_cifar.strategies.mp import StagedRunner
 from lit_cifar.strategies.pipeline import Pipeline
-from lit_cifar.strategies.replicas import EmulatedReplicas
 from lit_cifar.strategies.state_dicts import only_parameters
 from lit_cifar.strategies.sync_batchnorm import _Normalise, _Synchronised
-from lit_cifar.strategies.tensor_parallel import _all_reduce, _Sum
+from lit_cifar.strategies.tp import _all_reduce, _Sum
 from tests.mutations.planting import PIPELINE, Mutation, Site, in_last
 
 UNCUT = ("--trainer.accumulate_grad_batches=1",)  # with it pipelines of several replicas can cut the ragged batch too
@@ -88,7 +88,7 @@ def _shards_swapped_in_file(site: Site) -> None:
                     whole["state"][index][name] = tensor.roll(tensor.shape[dims[0]] // 2, dims[0])
         return whole
 
-    site.replace(sharded, "full_optimizer_state", swapped)
+    site.replace(fsdp2, "full_optimizer_state", swapped)
 
 
 def _stale_buffer_of_stage(site: Site) -> None:
@@ -109,7 +109,7 @@ def _old_statistics_after_fit(site: Site) -> None:
         found: dict[str, Any] = collect(module)
         return found | (dict(whole.named_buffers()) if module is not site.module else {})
 
-    site.replace(sharded, "full_state", with_first_buffers)
+    site.replace(fsdp2, "full_state", with_first_buffers)
 
 
 def _stale_momentum_in_file(site: Site) -> None:
@@ -585,7 +585,7 @@ def _bias_of_every_rank(site: Site) -> None:
         others = mesh.size() - 1
         network.fc.register_forward_hook(lambda layer, inputs, output: output + others * local_part(layer.bias))
 
-    site.replace(sharded, "split_tensors", with_biases)
+    site.replace(fsdp2, "split_tensors", with_biases)
 
 
 def _summed_in_both_passes(site: Site) -> None:

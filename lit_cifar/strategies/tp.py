@@ -1,4 +1,4 @@
-"""How a network's layers are split as tensors: Megatron's way with an MLP, for convolutions as for linear layers.
+"""`tp`: layers split as tensors, Megatron's way with an MLP, for convolutions as for linear layers.
 
 Shoeybi et al. 2019 (https://arxiv.org/abs/1909.08053), section 3: the first layer is cut by output channel, so that
 what follows it channel by channel, as BatchNorm, ReLU, or attention within a head, needs nobody else; the last by input
@@ -6,9 +6,13 @@ channel, so that every process computes a summand of the output, and one all-red
 with one all-reduce of the gradient of the first layer's input. Which layers these are, the network says (see
 `models.blocks`). All others are computed by every process; the classifier is split by torch's own `RowwiseParallel`.
 
-Each parameter and buffer becomes a DTensor. The layers compute with its local part.
+Each parameter and buffer becomes a DTensor. The layers compute with its local part. `ShardedStrategy` (`fsdp2.py`) is
+the strategy: `tp` is its case of one replica.
 """
 
+import math
+from collections.abc import Sequence
+from copy import deepcopy
 from itertools import chain
 from typing import Any, cast
 
@@ -185,3 +189,59 @@ def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
+
+
+def sharding_lines(
+    network: nn.Module, image_shape: Sequence[int], *, num_replicas: int, each: int, num_bytes: int
+) -> list[str]:
+    """What the process with the largest part holds and sends when `network`, which is whole, is split.
+
+    There are `num_replicas` of `each` processes, and a parameter has `num_bytes`. `image_shape` is without the batch
+    axis.
+    """
+    placed = placements(network)
+    parameters = dict(network.named_parameters())
+    total = sum(parameter.numel() for parameter in parameters.values())
+    per_replica = sum(_part_size(parameter.shape, placed[name], each) for name, parameter in parameters.items())
+    held = sum(_part_size(p.shape, placed[name], each, num_replicas=num_replicas) for name, p in parameters.items())
+    lines = [
+        f"a process holds {held / 1e6:.2f} of {total / 1e6:.2f} M parameters ({held * num_bytes / 1e6:.1f} MB), and as "
+        "much of gradients and of each optimizer state"
+    ]
+    if num_replicas > 1:
+        sent = 3 * per_replica * num_bytes * (num_replicas - 1) / num_replicas
+        lines.append(
+            f"over {num_replicas} replicas, for each backward pass: parameters gathered twice, gradients reduced and "
+            f"scattered, {sent / 1e6:.1f} MB sent"
+        )
+    if each > 1:
+        num_sums, num_values = _sums(network, image_shape)
+        lines.append(
+            f"over the {each} processes of a replica: {num_sums} all-reduces, {num_values / 1e6:.2f} M values an image"
+        )
+    return lines
+
+
+@torch.no_grad()
+def _sums(network: nn.Module, image_shape: Sequence[int]) -> tuple[int, int]:
+    """How many tensors are summed over the processes in forward and backward, and how large they are for an image."""
+    skeleton = deepcopy(network).to("meta", torch.float32).eval()
+    sizes: list[int] = []
+    for name, part in tensor_split_of(skeleton).items():
+        layer = skeleton.get_submodule(name)
+        if part == "columns":  # in backward: the gradients of its input
+            layer.register_forward_pre_hook(lambda layer, inputs: sizes.append(inputs[0].numel()))
+        if part == "rows":
+            layer.register_forward_hook(lambda layer, inputs, output: sizes.append(output.numel()))
+    skeleton(torch.empty(1, *image_shape, device="meta"))
+    return len(sizes), sum(sizes)
+
+
+def _part_size(shape: tuple[int, ...], placement: Placement, each: int, *, num_replicas: int = 1) -> int:
+    """Numbers in the largest part: cut for tensor parallelism, and then the first dim over the replicas."""
+    sizes = list(shape)
+    if not isinstance(placement, Replicate):
+        dim: int = placement.dim  # type: ignore[attr-defined]  # Shard's
+        sizes[dim] = -(-sizes[dim] // each)
+    sizes[0] = -(-sizes[0] // num_replicas)
+    return math.prod(sizes)

@@ -18,21 +18,23 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lit_cifar.batch_split import BatchSplit
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.images import Batch
-from lit_cifar.strategies.clipping import clip_in_order
-from lit_cifar.strategies.custom_forward import CustomForwardStrategy
-from lit_cifar.strategies.loss_scaling import loss_scale
-from lit_cifar.strategies.parts import Parts
+from lit_cifar.errors import ConfigError
+from lit_cifar.strategies.base import CustomForwardStrategy, compiles
+from lit_cifar.strategies.fsdp2 import ShardedStrategy, reduce_in_tree
+from lit_cifar.strategies.mesh import local_part, loss_scale
 from lit_cifar.strategies.pp import PipelineStrategy
 from lit_cifar.strategies.random_streams import begin_part
-from lit_cifar.strategies.same_bits import check_same_bits
-from lit_cifar.strategies.sharded import ShardedStrategy
+from lit_cifar.strategies.same_bits.parts import Parts, WholeBatch
+from lit_cifar.strategies.state_dicts import local_slice
 
 
 class VirtualReplicas(Callback):
@@ -109,8 +111,10 @@ class VirtualReplicas(Callback):
         """Take every gradient as soon as it is there; DistributedDataParallel averages nothing."""
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             trainer.strategy.model.require_backward_grad_sync = False
-        if not isinstance(trainer.strategy, ShardedStrategy):  # which hands gradients to a reduction in the tree
-            self._parts.watch(pl_module.parameters())
+        if isinstance(trainer.strategy, ShardedStrategy):
+            reduce_in_tree(pl_module.network, self._parts)  # type: ignore[arg-type]
+        else:
+            self._parts.sums.watch(pl_module.parameters())
         self._clip = trainer.precision_plugin.clip_grad_by_norm
         whole = _with_whole_gradient(trainer.strategy)
         trainer.precision_plugin.clip_grad_by_norm = partial(clip_in_order, group=whole)  # type: ignore[method-assign]
@@ -120,12 +124,12 @@ class VirtualReplicas(Callback):
         self._parts.average()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._parts.unwatch()
+        self._parts.sums.unwatch()
         trainer.precision_plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if isinstance(trainer.strategy, CustomForwardStrategy):
-            trainer.strategy.use_parts(None)
+            trainer.strategy.parts = WholeBatch()
         pl_module.virtual_replicas = None  # type: ignore[assignment]
 
 
@@ -134,3 +138,108 @@ def _with_whole_gradient(strategy: Strategy) -> dist.ProcessGroup | None:
     if isinstance(strategy, PipelineStrategy):
         return strategy.model_group
     return strategy.data_group if isinstance(strategy, ShardedStrategy) else None
+
+
+def check_same_bits(num_parts: int, trainer: L.Trainer, data: CIFAR10DataModule) -> None:
+    """Refuse a run that would not end with the same bits on every number of devices.
+
+    Raises:
+        ConfigError: A mode, a number of devices, or sizes that do not fit.
+    """
+    name, strategy = f"--virtual_replicas={num_parts}", trainer.strategy
+    if num_parts < 1 or num_parts & (num_parts - 1):
+        nearest = 1 << max(0, num_parts.bit_length() - 1)
+        raise ConfigError(
+            f"{name} is no power of two, and a binary tree adds the parts",
+            remedy=f"pass --virtual_replicas={nearest} or {2 * nearest}",
+        )
+    _check_mode(name, strategy)
+    if num_parts % (replicas := BatchSplit.of(strategy).num_replicas):
+        raise ConfigError(
+            f"{name} cannot be divided among {replicas} replicas",
+            remedy=f"change --trainer.devices, so that there are {1 << (min(replicas, num_parts).bit_length() - 1)}",
+        )
+    if trainer.accumulate_grad_batches > 1:
+        accumulated = trainer.accumulate_grad_batches
+        raise ConfigError(
+            f"{name} with --trainer.accumulate_grad_batches={accumulated} would add gradients in another order",
+            remedy="leave out the latter: the parts of a batch pass one after the other already",
+        )
+    if getattr(strategy, "_layer_sync", None) is not None and BatchSplit.of(strategy).dp_size > 1:
+        raise ConfigError(
+            f"{name} with --trainer.sync_batchnorm=true would normalise parts of several processes together",
+            remedy="leave out the latter: each part is normalised by itself",
+        )
+    _check_sizes(num_parts, data)
+
+
+def _check_mode(name: str, strategy: Strategy) -> None:
+    if not isinstance(strategy, CustomForwardStrategy | DDPStrategy | SingleDeviceStrategy):
+        raise ConfigError(
+            f"{name} with {type(strategy).__name__}, which adds gradients in an order of its own",
+            remedy="leave it out, or pass --trainer.strategy=ddp",
+        )
+    if isinstance(strategy, CustomForwardStrategy) and compiles(strategy.lightning_module):
+        raise ConfigError(
+            f"{name} with --model.compile=true: a part of a network is compiled to other kernels than the whole",
+            remedy="leave out the latter, or pass --trainer.strategy=ddp",
+        )
+
+
+def _check_sizes(num_parts: int, data: CIFAR10DataModule) -> None:
+    for flag, size in (("batch_size", data.batch_size), ("eval_batch_size", data.eval_batch_size)):
+        if size % num_parts:
+            raise ConfigError(
+                f"--data.{flag}={size} does not divide into {num_parts} virtual replicas",
+                remedy=f"pass --data.{flag}={max(1, size // num_parts) * num_parts}",
+            )
+    rest = len(data.sets["train"]) % data.batch_size if "train" in data.sets else 0
+    if rest and not data.drop_last and rest < 2 * num_parts:
+        raise ConfigError(
+            f"the last batch of an epoch has {rest} images for {num_parts} virtual replicas; each needs 2",
+            remedy="pass --data.drop_last=true, or change --data.batch_size or --data.val_size",
+        )
+
+
+@torch.no_grad()
+def clip_in_order(optimizer: Optimizer, clip_val: float, *, group: dist.ProcessGroup | None = None) -> None:
+    """`torch.nn.utils.clip_grad_norm_` for all parameters of `optimizer`.
+
+    `group` are the processes that together have each row of each gradient once; None if this one has all. A row is what
+    an index of the first dim selects. No mode divides a row.
+    """
+    parameters = [parameter for each in optimizer.param_groups for parameter in each["params"]]
+    device = next(p.device for p in parameters if p.grad is not None)
+    squares = torch.cat([_squares(parameter).to(device) for parameter in parameters])
+    if group is not None:
+        dist.all_reduce(squares, group=group)  # zeros from all processes but one
+    scale = (clip_val / (_pairwise_sum(squares).sqrt() + 1e-6)).clamp(max=1.0)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local_part(parameter.grad).mul_(scale.to(parameter.grad.device))
+
+
+def _squares(parameter: Tensor) -> Tensor:
+    """The sum of the squares of each row of its gradient, (rows,); 0 for rows that this process does not have."""
+    squares = torch.zeros(parameter.shape[0] if parameter.dim() else 1, dtype=parameter.dtype, device=parameter.device)
+    if parameter.grad is not None:
+        own = local_slice(squares, parameter.grad) if isinstance(parameter.grad, DTensor) else squares
+        own.copy_(squares_of_rows(local_part(parameter.grad)))
+    return squares
+
+
+def squares_of_rows(gradient: Tensor) -> Tensor:
+    """The sum of the squares of each row of `gradient`, (rows, ...): (rows,)."""
+    return _pairwise_sum((gradient.flatten(1) if gradient.dim() > 1 else gradient.view(-1, 1)).square())
+
+
+def _pairwise_sum(values: Tensor) -> Tensor:
+    """The sums over the last dim of `values`, (..., n), by adding the second half to the first; overwrites `values`.
+
+    These are additions of single elements, which have the same result in any kernel, shape and device.
+    """
+    while (width := values.shape[-1]) > 1:
+        half = (width + 1) // 2
+        values[..., : width - half] += values[..., half:]
+        values = values[..., :half]
+    return values[..., 0]

@@ -1,21 +1,24 @@
-"""`fsdp2` and `tp`: every process holds a part of each parameter, its gradient and its optimizer state.
+"""`fsdp2`, alone or together with `tp`: every process holds a part of parameters, gradients and optimizer state.
 
 Along the mesh's "data" axis by FSDP2, `torch.distributed.fsdp.fully_shard`: a block's parameters are gathered before it
 is used and dropped afterwards, and gradients arrive summed over the replicas and divided again. Along its "model" axis
-by tensor parallelism, see `tensor_parallel`: a block is computed in parts, and its parameters are never gathered. Both
+by tensor parallelism, see `tp.py`: a block is computed in parts, and its parameters are never gathered. Both
 together are torch's documented composition of the two.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, cast
 
 import lightning as L
 import torch
-from lightning.fabric.strategies.registry import _StrategyRegistry
+import torch.distributed as dist
+from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Optimizer
 from typing_extensions import override
@@ -23,14 +26,13 @@ from typing_extensions import override
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.blocks import blocks_of
 from lit_cifar.models.compiled import Compiled
-from lit_cifar.strategies.fsdp import OutsideInferenceMode, autocast_dtype, reduce_in_tree, shard, whole_blocks
+from lit_cifar.strategies.base import Runner, check_untied, compiles
 from lit_cifar.strategies.mesh import MeshStrategy, local_part
-from lit_cifar.strategies.network import Runner, RunsNetwork, check_untied, compiles
-from lit_cifar.strategies.parts import Parts
-from lit_cifar.strategies.sharding_cost import sharding_lines
+from lit_cifar.strategies.same_bits.parts import Parts
+from lit_cifar.strategies.same_bits.tree_sum import tree_reduce_scatter
 from lit_cifar.strategies.state_dicts import full_optimizer_state, full_state, load_full_state, split_optimizer_state
 from lit_cifar.strategies.sync_batchnorm import synchronise_along
-from lit_cifar.strategies.tensor_parallel import check_divisible, split_tensors
+from lit_cifar.strategies.tp import check_divisible, sharding_lines, split_tensors
 
 # Their fused kernels have no sharding strategy for DTensors up to torch 2.15; those of Adam and AdamW have.
 _NOT_FUSED = (SGD, Adagrad)
@@ -114,7 +116,7 @@ class ShardedStrategy(MeshStrategy):
     @override
     def connect(self, model: L.LightningModule) -> None:
         super().connect(model)
-        network = cast(RunsNetwork, model).network
+        network = self.module.network
         if self.tensor_parallel_size != 1:
             check_divisible(network, self.processes_per_replica, self.num_replicas, strategy=self.strategy_name)
             check_untied(network, network.modules(), strategy=self.strategy_name, recurse=False)
@@ -131,13 +133,9 @@ class ShardedStrategy(MeshStrategy):
             self._check_optimizer(make_optimizer(network.parameters()))
 
     @override
-    def use_parts(self, parts: Parts | None) -> None:
-        """Let FSDP2 reduce the gradients of `parts` in their tree; refuse where the bits would differ."""
-        if parts is not None:
-            self._check_bits(f"--virtual_replicas={parts.num_parts}")
-        super().use_parts(parts)
-
-    def _check_bits(self, name: str) -> None:
+    def use_parts(self, parts: Parts) -> None:
+        """Refuse where the bits would differ."""
+        name = f"--virtual_replicas={parts.num_parts}"
         if self.tensor_parallel_size != 1:
             raise ConfigError(
                 f"{name}: --trainer.strategy={self.strategy_name} divides sums inside layers, which then round by the "
@@ -156,6 +154,7 @@ class ShardedStrategy(MeshStrategy):
                 "kernels run",
                 remedy="pass --model.channels_last=false, or --trainer.strategy=ddp",
             )
+        super().use_parts(parts)
 
     @override
     def setup_optimizers(self, trainer: L.Trainer) -> None:
@@ -193,12 +192,10 @@ class ShardedStrategy(MeshStrategy):
         synchronise_along(parts, self.data_group)
         if self.data_parallel_size != 1:
             shard(parts, self.mesh["data"], dtype=autocast_dtype(self.precision_plugin))
-        if self.parts is not None:
-            reduce_in_tree(parts, self.parts)
         if compiles(self.lightning_module):
             for block in whole_blocks(parts):  # without the hooks that gather its parameters
                 block.forward = Compiled(block, block.forward)
-        cast(RunsNetwork, self.lightning_module).network = parts
+        self.module.network = parts
         return OutsideInferenceMode(parts)
 
     @override
@@ -211,12 +208,11 @@ class ShardedStrategy(MeshStrategy):
 
     def split_lines(self) -> list[str]:
         """What a process holds and what it sends, a line each."""
-        module = cast(RunsNetwork, self.lightning_module)
         with self.precision_plugin.tensor_init_context():
             num_bytes = torch.get_default_dtype().itemsize
         return sharding_lines(
-            module.network,
-            module.image_shape,
+            self.module.network,
+            self.module.image_shape,
             num_replicas=self.num_replicas,
             each=self.processes_per_replica,
             num_bytes=num_bytes,
@@ -224,7 +220,7 @@ class ShardedStrategy(MeshStrategy):
 
     @override
     def local_buffers(self) -> Iterator[Tensor]:
-        return (local_part(buffer) for buffer in cast(RunsNetwork, self.lightning_module).network.buffers())
+        return (local_part(buffer) for buffer in self.module.network.buffers())
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -250,17 +246,16 @@ class ShardedStrategy(MeshStrategy):
     @override
     def teardown(self) -> None:
         if self._whole is not None:
-            module = cast(RunsNetwork, self.lightning_module)
             if not self._failed:
                 self.use_first_buffers()
-                self._whole.load_state_dict(full_state(module.network))
-            module.network = self._whole
+                self._whole.load_state_dict(full_state(self.module.network))
+            self.module.network = self._whole
             self._whole = None
         super().teardown()
 
     @classmethod
     @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+    def register_strategies(cls, strategy_registry: Any) -> None:
         """Make `fsdp2` (every process a replica) and `tp` (one replica of all processes) known."""
         strategy_registry.register("fsdp2", cls, description="FSDP2's fully_shard over all processes", override=True)
         strategy_registry.register(
@@ -271,3 +266,110 @@ class ShardedStrategy(MeshStrategy):
             data_parallel_size=1,
             tensor_parallel_size=None,
         )
+
+
+# What autocast computes in the narrow type. Of all else it takes the parameters as they are.
+NARROW = (nn.modules.conv._ConvNd, nn.Linear)
+
+
+def shard(network: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype | None = None) -> None:
+    """Apply `fully_shard` in place: the network's blocks are gathered one at a time; without blocks, all of it at once.
+
+    Parameters may be DTensors on another axis of the mesh than this one. Convolutions and linear layers compute in
+    `dtype`, and so are gathered in it; gradients are summed in the parameters' own. Other layers of a block, BatchNorm
+    say, are then gathered apart.
+    """
+    # Autocast casts what layers take, as on one device.
+    reduce_dtype = None if dtype is None else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    for block in (blocks_of(network) or {}).values():
+        wide = [] if dtype is None else list(_wide_layers(block))
+        if wide:
+            fully_shard(wide, mesh=mesh)
+        # A ResNet's stem and head are chains of its layers, and no modules of it.
+        modules = [block] if _is_part(block, network) else list(block.children())
+        rest = [module for module in modules if module not in wide and _has_parameters(module)]
+        if rest:
+            fully_shard(rest if len(rest) > 1 else rest[0], mesh=mesh, mp_policy=policy)
+    fully_shard(network, mesh=mesh)
+
+
+class TreeReduceScatter:
+    """For `set_custom_reduce_scatter`: the mean over all parts, summed in the order of the tree.
+
+    The whole gradients of all parts but the last are kept. For them zeros are returned, which Lightning forgets before
+    the backward of the last one.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._total = parts.new_sum()
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Room for what is reduced, and for the result."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **kwargs: Any) -> None:
+        """Fill `output_tensor`, (n,), from `input_tensor`, (n * processes,)."""
+        if input_tensor.is_cuda:  # it is made on another stream than it is added on
+            input_tensor.record_stream(torch.cuda.current_stream())
+        self._total.push(input_tensor)
+        if self._total.count < self._parts.count:
+            output_tensor.zero_()
+            return
+        total = tree_reduce_scatter(self._total.take(), group=group)
+        torch.mul(total, 1 / self._parts.num_parts, out=output_tensor)
+
+
+def reduce_in_tree(network: nn.Module, parts: Parts) -> None:
+    """Let each sharded module of `network` reduce its gradients by a `TreeReduceScatter`, which also divides them."""
+    for module in network.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(cast(Any, TreeReduceScatter(parts)))
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+
+
+def whole_blocks(network: nn.Module) -> list[nn.Module]:
+    """The blocks that are modules of the network; without any, the network itself."""
+    blocks = (blocks_of(network) or {}).values()
+    return [block for block in blocks if _is_part(block, network)] or [network]
+
+
+def _is_part(block: nn.Module, network: nn.Module) -> bool:
+    return any(block is module for module in network.modules())
+
+
+def _wide_layers(block: nn.Module) -> Iterator[nn.Module]:
+    """Single layers with parameters of their own that autocast leaves as they are."""
+    for layer in block.modules():
+        is_single = not any(True for _ in layer.children())
+        if is_single and _has_parameters(layer) and not isinstance(layer, NARROW):
+            yield layer
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def autocast_dtype(precision: Precision) -> torch.dtype | None:
+    """In which layers compute under autocast; None without it."""
+    if not isinstance(precision, MixedPrecision):
+        return None
+    return torch.bfloat16 if precision.precision == "bf16-mixed" else torch.float16
+
+
+class OutsideInferenceMode:
+    """Runs the network for evaluation without autograd, but never in inference mode.
+
+    There `fully_shard` would gather parameters into tensors that no later training step may use.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self.network = network
+
+    def __call__(self, images: Tensor) -> Tensor:
+        if not torch.is_inference_mode_enabled():
+            return cast(Tensor, self.network(images))
+        with torch.inference_mode(False), torch.no_grad():
+            return cast(Tensor, self.network(images.clone()))

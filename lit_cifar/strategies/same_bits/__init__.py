@@ -1,0 +1,1 @@
+"""`--virtual_replicas`: the same bits on every number of devices."""
