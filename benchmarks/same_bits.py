@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lit_cifar.checkpoint.weights_digest import FILE
+from lit_cifar.checkpoint.lightning_io import FILE
 from lit_cifar.commands.terminal import about, say
 from lit_cifar.errors import ConfigError
 from lit_cifar.modes import Variant, variants

@@ -25,8 +25,7 @@ from lit_cifar.html_report.run_differences import different_settings, names_of
 from lit_cifar.html_report.run_reader import read_run
 from lit_cifar.html_report.svg import WIDTH, label_space
 from lit_cifar.html_report.table_sections import repeat_command
-from lit_cifar.reporting.confusion import write_confusion
-from lit_cifar.reporting.per_rank import write_per_rank
+from lit_cifar.reporting.evaluation_tables import write_confusion, write_per_rank
 from lit_cifar.reporting.rank_statistics import AccuracyCount
 from lit_cifar.sample_audit.callback import write_epoch
 

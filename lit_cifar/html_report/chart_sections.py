@@ -10,8 +10,8 @@ from lit_cifar.html_report.markup import Markup, joined
 from lit_cifar.html_report.matrix_chart import matrix_chart
 from lit_cifar.html_report.page_elements import figures, run_name, stroke, table
 from lit_cifar.html_report.run_reader import SPLITS, Confusion, RunContents
+from lit_cifar.reporting.progress import METRIC as THROUGHPUT
 from lit_cifar.reporting.rank_statistics import deviates, pooled
-from lit_cifar.reporting.throughput import METRIC as THROUGHPUT
 
 Runs = Mapping[str, RunContents]
 Chart = tuple[str, str | None, Markup]

@@ -6,7 +6,7 @@ from io import StringIO
 from pathlib import Path
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.reporting.csv_files import plain
+from lit_cifar.reporting.files import plain
 
 
 def damaged(path: Path, problem: str) -> ConfigError:

@@ -10,7 +10,7 @@ import yaml  # type: ignore[import-untyped]
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.html_report.csv_reader import damaged, read_table
-from lit_cifar.reporting import confusion, per_rank
+from lit_cifar.reporting.evaluation_tables import CONFUSION, CONFUSION_COLUMNS, PER_RANK, PER_RANK_COLUMNS
 from lit_cifar.reporting.rank_statistics import AccuracyCount, pooled
 from lit_cifar.reporting.run_report import FILE_NAME as ENVIRONMENT
 
@@ -105,8 +105,8 @@ def read_run(folder: Path) -> RunContents:
         settings=dict(_flags(_mapping(_required(folder, "config.yaml", "the folder is not that of a run"), "YAML"))),
         environment=_environment(_required(folder, ENVIRONMENT, "the folder is not that of a run")),
         metrics=_metrics(metrics),
-        ranks=_ranks(folder / per_rank.FILE_NAME),
-        confusion=_confusion(folder / confusion.FILE_NAME),
+        ranks=_ranks(folder / PER_RANK),
+        confusion=_confusion(folder / CONFUSION),
         epochs=_epochs(folder / _RECEIPT),
     )
 
@@ -167,7 +167,7 @@ def _ranks(path: Path) -> dict[str, list[AccuracyCount]]:
     found: dict[str, list[AccuracyCount]] = {}
     if not path.exists():
         return found
-    for row in read_table(path, *per_rank.COLUMNS):
+    for row in read_table(path, *PER_RANK_COLUMNS):
         counts = found.setdefault(row.cells["split"], [])
         try:
             count = AccuracyCount(row.count("correct"), row.count("total"))
@@ -187,7 +187,7 @@ def _confusion(path: Path) -> dict[str, Confusion]:
     found: dict[str, list[tuple[int, ...]]] = {}
     if not path.exists():
         return {}
-    rows = read_table(path, *confusion.COLUMNS)
+    rows = read_table(path, *CONFUSION_COLUMNS)
     classes = tuple(list(rows[0].cells)[2:]) if rows else ()
     for row in rows:
         counts = found.setdefault(row.cells["split"], [])

@@ -9,8 +9,8 @@ from lit_cifar.html_report.markup import Markup, element, joined
 from lit_cifar.html_report.page_elements import run_name, table
 from lit_cifar.html_report.run_differences import different_settings
 from lit_cifar.html_report.run_reader import RunContents
+from lit_cifar.reporting.progress import METRIC as THROUGHPUT
 from lit_cifar.reporting.run_report import shown
-from lit_cifar.reporting.throughput import METRIC as THROUGHPUT
 
 Runs = Mapping[str, RunContents]
 NOTHING = "\N{EN DASH}"

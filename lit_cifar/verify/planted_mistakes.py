@@ -21,7 +21,7 @@ from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.datamodule import CIFAR10DataModule
 from lit_cifar.data.samplers import BatchIds, EvaluationSampler, TrainSampler
 from lit_cifar.optim import WarmupDecay
-from lit_cifar.reporting.per_rank import PerRankAccuracy
+from lit_cifar.reporting.evaluation_tables import PerRankAccuracy
 from lit_cifar.strategies import ProcessSyncBatchNorm, tensor_parallel
 from lit_cifar.strategies.layer_parallel import StagedRunner
 from lit_cifar.strategies.mesh import local_part
