@@ -24,7 +24,7 @@ from lit_cifar.models import DEFAULT_ARCH, Arch, Stem, build_network, stem_of
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.ghost_batchnorm import normalise_apart
 from lit_cifar.models.memory_format import follow_parameters, plain
-from lit_cifar.optim import NesterovSGD, WarmupDecay
+from lit_cifar.optim import NesterovSGD, WarmupDecay, keep_saved_types
 
 LRScaling = Literal["none", "linear", "sqrt"]
 
@@ -267,6 +267,7 @@ class LitResNet(L.LightningModule):
     def configure_optimizers(self) -> Any:
         """The optimizer with its learning rate scaled, and its schedule planned over the whole run."""
         optimizer = self.make_optimizer(self.network.parameters())
+        keep_saved_types(optimizer)
         optimizer.register_load_state_dict_post_hook(follow_parameters)
         self._scale_lr(optimizer)
         scheduler = self.make_lr_scheduler(optimizer)

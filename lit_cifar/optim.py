@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any, Literal
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -81,3 +82,24 @@ class WarmupDecay(LRScheduler):
             return (step + 1) / (rise + 1)
         fallen = min((step - rise) / max(self.total_steps - rise, 1), 1.0)
         return (1 + math.cos(math.pi * fallen)) / 2 if self.decay == "cosine" else 1 - fallen
+
+
+def keep_saved_types(optimizer: Optimizer) -> None:
+    """Have `load_state_dict` give scalars of the state back the type that they were saved with.
+
+    torch gives all but `step` the type of the parameter. NAdam's `mu_product`, say, is float32 also for parameters in
+    float64, and a resumed run would round it in another way.
+    """
+    saved: list[dict[str, Any]] = []
+    optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: saved.append(state_dict))
+
+    def restore(loaded: Optimizer) -> None:
+        state_dict = saved.pop()
+        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in loaded.param_groups)
+        for number, parameter in zip(numbers, parameters, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, Tensor) and not value.ndim:
+                    loaded.state[parameter][name] = loaded.state[parameter][name].to(value.dtype)
+
+    optimizer.register_load_state_dict_post_hook(restore)

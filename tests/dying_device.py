@@ -4,8 +4,7 @@ import os
 
 from torch import Tensor
 
-from lit_cifar.doctor.measurement import Device
-from lit_cifar.doctor.rank_probe import main
+from lit_cifar.doctor.measurement import Device, main
 
 
 class Dying(Device):

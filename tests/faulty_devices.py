@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_cifar.doctor.arithmetic import Operation
-from lit_cifar.doctor.measurement import Device, Measurement, measure
-from lit_cifar.doctor.rank_probe import main
+from lit_cifar.doctor.measurement import Device, Measurement, main, measure
 
 CPU = torch.device("cpu")
 SMALL = (1024, 65536)

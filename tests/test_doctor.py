@@ -4,7 +4,6 @@ import hashlib
 import json
 import re
 import socket
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
@@ -18,24 +17,26 @@ from documents import ROOT
 from faulty_devices import CPU, Flipping, Sending, Slow, World, garble, keep, lose, tear
 from rich.console import Console
 
-from lit_cifar.doctor import examination, launch_environment, machine
-from lit_cifar.doctor.all_reduce import SIZES
+from lit_cifar.commands import doctor
+from lit_cifar.doctor import ALL_MODES, COPY_MODES, PROCESS_MODES, Check, Finding, environment, examination, machine
 from lit_cifar.doctor.arithmetic import OPERATIONS, RIGHT, operations
-from lit_cifar.doctor.copies import check_copies
-from lit_cifar.doctor.examination import Examination, examine_ranks, placed
-from lit_cifar.doctor.findings import ALL_MODES, COPY_MODES, PROCESS_MODES, Finding
-from lit_cifar.doctor.link_figure import draw
-from lit_cifar.doctor.links import Link, links_between
+from lit_cifar.doctor.examination import Examination, placed
+from lit_cifar.doctor.links import (
+    Link,
+    ask_nvidia_smi,
+    check_copies,
+    driver_gpus,
+    driver_version,
+    links_between,
+    topology,
+)
 from lit_cifar.doctor.machine import Gpu
-from lit_cifar.doctor.measurement import Device, Measurement
-from lit_cifar.doctor.mode_table import LocalMachine, mode_table
-from lit_cifar.doctor.nvidia_smi import ask_nvidia_smi, driver_gpus, driver_version, topology
-from lit_cifar.doctor.printout import print_page
-from lit_cifar.doctor.rank_judge import judge_ranks, slow_ranks
-from lit_cifar.doctor.ranks import Ranks, probe_ranks
-from lit_cifar.doctor.verdicts import judge_modes, missing_from_torch
+from lit_cifar.doctor.measurement import SIZES, Device, Measurement
+from lit_cifar.doctor.mode_table import LocalMachine, judge_modes, missing_from_torch, mode_table
+from lit_cifar.doctor.page import draw, print_page
+from lit_cifar.doctor.ranks import Ranks, examine_ranks, judge_ranks, probe_ranks, slow_ranks
 from lit_cifar.errors import ConfigError
-from lit_cifar.strategies.device_copies import CopyFault
+from lit_cifar.strategies.device_copies import CopyFault, copy_faults
 
 # In the form in which `nvidia-smi` prints: four GPUs, pairs of which have NVLinks.
 TOPOLOGY = """\
@@ -80,7 +81,7 @@ def gpu(name: str = "NVIDIA X", *, capability: tuple[int, int] = (8, 0), free: f
 @pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
 def test_the_right_results_are_those_of_whole_numbers(accelerator: str) -> None:
     """Calculated again without torch; float64 holds all of these integers."""
-    matmul, convolution = operations(accelerator)  # type: ignore[arg-type]
+    matmul, convolution = operations(accelerator)
     product = matmul.left.numpy().astype(np.float64) @ matmul.right.numpy().astype(np.float64)
     images = np.pad(convolution.left.numpy().astype(np.float64), ((0, 0), (0, 0), (1, 1), (1, 1)))
     filters = convolution.right.numpy().astype(np.float64)
@@ -98,7 +99,7 @@ def test_the_right_results_are_those_of_whole_numbers(accelerator: str) -> None:
         assert np.array_equal(result, np.round(result))
         assert abs(result).max() < 2**24
         found = hashlib.sha256((result + 0.0).astype("<f4").tobytes()).hexdigest()
-        assert found == RIGHT[accelerator][name]  # type: ignore[index]
+        assert found == RIGHT[accelerator][name]
 
 
 def world(size: int, make: Callable[[int, Device], Device] = lambda rank, device: device) -> Callable[..., Ranks]:
@@ -165,43 +166,33 @@ def test_noise_names_nobody() -> None:
     assert len(examine_ranks(2, "cpu", probe=lambda *_, **__: always)[1]) == 1
 
 
+def forget_rank_2(values: torch.Tensor, own: torch.Tensor, before: torch.Tensor) -> None:
+    sums = values / 6  # 1 + 2 + 3 times the pattern
+    values.copy_(sums * 3)
+
+
 @pytest.mark.parametrize(
-    ("spoil", "cause"),
+    ("faulty", "spoil", "who", "cause"),
     [
-        (lose, "the values of all other ranks are missing."),
-        (keep, "it is the result of the call before."),
-        (tear, "it is the result of the call before, in 128 of 256 places from 128 on."),
-        (garble, "it holds numbers that no rank has sent, in 1 of 256 places from 3 on."),
+        ([1], lose, "Rank 1 gets", "the values of all other ranks are missing."),
+        ([1], keep, "Rank 1 gets", "it is the result of the call before."),
+        ([1], tear, "Rank 1 gets", "it is the result of the call before, in 128 of 256 places from 128 on."),
+        ([1], garble, "Rank 1 gets", "it holds numbers that no rank has sent, in 1 of 256 places from 3 on."),
+        ([0, 1], forget_rank_2, "Ranks 0, 1 get", "the values of rank 2 are missing."),
     ],
 )
-def test_a_lost_a_stale_and_a_torn_sum_are_named(spoil: Callable[..., None], cause: str) -> None:
-    probe = world(3, lambda rank, device: Sending(device, spoil) if rank == 1 else device)
+def test_a_wrong_sum_is_named_once(faulty: list[int], spoil: Callable[..., None], who: str, cause: str) -> None:
+    probe = world(3, lambda rank, device: Sending(device, spoil) if rank in faulty else device)
     _, (finding,) = examine_ranks(3, "cpu", probe=probe)
-    assert finding.problem.startswith(
-        "Rank 1 gets wrong sums from all-reduce, in 8 of 30 results, the smallest of 1 KiB"
-    )
-    assert finding.problem.endswith(cause)
+    share = f"in {8 * len(faulty)} of 30 results, the smallest of 1 KiB"
+    assert finding.problem == f"{who} wrong sums from all-reduce, {share}: {cause}"
     assert finding.modes == PROCESS_MODES
-
-
-def test_a_rank_that_is_not_heard_is_named_once() -> None:
-    def deaf_to_2(values: torch.Tensor, own: torch.Tensor, before: torch.Tensor) -> None:
-        sums = values / 6  # 1 + 2 + 3 times the pattern
-        values.copy_(sums * 3)
-
-    probe = world(3, lambda rank, device: Sending(device, deaf_to_2) if rank < 2 else device)
-    _, (finding,) = examine_ranks(3, "cpu", probe=probe)
-    assert finding.problem.startswith("Ranks 0, 1 get wrong sums from all-reduce")
-    assert finding.problem.endswith("the values of rank 2 are missing.")
 
 
 def test_clocks_that_differ_are_noted() -> None:
     apart = [Measurement(rank=rank, device="CPU", wall_s=60.0 * rank) for rank in range(2)]
     (finding,) = judge_ranks(Ranks(accelerator="cpu", measurements=apart))
     assert (finding.problem, finding.is_fault) == ("The clocks of the ranks differ by 60 s.", False)
-    moved = [Measurement(rank=0, device="CPU", drift_s=-3600.0)]
-    (finding,) = judge_ranks(Ranks(accelerator="cpu", measurements=moved))
-    assert "set by -3600 s" in finding.problem
 
 
 def test_what_nccl_loses_is_tried_without_copies_from_gpu_to_gpu() -> None:
@@ -256,22 +247,40 @@ def test_processes_that_take_too_long_are_ended() -> None:
 # Copies.
 
 
-def test_faults_of_copies_name_the_pair() -> None:
-    fault = CopyFault(source="cuda:1", destination="cuda:0", num_bytes=4096, wrong_bytes=4096, was_lost=True)
+FAULT = CopyFault(source="cuda:1", destination="cuda:0", num_bytes=4096, wrong_bytes=4096, was_lost=True)
+NOT_TRIED = "not tried: that needs two GPUs, and torch sees"
+
+
+def fails(devices: object) -> list[CopyFault]:
+    raise RuntimeError("CUDA error: unknown\nmore")
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "find", "seen", "problem"),
+    [
+        (2, copy_faults, "all of 2 ordered pairs copied every byte", None),
+        (0, copy_faults, f"{NOT_TRIED} none", None),
+        (1, copy_faults, f"{NOT_TRIED} 1", None),
+        (2, fails, "not tried", "Copies between devices could not be tried: CUDA error: unknown."),
+        (
+            2,
+            lambda devices: [FAULT],
+            "faults in 1 of 2 ordered pairs",
+            "Copies between devices do not arrive (cuda:1 to cuda:0): of a copy of 4,096",
+        ),
+        (3, lambda devices: [FAULT] * 8, "faults in 8 of 6 ordered pairs", "Copies between devices do not arrive ("),
+    ],
+)
+def test_copies(num_devices: int, find: Callable[..., list[CopyFault]], seen: str, problem: str | None) -> None:
     said: list[str] = []
-    sentence, (finding,) = check_copies([CPU, CPU], report=said.append, find=lambda devices: [fault])
-    assert finding.problem.startswith("Copies between devices do not arrive (cuda:1 to cuda:0): of a copy of 4,096")
-    assert (finding.modes, said) == (COPY_MODES, ["copies between 2 devices"])
-    assert sentence == "faults in 1 of 2 ordered pairs"
-
-
-def test_copies_that_arrive_and_copies_that_cannot_be_tried() -> None:
-    sentence, findings = check_copies([CPU, CPU], report=lambda _: None)
-    assert (sentence, findings) == ("all of 2 ordered pairs copied every byte", [])
-    for devices, words in (([], "torch sees none"), ([CPU], "torch sees 1")):
-        sentence, findings = check_copies(devices, report=lambda _: None)
-        assert sentence == f"not tried: that needs two GPUs, and {words}"
-        assert findings == []
+    check = check_copies([CPU] * num_devices, report=said.append, find=find)
+    assert check.seen == seen
+    assert said == ([f"copies between {num_devices} devices"] if num_devices > 1 else [])
+    assert len(check.findings) == (problem is not None)
+    for finding in check.findings:
+        assert finding.problem.startswith(str(problem))
+        assert finding.modes == COPY_MODES
+        assert num_devices < 3 or " and 2 more): " in finding.problem
 
 
 # Links.
@@ -334,45 +343,50 @@ def test_versions_that_do_not_match_are_named() -> None:
 )
 def test_a_driver_that_torch_cannot_use(cuda: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    (finding,) = machine.check_driver(("550.54.15", "12.4"), cuda, [], num_driver_gpus=2)
+    (finding,) = machine.check_driver(("550.54.15", "12.4"), cuda, [], num_driver_gpus=2).findings
     assert finding.problem.startswith(words)
     assert finding.is_fault
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    (note,) = machine.check_driver(("550.54.15", "12.4"), cuda, [], num_driver_gpus=2)
+    (note,) = machine.check_driver(("550.54.15", "12.4"), cuda, [], num_driver_gpus=2).findings
     assert (note.mend, note.is_fault) == ("unset CUDA_VISIBLE_DEVICES", False)
-    assert machine.check_driver(("550.54.15", "12.4"), cuda, [gpu()], num_driver_gpus=1) == []
-    assert machine.check_driver(None, cuda, [], num_driver_gpus=0) == []
+    assert not machine.check_driver(("550.54.15", "12.4"), cuda, [gpu()], num_driver_gpus=1).findings
+    assert not machine.check_driver(None, cuda, [], num_driver_gpus=0).findings
 
 
 def test_gpus_are_compared_with_torch_and_each_other() -> None:
     architectures = ["sm_75", "sm_80", "sm_90a", "compute_90"]
-    assert machine.check_gpus([gpu(), gpu()], architectures) == []
+
+    def found(*gpus: Gpu) -> list[Finding]:
+        return [finding for check in machine.check_gpus(gpus, architectures) for finding in check.findings]
+
+    assert found(gpu(), gpu()) == []
     assert machine.runs_on((8, 6), architectures)
     assert machine.runs_on((12, 0), architectures)
     assert not machine.runs_on((12, 0), architectures[:3])
     assert not machine.runs_on((7, 0), architectures)
-    old, busy = machine.check_gpus([gpu(capability=(6, 1)), gpu(free=0.2)], architectures)
+    old, busy = found(gpu(capability=(6, 1)), gpu(free=0.2))
     assert old.problem == "This torch has no code for GPU 0, NVIDIA X (sm_61)."
     assert old.is_fault
     assert busy.problem.startswith("Of GPU 1 12.8 GiB of 64 GiB are free")
-    (broken,) = machine.check_gpus([Gpu(name="not usable", error="CUDA error: unknown")], architectures)
+    (broken,) = found(Gpu(name="not usable", error="CUDA error: unknown"))
     assert (broken.problem, broken.modes) == ("GPU 0 cannot be used: CUDA error: unknown.", ALL_MODES)
-    (mixed,) = machine.check_gpus([gpu(), gpu("NVIDIA Y")], architectures)
+    (mixed,) = found(gpu(), gpu("NVIDIA Y"))
     assert "different models" in mixed.problem
 
 
 def test_little_shared_memory_and_disk_are_named(tmp_path: Path) -> None:
-    assert machine.check_shared_memory(2**30) == []
-    assert machine.check_shared_memory(2**26)[0].modes == ("ddp_spawn",)
-    assert machine.check_disk(tmp_path, 2**30, is_writable=True) == []
-    assert "has 100 MiB free" in machine.check_disk(tmp_path, 100 * 2**20, is_writable=True)[0].problem
-    assert "cannot be written" in machine.check_disk(tmp_path, 2**40, is_writable=False)[0].problem
+    assert not machine.check_shared_memory(2**30).findings
+    assert machine.check_shared_memory(2**26).findings[0].modes == ("ddp_spawn",)
+    assert not machine.check_disk(tmp_path, 2**30, is_writable=True).findings
+    assert "has 100 MiB free" in machine.check_disk(tmp_path, 100 * 2**20, is_writable=True).findings[0].problem
+    assert "cannot be written" in machine.check_disk(tmp_path, 2**40, is_writable=False).findings[0].problem
     assert machine.existing(tmp_path / "no" / "such") == tmp_path
 
 
 def test_this_machine_is_described(tmp_path: Path) -> None:
-    facts, _ = machine.look_at_machine([gpu()], folder=tmp_path / "runs", ask=recorded)
-    found = dict(facts)
+    found = {
+        check.name: check.seen for check in machine.look_at_machine([gpu()], folder=tmp_path / "runs", ask=recorded)
+    }
     assert "torch 2" in found["versions"]
     assert found["GPU 0"] == "NVIDIA X, 57.6 GiB of 64 GiB free"
     assert "driver 550.54.15 runs up to 12.4" in found["CUDA"]
@@ -391,56 +405,56 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_a_bare_environment_is_right(bare: pytest.MonkeyPatch) -> None:
-    facts, findings = launch_environment.look_at_environment()
-    assert findings == []
-    assert [name for name, _ in facts] == ["interfaces", "variables"]
+    checks = environment.look_at_environment()
+    assert [finding for check in checks for finding in check.findings] == []
+    assert [check.name for check in checks] == ["interfaces", "variables"]
 
 
-def test_a_rank_that_was_left_behind(bare: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("variables", "problem", "mend", "modes"),
+    [
+        ("RANK=1 WORLD_SIZE=2", "RANK=1 WORLD_SIZE=2 in the environment", "unset RANK WORLD_SIZE", ALL_MODES),
+        ("RANK=0 WORLD_SIZE=2", "RANK=0 WORLD_SIZE=2 in the environment", "unset RANK WORLD_SIZE", PROCESS_MODES),
+        ("SLURM_NTASKS=4 SLURM_JOB_NAME=train", "a cluster has 4 tasks", "configs/cluster/slurm.sh", ALL_MODES),
+        ("MASTER_PORT=http", "MASTER_PORT=http in the environment is not a port.", "29500", PROCESS_MODES),
+        ("GLOO_SOCKET_IFNAME=ib99", "GLOO_SOCKET_IFNAME=ib99 is not an interface of this machine", "set it", ()),
+    ],
+)
+def test_variables_are_named(
+    variables: str, problem: str, mend: str, modes: tuple[str, ...], bare: pytest.MonkeyPatch
+) -> None:
+    for variable in variables.split():
+        bare.setenv(*variable.split("="))
+    (finding,) = [finding for check in environment.look_at_environment() for finding in check.findings]
+    assert finding.problem.startswith(problem)
+    assert mend in finding.mend
+    assert finding.modes == modes
+
+
+def test_the_number_of_processes_alone_is_no_fault(bare: pytest.MonkeyPatch) -> None:
     bare.setenv("WORLD_SIZE", "2")
-    assert launch_environment.check_launcher() == []
-    bare.setenv("RANK", "1")
-    (finding,) = launch_environment.check_launcher()
-    assert finding.problem.startswith("RANK=1 WORLD_SIZE=2 in the environment")
-    assert (finding.mend, finding.modes) == ("unset RANK WORLD_SIZE", ALL_MODES)
-    bare.setenv("RANK", "0")
-    assert launch_environment.check_launcher()[0].modes == PROCESS_MODES
-
-
-def test_a_job_of_several_tasks_needs_torchrun(bare: pytest.MonkeyPatch) -> None:
-    bare.setenv("SLURM_NTASKS", "4")
-    bare.setenv("SLURM_JOB_NAME", "train")
-    (finding,) = launch_environment.check_launcher()
-    assert "4 tasks" in finding.problem
-    assert "configs/cluster/slurm.sh" in finding.mend
+    assert environment.check_launcher() == []
 
 
 def test_ports(bare: pytest.MonkeyPatch) -> None:
-    bare.setenv("MASTER_PORT", "http")
-    assert launch_environment.check_port()[0].problem == "MASTER_PORT=http in the environment is not a port."
     with socket.create_server(("127.0.0.1", 0)) as busy:
         bare.setenv("MASTER_PORT", str(busy.getsockname()[1]))
-        (finding,) = launch_environment.check_port()
+        (finding,) = environment.check_port()
         assert (finding.mend, finding.is_fault) == ("unset MASTER_PORT", False)
 
     def refuse(address: tuple[str, int]) -> socket.socket:
         raise OSError("no such device")
 
-    assert launch_environment.check_loopback(refuse)[0].modes == PROCESS_MODES
+    assert environment.check_loopback(refuse)[0].modes == PROCESS_MODES
 
 
-def test_an_interface_that_does_not_exist_is_noted(bare: pytest.MonkeyPatch) -> None:
-    bare.setenv("GLOO_SOCKET_IFNAME", "ib99")
-    (finding,) = launch_environment.check_interface()
-    assert "ib99 is not an interface of this machine" in finding.problem
-    assert not finding.is_fault
-
-
-def test_a_clock_that_is_set_meanwhile_is_noted() -> None:
-    times = iter([1000.0, 1090.0])
-    clock = launch_environment.Clock(lambda: next(times), iter([0.0, 30.0]).__next__)
-    assert "set by +60 s" in clock.check()[0].problem
-    assert launch_environment.Clock().check() == []
+@pytest.mark.parametrize(("set_by_s", "words"), [(60.0, "set by +60 s"), (-3600.0, "set by -3600 s"), (0.0, "")])
+def test_a_clock_that_is_set_meanwhile_is_noted(set_by_s: float, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "time", iter([1000.0, 1030.0 + set_by_s]).__next__)
+    monkeypatch.setattr(environment, "monotonic", iter([0.0, 30.0]).__next__)
+    findings = environment.Clock().check()
+    assert len(findings) == (set_by_s != 0.0)
+    assert all(words in finding.problem and not finding.is_fault for finding in findings)
 
 
 # Verdicts, page and command.
@@ -452,12 +466,13 @@ def machine_with(num_gpus: int, backends: frozenset[str] = frozenset({"gloo", "n
 
 
 def test_copies_stop_dp_and_mp_and_not_ddp() -> None:
-    finding = Finding(part="copies", problem="Lost.", mend="iommu", modes=COPY_MODES)
-    found = {verdict.mode: verdict for verdict in judge_modes(mode_table(machine_with(4)), [finding])}
-    assert [mode for mode, verdict in found.items() if not verdict.fit] == ["dp", "mp", "ddp_mp"]
-    assert (found["dp"].reason, found["dp"].command) == ("Lost.", "iommu")
-    assert found["ddp"].reason == "yes, on 2 to 4 GPUs"
-    assert found["ddp"].command.endswith("--trainer.strategy=ddp --trainer.devices=2")
+    finding = Finding("copies", "Lost.", "iommu", COPY_MODES)
+    found = {verdict.mode.name: verdict for verdict in judge_modes(mode_table(machine_with(4)), [finding])}
+    assert [mode for mode, verdict in found.items() if verdict.accelerator is None] == ["dp", "mp", "ddp_mp"]
+    assert found["dp"].to_json() == {"mode": "dp", "fit": False, "reason": "Lost.", "command": "iommu"}
+    assert found["ddp"].to_json()["fit"] is True
+    assert found["ddp"].verdict == "yes, on 2 to 4 GPUs"
+    assert str(found["ddp"].command).endswith("--trainer.strategy=ddp --trainer.devices=2")
 
 
 def test_a_torch_that_lacks_gloo_is_a_fault() -> None:
@@ -465,7 +480,7 @@ def test_a_torch_that_lacks_gloo_is_a_fault() -> None:
     (finding,) = missing_from_torch(rows)
     assert finding.problem.endswith("cannot run here: this torch has no gloo.")
     assert finding.modes == PROCESS_MODES
-    assert [verdict.fit for verdict in judge_modes(rows, [finding])].count(False) == len(PROCESS_MODES)
+    assert [row.accelerator for row in judge_modes(rows, [finding])].count(None) == len(PROCESS_MODES)
 
 
 def test_one_process_for_each_gpu() -> None:
@@ -484,10 +499,10 @@ def examined(*findings: Finding, ranks: Ranks | None = None, links: list[Link] |
     """Of a made-up machine."""
     rows = mode_table(machine_with(2))
     return Examination(
-        machine=[("memory", "8 GiB")],
-        environment=[("variables", "none")],
+        machine=[Check("memory", "8 GiB")],
+        environment=[Check("variables", "none")],
         links=links or [],
-        copies="not probed",
+        copies=Check("GPU to GPU", "not probed"),
         ranks=ranks or Ranks(accelerator="cpu", failure="did not start"),
         findings=[*findings],
         verdicts=judge_modes(rows, findings),
@@ -501,9 +516,9 @@ def page(found: Examination) -> list[str]:
 
 
 def test_the_page_begins_with_what_is_wrong_and_what_mends_it() -> None:
-    note = Finding(part="machine", problem="GPUs differ.", mend="nvidia-smi")
+    note = Finding("machine", "GPUs differ.", "nvidia-smi")
     mend = "python -m lit_cifar fit " + "--a_long_flag=1 " * 10
-    fault = Finding(part="copies", problem="Copies [cuda:0] are lost.", mend=mend.strip(), modes=("dp", "mp"))
+    fault = Finding("copies", "Copies [cuda:0] are lost.", mend.strip(), ("dp", "mp"))
     lines = page(examined(note, fault))
     assert lines[:6] == [
         "",
@@ -552,6 +567,9 @@ def test_this_machine_is_fit(healthy: tuple[Result, Path]) -> None:
     assert max(map(len, lines)) <= 120
     found = json.loads((folder / "found.json").read_text())
     assert found["fit"] is True
+    parts = {"machine", "environment", "links", "copies", "ranks", "findings", "verdicts"}
+    assert parts <= set(found)
+    assert [name for name, _ in found["environment"]] == ["interfaces", "variables"]
     assert {verdict["mode"] for verdict in found["verdicts"]} == set(ALL_MODES)
     assert (folder / "links.png").stat().st_size > 0
 
@@ -570,11 +588,20 @@ def test_the_page_of_docs_is_what_it_prints(healthy: tuple[Result, Path]) -> Non
 
 
 def test_a_fault_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    fault = Finding(part="ranks", problem="Rank 1 computes wrongly.", mend="another machine", modes=ALL_MODES)
+    fault = Finding("ranks", "Rank 1 computes wrongly.", "another machine", ALL_MODES)
     monkeypatch.setattr(examination, "examine_ranks", lambda *_: (measured(), [fault]))
     result = run_here("doctor")
     assert result.status == 1
     assert "Not fit: 1 fault\n   1. Rank 1 computes wrongly.\n      another machine\n" in result.stdout
+
+
+def test_ctrl_c_is_exit_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(examination, "examine_ranks", interrupt)
+    result = run_here("doctor")
+    assert (result.status, result.stderr) == (130, "interrupted; every process was ended\n")
 
 
 @pytest.mark.parametrize(
@@ -596,8 +623,7 @@ def test_wrong_arguments_are_exit_status_2(args: list[str], words: str) -> None:
 
 
 def test_torchrun_starts_no_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
-    command = sys.modules["lit_cifar.commands.doctor"]  # the package has a function of that name
-    monkeypatch.setattr(command, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr(doctor, "is_torchelastic_launched", lambda: True)
     result = run_here("doctor")
     assert result.status == 2
     assert "run python -m lit_cifar doctor without torchrun" in result.stderr

@@ -20,7 +20,7 @@ from lit_cifar.data import Batch
 from lit_cifar.data.augment import Augmentation, AugmentedImages
 from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.metrics import EvaluationMetrics
-from lit_cifar.optim import NesterovSGD
+from lit_cifar.optim import NesterovSGD, keep_saved_types
 
 
 def data(**settings: object) -> CIFAR10DataModule:
@@ -273,3 +273,27 @@ def test_blocks_may_begin_as_the_identity() -> None:
         LitResNet("vit_micro", zero_init_residual=True)
     with pytest.raises(ConfigError, match="zero_init_residual=True is about another one"):
         LitResNet(network=module.network, zero_init_residual=True)
+
+
+@pytest.mark.parametrize("optimizer", ["NAdam", "ASGD", "AdamW", "RMSprop"])
+@pytest.mark.parametrize("precision", [torch.float64, torch.float32])
+def test_a_loaded_optimizer_rounds_as_before(optimizer: str, precision: torch.dtype) -> None:
+    def start() -> tuple[torch.Tensor, torch.optim.Optimizer]:
+        weight = torch.linspace(-1, 1, 9, dtype=precision).requires_grad_()
+        made = getattr(torch.optim, optimizer)([weight], lr=0.01)
+        keep_saved_types(made)
+        return weight, made
+
+    def train(weight: torch.Tensor, made: torch.optim.Optimizer) -> None:
+        for _ in range(3):
+            weight.grad = (weight**2).detach() + 0.1
+            made.step()
+
+    weight, whole = start()
+    train(weight, whole)
+    other, resumed = start()
+    other.data.copy_(weight.data)
+    resumed.load_state_dict(copy.deepcopy(whole.state_dict()))
+    train(weight, whole)
+    train(other, resumed)
+    assert torch.equal(weight, other)

@@ -165,6 +165,8 @@ def test_tolerance_is_the_largest_noise_so_far_and_never_below_the_floor() -> No
     quiet, loud = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 1e-3)
     bounds = measured_bounds([[quiet, loud, quiet], [quiet, quiet, quiet]], eps=1e-7)
     assert [bound["loss"] for bound in bounds] == pytest.approx([4e-7, 4e-3, 4e-3])
+    without_buffers = {kind: 1e-3 for kind in KINDS if kind != "buffers"}
+    assert measured_bounds([[without_buffers]], eps=1e-7)[0]["loss"] == pytest.approx(4e-3)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,18 @@
 """Commands beside Lightning's fit, validate, test and predict: they start processes of their own, or none."""
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 
 
 def _run(name: str, words: list[str]) -> int:
-    """Import the command's module, which takes the others some tenths of a second, and run it."""
-    status: int = import_module(f"{__name__}.{name}").main(words)
+    """Import the command's module, which takes the others some tenths of a second, and run it; 130 after Ctrl-C."""
+    try:
+        status: int = import_module(f"{__name__}.{name}").main(words)
+    except KeyboardInterrupt:
+        print("interrupted; every process was ended", file=sys.stderr)
+        return 130
     return status
 
 

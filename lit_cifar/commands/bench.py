@@ -1,8 +1,6 @@
 """`python -m lit_cifar bench`: measures sections, prints their rows, and writes them down."""
 
 import argparse
-import json
-import sys
 import tempfile
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from lit_cifar.commands.terminal import (
     exit_orderly_when_terminated,
     say,
     writable,
+    write_json,
 )
 from lit_cifar.errors import ConfigError
 
@@ -28,24 +27,18 @@ the same run. `bench trace` shows where the time and the memory of one training 
 
 
 def main(args: list[str]) -> int:
-    """Measure and print; 130 after Ctrl-C."""
+    """Measure, print and write; return 0."""
     if args and args[0] == "trace":
         return trace.main(args[1:])
     options = bench_parser().parse_args(args)
     names = _sections(options.sections)
     if options.rounds < 1:
         raise ConfigError(f"--rounds={options.rounds} would measure nothing", remedy="pass --rounds 5")
-    json_file = None if options.json is None else writable(Path(options.json))
-    page = None if options.markdown is None else writable(Path(options.markdown), option="--markdown")
+    json_file, page = writable(options.json), writable(options.markdown, option="--markdown")
     record = about()
     exit_orderly_when_terminated()
-    try:
-        rows = _measure(names, options)
-    except KeyboardInterrupt:
-        print("interrupted; every process was ended", file=sys.stderr)
-        return 130
-    if json_file is not None:
-        json_file.write_text(json.dumps(record | {"rows": [row.to_json() for row in rows]}, indent=2) + "\n")
+    rows = _measure(names, options)
+    write_json(json_file, record | {"rows": [row.to_json() for row in rows]})
     if page is not None:
         page.write_text(markdown(rows))
     return 0

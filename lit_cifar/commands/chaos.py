@@ -1,8 +1,6 @@
 """`python -m lit_cifar chaos`: arguments, table and exit status."""
 
 import argparse
-import json
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,7 +13,16 @@ from lit_cifar.chaos.experiment import chaos
 from lit_cifar.chaos.fault_schedule import EQUAL_SIZE, shares
 from lit_cifar.chaos.result_table import JobResult, result_table
 from lit_cifar.chaos.training import ANEW_EVERY, chosen_modes
-from lit_cifar.commands.terminal import CommandParser, about, console, exit_orderly_when_terminated, say, writable
+from lit_cifar.commands.terminal import (
+    CommandParser,
+    about,
+    console,
+    empty_folder,
+    exit_orderly_when_terminated,
+    say,
+    writable,
+    write_json,
+)
 from lit_cifar.errors import ConfigError
 
 _ENOUGH = next(number for number in count(1) if shares(number)[0] >= len(EQUAL_SIZE))
@@ -32,7 +39,7 @@ Of {ANEW_EVERY} starts of the ranks torchrun starts Python in one; in the others
 
 
 def main(args: list[str]) -> int:
-    """Run, print the table, and return 0 if nothing was lost, else 1; 130 after Ctrl-C."""
+    """Run, print the table, and return 0 if nothing was lost, else 1."""
     options, rest = chaos_parser().parse_known_args(args)
     if options.faults < 1 or options.seed < 0:
         raise ConfigError(
@@ -40,23 +47,18 @@ def main(args: list[str]) -> int:
             remedy="the defaults are 20 and 0",
         )
     modes = chosen_modes(options.modes.split(","), devices=options.devices, num_parts=options.virtual_replicas)
-    target = None if options.json is None else writable(Path(options.json))
+    target = writable(options.json)
     record = about() | {"seed": options.seed, "faults": options.faults, "devices": options.devices}
     record |= {"virtual_replicas": options.virtual_replicas}
     exit_orderly_when_terminated()
     begin = time.monotonic()
-    try:
-        with _folder(options.dir) as folder:
-            rows = chaos(modes, rest, num_faults=options.faults, seed=options.seed, folder=folder, report=say)
-    except KeyboardInterrupt:
-        print("interrupted; every process of the job was ended", file=sys.stderr)
-        return 130
+    with _folder(options.dir) as folder:
+        rows = chaos(modes, rest, num_faults=options.faults, seed=options.seed, folder=folder, report=say)
     seconds = time.monotonic() - begin
     passed = all(row.passed for row in rows)
     _print(rows, options)
-    if target is not None:
-        content = {"rows": [asdict(row) | {"passed": row.passed} for row in rows], "passed": passed, "seconds": seconds}
-        target.write_text(json.dumps(record | content, indent=2) + "\n")
+    found = [asdict(row) | {"passed": row.passed} for row in rows]
+    write_json(target, record | {"rows": found, "passed": passed, "seconds": seconds})
     return 0 if passed else 1
 
 
@@ -99,12 +101,4 @@ def _folder(name: str | None) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="lit_cifar-chaos-") as temporary:
             yield Path(temporary)
         return
-    folder = Path(name)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        empty = not any(folder.iterdir())
-    except OSError as error:
-        raise ConfigError(f"--dir={name} is not writable: {error.strerror}", remedy="choose another folder") from error
-    if not empty:
-        raise ConfigError(f"--dir={name} is not empty", remedy="choose another folder")
-    yield folder.resolve()
+    yield empty_folder(name, option="--dir").resolve()

@@ -1,8 +1,6 @@
 """`python -m lit_cifar doctor`: arguments, page and exit status."""
 
 import argparse
-import json
-import sys
 from pathlib import Path
 
 from torch.distributed import is_torchelastic_launched
@@ -15,10 +13,10 @@ from lit_cifar.commands.terminal import (
     picture_file,
     say,
     writable,
+    write_json,
 )
 from lit_cifar.doctor.examination import examine
-from lit_cifar.doctor.link_figure import draw
-from lit_cifar.doctor.printout import print_page
+from lit_cifar.doctor.page import draw, print_page
 from lit_cifar.errors import ConfigError
 
 _DESCRIPTION = """\
@@ -33,7 +31,7 @@ def main(args: list[str]) -> int:
 
     Raises:
         ConfigError: Arguments that cannot work, or torchrun has started this process.
-        SystemExit: After --help; with status 143 when terminated. Ctrl-C returns 130.
+        SystemExit: After --help; with status 143 when terminated.
     """
     options = doctor_parser().parse_args(args)
     if is_torchelastic_launched():
@@ -41,17 +39,11 @@ def main(args: list[str]) -> int:
             "torchrun has started this process, and doctor starts its own",
             remedy="run python -m lit_cifar doctor without torchrun, once on each machine",
         )
-    json_file = None if options.json is None else writable(Path(options.json))
-    figure = None if options.figure is None else picture_file(Path(options.figure), example="links.png")
+    json_file, figure = writable(options.json), picture_file(options.figure, example="links.png")
     exit_orderly_when_terminated()
-    try:
-        found = examine(options.devices, folder=Path(options.run_dir), report=lambda line: say(f"checking {line}"))
-    except KeyboardInterrupt:
-        print("interrupted; every process was ended", file=sys.stderr)
-        return 130
+    found = examine(options.devices, folder=Path(options.run_dir), report=lambda line: say(f"checking {line}"))
     print_page(found, console())
-    if json_file is not None:
-        json_file.write_text(json.dumps(about() | found.to_json(), indent=2) + "\n")
+    write_json(json_file, about() | found.to_json())
     if figure is not None:
         draw(found.links, figure)
     return 1 if found.faults else 0

@@ -1,6 +1,7 @@
 """What long commands share: printing lines and tables, a record on disk, and clean exits when interrupted."""
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -53,8 +54,11 @@ def exit_orderly_when_terminated() -> None:
                 signal.signal(number, leave)
 
 
-def writable(path: Path, *, option: str = "--json") -> Path:
-    """`path`, which an option names, checked to be writable now and not only at the end of the command."""
+def writable(name: str | None, *, option: str = "--json") -> Path | None:
+    """The file that an option names, if it is given, checked to be writable now and not only at the end."""
+    if name is None:
+        return None
+    path = Path(name)
     try:
         existed = path.exists()
         with path.open("ab"):
@@ -68,12 +72,34 @@ def writable(path: Path, *, option: str = "--json") -> Path:
     return path
 
 
-def picture_file(path: Path, *, example: str) -> Path:
-    """`path`, which --figure names, checked to be writable and of a format that can be drawn."""
-    if path.suffix not in PICTURES:
+def picture_file(name: str | None, *, example: str) -> Path | None:
+    """The file that --figure names, if it is given, checked to be writable and of a format that can be drawn."""
+    if name is not None and Path(name).suffix not in PICTURES:
         known = f"{', '.join(PICTURES[:-1])} or {PICTURES[-1]}"
-        raise ConfigError(f"--figure={path} must end in {known}", remedy=f"pass --figure {example}")
-    return writable(path, option="--figure")
+        raise ConfigError(f"--figure={name} must end in {known}", remedy=f"pass --figure {example}")
+    return writable(name, option="--figure")
+
+
+def empty_folder(name: str, *, option: str) -> Path:
+    """The folder that an option names, made if it is not there, and checked to be writable and empty."""
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise ConfigError(f"{option}={name} is not empty", remedy="choose another folder")
+        (folder / ".writable").touch()
+        (folder / ".writable").unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"{option}={name} cannot be written: {error.strerror}", remedy="choose another folder"
+        ) from error
+    return folder
+
+
+def write_json(file: Path | None, content: dict[str, Any]) -> None:
+    """Write a record, if there is a file for it."""
+    if file is not None:
+        file.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def about() -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 import tempfile
 from dataclasses import asdict
 from os import cpu_count
@@ -16,7 +15,15 @@ from rich.table import Table
 from lit_cifar.bench import step_figure
 from lit_cifar.bench.step_events import RankStep, chrome_trace, read_ranks
 from lit_cifar.bench.step_trace import NUM_STEPS, STEP
-from lit_cifar.commands.terminal import CommandParser, about, console, exit_orderly_when_terminated, say
+from lit_cifar.commands.terminal import (
+    CommandParser,
+    about,
+    console,
+    empty_folder,
+    exit_orderly_when_terminated,
+    say,
+    write_json,
+)
 from lit_cifar.errors import ConfigError, nearest
 from lit_cifar.modes import Variant, variants
 from lit_cifar.verify.runs import refuse_if_invalid, run
@@ -32,7 +39,7 @@ _LEFT_OUT = ("--trainer.enable_progress_bar=false", "--trainer.num_sanity_val_st
 
 
 def main(args: list[str]) -> int:
-    """Record, print and write; 130 after Ctrl-C.
+    """Record, print and write; return 0.
 
     Raises:
         ConfigError: A mode that does not exist, a folder that is not empty, or flags that `fit` refuses.
@@ -43,18 +50,14 @@ def main(args: list[str]) -> int:
     if owned := [arg for arg in rest if arg.split("=")[0] in _OWNED]:
         name = owned[0].split("=")[0]
         raise ConfigError(f"bench trace sets {name} itself", remedy="leave it out; see --mode and --devices")
-    out = _empty_folder(options.out)
+    out = empty_folder(options.out, option="--out")
     record = about() | {"mode": mode.name, "devices": mode.devices}
     exit_orderly_when_terminated()
-    try:
-        with tempfile.TemporaryDirectory(prefix="lit_cifar-trace-") as name:
-            folder = Path(name)
-            _train(mode, rest, folder)
-            ranks = read_ranks(folder, step=STEP)
-            facts = [json.loads((folder / f"facts{rank.rank}.json").read_text()) for rank in ranks]
-    except KeyboardInterrupt:
-        print("interrupted; every process was ended", file=sys.stderr)
-        return 130
+    with tempfile.TemporaryDirectory(prefix="lit_cifar-trace-") as name:
+        folder = Path(name)
+        _train(mode, rest, folder)
+        ranks = read_ranks(folder, step=STEP)
+        facts = [json.loads((folder / f"facts{rank.rank}.json").read_text()) for rank in ranks]
     console().print(_time_table(ranks, facts))
     console().print(_memory_table(facts))
     _write(out, record, ranks, facts)
@@ -92,21 +95,6 @@ def _mode(name: str, *, devices: int) -> Variant:
     return known[name]
 
 
-def _empty_folder(name: str) -> Path:
-    folder = Path(name)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise ConfigError(f"--out={name} is not empty", remedy="choose another folder")
-        (folder / ".writable").touch()
-        (folder / ".writable").unlink()
-    except OSError as error:
-        raise ConfigError(
-            f"--out={name} cannot be written: {error.strerror}", remedy="choose another folder"
-        ) from error
-    return folder
-
-
 # What is shown -------------------------------------------------------------------------------------------------------
 
 
@@ -142,7 +130,7 @@ def _write(out: Path, record: dict[str, Any], ranks: list[RankStep], facts: list
         {name: fact[name] for name in ("rank", "plain_ms", "memory_bytes")} | {"ms": asdict(rank.shares)}
         for rank, fact in zip(ranks, facts, strict=True)
     ]
-    (out / "summary.json").write_text(json.dumps(record | {"ranks": rows}, indent=2) + "\n")
+    write_json(out / "summary.json", record | {"ranks": rows})
     say(f"wrote {out / 'trace.json'} for https://ui.perfetto.dev, {out / 'trace.png'} and {out / 'summary.json'}")
 
 

@@ -1,15 +1,20 @@
 """`python -m lit_cifar verify`: arguments, table and exit status."""
 
 import argparse
-import json
-import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from lit_cifar.commands.terminal import CommandParser, about, console, exit_orderly_when_terminated, say, writable
+from lit_cifar.commands.terminal import (
+    CommandParser,
+    about,
+    console,
+    exit_orderly_when_terminated,
+    say,
+    writable,
+    write_json,
+)
 from lit_cifar.errors import ConfigError
 from lit_cifar.verify.comparison import EXACT_BOUND, FLOOR_ULP, NOISE_FACTOR
 from lit_cifar.verify.self_test import PlantedResult, findings_table, self_test
@@ -29,22 +34,17 @@ _SHOWN = 5  # findings of a mode
 
 
 def main(args: list[str]) -> int:
-    """Verify, print, and return the exit status, which docs/verify.md lists; 130 after Ctrl-C."""
+    """Verify, print, and return the exit status, which docs/verify.md lists."""
     options, rest = verify_parser().parse_known_args(args)
     if options.self_test and rest:
         raise ConfigError(f"--self-test has a configuration of its own, not {rest[0]}", remedy="leave it out")
-    target = None if options.json is None else writable(Path(options.json))
+    target = writable(options.json)
     rules = {"noise_factor": NOISE_FACTOR, "floor_ulp": FLOOR_ULP, "float64": EXACT_BOUND}
     record = about() | {"rules": rules}
     exit_orderly_when_terminated()
     torch.set_num_threads(1)  # the other cores belong to the runs, beside which this process compares
-    try:
-        content = _self_test(options.virtual_replicas) if options.self_test else _verify(options, rest)
-    except KeyboardInterrupt:
-        print("interrupted; every run was ended and its files removed", file=sys.stderr)
-        return 130
-    if target is not None:
-        target.write_text(json.dumps(record | content, indent=2) + "\n")
+    content = _self_test(options.virtual_replicas) if options.self_test else _verify(options, rest)
+    write_json(target, record | content)
     return int(content["exit_status"])
 
 

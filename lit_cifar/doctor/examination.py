@@ -1,50 +1,32 @@
 """The whole examination of this machine, part by part."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lit_cifar.doctor.arithmetic import Accelerator
-from lit_cifar.doctor.copies import check_copies
-from lit_cifar.doctor.findings import Finding
-from lit_cifar.doctor.launch_environment import Clock, look_at_environment
-from lit_cifar.doctor.links import Link, find_links
-from lit_cifar.doctor.machine import Facts, find_gpus, look_at_machine
-from lit_cifar.doctor.mode_table import LocalMachine, mode_table
-from lit_cifar.doctor.rank_judge import judge_ranks, slow_ranks
-from lit_cifar.doctor.ranks import Ranks, probe_ranks
-from lit_cifar.doctor.verdicts import ModeVerdict, judge_modes, missing_from_torch
+from lit_cifar.doctor import Check, Finding, counted
+from lit_cifar.doctor.environment import Clock, look_at_environment
+from lit_cifar.doctor.links import Link, check_copies, find_links
+from lit_cifar.doctor.machine import Gpu, look_at_machine
+from lit_cifar.doctor.mode_table import LocalMachine, ModeRow, judge_modes, missing_from_torch, mode_table
+from lit_cifar.doctor.ranks import Ranks, examine_ranks
 from lit_cifar.errors import ConfigError
-
-Report = Callable[[str], None]
-_NUM_CONFIRMATIONS = 2  # of a rank that seems slow
-_WITHOUT_PEERS = {"NCCL_P2P_DISABLE": "1"}
 
 
 @dataclass(kw_only=True)
 class Examination:
-    """What was looked at and found.
+    """What was looked at; `findings` are everything that is wrong, in the order in which it was found."""
 
-    Attributes:
-        machine: Facts to print.
-        environment: Likewise.
-        links: Between GPUs.
-        copies: Whether copies between GPUs arrive, in a sentence.
-        ranks: What the processes have measured.
-        findings: Everything that is wrong, in the order in which it was found.
-        verdicts: Mode by mode.
-    """
-
-    machine: Facts
-    environment: Facts
+    machine: list[Check]
+    environment: list[Check]
     links: list[Link]
-    copies: str
+    copies: Check
     ranks: Ranks
-    findings: list[Finding] = field(default_factory=list)
-    verdicts: list[ModeVerdict] = field(default_factory=list)
+    findings: list[Finding]
+    verdicts: list[ModeRow]
 
     @property
     def faults(self) -> list[Finding]:
@@ -53,35 +35,40 @@ class Examination:
 
     def to_json(self) -> dict[str, Any]:
         """For a file."""
-        return {"fit": not self.faults} | asdict(self)
+        return {
+            "fit": not self.faults,
+            "machine": [(check.name, check.seen) for check in self.machine],
+            "environment": [(check.name, check.seen) for check in self.environment],
+            "links": [asdict(link) for link in self.links],
+            "copies": self.copies.seen,
+            "ranks": asdict(self.ranks),
+            "findings": [asdict(finding) for finding in self.findings],
+            "verdicts": [row.to_json() for row in self.verdicts],
+        }
 
 
-def examine(num_devices: int | None, *, folder: Path, report: Report) -> Examination:
-    """Examine this machine.
-
-    Args:
-        num_devices: How many processes measure; by default one for each GPU, or 2 without GPUs.
-        folder: Where runs are written.
-        report: Called with what comes next.
+def examine(num_devices: int | None, *, folder: Path, report: Callable[[str], None]) -> Examination:
+    """Examine this machine with so many processes; runs are written to `folder`, and `report` is told what comes next.
 
     Raises:
         ConfigError: More processes than GPUs, or none.
     """
     clock = Clock()
-    gpus, machine = find_gpus(), LocalMachine.here()
-    num_ranks, accelerator = placed(num_devices, num_gpus=len(gpus), has_nccl="nccl" in machine.backends)
+    gpus, here = [Gpu.at(index) for index in range(torch.cuda.device_count())], LocalMachine.here()
+    num_ranks, accelerator = placed(num_devices, num_gpus=len(gpus), has_nccl="nccl" in here.backends)
     report("machine and environment")
-    facts, findings = look_at_machine(gpus, folder=folder)
-    around, more = look_at_environment()
-    copies, lost = check_copies([torch.device("cuda", index) for index in range(len(gpus))], report=report)
+    machine, environment = look_at_machine(gpus, folder=folder), look_at_environment()
+    copies = check_copies([torch.device("cuda", index) for index in range(len(gpus))], report=report)
     where = "GPUs" if accelerator == "cuda" else "the CPU"
     report(f"ranks: {num_ranks} on {where} calculate and send each other tensors")
     ranks, wrong = examine_ranks(num_ranks, accelerator)
-    rows = mode_table(machine)
-    findings = [*findings, *missing_from_torch(rows), *more, *lost, *wrong, *clock.check()]
+    rows = mode_table(here)
+    findings = [finding for check in machine for finding in check.findings] + missing_from_torch(rows)
+    findings += [finding for check in (*environment, copies) for finding in check.findings]
+    findings += [*wrong, *clock.check()]
     return Examination(
-        machine=facts,
-        environment=around,
+        machine=machine,
+        environment=environment,
         links=[] if any(gpu.error for gpu in gpus) else find_links(),
         copies=copies,
         ranks=ranks,
@@ -90,54 +77,18 @@ def examine(num_devices: int | None, *, folder: Path, report: Report) -> Examina
     )
 
 
-def placed(num_devices: int | None, *, num_gpus: int, has_nccl: bool) -> tuple[int, Accelerator]:
-    """How many processes measure, and on what.
-
-    Args:
-        num_devices: What the user has asked for.
-        num_gpus: That torch sees.
-        has_nccl: Whether torch can connect them.
-    """
+def placed(num_devices: int | None, *, num_gpus: int, has_nccl: bool) -> tuple[int, str]:
+    """How many processes measure, by default one for each GPU or 2 on the CPU, and on what."""
     on_gpus = num_gpus > 0 and has_nccl
     if num_devices is None:
-        return (num_gpus, "cuda") if on_gpus else (2, "cpu")
+        num_devices = num_gpus if on_gpus else 2
     if num_devices < 1:
         raise ConfigError(f"--devices={num_devices} leaves nothing to measure", remedy="pass --devices 2 or more")
     if num_devices > 1024:
         raise ConfigError(f"--devices={num_devices} processes do not fit one machine", remedy="pass --devices 2")
     if on_gpus and num_devices > num_gpus:
         raise ConfigError(
-            f"--devices={num_devices}, and torch sees {num_gpus} GPU{'s' * (num_gpus > 1)}: each process needs its own",
+            f"--devices={num_devices}, and torch sees {counted(num_gpus, 'GPU')}: each process needs its own",
             remedy=f"pass --devices {num_gpus}, or hide the GPUs: CUDA_VISIBLE_DEVICES= python -m lit_cifar doctor",
         )
     return num_devices, "cuda" if on_gpus else "cpu"
-
-
-def examine_ranks(
-    num_ranks: int, accelerator: Accelerator, *, probe: Callable[..., Ranks] | None = None
-) -> tuple[Ranks, list[Finding]]:
-    """Let the processes measure; again, if a rank seems slow, or if NCCL loses something.
-
-    Args:
-        num_ranks: Number of processes.
-        accelerator: On what.
-        probe: What lets them measure.
-    """
-    probe = probe or probe_ranks
-    ranks = probe(num_ranks, accelerator)
-    findings = judge_ranks(ranks)
-    slow = slow_ranks(ranks)
-    for _ in range(_NUM_CONFIRMATIONS if slow else 0):
-        again = slow_ranks(probe(num_ranks, accelerator))
-        slow = {rank: finding for rank, finding in slow.items() if rank in again}
-    if accelerator == "cuda" and ranks.is_transport_faulty:
-        findings = _with_remedy(findings, probe(num_ranks, accelerator, settings=_WITHOUT_PEERS))
-    return ranks, [*findings, *slow.values()]
-
-
-def _with_remedy(findings: list[Finding], without_peers: Ranks) -> list[Finding]:
-    """The findings; if all is well without copies from GPU to GPU, with the variable that turns them off."""
-    if without_peers.is_transport_faulty:
-        return findings
-    mend = "export NCCL_P2P_DISABLE=1   # with it everything arrived"
-    return [replace(finding, mend=mend) if finding.part == "transport" else finding for finding in findings]

@@ -2,12 +2,19 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
+from lit_cifar.doctor import Finding, counted
 from lit_cifar.modes import MODES, Mode
+
+# More stages than devices take the form with the class: a short name takes no arguments.
+_STAGES_ON_ONE_GPU = (
+    "python -m lit_cifar fit --trainer.strategy=LayerParallelStrategy --trainer.strategy.num_stages=2 "
+    "--trainer.devices=1"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,18 +35,23 @@ class LocalMachine:
         )
 
     def __str__(self) -> str:
-        gpus = _count(self.num_gpus, "GPU") if self.num_gpus else "no GPU"
-        return f"{_count(self.num_cores, 'core')}, {gpus}, torch {torch.__version__}"
+        gpus = counted(self.num_gpus, "GPU") if self.num_gpus else "no GPU"
+        return f"{counted(self.num_cores, 'core')}, {gpus}, torch {torch.__version__}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ModeRow:
     """A mode on a machine."""
 
     mode: Mode
-    accelerator: str | None  # where it runs: "cuda", "cpu", or None if it does not
+    accelerator: str | None  # where it runs: "cuda", "cpu", or None if it does not or should not
     verdict: str  # in words: with what, or why not
-    command: str | None  # what to type to run it there, None if it does not run
+    command: str | None  # what to type to run it there, or what mends the machine; None if torch lacks what it needs
+
+    def to_json(self) -> dict[str, str | bool]:
+        """For a file."""
+        fit = self.accelerator is not None
+        return {"mode": self.mode.name, "fit": fit, "reason": self.verdict, "command": self.command or ""}
 
 
 def mode_table(machine: LocalMachine) -> list[ModeRow]:
@@ -48,54 +60,35 @@ def mode_table(machine: LocalMachine) -> list[ModeRow]:
 
 
 def _row(mode: Mode, machine: LocalMachine) -> ModeRow:
+    command = " ".join(["python -m lit_cifar fit", *mode.flags(mode.min_devices)])
+    if mode.name == "mp" and machine.num_gpus == 1:
+        return ModeRow(mode, "cuda", "yes, all stages on the one GPU", _STAGES_ON_ONE_GPU)
     obstacle = _obstacle_to_gpus(mode, machine)
     if obstacle is None:
-        return _on_gpus(mode, machine)
+        return ModeRow(mode, "cuda", f"yes, on {_in_words(mode.counts(machine.num_gpus))}", command)
     if mode.has_processes and "gloo" not in machine.backends:
         reason = f"{obstacle}; the CPU needs gloo" if machine.num_gpus else "this torch has no gloo"
-        return ModeRow(mode=mode, accelerator=None, verdict=f"no: {reason}", command=None)
+        return ModeRow(mode, None, f"no: {reason}", None)
     if machine.num_gpus:
         verdict = f"on the CPU alone: {obstacle}"
     elif mode.has_processes:
-        verdict = f"yes, gloo processes on {_count(machine.num_cores, 'core')}"
+        verdict = f"yes, gloo processes on {counted(machine.num_cores, 'core')}"
     else:
         verdict = "yes, on the CPU" if mode.min_devices == 1 else "yes, on virtual devices of the CPU"
-    return ModeRow(
-        mode=mode,
-        accelerator="cpu",
-        verdict=verdict,
-        command=_command(*mode.flags(mode.min_devices), "--trainer.accelerator=cpu"),
-    )
+    return ModeRow(mode, "cpu", verdict, f"{command} --trainer.accelerator=cpu")
 
 
 def _obstacle_to_gpus(mode: Mode, machine: LocalMachine) -> str | None:
     """Why `mode` cannot run on the machine's GPUs; None if it can."""
-    if mode.has_processes and "nccl" not in machine.backends and machine.num_gpus >= mode.min_devices:
-        return "this torch has no NCCL"
-    if mode.name == "mp" and machine.num_gpus == 1:
-        return None
-    return f"needs {mode.min_devices} GPUs" if machine.num_gpus < mode.min_devices else None
-
-
-def _on_gpus(mode: Mode, machine: LocalMachine) -> ModeRow:
     if machine.num_gpus < mode.min_devices:
-        # More stages than devices take the form with the class: a short name takes no arguments.
-        verdict = "yes, all stages on the one GPU"
-        flags = ["--trainer.strategy=LayerParallelStrategy", "--trainer.strategy.num_stages=2", "--trainer.devices=1"]
-    else:
-        flags = mode.flags(mode.min_devices)
-        verdict = f"yes, on {_in_words(mode.counts(machine.num_gpus))}"
-    return ModeRow(mode=mode, accelerator="cuda", verdict=verdict, command=_command(*flags))
-
-
-def _command(*flags: str) -> str:
-    return " ".join(["python -m lit_cifar fit", *flags])
+        return f"needs {mode.min_devices} GPUs"
+    return "this torch has no NCCL" if mode.has_processes and "nccl" not in machine.backends else None
 
 
 def _in_words(counts: Sequence[int]) -> str:
     """E.g. "2 to 5 GPUs", or "2, 4 or 8 GPUs" where some between are missing."""
     *others, last = counts
-    words = _count(last, "GPU")
+    words = counted(last, "GPU")
     if not others:
         return words
     if len(counts) == last - counts[0] + 1:
@@ -103,5 +96,25 @@ def _in_words(counts: Sequence[int]) -> str:
     return f"{', '.join(map(str, others))} or {words}"
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def missing_from_torch(rows: Sequence[ModeRow]) -> list[Finding]:
+    """One finding for each reason for which modes do not run at all."""
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row.accelerator is None:
+            reasons.setdefault(row.verdict.removeprefix("no: "), []).append(row.mode.name)
+    mend = "pip install --upgrade torch torchvision"
+    return [
+        Finding("machine", f"{', '.join(names)} cannot run here: {reason}.", mend, tuple(names))
+        for reason, names in reasons.items()
+    ]
+
+
+def judge_modes(rows: Sequence[ModeRow], findings: Sequence[Finding]) -> list[ModeRow]:
+    """The rows of `mode_table`; for a mode that is not fit, with the first of all findings that says why."""
+    against = {mode: finding for finding in reversed(findings) for mode in finding.modes}
+    return [
+        replace(row, accelerator=None, verdict=found.problem, command=found.mend)
+        if (found := against.get(row.mode.name))
+        else row
+        for row in rows
+    ]

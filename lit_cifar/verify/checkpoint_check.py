@@ -25,11 +25,12 @@ MAY_DIFFER = {
     "state_dict": "each checkpoint's is compared with the steps of its own run",
     "optimizer_states": "likewise",
     "update_count": "how many batches a process has counted depends on the number of processes",
+    "epoch_loop.val_loop.batch_progress": "so does how many it has evaluated, and nothing reads it",
 }
 OF_ACCUMULATION = {"loops": "Lightning counts the batches of the loader, and an accumulated step has several"}
 OF_RESUME = {
     "current_score": "Lightning forgets the last score of the best checkpoint, and nothing reads it",
-    "epoch_loop.val_loop.batch_progress": "a resumed run counts evaluated batches from 0, and nothing reads it",
+    "epoch_loop.val_loop.batch_progress": "a resumed run counts them from 0",
 }
 
 

@@ -88,12 +88,13 @@ def measured_bounds(noise: Sequence[Sequence[Bounds]], *, eps: float) -> list[Bo
     """What each kind may differ by after each step, from the `noise` of reference runs that added in another order.
 
     It is `NOISE_FACTOR` times the largest difference of any such run in this or an earlier step, and at least
-    `FLOOR_ULP` times `eps`: what is rounded in one step is amplified in the next, and by chance may come back.
+    `FLOOR_ULP` times `eps`: what is rounded in one step is amplified in the next, and by chance may come back. A
+    network may have no buffers.
     """
     bounds: list[Bounds] = []
     worst = dict.fromkeys(KINDS, FLOOR_ULP * eps)
     for runs in zip(*noise, strict=True):
-        worst = {kind: max(worst[kind], *(NOISE_FACTOR * run[kind] for run in runs)) for kind in KINDS}
+        worst = {kind: max(worst[kind], *(NOISE_FACTOR * run.get(kind, 0.0) for run in runs)) for kind in KINDS}
         bounds.append(dict(worst))
     return bounds
 

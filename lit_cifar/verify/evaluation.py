@@ -122,9 +122,9 @@ def _evaluated_alone(
     module = module_of(config, label_smoothing=model["label_smoothing"], flip_test=model["flip_test"])
     filled(module.network, step)
     callback = _Collects()
-    settings = {name: config["trainer"][name] for name in ("accelerator", "precision", "limit_val_batches")}
+    settings = SILENT | {name: config["trainer"][name] for name in ("accelerator", "limit_val_batches")}
+    settings["precision"] = precision or precision_of(config)
     with quiet(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # as `Trace`
-        settings |= SILENT if precision is None else SILENT | {"precision": precision}
         trainer = L.Trainer(devices=1, callbacks=[callback], **settings)
         trainer.validate(module, CIFAR10DataModule(**config["data"]), verbose=False)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
