@@ -2,7 +2,7 @@
 
 What would a user see of it in the curves of a training? FLAGS go to `fit`, e.g. `--data.root=/datasets`. Writes the
 losses as JSON. `python benchmarks/gallery.py RECORD --page SELF_TEST` writes docs/gallery.md from them and from what
-`verify --self-test` has said of each mistake; `benchmarks/figures.py` draws the page's figure.
+`python -m tests.mutations` has said of each mistake; `benchmarks/figures.py` draws the page's figure.
 """
 
 import argparse
@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import notebooks_path  # noqa: F401  # for `analysis`
+import notebooks_path  # noqa: F401  # for `analysis` and `tests.mutations`
 import torch
 from matplotlib.figure import Figure
 
 from analysis.run_frames import RED
 from lit_cifar.commands.terminal import about
 from lit_cifar.modes import variants
-from lit_cifar.verify.planted_mistakes import BUGS
-from lit_cifar.verify.planting import Site
 from lit_cifar.verify.runs import quiet, run
+from tests.mutations.catalogue import OF_MODES, on_python_path, planting_flags
+from tests.mutations.planting import Mutation
 
 EPOCHS = 3
 SEEDS = 5
@@ -55,17 +55,12 @@ PAGE = Path(__file__).parents[1] / "docs" / "gallery.md"
 Curves = dict[str, list[float]]
 
 
-class Planted(L.Callback):
-    """Plants a mistake if one is named, and once reads everything back from a checkpoint in `folder`."""
+class Reload(L.Callback):
+    """Reads everything back once, from a checkpoint in `folder`."""
 
-    def __init__(self, folder: str, *, bug: str | None = None) -> None:
-        self.folder, self.bug = Path(folder), bug
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
         self._schedules: list[dict[str, Any]] | None = None
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Before the strategy has touched the network."""
-        if self.bug is not None:
-            BUGS[self.bug].plant(Site(trainer, pl_module, self.folder))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Remember how the schedules begin."""
@@ -85,13 +80,12 @@ def curves(run_folder: Path) -> Curves:
     return {key: [float(row[key]) for row in rows if row.get(key)] for key in ("train/loss_step", "val/loss")}
 
 
-def trained(title: str, flags: list[str], *, num_ranks: int, bug: str | None = None) -> Curves | None:
+def trained(title: str, flags: list[str], *, num_ranks: int, mutation: Mutation | None = None) -> Curves | None:
     """The curves of one run; None if the trainer itself stopped it."""
     folder = Path(tempfile.mkdtemp(prefix="gallery-"))
-    callback = ["--trainer.callbacks+=gallery.Planted", f"--trainer.callbacks.folder={folder}"]
-    callback += [] if bug is None else [f"--trainer.callbacks.bug={bug}"]
-    words = [*SETTINGS, *flags, *callback, f"--run_dir={folder / 'run'}"]
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+    callbacks = ["--trainer.callbacks+=gallery.Reload", f"--trainer.callbacks.folder={folder}"]
+    callbacks += [] if mutation is None else planting_flags(mutation, folder)
+    words = [*SETTINGS, *flags, *callbacks, f"--run_dir={folder / 'run'}"]
     outcome = run("fit", *words, folder=folder, num_ranks=num_ranks)
     found = curves(folder / "run") if outcome.status == 0 else None
     print(f"{outcome.seconds:4.0f} s  {title}{'' if found else ': ' + outcome.last_words}", flush=True)
@@ -101,29 +95,30 @@ def trained(title: str, flags: list[str], *, num_ranks: int, bug: str | None = N
 
 def main(output: Path, flags: list[str]) -> None:
     """Train everything, two runs at a time."""
+    os.environ["PYTHONPATH"] = on_python_path(Path(__file__).parent)
     record: dict[str, Any] = about() | {"settings": SETTINGS, "epochs": EPOCHS, "seeds": SEEDS}
     with ThreadPoolExecutor(2) as pool:
 
         def start(
-            mode: str, devices: int, more: tuple[str, ...], what: str, bug: str | None = None
+            mode: str, devices: int, more: tuple[str, ...], what: str, mutation: Mutation | None = None
         ) -> Future[Curves | None]:
             chosen = variants(devices)[mode]
             with quiet():
                 num_ranks = chosen.num_ranks
             words = [*flags, *chosen.flags, *more]
-            return pool.submit(trained, f"{mode}, {what}", words, num_ranks=num_ranks, bug=bug)
+            return pool.submit(trained, f"{mode}, {what}", words, num_ranks=num_ranks, mutation=mutation)
 
         of_seeds = [
             start("ddp", 2, (f"--seed_everything={seed}", f"--data.seed={seed}"), f"seed {seed}")
             for seed in range(SEEDS)
         ]
-        kinds = dict.fromkeys((bug.mode, bug.devices, bug.args) for bug in BUGS.values())
+        kinds = dict.fromkeys((it.mode, it.devices, it.args) for it in OF_MODES)
         without = {kind: start(*kind, "no mistake") for kind in kinds}
-        planted = {bug.name: start(bug.mode, bug.devices, bug.args, bug.name, bug.name) for bug in BUGS.values()}
+        planted = {it.name: start(it.mode, it.devices, it.args, it.name, it) for it in OF_MODES}
         rows = [
-            {"bug": bug.name, "imitates": bug.imitates, "mode": bug.mode}
-            | {"without": without[bug.mode, bug.devices, bug.args].result(), "with": planted[bug.name].result()}
-            for bug in BUGS.values()
+            {"bug": it.name, "imitates": it.imitates, "mode": it.mode}
+            | {"without": without[it.mode, it.devices, it.args].result(), "with": planted[it.name].result()}
+            for it in OF_MODES
         ]
         record["of_seeds"] = [found.result() for found in of_seeds]
     output.write_text(json.dumps(record | {"rows": rows}) + "\n")
@@ -201,7 +196,7 @@ def page(record: dict[str, Any], self_test: dict[str, Any]) -> str:
 # A gallery of mistakes
 
 Of {len(rows)} mistakes that people make in parallel training, {num_hidden} change the losses of a short training by
-less than another seed does. `python -m lit_cifar verify --self-test` plants each of the {len(rows)} and finds it.
+less than another seed does. `python -m tests.mutations` plants each of the {len(rows)} and finds it.
 
 ![The training loss with each mistake and without](figures/gallery.png)
 

@@ -1,6 +1,7 @@
-"""Lets the scripts here import `analysis`, which lies in notebooks/."""
+"""Lets the scripts here import `analysis`, which lies in notebooks/, and `tests.mutations`."""
 
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "notebooks"))
+CLONE = Path(__file__).parents[1]
+sys.path += [str(CLONE / "notebooks"), str(CLONE)]

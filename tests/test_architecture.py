@@ -12,7 +12,7 @@ from data_files import write_binary_edition
 
 import lit_cifar
 from lit_cifar.data import cifar10
-from lit_cifar.verify.self_test import ARGS as VERIFIED
+from tests.mutations.self_test import ARGS as VERIFIED
 
 PACKAGE = Path(lit_cifar.__file__).parent
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
@@ -72,6 +72,13 @@ def test_no_command_needs_pandas() -> None:
     """It is an extra, and every command belongs to the plain installation."""
     users = {part_of(path) for path in PACKAGE.rglob("*.py") if "pandas" in imported_names(path)}
     assert users == set()
+
+
+def test_the_package_knows_nothing_of_its_mutations() -> None:
+    of_tests = {
+        path.stem for path in PACKAGE.rglob("*.py") for name in imported_names(path) if name.startswith("tests.")
+    }
+    assert of_tests == set()
 
 
 def walk(title: str) -> list[tuple[str, str]]:

@@ -26,7 +26,7 @@ def recipe(title: str) -> tuple[str, list[str]]:
 
 def added(title: str, folder: Path) -> list[str]:
     """A copy of the repository in `folder` with the diff applied; the command of the section."""
-    for part in ("lit_cifar", "configs"):
+    for part in ("lit_cifar", "configs", "tests/mutations"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     diff, command = recipe(title)
     subprocess.run(["git", "apply", "--verbose", "-"], input=diff, text=True, cwd=folder, check=True)
@@ -62,9 +62,7 @@ def test_an_added_data_set_is_trained_on(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_an_added_mistake_is_found(tmp_path: Path) -> None:
-    """By the self-test with this mistake alone: all of them take minutes."""
-    assert added("A planted mistake", tmp_path) == ["-m", "lit_cifar", "verify", "--self-test"]
-    program = "from lit_cifar.verify.self_test import OF_ALL, self_test; "
-    program += "found = self_test(bugs=[f'{OF_ALL}:no-warmup']); assert [f.right for f in found] == [True, True]"
-    succeeds(tmp_path, "-c", program)
+def test_an_added_mutation_is_found(tmp_path: Path) -> None:
+    succeeds(tmp_path, *added("A mutation", tmp_path), "--json", "found.json")
+    findings = json.loads((tmp_path / "found.json").read_text())["findings"]
+    assert [(found["bug"], found["right"]) for found in findings] == [(None, True), ("no-warmup", True)]

@@ -15,8 +15,8 @@ from lit_cifar.verify.comparison import EXACT_BOUND
 from lit_cifar.verify.configuration import Configuration
 from lit_cifar.verify.gpu_placement import placed
 from lit_cifar.verify.launcher import Launcher
-from lit_cifar.verify.self_test import ARGS
 from lit_cifar.verify.verifier import Verifier, _possible, verify_modes
+from tests.mutations.self_test import ARGS
 
 
 def places(num_gpus: int, devices: int = 2) -> dict[str, tuple[str, int] | None]:

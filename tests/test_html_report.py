@@ -1,13 +1,13 @@
 """The page about runs: what it says, what it refuses, and that a browser shows it without a complaint."""
 
 import json
-import math
 import re
 import shlex
 import shutil
 import sys
 from collections.abc import Sequence
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,12 @@ import yaml
 from browser import browser_tab, chromium
 from commands import TINY, Result, counts, launch, run_here
 
-import lit_cifar.html_report
-from lit_cifar.html_report.axes import Axis
-from lit_cifar.html_report.markup import Markup, element
-from lit_cifar.html_report.matrix_chart import matrix_chart
+from lit_cifar.html_report.charts import COLORS, Line, line_chart, matrix_chart
 from lit_cifar.html_report.page import page_of
-from lit_cifar.html_report.run_differences import different_settings, names_of
-from lit_cifar.html_report.run_reader import read_run
-from lit_cifar.html_report.svg import WIDTH, label_space
-from lit_cifar.html_report.table_sections import repeat_command
+from lit_cifar.html_report.tables import different_settings, names_of, repeat_command
 from lit_cifar.reporting.evaluation_tables import write_confusion, write_per_rank
 from lit_cifar.reporting.rank_statistics import AccuracyCount
+from lit_cifar.reporting.run_reader import Confusion, read_run
 from lit_cifar.sample_audit.callback import write_epoch
 
 CLASSES = ("cat", "dog")
@@ -110,6 +105,15 @@ class Page(HTMLParser):
         return self.text[self.text.index(text) + 1]
 
 
+MARKER_CORNERS = {"circle": {8}, "square": {0}}
+
+
+def markers(page: Page, run: str) -> set[int]:
+    """How many curves the markers of a run have; bars are of a paler color."""
+    style = f"fill: var(--{run})"
+    return {str(one["d"]).count("C") for name, one in page.elements if name == "path" and one.get("style") == style}
+
+
 def assert_refused(result: Result, *words: str) -> None:
     assert result.status == 2
     assert len(result.stderr.splitlines()) <= 5
@@ -170,17 +174,18 @@ def test_runs_share_charts_and_are_told_apart(tmp_path: Path) -> None:
     assert page.after("--model.optimizer.lr") == "0.1"
     assert "--trainer.devices" not in page.text  # it does not differ
     assert "All runs used the same samples." in page.text
-    kinds = [attributes["class"] for name, attributes in page.elements if name == "path" and "class" in attributes]
-    assert {"line color0", "line color1", "line color0 dashed", "line color1 dashed"} <= set(kinds)
-    shapes = {attributes["class"]: attributes.get("d") for _, attributes in page.elements if "class" in attributes}
-    assert shapes["marker color0"] != shapes["marker color1"]
+    styles = [str(attributes.get("style")) for name, attributes in page.elements if name == "path"]
+    lines = {(color, "dasharray" in style) for style in styles for color in re.findall(r"stroke: var\(--(\w+)", style)}
+    assert {("run0", False), ("run0", True), ("run1", False), ("run1", True)} <= lines
+    of_run = {"run0": MARKER_CORNERS["circle"], "run1": MARKER_CORNERS["square"]}
+    assert {run: markers(page, run) for run in of_run} == of_run
     assert page.text.count("rank 1") == 1  # of the run that has one
 
 
 def test_many_runs_have_a_chart_for_training_and_one_for_validation(tmp_path: Path) -> None:
     page = Page(page_of([write_run(tmp_path / str(number)) for number in range(4)]))
     assert {"Training loss", "Validation loss", "Validation accuracy"} <= set(page.text)
-    assert not any("dashed" in str(attributes.get("class")) for _, attributes in page.elements)
+    assert not any("dasharray" in str(attributes.get("style")) for _, attributes in page.elements)
 
 
 def test_a_rank_beyond_chance_is_marked(run: Path) -> None:
@@ -203,15 +208,39 @@ def test_of_very_many_classes_the_hardest_are_shown(run: Path) -> None:
     assert "class 0 taken for class 29, 50 of 100; class 1 taken for class 29, 49 of 100" in " ".join(text)
 
 
-@pytest.mark.parametrize("names", ["abc", ["cat", "a very long name"], ["ship"] * 29 + ["truck of steel"]])
-def test_no_name_of_a_matrix_is_cut_off(names: Sequence[str]) -> None:
-    """A turned one begins at its place and rises to the right."""
-    rows = [[1] * len(names)] * len(names)
-    drawn = matrix_chart(names, rows, totals=[len(names)] * len(names), title="x")
-    places = re.findall(r"translate\(([\d.]+) ([\d.]+)\) rotate\(-50\)", drawn)
-    for name, (x, y) in zip(names, places, strict=True):
-        assert float(x) + label_space([name]) * math.cos(math.radians(50)) <= WIDTH
-        assert float(y) - label_space([name]) * math.sin(math.radians(50)) >= 12  # below the name of the axis
+def test_of_very_many_ranks_the_marked_and_the_least_accurate_are_shown(run: Path) -> None:
+    write_per_rank(run, "val", [AccuracyCount(900 + (rank * 7) % 30 - 500 * (rank == 40), 1000) for rank in range(60)])
+    text = Page(page_of([run])).text
+    assert "41.0% !" in text
+    assert "25 of 60 ranks: marked ones and the least accurate" in " ".join(text)
+    assert [name for name in text if name.startswith("rank ")][0:1] == ["rank 0"]
+    assert sum(name.startswith("rank ") for name in text) == 25
+
+
+NAMES = [
+    "abc",
+    ["cat", "a very long name"],
+    ["ship"] * 29 + ["truck of steel"],
+    [f"a very long name {n}" for n in range(25)],
+]
+
+
+@pytest.mark.parametrize("names", NAMES, ids=len)
+def test_no_name_of_a_matrix_is_cut_off_or_covers_another(names: Sequence[str]) -> None:
+    confusion = Confusion(tuple(names), tuple((1,) * len(names) for _ in names))
+    chart = matrix_chart("x", confusion, range(len(names)), note=None)
+    assert "</svg>" in chart.svg()
+    whole = chart.figure.bbox
+    for labels, low, high in ((chart.axes.get_xticklabels(), "x0", "x1"), (chart.axes.get_yticklabels(), "y0", "y1")):
+        boxes = [label.get_window_extent() for label in labels]
+        assert [label.get_text() for label, box in zip(labels, boxes, strict=True) if not contains(whole, box)] == []
+        upright = [sorted((getattr(box, low), getattr(box, high))) for box in boxes if len(names) > 12]
+        ends = sorted(upright)
+        assert all(right[0] - left[1] >= -1.5 for left, right in pairwise(ends))
+
+
+def contains(outer: Any, inner: Any) -> bool:
+    return bool(outer.x0 <= inner.x0 <= inner.x1 <= outer.x1 and outer.y0 <= inner.y0 <= inner.y1 <= outer.y1)
 
 
 def test_a_loss_that_is_not_finite_leaves_a_gap(run: Path) -> None:
@@ -219,6 +248,8 @@ def test_a_loss_that_is_not_finite_leaves_a_gap(run: Path) -> None:
     page = page_of([run])
     assert "not shown: 2 values that are nan or infinite" in page
     assert not re.search(r'(?:d|x|y|transform)="[^"]*(?:nan|inf)', page)
+    lines = [str(one["d"]) for name, one in Page(page).elements if name == "path" and "dash" in str(one.get("style"))]
+    assert not any("L" in line for line in lines[:1])  # one point of the two is left
 
 
 def test_a_folder_of_digests_alone_has_no_charts(run: Path) -> None:
@@ -260,24 +291,29 @@ def test_the_page_loads_nothing(run: Path) -> None:
     page = page_of([run, write_run(run.parent / "second")])
     elements = Page(page).elements
     assert not {"script", "link", "img", "iframe", "object", "embed", "base"} & {name for name, _ in elements}
-    assert not {"src", "href", "srcset", "style"} & {key for _, attributes in elements for key in attributes}
+    assert not {"src", "href", "xlink:href", "srcset", "id"} & {key for _, attributes in elements for key in attributes}
     assert not re.search(r"https?:|//|@import|url\(", page)
     policies = [attributes for _, attributes in elements if attributes.get("http-equiv") == "Content-Security-Policy"]
     assert [policy["content"] for policy in policies] == ["default-src 'none'; style-src 'unsafe-inline'"]
     assert len(page) < 100_000
 
 
-def test_every_color_has_a_light_and_a_dark_value() -> None:
-    style = (Path(lit_cifar.html_report.__file__).parent / "page.css").read_text()
-    light, dark = style.split("prefers-color-scheme: dark")
+def test_every_color_has_a_light_and_a_dark_value(run: Path) -> None:
+    page = page_of([run, write_run(run.parent / "second")])
+    light, dark = page.split("prefers-color-scheme: dark")
     defined = re.findall(r"(--[\w]+):", light)
-    assert re.findall(r"(--[\w]+):", dark) == defined
-    assert set(re.findall(r"var\((--\w+)\)", style)) <= set(defined)
+    assert defined == [f"--{name}" for name in COLORS]
+    assert re.findall(r"(--[\w]+): #", dark) == defined
+    assert set(re.findall(r"var\((--\w+)\)", page)) <= set(defined)
+    assert not re.search(r'(?:style|fill|stroke)="[^"]*#', page)  # no part of a chart has a color of its own
 
 
-def test_markup_escapes_all_but_itself() -> None:
-    assert element("p", "<b>", element("b", "&"), None, class_='"') == '<p class="&quot;">&lt;b&gt;<b>&amp;</b></p>'
-    assert isinstance(element("p"), Markup)
+@pytest.mark.parametrize("name", [HOSTILE, "$\\frac{1}$", "\u732b", "a\x01b\nc", "\udce9"])
+def test_any_name_of_a_class_can_be_drawn(name: str, run: Path) -> None:
+    confusion = Confusion((name, "dog"), ((1, 2), (3, 4)))
+    drawn = matrix_chart(name, confusion, [0, 1], note=None).svg()
+    assert Page(drawn.encode(errors="replace").decode()).names() <= {"svg", "g", "path", "text", "title"}
+    assert "\x01" not in re.sub(r"<title>[^<]*</title>|aria-label=.[^>]*", "", drawn)
 
 
 # ---------------------------------------------------------------- names, differences, commands
@@ -329,22 +365,26 @@ def test_the_command_that_repeats_a_run(command: str, devices: object, expected:
 
 
 @pytest.mark.parametrize(
-    ("values", "options", "ticks"),
+    ("values", "zero", "ticks"),
     [
-        ([0.21, 0.44], {}, [0.2, 0.25, 0.3, 0.35, 0.4, 0.45]),
-        ([1.5, 5.7], {}, [1, 2, 3, 4, 5, 6]),
-        ([3], {"zero": True, "whole": True}, [0, 1, 2, 3]),
-        ([1], {"zero": True, "whole": True}, [0, 1]),
-        ([160, 733], {"zero": True}, [0, 200, 400, 600, 800]),
-        ([0.0, 0.0], {}, [0, 0.2, 0.4, 0.6, 0.8, 1]),
-        ([2e6, 2e6], {}, [2e6, 2.05e6, 2.1e6, 2.15e6, 2.2e6]),
-        ([-0.3, 0.3], {}, [-0.4, -0.2, 0, 0.2, 0.4]),
+        ([0.21, 0.44], False, ["0.2", "0.25", "0.3", "0.35", "0.4", "0.45"]),
+        ([1.5, 5.7], False, ["1", "2", "3", "4", "5", "6"]),
+        ([160, 733], True, ["0", "200", "400", "600", "800"]),
+        ([-0.3, 0.3], False, ["-0.4", "-0.2", "0", "0.2", "0.4"]),
+        ([0.0, 0.0], False, None),
+        ([2e6], False, None),
+        ([1e300, -1e300], False, None),
     ],
 )
-def test_ticks_are_round_and_hold_all_values(values: list[float], options: dict[str, bool], ticks: list[float]) -> None:
-    axis = Axis.around(values, 10, 20, **options)
-    assert axis.ticks == pytest.approx(ticks)
-    assert (axis.at(axis.ticks[0]), axis.at(axis.ticks[-1])) == (10, 20)
+def test_ticks_are_round_and_hold_all_values(values: list[float], zero: bool, ticks: list[str] | None) -> None:
+    line = Line("a", 0, [(index + 1, value) for index, value in enumerate(values)])
+    chart = line_chart("x", [line], x_name="epoch", y_name="y", text=lambda value: f"{value:.4g}", zero=zero, note=None)
+    assert "</svg>" in chart.svg()
+    low, high = chart.axes.get_ylim()
+    assert low <= min(values) <= max(values) <= high
+    found = [label.get_text().replace("\N{MINUS SIGN}", "-") for label in chart.axes.get_yticklabels()]
+    assert ticks is None or found == ticks
+    assert all(label.get_text().isdecimal() for label in chart.axes.get_xticklabels())
 
 
 # ---------------------------------------------------------------- what is refused

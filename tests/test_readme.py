@@ -27,6 +27,7 @@ from lit_cifar.commands.trace import trace_parser
 from lit_cifar.commands.verify import verify_parser
 from lit_cifar.errors import ConfigError
 from lit_cifar.modes import variants
+from tests.mutations.__main__ import parser as mutations_parser
 
 OF_TODAY = sorted(
     {tuple(c) for page in PAGES for block in blocks(page) if not commit_of(block) for c in block}
@@ -45,6 +46,8 @@ def check_command(words: Sequence[str]) -> None:
     match words:
         case ["python", "-m", "lit_cifar", *args]:
             check_program(args)
+        case ["python", "-m", "tests.mutations", *args]:
+            mutations_parser().parse_args([arg for arg in args if arg != "no-warmup"])  # which CONTRIBUTING.md adds
         case ["torchrun", *args]:
             options = get_args_parser().parse_args(args)
             assert (options.module, options.training_script) == (True, "lit_cifar")
@@ -91,7 +94,8 @@ def check_program(args: list[str]) -> None:
         case "report":
             report_parser().parse_args(args[1:])
         case "verify":
-            _, rest = verify_parser().parse_known_args(args[1:])
+            options, rest = verify_parser().parse_known_args(args[1:])
+            assert not options.self_test
             parser_of("fit").parse_args(["fit", *rest])
         case _:
             parser_of(args[0]).parse_args([arg.replace("RUN/config.yaml", "configs/quickstart.yaml") for arg in args])
@@ -150,6 +154,7 @@ def test_commands_parse(words: tuple[str, ...], capsys: pytest.CaptureFixture[st
     [
         "python -m lit_cifar fit --trainer.max_epoch=3 --data.no_such=1",
         "python -m lit_cifar verify --modes all --no_such=1",
+        "python -m tests.mutations no-such",
         "python -m lit_cifar chaos --faults 20 --no_such=1",
         "python -m lit_cifar doctor --device 2",
         "python -m lit_cifar bench --link 3",

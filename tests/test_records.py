@@ -22,7 +22,7 @@ from PIL import Image
 from analysis.articles import PRINTED_LOSSES
 from analysis.comparing_runs import paired, read_shuffling, welch
 from lit_cifar.modes import MODES
-from lit_cifar.verify.planted_in_parts import BUGS as BUGS_OF_PARTS
+from tests.mutations.catalogue import OF_PARTS
 
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 ARTICLES = BENCHMARKS / "2026-11-20-articles-stem"
@@ -315,7 +315,7 @@ def test_mistakes_that_only_bits_show() -> None:
     assert f"For {len(content['findings']) - len(planted) - len(without)} mistakes" in shown
     assert content["passed"]
     for finding in planted:
-        if finding["bug"] in BUGS_OF_PARTS:
+        if finding["bug"] in {mutation.name for mutation in OF_PARTS}:
             first = finding["problems"][0].replace(", allowed 0.0e+00", "")
             assert f"| `{finding['bug']}` | {finding['imitates']} | `{finding['mode']}` | {first} |" in shown
 

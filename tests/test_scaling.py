@@ -39,7 +39,7 @@ def write_run(folder: Path, *, speeds: tuple[int, ...] = (), state_mib: tuple[in
     folder.mkdir(parents=True)
     rows = [f"0,{step},{speed}," for step, speed in enumerate(speeds)]
     (folder / "metrics.csv").write_text(
-        "\n".join(["epoch,step,train/images_per_s,val/acc", *rows]) if speeds else METRICS
+        "\n".join(["epoch,step,train/images_per_s,val/acc", *rows, ""]) if speeds else METRICS
     )
     (folder / "config.yaml").write_text("data: {batch_size: 10}\n")
     for rank, size in enumerate(state_mib):

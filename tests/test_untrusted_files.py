@@ -31,9 +31,9 @@ from lit_cifar.checkpoint.lightning_io import CheckpointFiles
 from lit_cifar.data import cifar10
 from lit_cifar.data.predict_files import FORMATS, read_image
 from lit_cifar.errors import CheckpointError, DataError, printable
-from lit_cifar.html_report.csv_reader import read_table
 from lit_cifar.reporting import output
 from lit_cifar.reporting.files import replace_split
+from lit_cifar.reporting.run_reader import read_table
 
 REPOSITORY = Path(lit_cifar.__file__).parents[1]
 # Modules that unpickle, or can be made to.

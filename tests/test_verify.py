@@ -1,9 +1,8 @@
-"""`verify`: the comparison as plain functions, every mode compared for real, and a planted mistake that is caught."""
+"""`verify`: the comparison as plain functions, and every mode compared for real."""
 
 import json
 import logging
 import math
-import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,18 +15,16 @@ import torch
 import yaml
 from commands import TINY as TINY_FIT
 from commands import run_here
-from documents import ROOT
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
+from verifying import TINY, settings
 
 from lit_cifar.batch_split import GhostBatches
 from lit_cifar.commands.verify import verify
 from lit_cifar.errors import ConfigError
 from lit_cifar.modes import chosen, in_words, variants
 from lit_cifar.module import LitResNet
-from lit_cifar.verify import planted_in_one_rank as bugs_of_one
-from lit_cifar.verify import planted_mistakes as bugs
 from lit_cifar.verify.abstention import ROUNDING, other_weights
 from lit_cifar.verify.checkpoint_check import _equal, checkpoint_problems
 from lit_cifar.verify.comparison import (
@@ -46,9 +43,6 @@ from lit_cifar.verify.configuration import Configuration, module_of
 from lit_cifar.verify.evaluation import expected, logits_problems
 from lit_cifar.verify.launcher import Launcher
 from lit_cifar.verify.logged_metrics import counted, logged, logged_problems
-from lit_cifar.verify.planted_in_parts import BUGS as BUGS_OF_PARTS
-from lit_cifar.verify.planted_in_parts import NO_PLACE
-from lit_cifar.verify.planting import Site, bugs_of
 from lit_cifar.verify.rank_state import (
     Snapshot,
     State,
@@ -63,34 +57,8 @@ from lit_cifar.verify.recorder import Trace
 from lit_cifar.verify.reference import Reference, References
 from lit_cifar.verify.run_files import digest_problems
 from lit_cifar.verify.runs import Outcome, quiet, run
-from lit_cifar.verify.self_test import (
-    ARGS,
-    COMPARISON,
-    OF_ALL,
-    OF_PARTS_ALONE,
-    PlantedResult,
-    _finding,
-    _findings,
-    _reasons,
-    _verdict,
-    findings_table,
-    self_test,
-)
 from lit_cifar.verify.verdict_table import Verdict, VerifiedMode, exit_status
-from lit_cifar.verify.verifier import Compared, Verifier, _possible, verify_modes
-
-TINY = [
-    "--model.arch=resnet10",
-    "--model.stem=imagenet",
-    "--model.optimizer.lr=0.02",
-    "--data.dataset=synthetic",
-    "--data.num_train=175",
-    "--data.val_size=15",
-    "--data.batch_size=64",
-    "--trainer.accumulate_grad_batches=2",
-    "--trainer.gradient_clip_val=0.5",
-    "--trainer.precision=64-true",
-]
+from lit_cifar.verify.verifier import Verifier, _possible, verify_modes
 
 
 def step(*, loss: float = 2.0, weight: float = 0.5, mean: float = 0.1, momentum: float = 0.3, lr: float = 0.1) -> Step:
@@ -205,22 +173,6 @@ def test_a_mode_that_cannot_run_on_so_many_devices_is_refused() -> None:
     assert "3" in result.stderr
 
 
-def settings(*, num_parts: int | None = None, **data: int) -> Configuration:
-    """As `Settings.of` finds them, without asking the command line."""
-    config = {
-        "virtual_replicas": num_parts,
-        "trainer": {
-            "accelerator": "cpu",
-            "accumulate_grad_batches": 1,
-            "precision": "64-true",
-            "limit_val_batches": None,
-        },
-        "model": {"arch": "resnet10", "stem": "imagenet", "num_classes": 10, "network": None, "image_size": None},
-        "data": {"dataset": "synthetic", "num_train": 96, "val_size": 0, "batch_size": 16} | data,
-    }
-    return Configuration(tuple(flag for flag in TINY if "accumulate" not in flag), config)
-
-
 def test_a_batch_that_a_mode_cannot_cut_is_refused_before_anything_runs() -> None:
     result = run_here("verify", "--modes=ddp", "--devices=3", *TINY, "--data.batch_size=16")
     assert result.status == 2
@@ -271,7 +223,7 @@ def test_what_only_a_run_of_the_mode_finds_is_refused_too(tmp_path: Path, monkey
     refused = Outcome(2, "", f"{words}[rank 1] {words}", 1.0)
     monkeypatch.setattr(Launcher, "run_alone", lambda *args: None)
     monkeypatch.setattr("lit_cifar.verify.verifier.judge", lambda *args: None)
-    monkeypatch.setattr(Launcher, "run_mode", lambda self, mode, folder, bug: refused)
+    monkeypatch.setattr(Launcher, "run_mode", lambda *args, **kwargs: refused)
     monkeypatch.setattr(References, "get", lambda *args: None)
     said: list[str] = []
     verifier = Verifier(Launcher(settings(), 2, tmp_path, said.append))
@@ -681,114 +633,9 @@ def test_one_process_holds_what_it_held_and_what_it_saved(tf32: list[Any], tmp_p
         assert words in problem
 
 
-class Original:
-    """What mistakes are planted in."""
-
-    calls = 0
-
-    def method(self) -> str:
-        return "right"
-
-    @staticmethod
-    def static(value: str) -> str:
-        return value
-
-
-def site(folder: Path) -> Site:
-    return Site(SimpleNamespace(global_rank=1, callbacks=[]), None, folder)
-
-
-def test_wrong_code_is_known_to_have_run_only_when_it_has(tmp_path: Path) -> None:
-    class Owner(Original):
-        pass
-
-    (tmp_path / "trace").mkdir()
-    planted = site(tmp_path / "trace")
-    planted.replace(Owner, "method", lambda original, self: f"not {original(self)}")
-    planted.replace(Owner, "static", lambda original, value: f"not {original(value)}")
-    planted.at("on_train_end", lambda: None)
-    assert not Record(tmp_path).acted
-    assert Owner().method() == "not right"
-    assert Record(tmp_path).acted
-    assert Owner().static("right") == "not right"
-
-
-def test_a_mistake_whose_name_is_gone_cannot_be_planted(tmp_path: Path) -> None:
-    planted = site(tmp_path)
-    for plant in (
-        lambda: planted.replace(Original, "renamed", print),
-        lambda: planted.set(Original(), "renamed", 1),
-        lambda: planted.at("on_renamed", print),
-    ):
-        with pytest.raises(AttributeError, match="renamed"):
-            plant()
-
-
-@pytest.mark.parametrize("status", [1, 2, None])
-def test_a_run_that_breaks_down_has_caught_nothing(
-    status: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken = Outcome(status, "", "AttributeError", 1.0)
-    monkeypatch.setattr(Launcher, "run_alone", lambda *args: None)
-    monkeypatch.setattr(References, "get", lambda self, chunks: Reference(Record(tmp_path), [{}]))
-    monkeypatch.setattr(Launcher, "run_mode", lambda self, mode, folder, bug: broken)
-    planted = bugs.BUGS["last-replica"]
-    findings = _findings(Verifier(Launcher(settings(), 3, tmp_path, print)), {"some:path": planted})
-    assert [(finding.bug, finding.right) for finding in findings] == [(None, False), (planted, False)]
-    assert all("broke" in _verdict(finding) for finding in findings)
-
-
-def test_what_a_guard_of_the_product_stops_is_caught_by_it(tmp_path: Path) -> None:
-    (tmp_path / "trace").mkdir()
-    (tmp_path / "trace" / "acted1").touch()
-    stderr = "Traceback\nlit_cifar.errors.SampleAuditError: 5 samples are missing\n[rank1]: connection closed"
-    row = VerifiedMode("ddp", "one device", problems=["exit status 1"])
-    compared = Compared(0, row, Outcome(1, "", stderr, 1.0), tmp_path)
-    stopped = _finding(bugs.BUGS["duplicated-shard"], compared)
-    assert (stopped.right, stopped.caught_by, stopped.acted) == (True, "data receipt", True)
-    assert stopped.problems == ["lit_cifar.errors.SampleAuditError: 5 samples are missing"]
-    assert not _finding(None, compared).right
-
-
-@pytest.mark.parametrize(
-    ("finding", "right", "word"),
-    [
-        (PlantedResult(None, "ddp", [], True), True, "passed"),
-        (PlantedResult(None, "ddp", ["off"], True), False, "FAIL"),
-        (PlantedResult(bugs.BUGS["scaled-loss"], "ddp", ["off"], True, acted=True), True, "caught"),
-        (PlantedResult(bugs.BUGS["scaled-loss"], "ddp", [], True, acted=True), False, "missed"),
-        (PlantedResult(bugs.BUGS["scaled-loss"], "ddp", [], True), False, "did not act"),
-        (PlantedResult(bugs.BUGS["scaled-loss"], "ddp", ["off"], True), False, "did not act"),
-        (PlantedResult(bugs.BUGS["scaled-loss"], "ddp", ["exit status 1"], False, acted=True), False, "broke"),
-        (
-            PlantedResult(bugs.BUGS["scaled-loss"], "ddp", ["x"], False, acted=True, guard="data receipt"),
-            True,
-            "caught",
-        ),
-        (PlantedResult(bugs.BUGS["scaled-loss"], "ddp", ["x"], False, guard="data receipt"), False, "did not act"),
-        (PlantedResult(bugs.BUGS["last-replica"], "dp", [], False, no_place="replaced"), True, "no place"),
-    ],
-)
-def test_a_mistake_must_act_and_be_caught(finding: PlantedResult, right: bool, word: str) -> None:
-    assert finding.right == right
-    assert word in _verdict(finding)
-    assert findings_table([finding], title="one").row_count == 1
-
-
 def test_all_and_chosen_modes_come_in_the_order_of_the_table() -> None:
     assert [mode.name for mode in chosen(["ddp", "dp"], devices=2)] == ["dp", "ddp"]
     assert [mode.name for mode in chosen(["all"], devices=2)] == list(variants(2))
-
-
-def test_every_mode_has_mistakes_of_its_own() -> None:
-    planted = {(bug.mode, bug.devices) for bug in bugs.BUGS.values()}
-    assert {mode for mode, _ in planted} == set(variants(4))
-    assert all(mode in variants(devices) for mode, devices in planted)
-
-
-def test_every_mode_of_several_processes_has_a_mistake_that_one_of_them_makes() -> None:
-    of_one = {bug.mode for bug in bugs_of_one.BUGS_OF_ONE}
-    assert of_one == {name for name, mode in variants(4).items() if mode.num_processes > 1}
 
 
 @pytest.mark.parametrize(
@@ -806,8 +653,7 @@ def test_every_mode_of_several_processes_has_a_mistake_that_one_of_them_makes() 
         (["--resume=auto"], "--resume"),
         (["--trainer.precision=bf16-true"], "bf16-true"),
         (["--json=/nowhere/at/all.json"], "--json"),
-        (["--self-test", "--model.arch=resnet10"], "--self-test"),
-        (["--self-test", "--virtual_replicas=8"], "--virtual_replicas=8"),
+        (["--self-test", "--virtual_replicas=4"], "in a clone of the repository: python -m tests.mutations"),
     ],
 )
 def test_bad_arguments_exit_2_with_a_remedy(args: list[str], word: str) -> None:
@@ -851,68 +697,6 @@ def test_every_mode_has_the_bits_of_one_device() -> None:
     rows = verify(["all"], devices=4, args=args)
     assert {row.mode: row.problems for row in rows if row.problems} == {}
     assert [row.mode for row in rows] == ["single", "dp", "ddp", "ddp_spawn", "mp", "ddp_mp", "pp", "ddp_pp", "fsdp2"]
-
-
-@pytest.mark.timeout(900)
-def test_planted_mistakes_are_caught_and_their_absence_passes() -> None:
-    shifted, duplicated = bugs.BUGS["shifted-bias"], bugs.BUGS["duplicated-shard"]
-    found = {
-        finding.bug: finding for finding in self_test(bugs=[f"{OF_ALL}:shifted-bias", f"{OF_ALL}:duplicated-shard"])
-    }
-    assert found[None].right, found[None].problems
-    assert (found[shifted].right, found[shifted].caught_by) == (True, COMPARISON)
-    assert (
-        found[shifted].problems[0] == "step 1: fc.bias (parameters) of process 1 is not that of process 0, and 1 more"
-    )
-    assert (found[duplicated].right, found[duplicated].caught_by) == (True, "data receipt")
-
-
-def test_virtual_replicas_leave_no_place_for_some_mistakes() -> None:
-    evaluated = next(arg for arg in ARGS if arg.startswith("--data.eval_batch_size="))
-    with_parts = settings(num_parts=4, eval_batch_size=int(evaluated.rpartition("=")[2]))
-    found = {
-        name: _reasons(variants(bug.devices)[bug.mode].with_parts(), [bug], with_parts).get(name)
-        for name, bug in (bugs.BUGS | BUGS_OF_PARTS).items()
-    }
-    refused = {"ddp-sync", "mp-micro", "tp", "fsdp2-tp"}
-    nowhere = {name for name, reason in found.items() if reason is not None}
-    assert nowhere == {*NO_PLACE, *(bug.name for bug in bugs.BUGS.values() if bug.mode in refused)}
-    assert found["local-norm"] == NO_PLACE["local-norm"]
-    assert "divides sums inside layers" in str(found["partial-gradient"])
-    said = " ".join((ROOT / "docs" / "verify.md").read_text().split())
-    assert f"{len(bugs.BUGS) - len(nowhere)} of the {len(bugs.BUGS)} mistakes above" in said
-    assert f"the other {len(nowhere)}," in said
-    assert f"plants {len(BUGS_OF_PARTS)} mistakes that only such runs" in said
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_mistakes_are_caught_by_bits() -> None:
-    names = ["order-of-arrival", "statistics-of-last-part", "losses-in-float", "no-all-reduce"]
-    of_all = bugs_of(OF_ALL) | bugs_of(OF_PARTS_ALONE)
-    findings = self_test(bugs=[path for path, bug in of_all.items() if bug.name in names], num_parts=4)
-    assert all(finding.right for finding in findings)
-    found = {finding.bug.name: finding for finding in findings if finding.bug is not None}
-    assert [found[name].caught_by for name in names] == [COMPARISON] * 3 + [None]
-    assert found["order-of-arrival"].problems[0].startswith("step 1: bn1.running_mean differs by ")
-    # Which of the two differs first depends on the processor's rounding.
-    assert re.search("logged: (train|val)/loss of step 2", found["losses-in-float"].problems[0])
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(3600)
-def test_the_whole_self_test_by_bits() -> None:
-    findings = self_test(num_parts=4)
-    assert [(f.mode, f.bug and f.bug.name, f.problems[:1]) for f in findings if not f.right] == []
-    assert {finding.bug.name for finding in findings if finding.bug is not None} == {*bugs.BUGS, *BUGS_OF_PARTS}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_the_whole_self_test() -> None:
-    findings = self_test()
-    assert [(f.mode, f.bug and f.bug.name, f.problems[:1]) for f in findings if not f.right] == []
-    assert {finding.bug.name for finding in findings if finding.bug is not None} == set(bugs.BUGS)
 
 
 @pytest.mark.exhaustive

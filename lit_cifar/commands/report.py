@@ -5,7 +5,6 @@ from pathlib import Path
 
 from lit_cifar.commands.terminal import CommandParser, say
 from lit_cifar.errors import ConfigError
-from lit_cifar.html_report.page import page_of
 
 _DESCRIPTION = """\
 Write one HTML page about runs of `fit`, `validate` and `test`: what they reached, in what their settings differ, loss
@@ -21,6 +20,8 @@ def main(args: list[str]) -> int:
         SystemExit: After --help.
     """
     options = report_parser().parse_args(args)
+    from lit_cifar.html_report.page import page_of  # its libraries draw: nothing else here needs them
+
     page = page_of([Path(run) for run in options.runs])
     target = Path(options.output)
     try:

@@ -17,7 +17,6 @@ from lit_cifar.commands.terminal import (
 )
 from lit_cifar.errors import ConfigError
 from lit_cifar.verify.comparison import EXACT_BOUND, FLOOR_ULP, NOISE_FACTOR
-from lit_cifar.verify.self_test import PlantedResult, findings_table, self_test
 from lit_cifar.verify.verdict_table import exit_status, verdict_table
 from lit_cifar.verify.verifier import verify
 
@@ -30,20 +29,23 @@ Every other argument is passed on to `fit`, e.g. --config FILE, --model.arch=res
 Without --config it is ResNet10 on synthetic images in float64, where nothing may differ by more than 1e-9. In float32
 and bfloat16 the bound is measured by the same run with sums in another order; a mode beyond it is judged in float64."""
 
+RULES = {"noise_factor": NOISE_FACTOR, "floor_ulp": FLOOR_ULP, "float64": EXACT_BOUND}
 _SHOWN = 5  # findings of a mode
 
 
 def main(args: list[str]) -> int:
     """Verify, print, and return the exit status, which docs/verify.md lists."""
     options, rest = verify_parser().parse_known_args(args)
-    if options.self_test and rest:
-        raise ConfigError(f"--self-test has a configuration of its own, not {rest[0]}", remedy="leave it out")
+    if options.self_test:
+        raise ConfigError(
+            "--self-test plants mistakes in this package's own code, and is not installed with it",
+            remedy="in a clone of the repository: python -m tests.mutations",
+        )
     target = writable(options.json)
-    rules = {"noise_factor": NOISE_FACTOR, "floor_ulp": FLOOR_ULP, "float64": EXACT_BOUND}
-    record = about() | {"rules": rules}
+    record = about() | {"rules": RULES}
     exit_orderly_when_terminated()
     torch.set_num_threads(1)  # the other cores belong to the runs, beside which this process compares
-    content = _self_test(options.virtual_replicas) if options.self_test else _verify(options, rest)
+    content = _verify(options, rest)
     write_json(target, record | content)
     return int(content["exit_status"])
 
@@ -65,14 +67,6 @@ def _verify(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     return content | {"passed": not exit_status(rows), "exit_status": exit_status(rows)}
 
 
-def _self_test(num_parts: int | None) -> dict[str, Any]:
-    findings = self_test(num_parts=num_parts, report=say)
-    console().print(findings_table(findings, title="Planted mistakes"))
-    content = {"virtual_replicas": num_parts, "findings": [_of_finding(finding) for finding in findings]}
-    passed = all(finding.right for finding in findings)
-    return content | {"passed": passed, "exit_status": 0 if passed else 1}
-
-
 def verify_parser() -> argparse.ArgumentParser:
     parser = CommandParser("verify", description=_DESCRIPTION)
     parser.add_argument("--modes", default="all", metavar="A,B", help="Modes to verify (default: all).")
@@ -82,12 +76,5 @@ def verify_parser() -> argparse.ArgumentParser:
         "--virtual_replicas", type=int, metavar="V", help="Compare bit for bit: V parts of a batch in every mode."
     )
     parser.add_argument("--json", metavar="FILE", help="Write all results, versions and hardware to this file.")
-    parser.add_argument("--self-test", action="store_true", help="Plant mistakes one by one; each must be caught.")
+    parser.add_argument("--self-test", action="store_true", help="Where mistakes are planted that it must find.")
     return parser
-
-
-def _of_finding(finding: PlantedResult) -> dict[str, Any]:
-    bug = finding.bug
-    named = {"bug": None, "imitates": None} if bug is None else {"bug": bug.name, "imitates": bug.imitates}
-    shown = ("mode", "problems", "finished", "acted", "caught_by", "no_place", "right")
-    return named | {name: getattr(finding, name) for name in shown}

@@ -1,1 +1,1 @@
-"""One HTML page about finished runs, made from their folders alone: reading, comparison, charts, page."""
+"""One HTML page about finished runs: what is compared, the charts, the template."""

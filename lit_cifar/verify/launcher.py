@@ -1,4 +1,4 @@
-"""Starts the runs that are compared: of a mode, with a planted mistake or without, and of one device."""
+"""Starts the runs that are compared: of a mode, and of one device."""
 
 import os
 import shutil
@@ -35,22 +35,21 @@ class Launcher:
         """For one run. A step or checkpoint of ResNet34 takes 170 MB: remove it as soon as it has been read."""
         return Path(tempfile.mkdtemp(prefix=f"{name.replace(' ', '-')}-", dir=self.folder))
 
-    def run_mode(self, mode: Variant, folder: Path, *, bug: str | None = None) -> Outcome:
-        """Run the mode in `folder`, with the planted mistake at that path; then resume it before its last step.
+    def run_mode(self, mode: Variant, folder: Path, *, title: str, more: Sequence[str] = ()) -> Outcome:
+        """Run the mode in `folder`, with further flags; then resume it before its last step.
 
         The outcome is that of the run that has failed, if one has.
         """
         flags = self.settings.length_flags(steps=self.steps, accumulation=self.settings.accumulation)
-        trace = {} if bug is None else {"bug": bug}
-        title = mode.name if bug is None else f"{mode.name} with {bug.rpartition(':')[2]}"
+        flags += [*mode.flags, *more]
         with quiet():
             processes, ranks = mode.num_processes, mode.num_ranks
-        fit = partial(self._fit, trace=trace, processes=processes, ranks=ranks)
-        first = fit(title, folder, [*flags, *mode.flags])
+        fit = partial(self._fit, processes=processes, ranks=ranks)
+        first = fit(title, folder, flags)
         if first.status != 0:
             return first
         again = _with_checkpoint_before_last_step(Record(folder))
-        resumed = fit(f"{title}, resumed", again, [*flags, *mode.flags, "--resume=auto"])
+        resumed = fit(f"{title}, resumed", again, [*flags, "--resume=auto"])
         # What the first run has accepted, no second one may refuse.
         status = 1 if resumed.status == REFUSED else resumed.status
         return replace(resumed, status=status, seconds=first.seconds + resumed.seconds)
@@ -73,7 +72,7 @@ class Launcher:
             flags += ["--model.channels_last=false", "--model.compile=false"]  # which the modes are to show equal to it
         if chunks != GhostBatches():
             flags += [f"--model.ghost_batchnorm.{name}={value}" for name, value in asdict(chunks).items()]
-        outcome = self._fit(title, folder, flags, dict(trace or {}))
+        outcome = self._fit(title, folder, flags, trace)
         if outcome.status is None:
             raise ConfigError(
                 f"one device is too slow for this configuration: {outcome.last_words}",
@@ -91,10 +90,17 @@ class Launcher:
             )
 
     def _fit(
-        self, title: str, folder: Path, flags: list[str], trace: dict[str, str], *, processes: int = 1, ranks: int = 1
+        self,
+        title: str,
+        folder: Path,
+        flags: list[str],
+        trace: Mapping[str, str] | None = None,
+        *,
+        processes: int = 1,
+        ranks: int = 1,
     ) -> Outcome:
         (folder / "trace").mkdir()
-        arguments = {"folder": str(folder / "trace")} | trace
+        arguments = {"folder": str(folder / "trace"), **(trace or {})}
         recording = [f"--trainer.callbacks+={TRACE}"]
         recording += [f"--trainer.callbacks.{name}={value}" for name, value in arguments.items()]
         self.report(f"running  {title}")

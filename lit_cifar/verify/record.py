@@ -70,11 +70,6 @@ class Record:
     def logged(self) -> Logged:
         return logged(self.run)
 
-    @property
-    def acted(self) -> bool:
-        """Whether the wrong code of a planted mistake has run in any process."""
-        return any(self.folder.rglob("trace/acted*"))
-
     @cached_property
     def samples(self) -> dict[str, dict[int, list[list[int]]]]:
         """Ids by moment ("step 1", "epoch 0") and data-parallel rank: a list for each process."""

@@ -15,7 +15,6 @@ from lit_cifar.models.ghost_batchnorm import GhostBatchNorm2d
 from lit_cifar.verify.evaluation import LogitsOfAll
 from lit_cifar.verify.logged_metrics import counted
 from lit_cifar.verify.pieces import pieces_of
-from lit_cifar.verify.planting import Site, plant
 from lit_cifar.verify.rank_state import State, metrics_state, module_state, own_state
 
 Order = Literal["usual", "reversed", "plain_kernels"]
@@ -31,14 +30,12 @@ class Trace(L.Callback):
     what it holds, see `rank_state`). Rank 0 writes `run.json` at the end.
 
     `order` changes the rounding of sums alone: "reversed" turns the samples round inside every chunk that is normalised
-    by itself; "plain_kernels" uses torch's own convolutions in place of oneDNN's or cuDNN's. `bug` is the path of a
-    mistake to make, "package.module:name".
+    by itself; "plain_kernels" uses torch's own convolutions in place of oneDNN's or cuDNN's.
     """
 
-    def __init__(self, folder: str, *, order: Order = "usual", bug: str | None = None) -> None:
+    def __init__(self, folder: str, *, order: Order = "usual") -> None:
         self.folder = Path(folder)
         self.order = order
-        self.bug = bug
         self._step = 0
         self._loss: Tensor | float = 0.0
         self._ids: dict[str, list[int]] = {"step": [], "epoch": [], "evaluation": []}
@@ -46,12 +43,10 @@ class Trace(L.Callback):
         self._one_model = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Before the strategy has touched the network: plant the bug, choose the kernels."""
+        """Choose the kernels."""
         # TF32 has 10 bits: the plain kernels do not, and the tolerance would be the distance between the two.
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.deterministic = True  # processes of `tp` that compute the same must get the same bits
-        if self.bug is not None:
-            plant(self.bug, Site(trainer, pl_module, self.folder))
         if self.order == "plain_kernels":
             torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # a property in a module
             torch.backends.cudnn.enabled = False

@@ -27,10 +27,11 @@ from lit_cifar.verify.verdict_table import VerifiedMode
 
 @dataclass(frozen=True)
 class Case:
-    """A mode to compare, with the planted mistake at that path ("package.module:name") if there shall be one."""
+    """A mode to compare."""
 
     mode: Variant
-    bug: str | None = None
+    flags: tuple[str, ...] = ()  # further ones of `fit`, for the runs of the mode alone
+    title: str | None = None  # of its runs, where it is not the mode's name
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Verifier:
         def compared(number: int, key: GhostBatches) -> Compared:
             case = cases[number]
             folder = self.launcher.new_folder(case.mode.name)
-            outcome = self.launcher.run_mode(case.mode, folder, bug=case.bug)
+            outcome = self.launcher.run_mode(case.mode, folder, title=case.title or case.mode.name, more=case.flags)
             row = VerifiedMode(case.mode.name, self.references.words(key))
             with judging:
                 judge(row, outcome, Record(folder), self.references.get(key), self.launcher.settings)

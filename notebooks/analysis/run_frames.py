@@ -10,7 +10,9 @@ from matplotlib.figure import Figure
 
 from lit_cifar.checkpoint.lightning_io import DIGESTS
 from lit_cifar.errors import ConfigError
-from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates
+from lit_cifar.reporting import run_reader
+from lit_cifar.reporting.evaluation_tables import PER_RANK
+from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates, pooled
 
 BLUE, RED, GREY = "#1f6fb4", "#c8321e", "#666666"
 _OF_FIT = "python -m lit_cifar fit writes one; its run folder is printed at the end"
@@ -25,9 +27,11 @@ def read_metrics(run: str | Path) -> pd.DataFrame:
         run: A run folder.
 
     Raises:
-        ConfigError: If the folder has no such file.
+        ConfigError: If the folder has no such file, or it is damaged.
     """
-    return pd.read_csv(_file(run, "metrics.csv", remedy=_OF_FIT)).groupby("step", as_index=False).first()
+    columns = run_reader.read_metrics(_file(run, run_reader.METRICS, remedy=_OF_FIT))
+    frame = pd.DataFrame({name: pd.Series(values, dtype=float) for name, values in columns.items()})
+    return frame.sort_index().rename_axis("step").reset_index()
 
 
 def read_digests(run: str | Path) -> "pd.Series[str]":
@@ -55,21 +59,21 @@ def read_per_rank(run: str | Path, *, split: str) -> pd.DataFrame:
         (differs from the other ranks beyond chance; see `lit_cifar.reporting.rank_statistics.deviates`).
 
     Raises:
-        ConfigError: If the folder has no such file, or the file no such split.
+        ConfigError: If the folder has no such file, it is damaged, or has no such split.
     """
     command = "validate" if split == "val" else split
     remedy = f"python -m lit_cifar {command} --ckpt_path CHECKPOINT writes one into its run folder"
-    path = _file(run, "per_rank.csv", remedy=remedy)
-    frame = pd.read_csv(path, dtype={"rank": str})
-    frame = frame[frame["split"] == split].reset_index(drop=True)
-    if frame.empty:
+    path = _file(run, PER_RANK, remedy=remedy)
+    counts = run_reader.read_ranks(path).get(split)
+    if counts is None:
         raise ConfigError(f"{path} has no rows of split={split}", remedy=remedy)
-    return with_intervals(frame)
+    return per_rank_frame(counts, split=split, whole=pooled(counts))
 
 
-def per_rank_frame(counts: Sequence[AccuracyCount], *, split: str) -> pd.DataFrame:
-    """The frame that `read_per_rank` would return for these counts, the sum left out."""
-    rows = [(split, str(rank), count.correct, count.total, count.accuracy) for rank, count in enumerate(counts)]
+def per_rank_frame(counts: Sequence[AccuracyCount], *, split: str, whole: AccuracyCount | None = None) -> pd.DataFrame:
+    """The frame that `read_per_rank` would return for these counts; without their sum, `whole`, unless it is given."""
+    named = [*enumerate(counts), *([] if whole is None else [("all", whole)])]
+    rows = [(split, str(rank), count.correct, count.total, count.accuracy) for rank, count in named]
     return with_intervals(pd.DataFrame(rows, columns=["split", "rank", "correct", "total", "accuracy"]))
 
 

@@ -3,7 +3,6 @@
 Rank 0, which writes checkpoints and logs, is never the one.
 """
 
-from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -13,17 +12,7 @@ from torch import Tensor, nn
 from lit_cifar.metrics import EvaluationMetrics
 from lit_cifar.strategies.mesh import local_part
 from lit_cifar.strategies.sync_batchnorm import _Synchronised
-from lit_cifar.verify.planting import PIPELINE, Bug, Site
-
-Plant = Callable[[Site], None]
-
-
-def _in_last(plant: Plant) -> Plant:
-    def planted(site: Site) -> None:
-        if site.rank == site.trainer.world_size - 1:
-            plant(site)
-
-    return planted
+from tests.mutations.planting import PIPELINE, Mutation, Site, in_last
 
 
 @torch.no_grad()
@@ -139,21 +128,23 @@ def _stale_copies(site: Site) -> None:
     site.replace(site.trainer.strategy, "_owned_tensors", of_copies)
 
 
-BUGS_OF_ONE = [
-    Bug("shifted-bias", "one process's fc.bias moves after every batch", "ddp", _in_last(_shifted_bias)),
-    Bug("changed-at-end", "one process's weights change after the last step", "ddp", _in_last(_changed_at_end)),
-    Bug("lost-momentum", "one process loses the momentum of a tensor", "ddp", _in_last(_lost_momentum)),
-    Bug("batch-twice", "one process counts a batch twice in val/", "ddp", _in_last(metrics_twice)),
-    Bug("skipped-update", "one process does not step", "ddp", _in_last(_skipped_update)),
-    Bug("other-decay", "one process has no weight decay", "ddp", _in_last(_other_decay)),
-    Bug("stranger", "one optimizer has a parameter of another network", "ddp", _in_last(_stranger)),
-    Bug("other-weights", "one process evaluates other weights", "ddp", _in_last(_other_weights_evaluated)),
-    Bug("unmoved-statistics", "one process's statistics stay", "ddp-sync", _in_last(_unmoved_statistics)),
-    Bug("other-rate", "one process has another learning rate", "ddp_spawn", _in_last(_other_rate)),
-    Bug("lone-replica", "one replica's weights move after every batch", "ddp_mp", _in_last(_shifted_bias), devices=4),
-    Bug("stale-copies", "one process keeps old copies of other stages", "pp", _in_last(_stale_copies), PIPELINE),
-    Bug("lone-pipeline", "one pipeline diverges", "ddp_pp", _in_last(_shifted_bias), PIPELINE, devices=4),
-    Bug("stale-shard", "one process's shard is not updated", "fsdp2", _in_last(_stale_shard)),
-    Bug("shifted-norm", "one process's BatchNorm diverges", "tp", _in_last(_shifted_norm)),
-    Bug("other-decay-of-part", "one process has no weight decay", "fsdp2-tp", _in_last(_other_decay), devices=4),
+MUTATIONS = [
+    Mutation("shifted-bias", "one process's fc.bias moves after every batch", "ddp", in_last(_shifted_bias)),
+    Mutation("changed-at-end", "one process's weights change after the last step", "ddp", in_last(_changed_at_end)),
+    Mutation("lost-momentum", "one process loses the momentum of a tensor", "ddp", in_last(_lost_momentum)),
+    Mutation("batch-twice", "one process counts a batch twice in val/", "ddp", in_last(metrics_twice)),
+    Mutation("skipped-update", "one process does not step", "ddp", in_last(_skipped_update)),
+    Mutation("other-decay", "one process has no weight decay", "ddp", in_last(_other_decay)),
+    Mutation("stranger", "one optimizer has a parameter of another network", "ddp", in_last(_stranger)),
+    Mutation("other-weights", "one process evaluates other weights", "ddp", in_last(_other_weights_evaluated)),
+    Mutation("unmoved-statistics", "one process's statistics stay", "ddp-sync", in_last(_unmoved_statistics)),
+    Mutation("other-rate", "one process has another learning rate", "ddp_spawn", in_last(_other_rate)),
+    Mutation(
+        "lone-replica", "one replica's weights move after every batch", "ddp_mp", in_last(_shifted_bias), devices=4
+    ),
+    Mutation("stale-copies", "one process keeps old copies of other stages", "pp", in_last(_stale_copies), PIPELINE),
+    Mutation("lone-pipeline", "one pipeline diverges", "ddp_pp", in_last(_shifted_bias), PIPELINE, devices=4),
+    Mutation("stale-shard", "one process's shard is not updated", "fsdp2", in_last(_stale_shard)),
+    Mutation("shifted-norm", "one process's BatchNorm diverges", "tp", in_last(_shifted_norm)),
+    Mutation("other-decay-of-part", "one process has no weight decay", "fsdp2-tp", in_last(_other_decay), devices=4),
 ]

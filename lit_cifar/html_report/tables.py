@@ -1,31 +1,84 @@
-"""The tables of the page: what the runs are and reached, in what they differ, their samples, how to repeat them."""
+"""What the tables of the page say: what runs are called, are and reached, in what they differ, how to repeat them."""
 
+import os
 import shlex
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from lit_cifar.html_report.markup import Markup, element, joined
-from lit_cifar.html_report.page_elements import run_name, table
-from lit_cifar.html_report.run_differences import different_settings
-from lit_cifar.html_report.run_reader import RunContents
+from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.progress import METRIC as THROUGHPUT
+from lit_cifar.reporting.rank_statistics import pooled
+from lit_cifar.reporting.run_reader import RunContents
 from lit_cifar.reporting.run_report import shown
 
 Runs = Mapping[str, RunContents]
-NOTHING = "\N{EN DASH}"
 _COMMANDS = ("fit", "validate", "test")
 
 
-def summary(runs: Runs) -> Markup:
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """A short name for each folder: its path without the parts that all begin and end with.
+
+    Raises:
+        ConfigError: A folder is given twice.
+    """
+    paths = [Path(os.path.normpath(folder.absolute())).parts for folder in folders]
+    for index, path in enumerate(paths):
+        if path in paths[:index]:
+            raise ConfigError(f"the run folder {folders[index]} is given twice", remedy="name it once")
+    if len(paths) == 1:
+        return [paths[0][-1]]
+    most = min(map(len, paths)) - 1  # a part of each path is left
+    front = _num_common(paths, most)
+    back = _num_common([path[::-1] for path in paths], most - front)
+    return ["/".join(path[front : len(path) - back]) for path in paths]
+
+
+def _num_common(paths: Sequence[Sequence[str]], most: int) -> int:
+    """How many parts, up to `most`, all paths begin with."""
+    return next((index for index in range(most) if len({path[index] for path in paths}) > 1), most)
+
+
+def check_comparable(runs: Runs) -> None:
+    """Find out whether the runs have the same data set.
+
+    Raises:
+        ConfigError: They have different ones.
+    """
+    first, *others = runs
+    for name in others:
+        for what, one, other in zip(("data", "classes"), _data_of(runs[first]), _data_of(runs[name]), strict=True):
+            if one and other and one != other:
+                page = shlex.join(["python", "-m", "lit_cifar", "report", str(runs[name].folder)])
+                raise ConfigError(
+                    f"the runs have different {what}, and cannot be compared:\n{first} has {one}\n{name} has {other}",
+                    remedy=f"make a page for each, e.g. {page}",
+                )
+
+
+def _data_of(run: RunContents) -> tuple[str, str]:
+    """The title of the data set, and its classes where they are known."""
+    classes = [confusion.classes for confusion in run.confusion.values()]
+    return run.environment["data"], ", ".join(classes[0]) if classes else ""
+
+
+def different_settings(runs: Sequence[RunContents]) -> dict[str, list[str | None]]:
+    """The flags in which the runs differ, each with the value of every run, None where a run has no such flag.
+
+    A whole part of the configuration that some run lacks is left out: `test` has no flags for checkpoints.
+    """
+    parts = set.intersection(*({key.partition(".")[0] for key in run.settings} for run in runs))
+    keys = dict.fromkeys(key for run in runs for key in run.settings if key.partition(".")[0] in parts)
+    rows = {key: [run.settings.get(key) for run in runs] for key in keys}
+    return {key: values for key, values in rows.items() if len(set(values)) > 1}
+
+
+def summary(runs: Runs) -> dict[str, list[str | None]]:
     """What each run is, and what it has reached; facts that no run has are left out."""
     facts = [_facts(run) for run in runs.values()]
-    rows = [(name, *(fact[name] or NOTHING for fact in facts)) for name in facts[0]]
-    return table(["", *_heads(runs)], [row for row in rows if set(row[1:]) != {NOTHING}])
-
-
-def _heads(runs: Runs) -> list[Markup]:
-    return [run_name(place, name) for place, name in enumerate(runs)]
+    rows = {name: [fact[name] for fact in facts] for name in facts[0]}
+    return {name: values for name, values in rows.items() if any(values)}
 
 
 def _facts(run: RunContents) -> dict[str, str | None]:
@@ -49,8 +102,8 @@ def _facts(run: RunContents) -> dict[str, str | None]:
 
 
 def _accuracy(run: RunContents, split: str) -> str | None:
-    count = run.count(split)
-    if count is None or not count.total:
+    count = pooled(run.ranks.get(split, []))
+    if not count.total:
         return None
     low, high = count.interval()
     return f"{count.accuracy:.2%} of {count.total:,} ({low:.1%} to {high:.1%})"
@@ -79,7 +132,8 @@ def _network(settings: Mapping[str, str]) -> str | None:
     if settings.get("model.network", "null") != "null":
         return settings["model.network"]
     stem = settings.get("model.stem", "null")
-    return settings.get("model.arch", NOTHING) + ("" if stem == "null" else f", {stem} stem")
+    arch = settings.get("model.arch")
+    return arch if arch is None or stem == "null" else f"{arch}, {stem} stem"
 
 
 def _hardware(about: Mapping[str, Any]) -> str:
@@ -97,45 +151,10 @@ def _count(number: int, one: str, many: str | None = None) -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
-def settings_that_differ(runs: Runs) -> Markup | None:
-    """The flags in which the runs differ; None for one run."""
-    if len(runs) == 1:
-        return None
-    rows = different_settings(list(runs.values()))
-    if not rows:
-        return element("p", "None: the runs have the same settings.")
-    cells = [
-        [element("code", f"--{key}"), *(NOTHING if value is None else element("code", value) for value in values)]
-        for key, values in rows.items()
-    ]
-    return table(["", *_heads(runs)], cells)
-
-
-def samples(runs: Runs) -> Markup | None:
-    """The digest of the samples of each run that has trained; None if there is none."""
-    trained = [(place, name, run.epochs[-1]) for place, (name, run) in enumerate(runs.items()) if run.epochs]
-    rows = [
-        [run_name(place, name), f"{epoch.number + 1}", f"{epoch.samples:,}", element("code", epoch.digest)]
-        for place, name, epoch in trained
-    ]
-    digests = {(epoch.number, epoch.digest) for _, _, epoch in trained}
-    verdict = element("p", "All runs used the same samples.") if len(digests) == 1 < len(trained) else None
-    head = ["run", "epochs", "samples in the last", "digest after the last"]
-    return joined(verdict, table(head, rows)) if rows else None
-
-
-def repeat(runs: Runs) -> Markup:
-    """The commands that repeat each run, and what was typed to start it."""
-    return joined(*(_repeat(place, name, run) for place, (name, run) in enumerate(runs.items())))
-
-
-def _repeat(place: int, name: str, run: RunContents) -> Markup:
-    parts = [element("h3", run_name(place, name))]
-    command = repeat_command(run)
-    if command is not None:
-        parts.append(element("pre", element("code", command), tabindex=0))
-    typed = element("pre", element("code", run.environment["command"]), tabindex=0)
-    return element("div", *parts, element("p", "It was started by"), typed)
+def same_samples(runs: Runs) -> bool:
+    """Whether several runs have trained, all of them on the same samples."""
+    last = [(run.epochs[-1].number, run.epochs[-1].digest) for run in runs.values() if run.epochs]
+    return len(set(last)) == 1 < len(last)
 
 
 def command_of(run: RunContents) -> str | None:

@@ -1,8 +1,7 @@
-"""Plants a mistake, and records whether its wrong code has run."""
+"""Plants a mutation in a process of a run, and records whether its wrong code has run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from importlib import import_module
 from inspect import getattr_static
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import lightning as L
 
 @dataclass(frozen=True)
 class Site:
-    """A process in which a mistake is planted, before the strategy touches the network."""
+    """A process in which a mutation is planted, before the strategy touches the network."""
 
     trainer: Any
     module: Any
@@ -48,30 +47,39 @@ class Site:
         self.trainer.callbacks.append(callback)
 
 
-@dataclass(frozen=True)
-class Bug:
-    """A mistake."""
+Plant = Callable[[Site], None]
 
-    name: str  # its key in `BUGS`
+
+@dataclass(frozen=True)
+class Mutation:
+    """A mistake, and how it is planted."""
+
+    name: str
     imitates: str  # what a programmer forgot or misunderstood
     mode: str  # the mode in which it is planted
-    plant: Callable[[Site], None]
+    plant: Plant
     args: tuple[str, ...] = ()  # further flags of `fit` without which it has no effect
     devices: int = 2  # devices of the mode; more than two if it needs several replicas of several devices
 
 
-def bugs_of(module: str) -> dict[str, Bug]:
-    """What a module's dict `BUGS` has, by path: "package.module:name"."""
-    return {f"{module}:{name}": bug for name, bug in import_module(module).BUGS.items()}
+def by_name(mutations: Iterable[Mutation]) -> dict[str, Mutation]:
+    """The mutations by their names, of which each must be another."""
+    found: dict[str, Mutation] = {}
+    for mutation in mutations:
+        if mutation.name in found:
+            raise ValueError(f"two mutations have the name {mutation.name!r}")
+        found[mutation.name] = mutation
+    return found
 
 
-def bug_at(path: str) -> Bug:
-    return bugs_of(path.split(":")[0])[path]
+def in_last(plant: Plant) -> Plant:
+    """The mistake in the process of the last rank alone."""
 
+    def planted(site: Site) -> None:
+        if site.rank == site.trainer.world_size - 1:
+            plant(site)
 
-def plant(path: str, site: Site) -> None:
-    """Make the mistake at "package.module:name"."""
-    bug_at(path).plant(site)
+    return planted
 
 
 # The ragged batch is too small for microbatches of two accumulated steps; clipped, so that the norm matters.

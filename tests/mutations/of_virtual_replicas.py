@@ -15,7 +15,7 @@ from lit_cifar.strategies import tree_sum, virtual_replicas
 from lit_cifar.strategies.fsdp import TreeReduceScatter
 from lit_cifar.strategies.parts import Parts
 from lit_cifar.strategies.tree_sum import TreeAllReduce, TreeSum, tree_reduce_scatter
-from lit_cifar.verify.planting import PIPELINE, Bug, Site
+from tests.mutations.planting import PIPELINE, Mutation, Site
 
 
 def _order_of_arrival(site: Site) -> None:
@@ -109,23 +109,20 @@ def _norm_of_own_rows(site: Site) -> None:
     site.replace(virtual_replicas, "_with_whole_gradient", lambda group, strategy: None)
 
 
-BUGS: dict[str, Bug] = {
-    bug.name: bug
-    for bug in [
-        Bug("order-of-arrival", "gradients are added one after the other", "dp", _order_of_arrival),
-        Bug("order-of-ranks", "processes are added by their ranks", "ddp", _order_of_ranks, devices=4),
-        Bug("no-exchange", "each process keeps the sum of its own parts", "ddp", _no_exchange),
-        Bug("part-for-each-process", "there are as many parts as processes", "ddp", _part_for_each_process),
-        Bug("consecutive-samples", "parts are consecutive samples of a process", "ddp", _consecutive_samples),
-        Bug("equal-weights", "unequal parts of a ragged batch have equal weight", "ddp", _equal_weights),
-        Bug("statistics-of-last-part", "running statistics are the last part's", "ddp", _statistics_of_last_part),
-        Bug("chained-statistics", "each part continues the running statistics", "mp", _chained_statistics),
-        Bug("losses-in-float", "logged losses are added in float32", "ddp", _losses_in_float),
-        Bug("exchange-of-every-part", "each part is summed over the processes", "fsdp2", _exchange_of_every_part),
-        Bug("norm-by-process", "each process adds its squares first", "pp", _norm_by_process, PIPELINE),
-        Bug("norm-of-own-rows", "each stage clips by its own norm", "pp", _norm_of_own_rows, PIPELINE),
-    ]
-}
+MUTATIONS = [
+    Mutation("order-of-arrival", "gradients are added one after the other", "dp", _order_of_arrival),
+    Mutation("order-of-ranks", "processes are added by their ranks", "ddp", _order_of_ranks, devices=4),
+    Mutation("no-exchange", "each process keeps the sum of its own parts", "ddp", _no_exchange),
+    Mutation("part-for-each-process", "there are as many parts as processes", "ddp", _part_for_each_process),
+    Mutation("consecutive-samples", "parts are consecutive samples of a process", "ddp", _consecutive_samples),
+    Mutation("equal-weights", "unequal parts of a ragged batch have equal weight", "ddp", _equal_weights),
+    Mutation("statistics-of-last-part", "running statistics are the last part's", "ddp", _statistics_of_last_part),
+    Mutation("chained-statistics", "each part continues the running statistics", "mp", _chained_statistics),
+    Mutation("losses-in-float", "logged losses are added in float32", "ddp", _losses_in_float),
+    Mutation("exchange-of-every-part", "each part is summed over the processes", "fsdp2", _exchange_of_every_part),
+    Mutation("norm-by-process", "each process adds its squares first", "pp", _norm_by_process, PIPELINE),
+    Mutation("norm-of-own-rows", "each stage clips by its own norm", "pp", _norm_of_own_rows, PIPELINE),
+]
 
 # Why a mistake cannot be made with virtual replicas in a mode that accepts them.
 NO_PLACE = {

@@ -1,8 +1,4 @@
-"""Mistakes that are made in training on several devices, to be planted one by one: `verify --self-test` must see each.
-
-Here those that all processes of a run make, as they run the same wrong code; in `planted_in_one_rank` those of one
-process, in `planted_in_parts` those of virtual replicas.
-"""
+"""Mistakes that all processes of a run make, as they run the same wrong code."""
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -27,8 +23,8 @@ from lit_cifar.strategies.layer_parallel import StagedRunner
 from lit_cifar.strategies.mesh import local_part
 from lit_cifar.strategies.pipeline import Pipeline
 from lit_cifar.strategies.replicas import EmulatedReplicas
-from lit_cifar.verify.planted_in_one_rank import BUGS_OF_ONE, metrics_twice, twice
-from lit_cifar.verify.planting import PIPELINE, Bug, Site
+from tests.mutations.of_one_process import metrics_twice, twice
+from tests.mutations.planting import PIPELINE, Mutation, Site
 
 
 def _ddp_without(setting: str) -> Callable[[Site], None]:
@@ -231,40 +227,36 @@ def _unsummed_input_gradient(site: Site) -> None:
     site.replace(tensor_parallel._SumGradients, "backward", lambda backward, ctx, grad: (grad, None))
 
 
-BUGS: dict[str, Bug] = {
-    bug.name: bug
-    for bug in [
-        Bug("lost-schedule", "the learning rate schedule restarts on resume", "single", _lost_schedule),
-        Bug("last-replica", "running statistics are the last replica's", "dp", _statistics_of_last_replica),
-        Bug("stale-buffers", "a checkpoint has the initial running statistics", "dp", _stale_buffers),
-        Bug("no-all-reduce", "gradients are never averaged", "ddp", _no_all_reduce),
-        Bug("summed-gradients", "gradients are summed, not averaged", "ddp", _summed_gradients),
-        Bug("scaled-loss", "the loss is divided by the number of processes as well", "ddp", _scaled_loss),
-        Bug("summed-accumulation", "accumulated gradients are summed, not averaged", "ddp", _summed_accumulation),
-        Bug("unweighted-batch", "unequal parts of a ragged batch have equal weight", "ddp", _unweighted_ragged_batch),
-        Bug("duplicated-shard", "every process reads the first part of the data", "ddp", _duplicated_part),
-        Bug("augmentation-by-rank", "each process augments with a seed of its own", "ddp", _augmentation_by_rank),
-        Bug("frozen-order", "set_epoch is forgotten", "ddp", _frozen_order),
-        Bug("own-statistics", "each process evaluates with its own running statistics", "ddp", _own_statistics),
-        Bug("padded-evaluation", "evaluation is padded with repeated samples", "ddp", _padded_evaluation),
-        Bug("one-sample-twice", "one sample is evaluated twice, another never", "ddp", _one_sample_twice),
-        Bug("predictions-twice", "every prediction is counted twice", "ddp", _predictions_twice),
-        Bug("metrics-twice", "every batch is counted twice in the logged val/ metrics", "ddp", metrics_twice),
-        Bug("metrics-of-each", "metrics are not summed over the processes", "ddp", _metrics_of_each),
-        Bug("lost-optimizer-state", "momentum is not restored on resume", "ddp", _lost_optimizer_state),
-        Bug("schedule-per-process", "the schedule steps once for each process", "ddp", _schedule_per_process),
-        Bug("scaled-learning-rate", "the rate is multiplied by the world size", "ddp", _scaled_learning_rate),
-        Bug("no-batchnorm-sync", "BatchNorm is not synchronised", "ddp-sync", _no_batchnorm_sync),
-        Bug("copied-stage", "a device computes with a copy that is not trained", "mp", _copied_stage),
-        Bug("dropped-microbatch", "the last microbatch has no gradient", "mp-micro", _dropped_microbatch, PIPELINE),
-        Bug("unaveraged-stage", "the last layer's gradient is not averaged", "ddp_mp", _unaveraged_stage, devices=4),
-        Bug("stale-stage", "another stage's first weights are saved", "pp", _stale_stage, PIPELINE),
-        Bug("local-norm", "each stage clips by its own norm", "pp", _local_norm, PIPELINE),
-        Bug("lost-microbatch", "every second is lost", "pp", _lost_microbatch_of_pipeline, PIPELINE),
-        Bug("lone-pipelines", "pipelines do not average", "ddp_pp", _unaveraged_pipelines, PIPELINE, devices=4),
-        Bug("summed-shards", "sharded gradients are summed, not averaged", "fsdp2", _summed_gradients),
-        Bug("lost-accumulation", "gradients are zeroed between accumulation steps", "fsdp2", _lost_accumulation),
-        Bug("partial-gradient", "the input's gradient is not summed", "tp", _unsummed_input_gradient),
-        *BUGS_OF_ONE,
-    ]
-}
+MUTATIONS = [
+    Mutation("lost-schedule", "the learning rate schedule restarts on resume", "single", _lost_schedule),
+    Mutation("last-replica", "running statistics are the last replica's", "dp", _statistics_of_last_replica),
+    Mutation("stale-buffers", "a checkpoint has the initial running statistics", "dp", _stale_buffers),
+    Mutation("no-all-reduce", "gradients are never averaged", "ddp", _no_all_reduce),
+    Mutation("summed-gradients", "gradients are summed, not averaged", "ddp", _summed_gradients),
+    Mutation("scaled-loss", "the loss is divided by the number of processes as well", "ddp", _scaled_loss),
+    Mutation("summed-accumulation", "accumulated gradients are summed, not averaged", "ddp", _summed_accumulation),
+    Mutation("unweighted-batch", "unequal parts of a ragged batch have equal weight", "ddp", _unweighted_ragged_batch),
+    Mutation("duplicated-shard", "every process reads the first part of the data", "ddp", _duplicated_part),
+    Mutation("augmentation-by-rank", "each process augments with a seed of its own", "ddp", _augmentation_by_rank),
+    Mutation("frozen-order", "set_epoch is forgotten", "ddp", _frozen_order),
+    Mutation("own-statistics", "each process evaluates with its own running statistics", "ddp", _own_statistics),
+    Mutation("padded-evaluation", "evaluation is padded with repeated samples", "ddp", _padded_evaluation),
+    Mutation("one-sample-twice", "one sample is evaluated twice, another never", "ddp", _one_sample_twice),
+    Mutation("predictions-twice", "every prediction is counted twice", "ddp", _predictions_twice),
+    Mutation("metrics-twice", "every batch is counted twice in the logged val/ metrics", "ddp", metrics_twice),
+    Mutation("metrics-of-each", "metrics are not summed over the processes", "ddp", _metrics_of_each),
+    Mutation("lost-optimizer-state", "momentum is not restored on resume", "ddp", _lost_optimizer_state),
+    Mutation("schedule-per-process", "the schedule steps once for each process", "ddp", _schedule_per_process),
+    Mutation("scaled-learning-rate", "the rate is multiplied by the world size", "ddp", _scaled_learning_rate),
+    Mutation("no-batchnorm-sync", "BatchNorm is not synchronised", "ddp-sync", _no_batchnorm_sync),
+    Mutation("copied-stage", "a device computes with a copy that is not trained", "mp", _copied_stage),
+    Mutation("dropped-microbatch", "the last microbatch has no gradient", "mp-micro", _dropped_microbatch, PIPELINE),
+    Mutation("unaveraged-stage", "the last layer's gradient is not averaged", "ddp_mp", _unaveraged_stage, devices=4),
+    Mutation("stale-stage", "another stage's first weights are saved", "pp", _stale_stage, PIPELINE),
+    Mutation("local-norm", "each stage clips by its own norm", "pp", _local_norm, PIPELINE),
+    Mutation("lost-microbatch", "every second is lost", "pp", _lost_microbatch_of_pipeline, PIPELINE),
+    Mutation("lone-pipelines", "pipelines do not average", "ddp_pp", _unaveraged_pipelines, PIPELINE, devices=4),
+    Mutation("summed-shards", "sharded gradients are summed, not averaged", "fsdp2", _summed_gradients),
+    Mutation("lost-accumulation", "gradients are zeroed between accumulation steps", "fsdp2", _lost_accumulation),
+    Mutation("partial-gradient", "the input's gradient is not summed", "tp", _unsummed_input_gradient),
+]

@@ -1,7 +1,7 @@
 """Silent mistakes for `verify` that were written without a look at how it compares, after bugs of other projects.
 
-`lit_cifar.verify.self_test.self_test(bugs=[*BUGS.values()])` plants them. Each lets a training end normally and changes
-its weights, its results or its files. What a comment names is the public report of such a bug.
+Each lets a training end normally and changes its weights, its results or its files. What a comment names is the public
+report of such a bug.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -32,19 +32,10 @@ from lit_cifar.strategies.replicas import EmulatedReplicas
 from lit_cifar.strategies.state_dicts import only_parameters
 from lit_cifar.strategies.sync_batchnorm import _Normalise, _Synchronised
 from lit_cifar.strategies.tensor_parallel import _all_reduce, _Sum
-from lit_cifar.verify.planting import PIPELINE, Bug, Site
+from tests.mutations.planting import PIPELINE, Mutation, Site, in_last
 
-Plant = Callable[[Site], None]
 UNCUT = ("--trainer.accumulate_grad_batches=1",)  # with it pipelines of several replicas can cut the ragged batch too
 ADAM = ("--model.optimizer=AdamW", "--model.optimizer.lr=0.001")
-
-
-def _in_last(plant: Plant) -> Plant:
-    def planted(site: Site) -> None:
-        if site.rank == site.trainer.world_size - 1:
-            plant(site)
-
-    return planted
 
 
 def _clones(tensors: dict[str, Any]) -> dict[str, Tensor]:
@@ -92,7 +83,7 @@ def _shards_swapped_in_file(site: Site) -> None:
         whole: dict[str, Any] = gather(state)
         for index, entry in state["state"].items():
             for name, part in entry.items():
-                if isinstance(part, DTensor) and (dims := [p.dim for p in part.placements if p.is_shard()]):
+                if isinstance(part, DTensor) and (dims := [p.dim for p in part.placements if isinstance(p, Shard)]):
                     tensor = whole["state"][index][name]
                     whole["state"][index][name] = tensor.roll(tensor.shape[dims[0]] // 2, dims[0])
         return whole
@@ -176,7 +167,7 @@ def _pieces_as_they_end(site: Site) -> None:
 
 
 def _strided_microbatches(site: Site) -> None:
-    def strided(run: Any, runner: StagedRunner, images: Tensor) -> Tensor:
+    def strided(run: Any, runner: StagedRunner, images: Tensor) -> Any:
         if torch.is_grad_enabled():
             return run(runner, images)
         return torch.cat([run(runner, images[start :: runner.num_microbatches]) for start in range(2)])
@@ -218,7 +209,7 @@ def _first_batch_with_old_weights(site: Site) -> None:
 
 
 def _flipped_by_one(site: Site) -> None:
-    def with_mirror_images(evaluated: Any, images: Tensor) -> Tensor:
+    def with_mirror_images(evaluated: Any, images: Tensor) -> Any:
         site.set(site.module, "flip_test", True)
         return evaluated(images)
 
@@ -277,7 +268,7 @@ def _stays_in_evaluation_mode(site: Site) -> None:
 
 
 def _evaluates_in_float32(site: Site) -> None:
-    def narrow(evaluated: Any, images: Tensor) -> Tensor:
+    def narrow(evaluated: Any, images: Tensor) -> Any:
         return evaluated(images).float().to(images.dtype)
 
     site.replace(site.module, "_evaluated", narrow)
@@ -287,7 +278,7 @@ def _replicas_with_old_buffers(site: Site) -> None:
     old: dict[str, Tensor] = {}
     site.at("on_train_batch_start", lambda: old.update(_clones(dict(site.module.network.named_buffers()))))
 
-    def evaluate(run: Any, replicas: EmulatedReplicas, images: Tensor) -> Tensor:
+    def evaluate(run: Any, replicas: EmulatedReplicas, images: Tensor) -> Any:
         if torch.is_grad_enabled():
             return run(replicas, images)
         first, *others = images.chunk(replicas.num_replicas)
@@ -332,7 +323,7 @@ def _resumes_with_first_draws(site: Site) -> None:
         resumed.append(True)
         load(*args)
 
-    def draw(original: Any, augmentation: Augmentation, ids: Tensor, size: Any, *, epoch: int) -> Tensor:
+    def draw(original: Any, augmentation: Augmentation, ids: Tensor, size: Any, *, epoch: int) -> Any:
         return original(augmentation, ids, size, epoch=0 if resumed else epoch)
 
     site.replace(exact_resume.ExactResume, "on_load_checkpoint", note)
@@ -364,7 +355,7 @@ def _momentum_in_float32(site: Site) -> None:
 
 
 def _momenta_of_neighbours(site: Site) -> None:
-    def swapped(split: Any, state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
+    def swapped(split: Any, state: dict[str, Any], optimizer: Any) -> Any:
         entries = dict(state["state"])
         entries[1], entries[2] = entries[2], entries[1]  # of the first BatchNorm's weight and bias
         return split(state | {"state": entries}, optimizer)
@@ -477,7 +468,7 @@ def _schedule_per_microbatch(site: Site) -> None:
 
 
 def _odd_sample_dropped(site: Site) -> None:
-    def even(train: Any, batch: Batch) -> Tensor:
+    def even(train: Any, batch: Batch) -> Any:
         num = len(batch.labels) // 2 * 2
         images, labels, ids = (tensor[:num] for tensor in (batch.images, batch.labels, batch.ids))
         return train(batch._replace(images=images, labels=labels, ids=ids))
@@ -599,7 +590,8 @@ def _bias_of_every_rank(site: Site) -> None:
 
 def _summed_in_both_passes(site: Site) -> None:
     def again(backward: Any, ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grad, dist.group.WORLD), None
+        group: Any = dist.group.WORLD
+        return _all_reduce(grad, group), None
 
     site.replace(_Sum, "backward", again)
 
@@ -636,113 +628,113 @@ def _tensor_parts_over_all(site: Site) -> None:
     def halve() -> None:
         for parameter in site.module.network.parameters():
             if isinstance(parameter, DTensor) and len(parameter.placements) == 2 and parameter.placements[1].is_shard():
+                assert parameter.grad is not None
                 local_part(parameter.grad).div_(2)
 
     _before_step(site, halve)
 
 
-BUGS: dict[str, Bug] = {
-    bug.name: bug
-    for bug in [
-        # Copies
-        Bug("copied-too-early", "a pipeline's copies are taken and then refreshed", "pp", _copied_too_early),
-        Bug("parameters-refreshed", "copies of buffers are not refreshed", "pp", _parameters_refreshed),
-        # huggingface/pytorch-image-models#110
-        Bug("own-shard-statistics", "each replica evaluates its own statistics", "fsdp2", _own_shard_statistics),
-        Bug("swapped-shards", "the file has each rank's momentum in another's place", "tp", _shards_swapped_in_file),
-        Bug("stale-buffer", "the file has a stage's old buffer", "ddp_mp", _stale_buffer_of_stage, devices=4),
-        Bug("old-statistics", "the network gets its first buffers back", "fsdp2", _old_statistics_after_fit),
-        Bug("stale-momentum", "the file has a tensor's momentum of the step before", "mp", _stale_momentum_in_file),
-        Bug("means-alone", "only means are the first pipeline's", "ddp_pp", _means_of_first_pipeline, UNCUT, devices=4),
-        Bug("own-part-for-all", "the file has own columns twice", "fsdp2-tp", _own_part_for_all, devices=4),
-        # hpcaitech/ColossalAI#1259
-        Bug("state-of-one-stage", "the file has the first stage's momentum alone", "pp", _state_of_one_stage),
-        # Evaluation
-        Bug("pieces-as-they-end", "evaluated microbatches are joined in another order", "pp", _pieces_as_they_end),
-        Bug("strided-microbatches", "cut by strides, joined as blocks", "mp-micro", _strided_microbatches),
-        Bug("labels-of-others", "the last batch is compared with shifted labels", "single", _labels_of_others),
-        Bug(
-            "first-in-training",
-            "one rank's first batch is evaluated in training mode",
-            "ddp_spawn",
-            _in_last(_first_batch_in_training_mode),
-        ),
-        Bug("first-with-old", "the first batch is evaluated with old weights", "mp", _first_batch_with_old_weights),
-        Bug("flipped-by-one", "one rank evaluates mirror images too", "ddp", _in_last(_flipped_by_one)),
-        Bug("transposed", "confusion.csv is transposed", "ddp", _transposed_confusion),
-        Bug("own-confusion", "confusion.csv has the first rank's counts alone", "fsdp2", _confusion_of_first_rank),
-        Bug("ranks-in-reverse", "the counts of replicas are swapped", "dp", _ranks_in_reverse),
-        # Lightning-AI/pytorch-lightning#3728
-        Bug("counts-of-all-epochs", "confusion.csv is not reset", "single", _counts_of_all_epochs),
-        # catalyst-team/catalyst#799
-        Bug("mean-of-batches", "val/loss is the mean of batches", "ddp_mp", _mean_of_batch_means, devices=4),
-        # facebookresearch/schedule_free#60
-        Bug("normalises", "BatchNorm normalises what is evaluated", "tp", _normalises_evaluation_batches),
-        Bug("warm-up", "a pass after an evaluation moves the statistics", "single", _warm_up_after_evaluation),
-        # Lightning-AI/pytorch-lightning#20177
-        Bug("stays-in-eval", "the network stays in evaluation mode", "mp-micro", _stays_in_evaluation_mode),
-        Bug("one-stays-in-eval", "one rank stays in evaluation mode", "ddp", _in_last(_stays_in_evaluation_mode)),
-        Bug("narrow-evaluation", "one rank evaluates in float32", "ddp-sync", _in_last(_evaluates_in_float32)),
-        Bug("old-buffers", "other replicas evaluate with old buffers", "dp", _replicas_with_old_buffers),
-        Bug("counts-of-replica", "metrics count each process of a replica", "tp", _counts_of_whole_replica),
-        Bug("last-without-loss", "val/loss lacks a sample", "fsdp2-tp", _last_sample_without_loss, devices=4),
-        # Checkpoint and resume
-        # THUDM/slime#1547
-        Bug("schedule-behind", "the schedule resumes a step behind", "dp", _schedule_a_step_behind),
-        # mosaicml/streaming#869
-        Bug("first-draws", "a resumed epoch is augmented as the first", "tp", _resumes_with_first_draws),
-        Bug("adam-counts-again", "Adam's step is 0 on resume", "ddp", _adam_counts_again, ADAM),
-        # KempnerInstitute/KempnerForge#115
-        Bug("second-moments", "Adam's second moments are lost on resume", "fsdp2", _second_moments_lost, ADAM),
-        Bug("narrow-momentum", "momentum resumes in float32", "ddp", _momentum_in_float32),
-        # pytorch/pytorch#1489
-        Bug("momenta-of-neighbours", "momentum resumes in another order", "fsdp2", _momenta_of_neighbours),
-        Bug("counts-of-all", "each rank resumes with the counts of all", "ddp", _counts_of_all_in_each),
-        # Lightning-AI/pytorch-lightning#20185
-        Bug("best-of-before", "best.ckpt has the weights of the step before", "single", _best_of_step_before),
-        Bug("receipt-anew", "the receipt forgets on resume the epochs before", "ddp_spawn", _receipt_begins_anew),
-        Bug("header-as-row", "the header of metrics.csv counts as a row", "ddp", _header_counted_as_row),
-        Bug("buffers-not-restored", "running statistics start again on resume", "mp", _buffers_not_restored),
-        # pytorch/pytorch#140900
-        Bug("fresh-rate", "resumes with the peak rate", "ddp_mp", _rate_of_fresh_optimizer, devices=4),
-        # Lightning-AI/pytorch-lightning#850
-        Bug("epoch-ahead", "the file's epoch is one too high", "dp", _epoch_ahead),
-        # Hard sizes and the second epoch
-        # huggingface/transformers#34191
-        Bug("as-if-full", "a ragged batch is divided by the full size", "fsdp2", _as_if_full),
-        Bug("first-augmentation", "every epoch is augmented as the first", "ddp_spawn", _draws_of_first_epoch),
-        # huggingface/accelerate#2831
-        Bug("old-gradient", "gradients are zeroed once an epoch", "mp-micro", _gradient_of_last_step),
-        Bug("decays-twice", "weight decay acts twice in a ragged step", "tp", _decays_twice),
-        # huggingface/accelerate#963
-        Bug("schedule-per-microbatch", "the schedule also steps between steps", "dp", _schedule_per_microbatch),
-        Bug("odd-sample", "one rank leaves out the odd sample of its part", "ddp", _in_last(_odd_sample_dropped)),
-        Bug("no-step-at-end", "the schedule misses the last step of an epoch", "ddp_spawn", _no_schedule_at_epoch_end),
-        Bug("momentum-of-epoch", "every epoch begins without momentum", "mp", _momentum_of_one_epoch),
-        Bug("loss-of-epochs", "train/loss is not reset", "mp", _loss_of_all_epochs),
-        Bug("equal-microbatches", "unequal microbatches have equal weight", "pp", _equal_microbatches),
-        # Reduction
-        Bug("over-all", "pipelines divide by all processes", "ddp_pp", _averaged_over_all, UNCUT, devices=4),
-        Bug("stage-over-devices", "a stage divides by devices", "ddp_mp", _second_stage_over_devices, devices=4),
-        # pytorch/torchtitan#596
-        Bug("pipelines-in-norm", "the norm adds every pipeline", "ddp_pp", _every_copy_in_norm, PIPELINE, devices=4),
-        # NVIDIA-NeMo/RL#3788
-        Bug("copies-in-norm", "the norm adds every copy", "tp", _every_copy_in_norm, PIPELINE),
-        Bug("summed-weight", "BatchNorm's weight has summed gradients", "ddp-sync", _summed_weight_of_batchnorm),
-        Bug("narrow-reduction", "gradients are averaged in float32", "ddp", _reduced_in_float32),
-        # pytorch/pytorch#22192
-        Bug("equal-processes", "unequal processes have equal weight in a mean", "ddp-sync", _equal_processes),
-        Bug("own-count", "running variances use a process's count", "ddp-sync", _unbiased_by_own_count),
-        # pytorch/pytorch#36382
-        Bug("own-count-backward", "backward uses a process's count", "ddp-sync", _backward_by_own_count),
-        Bug("divided-twice", "a tensor's gradient is divided twice", "fsdp2", _divided_twice),
-        # huggingface/text-generation-inference#1036
-        Bug("bias-of-every-rank", "each rank adds the bias", "tp", _bias_of_every_rank),
-        Bug("summed-twice", "a sum's gradient is summed again", "tp", _summed_in_both_passes),
-        Bug("other-labels", "microbatches have each other's labels", "pp", _labels_of_other_microbatch),
-        Bug("mean-of-replicas", "the loss is the mean of the replicas' means", "dp", _mean_of_replicas),
-        # huggingface/accelerate#1624
-        Bug("no-sync-leaks", "a new epoch begins without averages", "ddp_spawn", _no_sync_into_new_epoch),
-        Bug("parts-over-all", "tp's parts divide by all", "fsdp2-tp", _tensor_parts_over_all, devices=4),
-    ]
-}
+MUTATIONS = [
+    # Copies
+    Mutation("copied-too-early", "a pipeline's copies are taken and then refreshed", "pp", _copied_too_early),
+    Mutation("parameters-refreshed", "copies of buffers are not refreshed", "pp", _parameters_refreshed),
+    # huggingface/pytorch-image-models#110
+    Mutation("own-shard-statistics", "each replica evaluates its own statistics", "fsdp2", _own_shard_statistics),
+    Mutation("swapped-shards", "the file has each rank's momentum in another's place", "tp", _shards_swapped_in_file),
+    Mutation("stale-buffer", "the file has a stage's old buffer", "ddp_mp", _stale_buffer_of_stage, devices=4),
+    Mutation("old-statistics", "the network gets its first buffers back", "fsdp2", _old_statistics_after_fit),
+    Mutation("stale-momentum", "the file has a tensor's momentum of the step before", "mp", _stale_momentum_in_file),
+    Mutation(
+        "means-alone", "only means are the first pipeline's", "ddp_pp", _means_of_first_pipeline, UNCUT, devices=4
+    ),
+    Mutation("own-part-for-all", "the file has own columns twice", "fsdp2-tp", _own_part_for_all, devices=4),
+    # hpcaitech/ColossalAI#1259
+    Mutation("state-of-one-stage", "the file has the first stage's momentum alone", "pp", _state_of_one_stage),
+    # Evaluation
+    Mutation("pieces-as-they-end", "evaluated microbatches are joined in another order", "pp", _pieces_as_they_end),
+    Mutation("strided-microbatches", "cut by strides, joined as blocks", "mp-micro", _strided_microbatches),
+    Mutation("labels-of-others", "the last batch is compared with shifted labels", "single", _labels_of_others),
+    Mutation(
+        "first-in-training",
+        "one rank's first batch is evaluated in training mode",
+        "ddp_spawn",
+        in_last(_first_batch_in_training_mode),
+    ),
+    Mutation("first-with-old", "the first batch is evaluated with old weights", "mp", _first_batch_with_old_weights),
+    Mutation("flipped-by-one", "one rank evaluates mirror images too", "ddp", in_last(_flipped_by_one)),
+    Mutation("transposed", "confusion.csv is transposed", "ddp", _transposed_confusion),
+    Mutation("own-confusion", "confusion.csv has the first rank's counts alone", "fsdp2", _confusion_of_first_rank),
+    Mutation("ranks-in-reverse", "the counts of replicas are swapped", "dp", _ranks_in_reverse),
+    # Lightning-AI/pytorch-lightning#3728
+    Mutation("counts-of-all-epochs", "confusion.csv is not reset", "single", _counts_of_all_epochs),
+    # catalyst-team/catalyst#799
+    Mutation("mean-of-batches", "val/loss is the mean of batches", "ddp_mp", _mean_of_batch_means, devices=4),
+    # facebookresearch/schedule_free#60
+    Mutation("normalises", "BatchNorm normalises what is evaluated", "tp", _normalises_evaluation_batches),
+    Mutation("warm-up", "a pass after an evaluation moves the statistics", "single", _warm_up_after_evaluation),
+    # Lightning-AI/pytorch-lightning#20177
+    Mutation("stays-in-eval", "the network stays in evaluation mode", "mp-micro", _stays_in_evaluation_mode),
+    Mutation("one-stays-in-eval", "one rank stays in evaluation mode", "ddp", in_last(_stays_in_evaluation_mode)),
+    Mutation("narrow-evaluation", "one rank evaluates in float32", "ddp-sync", in_last(_evaluates_in_float32)),
+    Mutation("old-buffers", "other replicas evaluate with old buffers", "dp", _replicas_with_old_buffers),
+    Mutation("counts-of-replica", "metrics count each process of a replica", "tp", _counts_of_whole_replica),
+    Mutation("last-without-loss", "val/loss lacks a sample", "fsdp2-tp", _last_sample_without_loss, devices=4),
+    # Checkpoint and resume
+    # THUDM/slime#1547
+    Mutation("schedule-behind", "the schedule resumes a step behind", "dp", _schedule_a_step_behind),
+    # mosaicml/streaming#869
+    Mutation("first-draws", "a resumed epoch is augmented as the first", "tp", _resumes_with_first_draws),
+    Mutation("adam-counts-again", "Adam's step is 0 on resume", "ddp", _adam_counts_again, ADAM),
+    # KempnerInstitute/KempnerForge#115
+    Mutation("second-moments", "Adam's second moments are lost on resume", "fsdp2", _second_moments_lost, ADAM),
+    Mutation("narrow-momentum", "momentum resumes in float32", "ddp", _momentum_in_float32),
+    # pytorch/pytorch#1489
+    Mutation("momenta-of-neighbours", "momentum resumes in another order", "fsdp2", _momenta_of_neighbours),
+    Mutation("counts-of-all", "each rank resumes with the counts of all", "ddp", _counts_of_all_in_each),
+    # Lightning-AI/pytorch-lightning#20185
+    Mutation("best-of-before", "best.ckpt has the weights of the step before", "single", _best_of_step_before),
+    Mutation("receipt-anew", "the receipt forgets on resume the epochs before", "ddp_spawn", _receipt_begins_anew),
+    Mutation("header-as-row", "the header of metrics.csv counts as a row", "ddp", _header_counted_as_row),
+    Mutation("buffers-not-restored", "running statistics start again on resume", "mp", _buffers_not_restored),
+    # pytorch/pytorch#140900
+    Mutation("fresh-rate", "resumes with the peak rate", "ddp_mp", _rate_of_fresh_optimizer, devices=4),
+    # Lightning-AI/pytorch-lightning#850
+    Mutation("epoch-ahead", "the file's epoch is one too high", "dp", _epoch_ahead),
+    # Hard sizes and the second epoch
+    # huggingface/transformers#34191
+    Mutation("as-if-full", "a ragged batch is divided by the full size", "fsdp2", _as_if_full),
+    Mutation("first-augmentation", "every epoch is augmented as the first", "ddp_spawn", _draws_of_first_epoch),
+    # huggingface/accelerate#2831
+    Mutation("old-gradient", "gradients are zeroed once an epoch", "mp-micro", _gradient_of_last_step),
+    Mutation("decays-twice", "weight decay acts twice in a ragged step", "tp", _decays_twice),
+    # huggingface/accelerate#963
+    Mutation("schedule-per-microbatch", "the schedule also steps between steps", "dp", _schedule_per_microbatch),
+    Mutation("odd-sample", "one rank leaves out the odd sample of its part", "ddp", in_last(_odd_sample_dropped)),
+    Mutation("no-step-at-end", "the schedule misses the last step of an epoch", "ddp_spawn", _no_schedule_at_epoch_end),
+    Mutation("momentum-of-epoch", "every epoch begins without momentum", "mp", _momentum_of_one_epoch),
+    Mutation("loss-of-epochs", "train/loss is not reset", "mp", _loss_of_all_epochs),
+    Mutation("equal-microbatches", "unequal microbatches have equal weight", "pp", _equal_microbatches),
+    # Reduction
+    Mutation("over-all", "pipelines divide by all processes", "ddp_pp", _averaged_over_all, UNCUT, devices=4),
+    Mutation("stage-over-devices", "a stage divides by devices", "ddp_mp", _second_stage_over_devices, devices=4),
+    # pytorch/torchtitan#596
+    Mutation("pipelines-in-norm", "the norm adds every pipeline", "ddp_pp", _every_copy_in_norm, PIPELINE, devices=4),
+    # NVIDIA-NeMo/RL#3788
+    Mutation("copies-in-norm", "the norm adds every copy", "tp", _every_copy_in_norm, PIPELINE),
+    Mutation("summed-weight", "BatchNorm's weight has summed gradients", "ddp-sync", _summed_weight_of_batchnorm),
+    Mutation("narrow-reduction", "gradients are averaged in float32", "ddp", _reduced_in_float32),
+    # pytorch/pytorch#22192
+    Mutation("equal-processes", "unequal processes have equal weight in a mean", "ddp-sync", _equal_processes),
+    Mutation("own-count", "running variances use a process's count", "ddp-sync", _unbiased_by_own_count),
+    # pytorch/pytorch#36382
+    Mutation("own-count-backward", "backward uses a process's count", "ddp-sync", _backward_by_own_count),
+    Mutation("divided-twice", "a tensor's gradient is divided twice", "fsdp2", _divided_twice),
+    # huggingface/text-generation-inference#1036
+    Mutation("bias-of-every-rank", "each rank adds the bias", "tp", _bias_of_every_rank),
+    Mutation("summed-twice", "a sum's gradient is summed again", "tp", _summed_in_both_passes),
+    Mutation("other-labels", "microbatches have each other's labels", "pp", _labels_of_other_microbatch),
+    Mutation("mean-of-replicas", "the loss is the mean of the replicas' means", "dp", _mean_of_replicas),
+    # huggingface/accelerate#1624
+    Mutation("no-sync-leaks", "a new epoch begins without averages", "ddp_spawn", _no_sync_into_new_epoch),
+    Mutation("parts-over-all", "tp's parts divide by all", "fsdp2-tp", _tensor_parts_over_all, devices=4),
+]

@@ -1,0 +1,42 @@
+"""All mutations by name, and the callback that plants one of them in every process of a run."""
+
+import os
+from pathlib import Path
+
+import lightning as L
+
+from tests.mutations import of_all_processes, of_one_process, of_virtual_replicas, unseen
+from tests.mutations.planting import Mutation, Site, by_name
+
+CLONE = Path(__file__).parents[2]
+
+# Of every mode, and those that only virtual replicas can have.
+OF_MODES = [*of_all_processes.MUTATIONS, *of_one_process.MUTATIONS]
+OF_PARTS = of_virtual_replicas.MUTATIONS
+BY_NAME = by_name([*OF_MODES, *OF_PARTS, *unseen.MUTATIONS])
+
+
+class PlantMutation(L.Callback):
+    """Plants the mutation of that name; a file in `folder` says that its wrong code has run."""
+
+    def __init__(self, name: str, folder: str) -> None:
+        self.mutation, self.folder = BY_NAME[name], Path(folder)
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Before the strategy has touched the network."""
+        self.mutation.plant(Site(trainer, pl_module, self.folder))
+
+
+def planting_flags(mutation: Mutation, folder: Path) -> tuple[str, ...]:
+    """Flags of `fit` that plant it in a run whose processes find this package, see `on_python_path`."""
+    return (
+        "--trainer.callbacks+=tests.mutations.catalogue.PlantMutation",
+        f"--trainer.callbacks.name={mutation.name}",
+        f"--trainer.callbacks.folder={folder}",
+    )
+
+
+def on_python_path(*folders: Path) -> str:
+    """What PYTHONPATH must be for a run to find this package, and what is in `folders`."""
+    found = [str(CLONE), *map(str, folders), os.environ.get("PYTHONPATH", "")]
+    return os.pathsep.join(filter(None, found))

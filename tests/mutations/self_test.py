@@ -1,0 +1,194 @@
+"""Shows that `verify` can fail: mutations are planted one by one, and each must be caught."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from lit_cifar.errors import ConfigError
+from lit_cifar.modes import Variant, variants
+from lit_cifar.verify.configuration import Configuration
+from lit_cifar.verify.judge import RESUMED
+from lit_cifar.verify.launcher import Launcher, Report
+from lit_cifar.verify.runs import quiet
+from lit_cifar.verify.verifier import Case, Compared, Verifier
+from tests.mutations.catalogue import OF_MODES, OF_PARTS, planting_flags
+from tests.mutations.of_virtual_replicas import NO_PLACE
+from tests.mutations.planting import Mutation
+
+DEVICES = 2
+STEPS = 4
+TIMEOUT_S = 300.0
+
+# A small net, in float64 where the bound is sharp. 27 images in batches of 16 make a full step and a ragged one, in two
+# epochs; 15 images to evaluate, in batches of 8, do not divide among two processes.
+ARGS = (
+    "--model.arch=tiny",
+    "--model.stem=imagenet",
+    "--model.optimizer.lr=0.02",
+    "--data.num_train=42",
+    "--data.val_size=15",
+    "--data.batch_size=16",
+    "--data.eval_batch_size=8",
+    "--trainer.accumulate_grad_batches=2",
+    "--trainer.precision=64-true",
+    "--trainer.accelerator=cpu",
+)
+
+# Into how many parts these batches can be cut; two parts would be added in one order only.
+NUM_PARTS = 4
+# With virtual replicas there is no tolerance, so bfloat16 is as good; accumulated gradients are refused.
+WITH_PARTS = (
+    "--trainer.accumulate_grad_batches=1",
+    "--trainer.precision=bf16-mixed",
+    f"--virtual_replicas={NUM_PARTS}",
+)
+
+COMPARISON = "comparison"
+GUARDS = {"SampleAuditError: ": "data receipt"}  # checks during training that stop a run, by their words on stderr
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of a mutation."""
+
+    mutation: Mutation | None  # None where none was planted, which must pass
+    mode: str
+    problems: list[str]  # problems that the comparison found, or the last lines of a run that failed
+    finished: bool  # whether the run ended normally
+    acted: bool = False  # whether the wrong code has run
+    guard: str | None = None  # the check during training that stopped the run; None if none did
+    no_place: str | None = None  # why the mistake cannot be made, so that nothing has run; None if it can
+
+    @property
+    def caught_by(self) -> str | None:
+        """The check that caught the mutation; None for a run that failed for another reason."""
+        return COMPARISON if self.finished and self.problems else self.guard
+
+    @property
+    def right(self) -> bool:
+        """Whether a mutation was caught, or a run without one passed, or there was nothing to run."""
+        if self.no_place is not None:
+            return True
+        if self.mutation is None:
+            return self.finished and not self.problems
+        return self.acted and self.caught_by is not None
+
+    @property
+    def verdict(self) -> str:
+        """In a word or two."""
+        if self.no_place is not None:
+            return "no place"
+        if not self.finished and self.guard is None:
+            return "broke"
+        if self.mutation is None:
+            return "passed" if self.right else "FAIL"
+        if not self.acted:
+            return "did not act"
+        return "caught" if self.right else "missed"
+
+
+def self_test(
+    mutations: Sequence[Mutation] | None = None, *, with_parts: bool = False, report: Report = lambda line: None
+) -> list[Finding]:
+    """Plant these mutations, by default all of the catalogue but the unseen, and compare each run as `verify` does.
+
+    Every mode with a mutation also runs without one, which must pass: else "caught" would say nothing. `with_parts`, in
+    runs of `NUM_PARTS` virtual replicas, those that only virtual replicas can have are planted too, and no bit may
+    differ. Runs find this package only with the PYTHONPATH of `on_python_path`.
+    """
+    if mutations is None:
+        mutations = [*OF_MODES, *OF_PARTS] if with_parts else OF_MODES
+    findings = []
+    with TemporaryDirectory(prefix="lit_cifar-verify-") as folder:
+        for args in dict.fromkeys(mutation.args for mutation in mutations):
+            flags = [*ARGS, *args, *(WITH_PARTS if with_parts else ())]
+            settings = Configuration.of(flags, devices=DEVICES, folder=Path(folder))
+            launcher = Launcher(settings, STEPS, Path(folder), report, timeout_s=TIMEOUT_S)
+            findings += _findings(Verifier(launcher), [mutation for mutation in mutations if mutation.args == args])
+    return findings
+
+
+def _findings(verifier: Verifier, mutations: Sequence[Mutation]) -> list[Finding]:
+    """Several runs at a time: with so small a net most of a run is its start, which uses one core."""
+    settings, folder = verifier.launcher.settings, verifier.launcher.folder
+    planted: list[tuple[Variant, Mutation | None]] = []
+    nowhere: list[Finding] = []
+    for mode, own in _by_mode(mutations, with_parts=settings.num_parts is not None):
+        reasons = _reasons(mode, own, settings)
+        nowhere += [
+            Finding(mutation, mode.name, [], finished=False, no_place=reasons[mutation.name])
+            for mutation in own
+            if mutation.name in reasons
+        ]
+        if left := [mutation for mutation in own if mutation.name not in reasons]:
+            planted += [(mode, None), *((mode, mutation) for mutation in left)]
+    found: dict[int, Finding] = {}
+    for compared in verifier.compare([_case(mode, mutation, folder) for mode, mutation in planted]):
+        found[compared.number] = _finding(planted[compared.number][1], compared, folder)
+    return [*(found[number] for number in range(len(planted))), *nowhere]
+
+
+def _by_mode(mutations: Sequence[Mutation], *, with_parts: bool) -> Iterator[tuple[Variant, list[Mutation]]]:
+    for name, devices in dict.fromkeys((mutation.mode, mutation.devices) for mutation in mutations):
+        mode = variants(devices)[name]
+        own = [mutation for mutation in mutations if (mutation.mode, mutation.devices) == (name, devices)]
+        yield mode.with_parts() if with_parts else mode, own
+
+
+def _case(mode: Variant, mutation: Mutation | None, folder: Path) -> Case:
+    if mutation is None:
+        return Case(mode)
+    acted = folder / mutation.name
+    acted.mkdir()
+    return Case(mode, planting_flags(mutation, acted), title=f"{mode.name} with {mutation.name}")
+
+
+def _reasons(mode: Variant, mutations: Iterable[Mutation], settings: Configuration) -> dict[str, str]:
+    """Why virtual replicas leave no place for a mutation, by its name; all mutations of a mode that is refused."""
+    if settings.num_parts is None:
+        return {}
+    data = settings.data()
+    try:
+        with quiet():
+            mode.check(settings.module(), data, settings.train_sampler(data), num_parts=settings.num_parts)
+    except ConfigError as error:
+        return {mutation.name: error.problem for mutation in mutations}
+    return {mutation.name: NO_PLACE[mutation.name] for mutation in mutations if mutation.name in NO_PLACE}
+
+
+def _finding(mutation: Mutation | None, compared: Compared, folder: Path) -> Finding:
+    # What only a resumed run breaks down on has not been compared; what was found before stays found.
+    row = compared.row
+    found_before = bool(row.losses) and any(not problem.startswith(RESUMED) for problem in row.problems)
+    finished = compared.outcome.status == 0 or found_before
+    stderr = [] if finished else compared.outcome.stderr.splitlines()
+    said = [(line, words) for line in stderr for words in GUARDS if words in line]
+    guard = GUARDS[said[-1][1]] if said else None
+    seen = [said[-1][0].strip()] if said else compared.row.problems
+    return Finding(mutation, row.mode, seen, finished, acted=_has_acted(mutation, folder), guard=guard)
+
+
+def _has_acted(mutation: Mutation | None, folder: Path) -> bool:
+    return mutation is not None and any((folder / mutation.name).iterdir())
+
+
+def findings_table(findings: Sequence[Finding]) -> Table:
+    table = Table(title="Planted mistakes", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title_justify="left")
+    table.add_column("planted", max_width=40)
+    table.add_column("mode", no_wrap=True)
+    table.add_column("seen in", max_width=46)
+    table.add_column("caught by", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for finding in findings:
+        mutation = finding.mutation
+        planted = "nothing" if mutation is None else f"{mutation.name}\n[dim]{mutation.imitates}[/]"
+        seen = finding.no_place or (finding.problems[0] if finding.problems else "-")
+        caught_by = "-" if mutation is None else finding.caught_by or "-"
+        verdict = f"[bold {'green' if finding.right else 'red'}]{finding.verdict}[/]"
+        table.add_row(planted, finding.mode, escape(seen), caught_by, verdict)
+    return table

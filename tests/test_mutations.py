@@ -1,0 +1,252 @@
+"""Mutation testing of `verify`: what is planted, what became of it, and that every mutation is caught."""
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from documents import ROOT
+from verifying import settings
+
+from lit_cifar.modes import variants
+from lit_cifar.verify.launcher import Launcher
+from lit_cifar.verify.record import Record
+from lit_cifar.verify.reference import Reference, References
+from lit_cifar.verify.runs import Outcome
+from lit_cifar.verify.verdict_table import VerifiedMode
+from lit_cifar.verify.verifier import Compared, Verifier
+from tests.mutations import of_one_process, unseen
+from tests.mutations.__main__ import main, parser
+from tests.mutations.catalogue import BY_NAME, OF_MODES, OF_PARTS, on_python_path
+from tests.mutations.of_virtual_replicas import NO_PLACE
+from tests.mutations.planting import Mutation, Site, by_name
+from tests.mutations.self_test import (
+    ARGS,
+    COMPARISON,
+    Finding,
+    _finding,
+    _findings,
+    _reasons,
+    findings_table,
+    self_test,
+)
+
+
+@pytest.fixture
+def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the processes of a run to find `tests.mutations`."""
+    monkeypatch.setenv("PYTHONPATH", on_python_path())
+
+
+def named(*names: str) -> list[Mutation]:
+    return [BY_NAME[name] for name in names]
+
+
+class Original:
+    """What mistakes are planted in."""
+
+    calls = 0
+
+    def method(self) -> str:
+        return "right"
+
+    @staticmethod
+    def static(value: str) -> str:
+        return value
+
+
+def site(folder: Path) -> Site:
+    return Site(SimpleNamespace(global_rank=1, callbacks=[]), None, folder)
+
+
+def test_wrong_code_is_known_to_have_run_only_when_it_has(tmp_path: Path) -> None:
+    class Owner(Original):
+        pass
+
+    planted = site(tmp_path)
+    planted.replace(Owner, "method", lambda original, self: f"not {original(self)}")
+    planted.replace(Owner, "static", lambda original, value: f"not {original(value)}")
+    planted.at("on_train_end", lambda: None)
+    assert not any(tmp_path.iterdir())
+    assert Owner().method() == "not right"
+    assert [path.name for path in tmp_path.iterdir()] == ["acted1"]
+    assert Owner().static("right") == "not right"
+
+
+def test_a_mistake_whose_name_is_gone_cannot_be_planted(tmp_path: Path) -> None:
+    planted = site(tmp_path)
+    for plant in (
+        lambda: planted.replace(Original, "renamed", print),
+        lambda: planted.set(Original(), "renamed", 1),
+        lambda: planted.at("on_renamed", print),
+    ):
+        with pytest.raises(AttributeError, match="renamed"):
+            plant()
+
+
+@pytest.mark.parametrize("status", [1, 2, None])
+def test_a_run_that_breaks_down_has_caught_nothing(
+    status: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = Outcome(status, "", "AttributeError", 1.0)
+    monkeypatch.setattr(Launcher, "run_alone", lambda *args: None)
+    monkeypatch.setattr(References, "get", lambda self, chunks: Reference(Record(tmp_path), [{}]))
+    monkeypatch.setattr(Launcher, "run_mode", lambda *args, **kwargs: broken)
+    (planted,) = named("last-replica")
+    findings = _findings(Verifier(Launcher(settings(), 3, tmp_path, print)), [planted])
+    assert [(finding.mutation, finding.right) for finding in findings] == [(None, False), (planted, False)]
+    assert all(finding.verdict == "broke" for finding in findings)
+
+
+def test_what_a_guard_of_the_product_stops_is_caught_by_it(tmp_path: Path) -> None:
+    (tmp_path / "duplicated-shard").mkdir()
+    (tmp_path / "duplicated-shard" / "acted1").touch()
+    stderr = "Traceback\nlit_cifar.errors.SampleAuditError: 5 samples are missing\n[rank1]: connection closed"
+    row = VerifiedMode("ddp", "one device", problems=["exit status 1"])
+    compared = Compared(0, row, Outcome(1, "", stderr, 1.0), tmp_path)
+    stopped = _finding(BY_NAME["duplicated-shard"], compared, tmp_path)
+    assert (stopped.right, stopped.caught_by, stopped.acted) == (True, "data receipt", True)
+    assert stopped.problems == ["lit_cifar.errors.SampleAuditError: 5 samples are missing"]
+    assert not _finding(None, compared, tmp_path).right
+
+
+@pytest.mark.parametrize(
+    ("finding", "right", "word"),
+    [
+        (Finding(None, "ddp", [], True), True, "passed"),
+        (Finding(None, "ddp", ["off"], True), False, "FAIL"),
+        (Finding(BY_NAME["scaled-loss"], "ddp", ["off"], True, acted=True), True, "caught"),
+        (Finding(BY_NAME["scaled-loss"], "ddp", [], True, acted=True), False, "missed"),
+        (Finding(BY_NAME["scaled-loss"], "ddp", [], True), False, "did not act"),
+        (Finding(BY_NAME["scaled-loss"], "ddp", ["off"], True), False, "did not act"),
+        (Finding(BY_NAME["scaled-loss"], "ddp", ["exit status 1"], False, acted=True), False, "broke"),
+        (
+            Finding(BY_NAME["scaled-loss"], "ddp", ["x"], False, acted=True, guard="data receipt"),
+            True,
+            "caught",
+        ),
+        (Finding(BY_NAME["scaled-loss"], "ddp", ["x"], False, guard="data receipt"), False, "did not act"),
+        (Finding(BY_NAME["last-replica"], "dp", [], False, no_place="replaced"), True, "no place"),
+    ],
+)
+def test_a_mistake_must_act_and_be_caught(finding: Finding, right: bool, word: str) -> None:
+    assert finding.right == right
+    assert finding.verdict == word
+    assert findings_table([finding]).row_count == 1
+
+
+def test_every_mode_has_mistakes_of_its_own() -> None:
+    planted = {(mutation.mode, mutation.devices) for mutation in OF_MODES}
+    assert {mode for mode, _ in planted} == set(variants(4))
+    assert all(mode in variants(devices) for mode, devices in planted)
+
+
+def test_every_mode_of_several_processes_has_a_mistake_that_one_of_them_makes() -> None:
+    of_one = {mutation.mode for mutation in of_one_process.MUTATIONS}
+    assert of_one == {name for name, mode in variants(4).items() if mode.num_processes > 1}
+
+
+@pytest.mark.usefixtures("on_path")
+@pytest.mark.timeout(900)
+def test_planted_mistakes_are_caught_and_their_absence_passes() -> None:
+    shifted, duplicated = named("shifted-bias", "duplicated-shard")
+    found = {finding.mutation: finding for finding in self_test([shifted, duplicated])}
+    assert found[None].right, found[None].problems
+    assert (found[shifted].right, found[shifted].caught_by) == (True, COMPARISON)
+    assert (
+        found[shifted].problems[0] == "step 1: fc.bias (parameters) of process 1 is not that of process 0, and 1 more"
+    )
+    assert (found[duplicated].right, found[duplicated].caught_by) == (True, "data receipt")
+
+
+def test_virtual_replicas_leave_no_place_for_some_mistakes() -> None:
+    evaluated = next(arg for arg in ARGS if arg.startswith("--data.eval_batch_size="))
+    with_parts = settings(num_parts=4, eval_batch_size=int(evaluated.rpartition("=")[2]))
+    found = {
+        it.name: _reasons(variants(it.devices)[it.mode].with_parts(), [it], with_parts).get(it.name)
+        for it in (*OF_MODES, *OF_PARTS)
+    }
+    refused = {"ddp-sync", "mp-micro", "tp", "fsdp2-tp"}
+    nowhere = {name for name, reason in found.items() if reason is not None}
+    assert nowhere == {*NO_PLACE, *(it.name for it in OF_MODES if it.mode in refused)}
+    assert found["local-norm"] == NO_PLACE["local-norm"]
+    assert "divides sums inside layers" in str(found["partial-gradient"])
+    said = " ".join((ROOT / "docs" / "verify.md").read_text().split())
+    assert f"{len(OF_MODES) - len(nowhere)} of the {len(OF_MODES)} mistakes above" in said
+    assert f"the other {len(nowhere)}," in said
+    assert f"plants {len(OF_PARTS)} mistakes that only such runs" in said
+
+
+@pytest.mark.usefixtures("on_path")
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_mistakes_are_caught_by_bits() -> None:
+    names = ["order-of-arrival", "statistics-of-last-part", "losses-in-float", "no-all-reduce"]
+    findings = self_test(named(*names), with_parts=True)
+    assert all(finding.right for finding in findings)
+    found = {finding.mutation.name: finding for finding in findings if finding.mutation is not None}
+    assert [found[name].caught_by for name in names] == [COMPARISON] * 3 + [None]
+    assert found["order-of-arrival"].problems[0].startswith("step 1: bn1.running_mean differs by ")
+    # Which of the two differs first depends on the processor's rounding.
+    assert re.search("logged: (train|val)/loss of step 2", found["losses-in-float"].problems[0])
+
+
+def assert_all_caught(findings: list[Finding], mutations: list[Mutation]) -> None:
+    assert [(f.mode, f.mutation and f.mutation.name, f.problems[:1]) for f in findings if not f.right] == []
+    assert {f.mutation for f in findings} - {None} == {*mutations}
+
+
+@pytest.mark.usefixtures("on_path")
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+def test_the_whole_self_test_by_bits() -> None:
+    assert_all_caught(self_test(with_parts=True), [*OF_MODES, *OF_PARTS])
+
+
+@pytest.mark.usefixtures("on_path")
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_whole_self_test() -> None:
+    assert_all_caught(self_test(), OF_MODES)
+
+
+def test_the_unseen_leave_no_mode_out_and_are_none_of_the_others() -> None:
+    assert {mutation.mode for mutation in unseen.MUTATIONS} == set(variants(4))
+    assert len(unseen.MUTATIONS) >= 40
+    others = {mutation.imitates for mutation in (*OF_MODES, *OF_PARTS)}
+    assert not others & {mutation.imitates for mutation in unseen.MUTATIONS}
+
+
+@pytest.mark.usefixtures("on_path")
+@pytest.mark.exhaustive
+@pytest.mark.timeout(7200)
+def test_the_unseen_are_found() -> None:
+    """Their author had not seen how `verify` compares."""
+    assert_all_caught(self_test(unseen.MUTATIONS), unseen.MUTATIONS)
+
+
+def test_two_mutations_of_one_name_are_refused() -> None:
+    (mutation,) = named("shifted-bias")
+    with pytest.raises(ValueError, match="two mutations have the name 'shifted-bias'"):
+        by_name([mutation, mutation])
+
+
+@pytest.mark.parametrize(("args", "word"), [(["--virtual_replicas=8"], "--virtual_replicas"), (["no-such"], "no-such")])
+def test_what_cannot_be_planted_is_refused(args: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parser().parse_args(args)
+    assert stop.value.code == 2
+    assert word in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("problems", "status"), [(["off"], 0), ([], 1)])
+def test_the_exit_status_and_the_record_say_whether_all_were_caught(
+    problems: list[str], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finding = Finding(BY_NAME["shifted-bias"], "ddp", problems, finished=True, acted=True)
+    monkeypatch.setattr("tests.mutations.__main__.self_test", lambda *args, **kwargs: [finding])
+    assert main(["shifted-bias", "--json", str(tmp_path / "found.json")]) == status
+    content = json.loads((tmp_path / "found.json").read_text())
+    assert (content["passed"], content["exit_status"]) == (status == 0, status)
+    assert [row["bug"] for row in content["findings"]] == ["shifted-bias"]
