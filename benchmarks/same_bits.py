@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lit_cifar.checkpoint.weights_digest import FILE
+from lit_cifar.checkpoint.lightning_io import DIGESTS
 from lit_cifar.commands.terminal import about, say
 from lit_cifar.errors import ConfigError
 from lit_cifar.modes import Variant, variants
@@ -50,7 +50,7 @@ def trained(mode: Variant, precision: str, flags: list[str]) -> dict[str, Any]:
             num_ranks=mode.num_ranks,
         )
         refuse_if_invalid(outcome)
-        last = (folder / "run" / FILE).read_text().split("\n")[-2]
+        last = (folder / "run" / DIGESTS).read_text().split("\n")[-2]
         found = {"precision": precision, "mode": mode.name, "devices": mode.devices, "processes": mode.num_processes}
     return found | {"sha256": last.split()[0], "seconds": round(outcome.seconds, 1)}
 

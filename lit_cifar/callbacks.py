@@ -10,13 +10,10 @@ from lit_cifar.checkpoint.exact_resume import ExactResume
 from lit_cifar.checkpoint.same_start import SameStart
 from lit_cifar.checkpoint.step_boundary import StepBoundary
 from lit_cifar.launch.heap import KeepFreedMemory
-from lit_cifar.reporting.confusion import ConfusionCounts
-from lit_cifar.reporting.model_graph import ModelGraph
-from lit_cifar.reporting.per_rank import PerRankAccuracy
-from lit_cifar.reporting.predictions import PredictionWriter
+from lit_cifar.reporting.evaluation_tables import ConfusionCounts, PerRankAccuracy, PredictionWriter
+from lit_cifar.reporting.loggers import RunSettings
+from lit_cifar.reporting.progress import Throughput
 from lit_cifar.reporting.run_report import RunReport
-from lit_cifar.reporting.tensorboard import RunSettings
-from lit_cifar.reporting.throughput import Throughput
 from lit_cifar.sample_audit.callback import SampleAudit
 from lit_cifar.strategies.random_streams import RandomStreams
 from lit_cifar.watchdog.callback import Watchdog
@@ -34,7 +31,6 @@ def default_callbacks() -> list[Callback]:
         Throughput(),
         PerRankAccuracy(),
         ConfusionCounts(),
-        ModelGraph(),
         RunSettings(),
         PredictionWriter(),
         RunReport(),

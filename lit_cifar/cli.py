@@ -17,10 +17,9 @@ from torch.distributed import is_torchelastic_launched
 from lit_cifar import __version__
 from lit_cifar.callbacks import default_callbacks, place
 from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
-from lit_cifar.checkpoint.fingerprint import Fingerprint
+from lit_cifar.checkpoint.files import reporting_disk
 from lit_cifar.checkpoint.lightning_io import CheckpointFiles
-from lit_cifar.checkpoint.same_start import SameStart
-from lit_cifar.checkpoint.save_errors import reporting_disk
+from lit_cifar.checkpoint.same_start import Fingerprint, SameStart
 from lit_cifar.checks import check_arguments, check_bounds, check_run, check_sizes
 from lit_cifar.cli_help import COMMON, DESCRIPTION, EPILOG, SUBCOMMANDS, HelpFormatter, replace_texts
 from lit_cifar.commands import COMMANDS
@@ -36,18 +35,17 @@ from lit_cifar.launch.signals import handlers_put_back, signals_to_spawned
 from lit_cifar.models import DEFAULT_ARCH
 from lit_cifar.module import LitResNet
 from lit_cifar.reporting.figures import EvaluationFigures
+from lit_cifar.reporting.loggers import logger_below, run_loggers
 from lit_cifar.reporting.output import outlast_readers, without_banners
-from lit_cifar.reporting.progress_bar import ProgressBar
+from lit_cifar.reporting.progress import ProgressBar
 from lit_cifar.reporting.run_folder import (
+    RunLock,
+    SavedConfig,
     create_run_folder,
     lock_run_folder,
-    logger_below,
     process_rank,
-    run_loggers,
 )
-from lit_cifar.reporting.run_lock import RunLock
 from lit_cifar.reporting.run_report import RunReport
-from lit_cifar.reporting.saved_config import SavedConfig
 from lit_cifar.starting_checkpoint import StartingCheckpoint
 from lit_cifar.strategies import ProcessSyncBatchNorm
 from lit_cifar.strategies.same_bits.virtual_replicas import VirtualReplicas

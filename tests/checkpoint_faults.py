@@ -7,7 +7,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_cifar.checkpoint.callbacks import save_everywhere
 from lit_cifar.errors import CheckpointError
-from lit_cifar.reporting.run_report import run_folder
+from lit_cifar.reporting.run_folder import run_folder
 
 
 class NoFolder(Callback):

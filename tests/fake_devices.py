@@ -31,7 +31,6 @@ from lit_cifar.checkpoint.step_boundary import Agreed, StepBoundary
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.module import LitResNet
 from lit_cifar.reporting.figures import EvaluationFigures
-from lit_cifar.reporting.model_graph import ModelGraph
 from lit_cifar.reporting.run_report import RunReport
 from lit_cifar.strategies import DataParallelStrategy, DDPLayerParallelStrategy, LayerParallelStrategy
 
@@ -242,7 +241,7 @@ def validate(strategy: Any, module: Any, data: Any) -> None:
 @contextmanager
 def _trainer(strategy: Any, **settings: Any) -> Iterator[L.Trainer]:
     """A Trainer with the command line's callbacks, on two fake devices; what it has begun must end with `DoneError`."""
-    without = (StepBoundary, LearningRateMonitor, ModelGraph, RunReport)  # `_Boundary` instead; they need loggers
+    without = (StepBoundary, LearningRateMonitor, RunReport)  # `_Boundary` instead; they need loggers
     callbacks = [callback for callback in default_callbacks() if not isinstance(callback, without)]
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     with fake_devices() as devices, patch.dict(os.environ):

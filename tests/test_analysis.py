@@ -15,9 +15,9 @@ from analysis.run_frames import (
     read_per_rank,
 )
 from lit_cifar.checkpoint.format import POSITION
-from lit_cifar.checkpoint.weights_digest import digest, note_epoch
+from lit_cifar.checkpoint.lightning_io import digest, note_epoch
 from lit_cifar.errors import ConfigError
-from lit_cifar.reporting.per_rank import write_per_rank
+from lit_cifar.reporting.evaluation_tables import write_per_rank
 from lit_cifar.reporting.rank_statistics import AccuracyCount
 
 ONE_BAD = [AccuracyCount(900, 1000), AccuracyCount(895, 1000), AccuracyCount(800, 1000), AccuracyCount(910, 1000)]

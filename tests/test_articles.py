@@ -16,7 +16,7 @@ from analysis.articles import (
     plot_beside_printed,
 )
 from lit_cifar.errors import ConfigError
-from lit_cifar.reporting.per_rank import write_per_rank
+from lit_cifar.reporting.evaluation_tables import write_per_rank
 from lit_cifar.reporting.rank_statistics import AccuracyCount
 
 REPRODUCE = Path(__file__).parents[1] / "configs" / "reproduce"

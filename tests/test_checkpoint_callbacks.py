@@ -17,10 +17,9 @@ from tiny_task import TinyData, TinyTask, tiny_trainer
 
 from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
 from lit_cifar.checkpoint.exact_resume import ExactResume
-from lit_cifar.checkpoint.files import newest_valid, verify_checkpoint
+from lit_cifar.checkpoint.files import BEST, LAST, PREVIOUS, newest_valid, save_error, verify_checkpoint
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.checkpoint.lightning_io import CheckpointFiles
-from lit_cifar.checkpoint.save_errors import BEST, LAST, PREVIOUS, save_error
 from lit_cifar.errors import CheckpointError, ConfigError, SaveError
 
 STEPS = 3  # of an epoch of TinyData

@@ -17,13 +17,11 @@ import torch
 from torn_writes import state, step_of
 
 from lit_cifar.checkpoint import files as checkpoint_files
-from lit_cifar.checkpoint.files import newest_valid, verify_checkpoint, write_checkpoint
+from lit_cifar.checkpoint.files import BEST, LAST, PREVIOUS, newest_valid, verify_checkpoint, write_checkpoint
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.checkpoint.lightning_io import CheckpointFiles
-from lit_cifar.checkpoint.save_errors import BEST, LAST, PREVIOUS
 from lit_cifar.errors import CheckpointError, ConfigError
-from lit_cifar.reporting.csv_files import replace_csv
-from lit_cifar.reporting.synced_files import make_folder
+from lit_cifar.reporting.files import make_folder, replace_csv
 
 
 @pytest.fixture

@@ -14,13 +14,18 @@ from tiny_task import CLASSES, TinyData, TinyTask, fake_trainer, read_events, ti
 from torch import Tensor
 
 from lit_cifar.data.images import Batch
-from lit_cifar.reporting.evaluation_plots import WrongImage, confusion_figure, render, wrong_images_figure
-from lit_cifar.reporting.figures import EvaluationFigures, MostConfidentMistakes, class_accuracies
-from lit_cifar.reporting.model_graph import ModelGraph
-from lit_cifar.reporting.progress_bar import ProgressBar
+from lit_cifar.reporting.figures import (
+    EvaluationFigures,
+    MostConfidentMistakes,
+    WrongImage,
+    class_accuracies,
+    confusion_figure,
+    render,
+    wrong_images_figure,
+)
+from lit_cifar.reporting.loggers import RunSettings
+from lit_cifar.reporting.progress import ProgressBar, Throughput
 from lit_cifar.reporting.run_report import RunReport
-from lit_cifar.reporting.tensorboard import RunSettings
-from lit_cifar.reporting.throughput import Throughput
 
 
 def batch_of(ids: Tensor, labels: Tensor) -> Batch:
@@ -157,7 +162,7 @@ def test_validate_writes_accuracies_and_figures(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)  # starts two processes, which import everything anew
 def test_two_processes_draw_the_same_figures_as_one(tmp_path: Path) -> None:
     for folder, settings in (("one", {}), ("two", {"strategy": "ddp_spawn", "devices": 2})):
-        everything = [EvaluationFigures(), ModelGraph(), ProgressBar(), RunReport(), RunSettings(), Throughput()]
+        everything = [EvaluationFigures(), ProgressBar(), RunReport(), RunSettings(), Throughput()]
         settings |= {"callbacks": everything, "enable_progress_bar": True, "max_epochs": 2}
         trainer = tiny_trainer(tmp_path / folder, **settings)
         trainer.fit(TinyTask(), datamodule=TinyData(num_images=22))

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 
 from lit_cifar.data.images import Batch
-from lit_cifar.reporting.per_rank import PerRankAccuracy, write_per_rank
+from lit_cifar.reporting.evaluation_tables import PerRankAccuracy, write_per_rank
 from lit_cifar.reporting.rank_statistics import AccuracyCount
 
 NUM_CLASSES = 3

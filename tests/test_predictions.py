@@ -11,7 +11,7 @@ from tiny_task import CLASSES, Batches, TinyData, TinyTask, fake_trainer, tiny_t
 
 from lit_cifar.batch_split import BatchSplit
 from lit_cifar.data.predict_files import FolderImages
-from lit_cifar.reporting.predictions import PredictionWriter
+from lit_cifar.reporting.evaluation_tables import PredictionWriter
 
 NAMES = ("b.png", 'odd, "name".png', "broken.png", "sub/a.jpg", "notes.txt", "z.png")
 ERRORS = (None, None, "truncated, at byte 7", None, "not an image", None)

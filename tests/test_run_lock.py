@@ -14,8 +14,7 @@ from commands import TINY, run_here
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.forked import start_forked
 from lit_cifar.reporting import run_folder
-from lit_cifar.reporting.run_folder import create_run_folder
-from lit_cifar.reporting.run_lock import LOCK, RunLock
+from lit_cifar.reporting.run_folder import LOCK, RunLock, create_run_folder
 
 
 def hold(folder: Path) -> None:

@@ -22,10 +22,9 @@ from lit_cifar.checkpoint import lightning_io as checkpoint_io
 from lit_cifar.checkpoint import step_boundary as boundary
 from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
 from lit_cifar.checkpoint.exact_resume import ExactResume
-from lit_cifar.checkpoint.files import verify_checkpoint, write_checkpoint
+from lit_cifar.checkpoint.files import BEST, LAST, PREVIOUS, save_error, verify_checkpoint, write_checkpoint
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.checkpoint.lightning_io import CheckpointFiles
-from lit_cifar.checkpoint.save_errors import BEST, LAST, PREVIOUS, save_error
 from lit_cifar.checkpoint.step_boundary import StepBoundary
 from lit_cifar.errors import CheckpointError, Stopped
 from lit_cifar.watchdog.activity import HELPER

@@ -276,7 +276,11 @@ def test_no_checkpoint_is_due_where_none_was_asked_for() -> None:
 def alone(**attributes: Any) -> Any:
     """A trainer of one process."""
     strategy = SimpleNamespace(
-        reduce=lambda tensor, **_: tensor, barrier=lambda _: None, launcher=None, checkpoint_io=None
+        reduce=lambda tensor, **_: tensor,
+        broadcast=lambda content: content,
+        barrier=lambda _: None,
+        launcher=None,
+        checkpoint_io=None,
     )
     optimizers = [torch.optim.SGD([torch.ones(1)], lr=0.1)]
     defaults = {

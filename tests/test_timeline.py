@@ -26,7 +26,7 @@ from analysis.stage_timeline import (
 from lit_cifar.errors import ConfigError
 from lit_cifar.models import build_resnet
 from lit_cifar.models.partition import Partition
-from lit_cifar.reporting.timeline import Kind, Recorder, Span, kept_bytes, read_spans, write_trace
+from lit_cifar.reporting.timeline import Recorder, Span, write_trace
 from lit_cifar.strategies.mp import StagedRunner, gpipe_order
 
 CPU = torch.device("cpu")
@@ -161,34 +161,6 @@ def test_stored_activations_are_counted_until_their_last_backward() -> None:
 
 
 # ---------------------------------------------------------------- files and figures
-
-
-@pytest.mark.parametrize(
-    ("kinds", "expected"),
-    [
-        ([("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1)], 6),
-        ([("forward", 0), ("backward", 0), ("forward", 1), ("backward", 1)], 3),
-        ([("forward", 0), ("backward_input", 0), ("forward", 1), ("backward_weight", 0), ("backward", 1)], 6),
-    ],
-)
-def test_the_most_that_a_worker_keeps(kinds: list[tuple[Kind, int]], expected: int, tmp_path: Path) -> None:
-    """Without pandas, which is for notebooks; another worker's tensors do not count."""
-    common = {"step": 0, "stage": 0, "rank": 0}
-    spans = [
-        Span(
-            **common,
-            kind=kind,
-            microbatch=number,
-            worker=worker,
-            start_ns=start,
-            end_ns=start + 1,
-            saved_bytes=3 if kind == "forward" else 0,
-        )
-        for worker in ("process 0", "process 1")
-        for start, (kind, number) in enumerate(kinds)
-    ]
-    write_trace(spans, tmp_path / "timeline.json")
-    assert kept_bytes(read_spans(tmp_path / "timeline.json")) == expected
 
 
 def test_the_trace_has_a_row_for_each_stage_and_microseconds(tmp_path: Path) -> None:

@@ -23,15 +23,14 @@ from torchvision.datasets import CIFAR10
 
 import lit_cifar
 from lit_cifar.checkpoint import files as checkpoint_files
-from lit_cifar.checkpoint.files import newest_valid, verify_checkpoint, write_checkpoint
+from lit_cifar.checkpoint.files import LAST, PREVIOUS, newest_valid, verify_checkpoint, write_checkpoint
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.checkpoint.lightning_io import CheckpointFiles
-from lit_cifar.checkpoint.save_errors import LAST, PREVIOUS
 from lit_cifar.data import cifar10
 from lit_cifar.data.predict_files import FORMATS, read_image
 from lit_cifar.errors import CheckpointError, DataError, printable
 from lit_cifar.reporting import output
-from lit_cifar.reporting.csv_files import replace_split
+from lit_cifar.reporting.files import replace_split
 from lit_cifar.reporting.run_reader import read_table
 
 REPOSITORY = Path(lit_cifar.__file__).parents[1]

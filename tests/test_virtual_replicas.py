@@ -15,7 +15,7 @@ from commands import TINY, launch, mode_flags, run_here
 from torch import Tensor, nn
 
 from lit_cifar.batch_split import BatchSplit
-from lit_cifar.checkpoint import fingerprint
+from lit_cifar.checkpoint import same_start
 from lit_cifar.errors import ConfigError
 from lit_cifar.metrics import MeanLoss
 from lit_cifar.modes import SILENT
@@ -240,6 +240,6 @@ def test_a_run_that_resumes_elsewhere_is_told(alone: Path, tmp_path: Path, monke
     assert resumed(tmp_path / "same") == []
     (warning,) = resumed(tmp_path / "without", "--virtual_replicas=null")
     assert warning.splitlines()[1:] == ["  virtual replicas: 4 before, none now"]
-    monkeypatch.setattr(fingerprint, "cpu_model", lambda: "another processor")
+    monkeypatch.setattr(same_start, "cpu_model", lambda: "another processor")
     (warning,) = resumed(tmp_path / "other")
     assert warning.splitlines()[1:] == [f"  processor: {cpu_model()} before, another processor now"]

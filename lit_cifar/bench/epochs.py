@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lit_cifar.checkpoint.callbacks import wait_for_files
+from lit_cifar.checkpoint.callbacks import files_of
 
 
 class EpochTimes(Callback):
@@ -33,7 +33,7 @@ class EpochTimes(Callback):
         now = perf_counter()
         if batch_idx == 0 and trainer.current_epoch > 0:
             self._outside.append(now - self._ended_at - self._validation_s)
-            wait_for_files(trainer)
+            files_of(trainer).wait()
         self._validation_s = 0.0
         self._began_at = perf_counter()
 

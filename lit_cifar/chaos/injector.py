@@ -16,8 +16,7 @@ from lit_cifar.chaos.fault_schedule import Fault, Kind
 from lit_cifar.chaos.job import TorchrunJob, wait_until
 from lit_cifar.chaos.sample_history import Start
 from lit_cifar.chaos.sample_log import JournalReader
-from lit_cifar.checkpoint.files import newest_valid
-from lit_cifar.checkpoint.save_errors import LAST
+from lit_cifar.checkpoint.files import LAST, newest_valid
 
 Report = Callable[[str], None]
 

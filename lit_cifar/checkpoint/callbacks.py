@@ -13,10 +13,10 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from lit_cifar.checkpoint.files import BEST, LAST
 from lit_cifar.checkpoint.lightning_io import CheckpointFiles
-from lit_cifar.checkpoint.save_errors import BEST, LAST
 from lit_cifar.errors import CheckpointError, ConfigError
-from lit_cifar.reporting.run_report import run_folder
+from lit_cifar.reporting.run_folder import run_folder
 
 
 def save_everywhere(trainer: L.Trainer, path: Path, *, behind: bool = False) -> None:
@@ -31,17 +31,7 @@ def save_everywhere(trainer: L.Trainer, path: Path, *, behind: bool = False) -> 
 def settle(trainer: L.Trainer) -> None:
     """Return when every checkpoint is on disk; every process must call this, and each raises if one is not."""
     with failing_together(trainer):
-        _files(trainer).settle()
-
-
-def has_failed(trainer: L.Trainer) -> bool:
-    """Whether this process knows of a checkpoint that could not be written; the next save raises it."""
-    return _files(trainer).has_failed
-
-
-def wait_for_files(trainer: L.Trainer) -> None:
-    """Return when this process has nothing left to write. A failure is raised later."""
-    _files(trainer).wait()
+        files_of(trainer).settle()
 
 
 @contextmanager
@@ -50,10 +40,7 @@ def failing_together(trainer: L.Trainer, *, behind: bool = False) -> Iterator[No
 
     With a `CheckpointIO` other than ours only rank 0 raises, if at all.
     """
-    files = trainer.strategy.checkpoint_io
-    if not isinstance(files, CheckpointFiles):
-        yield
-        return
+    files = files_of(trainer)
     with files.deferring(behind=behind):
         yield
     failure: CheckpointError | None = trainer.strategy.broadcast(files.failure)
@@ -61,7 +48,7 @@ def failing_together(trainer: L.Trainer, *, behind: bool = False) -> Iterator[No
         raise failure
 
 
-def _files(trainer: L.Trainer) -> CheckpointFiles:
+def files_of(trainer: L.Trainer) -> CheckpointFiles:
     """The plugin that writes; for a Trainer with another one, one that has nothing to write."""
     files = trainer.strategy.checkpoint_io
     return files if isinstance(files, CheckpointFiles) else CheckpointFiles()
@@ -131,7 +118,7 @@ class BestCheckpoint(ModelCheckpoint):
 
     def file_exists(self, filepath: str | Path, trainer: L.Trainer) -> bool:
         """Whether the file exists once every checkpoint is on disk: names must not depend on the disk's speed."""
-        wait_for_files(trainer)
+        files_of(trainer).wait()
         return super().file_exists(filepath, trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -215,7 +202,7 @@ class LastCheckpoint(callbacks.Checkpoint):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Wait for the files, before an error lists them. Lightning skips the teardown if a logger fails as well."""
-        wait_for_files(trainer)
+        files_of(trainer).wait()
 
 
 _DOES_NOTHING = (Logger.after_save_checkpoint, TensorBoardLogger.after_save_checkpoint)

@@ -19,12 +19,12 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_sum
 
 from lit_cifar.batch_split import BatchSplit
-from lit_cifar.checkpoint.callbacks import wait_for_files
+from lit_cifar.checkpoint.callbacks import files_of
+from lit_cifar.checkpoint.files import save_error
 from lit_cifar.checkpoint.format import METRICS, POSITION
-from lit_cifar.checkpoint.save_errors import save_error
 from lit_cifar.errors import SaveError
 from lit_cifar.metrics import EvaluationMetrics
-from lit_cifar.reporting.run_report import run_folder
+from lit_cifar.reporting.run_folder import run_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +155,7 @@ def _save_logs(trainer: Trainer, folder: Path) -> SaveError | None:
         for logger in trainer.loggers:
             logger.save()
     except OSError as error:
-        wait_for_files(trainer)  # the error lists them
+        files_of(trainer).wait()  # the error lists them
         return save_error(error, folder / "metrics.csv", checkpoints=folder / "checkpoints")
     return None
 

@@ -15,8 +15,8 @@ import secrets
 import shlex
 import shutil
 import struct
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,11 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from lit_cifar.checkpoint.format import read_checkpoint, read_own_checkpoint
-from lit_cifar.checkpoint.save_errors import LAST, PREVIOUS, save_error
 from lit_cifar.errors import CheckpointError, SaveError
-from lit_cifar.reporting.synced_files import sync
+from lit_cifar.reporting.files import sync
 
+LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
+_DISK = (errno.ENOENT, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 _LABEL = b"sha256="
 _COMMENT_BYTES = len(_LABEL) + 2 * hashlib.sha256().digest_size
 _END_RECORD, _END_RECORD_BYTES = b"PK\x05\x06", 22  # the archive's last record; its last two bytes count the comment's
@@ -254,3 +255,41 @@ def _keep(path: Path, draft: Path) -> Path | None:
         path.replace(path.with_name(PREVIOUS))
         return None
     return kept
+
+
+@contextmanager
+def reporting_disk(folder: Path | None) -> Iterator[None]:
+    """Turn errors of the disk below the run folder into a short `SaveError`: the loggers write in many places."""
+    try:
+        yield
+    except OSError as error:
+        path = Path(os.fsdecode(error.filename or folder or ""))
+        if folder is None or error.errno not in _DISK or not path.absolute().is_relative_to(folder.absolute()):
+            raise
+        raise save_error(error, path, checkpoints=folder / "checkpoints") from error
+
+
+def save_error(error: OSError, path: Path, *, checkpoints: Path) -> SaveError:
+    """The error that `path` could not be written, with the checkpoints that exist and what to do."""
+    reason = error.strerror or str(error)
+    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ESTALE):
+        reason, remedy = f"its folder is gone ({reason})", "bring it back"
+    elif error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        remedy = "free some space"
+    elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        remedy = "make the folder writable"
+    else:
+        remedy = "check the disk"
+    return SaveError(
+        f"{path} could not be saved: {reason}\n{what_is_left(checkpoints)}",
+        remedy=f"{remedy}, then resume with the same command and --resume=auto",
+    )
+
+
+def what_is_left(folder: Path) -> str:
+    """The checkpoints in `folder`, as a clause of an error message."""
+    with suppress(OSError):
+        names = [name for name in (LAST, PREVIOUS, BEST) if (folder / name).exists()]
+        if names:
+            return f"earlier checkpoints are unchanged: {', '.join(names)}"
+    return f"there is no checkpoint in {folder}"

@@ -1,25 +1,38 @@
 """The plugin by which Lightning's Trainer and strategies write and read checkpoint files."""
 
+import hashlib
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 from typing_extensions import override
 
-from lit_cifar.checkpoint.files import carries_hash, snapshot, verify_checkpoint, write_checkpoint
-from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.checkpoint.save_errors import LAST, save_error, what_is_left
-from lit_cifar.checkpoint.weights_digest import note_epoch
+from lit_cifar.checkpoint.files import (
+    LAST,
+    carries_hash,
+    save_error,
+    snapshot,
+    verify_checkpoint,
+    what_is_left,
+    write_checkpoint,
+)
+from lit_cifar.checkpoint.format import POSITION, read_checkpoint
 from lit_cifar.errors import CheckpointError, ConfigError, SaveError, printable
-from lit_cifar.reporting.synced_files import make_folder, sync
+from lit_cifar.reporting.files import make_folder, replacing, sync
 from lit_cifar.watchdog.activity import HELPER
+
+DIGESTS = "weights.sha256"  # in the run folder: a line for each epoch, by which two runs can be compared by eye
+_DIGEST_LINE = re.compile(r"[0-9a-f]{64}  epoch (\d+)")
 
 
 class CheckpointFiles(CheckpointIO):
@@ -214,3 +227,34 @@ def _as_save_error(path: Path) -> Iterator[None]:
             f"{path} could not be saved: {type(error).__name__}: {error}\n{what_is_left(path.parent)}"[:500],
             remedy="put nothing but tensors and primitives into a checkpoint, in `on_save_checkpoint` and `state_dict`",
         ) from error
+
+
+def digest(weights: Mapping[str, Tensor]) -> str:
+    """The SHA-256 of parameters and buffers, in hexadecimal: of their names, dtypes, shapes and bytes by name."""
+    found = hashlib.sha256()
+    for name in sorted(weights):
+        tensor = weights[name].detach().cpu()
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def note_epoch(checkpoint: Mapping[str, Any], folder: Path) -> None:
+    """If `checkpoint` is of an epoch's end, write its line, in place of those of this epoch and of later ones.
+
+    To be called before the checkpoint is written: a run that is killed in between repeats the epoch and its line.
+
+    Raises:
+        SaveError: The file cannot be written.
+    """
+    position = checkpoint.get(POSITION, {"epoch": 0})
+    if not position["epoch"] or position["step"]:
+        return
+    path, epoch = folder / DIGESTS, position["epoch"] - 1
+    try:
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        kept = [line for line in lines if (found := _DIGEST_LINE.fullmatch(line)) and int(found[1]) < epoch]
+        with replacing(path) as file:
+            file.write("\n".join([*kept, f"{digest(checkpoint['state_dict'])}  epoch {epoch}", ""]))
+    except OSError as error:
+        raise save_error(error, path, checkpoints=folder / "checkpoints") from error

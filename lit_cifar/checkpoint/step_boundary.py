@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import group
 from torch.nn.utils import get_total_norm
 
-from lit_cifar.checkpoint.callbacks import LastCheckpoint, has_failed, settle
+from lit_cifar.checkpoint.callbacks import LastCheckpoint, files_of, settle
 from lit_cifar.errors import CheckpointError, Stopped, printable
 from lit_cifar.launch.signals import EXIT_STOPPED, Keystrokes
 
@@ -155,7 +155,7 @@ class StepBoundary(Callback):
         if trainer.global_step > self._asked_step:
             self._step_s = (now - self._asked_at) / (trainer.global_step - self._asked_step)
         # The next save reports that one has failed, so it is due.
-        due = self._last is not None and (self._last.due_by_time(now) or has_failed(trainer))
+        due = self._last is not None and (self._last.due_by_time(now) or files_of(trainer).has_failed)
         own = torch.tensor([self._signal, due, self._step_s, -math.inf], dtype=torch.float64).to(self._device)
         if self._losses:
             own[3] = self._first_bad(trainer)

@@ -65,7 +65,7 @@ def probe_ranks(
         if status != 0:
             ended = f"did not end within {timeout_s:g} s" if status is None else f"ended with status {status}"
             return Ranks(accelerator=accelerator, failure="; ".join([ended, *_traces(folder, num_ranks)]))
-        found = [Measurement(**torch.load(folder / f"rank{rank}.pt")) for rank in range(num_ranks)]
+        found = [Measurement(**torch.load(folder / f"rank{rank}.pt", weights_only=True)) for rank in range(num_ranks)]
     return Ranks(accelerator=accelerator, measurements=found)
 
 

@@ -12,9 +12,9 @@ from lit_cifar import __version__
 from lit_cifar.html_report import tables
 from lit_cifar.html_report.charts import COLORS, MARKERS, Bar, Chart, Line, bar_chart, line_chart, matrix_chart
 from lit_cifar.html_report.tables import Runs
+from lit_cifar.reporting.progress import METRIC as THROUGHPUT
 from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates, pooled
 from lit_cifar.reporting.run_reader import SPLITS, Confusion, read_run
-from lit_cifar.reporting.throughput import METRIC as THROUGHPUT
 
 _WORDS = {"train": "training", "val": "validation", "test": "test"}
 _MOST_TOGETHER = 3  # runs of which training and validation share a chart

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from lit_cifar.errors import ConfigError
+from lit_cifar.reporting.progress import METRIC as THROUGHPUT
 from lit_cifar.reporting.rank_statistics import pooled
 from lit_cifar.reporting.run_reader import RunContents
 from lit_cifar.reporting.run_report import shown
-from lit_cifar.reporting.throughput import METRIC as THROUGHPUT
 
 Runs = Mapping[str, RunContents]
 _COMMANDS = ("fit", "validate", "test")

@@ -1,27 +1,53 @@
-"""What an evaluation looks like in TensorBoard: accuracy per class, confusion matrix, the most confident mistakes."""
+"""What an evaluation looks like in TensorBoard: accuracy per class, confusion matrix, the most confident mistakes.
 
+Figures are drawn with matplotlib's objects alone: no pyplot, no window, no global state. Beside them is the network's
+graph.
+"""
+
+import copy
+import math
 import re
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.tensorboard import SummaryWriter
 
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.errors import one_line
-from lit_cifar.reporting.evaluation_callback import EvaluationCallback, Split
-from lit_cifar.reporting.evaluation_plots import WrongImage, evaluation_figures, render
-from lit_cifar.reporting.tensorboard import log_to_tensorboard, tensorboard_writer
+from lit_cifar.reporting.evaluation_tables import EvaluationCallback, Split
+from lit_cifar.reporting.loggers import log_to_tensorboard, tensorboard_writer
 
+_IMAGE_SIDE = 160  # pixels of an image, however many it has
+_MOST_NUMBERS = 30  # classes; in more, numbers and names would be too small to read, and take minutes
+_LARGEST = 18  # classes; the figure of more is as large, or its pixels would grow with their square
+_LONGEST = 16  # characters of a name
 SPLIT_WORDS: dict[Split, str] = {"val": "validation", "test": "test"}
 
 
+@dataclass(frozen=True)
+class WrongImage:
+    """A misclassified image."""
+
+    image: Tensor  # uint8, (3, H, W), on the CPU
+    truth: str  # name of its class
+    prediction: str  # name of the class the network chose
+    confidence: float  # softmax probability of that choice, from 0 to 1
+
+
 class EvaluationFigures(EvaluationCallback):
-    """Draws every evaluation into TensorBoard.
+    """Draws every evaluation into TensorBoard, and after a fit the network's graph.
 
     All processes gather the numbers. Only rank 0 draws, in a thread beside the training that follows. The end of a run
     waits for that thread. A run that is killed may lack its latest figures. What cannot be drawn is a warning, once.
@@ -41,6 +67,18 @@ class EvaluationFigures(EvaluationCallback):
         self._worst = MostConfidentMistakes(num_wrong)
         self._drawing: Future[None] | None = None
         self._warned = False
+        self._network: nn.Module | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Keep the structure of the network: some strategies split it. Tracing it here would delay the first step."""
+        draws = stage == "fit" and self.every_n_epochs and tensorboard_writer(trainer)
+        self._network = _structure(pl_module.network) if draws else None  # type: ignore[arg-type]
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        writer = tensorboard_writer(trainer)
+        if writer is not None and self._network is not None:
+            _draw_graph(writer, self._network, pl_module.image_shape)  # type: ignore[arg-type]
+        self._network = None
 
     def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._worst = MostConfidentMistakes(self.num_wrong)
@@ -115,33 +153,26 @@ class MostConfidentMistakes:
 
     def __init__(self, k: int) -> None:
         self.k = k
-        self._confidence: Tensor | None = None
-        self._choice: Tensor | None = None
+        # All have k rows, of which some may be nothing yet: collectives want equal shapes.
+        self._confidence = torch.full((k,), -1.0)
+        self._choice = torch.full((k, 2), -1)  # id and predicted label
 
     def update(self, logits: Tensor, batch: Batch) -> None:
         """Consider a batch of n >= 0 samples whose ids follow those of the batches before; `logits` is (n, C)."""
         confidence, predictions = logits.detach().float().softmax(dim=1).max(dim=1)
         confidence = torch.where(predictions == batch.labels, -1.0, confidence)
+        confidence = torch.cat([self._confidence.to(confidence.device, non_blocking=True), confidence])
         choice = torch.stack([batch.ids, predictions], dim=1)
-        if self._confidence is not None and self._choice is not None:
-            confidence = torch.cat([self._confidence, confidence])
-            choice = torch.cat([self._choice, choice])
+        choice = torch.cat([self._choice.to(choice.device, non_blocking=True), choice])
         best = confidence.argsort(descending=True, stable=True)[: self.k]
         self._confidence, self._choice = confidence[best], choice[best]
 
     def gather(self, trainer: Trainer) -> tuple[list[float], list[int], list[int]]:
         """Confidences, ids and predicted labels of the k worst over all processes; each process must call this."""
         device = trainer.strategy.root_device
-        # Processes may hold fewer than k, even none; collectives want equal shapes.
-        confidence = torch.full((self.k,), -1.0, device=device)
-        choice = torch.full((self.k, 2), -1, dtype=torch.int64, device=device)
-        if self._confidence is not None and self._choice is not None:
-            confidence[: len(self._confidence)] = self._confidence
-            choice[: len(self._choice)] = self._choice
         # With one process all_gather returns its argument, else it adds a dimension in front.
-        confidences = trainer.strategy.all_gather(confidence).reshape(-1).cpu().numpy()
-        choices = trainer.strategy.all_gather(choice).reshape(-1, 2).cpu().numpy()
-
+        confidences = trainer.strategy.all_gather(self._confidence.to(device)).reshape(-1).cpu().numpy()
+        choices = trainer.strategy.all_gather(self._choice.to(device)).reshape(-1, 2).cpu().numpy()
         wrong = confidences >= 0
         # A sample is here twice when evaluation is padded; np.unique also sorts by id.
         ids, first = np.unique(choices[wrong, 0], return_index=True)
@@ -176,3 +207,100 @@ def _look_up(
         WrongImage(image, images.classes[truth], images.classes[prediction], confidence)
         for image, truth, prediction, confidence in zip(pixels, truths, predictions, confidences, strict=True)
     ]
+
+
+def confusion_figure(confusion: Tensor, classes: Sequence[str], *, title: str) -> Figure:
+    """Counts in cells, coloured by their share of the row; of very many classes no counts, and only some names.
+
+    `confusion` is int64, (C, C), on the CPU; rows are the truth, columns the predictions of the C `classes`.
+    """
+    counts = confusion.numpy()
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    num_classes = len(classes)
+    side = 3.0 + 0.5 * min(num_classes, _LARGEST)
+    figure = Figure(figsize=(side + 0.4, side - 0.6), dpi=100, layout="constrained")
+    axes = figure.add_subplot()
+    # With square cells the layout would push the name of the axis over the edge.
+    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    named = range(0, num_classes, math.ceil(num_classes / _MOST_NUMBERS))
+    names = [_shortened(classes[label]) for label in named]
+    axes.set_xticks(named, names, rotation=45, ha="right", rotation_mode="anchor", parse_math=False)
+    axes.set_yticks(named, names, parse_math=False)
+    axes.set(xlabel="predicted class", ylabel="true class", title=title)
+    for (row, column), count in np.ndenumerate(counts if num_classes <= _MOST_NUMBERS else counts[:0]):
+        color = "white" if shares[row, column] > 0.5 else "black" if count else "silver"
+        size = 9 if num_classes <= _LARGEST else 7
+        text = axes.text(column, row, f"{count}", ha="center", va="center", color=color, fontsize=size)
+        text.set_in_layout(False)  # the layout does not need it, and a hundred texts would take half of the time
+    figure.colorbar(image, ax=axes, fraction=0.046, label="share of the true class")
+    return figure
+
+
+def wrong_images_figure(wrong: Sequence[WrongImage], *, title: str) -> Figure:
+    """A grid of images with their classes, in the given order; one line of text if there are none."""
+    # Pixels and texts without axes: drawing one axes takes as long as all of these.
+    columns = min(4, max(1, len(wrong)))
+    width, height = max(600, 200 * columns), 80 + 230 * max(1, math.ceil(len(wrong) / columns))
+    figure = Figure(figsize=(width / 100, height / 100), dpi=100)
+    figure.suptitle(title, y=1 - 20 / height, va="top")
+    if not wrong:
+        figure.text(0.5, 0.5, "none", ha="center", va="center")
+    for position, item in enumerate(wrong):
+        left, top = 20 + 200 * (position % columns), height - 140 - 230 * (position // columns)
+        image = Image.fromarray(item.image.permute(1, 2, 0).numpy())
+        # Of a larger image this takes means, of a smaller one it repeats pixels.
+        pixels = np.asarray(image.resize((_IMAGE_SIDE, _IMAGE_SIDE), Image.Resampling.BOX))
+        figure.figimage(pixels, left, top - _IMAGE_SIDE)
+        truth, prediction = _shortened(item.truth), _shortened(item.prediction)
+        label = f"is {truth}\ntaken for {prediction}\n{item.confidence:.1%} sure"
+        middle = left + _IMAGE_SIDE / 2
+        place = middle / width, (top + 5) / height
+        figure.text(*place, label, ha="center", va="bottom", fontsize=9, parse_math=False)
+    return figure
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}\N{HORIZONTAL ELLIPSIS}"
+
+
+def evaluation_figures(
+    confusion: Tensor, wrong: Sequence[WrongImage], classes: Sequence[str], *, title: str
+) -> dict[str, Figure]:
+    """The figures of an evaluation by name, with counts below `title`; for the arguments see the functions above."""
+    right, total = int(confusion.diagonal().sum()), int(confusion.sum())
+    counted = f"{title}\n{right:,} of {total:,} right" + (f" ({right / total:.2%})" if total else "")
+    listed = f"{title}\nthe {len(wrong)} most confident of {total - right:,} mistakes"
+    return {
+        "confusion": confusion_figure(confusion, classes, title=counted),
+        "wrong": wrong_images_figure(wrong, title=listed),
+    }
+
+
+def render(figure: Figure) -> npt.NDArray[np.uint8]:
+    """The figure's pixels, (H, W, 3)."""
+    canvas: Any = FigureCanvasAgg(figure)  # matplotlib leaves it untyped
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba(), dtype=np.uint8)[..., :3]
+
+
+def _structure(network: nn.Module) -> nn.Module:
+    """A copy whose parameters and buffers are on the meta device, where they take no memory."""
+    memo: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in network.buffers()}
+    memo |= {id(weight): nn.Parameter(weight.detach().to("meta")) for weight in network.parameters()}
+    return copy.deepcopy(network, memo)
+
+
+def _draw_graph(writer: SummaryWriter, structure: nn.Module, image_shape: tuple[int, ...]) -> None:
+    """Trace the network of a `_structure`: on the CPU, with weights that are 0, in evaluation mode."""
+    network = structure.to_empty(device="cpu").eval()
+    with torch.no_grad():
+        for tensor in [*network.parameters(), *network.buffers()]:
+            tensor.zero_()
+    example = torch.zeros(1, *image_shape, dtype=next(network.parameters()).dtype)
+    with warnings.catch_warnings():
+        # add_graph uses the deprecated tracer, which would trace twice and compare.
+        warnings.filterwarnings("ignore", r"`torch\.jit\.trace", FutureWarning)
+        warnings.filterwarnings("ignore", r"`torch\.jit\.trace", DeprecationWarning)
+        warnings.filterwarnings("ignore", "The input to trace is already a ScriptModule")
+        traced = torch.jit.trace(network, example, check_trace=False)  # type: ignore[no-untyped-call]
+        writer.add_graph(traced, example)

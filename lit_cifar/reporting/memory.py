@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lit_cifar.reporting.run_report import run_folder
+from lit_cifar.reporting.run_folder import run_folder
 
 FILES = "memory-rank*.json"
 _PROCESS = Path("/proc/self")

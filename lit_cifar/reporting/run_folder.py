@@ -1,7 +1,10 @@
-"""One folder per run, and the two loggers that write into it, also for a resumed run."""
+"""One folder per run: made, locked against other runs, and with the run's configuration in it."""
 
-import csv
+import errno
+import fcntl
+import os
 import shlex
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -10,16 +13,96 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
-from lightning.pytorch.cli import instantiate_class
-from lightning.pytorch.loggers import CSVLogger, Logger
-from lightning.pytorch.loggers.csv_logs import ExperimentWriter
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.reporting.csv_files import replace_csv
-from lit_cifar.reporting.run_lock import LOCK, RunLock
-from lit_cifar.reporting.synced_files import make_folder, sync
-from lit_cifar.reporting.tensorboard import RunEvents
+from lit_cifar.reporting.files import make_folder, sync
+
+LOCK = ".lock"
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class RunLock:
+    """Held by rank 0, the only one that writes to the folder, from before it looks for a checkpoint until it ends.
+
+    This relies on `flock`. The kernel releases the lock when the process ends, also by SIGKILL, and programs that the
+    process starts do not inherit it. On NFS Linux turns it into a lock of the server. Other machines then see it, and
+    the server releases it when the holder's machine has been silent for a while; some wait until that machine is back.
+    On a file system without locks the run only warns. Not covered: processes of `ddp_spawn` end ten seconds after their
+    parent if that is killed by SIGKILL.
+    """
+
+    def __init__(self) -> None:
+        self._path = Path()
+        self._descriptor: int | None = None
+
+    def take(self, folder: Path) -> None:
+        """Lock `folder`, unless that was done.
+
+        Raises:
+            ConfigError: Another process holds the lock.
+            OSError: The folder cannot be written.
+        """
+        if self._descriptor is None:
+            self._path = folder / LOCK
+            self._descriptor = _locked(self._path)
+            text = f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}"
+            os.ftruncate(self._descriptor, 0)
+            os.write(self._descriptor, text.encode())
+
+    def release(self) -> None:
+        """Remove the file, then the lock."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            with suppress(OSError):  # the folder is gone
+                if _is_at(self._path, descriptor):
+                    self._path.unlink()
+            os.close(descriptor)
+
+    def __enter__(self) -> "RunLock":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def _locked(path: Path) -> int:
+    """A descriptor of the file at `path`, locked."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            _lock(descriptor, path)
+            if _is_at(path, descriptor):
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # of a file that the last holder has just removed
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(descriptor, 200).decode(errors="replace")
+        known = "".join(filter(str.isprintable, holder)) or "another process"
+        raise ConfigError(
+            f"the run folder {path.parent} is in use by {known}",
+            remedy=f"wait for its end, or end it; if that machine is gone: rm {shlex.quote(str(path))}",
+        ) from None
+    except OSError as error:
+        if error.errno not in _WITHOUT_LOCKS:
+            raise
+        rank_zero_warn(f"the file system of {path.parent} has no locks: let no other process write to this folder")
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def create_run_folder(run_dir: str | None, *, label: str, lock: RunLock, resume: bool = False) -> Path:
@@ -61,113 +144,10 @@ def _refusing(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def run_loggers(
-    folder: Path, *, charts: bool = True, kept_rows: int = 0, first_step: int | None = None
-) -> list[Logger]:
-    """TensorBoard events, `metrics.csv` and `hparams.yaml`, all in `folder` itself.
-
-    With `charts` TensorBoard draws the numbers, see `RunEvents`. A resumed run keeps `kept_rows` lines of
-    `metrics.csv`, those before its checkpoint, and writes the later ones again. It does so from `first_step` on, 0
-    without a checkpoint: TensorBoard hides earlier events of these steps. None means a new run.
-    """
-    csv_logger = CSVLogger(save_dir=str(folder), name="", version="")
-    if process_rank() == 0:
-        csv_logger._experiment = _ContinuedWriter(csv_logger.log_dir, kept_rows=kept_rows)
-    return [RunEvents(folder, charts=charts, first_step=first_step), csv_logger]
-
-
-def logger_below(folder: Path, given: Namespace) -> Logger:
-    """A logger that the user has added; a relative `save_dir` among its arguments is relative to the run folder."""
-    arguments = {**given.get("init_args", {}), **given.get("dict_kwargs", {})}
-    if "save_dir" in arguments:
-        arguments["save_dir"] = str(folder / (arguments["save_dir"] or ""))
-    logger: Logger = instantiate_class((), {"class_path": given.class_path, "init_args": arguments})
-    return logger
-
-
-class _ContinuedWriter(ExperimentWriter):
-    """One row for each step, after the first lines of an existing `metrics.csv`, which Lightning would delete.
-
-    What is logged of a step by several calls, as by training and validation at the end of an epoch, goes into one row.
-    Learning rates, which are logged before the step, wait for the rest of their row.
-    """
-
-    def __init__(self, log_dir: str, *, kept_rows: int) -> None:
-        self._last: dict[str, Any] = {}  # the file's last row, which may grow
-        self._grows = False
-        super().__init__(log_dir)
-        path = Path(self.metrics_file_path)
-        if path.exists():
-            self.metrics_keys, self._last = _keep_rows(path, kept_rows)
-
-    def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
-        """Add to the row of this step."""
-        super().log_metrics(metrics_dict, step)
-        row = self.metrics.pop()
-        if self.metrics and self.metrics[-1]["step"] == row["step"]:
-            self.metrics[-1] |= row
-        elif not self.metrics and str(row["step"]) == str(self._last.get("step")):
-            self._grows = True
-            self.metrics.append(self._last | row)
-        else:
-            self.metrics.append(row)
-
-    def save(self) -> None:
-        """Append the new rows. The file is replaced, in one step, where a row or the header grows."""
-        rates = self.metrics[-1:] if self.metrics and _holds_rates_alone(self.metrics[-1]) else []
-        self.metrics = [row for row in self.metrics if not _holds_rates_alone(row)]
-        if self.metrics:
-            self._last = self.metrics[-1]
-            if self._grows:
-                self._replace_last_row()
-            super().save()
-        self.metrics = rates
-
-    def _replace_last_row(self) -> None:
-        """Replace the file's last row by the first of the new ones."""
-        grown = self.metrics.pop(0)
-        self._grows = False
-        fields = sorted({*self.metrics_keys, *grown})
-        self.metrics_keys = fields
-        _replace_metrics(Path(self.metrics_file_path), [fields, *self._rows(fields)[:-1], _cells(grown, fields)])
-
-    def _check_log_dir_exists(self) -> None:
-        """Do nothing: Lightning would delete the files."""
-
-    def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
-        """Add columns so that a run that is killed never leaves half a table."""
-        _replace_metrics(Path(self.metrics_file_path), [fieldnames, *self._rows(fieldnames)])
-
-    def _rows(self, fields: list[str]) -> list[list[Any]]:
-        """Those in the file, with these columns."""
-        with Path(self.metrics_file_path).open(newline="") as file:
-            return [_cells(row, fields) for row in csv.DictReader(file)]
-
-
-def _holds_rates_alone(row: dict[str, Any]) -> bool:
-    return all(name == "step" or name.startswith("lr-") for name in row)
-
-
-def _cells(row: dict[str, Any], fields: list[str]) -> list[Any]:
-    return [row.get(name, "") for name in fields]
-
-
-def _keep_rows(path: Path, num_rows: int) -> tuple[list[str], dict[str, Any]]:
-    """Cut a table to its first lines, and return the names of its columns and the last line."""
-    with path.open(newline="") as file:
-        rows: list[list[str]] = [*csv.reader(file)]
-    header = rows.pop(0) if rows else []
-    if not num_rows or not header:
-        path.unlink()
-        return [], {}
-    kept = rows[:num_rows]
-    _replace_metrics(path, [header, *kept])
-    return header, {name: cell for name, cell in zip(header, kept[-1], strict=False) if cell} if kept else {}
-
-
-def _replace_metrics(path: Path, rows: list[list[Any]]) -> None:
-    """Replace the file, with the line ends that Lightning's writer uses."""
-    replace_csv(path, rows, lineterminator="\r\n")
+def run_folder(trainer: Trainer) -> Path | None:
+    """The folder for the run's files, the same on every process; None without loggers. Every process must call this."""
+    log_dir = trainer.log_dir
+    return Path(log_dir) if log_dir is not None and trainer.loggers else None
 
 
 def process_rank() -> int:
@@ -190,3 +170,30 @@ def _names(folder: Path) -> Iterator[Path]:
     """Paths of nothing so far, for a folder beside `folder`."""
     names = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
     return (name for name in names if not name.exists())
+
+
+class SavedConfig(SaveConfigCallback):
+    """Saves the resolved configuration, without the flags that tie it to this run.
+
+    These are `run_dir`, `resume` and, of a fit, `ckpt_path`: a command that reads the file has a run folder of its own
+    and names its checkpoint itself. Of `kernels` only what it has chosen is kept. A resumed run replaces the file at
+    its first step, so that a run that is refused or has no step left does not.
+    """
+
+    def __init__(self, parser: LightningArgumentParser, config: Namespace, *, logger: Any, **kwargs: Any) -> None:
+        super().__init__(parser, config.clone(), **kwargs)
+        self.overwrite = config.resume is not None  # the file of the run before it was interrupted
+        self._resumed = self.overwrite and config.ckpt_path is not None
+        self.config.run_dir = self.config.resume = self.config.kernels = None
+        self.config.trainer.logger = logger
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Save, unless the run is resumed."""
+        if stage == "fit":
+            self.config.ckpt_path = None
+        if not self._resumed:
+            super().setup(trainer, pl_module, stage)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save, if that was not done in `setup`."""
+        super().setup(trainer, pl_module, "fit")

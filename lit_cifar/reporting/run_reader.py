@@ -14,8 +14,8 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.reporting import confusion, per_rank
-from lit_cifar.reporting.csv_files import plain
+from lit_cifar.reporting.evaluation_tables import CONFUSION, CONFUSION_COLUMNS, PER_RANK, PER_RANK_COLUMNS
+from lit_cifar.reporting.files import plain
 from lit_cifar.reporting.rank_statistics import AccuracyCount, pooled
 from lit_cifar.reporting.run_report import FILE_NAME as ENVIRONMENT
 
@@ -99,8 +99,8 @@ def read_run(folder: Path) -> RunContents:
         settings=dict(_flags(_mapping(_required(folder, "config.yaml", "the folder is not that of a run"), "YAML"))),
         environment=_environment(_required(folder, ENVIRONMENT, "the folder is not that of a run")),
         metrics={name: sorted(logged.items()) for name, logged in metrics.items() if logged and name != "epoch"},
-        ranks=read_ranks(folder / per_rank.FILE_NAME),
-        confusion=_confusion(folder / confusion.FILE_NAME),
+        ranks=read_ranks(folder / PER_RANK),
+        confusion=_confusion(folder / CONFUSION),
         epochs=_epochs(folder / _RECEIPT),
     )
 
@@ -169,7 +169,7 @@ def read_ranks(path: Path) -> dict[str, list[AccuracyCount]]:
         ConfigError: The file is damaged.
     """
     found: dict[str, list[AccuracyCount]] = {}
-    for row in read_table(path, *per_rank.COLUMNS) if path.exists() else ():
+    for row in read_table(path, *PER_RANK_COLUMNS) if path.exists() else ():
         counts = found.setdefault(row.cells["split"], [])
         correct, total = row.count("correct"), row.count("total")
         if correct > total:
@@ -188,7 +188,7 @@ def read_ranks(path: Path) -> dict[str, list[AccuracyCount]]:
 def _confusion(path: Path) -> dict[str, Confusion]:
     found: dict[str, list[tuple[int, ...]]] = {}
     classes: tuple[str, ...] = ()
-    for row in read_table(path, *confusion.COLUMNS) if path.exists() else ():
+    for row in read_table(path, *CONFUSION_COLUMNS) if path.exists() else ():
         classes = tuple(row.cells)[2:]
         counts = found.setdefault(row.cells["split"], [])
         if [row.cells["class"]] != [*classes[len(counts) : len(counts) + 1]]:

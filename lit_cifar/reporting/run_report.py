@@ -15,10 +15,11 @@ from lit_cifar.batch_split import BatchSplit
 from lit_cifar.errors import printable
 from lit_cifar.kernels import Kernels, in_words
 from lit_cifar.reporting.environment import environment, strategy_name
+from lit_cifar.reporting.evaluation_tables import PREDICTIONS
 from lit_cifar.reporting.output import leave_out_banners, outlast_readers
+from lit_cifar.reporting.run_folder import run_folder
 
 FILE_NAME = "environment.json"
-PREDICTIONS = "predictions.csv"
 
 
 class RunReport(Callback):
@@ -85,12 +86,6 @@ class RunReport(Callback):
         if stage == "predict":
             lines += _unread(trainer.datamodule)  # type: ignore[attr-defined]  # Lightning's own omission
         print(*map(printable, lines), sep="\n", flush=True)
-
-
-def run_folder(trainer: Trainer) -> Path | None:
-    """The folder for the run's files, the same on every process; None without loggers. Every process must call this."""
-    log_dir = trainer.log_dir
-    return Path(log_dir) if log_dir is not None and trainer.loggers else None
 
 
 def opening_lines(trainer: Trainer, pl_module: LightningModule, datamodule: Any) -> list[str]:

@@ -50,11 +50,6 @@ class Span:
     end_ns: int
     saved_bytes: int = 0
 
-    @property
-    def work(self) -> tuple[int, str, int, int]:
-        """What a forward and its backward have in common."""
-        return self.step, self.worker, self.stage, self.microbatch
-
 
 class _Clock:
     """When a device reaches the point of its queue where it was marked: now on the CPU, asked for later on CUDA."""
@@ -273,29 +268,3 @@ def write_trace(spans: list[Span], path: Path) -> None:
         for span in sorted(spans, key=lambda span: span.start_ns)
     ]
     path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": names + events}), encoding="utf-8")
-
-
-def read_spans(path: Path) -> list[Span]:
-    """What `write_trace` has written, in the order of their starts."""
-    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    return [Span(**event["args"]) for event in events if event["ph"] == "X"]
-
-
-def kept_bytes(spans: list[Span]) -> int:
-    """The most that one worker keeps for backward at any time, parameters not counted.
-
-    A forward's tensors count from its start to the end of the last backward of the same stage and microbatch.
-    """
-    freed_ns: dict[tuple[int, str, int, int], int] = {}
-    for span in spans:
-        if span.kind != "forward":
-            freed_ns[span.work] = max(span.end_ns, freed_ns.get(span.work, 0))
-    forwards = [span for span in spans if span.kind == "forward"]
-    return max(
-        sum(
-            other.saved_bytes
-            for other in forwards
-            if other.work[:2] == span.work[:2] and other.start_ns <= span.start_ns < freed_ns[other.work]
-        )
-        for span in forwards
-    )

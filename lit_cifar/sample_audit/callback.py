@@ -12,8 +12,8 @@ from torch import Tensor
 from lit_cifar.data.images import Batch
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import SampleAuditError
-from lit_cifar.reporting.csv_files import replace_csv
-from lit_cifar.reporting.run_report import run_folder
+from lit_cifar.reporting.files import replace_csv
+from lit_cifar.reporting.run_folder import run_folder
 from lit_cifar.sample_audit.digest import EMPTY, OrderSettings, Receipt, Tally, chain, order_settings, prove
 
 FILE_NAME = "receipt.csv"

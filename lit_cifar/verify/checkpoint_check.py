@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lit_cifar.checkpoint.files import BEST
 from lit_cifar.checkpoint.format import POSITION, read_checkpoint
-from lit_cifar.checkpoint.save_errors import BEST
 from lit_cifar.errors import CheckpointError
 from lit_cifar.module import LitResNet
 from lit_cifar.verify.comparison import Step, and_more, difference, differences

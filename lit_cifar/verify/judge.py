@@ -2,6 +2,7 @@
 
 import math
 
+from lit_cifar.checkpoint.lightning_io import DIGESTS
 from lit_cifar.verify.abstention import other_weights
 from lit_cifar.verify.checkpoint_check import (
     MAY_DIFFER,
@@ -16,7 +17,7 @@ from lit_cifar.verify.evaluation import Evaluated, expected, logits_problems
 from lit_cifar.verify.logged_metrics import METRIC_BOUND, logged_problems
 from lit_cifar.verify.record import Record
 from lit_cifar.verify.reference import Reference
-from lit_cifar.verify.run_files import OF_EVALUATION, WEIGHTS, digest_problems, evaluation_file_problems, file_problems
+from lit_cifar.verify.run_files import OF_EVALUATION, digest_problems, evaluation_file_problems, file_problems
 from lit_cifar.verify.runs import Outcome
 from lit_cifar.verify.verdict_table import VerifiedMode
 
@@ -82,7 +83,7 @@ def _compare_rest(row: VerifiedMode, record: Record, reference: Reference, setti
         source=ONE_DEVICE,
         leave_out=[*MAY_DIFFER, *(OF_ACCUMULATION if settings.accumulation > 1 else [])],
     )
-    row.problems += file_problems(record, alone, source=ONE_DEVICE, leave_out=(*OF_EVALUATION, WEIGHTS))
+    row.problems += file_problems(record, alone, source=ONE_DEVICE, leave_out=(*OF_EVALUATION, DIGESTS))
     row.problems += digest_problems(record, alone, settings.plain_module.network)
 
 

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from lit_cifar.checkpoint.files import LAST
 from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.checkpoint.save_errors import LAST
 from lit_cifar.verify.comparison import Step, sample_problems
 from lit_cifar.verify.evaluation import Evaluated
 from lit_cifar.verify.logged_metrics import Logged, logged

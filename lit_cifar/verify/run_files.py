@@ -7,16 +7,15 @@ from itertools import zip_longest
 import torch
 from torch import nn
 
-from lit_cifar.checkpoint import weights_digest
-from lit_cifar.reporting import confusion, per_rank
+from lit_cifar.checkpoint.lightning_io import DIGESTS, digest
+from lit_cifar.reporting.evaluation_tables import CONFUSION, PER_RANK
 from lit_cifar.verify.comparison import and_more
 from lit_cifar.verify.evaluation import Evaluated
 from lit_cifar.verify.rank_state import filled
 from lit_cifar.verify.record import Record
 
 METRICS = "metrics.csv"  # compared number by number, see `logged_metrics`
-WEIGHTS = weights_digest.FILE
-OF_EVALUATION = (per_rank.FILE_NAME, confusion.FILE_NAME)
+OF_EVALUATION = (PER_RANK, CONFUSION)
 
 
 def file_problems(found: Record, expected: Record, *, source: str, leave_out: Collection[str] = ()) -> list[str]:
@@ -53,9 +52,9 @@ def evaluation_file_problems(record: Record, last: dict[int, Evaluated], *, in_c
     for evaluated in ranks:
         matrix.index_put_((evaluated.labels, evaluated.logits.argmax(dim=1)), torch.tensor(1), accumulate=True)
     problems = []
-    if [list(map(int, row[2:])) for row in _rows(record, confusion.FILE_NAME)] != matrix.tolist():
-        problems.append(f"{confusion.FILE_NAME} is not what the logits of the last evaluation say")
-    rows = _rows(record, per_rank.FILE_NAME)
+    if [list(map(int, row[2:])) for row in _rows(record, CONFUSION)] != matrix.tolist():
+        problems.append(f"{CONFUSION} is not what the logits of the last evaluation say")
+    rows = _rows(record, PER_RANK)
     *each, total = [(int(row[2]), int(row[3])) for row in rows] or [(0, 0)]
     share = max(1, len(each) // len(ranks))  # a process of `dp` has several replicas
     if share > 1 and in_chunks:
@@ -66,9 +65,9 @@ def evaluation_file_problems(record: Record, last: dict[int, Evaluated], *, in_c
     for rank, (mine, its) in enumerate(zip_longest([*counted, total], [*wanted, _sum(wanted)])):
         if mine != its:
             who = "all" if rank == len(wanted) else f"rank {rank}"
-            problems.append(f"{per_rank.FILE_NAME}: right and seen of {who} are {mine}, its logits say {its}")
+            problems.append(f"{PER_RANK}: right and seen of {who} are {mine}, its logits say {its}")
     wrong = [row[1] for row in rows if row[4] != f"{int(row[2]) / max(1, int(row[3])):.6f}"]
-    return problems + [f"{per_rank.FILE_NAME}: the accuracy of {who} is not its quotient" for who in wrong]
+    return problems + [f"{PER_RANK}: the accuracy of {who} is not its quotient" for who in wrong]
 
 
 def _rows(record: Record, name: str) -> list[list[str]]:
@@ -85,7 +84,7 @@ def digest_problems(record: Record, expected: Record, network: nn.Module) -> lis
     The weights are put into `network`, one after the other.
     """
     ends = record.ends_of_epochs  # an epoch that has not ended is reported by its samples
-    steps = (record.step(ends.get(epoch, max(record.steps))) for epoch in range(len(_lines(expected, WEIGHTS))))
-    digests = [weights_digest.digest(filled(network, step).state_dict()) for step in steps]
-    wanted = [f"{digest}  epoch {epoch}" for epoch, digest in enumerate(digests)]
-    return _line_problems(WEIGHTS, _lines(record, WEIGHTS), wanted, source="of the weights at the end of its epoch")
+    steps = (record.step(ends.get(epoch, max(record.steps))) for epoch in range(len(_lines(expected, DIGESTS))))
+    digests = [digest(filled(network, step).state_dict()) for step in steps]
+    wanted = [f"{line}  epoch {epoch}" for epoch, line in enumerate(digests)]
+    return _line_problems(DIGESTS, _lines(record, DIGESTS), wanted, source="of the weights at the end of its epoch")

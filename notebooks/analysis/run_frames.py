@@ -8,10 +8,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lit_cifar.checkpoint.weights_digest import FILE as DIGESTS
+from lit_cifar.checkpoint.lightning_io import DIGESTS
 from lit_cifar.errors import ConfigError
 from lit_cifar.reporting import run_reader
-from lit_cifar.reporting.per_rank import FILE_NAME as PER_RANK
+from lit_cifar.reporting.evaluation_tables import PER_RANK
 from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates, pooled
 
 BLUE, RED, GREY = "#1f6fb4", "#c8321e", "#666666"

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from analysis.run_frames import BLUE, GREY, read_metrics
 from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.memory import FILES
-from lit_cifar.reporting.throughput import METRIC as SPEED
+from lit_cifar.reporting.progress import METRIC as SPEED
 
 MIB = 2**20
 Kind = tuple[str, int]  # mode and number of devices
@@ -95,7 +95,7 @@ def accuracy_over_time(run: str | Path) -> pd.DataFrame:
     """Validation accuracy after every epoch, and the seconds of training until then.
 
     The seconds follow from the logged images per second. Validation, checkpoints and the start of the run are left out,
-    as of `lit_cifar.reporting.throughput`.
+    as of `lit_cifar.reporting.progress`.
 
     Returns:
         Columns step, seconds and accuracy.

@@ -17,7 +17,7 @@ from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.datamodule import CIFAR10DataModule
 from lit_cifar.data.samplers import BatchIds, EvaluationSampler, TrainSampler
 from lit_cifar.optim import WarmupDecay
-from lit_cifar.reporting.per_rank import PerRankAccuracy
+from lit_cifar.reporting.evaluation_tables import PerRankAccuracy
 from lit_cifar.strategies import ProcessSyncBatchNorm, tp
 from lit_cifar.strategies.dp import EmulatedReplicas
 from lit_cifar.strategies.mesh import local_part

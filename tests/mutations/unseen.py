@@ -21,7 +21,7 @@ from lit_cifar.data.images import Batch
 from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.samplers import BatchIds, EvaluationSampler, TrainSampler
 from lit_cifar.optim import WarmupDecay
-from lit_cifar.reporting import confusion
+from lit_cifar.reporting import evaluation_tables
 from lit_cifar.sample_audit.callback import SampleAudit
 from lit_cifar.sample_audit.digest import EMPTY
 from lit_cifar.strategies import fsdp2, state_dicts, sync_batchnorm
@@ -220,7 +220,7 @@ def _transposed_confusion(site: Site) -> None:
     def transposed(write: Any, folder: Any, split: str, classes: Any, counts: Any) -> None:
         write(folder, split, classes, [*zip(*counts, strict=True)])
 
-    site.replace(confusion, "write_confusion", transposed)
+    site.replace(evaluation_tables, "write_confusion", transposed)
 
 
 def _confusion_of_first_rank(site: Site) -> None:

@@ -1,11 +1,16 @@
-"""What a run writes for TensorBoard: charts of a fit, tables of an evaluation, settings beside the final metrics."""
+"""The two loggers of a run, TensorBoard's events and `metrics.csv`, also of a run that is resumed."""
 
+import csv
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import Namespace
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.cli import instantiate_class
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
@@ -13,6 +18,8 @@ from typing_extensions import override
 
 from lit_cifar.batch_split import BatchSplit
 from lit_cifar.reporting.environment import strategy_name
+from lit_cifar.reporting.files import replace_csv
+from lit_cifar.reporting.run_folder import process_rank
 
 FINAL_METRICS = ("val/acc", "val/loss", "train/acc", "train/loss")
 OPTIMIZER_SETTINGS = ("lr", "momentum", "weight_decay", "nesterov")
@@ -23,6 +30,104 @@ CHARTS = {
         "accuracy": ["Multiline", ["train/acc$", "val/acc$"]],
     }
 }
+
+
+def run_loggers(
+    folder: Path, *, charts: bool = True, kept_rows: int = 0, first_step: int | None = None
+) -> list[Logger]:
+    """TensorBoard events, `metrics.csv` and `hparams.yaml`, all in `folder` itself.
+
+    With `charts` TensorBoard draws the numbers, see `RunEvents`. A resumed run keeps `kept_rows` lines of
+    `metrics.csv`, those before its checkpoint, and writes the later ones again. It does so from `first_step` on, 0
+    without a checkpoint: TensorBoard hides earlier events of these steps. None means a new run.
+    """
+    csv_logger = CSVLogger(save_dir=str(folder), name="", version="")
+    if process_rank() == 0:
+        csv_logger._experiment = _ContinuedWriter(csv_logger.log_dir, kept_rows=kept_rows)
+    return [RunEvents(folder, charts=charts, first_step=first_step), csv_logger]
+
+
+def logger_below(folder: Path, given: Namespace) -> Logger:
+    """A logger that the user has added; a relative `save_dir` among its arguments is relative to the run folder."""
+    arguments = {**given.get("init_args", {}), **given.get("dict_kwargs", {})}
+    if "save_dir" in arguments:
+        arguments["save_dir"] = str(folder / (arguments["save_dir"] or ""))
+    logger: Logger = instantiate_class((), {"class_path": given.class_path, "init_args": arguments})
+    return logger
+
+
+class _ContinuedWriter(ExperimentWriter):
+    """One row for each step, after the first lines of an existing `metrics.csv`, which Lightning would delete.
+
+    What is logged of a step by several calls, as by training and validation at the end of an epoch, goes into one row.
+    Learning rates, which are logged before the step, wait for the rest of their row.
+    """
+
+    def __init__(self, log_dir: str, *, kept_rows: int) -> None:
+        super().__init__(log_dir)
+        self._path = Path(self.metrics_file_path)
+        self._last: dict[str, Any] = {}  # the file's last row, which may grow
+        self._grows = False
+        if self._path.exists():
+            self._keep(kept_rows)
+
+    def _check_log_dir_exists(self) -> None:
+        """Do nothing: Lightning would delete the files."""
+
+    def _keep(self, num_rows: int) -> None:
+        """Cut the file to its first lines."""
+        rows = self._rows()
+        if not num_rows or not rows:
+            self._path.unlink()
+            return
+        kept = rows[:num_rows]
+        self._replace([*rows[0]], kept)
+        self._last = {name: cell for name, cell in kept[-1].items() if cell}
+
+    def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
+        """Add to the row of this step."""
+        super().log_metrics(metrics_dict, step)
+        row = self.metrics.pop()
+        if self.metrics and self.metrics[-1]["step"] == row["step"]:
+            self.metrics[-1] |= row
+        elif not self.metrics and str(row["step"]) == str(self._last.get("step")):
+            self._grows = True
+            self.metrics.append(self._last | row)
+        else:
+            self.metrics.append(row)
+
+    def save(self) -> None:
+        """Append the new rows. The file is replaced, in one step, where a row or the header grows."""
+        rates = self.metrics[-1:] if self.metrics and _holds_rates_alone(self.metrics[-1]) else []
+        rows = [row for row in self.metrics if not _holds_rates_alone(row)]
+        self.metrics = rates
+        if not rows:
+            return
+        fields = sorted({*self.metrics_keys, *chain.from_iterable(rows)})
+        if self._grows or fields != self.metrics_keys:
+            before = self._rows()
+            self._replace(fields, [*(before[:-1] if self._grows else before), *rows])
+        else:
+            with self._path.open("a", newline="") as file:
+                csv.DictWriter(file, fields).writerows(rows)
+        self._last, self._grows = rows[-1], False
+
+    def _rows(self) -> list[dict[str, str]]:
+        """Those in the file, if there is one."""
+        if not self._path.exists():
+            return []
+        with self._path.open(newline="") as file:
+            return [*csv.DictReader(file)]
+
+    def _replace(self, fields: list[str], rows: list[dict[str, Any]]) -> None:
+        """Replace the file, with the line ends that `csv.DictWriter` uses."""
+        cells = [[row.get(name, "") for name in fields] for row in rows]
+        replace_csv(self._path, [fields, *cells], lineterminator="\r\n")
+        self.metrics_keys = fields
+
+
+def _holds_rates_alone(row: dict[str, Any]) -> bool:
+    return all(name == "step" or name.startswith("lr-") for name in row)
 
 
 class RunEvents(TensorBoardLogger):

@@ -1,11 +1,13 @@
-"""The network's graph leaves the network alone; curves share charts, single numbers are no charts."""
+"""What the loggers leave: charts, graph and settings for TensorBoard, and one row for each step in `metrics.csv`."""
 
 import csv
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from commands import TINY, run_here
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.summary.writer import event_file_writer
@@ -14,12 +16,12 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
 from lit_cifar.models.resnet import build_resnet
-from lit_cifar.reporting import model_graph
+from lit_cifar.reporting import figures
+from lit_cifar.reporting.evaluation_tables import PerRankAccuracy
 from lit_cifar.reporting.figures import EvaluationFigures
-from lit_cifar.reporting.model_graph import ModelGraph
-from lit_cifar.reporting.per_rank import PerRankAccuracy
-from lit_cifar.reporting.run_folder import run_loggers
-from lit_cifar.reporting.tensorboard import RunSettings, main_settings
+from lit_cifar.reporting.loggers import RunSettings, main_settings, run_loggers
+
+# ---------------------------------------------------------------- TensorBoard
 
 
 def graph_nodes(events: EventAccumulator) -> list[str]:
@@ -37,9 +39,9 @@ def test_graph_shows_the_network_and_leaves_it_alone(
     convolutions = sum(isinstance(child, nn.Conv2d) for child in network.modules())
     random_state = torch.get_rng_state()
     writer = SummaryWriter(str(tmp_path))
-    monkeypatch.setattr(model_graph, "tensorboard_writer", lambda trainer: writer)
+    monkeypatch.setattr(figures, "tensorboard_writer", lambda trainer: writer)
 
-    trainer, graph = fake_trainer(callbacks=[EvaluationFigures()]), ModelGraph()
+    trainer, graph = fake_trainer(), EvaluationFigures()
     graph.setup(trainer, module, "fit")
     network.layer1 = nn.Identity()  # as a strategy changes the network between the two
     graph.on_train_end(trainer, module)
@@ -54,8 +56,8 @@ def test_graph_shows_the_network_and_leaves_it_alone(
 
 def test_no_graph_is_drawn_where_no_figures_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = SummaryWriter(str(tmp_path))
-    monkeypatch.setattr(model_graph, "tensorboard_writer", lambda trainer: writer)
-    trainer, graph = fake_trainer(callbacks=[EvaluationFigures(every_n_epochs=0)]), ModelGraph()
+    monkeypatch.setattr(figures, "tensorboard_writer", lambda trainer: writer)
+    trainer, graph = fake_trainer(), EvaluationFigures(every_n_epochs=0)
     graph.setup(trainer, nn.Module(), "fit")
     graph.on_train_end(trainer, nn.Module())
     writer.close()
@@ -65,7 +67,7 @@ def test_no_graph_is_drawn_where_no_figures_are(tmp_path: Path, monkeypatch: pyt
 def fit(folder: Path, *, first_step: int | None = None) -> EventAccumulator:
     """What a fit of two epochs leaves for TensorBoard."""
     loggers = run_loggers(folder, first_step=first_step)
-    callbacks = [ModelGraph(), RunSettings()]
+    callbacks = [EvaluationFigures(), RunSettings()]
     trainer = tiny_trainer(folder, logger=loggers, callbacks=callbacks, max_epochs=2)
     trainer.fit(TinyTask(), datamodule=TinyData())
     return read_events(folder)
@@ -152,3 +154,75 @@ def test_settings_are_flat(tmp_path: Path) -> None:
         "weight_decay": 0,
         "nesterov": False,
     }
+
+
+# ---------------------------------------------------------------- `metrics.csv`
+
+
+def write(folder: Path, *calls: dict[str, Any], kept_rows: int = 0) -> None:
+    """Log as Lightning does, which saves after each call but those of its learning rate monitor."""
+    _, logger = run_loggers(folder, kept_rows=kept_rows)
+    for call in calls:
+        logger.log_metrics({name: value for name, value in call.items() if name != "step"}, step=call["step"])
+        if "epoch" in call:
+            logger.save()
+    logger.finalize("success")
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return [{name: cell for name, cell in row.items() if cell} for row in csv.DictReader(file)]
+
+
+STEP = {"epoch": 0, "train/loss_step": 1.5, "step": 3}
+VALIDATION = {"epoch": 0, "val/acc": 0.5, "step": 3}
+NEXT = {"epoch": 1, "train/loss_step": 1.25, "step": 4}
+
+
+def test_what_is_logged_of_a_step_is_one_row(tmp_path: Path) -> None:
+    write(tmp_path, {"lr-SGD": 0.1, "step": 3}, STEP, VALIDATION, {"lr-SGD": 0.05, "step": 4}, NEXT)
+    assert rows(tmp_path) == [
+        {"epoch": "0", "lr-SGD": "0.1", "step": "3", "train/loss_step": "1.5", "val/acc": "0.5"},
+        {"epoch": "1", "lr-SGD": "0.05", "step": "4", "train/loss_step": "1.25"},
+    ]
+
+
+def test_a_learning_rate_alone_is_no_row(tmp_path: Path) -> None:
+    """Of a run that ends in the middle of a step, before its loss is known."""
+    write(tmp_path, {"lr-SGD": 0.1, "step": 2}, STEP, {"lr-SGD": 0.05, "step": 4})
+    assert rows(tmp_path) == [{"epoch": "0", "step": "3", "train/loss_step": "1.5"}]
+
+
+def test_other_numbers_that_are_logged_without_an_epoch_are_kept(tmp_path: Path) -> None:
+    write(tmp_path, {"mine": 7, "step": 2}, STEP)
+    assert rows(tmp_path) == [{"mine": "7", "step": "2"}, {"epoch": "0", "step": "3", "train/loss_step": "1.5"}]
+
+
+@pytest.mark.parametrize("killed_after", [1, 2, 3])
+def test_a_resumed_run_fills_the_row_of_its_checkpoint(tmp_path: Path, killed_after: int) -> None:
+    """The checkpoint was written after one row, before the validation of its step."""
+    calls = [STEP, VALIDATION, NEXT]
+    write(tmp_path / "whole", *calls)
+    write(tmp_path / "run", *calls[:killed_after])
+    write(tmp_path / "run", VALIDATION, NEXT, kept_rows=1)
+    assert (tmp_path / "run" / "metrics.csv").read_bytes() == (tmp_path / "whole" / "metrics.csv").read_bytes()
+
+
+def test_every_row_of_a_run_has_its_step_its_epoch_and_more(tmp_path: Path) -> None:
+    """With a schedule by epochs too, which Lightning's monitor would log at the beginning of each."""
+    run = tmp_path / "run"
+    flags = ["--model.lr_scheduler=StepLR", "--model.lr_scheduler.step_size=1", "--trainer.max_epochs=2"]
+    assert run_here("fit", *TINY, *flags, "--trainer.log_every_n_steps=2", f"--run_dir={run}").status == 0
+    found = rows(run)
+    assert [int(row["step"]) for row in found] == [
+        1,
+        3,
+        4,
+        5,
+        7,
+        9,
+    ]  # of five steps an epoch, every second and the last
+    assert [int(row["epoch"]) for row in found] == [0, 0, 0, 1, 1, 1]
+    assert {"train/loss_step", "lr-NesterovSGD"} <= found[0].keys()
+    assert {"train/loss", "val/acc", "train/loss_step", "lr-NesterovSGD"} <= found[-1].keys()
+    assert {"train/loss", "val/acc"} <= found[2].keys()

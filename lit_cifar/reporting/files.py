@@ -1,0 +1,87 @@
+"""How a run's files are written: whole, so that a reader never sees half of one, and on the disk when it matters.
+
+A kill loses nothing that has been written; a machine that loses power loses what was not synced.
+
+A spreadsheet computes what begins with `=`, `+`, `-` or `@`, and names of files and classes may come from anybody. Such
+a cell of a CSV file gets an apostrophe before it, by which a spreadsheet knows a text, unless it is a number.
+"""
+
+import csv
+import errno
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+_FORMULA = re.compile(r"'*[=+\-@\t\r]")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[TextIO]:
+    """A draft to write to, UTF-8, which replaces `path` in the end: that is the old file until the new one is complete.
+
+    Characters that are no text, as in names of files, are written as their original bytes.
+    """
+    draft = path.with_name(path.name + ".part")
+    with draft.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and its parents, as far as they are missing."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in made:
+        sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot sync folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def replace_csv(path: Path, rows: Iterable[Sequence[Any]], *, lineterminator: str = "\n") -> None:
+    """Write a table as a whole: `path` is the old one until the new one is complete, also for a run that is killed."""
+    with replacing(path) as file:
+        csv.writer(file, lineterminator=lineterminator).writerows(map(_as_text, row) for row in rows)
+
+
+def replace_split(path: Path, header: Sequence[str], split: str, rows: Iterable[Sequence[Any]]) -> None:
+    """Replace the rows of `split`, the first column, and keep those of other splits under the same header."""
+    kept: list[list[str]] = []
+    if path.exists():
+        with path.open(newline="", encoding="utf-8", errors="surrogateescape") as old:
+            found = [[*map(plain, row)] for row in csv.reader(old)]
+        if found[:1] == [[*header]]:
+            kept = [row for row in found[1:] if row and row[0] != split]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_csv(path, [header, *kept, *([split, *row] for row in rows)])
+
+
+def plain(cell: str) -> str:
+    """A cell that was read, without the apostrophe that `replace_csv` has put before it."""
+    return cell[1:] if cell.startswith("'") and _FORMULA.match(cell) else cell
+
+
+def _as_text(cell: Any) -> Any:
+    return f"'{cell}" if isinstance(cell, str) and _FORMULA.match(cell) and not _is_number(cell) else cell
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
