@@ -22,14 +22,13 @@ from torch.distributed import HashStore
 from lit_cifar.data import Batch
 from lit_cifar.errors import ConfigError, Stopped
 from lit_cifar.watchdog import activity
+from lit_cifar.watchdog import heartbeat as process
 from lit_cifar.watchdog import monitor as watch_module
-from lit_cifar.watchdog import process_info as process
+from lit_cifar.watchdog.activity import FACTOR, FIRST_TIME_S, PhaseTimer
 from lit_cifar.watchdog.callback import PHASES, Watchdog
 from lit_cifar.watchdog.diagnosis import Peer, Verdict, diagnose, diagnose_judge, updated
-from lit_cifar.watchdog.heartbeat import Heartbeat, first_heartbeat, stack_of
+from lit_cifar.watchdog.heartbeat import Heartbeat, Sight, first_heartbeat, stack_of
 from lit_cifar.watchdog.monitor import BEAT_S, Monitor
-from lit_cifar.watchdog.phases import FACTOR, FIRST_TIME_S, PhaseTimer
-from lit_cifar.watchdog.process_info import Sight
 from lit_cifar.watchdog.store import HeartbeatStore, News, prepare
 
 TIMEOUT_S = 20.0
@@ -852,8 +851,8 @@ def test_a_time_in_which_there_may_be_no_beat_is_refused(timeout_s: float) -> No
 
 def test_a_process_ends_although_its_launcher_died_while_it_was_importing() -> None:
     noted = "import sys, lit_cifar; modules = list(sys.modules); "
-    noted += "assert modules.index('lit_cifar.launch.parent') < modules.index('torch'); "
-    gone = "from lit_cifar.launch import parent as l; l.PARENT_PID, l._GRACE_S = -1, 0; "
+    noted += "assert modules.index('lit_cifar.launch.startup') < modules.index('torch'); "
+    gone = "from lit_cifar.launch import startup as l; l.PARENT_PID, l._GRACE_S = -1, 0; "
     follower = f"{noted}{gone}l.end_with_launcher(); import time; time.sleep(60)"
     done = subprocess.run([sys.executable, "-c", follower], capture_output=True, text=True)
     assert "pid -1, which started it, is gone" in done.stderr
@@ -861,7 +860,7 @@ def test_a_process_ends_although_its_launcher_died_while_it_was_importing() -> N
 
 
 def test_a_process_ends_after_the_one_that_started_it(tmp_path: Path) -> None:
-    follower = "import time; from lit_cifar.launch import parent as l; l._GRACE_S = 0; l.end_with_launcher(); "
+    follower = "import time; from lit_cifar.launch import startup as l; l._GRACE_S = 0; l.end_with_launcher(); "
     starter = (
         "import subprocess, sys, time; "
         f"child = subprocess.Popen([sys.executable, '-c', {follower + 'print(0, flush=True); time.sleep(60)'!r}]); "

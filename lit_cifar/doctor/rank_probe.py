@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from lit_cifar.doctor.measurement import Device, measure
-from lit_cifar.launch.parent import end_with_launcher
-from lit_cifar.launch.process_group import destroy_process_group_at_exit
 from lit_cifar.launch.rendezvous import LocalEnvironment
+from lit_cifar.launch.signals import destroy_process_group_at_exit
+from lit_cifar.launch.startup import end_with_launcher
 
 _TIMEOUT = timedelta(seconds=30)
 
