@@ -13,9 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lit_cifar.bench.fits import Fit
-from lit_cifar.bench.timing import measured_in_turn, ratio
-from lit_cifar.bench.turns import training_in_turn
+from lit_cifar.bench.measurements import interleaved, ratio
+from lit_cifar.bench.timed_runs import TimedRun, interleaved_runs
 from lit_cifar.commands.terminal import about, say
 from lit_cifar.reporting.memory import FILES
 from lit_cifar.verify.runs import refuse_if_invalid, run
@@ -25,7 +24,7 @@ PARTS = {1: (None, 1, 2, 4, 8), 2: (None, 2, 4, 8)}  # by the number of processe
 WHAT = ("time", "memory")
 
 
-def fit(processes: int, parts: int | None, *, rounds: int) -> Fit:
+def fit(processes: int, parts: int | None, *, rounds: int) -> TimedRun:
     """A run that is long enough for all turns."""
     num_train = BATCH_SIZE * (1 + STEPS) * (rounds + 1)
     flags = ["--model.stem=imagenet", "--data.dataset=synthetic", "--data.val_size=0", f"--data.num_train={num_train}"]
@@ -33,20 +32,20 @@ def fit(processes: int, parts: int | None, *, rounds: int) -> Fit:
     flags += ["--trainer.enable_progress_bar=false"]
     flags += [f"--trainer.devices={processes}"] + (["--trainer.strategy=ddp"] if processes > 1 else [])
     flags += [] if parts is None else [f"--virtual_replicas={parts}"]
-    return Fit(flags=flags, num_ranks=processes)
+    return TimedRun(flags=flags, num_ranks=processes)
 
 
-def prices(fits: dict[str, Fit], folder: Path, *, rounds: int) -> dict[str, dict[str, Any]]:
+def prices(fits: dict[str, TimedRun], folder: Path, *, rounds: int) -> dict[str, dict[str, Any]]:
     """Seconds of a step, and how many times as long as without the option in the same round."""
-    with training_in_turn(fits, folder=folder) as seconds:
+    with interleaved_runs(fits, folder=folder) as seconds:
         for name in fits:
             seconds(name, steps=1, skip=1)
         times = {name: partial(seconds, name, steps=STEPS, skip=1) for name in fits}
-        found = measured_in_turn(times, rounds=rounds)
+        found = interleaved(times, rounds=rounds)
     return {name: {"step_s": own.values, "price": ratio(own, found["None"]).values} for name, own in found.items()}
 
 
-def peak_mib(fit: Fit, folder: Path) -> float:
+def peak_mib(fit: TimedRun, folder: Path) -> float:
     """The peak of the fullest process in a run of some steps."""
     flags = [*fit.flags, f"--trainer.max_steps={STEPS}", "--trainer.max_epochs=-1", f"--run_dir={folder / 'run'}"]
     flags += ["--trainer.callbacks+=lit_cifar.reporting.memory.TrainingMemory", "--figures.every_n_epochs=0"]
@@ -55,7 +54,7 @@ def peak_mib(fit: Fit, folder: Path) -> float:
     return round(max(found) / 2**20, 1)
 
 
-def peaks(fits: dict[str, Fit], folder: Path, *, rounds: int) -> dict[str, dict[str, Any]]:
+def peaks(fits: dict[str, TimedRun], folder: Path, *, rounds: int) -> dict[str, dict[str, Any]]:
     """MiB of each round."""
     found: dict[str, list[float]] = {name: [] for name in fits}
     for turn in range(rounds):

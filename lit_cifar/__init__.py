@@ -1,9 +1,8 @@
 """One ResNet34 trainer for CIFAR-10, and every way to parallelise it with PyTorch and Lightning."""
 
-from lit_cifar.launch import parent as _parent  # isort: skip  # before everything that takes time
-from lit_cifar.launch.collector import collector_paused as _collector_paused
+from lit_cifar.launch import startup as _startup  # isort: skip  # before everything that takes time
 
-with _collector_paused():
+with _startup.collector_paused():
     from lit_cifar import strategies as _strategies  # registers the names that --trainer.strategy knows
     from lit_cifar.data import CIFAR10DataModule
     from lit_cifar.errors import CheckpointError, ConfigError, DataError
@@ -13,4 +12,4 @@ with _collector_paused():
 __version__ = "0.1.0"  # of the distribution too: pyproject.toml reads it here
 __all__ = ["CIFAR10DataModule", "CheckpointError", "ConfigError", "DataError", "LitResNet", "WarmupDecay"]
 
-del _collector_paused, _parent, _strategies
+del _startup, _strategies

@@ -3,7 +3,7 @@
 import atexit
 import gc
 
-from lit_cifar.launch.collector import collector_paused
+from lit_cifar.launch.startup import collector_paused
 
 with collector_paused():
     from lit_cifar.cli import main

@@ -29,9 +29,9 @@ from lit_cifar.empty_hooks import NoProfiler, leave_out_empty_hooks
 from lit_cifar.errors import ConfigError
 from lit_cifar.kernel_choice import KernelChoice
 from lit_cifar.kernels import told_to_children
-from lit_cifar.launch.parent import end_with_launcher
 from lit_cifar.launch.processes import as_list, check_processes, settle_processes
 from lit_cifar.launch.signals import handlers_put_back, signals_to_spawned
+from lit_cifar.launch.startup import end_with_launcher
 from lit_cifar.models import DEFAULT_ARCH
 from lit_cifar.module import LitResNet
 from lit_cifar.reporting.figures import EvaluationFigures

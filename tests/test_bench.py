@@ -1,18 +1,37 @@
-"""`python -m lit_cifar bench`: what is timed in turn, its rows, and the command."""
+"""`python -m lit_cifar bench`: what is timed in turn, the sections and their rows, and the command."""
 
 import json
+import socket
 from importlib import import_module
 from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from commands import run_here
+from commands import TINY, run_here
+from short_fits import data, fit, short
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
 
-from lit_cifar.bench import baseline, data_path
-from lit_cifar.bench.rows import Row, markdown, result_table, shown
-from lit_cifar.bench.sections import SECTIONS
-from lit_cifar.bench.settings import Settings
-from lit_cifar.bench.timing import Spread, difference, in_turn, measured_in_turn, ratio
+from lit_cifar import LitResNet
+from lit_cifar.bench import data_path, mode_speed, overhead, recovery
+from lit_cifar.bench.measurements import (
+    Quantiles,
+    Row,
+    Settings,
+    difference,
+    interleaved,
+    markdown,
+    ratio,
+    result_table,
+    shown,
+)
+from lit_cifar.bench.overhead import write_random_cifar10
+from lit_cifar.bench.plain_loop import PlainLoop, Small
+from lit_cifar.bench.recovery import Recovery
+from lit_cifar.bench.timed_runs import Interleaved, TimedRun, interleaved_runs
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.images import Batch
 from lit_cifar.errors import ConfigError
@@ -20,38 +39,35 @@ from lit_cifar.errors import ConfigError
 command = import_module("lit_cifar.commands.bench")  # whose name in its package is the function
 
 
+def small_settings(folder: Path, *, rounds: int = 2) -> Settings:
+    return Settings(device=torch.device("cpu"), folder=folder, rounds=rounds, small=True)
+
+
 def row(*values: float, **kwargs: object) -> Row:
-    return Row(section="modes", name="a against b", unit="x", found=Spread(values), **kwargs)  # type: ignore[arg-type]
+    return Row(section="modes", name="a against b", unit="x", found=Quantiles(values), **kwargs)  # type: ignore[arg-type]
 
 
-def test_a_spread_is_a_median_and_the_middle_half() -> None:
-    spread = Spread((5.0, 1.0, 2.0, 4.0, 3.0))
+def test_quantiles_are_a_median_and_the_middle_half() -> None:
+    spread = Quantiles((5.0, 1.0, 2.0, 4.0, 3.0))
     assert (spread.low, spread.median, spread.high, spread.n) == (2.0, 3.0, 4.0, 5)
-    assert (Spread((7.0,)).low, Spread((7.0,)).high) == (7.0, 7.0)
+    assert (Quantiles((7.0,)).low, Quantiles((7.0,)).high) == (7.0, 7.0)
 
 
 def test_things_are_timed_in_turn_and_every_other_round_backwards() -> None:
     called: list[str] = []
-    now = iter(range(100))
-    calls = {name: (lambda name=name: called.append(name)) for name in "ab"}
-    found = in_turn(calls, rounds=3, warmup=1, clock=lambda: float(next(now)))
-    assert called == ["a", "b", *"ab", *"ba", *"ab"]
-    assert found == {"a": Spread((1.0,) * 3), "b": Spread((1.0,) * 3)}
-
-
-def test_the_clock_waits_for_queued_work() -> None:
-    called: list[str] = []
-    in_turn({"a": lambda: called.append("a")}, rounds=1, warmup=0, wait=lambda: called.append("wait"))
-    assert called == ["wait", "a", "wait"]
+    calls = {name: (lambda name=name: called.append(name) or float(len(called))) for name in "ab"}
+    found = interleaved(calls, rounds=3)
+    assert called == [*"ab", *"ba", *"ab"]
+    assert found == {"a": Quantiles((1.0, 4.0, 5.0)), "b": Quantiles((2.0, 3.0, 6.0))}
 
 
 def test_ratios_are_of_each_round() -> None:
     """A machine that is slower in one round is slower for both."""
-    found = measured_in_turn({"a": iter([2.0, 20.0]).__next__, "b": iter([1.0, 10.0]).__next__}, rounds=2)
-    assert ratio(found["a"], found["b"]) == Spread((2.0, 2.0))
-    assert difference(found["a"], found["b"]) == Spread((1.0, 10.0))
+    found = interleaved({"a": iter([2.0, 20.0]).__next__, "b": iter([1.0, 10.0]).__next__}, rounds=2)
+    assert ratio(found["a"], found["b"]) == Quantiles((2.0, 2.0))
+    assert difference(found["a"], found["b"]) == Quantiles((1.0, 10.0))
     with pytest.raises(ValueError, match="zip"):
-        ratio(Spread((1.0,)), Spread((1.0, 2.0)))
+        ratio(Quantiles((1.0,)), Quantiles((1.0, 2.0)))
 
 
 @pytest.mark.parametrize(
@@ -74,18 +90,6 @@ def test_a_row_stands_in_the_table_with_its_note() -> None:
     assert [Row.from_json(each.to_json()) for each in found] == found
 
 
-def test_the_articles_loop_trains() -> None:
-    data = CIFAR10DataModule(dataset="synthetic", num_train=64, val_size=0)
-    data.setup("fit")
-    images = data.sets["train"]
-    batches = baseline.loader(images, batch_size=32, mean=data.source.mean, std=data.source.std)
-    assert len(batches) == 2
-    network = torch.nn.Sequential(torch.nn.AvgPool2d(8), torch.nn.Flatten(), torch.nn.Linear(48, 10))
-    step = baseline.training_step(network, baseline.forever(batches), torch.device("cpu"))
-    losses = [step() for _ in range(30)]
-    assert losses[-1] < losses[0]
-
-
 # The data path -----------------------------------------------------------------------------------------------------
 
 
@@ -93,7 +97,7 @@ def test_the_data_path_is_timed_on_one_thread(monkeypatch: pytest.MonkeyPatch, t
     threads, seen = torch.get_num_threads(), []
     torch.set_num_threads(2)
     monkeypatch.setattr(data_path, "_seconds", lambda batches: seen.append(torch.get_num_threads()) or len([*batches]))
-    settings = Settings(device=torch.device("cpu"), folder=tmp_path, rounds=2, small=True)
+    settings = small_settings(tmp_path)
     rows = data_path.measure(settings, lambda line: None)
     assert torch.get_num_threads() == 2
     torch.set_num_threads(threads)
@@ -104,8 +108,8 @@ def test_the_data_path_is_timed_on_one_thread(monkeypatch: pytest.MonkeyPatch, t
 
 def test_the_data_paths_make_the_same_kind_of_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without chance in them they make the same images."""
-    monkeypatch.setattr(baseline.transforms, "RandomCrop", lambda size, padding: lambda image: image)
-    monkeypatch.setattr(baseline.transforms, "RandomHorizontalFlip", lambda: lambda image: image)
+    monkeypatch.setattr(data_path.transforms, "RandomCrop", lambda size, padding: lambda image: image)
+    monkeypatch.setattr(data_path.transforms, "RandomHorizontalFlip", lambda: lambda image: image)
     data = CIFAR10DataModule(dataset="synthetic", num_train=64, val_size=0, batch_size=32, augment=False)
     data.setup("fit")
     made: dict[str, list[torch.Tensor]] = {}
@@ -122,6 +126,137 @@ def test_the_data_paths_make_the_same_kind_of_batch(monkeypatch: pytest.MonkeyPa
         assert places.sort().values.equal(torch.arange(64))
         torch.testing.assert_close(found, expected[places])
     assert {batch.dtype for batch in made["uint8"]} == {torch.uint8}
+
+
+# What fit adds, and recovery ------------------------------------------------------------------------------------------
+
+
+@short
+def test_the_plain_loop_computes_what_fit_computes(tmp_path: Path) -> None:
+    """Else it would be no measure: the same weights, bit for bit, and the same mean loss."""
+    network, twin = Small(), Small()
+    twin.load_state_dict(network.state_dict())
+    module = LitResNet(
+        network=network,
+        optimizer=lambda params: SGD(params, lr=0.1),
+        lr_scheduler=lambda optimizer: StepLR(optimizer, 1000),
+    )
+    images = data()
+    images.setup("fit")
+    loop = PlainLoop(twin, module, images, log_every_n_steps=2)
+    loop.run(2)
+    trainer = fit(module, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(network.parameters(), twin.parameters(), strict=True))
+    ((loss, accuracy),) = loop.logged
+    assert loss == pytest.approx(float(trainer.callback_metrics["train/loss"]))
+    assert accuracy == pytest.approx(float(trainer.callback_metrics["train/acc"]))
+
+
+def test_turns_of_a_fit_and_of_a_plain_loop(tmp_path: Path) -> None:
+    flags = ["--model.network=lit_cifar.bench.plain_loop.Small", "--data.dataset=synthetic", "--data.num_train=96"]
+    flags += ["--data.val_size=0", "--data.batch_size=8", "--trainer.max_epochs=1", "--trainer.accelerator=cpu"]
+    flags += [
+        "--trainer.callbacks+=lit_cifar.bench.plain_loop.InTurn",
+        f"--trainer.callbacks.file={tmp_path / 'turns'}",
+    ]
+    flags += ["--trainer.callbacks.steps=3", f"--run_dir={tmp_path / 'run'}"]
+    assert run_here("fit", *flags).status == 0
+    turns = json.loads((tmp_path / "turns").read_text())
+    assert len(turns) == 12 / 3 - 2
+    assert all(0 < seconds < 1 for turn in turns for clock in turn for seconds in clock)
+
+
+def test_times_between_epochs(tmp_path: Path) -> None:
+    flags = [
+        "--trainer.callbacks+=lit_cifar.bench.plain_loop.EpochTimes",
+        f"--trainer.callbacks.file={tmp_path / 'times'}",
+    ]
+    assert run_here("fit", *TINY, *flags, "--trainer.max_epochs=4", f"--run_dir={tmp_path / 'run'}").status == 0
+    times = json.loads((tmp_path / "times").read_text())
+    assert len(times["outside_s"]) == 2  # of three changes the first is left out
+    assert all(0 < seconds < 10 for seconds in [*times["outside_s"], times["step_s"]])
+
+
+def test_the_noise_is_read_as_cifar10(tmp_path: Path) -> None:
+    write_random_cifar10(tmp_path)
+    images = CIFAR10DataModule(tmp_path)
+    images.prepare_data()
+    images.setup("fit")
+    assert len(images.sets["train"]) == 45_000
+
+
+def test_the_time_of_a_recovery_is_divided_without_rest() -> None:
+    found = Recovery(killed=1.0, ended=1.5, started=2.25, imported=5.0, stepped=7.0, ours_cpu_s=1.0)
+    assert (found.total_s, found.ours_s, found.torchrun_s, found.imports_s) == (6.0, 2.5, 0.75, 2.75)
+
+
+@pytest.mark.slow
+def test_rows_of_overhead(tmp_path: Path) -> None:
+    rows = overhead.measure(small_settings(tmp_path), lambda line: None)
+    assert [row.unit for row in rows] == ["us", "us", "x", "%", "s"]
+    assert 0.5 < rows[2].found.median < 20
+
+
+@pytest.mark.slow
+def test_rows_of_recovery(tmp_path: Path) -> None:
+    rows = recovery.measure(small_settings(tmp_path), lambda line: None)
+    total, ours, ending, _, torchrun, imports = (row.found.values for row in rows)
+    assert len(total) == 2
+    assert all(0 < part < whole for part, whole in zip(ending, ours, strict=True))
+    assert [sum(parts) for parts in zip(ours, torchrun, imports, strict=True)] == pytest.approx(total)
+
+
+# Runs that wait for their turn ----------------------------------------------------------------------------------------
+
+
+def test_a_run_takes_only_the_steps_that_it_is_allowed() -> None:
+    steps: list[int] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        turns: Any = Interleaved(server.getsockname()[1], "ddp")
+
+        def train() -> None:
+            turns.on_train_start(SimpleNamespace(global_rank=1), None)
+            for step in range(4):
+                turns.on_train_batch_start(None, None, None, step)
+                steps.append(step)
+
+        trains = Thread(target=train)
+        trains.start()
+        with server.accept()[0] as connection:
+            line = connection.makefile("rw")
+        assert json.loads(line.readline()) == {"name": "ddp", "rank": 1}
+        assert len(json.loads(line.readline())) == 1  # the first batch is there, and no step has been allowed
+        assert steps == []
+        line.write("3\n")
+        line.flush()
+        began = json.loads(line.readline())
+        line.close()
+        trains.join()
+        turns._file.close()
+    assert steps[:3] == [0, 1, 2]
+    assert len(began) == 4  # the beginnings of the three steps, and the end of the last
+    assert began == sorted(began)
+
+
+def test_a_fit_that_fails_is_named(tmp_path: Path) -> None:
+    broken = TimedRun(flags=[*TINY, "--data.batch_size=7", "--trainer.devices=2", "--trainer.strategy=ddp"])
+    with (
+        pytest.raises(RuntimeError, match="fit broken has ended while it was timed"),
+        interleaved_runs({"broken": broken}, folder=tmp_path),
+    ):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_row_of_a_tiny_network(tmp_path: Path) -> None:
+    settings = small_settings(tmp_path, rounds=1)
+    rows = mode_speed.measure(settings, lambda line: None)
+    assert [row.unit for row in rows] == [*["x"] * 6, "img/s"] * 2
+    assert all(row.found.median > 0 for row in rows)
+
+
+# The command ----------------------------------------------------------------------------------------------------------
 
 
 def one_row(settings: Settings, report: object) -> list[Row]:
@@ -143,7 +278,7 @@ def test_the_command_prints_and_writes_what_was_measured(tmp_path: Path, monkeyp
 
 
 def test_all_is_every_section_in_its_order() -> None:
-    assert command._sections(["all"]) == list(SECTIONS)
+    assert command._sections(["all"]) == list(command.SECTIONS)
     assert command._sections(["modes"]) == ["modes"]
 
 

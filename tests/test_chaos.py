@@ -22,17 +22,32 @@ from processes import marked
 from rich.console import Console
 from torch import Tensor
 
-from lit_cifar.chaos.audit import distance, metric_problems, position_problems, receipt_problems
-from lit_cifar.chaos.disk_fault import CAN_FILL, fill_disk
-from lit_cifar.chaos.experiment import plan_for
-from lit_cifar.chaos.fault_schedule import EQUAL_SIZE, Fault, equal_size_cards, resized_cards, schedule_faults, shares
+from lit_cifar.chaos.audit import (
+    Batches,
+    audit,
+    distance,
+    effective,
+    metric_problems,
+    num_repeated,
+    position_problems,
+    receipt_problems,
+)
+from lit_cifar.chaos.experiment import JobResult, plan_for
+from lit_cifar.chaos.faults import (
+    CAN_FILL,
+    EQUAL_SIZE,
+    Fault,
+    equal_size_faults,
+    fill_disk,
+    resized_faults,
+    schedule_faults,
+    shares,
+)
 from lit_cifar.chaos.injector import Event, Trial, TrialError
-from lit_cifar.chaos.job import TorchrunJob, wait_until
-from lit_cifar.chaos.result_table import JobResult, result_table
-from lit_cifar.chaos.sample_history import Batches, LoggedStep, Start, audit, effective, num_repeated
-from lit_cifar.chaos.sample_log import Journal, JournalReader
+from lit_cifar.chaos.job import ANEW, WORKERS, TorchrunJob, Worker, is_anew, read_workers, wait_until
+from lit_cifar.chaos.sample_log import LAUNCH, LoggedStep, SampleLog, SampleLogReader, Start
 from lit_cifar.chaos.training import Configuration, Training, chosen_modes
-from lit_cifar.chaos.workers import ANEW, LAUNCH, WORKERS, Worker, is_anew, read_workers
+from lit_cifar.commands.chaos import result_table
 from lit_cifar.commands.terminal import exit_orderly_when_terminated
 from lit_cifar.data import Batch
 from lit_cifar.launch.forked import ForkedRun
@@ -57,7 +72,7 @@ def test_a_seed_means_one_plan(resized: bool) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_plan_hits_with_every_kind_at_every_part_of_the_training(seed: int) -> None:
-    faults = schedule_faults(equal_size_cards(16, seed=seed), seed=seed, sizes=[2], first_step=10, last_step=170)
+    faults = schedule_faults(equal_size_faults(16, seed=seed), seed=seed, sizes=[2], first_step=10, last_step=170)
     assert [fault.number for fault in faults] == [*range(1, 17)]
     assert all(10 * part <= fault.step < 10 * (part + 1) for part, fault in enumerate(faults, 1))
     assert sorted((fault.kind, fault.aim) for fault in faults) == sorted(2 * EQUAL_SIZE)
@@ -69,7 +84,7 @@ def test_a_plan_hits_with_every_kind_at_every_part_of_the_training(seed: int) ->
 
 
 def test_a_resized_job_goes_through_all_sizes_and_only_its_own_ranks_are_hit() -> None:
-    faults = schedule_faults(resized_cards(8), seed=0, sizes=[2, 1], first_step=0, last_step=80)
+    faults = schedule_faults(resized_faults(8), seed=0, sizes=[2, 1], first_step=0, last_step=80)
     assert [fault.kind for fault in faults] == ["resize", "kill", "resize", "term"] * 2
     assert [fault.size for fault in faults] == [1, 1, 2, 2] * 2
     assert [fault.rank for fault in faults[1::4]] == [0, 0]
@@ -77,12 +92,12 @@ def test_a_resized_job_goes_through_all_sizes_and_only_its_own_ranks_are_hit() -
 
 
 def test_without_a_disk_to_fill_the_others_remain() -> None:
-    assert {kind for kind, _ in equal_size_cards(12, seed=0, full_disk=False)} == {"kill", "term", "stop", "truncate"}
+    assert {kind for kind, _ in equal_size_faults(12, seed=0, full_disk=False)} == {"kill", "term", "stop", "truncate"}
 
 
 def test_more_faults_than_steps_are_refused() -> None:
     with pytest.raises(ValueError, match="3 faults do not fit"):
-        schedule_faults(resized_cards(3), seed=0, sizes=[2, 1], first_step=5, last_step=7)
+        schedule_faults(resized_faults(3), seed=0, sizes=[2, 1], first_step=5, last_step=7)
 
 
 @pytest.mark.parametrize("num_faults", [1, 4, 20, 100])
@@ -140,7 +155,7 @@ def training(starts: dict[Start, range], *, num_ranks: int = 2) -> list[LoggedSt
     ]
 
 
-UNDISTURBED: Batches = effective(training({FIRST: range(6)}))[0]
+BASELINE: Batches = effective(training({FIRST: range(6)}))[0]
 
 
 def without(lines: list[LoggedStep], *, step: int, rank: int | None = None) -> list[LoggedStep]:
@@ -148,7 +163,7 @@ def without(lines: list[LoggedStep], *, step: int, rank: int | None = None) -> l
 
 
 def test_the_last_run_of_a_step_counts() -> None:
-    found = audit(training({FIRST: range(4), SECOND: range(2, 5), THIRD: range(4, 6)}), undisturbed=UNDISTURBED)
+    found = audit(training({FIRST: range(4), SECOND: range(2, 5), THIRD: range(4, 6)}), baseline=BASELINE)
     assert (found.missing, found.doubled, found.moved, found.problems) == (0, 0, 0, [])
     assert found.repeated == 2 + 1
 
@@ -165,7 +180,7 @@ SOUND = {
 
 @pytest.mark.parametrize("lines", SOUND.values(), ids=SOUND)
 def test_what_does_no_harm(lines: list[LoggedStep]) -> None:
-    assert audit(lines, undisturbed=UNDISTURBED).problems == []
+    assert audit(lines, baseline=BASELINE).problems == []
     assert num_repeated(SOUND["several loader steps of one optimizer step"]) == 0
 
 
@@ -193,7 +208,7 @@ HARM: dict[str, tuple[list[LoggedStep], tuple[int, int, int], str]] = {
 
 @pytest.mark.parametrize(("lines", "counts", "words"), HARM.values(), ids=HARM)
 def test_harm_is_found(lines: list[LoggedStep], counts: tuple[int, int, int], words: str) -> None:
-    found = audit(lines, undisturbed=UNDISTURBED)
+    found = audit(lines, baseline=BASELINE)
     assert (found.missing, found.doubled, found.moved) == counts
     assert words in "\n".join(found.problems)
 
@@ -201,14 +216,14 @@ def test_harm_is_found(lines: list[LoggedStep], counts: tuple[int, int, int], wo
 def test_processes_of_one_dp_rank_must_read_the_same() -> None:
     lines = training({FIRST: range(6)}, num_ranks=1)
     twins = [replace(line, rank=1) for line in lines]
-    assert audit([*lines, *twins], undisturbed=UNDISTURBED).problems == []
+    assert audit([*lines, *twins], baseline=BASELINE).problems == []
     twins[0] = replace(twins[0], ids=(1, 0))
     assert effective([*lines, *twins])[1] == [
         "epoch 0, step 0: the processes of data-parallel rank 0 read different samples"
     ]
 
 
-# The journal.
+# The sample log.
 
 
 def trainer_at(*, rank: int = 0, step: int = 0, epoch: int = 0) -> Any:
@@ -218,26 +233,26 @@ def trainer_at(*, rank: int = 0, step: int = 0, epoch: int = 0) -> Any:
     )
 
 
-def write_step(journal: Journal, *, rank: int, step: int, ids: list[int]) -> None:
+def write_step(log: SampleLog, *, rank: int, step: int, ids: list[int]) -> None:
     """As Lightning does: by the end of the batch, the optimizer has taken its step."""
     batch = Batch(torch.empty(0), torch.empty(0), torch.tensor(ids), 1.0)
     module: Any = None
-    journal.on_train_batch_start(trainer_at(rank=rank, step=step), module, batch, 0)
-    journal.on_train_batch_end(trainer_at(rank=rank, step=step + 1), module, None, batch, 0)
+    log.on_train_batch_start(trainer_at(rank=rank, step=step), module, batch, 0)
+    log.on_train_batch_end(trainer_at(rank=rank, step=step + 1), module, None, batch, 0)
 
 
 def test_the_journal_reads_back_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reader = JournalReader(tmp_path)
+    reader = SampleLogReader(tmp_path)
     reader.refresh()
     assert (reader.lines, reader.newest, reader.first_step(FIRST)) == ([], None, None)
     for restart in (0, 2):
         monkeypatch.setenv(LAUNCH, "1")
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restart))
         for rank in (0, 1):
-            journal = Journal(str(tmp_path))
-            journal.setup(trainer_at(rank=rank), None, "fit")  # type: ignore[arg-type]
+            log = SampleLog(str(tmp_path))
+            log.setup(trainer_at(rank=rank), None, "fit")  # type: ignore[arg-type]
             for step in (5, 6):
-                write_step(journal, rank=rank, step=step, ids=[10 * step + rank])
+                write_step(log, rank=rank, step=step, ids=[10 * step + rank])
         reader.refresh()
         assert reader.newest == (1, restart)
     assert (reader.first_step((1, 2)), reader.last_step((1, 2)), reader.first_step((1, 1))) == (5, 6, None)
@@ -248,7 +263,7 @@ def test_the_journal_reads_back_as_it_was_written(tmp_path: Path, monkeypatch: p
 
 
 def test_a_line_that_is_being_written_waits(tmp_path: Path) -> None:
-    reader = JournalReader(tmp_path)
+    reader = SampleLogReader(tmp_path)
     line = json.dumps({"start": [1, 0], "rank": 0, "dp_rank": 0, "epoch": 0, "step": 3, "ids": [1]}) + "\n"
     file = tmp_path / "rank0.jsonl"
     file.write_text(line + line[:9])
@@ -346,7 +361,7 @@ def test_metrics_and_receipts_must_be_the_same(
 
 
 class PretendedJob:
-    """Writes journals as a job would: each start begins where it is told to, and ends by the fault."""
+    """Writes sample logs as a job would: each start begins where it is told to, and ends by the fault."""
 
     def __init__(self, folder: Path, *, begins: list[int], statuses: tuple[int | None, ...] = ()) -> None:
         self.folder = folder
@@ -393,7 +408,7 @@ class PretendedJob:
 
 def trial_of(tmp_path: Path, job: PretendedJob) -> Trial:
     pretended: Any = job
-    return Trial(pretended, JournalReader(tmp_path), tmp_path / "run", 4, 1.0, lambda line: None)
+    return Trial(pretended, SampleLogReader(tmp_path), tmp_path / "run", 4, 1.0, lambda line: None)
 
 
 RESIZE = Fault(number=1, kind="resize", aim="step", step=10, rank=None, size=1, delay_s=0.0)

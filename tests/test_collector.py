@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lit_cifar.launch.collector import collector_paused
+from lit_cifar.launch.startup import collector_paused
 
 _COUNT = """
 import gc, lit_cifar

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lit_cifar.launch.process_group import destroy_process_group_at_exit
+from lit_cifar.launch.signals import destroy_process_group_at_exit
 
 # Handlers run in reverse order: the one registered before the package is imported sees what the package's has done.
 SCRIPT = """

@@ -17,8 +17,7 @@ from documents import BENCHMARKS, PAGES, ROOT, blocks, commit_of, exists_at, inl
 from parts import in_part
 from torch.distributed.run import get_args_parser
 
-from lit_cifar.bench.sections import SECTIONS
-from lit_cifar.commands.bench import bench_parser
+from lit_cifar.commands.bench import SECTIONS, bench_parser
 from lit_cifar.commands.chaos import chaos_parser
 from lit_cifar.commands.doctor import doctor_parser
 from lit_cifar.commands.export import export_parser

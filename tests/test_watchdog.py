@@ -23,16 +23,15 @@ from torch.distributed import HashStore
 
 from lit_cifar.data import Batch
 from lit_cifar.errors import ConfigError, Stopped
-from lit_cifar.launch import parent
+from lit_cifar.launch import startup
 from lit_cifar.watchdog import activity
+from lit_cifar.watchdog import heartbeat as process
 from lit_cifar.watchdog import monitor as watch_module
-from lit_cifar.watchdog import process_info as process
+from lit_cifar.watchdog.activity import FACTOR, FIRST_TIME_S, PhaseTimer
 from lit_cifar.watchdog.callback import PHASES, Watchdog
 from lit_cifar.watchdog.diagnosis import Peer, Verdict, diagnose, diagnose_judge, updated
-from lit_cifar.watchdog.heartbeat import Heartbeat, first_heartbeat, stack_of
+from lit_cifar.watchdog.heartbeat import Heartbeat, Sight, first_heartbeat, stack_of
 from lit_cifar.watchdog.monitor import BEAT_S, Monitor
-from lit_cifar.watchdog.phases import FACTOR, FIRST_TIME_S, PhaseTimer
-from lit_cifar.watchdog.process_info import Sight
 from lit_cifar.watchdog.store import HeartbeatStore, News, prepare
 
 TIMEOUT_S = 20.0
@@ -834,16 +833,16 @@ def test_the_launcher_is_the_one_that_was_noted_before_the_imports(monkeypatch: 
     followed: list[Any] = []
     thread = SimpleNamespace(Thread=lambda *, args, **_: SimpleNamespace(start=lambda: followed.append(args)))
     for name, value in {"PARENT_PID": -1, "_started": threading.Event(), "threading": thread}.items():
-        monkeypatch.setattr(parent, name, value)
-    parent.end_with_launcher()
+        monkeypatch.setattr(startup, name, value)
+    startup.end_with_launcher()
     assert followed == [(-1,)]
 
 
 def test_a_process_ends_after_the_one_that_started_it(tmp_path: Path) -> None:
     """Who started it is noted before torch is imported, which takes long."""
     follower = (
-        "import sys, time, lit_cifar; from lit_cifar.launch import parent as l; modules = list(sys.modules); "
-        "assert modules.index('lit_cifar.launch.parent') < modules.index('torch'); "
+        "import sys, time, lit_cifar; from lit_cifar.launch import startup as l; modules = list(sys.modules); "
+        "assert modules.index('lit_cifar.launch.startup') < modules.index('torch'); "
         "l._GRACE_S = 0; l.end_with_launcher(); print(0, flush=True); time.sleep(60)"
     )
     starter = (

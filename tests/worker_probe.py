@@ -24,7 +24,7 @@ def num_sockets() -> int:
 
 def noted_parent() -> int:
     """Who the package says has started this process, where it has been imported: to do so takes seconds."""
-    module = sys.modules.get("lit_cifar.launch.parent")
+    module = sys.modules.get("lit_cifar.launch.startup")
     return module.PARENT_PID if module else os.getppid()
 
 

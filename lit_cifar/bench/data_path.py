@@ -1,6 +1,7 @@
 """The data path on the host, from uint8 images in memory to normalised batches, on one thread.
 
-The baseline is the loop of the articles: PIL images through torchvision's transforms, in a DataLoader without workers.
+The baseline is the loop of Anthony Peng's articles on training with several GPUs, part 1, which stands in many
+tutorials: PIL images through torchvision's transforms, in a DataLoader without workers.
 Ours is what `fit` does between two steps: the loader with its augmentation, and the normalisation by the data module.
 """
 
@@ -10,15 +11,16 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from time import thread_time
+from typing import Any
 
 import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
+from torchvision import transforms
 
-from lit_cifar.bench import baseline
-from lit_cifar.bench.rows import Row
-from lit_cifar.bench.settings import Report, Settings
-from lit_cifar.bench.timing import Spread, measured_in_turn, ratio
+from lit_cifar.bench.measurements import Quantiles, Report, Row, Settings, interleaved, ratio
 from lit_cifar.data import CIFAR10DataModule
-from lit_cifar.data.images import Batch
+from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.data.loader import BatchLoader
 
 _BATCH = 128
@@ -37,7 +39,9 @@ def measure(settings: Settings, report: Report) -> list[Row]:
         calls = paths(data)
         for warm_up in calls.values():
             warm_up()
-        found = measured_in_turn(calls, rounds=settings.rounds)
+        found = interleaved(calls, rounds=settings.rounds)
+    per_second = {name: Quantiles(tuple(1 / seconds for seconds in own.values)) for name, own in found.items()}
+    without = ratio(found["uint8"], found["ours"])
     of = partial(Row, section="data")
     return [
         of(
@@ -45,12 +49,12 @@ def measure(settings: Settings, report: Report) -> list[Row]:
             unit="x",
             found=ratio(found["baseline"], found["ours"]),
         ),
-        of(name="images per second, PIL and a DataLoader", unit="img/s", found=_per_second(found["baseline"])),
-        of(name="images per second, of `fit`", unit="img/s", found=_per_second(found["ours"])),
+        of(name="images per second, PIL and a DataLoader", unit="img/s", found=per_second["baseline"]),
+        of(name="images per second, of `fit`", unit="img/s", found=per_second["ours"]),
         of(
             name="share of `fit`'s time in which batches become float32 and are normalised",
             unit="%",
-            found=_rest(ratio(found["uint8"], found["ours"])),
+            found=Quantiles(tuple(1 - share for share in without.values)),
             note="three passes over the 12 KB of an image: to float32, minus the mean, divided by the deviation",
         ),
     ]
@@ -64,7 +68,7 @@ def paths(data: CIFAR10DataModule) -> dict[str, Callable[[], float]]:
         ours without the normalisation.
     """
     images, source = data.sets["train"], data.source
-    through_pil = baseline.loader(images, batch_size=data.batch_size, mean=source.mean, std=source.std)
+    through_pil = pil_loader(images, batch_size=data.batch_size, mean=source.mean, std=source.std)
     num_baseline = min(_BASELINE_BATCHES, len(through_pil)) * data.batch_size
     sampler = data.train_sampler()
     loader = BatchLoader(images, sampler, augmentation=data.augmentation)
@@ -80,19 +84,35 @@ def paths(data: CIFAR10DataModule) -> dict[str, Callable[[], float]]:
     }
 
 
+class PILImages(Dataset[tuple[Any, int]]):
+    """Images one by one, as torchvision's own data sets give them: a PIL image goes through `transform`."""
+
+    def __init__(self, images: ImageSet, transform: Callable[[Any], Any]) -> None:
+        self._pixels = images.images.permute(0, 2, 3, 1).contiguous().numpy()
+        self._labels = images.labels.tolist()
+        self._transform = transform
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return self._transform(Image.fromarray(self._pixels[index])), self._labels[index]
+
+
+def pil_loader(images: ImageSet, *, batch_size: int, mean: Any, std: Any) -> DataLoader[Any]:
+    """Shuffled, cropped, flipped and normalised batches, made in this process."""
+    size = images.images.shape[-1]
+    steps = [transforms.RandomCrop(size, padding=4), transforms.RandomHorizontalFlip()]
+    steps += [transforms.ToTensor(), transforms.Normalize(mean, std)]
+    dataset = PILImages(images, transforms.Compose(steps))
+    return DataLoader(dataset, batch_size=batch_size, shuffle=True, drop_last=True)
+
+
 def _seconds(batches: Iterable[object]) -> float:
     """CPU time of this thread, which does all the work. A batch is held while the next is made, as in training."""
     start = thread_time()
     deque(batches, maxlen=1)
     return thread_time() - start
-
-
-def _per_second(seconds: Spread) -> Spread:
-    return Spread(tuple(1 / value for value in seconds.values))
-
-
-def _rest(share: Spread) -> Spread:
-    return Spread(tuple(1 - value for value in share.values))
 
 
 @contextmanager

@@ -2,11 +2,8 @@
 
 from os import cpu_count
 
-from lit_cifar.bench.fits import Fit
-from lit_cifar.bench.rows import Row
-from lit_cifar.bench.settings import Report, Settings
-from lit_cifar.bench.timing import Spread, measured_in_turn, ratio
-from lit_cifar.bench.turns import training_in_turn
+from lit_cifar.bench.measurements import Quantiles, Report, Row, Settings, interleaved, ratio
+from lit_cifar.bench.timed_runs import TimedRun, interleaved_runs
 from lit_cifar.models import Stem
 
 _DEVICES = 2
@@ -33,32 +30,32 @@ def measure(settings: Settings, report: Report) -> list[Row]:
             Row(section="modes", name=f"speed of {mode} on 2 devices, {about}", unit="x", found=ratio(alone, own))
             for mode, own in found.items()
         ]
-        per_s = Spread(tuple(_batch_size(settings) / seconds for seconds in alone.values))
+        per_s = Quantiles(tuple(_batch_size(settings) / seconds for seconds in alone.values))
         name = f"images per second of one process with {cpu_count()} threads, {about}: 1.00x"
         rows.append(Row(section="modes", name=name, unit="img/s", found=per_s))
     return rows
 
 
-def _timed(stem: Stem, settings: Settings) -> dict[str, Spread]:
+def _timed(stem: Stem, settings: Settings) -> dict[str, Quantiles]:
     """Seconds of a step of each mode."""
     steps, skip = _STEPS[stem]
-    fits = {mode: _fit(mode, stem, settings) for mode in _MODES}
-    with training_in_turn(fits, folder=settings.folder) as seconds:
-        for name in fits:  # memory is allocated, kernels are chosen, DDP cuts its buckets
+    runs = {mode: _run(mode, stem, settings) for mode in _MODES}
+    with interleaved_runs(runs, folder=settings.folder) as seconds:
+        for name in runs:  # memory is allocated, kernels are chosen, DDP cuts its buckets
             seconds(name, steps=1, skip=skip)
-        calls = {name: lambda name=name: seconds(name, steps=steps, skip=skip) for name in fits}
-        return measured_in_turn(calls, rounds=settings.rounds)
+        calls = {name: lambda name=name: seconds(name, steps=steps, skip=skip) for name in runs}
+        return interleaved(calls, rounds=settings.rounds)
 
 
-def _fit(mode: str, stem: Stem, settings: Settings) -> Fit:
-    """A fit with the flags that a user would pass, long enough for all turns; the threads share the cores."""
+def _run(mode: str, stem: Stem, settings: Settings) -> TimedRun:
+    """A run with the flags that a user would pass, long enough for all turns; the threads share the cores."""
     batch_size = _batch_size(settings)
     num_images = batch_size * (4 + settings.rounds * sum(_STEPS[stem]))
     flags = ["--data.dataset=synthetic", f"--data.num_train={num_images}", "--data.val_size=0"]
     flags += [f"--data.batch_size={batch_size}", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
     flags += [f"--model.arch={settings.arch}", f"--model.stem={stem}", f"--trainer.strategy={mode}"]
     flags.append(f"--trainer.devices={1 if mode == _ONE_PROCESS else _DEVICES}")
-    return Fit(flags=flags, num_ranks=_MODES[mode], threads=max(1, (cpu_count() or 1) // _MODES[mode]))
+    return TimedRun(flags=flags, num_ranks=_MODES[mode], threads=max(1, (cpu_count() or 1) // _MODES[mode]))
 
 
 def _batch_size(settings: Settings) -> int:

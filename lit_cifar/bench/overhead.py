@@ -5,18 +5,18 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from functools import partial
 from os import cpu_count
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from lit_cifar.bench import epochs, plain_loop
-from lit_cifar.bench.random_cifar10 import write_random_cifar10
-from lit_cifar.bench.rows import Row
-from lit_cifar.bench.settings import Report, Settings
-from lit_cifar.bench.timing import Spread, difference, measured_in_turn
+import numpy as np
+
+from lit_cifar.bench import plain_loop
+from lit_cifar.bench.measurements import Quantiles, Report, Row, Settings, difference, interleaved
+from lit_cifar.data.cifar10 import CLASSES, FILES, RECORD_BYTES, RECORDS_PER_FILE
+from lit_cifar.data.download import CIFAR10_BINARY
 from lit_cifar.verify.runs import run
 
 _TURNS_PER_ROUND = 6
@@ -46,7 +46,7 @@ def _one_layer(settings: Settings, report: Report, fit: list[str]) -> list[Row]:
     flags = [f"--model.network={plain_loop.__name__}.Small", "--data.batch_size=16"]
     turns = _beside_a_plain_loop([*fit, *flags], settings, turns=rounds, steps=_STEPS_PER_TURN, threads=1)
     by_clock, of_processor = ([turn[clock] for turn in turns] for clock in (0, 1))
-    plain_us = Spread(tuple(1e6 * plain for _, plain in by_clock)).median
+    plain_us = Quantiles(tuple(1e6 * plain for _, plain in by_clock)).median
     name = "a step of fit, with all logs, over a plain PyTorch loop, a network of one layer"
     row = partial(Row, section="overhead", unit="us")
     return [
@@ -76,8 +76,8 @@ def _resnet34(settings: Settings, report: Report, fit: list[str]) -> Row:
         name=f"time of a step of fit over that of a plain loop, ResNet34, {stem} stem, batch {batch_size}, "
         f"{precision}, {layout}",
         unit="x",
-        found=Spread(tuple(own / plain for (own, plain), _ in turns)),
-        note=f"the plain loop takes {1e3 * Spread(tuple(plain for (_, plain), _ in turns)).median:,.0f} ms a step",
+        found=Quantiles(tuple(own / plain for (own, plain), _ in turns)),
+        note=f"the plain loop takes {1e3 * Quantiles(tuple(plain for (_, plain), _ in turns)).median:,.0f} ms a step",
     )
 
 
@@ -88,8 +88,8 @@ def _beside_a_plain_loop(words: list[str], settings: Settings, *, turns: int, st
     return _run([*words, *flags], settings, threads=threads)
 
 
-def _added_us(turns: list[list[float]]) -> Spread:
-    return Spread(tuple(1e6 * (own - plain) for own, plain in turns))
+def _added_us(turns: list[list[float]]) -> Quantiles:
+    return Quantiles(tuple(1e6 * (own - plain) for own, plain in turns))
 
 
 def _epoch(settings: Settings, report: Report, fit: list[str]) -> Row:
@@ -101,15 +101,15 @@ def _epoch(settings: Settings, report: Report, fit: list[str]) -> Row:
     num_epochs = 3 if settings.small else min(settings.rounds + 2, _ENOUGH_EPOCHS)
     flags = [f"--model.arch={settings.arch}", "--model.stem=imagenet", "--data.eval_batch_size=100"]
     flags += ["--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1", f"--trainer.max_epochs={num_epochs}"]
-    flags.append(f"--trainer.callbacks+={epochs.__name__}.EpochTimes")
+    flags.append(f"--trainer.callbacks+={plain_loop.__name__}.EpochTimes")
     times = _run([*fit, *flags], settings, threads=cpu_count() or 1)
-    outside = Spread(tuple(times["outside_s"]))
+    outside = Quantiles(tuple(times["outside_s"]))
     whole_s = times["step_s"] * _STEPS_OF_AN_EPOCH
     return Row(
         section="overhead",
         name="an epoch outside of training and validation steps, ResNet34, imagenet stem, 45,000 images",
         unit="%",
-        found=Spread(tuple(seconds / (whole_s + seconds) for seconds in outside.values)),
+        found=Quantiles(tuple(seconds / (whole_s + seconds) for seconds in outside.values)),
         note=f"{outside.median * 1e3:,.0f} ms beside steps of {whole_s:.0f} s; files are written behind them",
     )
 
@@ -119,18 +119,19 @@ def _start(settings: Settings, report: Report, fit: list[str]) -> Row:
     imports = ["-c", "import os, torch, lightning.pytorch; os._exit(0)"]
     arch = [f"--model.arch={settings.arch}", "--model.stem=imagenet"]
 
+    package = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(package)}
+
     def seconds(arguments: list[str]) -> float:
         folder = Path(tempfile.mkdtemp(prefix="start", dir=settings.folder))
         start = perf_counter()
-        outcome = subprocess.run(
-            [sys.executable, *arguments], cwd=folder, env=with_package(os.environ), capture_output=True
-        )
+        outcome = subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, capture_output=True)
         if outcome.returncode:
             raise RuntimeError(f"{' '.join(arguments)} failed: {outcome.stderr.decode(errors='replace')[-2000:]}")
         return perf_counter() - start
 
-    first_step = ["-m", "lit_cifar", *fit, *arch, f"--trainer.callbacks+={epochs.__name__}.EndAtFirstStep"]
-    found = measured_in_turn(
+    first_step = ["-m", "lit_cifar", *fit, *arch, f"--trainer.callbacks+={plain_loop.__name__}.EndAtFirstStep"]
+    found = interleaved(
         {"imports": partial(seconds, imports), "fit": partial(seconds, first_step)}, rounds=settings.rounds
     )
     return Row(
@@ -143,10 +144,15 @@ def _start(settings: Settings, report: Report, fit: list[str]) -> Row:
     )
 
 
-def with_package(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment with this package on Python's path, wherever a new process is started."""
-    package = str(Path(__file__).parents[2])
-    return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH", "")]))}
+def write_random_cifar10(root: Path) -> None:
+    """Write noise with labels in turn, as the binary edition of CIFAR-10 (180 MB), below `root`."""
+    folder = root / CIFAR10_BINARY.folder
+    folder.mkdir(parents=True)
+    records = np.random.default_rng(0).integers(0, 256, (RECORDS_PER_FILE, RECORD_BYTES), np.uint8)
+    records[:, 0] = np.arange(RECORDS_PER_FILE) % len(CLASSES)
+    for names in FILES.values():
+        for name in names:
+            records.tofile(folder / name)
 
 
 def _run(words: list[str], settings: Settings, *, threads: int) -> Any:

@@ -1,43 +1,36 @@
 """How long a run under torchrun stands still when a rank is killed, and who spends that time."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_cifar.bench import timed_rank
-from lit_cifar.bench.overhead import with_package
-from lit_cifar.bench.random_cifar10 import write_random_cifar10
-from lit_cifar.bench.rows import Row
-from lit_cifar.bench.settings import Report, Settings
-from lit_cifar.bench.timed_rank import MARKS, mark
-from lit_cifar.bench.timing import Spread
+from lit_cifar.bench.measurements import Quantiles, Report, Row, Settings
+from lit_cifar.bench.overhead import write_random_cifar10
+from lit_cifar.chaos.job import TorchrunJob, is_alive, wait_until
 
 EVENTS = ("started", "imported", "step")
 _RANKS = 2
 _MOST_KILLS = 4
 _LIMIT_S = 120.0  # of a restart
-_POLL_S = 0.005
 
 
 class StepMarks(Callback):
-    """Notes the end of each optimizer step."""
+    """Notes the end of each optimizer step in a file of `folder`."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        mark("step")
+        timed_rank.mark(self.folder, "step")
 
 
 def measure(settings: Settings, report: Report) -> list[Row]:
@@ -48,35 +41,45 @@ def measure(settings: Settings, report: Report) -> list[Row]:
     Raises:
         RuntimeError: The training failed.
     """
-    with _training(settings) as job:
+    folder = settings.folder / "recovery"
+    (folder / "marks").mkdir(parents=True)
+    write_random_cifar10(folder / "data")
+    program = [timed_rank.__file__, str(folder / "marks")]
+    words = _words(settings, folder)
+    job = TorchrunJob(lambda _: words, folder=folder, max_restarts=_MOST_KILLS, anew_every=1, program=program)
+    with job:
         report("recovery: the start of a training under torchrun")
-        job.wait_for_steps()
+        job.start(_RANKS)
+        _wait_for_steps(job)
         found = []
         for number in range(min(settings.rounds, _MOST_KILLS)):
             report(f"recovery after kill -9 of rank {(number + 1) % _RANKS}")
-            found.append(job.kill((number + 1) % _RANKS))
-    spread = partial(_spread, found)
+            found.append(_kill(job, (number + 1) % _RANKS))
+
+    def quantiles(part: Callable[[Recovery], float]) -> Quantiles:
+        return Quantiles(tuple(map(part, found)))
+
     row = partial(Row, section="recovery", unit="s")
     total = "from kill -9 of a rank to the next optimizer step, ddp on 2 processes under torchrun"
     return [
-        row(name=total, found=spread(lambda each: each.total_s)),
+        row(name=total, found=quantiles(lambda each: each.total_s)),
         row(
             name="of it ours: ending the other rank, start of fit to the step",
-            found=spread(lambda each: each.ours_s),
+            found=quantiles(lambda each: each.ours_s),
             note="includes torchrun's notice of the death, which looks ten times a second",
         ),
         row(
             name="of that until the other rank has ended",
-            found=spread(lambda each: each.ended - each.killed),
+            found=quantiles(lambda each: each.ended - each.killed),
             note="which first writes the checkpoint that it has begun",
         ),
         row(
             name="the same from the start of fit to the step, in processor time of a rank",
-            found=spread(lambda each: each.ours_cpu_s),
+            found=quantiles(lambda each: each.ours_cpu_s),
             note="which other programs on the machine change less",
         ),
-        row(name="of it torchrun's: starting new processes", found=spread(lambda each: each.torchrun_s)),
-        row(name="of it imports of torch and Lightning", found=spread(lambda each: each.imports_s)),
+        row(name="of it torchrun's: starting new processes", found=quantiles(lambda each: each.torchrun_s)),
+        row(name="of it imports of torch and Lightning", found=quantiles(lambda each: each.imports_s)),
     ]
 
 
@@ -108,79 +111,47 @@ class Recovery:
         return self.imported - self.started
 
 
-def _spread(found: list[Recovery], part: Callable[[Recovery], float]) -> Spread:
-    return Spread(tuple(map(part, found)))
-
-
-@contextmanager
-def _training(settings: Settings) -> Iterator["_Job"]:
+def _words(settings: Settings, folder: Path) -> list[str]:
     """A training that runs until it is killed."""
-    folder = settings.folder / "recovery"
-    marks = folder / "marks"
-    marks.mkdir(parents=True)
-    write_random_cifar10(folder / "data")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={_RANKS}"]
-    command += [f"--max-restarts={_MOST_KILLS}", timed_rank.__file__]
-    command += ["fit", "--trainer.strategy=ddp", "--trainer.accelerator=cpu", "--resume=auto"]
-    command += [f"--run_dir={folder / 'run'}", f"--data.root={folder / 'data'}", "--data.batch_size=32"]
-    command += [f"--model.arch={'tiny' if settings.small else 'resnet34'}", "--model.stem=imagenet"]
-    command += ["--last_checkpoint.every_n_steps=10", f"--trainer.callbacks+={__name__}.StepMarks"]
-    environment = {**with_package(os.environ), "OMP_NUM_THREADS": "1", MARKS: str(marks)}
-    with (folder / "log.txt").open("wb") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-        try:
-            yield _Job(process, marks, folder / "log.txt")
-        finally:
-            _end(process)
+    words = ["fit", "--trainer.strategy=ddp", "--trainer.accelerator=cpu", "--resume=auto"]
+    words += [f"--run_dir={folder / 'run'}", f"--data.root={folder / 'data'}", "--data.batch_size=32"]
+    words += [f"--model.arch={settings.arch}", "--model.stem=imagenet", "--last_checkpoint.every_n_steps=10"]
+    return [*words, f"--trainer.callbacks+={__name__}.StepMarks", f"--trainer.callbacks.folder={folder / 'marks'}"]
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End torchrun and its ranks."""
-    with suppress(psutil.Error):
-        family = psutil.Process(process.pid)
-        for member in [family, *family.children(recursive=True)]:
-            with suppress(psutil.Error):
-                member.kill()
-    process.wait()
+def _wait_for_steps(job: TorchrunJob, *, former: frozenset[int] = frozenset(), steps: int = 3) -> Mapping[int, "_Rank"]:
+    """The ranks, by rank, once each has taken so many steps; `former` are the pids of an earlier start."""
+    ranks: dict[int, _Rank] = {}
+
+    def have_taken() -> bool:
+        ranks.update({rank.number: rank for rank in _read(job.folder / "marks") if rank.pid not in former})
+        return len(ranks) == _RANKS and all(len(rank.at["step"]) >= steps for rank in ranks.values())
+
+    wait_until(lambda: have_taken() or job.status is not None, limit_s=_LIMIT_S, poll_s=0.005)
+    if not have_taken():
+        words = "\n".join(job.log_since(0)[-8:])
+        raise RuntimeError(f"the training under torchrun failed:\n{words}")
+    return ranks
 
 
-@dataclass(frozen=True)
-class _Job:
-    torchrun: subprocess.Popen[bytes]
-    marks: Path
-    log: Path
-
-    def wait_for_steps(self, *, former: frozenset[int] = frozenset(), steps: int = 3) -> Mapping[int, "_Rank"]:
-        """The ranks, by rank, once each has taken so many steps; `former` are the pids of an earlier start."""
-        deadline = time.monotonic() + _LIMIT_S
-        while True:
-            ranks = {rank.number: rank for rank in _read(self.marks) if rank.pid not in former}
-            if len(ranks) == _RANKS and all(len(rank.at["step"]) >= steps for rank in ranks.values()):
-                return ranks
-            if self.torchrun.poll() is not None or time.monotonic() > deadline:
-                words = "\n".join(self.log.read_text(errors="replace").splitlines()[-8:])
-                raise RuntimeError(f"the training under torchrun failed:\n{words}")
-            time.sleep(_POLL_S)
-
-    def kill(self, number: int) -> Recovery:
-        """Kill a rank in the middle of a step, and wait for the next steps of new processes."""
-        former = frozenset(rank.pid for rank in _read(self.marks))
-        now = {rank.number: rank for rank in _read(self.marks) if psutil.pid_exists(rank.pid)}
-        os.kill(now[number].pid, signal.SIGKILL)
-        killed = time.monotonic()
-        while any(_runs(rank.pid) for rank in now.values()):
-            time.sleep(_POLL_S)
-        ended = time.monotonic()
-        ranks = self.wait_for_steps(former=former).values()
-        last = {event: max(rank.at[event][0] for rank in ranks) for event in EVENTS}
-        return Recovery(
-            killed=killed,
-            ended=ended,
-            started=last["started"],
-            imported=last["imported"],
-            stepped=last["step"],
-            ours_cpu_s=max(rank.cpu["step"][0] - rank.cpu["imported"][0] for rank in ranks),
-        )
+def _kill(job: TorchrunJob, number: int) -> Recovery:
+    """Kill a rank in the middle of a step, and wait for the next steps of new processes."""
+    former = frozenset(rank.pid for rank in _read(job.folder / "marks"))
+    now = job.ranks()
+    now[number].kill()
+    killed = time.monotonic()
+    wait_until(lambda: not any(map(is_alive, now.values())), limit_s=_LIMIT_S)
+    ended = time.monotonic()
+    ranks = _wait_for_steps(job, former=former).values()
+    last = {event: max(rank.at[event][0] for rank in ranks) for event in EVENTS}
+    return Recovery(
+        killed=killed,
+        ended=ended,
+        started=last["started"],
+        imported=last["imported"],
+        stepped=last["step"],
+        ours_cpu_s=max(rank.cpu["step"][0] - rank.cpu["imported"][0] for rank in ranks),
+    )
 
 
 @dataclass(frozen=True)
@@ -203,10 +174,3 @@ def _read(marks: Path) -> list[_Rank]:
         if lines:
             ranks.append(_Rank(lines[0]["rank"], int(path.stem), at, cpu))
     return ranks
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False

@@ -11,19 +11,17 @@ import sys
 import time
 from pathlib import Path
 
-MARKS = "LIT_CIFAR_BENCH_MARKS"  # environment variable: the folder in which each process writes a file
 
-
-def mark(event: str) -> None:
+def mark(folder: Path, event: str) -> None:
     """Note the event, the rank, the time by the machine's monotonic clock, and this process's processor time."""
     line = {"event": event, "rank": int(os.environ["RANK"]), "at_s": time.monotonic(), "cpu_s": time.process_time()}
-    with (Path(os.environ[MARKS]) / f"{os.getpid()}.jsonl").open("a") as file:
+    with (folder / f"{os.getpid()}.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
 
 
-def run() -> None:
+def run(folder: Path) -> None:
     """Import, and become the command line."""
-    mark("started")
+    mark(folder, "started")
     gc.disable()  # as the package does while it imports
     import lightning.pytorch
     import torch
@@ -31,11 +29,11 @@ def run() -> None:
     gc.freeze()
     gc.unfreeze()
     gc.enable()
-    mark("imported")
+    mark(folder, "imported")
     del lightning, torch
     runpy.run_module("lit_cifar", run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder, whose modules are the package's
-    run()
+    sys.path[0] = str(Path(__file__).parents[2])  # in place of this folder, whose modules are the package's
+    run(Path(sys.argv.pop(1)))

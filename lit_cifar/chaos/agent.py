@@ -19,7 +19,8 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from lit_cifar.chaos.workers import ANEW, WORKERS, Worker, is_anew, start_of
+from lit_cifar.chaos.job import ANEW, WORKERS, Worker, is_anew
+from lit_cifar.chaos.sample_log import start_of
 from lit_cifar.launch.forked import run_module
 
 _HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # by torchrun, beside SIGINT

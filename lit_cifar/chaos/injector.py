@@ -11,11 +11,9 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-from lit_cifar.chaos.disk_fault import fill_disk
-from lit_cifar.chaos.fault_schedule import Fault, Kind
-from lit_cifar.chaos.job import TorchrunJob, wait_until
-from lit_cifar.chaos.sample_history import Start
-from lit_cifar.chaos.sample_log import JournalReader
+from lit_cifar.chaos.faults import Fault, Kind, fill_disk
+from lit_cifar.chaos.job import TorchrunJob, is_alive, wait_until
+from lit_cifar.chaos.sample_log import SampleLogReader, Start
 from lit_cifar.checkpoint.files import LAST, newest_valid
 
 Report = Callable[[str], None]
@@ -61,7 +59,7 @@ class Trial:
     """A job, the log of its samples, and what happens to them."""
 
     job: TorchrunJob  # not yet started
-    reader: JournalReader  # of the job's log of samples
+    reader: SampleLogReader  # of the job's log of samples
     checkpoints: Path
     every_n_steps: int  # optimizer steps between two checkpoints
     start_s: float  # seconds that forked processes took to their first step, without faults
@@ -132,7 +130,7 @@ class Trial:
             _signal(hit, _SIGNALS[fault.kind])
         elif fault.kind == "truncate":
             _signal(hit, signal.SIGKILL)
-            wait_until(lambda: not _alive(hit), limit_s=_STOP_LIMIT_S)  # who is half dead may still rename a file
+            wait_until(lambda: _have_ended(hit), limit_s=_STOP_LIMIT_S)  # who is half dead may still rename a file
             newest = self.checkpoints / LAST
             os.truncate(newest, int((fault.keep or 0.0) * newest.stat().st_size))
         elif fault.kind == "disk":
@@ -155,7 +153,7 @@ class Trial:
     def _see_it_stop(self, event: Event, offset: int) -> None:
         """On a full disk: the next save must fail, say so, and leave what was there."""
         hit = [process for process in self.job.ranks().values() if process.pid in event.pids]
-        if not wait_until(lambda: not _alive(hit), limit_s=_STOP_LIMIT_S):
+        if not wait_until(lambda: _have_ended(hit), limit_s=_STOP_LIMIT_S):
             self.problems.append("the job continued although a checkpoint could not be saved")
             _signal(hit, signal.SIGKILL)
         wait_until(lambda: bool(self._complaints(offset)), limit_s=1.0)
@@ -257,12 +255,5 @@ def _signal(processes: Sequence[psutil.Process], number: signal.Signals) -> None
             process.send_signal(number)
 
 
-def _alive(processes: Sequence[psutil.Process]) -> bool:
-    return any(_is_alive(process) for process in processes)
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+def _have_ended(processes: Sequence[psutil.Process]) -> bool:
+    return not any(map(is_alive, processes))

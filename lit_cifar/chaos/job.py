@@ -1,19 +1,52 @@
 """A training under torchrun that can be started, observed and ended, and that never outlives its owner."""
 
+import json
 import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-from lit_cifar.chaos.workers import ANEW, LAUNCH, WORKERS, Worker, read_workers
+from lit_cifar.chaos.sample_log import LAUNCH, Start
 from lit_cifar.launch.forked import ForkedRun
 
-_AGENT = "lit_cifar.chaos.agent"
+# Environment variable: the file to which a line is appended for every worker that is started.
+WORKERS = "LIT_CIFAR_CHAOS_WORKERS"
+# Environment variable: the first start and every n-th one after it use a new Python; with 0 none does.
+ANEW = "LIT_CIFAR_CHAOS_ANEW"
 _STDOUT = 1
-POLL_S = 0.002
+_POLL_S = 0.002
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """A process that torchrun has started."""
+
+    start: Start  # which start of the processes it belongs to
+    rank: int
+    pid: int
+    anew: bool  # whether Python was started for it, as torchrun does; else it was forked
+    at_s: float  # when, on the machine's monotonic clock
+
+    def write(self, path: Path) -> None:
+        with path.open("a") as file:
+            file.write(json.dumps(asdict(self)) + "\n")
+
+
+def is_anew(start: Start, every: int) -> bool:
+    """Whether the workers of `start` are new Pythons: those of the first start and of every n-th one after it are."""
+    return every > 0 and sum(start) % every == 1 % every
+
+
+def read_workers(path: Path) -> list[Worker]:
+    """All that were started so far, the first one first; a line that is being written is left out."""
+    if not path.exists():
+        return []
+    lines, _, _ = path.read_text().rpartition("\n")
+    return [Worker(**{**content, "start": tuple(content["start"])}) for content in map(json.loads, lines.splitlines())]
 
 
 class TorchrunJob:
@@ -26,13 +59,21 @@ class TorchrunJob:
     """
 
     def __init__(
-        self, command: Callable[[int], Sequence[str]], *, folder: Path, max_restarts: int, anew_every: int
+        self,
+        command: Callable[[int], Sequence[str]],
+        *,
+        folder: Path,
+        max_restarts: int,
+        anew_every: int,
+        program: Sequence[str] = ("-m", "lit_cifar"),
     ) -> None:
         self.command = command
+        self.program = program
         self.folder = folder
         self.max_restarts = max_restarts
         self.anew_every = anew_every
         self.launches = 0
+        self._log = folder.resolve() / "log.txt"
         self._torchrun: ForkedRun | None = None
 
     def __enter__(self) -> "TorchrunJob":
@@ -48,11 +89,11 @@ class TorchrunJob:
         self.launches += 1
         flags = ["--standalone", f"--nproc-per-node={num_processes}", f"--max-restarts={self.max_restarts}"]
         self._torchrun = ForkedRun(
-            [*flags, "-m", "lit_cifar", *self.command(num_processes)],
+            [*flags, *self.program, *self.command(num_processes)],
             environment={**os.environ, **self._environment()},
             stdout=self._log,
             stderr=self._log,
-            module=_AGENT,
+            module="lit_cifar.chaos.agent",
         )
 
     def _environment(self) -> dict[str, str]:
@@ -70,11 +111,12 @@ class TorchrunJob:
         return None if self._torchrun is None else self._torchrun.wait(0.0)
 
     def ranks(self) -> dict[int, psutil.Process]:
+        """The processes of the newest start that are alive, by rank."""
         found, torchrun = {}, None if self._torchrun is None else self._torchrun.pids[0]
         for worker in self.newest:
             with suppress(psutil.Error):
                 process = psutil.Process(worker.pid)
-                if process.ppid() == torchrun and process.status() != psutil.STATUS_ZOMBIE:
+                if process.ppid() == torchrun and is_alive(process):
                     found[worker.rank] = process
         return found
 
@@ -111,26 +153,27 @@ class TorchrunJob:
             return False
 
     @property
-    def _log(self) -> Path:
-        return self.folder.resolve() / "log.txt"
-
-    @property
     def log_bytes(self) -> int:
         """How much the processes have printed so far."""
         return self._log.stat().st_size if self._log.exists() else 0
 
     def log_since(self, offset: int) -> list[str]:
         """The lines printed beyond `offset`, empty ones left out."""
-        with self._log.open("rb") as file:
-            file.seek(offset)
-            text = file.read().decode(errors="replace")
+        text = self._log.read_bytes()[offset:].decode(errors="replace")
         return [line for line in text.splitlines() if line.strip()]
 
     def last_words(self) -> list[str]:
         return [line for line in self.log_since(0) if "lit_cifar: " in line or "Error: " in line][-2:]
 
 
-def wait_until(condition: Callable[[], bool], *, limit_s: float, poll_s: float = POLL_S) -> bool:
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], *, limit_s: float, poll_s: float = _POLL_S) -> bool:
     """Poll the condition; whether it became true within the limit."""
     end = time.monotonic() + limit_s
     while not condition():

@@ -2,19 +2,40 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import lightning as L
 
 from lit_cifar.batch_split import BatchSplit
-from lit_cifar.chaos.sample_history import LoggedStep, Start
-from lit_cifar.chaos.workers import start_of
 from lit_cifar.data.images import Batch
 
+# Environment variable: how often the job was launched; torchrun counts its own restarts.
+LAUNCH = "LIT_CIFAR_CHAOS_LAUNCH"
+# Which start of the processes: how often the job was launched, how often torchrun restarted it since.
+Start: TypeAlias = tuple[int, int]
 
-class Journal(L.Callback):
+
+def start_of(environment: Mapping[str, str]) -> Start:
+    """Which start of the processes one with this environment belongs to."""
+    return int(environment.get(LAUNCH, "0")), int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggedStep:
+    """One loader step of one process, once the process has finished it."""
+
+    start: Start
+    rank: int
+    dp_rank: int  # which part of each batch it reads; several processes may read the same
+    epoch: int  # from 0
+    step: int  # optimizer step, from 0 at the start of the whole training
+    ids: tuple[int, ...]
+
+
+class SampleLog(L.Callback):
     """Appends one JSON line per loader step and process to `folder/rank<r>.jsonl`, once the step is done.
 
     It uses neither checkpoints nor the code that resumes, so that it can show mistakes in them. A line is one write to
@@ -45,56 +66,47 @@ class Journal(L.Callback):
 
     def _write(self, trainer: L.Trainer, content: dict[str, Any]) -> None:
         line = json.dumps({"start": self.start, "rank": trainer.global_rank} | content) + "\n"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        file = os.open(self.folder / f"rank{trainer.global_rank}.jsonl", flags, 0o644)
-        try:
-            os.write(file, line.encode())
-        finally:
-            os.close(file)
+        with (self.folder / f"rank{trainer.global_rank}.jsonl").open("ab", buffering=0) as file:
+            file.write(line.encode())
 
 
-class JournalReader:
+class SampleLogReader:
     """Follows the files that the processes append to."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.lines: list[LoggedStep] = []
-        self.starts: set[Start] = set()
+        self._starts: set[Start] = set()
+        self._steps: dict[Start, list[int]] = {}
         self._offsets: dict[Path, int] = {}
-        self._last: dict[Start, int] = {}
-        self._first: dict[Start, int] = {}
 
     def refresh(self) -> None:
         """Read what is new; a line that is still being written waits for the next time."""
         for path in sorted(self.folder.glob("rank*.jsonl")):
             for content in self._new(path):
+                launch, restart = content["start"]
+                self._starts.add((launch, restart))
                 if "step" in content:
-                    self._add(LoggedStep.of(content))
-                else:
-                    launch, restart = content["start"]
-                    self.starts.add((launch, restart))
+                    line = LoggedStep(**content | {"start": (launch, restart), "ids": tuple(content["ids"])})
+                    self.lines.append(line)
+                    self._steps.setdefault(line.start, []).append(line.step)
 
     def first_step(self, start: Start) -> int | None:
         """Where the processes of this start began; None before they have finished a step."""
-        return self._first.get(start)
+        return min(self._steps.get(start, ()), default=None)
 
     def last_step(self, start: Start) -> int | None:
-        return self._last.get(start)
+        return max(self._steps.get(start, ()), default=None)
 
     @property
     def newest(self) -> Start | None:
-        return max(self._last, default=None)
+        return max(self._steps, default=None)
 
     @property
     def num_starts(self) -> int:
         """How often processes were started, those included that ended before they could announce themselves."""
-        launches = {launch for launch, _ in self.starts}
-        return sum(1 + max(restart for other, restart in self.starts if other == launch) for launch in launches)
-
-    def _add(self, line: LoggedStep) -> None:
-        self.lines.append(line)
-        self._first.setdefault(line.start, line.step)
-        self._last[line.start] = max(self._last.get(line.start, line.step), line.step)
+        newest_restarts = dict(sorted(self._starts))
+        return sum(1 + restart for restart in newest_restarts.values())
 
     def _new(self, path: Path) -> Iterator[dict[str, Any]]:
         with path.open("rb") as file:

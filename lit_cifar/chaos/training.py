@@ -12,7 +12,7 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.modes import Variant, variants
 from lit_cifar.verify.runs import quiet, refuse_if_invalid, run
 
-JOURNAL = "lit_cifar.chaos.sample_log.Journal"
+SAMPLE_LOG = "lit_cifar.chaos.sample_log.SampleLog"
 
 EVERY_N_STEPS = 4
 ANEW_EVERY = 4
@@ -131,23 +131,22 @@ class Training:
     def precision(self) -> str:
         return self.configuration.precision if self.has_same_bits else "64-true"
 
-    def arguments(self, size: int, *, run: Path, journal: Path, disturbed: bool = True) -> list[str]:
+    def arguments(self, size: int, *, run: Path, sample_log: Path, has_faults: bool = True) -> list[str]:
         """The arguments of `python -m lit_cifar`, of a new and of a resumed run.
 
-        If it is `disturbed`, faults will hit it: it also saves within epochs, and draws figures. Its results must not
-        depend on that.
+        If it `has_faults` it also saves within epochs, and draws figures. Its results must not depend on that.
         """
         return [
             "fit",
             *self.configuration.flags,
             *self.mode.flags[size],
-            f"--last_checkpoint.every_n_steps={EVERY_N_STEPS}" if disturbed else "--figures.every_n_epochs=0",
+            f"--last_checkpoint.every_n_steps={EVERY_N_STEPS}" if has_faults else "--figures.every_n_epochs=0",
             f"--trainer.max_epochs={self.num_epochs}",
             f"--trainer.precision={self.precision}",
             f"--run_dir={run}",
             "--resume=auto",
-            f"--trainer.callbacks+={JOURNAL}",
-            f"--trainer.callbacks.folder={journal}",
+            f"--trainer.callbacks+={SAMPLE_LOG}",
+            f"--trainer.callbacks.folder={sample_log}",
         ]
 
 

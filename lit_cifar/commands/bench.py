@@ -2,13 +2,13 @@
 
 import argparse
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from lit_cifar.bench.rows import Row, markdown, result_table
-from lit_cifar.bench.sections import SECTIONS
-from lit_cifar.bench.settings import Settings
+from lit_cifar.bench import data_path, mode_speed, overhead, recovery
+from lit_cifar.bench.measurements import Report, Row, Settings, markdown, result_table
 from lit_cifar.commands import trace
 from lit_cifar.commands.terminal import (
     CommandParser,
@@ -21,6 +21,13 @@ from lit_cifar.commands.terminal import (
 )
 from lit_cifar.errors import ConfigError
 
+# By name, in the order in which `bench all` measures them.
+SECTIONS: dict[str, Callable[[Settings, Report], list[Row]]] = {
+    "data": data_path.measure,
+    "overhead": overhead.measure,
+    "modes": mode_speed.measure,
+    "recovery": recovery.measure,
+}
 _DESCRIPTION = """\
 Measure what training costs on this machine. Each row is a ratio or difference of things that were measured in turn, in
 the same run. `bench trace` shows where the time and the memory of one training step go; it has a --help of its own."""

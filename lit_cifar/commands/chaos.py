@@ -3,15 +3,18 @@
 import argparse
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 
-from lit_cifar.chaos.experiment import chaos
-from lit_cifar.chaos.fault_schedule import EQUAL_SIZE, shares
-from lit_cifar.chaos.result_table import JobResult, result_table
+from rich import box
+from rich.table import Table
+
+from lit_cifar.chaos.experiment import JobResult, chaos
+from lit_cifar.chaos.faults import EQUAL_SIZE, shares
 from lit_cifar.chaos.training import ANEW_EVERY, chosen_modes
 from lit_cifar.commands.terminal import (
     CommandParser,
@@ -89,7 +92,7 @@ def chaos_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", metavar="FILE", help="Write all faults, results, versions and hardware to this file.")
     parser.add_argument(
-        "--dir", metavar="FOLDER", help="Keep logs, journals and checkpoints there. Without it nothing is kept."
+        "--dir", metavar="FOLDER", help="Keep logs, sample logs and checkpoints there. Without it nothing is kept."
     )
     return parser
 
@@ -102,3 +105,57 @@ def _folder(name: str | None) -> Iterator[Path]:
             yield Path(temporary)
         return
     yield empty_folder(name, option="--dir").resolve()
+
+
+# The table ------------------------------------------------------------------------------------------------------------
+
+_NAMES = {"kill": "SIGKILL", "term": "SIGTERM", "stop": "SIGSTOP", "resize": "resized", "truncate": "truncated"}
+_NAMES |= {"disk": "disk full"}
+
+
+def result_table(rows: Sequence[JobResult], *, title: str) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title_justify="left")
+    table.add_column("mode", no_wrap=True)
+    table.add_column("processes", no_wrap=True)
+    table.add_column("faults")
+    for name in ("restarts", "steps\nrepeated", "ids\nmissing", "ids\ndoubled", "difference", "time"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for row in rows:
+        sizes = ", ".join(map(str, row.sizes)) + (f"\n[dim]{row.precision}[/]")
+        table.add_row(row.mode, sizes, *_cells([row]), end_section=row is rows[-1])
+    table.add_row("total", "", *_cells(rows))
+    return table
+
+
+def _cells(rows: Sequence[JobResult]) -> list[str]:
+    kinds = sum((row.kinds for row in rows), Counter[str]())
+    restarts, own, anew = (sum(getattr(row, name) for row in rows) for name in ("restarts", "own_restarts", "anew"))
+    during_saves = sum(event.during_save for row in rows for event in row.events)
+    faults = ", ".join(f"{count} {_NAMES[kind]}" for kind, count in kinds.items())
+    return [
+        f"{kinds.total()}: {faults}\n[dim]{during_saves} during a save[/]",
+        f"{restarts}\n[dim]{anew} new[/]" + (f"\n[dim]{own} unplanned[/]" if own else ""),
+        str(sum(row.repeated for row in rows)),
+        _sum([row.missing for row in rows]),
+        _sum([row.doubled for row in rows]),
+        _difference(rows[0]) if len(rows) == 1 else "",
+        f"{sum(row.seconds for row in rows):.0f} s",
+        "[bold green]PASS[/]" if all(row.passed for row in rows) else "[bold red]FAIL[/]",
+    ]
+
+
+def _sum(counts: Sequence[int | None]) -> str:
+    """The sum of counts; a dash where one of them is not known."""
+    known = [count for count in counts if count is not None]
+    if len(known) < len(counts):
+        return "-"
+    return f"[red]{sum(known)}[/]" if sum(known) else "0"
+
+
+def _difference(row: JobResult) -> str:
+    if row.difference is None:
+        return "-"
+    shown = f"{row.difference:.1e}" if row.difference else "0"
+    bound = f"<= {row.bound:.0e}" if row.bound else "bitwise"
+    return f"{shown if row.difference <= row.bound else f'[red]{shown}[/]'}\n[dim]{bound}[/]"

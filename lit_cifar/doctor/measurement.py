@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lit_cifar.doctor.arithmetic import Operation, operations, pattern, sum_fault
-from lit_cifar.launch.parent import end_with_launcher
-from lit_cifar.launch.process_group import destroy_process_group_at_exit
 from lit_cifar.launch.rendezvous import LocalEnvironment
+from lit_cifar.launch.signals import destroy_process_group_at_exit
+from lit_cifar.launch.startup import end_with_launcher
 
 SIZES = tuple(1024 * 8**power for power in range(6))
 """Of all-reduces, in bytes: 1 KiB to 32 MiB."""

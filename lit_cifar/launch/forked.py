@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
-from lit_cifar.launch import parent
+from lit_cifar.launch import startup
 
 _LOOPBACK = "127.0.0.1"
 # How long the other ranks of a run have to end, once one has failed: as Lightning's launcher gives them.
@@ -169,7 +169,7 @@ def run_module(module: str, words: Sequence[str], environment: Mapping[str, str]
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     sys.argv = [module, *words]
     # What the imports have read from the environment of the fork server.
-    parent.PARENT_PID = os.getppid()
+    startup.PARENT_PID = os.getppid()
     rank_zero_only.rank = int(environment.get("RANK", 0))  # type: ignore[attr-defined]
     tempfile.tempdir = None
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", os.cpu_count() or 1)))

@@ -1,7 +1,9 @@
-"""Requests to stop: a second Ctrl-C, the processes of `ddp_spawn`, and the handlers that a run puts back."""
+"""The end of a process: a second Ctrl-C, the processes of `ddp_spawn`, handlers put back, the group destroyed."""
 
+import gc
 import math
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -9,6 +11,7 @@ from contextlib import contextmanager
 from multiprocessing import active_children
 from types import FrameType
 
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from torch.multiprocessing.spawn import ProcessExitedException
@@ -73,3 +76,18 @@ def signals_to_spawned(trainer: Trainer) -> Iterator[None]:
             if error.exit_code not in (EXIT_STOPPED, -signal.SIGTERM):  # SIGTERM came before its handler was installed
                 raise
             raise SystemExit(EXIT_STOPPED) from None
+
+
+def destroy_process_group_at_exit() -> None:
+    """Destroy the default process group and all others, if there are any. To be registered with `atexit`.
+
+    Lightning does this for NCCL only. A gloo group that is still there when the interpreter shuts down can abort a run
+    that had finished ("terminate called without an active exception", SIGABRT): its threads may then release the last
+    reference to a tensor, for which they need an interpreter that is gone (pytorch/pytorch#179291).
+    """
+    if dist.is_available() and dist.is_initialized():
+        # A group's threads end with the last reference to it. Trainers in reference cycles and frames of errors hold
+        # some. Drop these first: only torch's own release of a group waits for the threads without holding the GIL.
+        sys.last_value = sys.last_traceback = None
+        gc.collect()
+        dist.destroy_process_group()

@@ -8,7 +8,7 @@ import atexit
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lit_cifar.launch.process_group import destroy_process_group_at_exit
+from lit_cifar.launch.signals import destroy_process_group_at_exit
 from lit_cifar.strategies.ddp_mp import DDPLayerParallelStrategy
 from lit_cifar.strategies.dp import DataParallelStrategy
 from lit_cifar.strategies.fsdp2 import ShardedStrategy

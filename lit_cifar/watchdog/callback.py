@@ -20,10 +20,10 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lit_cifar.errors import ConfigError, Stopped
-from lit_cifar.launch.parent import end_with_launcher
+from lit_cifar.launch.startup import end_with_launcher
+from lit_cifar.watchdog.activity import PhaseTimer
 from lit_cifar.watchdog.heartbeat import Heartbeat, first_heartbeat
 from lit_cifar.watchdog.monitor import Monitor
-from lit_cifar.watchdog.phases import PhaseTimer
 from lit_cifar.watchdog.store import HeartbeatStore, connect, host_of_store, prepare
 
 # The phase that the main thread enters with each hook. A hook that is not here belongs to the phase before it.

@@ -5,9 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
-from lit_cifar.watchdog.heartbeat import Heartbeat
-from lit_cifar.watchdog.phases import FIRST_TIME_S
-from lit_cifar.watchdog.process_info import Sight
+from lit_cifar.watchdog.activity import FIRST_TIME_S
+from lit_cifar.watchdog.heartbeat import Heartbeat, Sight
 
 JUDGE = 0  # the rank that reads all heartbeats
 # A process that is silent this long after a failure elsewhere is the cause of that failure and not a consequence.

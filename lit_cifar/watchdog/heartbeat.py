@@ -1,17 +1,79 @@
-"""The heartbeat that a process writes into the store once a second."""
+"""What a process of a run says of itself once a second, and what another one on its machine sees of it."""
 
 import json
 import os
+import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
+from typing import Literal, NamedTuple
 
-from lit_cifar.watchdog.phases import FIRST_TIME_S
-from lit_cifar.watchdog.process_info import Sight, start_time
+import psutil  # type: ignore[import-untyped]
+
+from lit_cifar.watchdog.activity import FIRST_TIME_S
 
 _NUM_FRAMES = 4
+# Fields of /proc/PID/stat after the command's name: proc_pid_stat(5), from field 3 on.
+_STATE, _START_TIME, _EXIT_CODE = 0, 19, 49
+
+
+class Sight(NamedTuple):
+    """The observed state of a process."""
+
+    # "unseen" for a process that cannot be observed from here, as on another machine.
+    state: Literal["running", "stopped", "gone", "unseen"]
+    ending: str = ""  # how the process ended, e.g. "SIGKILL", if that is known
+
+
+def start_time(pid: int) -> str:
+    """When the process was started, in the kernel's units; "" without /proc, or if there is no such process.
+
+    Together with the pid it identifies a process: pids are reused.
+    """
+    fields = _stat(pid)
+    return fields[_START_TIME] if fields else ""
+
+
+def look_at(pid: int, started: str) -> Sight:
+    if not started:
+        return Sight("running" if psutil.pid_exists(pid) else "gone")
+    fields = _stat(pid)
+    if not fields or fields[_START_TIME] != started:
+        return Sight("gone")
+    if fields[_STATE] in "ZX":
+        status = int(fields[_EXIT_CODE])  # 0 also if this user may not read it
+        return Sight("gone", ending(os.waitstatus_to_exitcode(status)) if status else "")
+    return Sight("stopped" if fields[_STATE] == "T" else "running")
+
+
+def ending(exit_code: int) -> str:
+    """In words; `exit_code` as of `subprocess.Popen`: a signal's number is negative."""
+    if exit_code >= 0:
+        return f"exit status {exit_code}"
+    try:
+        return signal.Signals(-exit_code).name
+    except ValueError:
+        return f"signal {-exit_code}"
+
+
+def kill(pid: int, started: str) -> None:
+    """Kill another process, if it is still the one that was started at `started`."""
+    if pid != os.getpid() and look_at(pid, started).state != "gone":
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _stat(pid: int) -> list[str]:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()  # the command's name before it may contain any character
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +82,7 @@ class Heartbeat:
 
     rank: int
     pid: int
-    started: str  # when the process was started, as returned by `process.start_time`; "" if unknown
+    started: str  # when the process was started, as returned by `start_time`; "" if unknown
     host: str
     number: int = 0  # number of the heartbeat, from 0
     phase: str = "starting"
@@ -60,3 +122,36 @@ def stack_of(thread_id: int) -> tuple[str, str]:
         return "", ""
     text = "".join(traceback.format_stack(frame)[-_NUM_FRAMES:]).rstrip()
     return text, frame.f_globals.get("__name__", "")
+
+
+class Mates:
+    """The other ranks on this machine, except those in another container, which cannot be seen from here.
+
+    Attributes:
+        exit_codes: Returns exit codes, as of `Popen`, of the processes that this one has started, by pid: only the
+            parent knows them.
+    """
+
+    def __init__(self, everyone: Iterable[Heartbeat], own: Heartbeat) -> None:
+        others = [beat for beat in everyone if beat.host == own.host and beat.rank != own.rank]
+        # One that has sent a heartbeat and is not found is in another container.
+        self._beats = {beat.rank: beat for beat in others if look_at(beat.pid, beat.started).state != "gone"}
+        self._gone: dict[int, Sight] = {}
+        self.exit_codes: Callable[[], dict[int, int]] = dict
+
+    def look(self) -> dict[int, Sight]:
+        """The state of each."""
+        codes = self.exit_codes()
+        sights = {}
+        for rank, beat in self._beats.items():
+            if rank not in self._gone:
+                sight = look_at(beat.pid, beat.started)
+                code = codes.get(beat.pid)
+                sights[rank] = sight if code is None else Sight("gone", ending(code))
+        self._gone |= {rank: sight for rank, sight in sights.items() if sight.state == "gone"}
+        return sights | self._gone
+
+    def kill(self, rank: int) -> None:
+        """Kill it, if it is one of them and still there."""
+        if rank in self._beats:
+            kill(self._beats[rank].pid, self._beats[rank].started)

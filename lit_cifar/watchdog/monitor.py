@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lit_cifar.errors import printable
-from lit_cifar.watchdog.activity import Activity
+from lit_cifar.watchdog.activity import Activity, PhaseTimer
 from lit_cifar.watchdog.diagnosis import (
     JUDGE,
     SILENT_AFTER_FAILURE_S,
@@ -19,12 +19,8 @@ from lit_cifar.watchdog.diagnosis import (
     diagnose_judge,
     updated,
 )
-from lit_cifar.watchdog.heartbeat import Heartbeat, stack_of
-from lit_cifar.watchdog.mates import Mates
-from lit_cifar.watchdog.phases import PhaseTimer
-from lit_cifar.watchdog.process_info import Sight
-from lit_cifar.watchdog.silence import SilenceClock
-from lit_cifar.watchdog.store import HeartbeatStore, News
+from lit_cifar.watchdog.heartbeat import Heartbeat, Mates, Sight, stack_of
+from lit_cifar.watchdog.store import HeartbeatStore, News, SilenceClock
 
 BEAT_S = 1.0
 # Time for the main thread to end by its own exception, which closes loggers and files.

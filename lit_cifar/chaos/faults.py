@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Literal, TypeAlias, TypeVar
 
+import psutil  # type: ignore[import-untyped]
+
 Kind = Literal["kill", "term", "stop", "resize", "truncate", "disk"]
 Aim = Literal["step", "save", "start"]
-Card: TypeAlias = tuple[Kind, Aim]
+Planned: TypeAlias = tuple[Kind, Aim]
 T = TypeVar("T")
 
-# Decks of faults, each with the moment it is aimed at.
-EQUAL_SIZE: tuple[Card, ...] = (
+EQUAL_SIZE: tuple[Planned, ...] = (
     ("kill", "step"),
     ("kill", "save"),
     ("term", "step"),
@@ -22,7 +23,7 @@ EQUAL_SIZE: tuple[Card, ...] = (
     ("disk", "step"),
     ("kill", "start"),
 )
-RESIZED: tuple[Card, ...] = (("resize", "step"), ("kill", "step"), ("resize", "step"), ("term", "save"))
+RESIZED: tuple[Planned, ...] = (("resize", "step"), ("kill", "step"), ("resize", "step"), ("term", "save"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,32 +73,32 @@ def shares(num_faults: int) -> tuple[int, int]:
     return num_faults - of_resized, of_resized
 
 
-def equal_size_cards(num_faults: int, *, seed: int, full_disk: bool = True) -> list[Card]:
-    """Kinds and aims for a job that keeps its size: shuffled decks, one after the other."""
-    deck = [card for card in EQUAL_SIZE if full_disk or card[0] != "disk"]
-    return list(islice(_shuffled(deck, random.Random(seed)), num_faults))
+def equal_size_faults(num_faults: int, *, seed: int, full_disk: bool = True) -> list[Planned]:
+    """Kinds and aims for a job that keeps its size: all in a random order, then all in another one."""
+    possible = [fault for fault in EQUAL_SIZE if full_disk or fault[0] != "disk"]
+    return list(islice(_shuffled(possible, random.Random(seed)), num_faults))
 
 
-def resized_cards(num_faults: int) -> list[Card]:
+def resized_faults(num_faults: int) -> list[Planned]:
     """Kinds and aims for a job that is resized: first of all that, and then every other time."""
     return list(islice(cycle(RESIZED), num_faults))
 
 
 def schedule_faults(
-    cards: Sequence[Card], *, seed: int, sizes: Sequence[int], first_step: int, last_step: int
+    planned: Sequence[Planned], *, seed: int, sizes: Sequence[int], first_step: int, last_step: int
 ) -> list[Fault]:
     """Faults in the order in which they happen, each at a random step of an equal part of the training.
 
     Nothing happens before `first_step`, when there are two checkpoints, nor from `last_step` on. A resized job starts
     with the first of `sizes` and goes through them in turns.
     """
-    if last_step - first_step < len(cards):
-        raise ValueError(f"{len(cards)} faults do not fit between the steps {first_step} and {last_step}")
+    if last_step - first_step < len(planned):
+        raise ValueError(f"{len(planned)} faults do not fit between the steps {first_step} and {last_step}")
     rng = random.Random(seed)
     ranks = {size: _shuffled(range(size), rng) for size in sizes}  # so that all of them are hit, rank 0 included
     faults, turn = [], 0
-    for index, (kind, aim) in enumerate(cards):
-        low, high = (first_step + (last_step - first_step) * i // len(cards) for i in (index, index + 1))
+    for index, (kind, aim) in enumerate(planned):
+        low, high = (first_step + (last_step - first_step) * i // len(planned) for i in (index, index + 1))
         hit = sizes[turn % len(sizes)]
         turn += kind == "resize"
         faults.append(
@@ -116,7 +117,20 @@ def schedule_faults(
     return faults
 
 
-def _shuffled(deck: Sequence[T], rng: random.Random) -> Iterator[T]:
-    """The cards of `deck`, repeated without end, and shuffled again for each repetition."""
+def _shuffled(items: Sequence[T], rng: random.Random) -> Iterator[T]:
+    """The items, repeated without end, and shuffled again for each repetition."""
     while True:
-        yield from rng.sample(deck, len(deck))
+        yield from rng.sample(items, len(items))
+
+
+# A disk that takes no further checkpoint: a limit on the size of files, so that a save fails halfway.
+CAN_FILL = hasattr(psutil, "RLIMIT_FSIZE")
+LEAST_BYTES = 4 << 20  # of a checkpoint, so that there is room for a log and not for it
+_MAX_BYTES = 2 << 20
+
+
+def fill_disk(processes: Sequence[psutil.Process]) -> None:
+    """Let none of `processes` write a larger file. Processes that are started later can."""
+    for process in processes:
+        _, hard = process.rlimit(psutil.RLIMIT_FSIZE)
+        process.rlimit(psutil.RLIMIT_FSIZE, (_MAX_BYTES, hard))

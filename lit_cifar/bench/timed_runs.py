@@ -7,22 +7,31 @@ steps until it is its turn.
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lit_cifar.bench.fits import Fit
 from lit_cifar.launch.forked import ForkedRun
 
 _LOOPBACK = "127.0.0.1"
 _START_S = 180.0  # in which all processes must have begun to train
 
 
-class Turns(Callback):
+@dataclass(frozen=True, kw_only=True)
+class TimedRun:
+    """A `fit` to be timed."""
+
+    flags: Sequence[str]
+    num_ranks: int = 1  # processes to start, as torchrun does; with 1 the strategy may start others
+    threads: int = 1  # of each process
+
+
+class Interleaved(Callback):
     """Waits before a step until the process that compares the runs allows some; then reports when each step began.
 
     Args:
@@ -59,20 +68,20 @@ class Turns(Callback):
 class _Run:
     """A run and the lines to its processes."""
 
-    def __init__(self, name: str, fit: Fit, *, port: int, folder: Path) -> None:
+    def __init__(self, name: str, run: TimedRun, *, port: int, folder: Path) -> None:
         self.name = name
-        self.num_ranks = fit.num_ranks
+        self.num_ranks = run.num_ranks
         self.lines: list[Any] = []
         self._errors = folder / "stderr"
-        flags = [*fit.flags, f"--run_dir={folder / 'run'}", f"--trainer.callbacks+={__name__}.Turns"]
+        flags = [*run.flags, f"--run_dir={folder / 'run'}", f"--trainer.callbacks+={__name__}.Interleaved"]
         flags += [f"--trainer.callbacks.port={port}", f"--trainer.callbacks.name={name}"]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(fit.threads), "TMPDIR": str(folder)}
+        environment = {**os.environ, "OMP_NUM_THREADS": str(run.threads), "TMPDIR": str(folder)}
         self.forked = ForkedRun(
             ["fit", *flags],
             environment=environment,
             stdout=folder / "stdout",
             stderr=self._errors,
-            num_ranks=fit.num_ranks,
+            num_ranks=run.num_ranks,
         )
 
     def check(self) -> None:
@@ -106,8 +115,8 @@ class _Run:
 
 
 @contextmanager
-def training_in_turn(fits: Mapping[str, Fit], *, folder: Path) -> Iterator[Callable[..., float]]:
-    """Start all `fits` below `folder`, each in so many processes as torchrun would start.
+def interleaved_runs(timed: Mapping[str, TimedRun], *, folder: Path) -> Iterator[Callable[..., float]]:
+    """Start all of `timed` below `folder`, each in so many processes as torchrun would start.
 
     What it gives takes the name of a fit, `steps` and `skip`: it lets that one alone take `skip + steps` steps and
     returns the mean seconds of the last `steps`. A step includes fetching its batch, but for the first of a turn. All
@@ -118,7 +127,7 @@ def training_in_turn(fits: Mapping[str, Fit], *, folder: Path) -> Iterator[Calla
     """
     with socket.create_server((_LOOPBACK, 0)) as server, ExitStack() as stack:
         runs: dict[str, _Run] = {}
-        for name, fit in fits.items():
+        for name, fit in timed.items():
             own = folder / f"{len(list(folder.iterdir()))}-{name}"
             own.mkdir()
             runs[name] = _Run(name, fit, port=server.getsockname()[1], folder=own)
