@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lit_cifar.verify.runs import TIMEOUT_S, refuse_if_invalid, run
+from lit_cifar.tools.verify.runs import TIMEOUT_S, refuse_if_invalid, run
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from typing import Any
 from fit_and_test import fit_and_test
 from run_record import complete
 
-from lit_cifar.commands.terminal import say
-from lit_cifar.usage_errors import ended_in_words
+from lit_cifar.cli.usage_errors import ended_in_words
+from lit_cifar.tools.commands.terminal import say
 
 HERE = Path(__file__).parent
 RECIPES = HERE.parent / "configs" / "recipes"

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from lit_cifar.commands.terminal import about, exit_orderly_when_terminated
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.signals import handlers_put_back
-from lit_cifar.verify.runs import workers
+from lit_cifar.tools.commands.terminal import about, exit_orderly_when_terminated
+from lit_cifar.tools.verify.runs import workers
 
 Case = TypeVar("Case")
 Row: TypeAlias = dict[str, Any]

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from lit_cifar.checkpoint.lightning_io import DIGESTS
-from lit_cifar.commands.terminal import about, say
+from lit_cifar.cli.usage_errors import ended_in_words
 from lit_cifar.errors import ConfigError
-from lit_cifar.modes import Variant, variants
-from lit_cifar.usage_errors import ended_in_words
-from lit_cifar.verify.runs import quiet, refuse_if_invalid, run, workers
+from lit_cifar.strategies.modes import Variant, variants
+from lit_cifar.tools.commands.terminal import about, say
+from lit_cifar.tools.verify.runs import quiet, refuse_if_invalid, run, workers
 
 PARTS = 4
 MODES = {

@@ -18,10 +18,10 @@ import numpy as np
 from PIL import Image
 from run_record import complete
 
-from lit_cifar.commands.terminal import say
+from lit_cifar.cli.usage_errors import ended_in_words
 from lit_cifar.reporting.output import without_banners
-from lit_cifar.usage_errors import ended_in_words
-from lit_cifar.verify.verifier import verify
+from lit_cifar.tools.commands.terminal import say
+from lit_cifar.tools.verify.verifier import verify
 
 DEVICES, STEPS = 2, 4
 HERE = Path(__file__).parent
@@ -34,7 +34,7 @@ CONFIGURATIONS = {
         "Frozen SGD 64 --model.optimizer.momentum=0.9 --model.lr_scheduler=StepLR --model.lr_scheduler.step_size=1"
     ),
     "no normalisation, Adagrad, clipped by norm": "Plain Adagrad 64 --trainer.gradient_clip_val=0.1",
-    "depthwise convolutions, Muon": "Depthwise lit_cifar.muon.MuonSGD 64",
+    "depthwise convolutions, Muon": "Depthwise lit_cifar.task.muon.MuonSGD 64",
     "one channel, clipped by value, label smoothing": (
         "Narrow Adam 64 --trainer.gradient_clip_val=0.01 --trainer.gradient_clip_algorithm=value "
         "--model.label_smoothing=0.1"

@@ -13,11 +13,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lit_cifar.bench.measurements import interleaved, ratio
-from lit_cifar.bench.timed_runs import TimedRun, interleaved_runs
-from lit_cifar.commands.terminal import about, say
 from lit_cifar.reporting.memory import FILES
-from lit_cifar.verify.runs import refuse_if_invalid, run
+from lit_cifar.tools.bench.measurements import interleaved, ratio
+from lit_cifar.tools.bench.timed_runs import TimedRun, interleaved_runs
+from lit_cifar.tools.commands.terminal import about, say
+from lit_cifar.tools.verify.runs import refuse_if_invalid, run
 
 BATCH_SIZE, STEPS = 128, 3
 PARTS = {1: (None, 1, 2, 4, 8), 2: (None, 2, 4, 8)}  # by the number of processes

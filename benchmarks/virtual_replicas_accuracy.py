@@ -16,8 +16,8 @@ from fit_and_test import fit_and_test
 from run_record import complete
 
 from analysis.comparing_runs import paired
-from lit_cifar.commands.terminal import say
-from lit_cifar.usage_errors import ended_in_words
+from lit_cifar.cli.usage_errors import ended_in_words
+from lit_cifar.tools.commands.terminal import say
 
 PARTS = 4
 TIMEOUT_S = 4 * 3600.0

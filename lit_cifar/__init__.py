@@ -6,8 +6,8 @@ with _startup.collector_paused():
     from lit_cifar import strategies as _strategies  # registers the names that --trainer.strategy knows
     from lit_cifar.data import CIFAR10DataModule
     from lit_cifar.errors import CheckpointError, ConfigError, DataError
-    from lit_cifar.module import LitResNet
-    from lit_cifar.optim import WarmupDecay
+    from lit_cifar.task.module import LitResNet
+    from lit_cifar.task.optim import WarmupDecay
 
 __version__ = "0.1.0"  # of the distribution too: pyproject.toml reads it here
 __all__ = ["CIFAR10DataModule", "CheckpointError", "ConfigError", "DataError", "LitResNet", "WarmupDecay"]

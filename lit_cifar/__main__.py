@@ -6,7 +6,7 @@ import gc
 from lit_cifar.launch.startup import collector_paused
 
 with collector_paused():
-    from lit_cifar.cli import main
+    from lit_cifar.cli.main import main
 
 # The imports live as long as the process: without them a collection takes a tenth of the time. At the end they are
 # collected too, else the extension modules among them report what they had to leave.

@@ -8,13 +8,13 @@ from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor
 from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
 from lit_cifar.checkpoint.exact_resume import ExactResume
 from lit_cifar.checkpoint.same_start import SameStart
+from lit_cifar.checkpoint.sample_audit.callback import SampleAudit
 from lit_cifar.checkpoint.step_boundary import StepBoundary
 from lit_cifar.launch.heap import KeepFreedMemory
 from lit_cifar.reporting.evaluation_tables import ConfusionCounts, PerRankAccuracy, PredictionWriter
 from lit_cifar.reporting.loggers import RunSettings
 from lit_cifar.reporting.progress import Throughput
 from lit_cifar.reporting.run_report import RunReport
-from lit_cifar.sample_audit.callback import SampleAudit
 from lit_cifar.strategies.random_streams import RandomStreams
 from lit_cifar.watchdog.callback import Watchdog
 

@@ -1,7 +1,7 @@
 """Errors that users can fix, and deliberate early exits.
 
 The message of a user's mistake says what was received, which rule it breaks and what to type instead. The command line
-prints it without a traceback and exits with status 2 (see `lit_cifar.cli`).
+prints it without a traceback and exits with status 2 (see `lit_cifar.cli.main`).
 """
 
 from collections.abc import Iterable

@@ -8,7 +8,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from lit_cifar.cli import main
+from lit_cifar.cli.main import main
 from lit_cifar.launch.forked import ForkedRun
 
 TINY = [

@@ -37,7 +37,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 adopt_orphans()
 # `torch.multiprocessing.start_processes` may fork its processes too, as `lit_cifar.launch.forked` does.
-multiprocessing.set_forkserver_preload(["lit_cifar.cli"])
+multiprocessing.set_forkserver_preload(["lit_cifar.cli.main"])
 # Several processes run the tests, and those of a run share the cores as well: more threads only wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)

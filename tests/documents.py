@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from commands import run_here
 
-from lit_cifar.cli import CLI
+from lit_cifar.cli.main import CLI
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"

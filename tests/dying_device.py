@@ -4,7 +4,7 @@ import os
 
 from torch import Tensor
 
-from lit_cifar.doctor.measurement import Device, main
+from lit_cifar.tools.doctor.measurement import Device, main
 
 
 class Dying(Device):

@@ -29,10 +29,10 @@ from torch.utils._pytree import tree_leaves
 from lit_cifar.callbacks import default_callbacks
 from lit_cifar.checkpoint.step_boundary import Agreed, StepBoundary
 from lit_cifar.data import CIFAR10DataModule
-from lit_cifar.module import LitResNet
 from lit_cifar.reporting.figures import EvaluationFigures
 from lit_cifar.reporting.run_report import RunReport
 from lit_cifar.strategies import DataParallelStrategy, DDPLayerParallelStrategy, LayerParallelStrategy
+from lit_cifar.task.module import LitResNet
 
 SECOND = torch.device("meta", 1)
 

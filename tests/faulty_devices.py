@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lit_cifar.doctor.arithmetic import Operation
-from lit_cifar.doctor.measurement import Device, Measurement, main, measure
+from lit_cifar.tools.doctor.arithmetic import Operation
+from lit_cifar.tools.doctor.measurement import Device, Measurement, main, measure
 
 CPU = torch.device("cpu")
 SMALL = (1024, 65536)

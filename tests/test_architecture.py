@@ -3,6 +3,7 @@
 import ast
 import re
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,29 +19,30 @@ PACKAGE = Path(lit_cifar.__file__).parent
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 # Each part may import the parts before it.
 LAYERS = [
-    {"errors", "batch_split"},
-    {"kernels"},
+    {"errors"},
     {"launch"},
-    {"models", "watchdog"},
-    {"data", "metrics", "muon", "optim"},
+    {"data", "watchdog"},
+    {"models"},
     {"reporting"},
-    {"checkpoint", "sample_audit"},
-    {"module"},
+    {"checkpoint"},
+    {"task"},
     {"strategies"},
-    {"callbacks", "empty_hooks", "export", "modes"},
-    {"verify"},
-    {"chaos", "doctor", "html_report"},
-    {"bench"},
-    {"commands"},
-    {"cli_help"},
-    {"usage_errors"},
-    {"checks", "kernel_choice", "starting_checkpoint"},
+    {"callbacks"},
+    {"tools.export", "tools.verify"},
+    {"tools.chaos", "tools.doctor", "tools.html_report"},
+    {"tools.bench"},
+    {"tools.commands"},
     {"cli"},
 ]
 
 
 def part_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return part_named(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def part_named(parts: Sequence[str]) -> str:
+    """A room, or one of those of the tools."""
+    return ".".join(parts[:2]) if parts[0] == "tools" else parts[0]
 
 
 def imported_names(path: Path) -> set[str]:
@@ -55,13 +57,13 @@ def imported_names(path: Path) -> set[str]:
 
 def imported_parts(path: Path) -> set[str]:
     names = imported_names(path)
-    return {name.split(".")[1] for name in names if name.startswith("lit_cifar.")} & set().union(*LAYERS)
+    return {part_named(name.split(".")[1:]) for name in names if name.startswith("lit_cifar.")} & set().union(*LAYERS)
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_parts_import_only_what_lies_below_them(path: Path) -> None:
     part = part_of(path)
-    if part in ("__init__", "__main__"):
+    if part in ("__init__", "__main__", "tools.__init__"):
         return
     level = next(i for i, layer in enumerate(LAYERS) if part in layer)
     allowed = set().union(*LAYERS[:level]) | {part}
@@ -141,3 +143,8 @@ def test_a_row_of_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with traced(tmp_path / "calls"):
         assert run_here("verify", "--modes=ddp", "--steps=2", *VERIFIED, *tracing(tmp_path)).status == 0
     assert_in_order("A row of `verify`", tmp_path / "calls")
+
+
+def test_the_top_of_the_package_is_seen_at_once() -> None:
+    names = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert len(names - {"__init__", "__main__"}) <= 12

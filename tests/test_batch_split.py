@@ -6,7 +6,7 @@ import lightning as L
 import pytest
 import torch
 
-from lit_cifar.batch_split import BatchSplit, GhostBatches
+from lit_cifar.data.batch_split import BatchSplit, GhostBatches
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.strategies.dp import replica_of
 

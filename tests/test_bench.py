@@ -16,8 +16,11 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
 from lit_cifar import LitResNet
-from lit_cifar.bench import data_path, mode_speed, overhead, recovery
-from lit_cifar.bench.measurements import (
+from lit_cifar.data import CIFAR10DataModule
+from lit_cifar.data.images import Batch
+from lit_cifar.errors import ConfigError
+from lit_cifar.tools.bench import data_path, mode_speed, overhead, recovery
+from lit_cifar.tools.bench.measurements import (
     Quantiles,
     Row,
     Settings,
@@ -28,15 +31,12 @@ from lit_cifar.bench.measurements import (
     result_table,
     shown,
 )
-from lit_cifar.bench.overhead import write_random_cifar10
-from lit_cifar.bench.plain_loop import PlainLoop, Small
-from lit_cifar.bench.recovery import Recovery
-from lit_cifar.bench.timed_runs import Interleaved, TimedRun, interleaved_runs
-from lit_cifar.data import CIFAR10DataModule
-from lit_cifar.data.images import Batch
-from lit_cifar.errors import ConfigError
+from lit_cifar.tools.bench.overhead import write_random_cifar10
+from lit_cifar.tools.bench.plain_loop import PlainLoop, Small
+from lit_cifar.tools.bench.recovery import Recovery
+from lit_cifar.tools.bench.timed_runs import Interleaved, TimedRun, interleaved_runs
 
-command = import_module("lit_cifar.commands.bench")  # whose name in its package is the function
+command = import_module("lit_cifar.tools.commands.bench")  # whose name in its package is the function
 
 
 def small_settings(folder: Path, *, rounds: int = 2) -> Settings:
@@ -153,10 +153,14 @@ def test_the_plain_loop_computes_what_fit_computes(tmp_path: Path) -> None:
 
 
 def test_turns_of_a_fit_and_of_a_plain_loop(tmp_path: Path) -> None:
-    flags = ["--model.network=lit_cifar.bench.plain_loop.Small", "--data.dataset=synthetic", "--data.num_train=96"]
+    flags = [
+        "--model.network=lit_cifar.tools.bench.plain_loop.Small",
+        "--data.dataset=synthetic",
+        "--data.num_train=96",
+    ]
     flags += ["--data.val_size=0", "--data.batch_size=8", "--trainer.max_epochs=1", "--trainer.accelerator=cpu"]
     flags += [
-        "--trainer.callbacks+=lit_cifar.bench.plain_loop.InTurn",
+        "--trainer.callbacks+=lit_cifar.tools.bench.plain_loop.InTurn",
         f"--trainer.callbacks.file={tmp_path / 'turns'}",
     ]
     flags += ["--trainer.callbacks.steps=3", f"--run_dir={tmp_path / 'run'}"]
@@ -168,7 +172,7 @@ def test_turns_of_a_fit_and_of_a_plain_loop(tmp_path: Path) -> None:
 
 def test_times_between_epochs(tmp_path: Path) -> None:
     flags = [
-        "--trainer.callbacks+=lit_cifar.bench.plain_loop.EpochTimes",
+        "--trainer.callbacks+=lit_cifar.tools.bench.plain_loop.EpochTimes",
         f"--trainer.callbacks.file={tmp_path / 'times'}",
     ]
     assert run_here("fit", *TINY, *flags, "--trainer.max_epochs=4", f"--run_dir={tmp_path / 'run'}").status == 0

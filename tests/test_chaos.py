@@ -22,7 +22,9 @@ from processes import marked
 from rich.console import Console
 from torch import Tensor
 
-from lit_cifar.chaos.audit import (
+from lit_cifar.data import Batch
+from lit_cifar.launch.forked import ForkedRun
+from lit_cifar.tools.chaos.audit import (
     Batches,
     audit,
     distance,
@@ -32,8 +34,8 @@ from lit_cifar.chaos.audit import (
     position_problems,
     receipt_problems,
 )
-from lit_cifar.chaos.experiment import JobResult, plan_for
-from lit_cifar.chaos.faults import (
+from lit_cifar.tools.chaos.experiment import JobResult, plan_for
+from lit_cifar.tools.chaos.faults import (
     CAN_FILL,
     EQUAL_SIZE,
     Fault,
@@ -43,14 +45,12 @@ from lit_cifar.chaos.faults import (
     schedule_faults,
     shares,
 )
-from lit_cifar.chaos.injector import Event, Trial, TrialError
-from lit_cifar.chaos.job import ANEW, WORKERS, TorchrunJob, Worker, is_anew, read_workers, wait_until
-from lit_cifar.chaos.sample_log import LAUNCH, LoggedStep, SampleLog, SampleLogReader, Start
-from lit_cifar.chaos.training import Configuration, Training, chosen_modes
-from lit_cifar.commands.chaos import result_table
-from lit_cifar.commands.terminal import exit_orderly_when_terminated
-from lit_cifar.data import Batch
-from lit_cifar.launch.forked import ForkedRun
+from lit_cifar.tools.chaos.injector import Event, Trial, TrialError
+from lit_cifar.tools.chaos.job import ANEW, WORKERS, TorchrunJob, Worker, is_anew, read_workers, wait_until
+from lit_cifar.tools.chaos.sample_log import LAUNCH, LoggedStep, SampleLog, SampleLogReader, Start
+from lit_cifar.tools.chaos.training import Configuration, Training, chosen_modes
+from lit_cifar.tools.commands.chaos import result_table
+from lit_cifar.tools.commands.terminal import exit_orderly_when_terminated
 
 FIRST, SECOND, THIRD = (1, 0), (1, 1), (2, 0)
 SMALL = Configuration(flags=(), steps_per_epoch=20, precision="32-true")
@@ -513,7 +513,7 @@ def test_workers_find_the_same_whether_they_are_forked_or_python_starts_for_them
         environment={**os.environ, **settings},
         stdout=tmp_path / "log",
         stderr=tmp_path / "log",
-        module="lit_cifar.chaos.agent",
+        module="lit_cifar.tools.chaos.agent",
     )
     status = torchrun.wait(100)
     torchrun.kill()

@@ -22,10 +22,10 @@ from PIL import Image
 import lit_cifar
 from lit_cifar import __version__
 from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.cli import main
-from lit_cifar.commands import COMMANDS
+from lit_cifar.cli.main import main
 from lit_cifar.launch.signals import handlers_put_back
 from lit_cifar.reporting.environment import versions
+from lit_cifar.tools.commands import COMMANDS
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_a_stray_rank_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.
     """As another rank than 0 the only process would write nothing."""
     monkeypatch.setenv(name, "1")
     monkeypatch.setattr("lightning.pytorch.utilities.rank_zero_only.rank", 1)  # as Lightning's import finds it
-    monkeypatch.setattr("lit_cifar.cli.end_with_launcher", list)
+    monkeypatch.setattr("lit_cifar.cli.main.end_with_launcher", list)
     result = run_here("fit", *TINY, f"--run_dir={tmp_path / 'run'}")
     assert_refused(result, f"{name}=1 in the environment", f"unset {name}")
     assert not list(tmp_path.iterdir())

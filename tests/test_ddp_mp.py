@@ -16,11 +16,11 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch.nn.parallel import DistributedDataParallel
 
 import lit_cifar.strategies.ddp_mp
-from lit_cifar.batch_split import BatchSplit
 from lit_cifar.checkpoint.format import read_checkpoint
+from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.errors import ConfigError
-from lit_cifar.module import LitResNet
 from lit_cifar.strategies import DDPLayerParallelStrategy, ProcessSyncBatchNorm
+from lit_cifar.task.module import LitResNet
 
 QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 CLASS = "--trainer.strategy=DDPLayerParallelStrategy"

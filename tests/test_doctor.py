@@ -17,11 +17,22 @@ from documents import ROOT
 from faulty_devices import CPU, Flipping, Sending, Slow, World, garble, keep, lose, tear
 from rich.console import Console
 
-from lit_cifar.commands import doctor
-from lit_cifar.doctor import ALL_MODES, COPY_MODES, PROCESS_MODES, Check, Finding, environment, examination, machine
-from lit_cifar.doctor.arithmetic import OPERATIONS, RIGHT, operations
-from lit_cifar.doctor.examination import Examination, placed
-from lit_cifar.doctor.links import (
+from lit_cifar.errors import ConfigError
+from lit_cifar.strategies.device_copies import CopyFault, copy_faults
+from lit_cifar.tools.commands import doctor
+from lit_cifar.tools.doctor import (
+    ALL_MODES,
+    COPY_MODES,
+    PROCESS_MODES,
+    Check,
+    Finding,
+    environment,
+    examination,
+    machine,
+)
+from lit_cifar.tools.doctor.arithmetic import OPERATIONS, RIGHT, operations
+from lit_cifar.tools.doctor.examination import Examination, placed
+from lit_cifar.tools.doctor.links import (
     Link,
     ask_nvidia_smi,
     check_copies,
@@ -30,13 +41,11 @@ from lit_cifar.doctor.links import (
     links_between,
     topology,
 )
-from lit_cifar.doctor.machine import Gpu
-from lit_cifar.doctor.measurement import SIZES, Device, Measurement
-from lit_cifar.doctor.mode_table import LocalMachine, judge_modes, missing_from_torch, mode_table
-from lit_cifar.doctor.page import draw, print_page
-from lit_cifar.doctor.ranks import Ranks, examine_ranks, judge_ranks, probe_ranks, slow_ranks
-from lit_cifar.errors import ConfigError
-from lit_cifar.strategies.device_copies import CopyFault, copy_faults
+from lit_cifar.tools.doctor.machine import Gpu
+from lit_cifar.tools.doctor.measurement import SIZES, Device, Measurement
+from lit_cifar.tools.doctor.mode_table import LocalMachine, judge_modes, missing_from_torch, mode_table
+from lit_cifar.tools.doctor.page import draw, print_page
+from lit_cifar.tools.doctor.ranks import Ranks, examine_ranks, judge_ranks, probe_ranks, slow_ranks
 
 # In the form in which `nvidia-smi` prints: four GPUs, pairs of which have NVLinks.
 TOPOLOGY = """\

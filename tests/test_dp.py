@@ -17,7 +17,7 @@ from torch.nn.parallel.scatter_gather import scatter
 from torch.utils.data import DataLoader, TensorDataset
 
 import lit_cifar.strategies
-from lit_cifar.batch_split import BatchSplit
+from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.errors import ConfigError
 from lit_cifar.models import build_resnet
 from lit_cifar.strategies import DataParallelStrategy

@@ -18,12 +18,12 @@ from comparing import assert_same_checkpoint
 from tiny_task import read_events
 
 from lit_cifar import LitResNet
-from lit_cifar.batch_split import BatchSplit
 from lit_cifar.checkpoint.exact_resume import Position, _collect, _own
 from lit_cifar.checkpoint.files import write_checkpoint
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.checkpoint.same_start import Start, disagreement
-from lit_cifar.cli import CLI
+from lit_cifar.cli.main import CLI
+from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.launch.forked import ForkedRun, _rank_environments
 
 # 79 images in batches of 16: four steps and a ragged one of 15 an epoch, ten steps in all.
@@ -237,9 +237,9 @@ def test_a_schedule_whose_metric_the_checkpoint_does_not_have(tmp_path: Path) ->
     [
         (["--trainer.max_epochs=1"], "--trainer.max_epochs=1, and the training that it continues has begun 2"),
         (["--trainer.max_steps=9"], "--trainer.max_steps=9, and the training that it continues has begun 10"),
-        (["--model.optimizer=AdamW"], "with lit_cifar.optim.NesterovSGD; this one has AdamW"),
-        (["--model.optimizer=SGD"], "with lit_cifar.optim.NesterovSGD; this one has SGD"),
-        (["--model.optimizer=lit_cifar.muon.MuonSGD"], "NesterovSGD; this one has lit_cifar.muon.MuonSGD"),
+        (["--model.optimizer=AdamW"], "with lit_cifar.task.optim.NesterovSGD; this one has AdamW"),
+        (["--model.optimizer=SGD"], "with lit_cifar.task.optim.NesterovSGD; this one has SGD"),
+        (["--model.optimizer=lit_cifar.task.muon.MuonSGD"], "NesterovSGD; this one has lit_cifar.task.muon.MuonSGD"),
     ],
 )
 def test_a_run_that_cannot_go_on_is_told_why(
@@ -260,7 +260,7 @@ def test_a_run_that_cannot_go_on_is_told_why(
     [
         ([], None),
         (["--model.optimizer=AdamW"], "an optimizer that has momentum, dampening, "),
-        (["--model.optimizer=lit_cifar.muon.MuonSGD"], "; this one has lit_cifar.muon.MuonSGD"),
+        (["--model.optimizer=lit_cifar.task.muon.MuonSGD"], "; this one has lit_cifar.task.muon.MuonSGD"),
     ],
 )
 def test_an_earlier_checkpoint_does_not_name_its_optimizer(

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from lit_cifar import ConfigError, LitResNet
 from lit_cifar.data.synthetic import Synthetic
-from lit_cifar.export import formats
-from lit_cifar.export.classifier import Classifier
-from lit_cifar.export.formats import FORMATS, Onnx, TorchExport, trace
 from lit_cifar.models import build_network
+from lit_cifar.tools.export import formats
+from lit_cifar.tools.export.classifier import Classifier
+from lit_cifar.tools.export.formats import FORMATS, Onnx, TorchExport, trace
 
 MISSING = [name for name in Onnx.packages if importlib.util.find_spec(name) is None]
 needs_onnx = pytest.mark.skipif(bool(MISSING), reason=f"the extra `export` is not installed: {', '.join(MISSING)}")

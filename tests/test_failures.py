@@ -14,7 +14,7 @@ import pytest
 from commands import TINY, launch
 from processes import is_running, marked
 
-from lit_cifar.chaos.job import wait_until
+from lit_cifar.tools.chaos.job import wait_until
 
 LONG = ["--trainer.max_epochs=1000", "--trainer.check_val_every_n_epoch=1000"]
 MODES = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lit_cifar.batch_split import GhostBatches
+from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.ghost_batchnorm import GhostBatchNorm2d, normalise_apart
 from lit_cifar.models.resnet import build_resnet

@@ -16,21 +16,21 @@ import torch
 from commands import TINY, counts, launch, run_here
 from torch import Tensor, nn
 
-from lit_cifar.batch_split import BatchSplit, GhostBatches
 from lit_cifar.checkpoint.format import read_checkpoint
+from lit_cifar.checkpoint.sample_audit.digest import Tally
 from lit_cifar.data.augment import Augmentation, AugmentedImages
+from lit_cifar.data.batch_split import BatchSplit, GhostBatches
 from lit_cifar.data.images import ImageSet
 from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.models import build_resnet
 from lit_cifar.models.ghost_batchnorm import normalise_apart
 from lit_cifar.models.partition import Partition
-from lit_cifar.module import EvaluationMetrics
-from lit_cifar.sample_audit.digest import Tally
 from lit_cifar.strategies.dp import replicate
 from lit_cifar.strategies.mp import StagedRunner
-from lit_cifar.verify import verify
-from lit_cifar.verify.comparison import EXACT_BOUND
+from lit_cifar.task.module import EvaluationMetrics
+from lit_cifar.tools.verify import verify
+from lit_cifar.tools.verify.comparison import EXACT_BOUND
 
 IMAGE = (3, 32, 32)
 

@@ -6,16 +6,16 @@ import lightning as L
 import pytest
 import torch
 
-from lit_cifar.batch_split import BatchSplit
+from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.errors import ConfigError
 from lit_cifar.models import build_resnet
-from lit_cifar.modes import Variant, variants
 from lit_cifar.strategies import DataParallelStrategy, OneDeviceDDPStrategy
-from lit_cifar.verify.comparison import EXACT_BOUND
-from lit_cifar.verify.configuration import Configuration
-from lit_cifar.verify.gpu_placement import placed
-from lit_cifar.verify.launcher import Launcher
-from lit_cifar.verify.verifier import Verifier, _possible, verify_modes
+from lit_cifar.strategies.modes import Variant, variants
+from lit_cifar.tools.verify.comparison import EXACT_BOUND
+from lit_cifar.tools.verify.configuration import Configuration
+from lit_cifar.tools.verify.gpu_placement import placed
+from lit_cifar.tools.verify.launcher import Launcher
+from lit_cifar.tools.verify.verifier import Verifier, _possible, verify_modes
 from tests.mutations.self_test import ARGS
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from lit_cifar.data.images import Batch
-from lit_cifar.module import LitResNet
+from lit_cifar.task.module import LitResNet
 
 every_mode = pytest.mark.parametrize("strategy", MODES.values(), ids=MODES)
 waiting = pytest.raises((DataDependentOutputException, DynamicOutputShapeException, HostWaitsError))

@@ -16,13 +16,13 @@ import yaml
 from browser import browser_tab, chromium
 from commands import TINY, Result, counts, launch, run_here
 
-from lit_cifar.html_report.charts import COLORS, Line, line_chart, matrix_chart
-from lit_cifar.html_report.page import page_of
-from lit_cifar.html_report.tables import different_settings, names_of, repeat_command
+from lit_cifar.checkpoint.sample_audit.callback import write_epoch
 from lit_cifar.reporting.evaluation_tables import write_confusion, write_per_rank
 from lit_cifar.reporting.rank_statistics import AccuracyCount
 from lit_cifar.reporting.run_reader import Confusion, read_run
-from lit_cifar.sample_audit.callback import write_epoch
+from lit_cifar.tools.html_report.charts import COLORS, Line, line_chart, matrix_chart
+from lit_cifar.tools.html_report.page import page_of
+from lit_cifar.tools.html_report.tables import different_settings, names_of, repeat_command
 
 CLASSES = ("cat", "dog")
 ENVIRONMENT = {

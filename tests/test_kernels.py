@@ -9,9 +9,17 @@ import yaml
 from commands import TINY, launch, mode_flags, run_here
 from torch import nn
 
-from lit_cifar import kernel_choice, kernels
-from lit_cifar.kernels import CANDIDATES, Kernels, fastest, in_words, time_candidates, told_by_parent, told_to_children
-from lit_cifar.models import build_network
+from lit_cifar.cli import kernel_choice
+from lit_cifar.models import build_network, kernels
+from lit_cifar.models.kernels import (
+    CANDIDATES,
+    Kernels,
+    fastest,
+    in_words,
+    time_candidates,
+    told_by_parent,
+    told_to_children,
+)
 
 BF16 = Kernels("bf16-mixed", channels_last=True)
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lit_cifar.batch_split import GhostBatches
+from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.models import build_resnet
 from lit_cifar.models.ghost_batchnorm import normalise_apart
 from lit_cifar.models.partition import Partition
-from lit_cifar.module import LitResNet
 from lit_cifar.strategies import LayerParallelStrategy
 from lit_cifar.strategies.mp import StagedRunner, device_names, gpipe_order, state_to_parameters
+from lit_cifar.task.module import LitResNet
 
 IMAGE = (3, 32, 32)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lit_cifar import LitResNet
 from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.checks import check_clipping
+from lit_cifar.cli.preflight import check_clipping
 from lit_cifar.errors import ConfigError
 from lit_cifar.strategies import PipelineStrategy
 from lit_cifar.strategies.mesh import AgreedGradScaler, agree_on_overflow, loss_scale

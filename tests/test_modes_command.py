@@ -10,10 +10,10 @@ from commands import TINY, run_here
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lit_cifar import LitResNet, strategies
-from lit_cifar.commands.modes import main
-from lit_cifar.doctor.mode_table import LocalMachine, ModeRow, mode_table
 from lit_cifar.errors import ConfigError
-from lit_cifar.modes import MODES, Mode
+from lit_cifar.strategies.modes import MODES, Mode
+from lit_cifar.tools.commands.modes import main
+from lit_cifar.tools.doctor.mode_table import LocalMachine, ModeRow, mode_table
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "modes"
 NAMES = ["single", "dp", "ddp", "ddp_spawn", "mp", "ddp_mp", "pp", "ddp_pp", "fsdp2", "tp"]

@@ -19,8 +19,8 @@ from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.data import Batch
 from lit_cifar.data.augment import Augmentation, AugmentedImages
 from lit_cifar.errors import CheckpointError, ConfigError
-from lit_cifar.metrics import EvaluationMetrics
-from lit_cifar.optim import NesterovSGD, keep_saved_types
+from lit_cifar.task.metrics import EvaluationMetrics
+from lit_cifar.task.optim import NesterovSGD, keep_saved_types
 
 
 def data(**settings: object) -> CIFAR10DataModule:

@@ -9,12 +9,12 @@ from commands import TINY, run_here
 from comparing import assert_same_checkpoint
 from torch import nn
 
-from lit_cifar.batch_split import BatchSplit
 from lit_cifar.checkpoint.format import read_checkpoint
+from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.signals import EXIT_STOPPED
-from lit_cifar.module import LitResNet
 from lit_cifar.strategies import LayerParallelStrategy
+from lit_cifar.task.module import LitResNet
 
 QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 CLASS = "--trainer.strategy=LayerParallelStrategy"

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_cifar.models import build_resnet
-from lit_cifar.muon import MuonSGD, orthogonal
+from lit_cifar.task.muon import MuonSGD, orthogonal
 
-MUON = ["--model.optimizer=lit_cifar.muon.MuonSGD"]
+MUON = ["--model.optimizer=lit_cifar.task.muon.MuonSGD"]
 
 
 def test_singular_values_come_near_one() -> None:

@@ -9,13 +9,13 @@ import pytest
 from documents import ROOT
 from verifying import settings
 
-from lit_cifar.modes import variants
-from lit_cifar.verify.launcher import Launcher
-from lit_cifar.verify.record import Record
-from lit_cifar.verify.reference import Reference, References
-from lit_cifar.verify.runs import Outcome
-from lit_cifar.verify.verdict_table import VerifiedMode
-from lit_cifar.verify.verifier import Compared, Verifier
+from lit_cifar.strategies.modes import variants
+from lit_cifar.tools.verify.launcher import Launcher
+from lit_cifar.tools.verify.record import Record
+from lit_cifar.tools.verify.reference import Reference, References
+from lit_cifar.tools.verify.runs import Outcome
+from lit_cifar.tools.verify.verdict_table import VerifiedMode
+from lit_cifar.tools.verify.verifier import Compared, Verifier
 from tests.mutations import of_one_process, unseen
 from tests.mutations.__main__ import main, parser
 from tests.mutations.catalogue import BY_NAME, OF_MODES, OF_PARTS, on_python_path

@@ -12,19 +12,19 @@ import torch
 from commands import TINY, launch, mode_flags, run_here
 from short_fits import losses
 
-from lit_cifar.batch_split import GhostBatches
-from lit_cifar.cli import CLI
-from lit_cifar.modes import Variant, variants
-from lit_cifar.verify import evaluation
-from lit_cifar.verify.comparison import EXACT_BOUND, LOGITS
-from lit_cifar.verify.configuration import Configuration
-from lit_cifar.verify.evaluation import Evaluated
-from lit_cifar.verify.launcher import Launcher
-from lit_cifar.verify.record import Record
-from lit_cifar.verify.reference import References
-from lit_cifar.verify.runs import Outcome
-from lit_cifar.verify.verdict_table import VerifiedMode
-from lit_cifar.verify.verifier import Case, Verifier
+from lit_cifar.cli.main import CLI
+from lit_cifar.data.batch_split import GhostBatches
+from lit_cifar.strategies.modes import Variant, variants
+from lit_cifar.tools.verify import evaluation
+from lit_cifar.tools.verify.comparison import EXACT_BOUND, LOGITS
+from lit_cifar.tools.verify.configuration import Configuration
+from lit_cifar.tools.verify.evaluation import Evaluated
+from lit_cifar.tools.verify.launcher import Launcher
+from lit_cifar.tools.verify.record import Record
+from lit_cifar.tools.verify.reference import References
+from lit_cifar.tools.verify.runs import Outcome
+from lit_cifar.tools.verify.verdict_table import VerifiedMode
+from lit_cifar.tools.verify.verifier import Case, Verifier
 
 PAGE = Path(__file__).parents[1] / "docs" / "gpu-options.md"
 DEVICES = {"single": 1, "ddp_mp": 4, "ddp_pp": 4}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lit_cifar.batch_split import GhostBatches
+from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.blocks import blocks_of
 from lit_cifar.models.ghost_batchnorm import normalise_apart

@@ -19,19 +19,19 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 
 from analysis.stage_timeline import bubble_formula, bubbles, read_timeline, replay
-from lit_cifar.batch_split import BatchSplit, GhostBatches
 from lit_cifar.data import CIFAR10DataModule
+from lit_cifar.data.batch_split import BatchSplit, GhostBatches
 from lit_cifar.errors import ConfigError
 from lit_cifar.models import build_resnet
 from lit_cifar.models.ghost_batchnorm import normalise_apart
 from lit_cifar.models.partition import Partition
-from lit_cifar.module import LitResNet
 from lit_cifar.reporting.timeline import Recorder, write_trace
 from lit_cifar.strategies import PipelineStrategy, mesh
 from lit_cifar.strategies.mesh import make_mesh
 from lit_cifar.strategies.pipeline import HandOver, Pipeline
 from lit_cifar.strategies.pipeline_schedule import Schedule, ScheduleName
 from lit_cifar.strategies.state_dicts import only_parameters
+from lit_cifar.task.module import LitResNet
 
 IMAGE = (3, 32, 32)
 

@@ -14,8 +14,8 @@ import lit_cifar.strategies.mp
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.images import Batch
 from lit_cifar.models.partition import Partition
-from lit_cifar.module import LitResNet
 from lit_cifar.strategies.mp import StagedRunner, StagedStrategy
+from lit_cifar.task.module import LitResNet
 
 IMAGE = (3, 32, 32)
 

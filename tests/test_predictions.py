@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_task import CLASSES, Batches, TinyData, TinyTask, fake_trainer, tiny_trainer
 
-from lit_cifar.batch_split import BatchSplit
+from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.predict_files import FolderImages
 from lit_cifar.reporting.evaluation_tables import PredictionWriter
 

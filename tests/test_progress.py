@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_task import TinyData, TinyTask, read_events, tiny_trainer
 from torch import Tensor
 
-from lit_cifar.batch_split import BatchSplit
+from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.images import Batch
 from lit_cifar.reporting import progress
 from lit_cifar.reporting.progress import METRIC, ProgressBar, Throughput

@@ -17,15 +17,15 @@ from documents import BENCHMARKS, PAGES, ROOT, blocks, commit_of, exists_at, inl
 from parts import in_part
 from torch.distributed.run import get_args_parser
 
-from lit_cifar.commands.bench import SECTIONS, bench_parser
-from lit_cifar.commands.chaos import chaos_parser
-from lit_cifar.commands.doctor import doctor_parser
-from lit_cifar.commands.export import export_parser
-from lit_cifar.commands.report import report_parser
-from lit_cifar.commands.trace import trace_parser
-from lit_cifar.commands.verify import verify_parser
 from lit_cifar.errors import ConfigError
-from lit_cifar.modes import variants
+from lit_cifar.strategies.modes import variants
+from lit_cifar.tools.commands.bench import SECTIONS, bench_parser
+from lit_cifar.tools.commands.chaos import chaos_parser
+from lit_cifar.tools.commands.doctor import doctor_parser
+from lit_cifar.tools.commands.export import export_parser
+from lit_cifar.tools.commands.report import report_parser
+from lit_cifar.tools.commands.trace import trace_parser
+from lit_cifar.tools.commands.verify import verify_parser
 from tests.mutations.__main__ import parser as mutations_parser
 
 OF_TODAY = sorted(

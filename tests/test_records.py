@@ -21,7 +21,7 @@ from PIL import Image
 
 from analysis.articles import PRINTED_LOSSES
 from analysis.comparing_runs import paired, read_shuffling, welch
-from lit_cifar.modes import MODES
+from lit_cifar.strategies.modes import MODES
 from tests.mutations.catalogue import OF_PARTS
 
 README, DOCS = ROOT / "README.md", ROOT / "docs"

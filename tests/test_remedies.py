@@ -6,8 +6,8 @@ import re
 import pytest
 from commands import TINY, run_here
 
-from lit_cifar.checks import BOUNDS
-from lit_cifar.cli import CLI
+from lit_cifar.cli.main import CLI
+from lit_cifar.cli.preflight import BOUNDS
 
 # Cut evenly by every number of devices and microbatches below; two full batches.
 BATCHES = ["--data.num_train=496", "--data.batch_size=240"]

@@ -16,9 +16,9 @@ from tiny_task import TinyData, TinyTask, tiny_trainer
 
 from lit_cifar.models.partition import Partition
 from lit_cifar.models.resnet import build_resnet
-from lit_cifar.module import LitResNet
 from lit_cifar.reporting.environment import command_line, cpu_model, git_state, strategy_name
 from lit_cifar.reporting.run_report import RunReport, next_steps, opening_lines
+from lit_cifar.task.module import LitResNet
 
 IMAGE = (3, 32, 32)
 

@@ -9,7 +9,7 @@ import pytest
 from documents import ROOT
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.modes import Variant
+from lit_cifar.strategies.modes import Variant
 
 
 @pytest.fixture

@@ -20,14 +20,14 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lit_cifar.batch_split import BatchSplit
 from lit_cifar.checkpoint.exact_resume import ExactResume
-from lit_cifar.cli import main
+from lit_cifar.checkpoint.sample_audit.callback import SampleAudit, write_epoch
+from lit_cifar.checkpoint.sample_audit.digest import EMPTY, Receipt, Tally, chain, order_settings, planned, prove
+from lit_cifar.cli.main import main
 from lit_cifar.data import Batch, CIFAR10DataModule
+from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.samplers import BatchIds, TrainSampler
 from lit_cifar.errors import CheckpointError, ConfigError, SampleAuditError
-from lit_cifar.sample_audit.callback import SampleAudit, write_epoch
-from lit_cifar.sample_audit.digest import EMPTY, Receipt, Tally, chain, order_settings, planned, prove
 
 CPU = torch.device("cpu")
 

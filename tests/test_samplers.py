@@ -8,9 +8,9 @@ from counting import Operators
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
-from lit_cifar.batch_split import BatchSplit
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.augment import Augmentation, AugmentedImages
+from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.data.loader import _BLOCK_ON_DEVICE, BatchLoader
 from lit_cifar.data.samplers import BatchIds, EvaluationSampler, TrainSampler

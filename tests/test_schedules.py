@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lit_cifar.optim import WarmupDecay
+from lit_cifar.task.optim import WarmupDecay
 
 
 def rates(total: int, **settings: object) -> list[float]:

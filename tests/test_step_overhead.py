@@ -12,9 +12,9 @@ from short_fits import fit, short
 from torchmetrics import MeanMetric
 
 from lit_cifar import CIFAR10DataModule, LitResNet
+from lit_cifar.cli.empty_hooks import NoProfiler, leave_out_empty_hooks
 from lit_cifar.data.synthetic import Synthetic
-from lit_cifar.empty_hooks import NoProfiler, leave_out_empty_hooks
-from lit_cifar.metrics import MeanLoss
+from lit_cifar.task.metrics import MeanLoss
 
 seen: dict[str, Any] = {}
 

@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.profiler import profile
 
-from lit_cifar.bench import step_figure
-from lit_cifar.bench.step_events import RankStep, Shares, both, chrome_trace, merged, union
-from lit_cifar.bench.step_trace import SavedForBackward
 from lit_cifar.models import build_network
+from lit_cifar.tools.bench import step_figure
+from lit_cifar.tools.bench.step_events import RankStep, Shares, both, chrome_trace, merged, union
+from lit_cifar.tools.bench.step_trace import SavedForBackward
 
 STEP = "the step"
 

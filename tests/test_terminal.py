@@ -10,8 +10,8 @@ import yaml
 from commands import TINY, launch, mode_flags, run_here
 from lightning.pytorch.utilities import rank_zero_info
 
-from lit_cifar import cli_help
-from lit_cifar.cli_help import COMMON
+from lit_cifar.cli import help as cli_help
+from lit_cifar.cli.help import COMMON
 from lit_cifar.reporting.output import without_banners
 
 # Each of these makes Lightning say something.

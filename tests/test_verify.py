@@ -20,14 +20,14 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 from verifying import TINY, settings
 
-from lit_cifar.batch_split import GhostBatches
-from lit_cifar.commands.verify import verify
+from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.errors import ConfigError
-from lit_cifar.modes import chosen, in_words, variants
-from lit_cifar.module import LitResNet
-from lit_cifar.verify.abstention import ROUNDING, other_weights
-from lit_cifar.verify.checkpoint_check import _equal, checkpoint_problems
-from lit_cifar.verify.comparison import (
+from lit_cifar.strategies.modes import chosen, in_words, variants
+from lit_cifar.task.module import LitResNet
+from lit_cifar.tools.commands.verify import verify
+from lit_cifar.tools.verify.abstention import ROUNDING, other_weights
+from lit_cifar.tools.verify.checkpoint_check import _equal, checkpoint_problems
+from lit_cifar.tools.verify.comparison import (
     EXACT_BOUND,
     KINDS,
     LOGITS,
@@ -39,11 +39,11 @@ from lit_cifar.verify.comparison import (
     measured_bounds,
     sample_problems,
 )
-from lit_cifar.verify.configuration import Configuration, module_of
-from lit_cifar.verify.evaluation import expected, logits_problems
-from lit_cifar.verify.launcher import Launcher
-from lit_cifar.verify.logged_metrics import counted, logged, logged_problems
-from lit_cifar.verify.rank_state import (
+from lit_cifar.tools.verify.configuration import Configuration, module_of
+from lit_cifar.tools.verify.evaluation import expected, logits_problems
+from lit_cifar.tools.verify.launcher import Launcher
+from lit_cifar.tools.verify.logged_metrics import counted, logged, logged_problems
+from lit_cifar.tools.verify.rank_state import (
     Snapshot,
     State,
     change_problems,
@@ -52,13 +52,13 @@ from lit_cifar.verify.rank_state import (
     peer_problems,
     saved_problems,
 )
-from lit_cifar.verify.record import Record
-from lit_cifar.verify.recorder import Trace
-from lit_cifar.verify.reference import Reference, References
-from lit_cifar.verify.run_files import digest_problems
-from lit_cifar.verify.runs import Outcome, quiet, run
-from lit_cifar.verify.verdict_table import Verdict, VerifiedMode, exit_status
-from lit_cifar.verify.verifier import Verifier, _possible, verify_modes
+from lit_cifar.tools.verify.record import Record
+from lit_cifar.tools.verify.recorder import Trace
+from lit_cifar.tools.verify.reference import Reference, References
+from lit_cifar.tools.verify.run_files import digest_problems
+from lit_cifar.tools.verify.runs import Outcome, quiet, run
+from lit_cifar.tools.verify.verdict_table import Verdict, VerifiedMode, exit_status
+from lit_cifar.tools.verify.verifier import Verifier, _possible, verify_modes
 
 
 def step(*, loss: float = 2.0, weight: float = 0.5, mean: float = 0.1, momentum: float = 0.3, lr: float = 0.1) -> Step:
@@ -222,7 +222,7 @@ def test_what_only_a_run_of_the_mode_finds_is_refused_too(tmp_path: Path, monkey
     words = "lit_cifar: error: no such thing\n  pass another\n"
     refused = Outcome(2, "", f"{words}[rank 1] {words}", 1.0)
     monkeypatch.setattr(Launcher, "run_alone", lambda *args: None)
-    monkeypatch.setattr("lit_cifar.verify.verifier.judge", lambda *args: None)
+    monkeypatch.setattr("lit_cifar.tools.verify.verifier.judge", lambda *args: None)
     monkeypatch.setattr(Launcher, "run_mode", lambda *args, **kwargs: refused)
     monkeypatch.setattr(References, "get", lambda *args: None)
     said: list[str] = []
@@ -296,7 +296,7 @@ def test_what_verify_s_own_network_is(
     config = settings().config
     config["model"] |= {"network": None, "stem": None, "arch": None} | model
     printed = Outcome(0, yaml.safe_dump(config), "", 1.0)
-    monkeypatch.setattr("lit_cifar.verify.configuration.run", lambda *args, **kwargs: printed)
+    monkeypatch.setattr("lit_cifar.tools.verify.configuration.run", lambda *args, **kwargs: printed)
     found = Configuration.of([], devices=2, folder=tmp_path)
     assert [flag for flag in found.flags if flag.startswith("--model.") and "optimizer" not in flag] == added
     assert {name: found.config["model"][name] for name in model} == model
@@ -305,14 +305,14 @@ def test_what_verify_s_own_network_is(
 
 def test_a_mode_beyond_measured_bounds_is_judged_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """With bounds that rounding exceeds; what is wrong in float64 too is a failure."""
-    monkeypatch.setattr("lit_cifar.verify.comparison.NOISE_FACTOR", 0.0)
-    monkeypatch.setattr("lit_cifar.verify.comparison.FLOOR_ULP", 0.0)
+    monkeypatch.setattr("lit_cifar.tools.verify.comparison.NOISE_FACTOR", 0.0)
+    monkeypatch.setattr("lit_cifar.tools.verify.comparison.FLOOR_ULP", 0.0)
     cheap = ["--model.arch=tiny", "--data.val_size=0", "--trainer.precision=32-true"]
     (row,) = verify(["dp"], steps=2, args=cheap)
     assert row.outcome == "abstained"
     assert row.problems[0] == ROUNDING
     assert row.problems[1].startswith("step ")
-    monkeypatch.setattr("lit_cifar.verify.reference.EXACT_BOUND", 0.0)
+    monkeypatch.setattr("lit_cifar.tools.verify.reference.EXACT_BOUND", 0.0)
     (row,) = verify(["dp"], steps=2, args=cheap)
     assert row.outcome == "failed"
 
@@ -326,8 +326,8 @@ def test_entries_that_are_infinite_alike_are_equal(value: float, equal: bool) ->
 def test_bits_that_differ_among_processes_are_no_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     said = [["step 1: fc.bias of process 1 is not that of process 0"]]  # of the run in float32 alone
     monkeypatch.setattr(Record, "own_problems", lambda self: said.pop() if said else [])
-    monkeypatch.setattr("lit_cifar.verify.comparison.FLOOR_ULP", 0.0)
-    monkeypatch.setattr("lit_cifar.verify.comparison.NOISE_FACTOR", 0.0)
+    monkeypatch.setattr("lit_cifar.tools.verify.comparison.FLOOR_ULP", 0.0)
+    monkeypatch.setattr("lit_cifar.tools.verify.comparison.NOISE_FACTOR", 0.0)
     (row,) = verify(["dp"], steps=2, args=["--model.arch=tiny", "--data.val_size=0", "--trainer.precision=32-true"])
     assert row.outcome == "failed"
 
@@ -573,7 +573,7 @@ def test_a_batch_that_is_counted_twice_shows_in_the_metrics_themselves() -> None
 def recorded(folder: Path, *flags: str) -> Record:
     """Of one device, three steps and an evaluation."""
     (folder / "trace").mkdir()
-    callback = ["--trainer.callbacks+=lit_cifar.verify.recorder.Trace"]
+    callback = ["--trainer.callbacks+=lit_cifar.tools.verify.recorder.Trace"]
     callback += [f"--trainer.callbacks.folder={folder / 'trace'}"]
     length = ["--trainer.max_steps=3", "--trainer.num_sanity_val_steps=0"]
     length += ["--trainer.check_val_every_n_epoch=null", "--trainer.val_check_interval=3"]
@@ -591,7 +591,7 @@ def test_tied_weights_and_what_is_not_saved_are_no_mistakes(tf32: list[Any], tmp
     config["trainer"] |= {"precision": "32-true"}
     config["model"] |= {"network": {"class_path": "own_networks.Odd"}, "label_smoothing": 0.0, "flip_test": False}
     config["model"] |= {"arch": None, "stem": None}
-    config["model"]["optimizer"] = {"class_path": "lit_cifar.optim.NesterovSGD", "init_args": {"lr": 0.1}}
+    config["model"]["optimizer"] = {"class_path": "lit_cifar.task.optim.NesterovSGD", "init_args": {"lr": 0.1}}
     module = module_of(config)
     assert record.own_problems() == []
     assert checkpoint_problems(record, module, config=config) == []

@@ -686,7 +686,7 @@ def test_who_uses_a_processor_or_waits_for_a_disk_works(monkeypatch: pytest.Monk
         clock.now += seconds
         monkeypatch.setattr(activity, "main_thread_s", lambda: main_s)
         monkeypatch.setattr(activity, "children_s", lambda peers: (children_s, on_disk))
-        found.look("lit_cifar.module")
+        found.look("lit_cifar.task.module")
         assert not found.waits
         return found.works
 
@@ -748,10 +748,10 @@ def test_a_thread_that_waits_for_other_processes_is_told_from_one_that_works_or_
     assert (found.waits, found.works) == (waits, works)
     monkeypatch.setattr(activity, "main_thread_s", lambda: 0.0)
     clock.now += 1
-    found.look("lit_cifar.module")  # it has just got on, and has used nothing yet
+    found.look("lit_cifar.task.module")  # it has just got on, and has used nothing yet
     assert (found.waits, found.works) == (waits, works)
     clock.now += 10
-    found.look("lit_cifar.module")
+    found.look("lit_cifar.task.module")
     assert (found.waits, found.works) == (False, False)
 
 

@@ -13,9 +13,9 @@ import torch
 import yaml  # type: ignore[import-untyped]
 
 from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.verify.checkpoint_check import checkpoint_problems
-from lit_cifar.verify.comparison import EXACT_BOUND, KINDS, differences, first_excess, largest
-from lit_cifar.verify.record import Record
+from lit_cifar.tools.verify.checkpoint_check import checkpoint_problems
+from lit_cifar.tools.verify.comparison import EXACT_BOUND, KINDS, differences, first_excess, largest
+from lit_cifar.tools.verify.record import Record
 
 
 def of_steps(found: Path, expected: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 def main(site: str) -> int:
     """Import the command line from `site`, ahead of the checkout."""
     sys.path.insert(0, site)
-    package = Path(import_module("lit_cifar.cli").__file__ or "").parent
+    package = Path(import_module("lit_cifar.cli.main").__file__ or "").parent
     print(f"the wheel's package answers from {package}")
     return 0 if package.is_relative_to(site) else 1
 

@@ -126,7 +126,7 @@ class _Forked:
         module, *rest = words
         assert module == "lit_cifar"
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["lit_cifar.cli"])
+        context.set_forkserver_preload(["lit_cifar.cli.main"])
         self._process: ForkServerProcess = context.Process(target=_become, args=(rest, dict(environment), str(log)))
         with _starting:
             main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")

@@ -18,12 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_sum
 
-from lit_cifar.batch_split import BatchSplit
 from lit_cifar.checkpoint.callbacks import files_of
 from lit_cifar.checkpoint.files import save_error
 from lit_cifar.checkpoint.format import METRICS, POSITION
+from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.errors import SaveError
-from lit_cifar.metrics import EvaluationMetrics
 from lit_cifar.reporting.run_folder import run_folder
 
 
@@ -176,11 +175,10 @@ def _completed(count: int) -> dict[str, int]:
 
 def _metrics(module: torch.nn.Module) -> Iterator[tuple[str, Metric]]:
     """Those of the training: an evaluation always begins anew, so nobody reads what one had counted."""
-    evaluations = tuple(f"{name}." for name, part in module.named_modules() if isinstance(part, EvaluationMetrics))
     return (
         (name, child)
         for name, child in module.named_modules()
-        if isinstance(child, Metric) and not name.startswith(evaluations)
+        if isinstance(child, Metric) and not name.startswith(("val_", "test_"))
     )
 
 

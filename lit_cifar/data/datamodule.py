@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lit_cifar.batch_split import BatchSplit
 from lit_cifar.data.augment import Augmentation
+from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.counter_rng import Purpose, keyed_permutation
 from lit_cifar.data.dataset import Split
 from lit_cifar.data.images import Batch, ImageSet

@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
 from lit_cifar import __version__
-from lit_cifar.batch_split import BatchSplit
+from lit_cifar.data.batch_split import BatchSplit
 
 PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "numpy")
 SOURCE = Path(__file__).resolve().parents[1]

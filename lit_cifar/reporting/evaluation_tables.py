@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lit_cifar.batch_split import BatchSplit
+from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.images import Batch
 from lit_cifar.reporting.files import replace_csv, replace_split
 from lit_cifar.reporting.loggers import log_to_tensorboard

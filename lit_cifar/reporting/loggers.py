@@ -16,7 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from typing_extensions import override
 
-from lit_cifar.batch_split import BatchSplit
+from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.reporting.environment import strategy_name
 from lit_cifar.reporting.files import replace_csv
 from lit_cifar.reporting.run_folder import process_rank

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
-from lit_cifar.batch_split import BatchSplit
+from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.images import Batch
 
 METRIC = "train/images_per_s"

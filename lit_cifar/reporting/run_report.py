@@ -11,9 +11,9 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lit_cifar.batch_split import BatchSplit
+from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.errors import printable
-from lit_cifar.kernels import Kernels, in_words
+from lit_cifar.models.kernels import Kernels, in_words
 from lit_cifar.reporting.environment import environment, strategy_name
 from lit_cifar.reporting.evaluation_tables import PREDICTIONS
 from lit_cifar.reporting.output import leave_out_banners, outlast_readers
@@ -38,7 +38,7 @@ class RunReport(Callback):
         self._pid = os.getpid()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Prepare the terminal of a spawned process, as `lit_cifar.cli` does in its parent: this is unpickled first."""
+        """Prepare the terminal of a spawned process, as the parent has done its own: this is unpickled first."""
         self.__dict__.update(state)
         if self._pid != os.getpid():
             outlast_readers()

@@ -52,7 +52,7 @@ def as_runs_network(module: object, *, strategy: str) -> RunsNetwork:
         raise ConfigError(
             f"--trainer.strategy={strategy} runs a module's `network` in its own way, through `use_runner`; "
             f"{type(module).__name__} has no such pair.",
-            remedy="Use lit_cifar.module.LitResNet, or --trainer.strategy=ddp for any LightningModule.",
+            remedy="Use lit_cifar.task.module.LitResNet, or --trainer.strategy=ddp for any LightningModule.",
         )
     return cast(RunsNetwork, module)
 
@@ -63,7 +63,7 @@ def check_loss(module: object, *, strategy: str) -> None:
         raise ConfigError(
             f"--trainer.strategy={strategy} asks a module for the `loss` of each sample; "
             f"{type(module).__name__} has none.",
-            remedy="Use lit_cifar.module.LitResNet, or --trainer.strategy=ddp for any LightningModule.",
+            remedy="Use lit_cifar.task.module.LitResNet, or --trainer.strategy=ddp for any LightningModule.",
         )
 
 

@@ -18,7 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lit_cifar.batch_split import BatchSplit
+from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.counter_rng import Purpose, key_of
 from lit_cifar.models.blocks import blocks_of
 

@@ -16,13 +16,13 @@ from torchmetrics import Metric
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.datamodule import CIFAR10DataModule
 from lit_cifar.data.samplers import BatchIds, EvaluationSampler, TrainSampler
-from lit_cifar.optim import WarmupDecay
 from lit_cifar.reporting.evaluation_tables import PerRankAccuracy
 from lit_cifar.strategies import ProcessSyncBatchNorm, tp
 from lit_cifar.strategies.dp import EmulatedReplicas
 from lit_cifar.strategies.mesh import local_part
 from lit_cifar.strategies.mp import StagedRunner
 from lit_cifar.strategies.pipeline import Pipeline
+from lit_cifar.task.optim import WarmupDecay
 from tests.mutations.of_one_process import metrics_twice, twice
 from tests.mutations.planting import PIPELINE, Mutation, Site
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_cifar.metrics import EvaluationMetrics
 from lit_cifar.strategies.mesh import local_part
 from lit_cifar.strategies.sync_batchnorm import _Synchronised
+from lit_cifar.task.metrics import EvaluationMetrics
 from tests.mutations.planting import PIPELINE, Mutation, Site, in_last
 
 

@@ -10,12 +10,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.modes import Variant, variants
-from lit_cifar.verify.configuration import Configuration
-from lit_cifar.verify.judge import RESUMED
-from lit_cifar.verify.launcher import Launcher, Report
-from lit_cifar.verify.runs import quiet
-from lit_cifar.verify.verifier import Case, Compared, Verifier
+from lit_cifar.strategies.modes import Variant, variants
+from lit_cifar.tools.verify.configuration import Configuration
+from lit_cifar.tools.verify.judge import RESUMED
+from lit_cifar.tools.verify.launcher import Launcher, Report
+from lit_cifar.tools.verify.runs import quiet
+from lit_cifar.tools.verify.verifier import Case, Compared, Verifier
 from tests.mutations.catalogue import OF_MODES, OF_PARTS, planting_flags
 from tests.mutations.of_virtual_replicas import NO_PLACE
 from tests.mutations.planting import Mutation

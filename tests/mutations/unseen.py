@@ -16,14 +16,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lit_cifar.checkpoint import exact_resume
 from lit_cifar.checkpoint.callbacks import BestCheckpoint
+from lit_cifar.checkpoint.sample_audit.callback import SampleAudit
+from lit_cifar.checkpoint.sample_audit.digest import EMPTY
 from lit_cifar.data.augment import Augmentation, AugmentedImages
 from lit_cifar.data.images import Batch
 from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.samplers import BatchIds, EvaluationSampler, TrainSampler
-from lit_cifar.optim import WarmupDecay
 from lit_cifar.reporting import evaluation_tables
-from lit_cifar.sample_audit.callback import SampleAudit
-from lit_cifar.sample_audit.digest import EMPTY
 from lit_cifar.strategies import fsdp2, state_dicts, sync_batchnorm
 from lit_cifar.strategies.dp import EmulatedReplicas
 from lit_cifar.strategies.mesh import MeshStrategy, local_part
@@ -32,6 +31,7 @@ from lit_cifar.strategies.pipeline import Pipeline
 from lit_cifar.strategies.state_dicts import only_parameters
 from lit_cifar.strategies.sync_batchnorm import _Normalise, _Synchronised
 from lit_cifar.strategies.tp import _all_reduce, _Sum
+from lit_cifar.task.optim import WarmupDecay
 from tests.mutations.planting import PIPELINE, Mutation, Site, in_last
 
 UNCUT = ("--trainer.accumulate_grad_batches=1",)  # with it pipelines of several replicas can cut the ragged batch too

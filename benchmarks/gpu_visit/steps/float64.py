@@ -9,7 +9,7 @@ from typing import Any
 from gpu_visit.modes import ONE_PROCESS, TWO_RANKS, OnOneDevice, chosen
 from gpu_visit.step import Check, FailedError, Step
 
-_TRACE = "lit_cifar.verify.recorder.Trace"
+_TRACE = "lit_cifar.tools.verify.recorder.Trace"
 _STEPS = 3
 _FLAGS = (
     "--model.stem=imagenet",

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lit_cifar.batch_split import BatchSplit
 from lit_cifar.data import CIFAR10DataModule
+from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.images import Batch
 from lit_cifar.errors import ConfigError
 from lit_cifar.strategies.base import CustomForwardStrategy, compiles

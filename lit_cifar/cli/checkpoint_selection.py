@@ -1,0 +1,138 @@
+"""The checkpoint that a command starts from: which file, what it says about the run, and whether it fits the model."""
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import Namespace
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lit_cifar.checkpoint.files import content_digest, newest_valid
+from lit_cifar.checkpoint.format import (
+    POSITION,
+    check_optimizer,
+    check_shapes,
+    holds_weights_alone,
+    load_weights,
+    naming,
+    read_checkpoint,
+)
+from lit_cifar.checkpoint.same_start import Start
+from lit_cifar.checkpoint.sample_audit.digest import Receipt
+from lit_cifar.cli.usage_errors import refusing
+from lit_cifar.errors import CheckpointError, ConfigError
+from lit_cifar.reporting.run_folder import process_rank
+from lit_cifar.task.module import LitResNet
+
+
+class StartingCheckpoint:
+    """What is read from the checkpoint before the model is made; only a new fit has none.
+
+    With `--resume=auto` the `ckpt_path` of `config` is set.
+    """
+
+    def __init__(self, subcommand: str, config: Namespace) -> None:
+        self.position: dict[str, Any] = {}  # of the run that is resumed in its own folder; empty for a new run
+        self.receipt: Receipt | None = None  # of a fit that is resumed
+        self.has_weights_alone = False  # with which the network starts
+        self.start = Start(None, "no checkpoint")
+        self._content: dict[str, Any] | None = None
+        self._config = config
+        self._subcommand = subcommand
+        if config.resume is not None:
+            config.ckpt_path, refused = _newest(subcommand, config)
+            self.start = Start(None, "; ".join(["no checkpoint", *refused]))
+        if config.ckpt_path is not None:
+            self._read(Path(config.ckpt_path), resumes=config.resume is not None)
+        elif subcommand != "fit":
+            raise CheckpointError(
+                f"{subcommand} needs a checkpoint: without one the network is untrained",
+                remedy="pass --ckpt_path=RUN_FOLDER/checkpoints/best.ckpt",
+            )
+
+    def _read(self, path: Path, *, resumes: bool) -> None:
+        self._content = read_checkpoint(path)
+        step = self._content.get("global_step")
+        at = f" after {step} optimizer steps" if isinstance(step, int) else ""
+        self.start = Start(content_digest(path), f"{path}{at}")
+        self.has_weights_alone = holds_weights_alone(self._content)
+        if self.has_weights_alone:
+            return
+        if self._subcommand == "fit":
+            with naming(path):
+                self.receipt = Receipt.read(self._content)
+                _check_length(self._content.get(POSITION, {}), self._config.trainer)
+        if resumes:
+            self.position = self._content.get(POSITION, {})
+
+    def check(self, module: LitResNet, *, dataset: str) -> None:
+        """Refuse a checkpoint of another network; weights alone are loaded at once."""
+        content, self._content = self._content, None  # the file may be replaced from now on
+        if content is None:
+            return
+        with naming(self._config.ckpt_path):
+            self._compare(content, module, dataset=dataset)
+
+    def _compare(self, content: dict[str, Any], module: LitResNet, *, dataset: str) -> None:
+        if self.has_weights_alone:
+            module.header.check_weights(content, any_classes=self._subcommand == "fit")
+            load_weights(module.network, content)
+            return
+        module.header.check(content)
+        check_shapes(module.network, content.get("state_dict", {}))
+        if self._subcommand == "fit":
+            with refusing():
+                optimizer = module.make_optimizer(module.network.parameters())
+            check_optimizer(content, optimizer)
+        if self._subcommand == "predict":
+            _check_classes(content, dataset)
+
+
+def _check_length(position: Mapping[str, int], trainer: Namespace) -> None:
+    """Refuse to resume a training that is longer already than it may become; one that is as long ends at once."""
+    begun = position.get("epoch", 0) + (position.get("step", 0) > 0)
+    for name, done in {"max_epochs": begun, "max_steps": position.get("global_step", 0)}.items():
+        if trainer[name] is not None and 0 <= trainer[name] < done:
+            raise CheckpointError(
+                f"--trainer.{name}={trainer[name]}, and the training that it continues has begun {done} already",
+                remedy=f"pass --trainer.{name}={done} or more, or test the checkpoint as it is",
+            )
+
+
+def _check_classes(checkpoint: dict[str, Any], dataset: str) -> None:
+    """Refuse to `predict` with the class names and the normalisation of another data set than the checkpoint's."""
+    receipt = Receipt.read(checkpoint)
+    trained_on = dataset if receipt is None else receipt.settings["dataset"]
+    if trained_on != dataset:
+        known = shlex.quote(f"--data.dataset={str(trained_on).partition(' ')[0]}")
+        raise CheckpointError(
+            f"the checkpoint was trained on {trained_on}, not on {dataset}: classes and normalisation differ",
+            remedy=f"pass {known}, or --config RUN_FOLDER/config.yaml",
+        )
+
+
+def _newest(subcommand: str, config: Namespace) -> tuple[str | None, list[str]]:
+    """The checkpoint that `--resume=auto` resumes from, None if there is none yet; and why newer ones were refused.
+
+    If all were refused, rank 0 raises. The others tell what they have seen when the processes have met.
+    """
+    flags = f"--resume={config.resume}"
+    if subcommand != "fit":
+        raise ConfigError(f"{flags} resumes a training, and this is {subcommand}", remedy="leave it out")
+    if config.run_dir is None:
+        raise ConfigError(f"{flags} must know which run to resume", remedy="pass --run_dir=RUN_FOLDER")
+    if config.ckpt_path is not None:
+        raise ConfigError(
+            f"{flags} takes the newest checkpoint, but --ckpt_path={config.ckpt_path} names one",
+            remedy="leave one of the two out",
+        )
+    path, refused = newest_valid(Path(config.run_dir) / "checkpoints")
+    if refused and path is None and process_rank() == 0:
+        raise CheckpointError(
+            "\n".join(refused), remedy="restore one of them, or start a new run in another folder: --run_dir=FOLDER"
+        )
+    for problem in refused:
+        rank_zero_warn(f"{flags} skips a checkpoint: {problem}")
+    rank_zero_info(f"{flags}: " + (f"resuming from {path}" if path else f"starting a new run in {config.run_dir}"))
+    return None if path is None else str(path), refused

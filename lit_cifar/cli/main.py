@@ -1,0 +1,287 @@
+"""`python -m lit_cifar fit|validate|test|predict`: LightningCLI with our defaults, short errors and exit codes.
+
+Exit status: 0 done, 1 failed while running, 2 the user's input, 143 stopped by a signal after saving.
+"""
+
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import lightning as L
+from jsonargparse import Namespace
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from torch.distributed import is_torchelastic_launched
+
+from lit_cifar import __version__
+from lit_cifar.callbacks import default_callbacks, place
+from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
+from lit_cifar.checkpoint.files import reporting_disk
+from lit_cifar.checkpoint.lightning_io import CheckpointFiles
+from lit_cifar.checkpoint.same_start import Fingerprint, SameStart
+from lit_cifar.cli.checkpoint_selection import StartingCheckpoint
+from lit_cifar.cli.empty_hooks import NoProfiler, leave_out_empty_hooks
+from lit_cifar.cli.help import COMMON, DESCRIPTION, EPILOG, SUBCOMMANDS, HelpFormatter, replace_texts
+from lit_cifar.cli.kernel_choice import KernelChoice
+from lit_cifar.cli.preflight import check_arguments, check_bounds, check_run, check_sizes
+from lit_cifar.cli.usage_errors import PROGRAM, Parser, check_command, ended_in_words, refusing
+from lit_cifar.data import CIFAR10DataModule
+from lit_cifar.data.sources import open_dataset
+from lit_cifar.errors import ConfigError
+from lit_cifar.launch.processes import as_list, check_processes, settle_processes
+from lit_cifar.launch.signals import handlers_put_back, signals_to_spawned
+from lit_cifar.launch.startup import end_with_launcher
+from lit_cifar.models import DEFAULT_ARCH
+from lit_cifar.models.kernels import told_to_children
+from lit_cifar.reporting.figures import EvaluationFigures
+from lit_cifar.reporting.loggers import logger_below, run_loggers
+from lit_cifar.reporting.output import outlast_readers, without_banners
+from lit_cifar.reporting.progress import ProgressBar
+from lit_cifar.reporting.run_folder import (
+    RunLock,
+    SavedConfig,
+    create_run_folder,
+    lock_run_folder,
+    process_rank,
+)
+from lit_cifar.reporting.run_report import RunReport
+from lit_cifar.strategies import ProcessSyncBatchNorm
+from lit_cifar.strategies.same_bits.virtual_replicas import VirtualReplicas
+from lit_cifar.task.module import LitResNet
+from lit_cifar.tools.commands import COMMANDS
+from lit_cifar.watchdog.callback import Watchdog
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run a subcommand; `args` are as on the command line, by default those of the process.
+
+    An input that cannot work leaves by SystemExit, with status 2 and at most five lines on stderr; commands that are
+    not Lightning's, with their own status.
+    """
+    words = sys.argv[1:] if args is None else list(args)
+    if process_rank() or is_torchelastic_launched():
+        end_with_launcher()
+    # Loggers, warning filters, streams and signal handlers of this process are left as they were.
+    with handlers_put_back(), without_banners(), redirect_stdout(sys.stdout), redirect_stderr(sys.stderr):
+        outlast_readers()
+        with ended_in_words():
+            _run(words, args=None if args is None else words)
+
+
+def _run(words: list[str], *, args: list[str] | None) -> None:
+    """The command that `words` name; `args` are the same if they are not the process's own."""
+    if words and words[0] in COMMANDS:
+        raise SystemExit(COMMANDS[words[0]](words[1:]))
+    check_command(words)
+    with RunLock() as lock:
+        CLI(words, args=args, lock=lock)
+
+
+class CLI(LightningCLI):
+    """Adds a run folder, and finds the user's mistakes before any process is started."""
+
+    def __init__(self, words: Sequence[str], *, args: list[str] | None, lock: RunLock) -> None:
+        self._lock = lock
+        self._named = next((word for word in words[:1] if word in self.subcommands()), None)
+        self._own_loggers: list[Namespace] = []  # that the user has asked for
+        super().__init__(
+            LitResNet,
+            CIFAR10DataModule,
+            args=args,
+            parser_class=Parser,
+            parser_kwargs={
+                "prog": PROGRAM,
+                "description": DESCRIPTION,
+                "epilog": EPILOG,
+                "formatter_class": HelpFormatter,
+                "version": __version__,
+                **{name: {"description": text} for name, text in SUBCOMMANDS.items()},
+            },
+            save_config_callback=SavedConfig,
+            seed_everything_default=0,
+            trainer_defaults={
+                "max_epochs": 15,
+                "enable_model_summary": False,
+                "num_sanity_val_steps": 0,  # 1,000 images, 10 s of a CPU core before the first step
+                "callbacks": default_callbacks(),
+            },
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+        )
+
+    # The parser.
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """What belongs to neither trainer, model nor data."""
+        parser.add_argument(
+            "--run_dir",
+            type=str | None,
+            default=None,
+            help="Folder that this run writes to. The default is runs/<time>-<subcommand>[-<mode>].",
+        )
+        parser.add_argument(
+            "--resume",
+            type=Literal["auto"] | None,
+            default=None,
+            help="With auto, resume the run in --run_dir from its newest valid checkpoint; start it if there is none.",
+        )
+        parser.add_argument(
+            "--kernels",
+            type=Literal["auto"] | None,
+            default=None,
+            help="With auto, time 32-true and bf16-mixed, with and without channels_last, and train with the fastest.",
+        )
+        parser.add_argument(
+            "--virtual_replicas",
+            type=int | None,
+            default=None,
+            help="Cut every batch into this many parts: 1, 2 or more processes then end with the same bits.",
+        )
+        parser.add_lightning_class_args(BestCheckpoint, "best_checkpoint")
+        parser.add_lightning_class_args(LastCheckpoint, "last_checkpoint")
+        parser.add_lightning_class_args(EvaluationFigures, "figures")
+        parser.add_lightning_class_args(Watchdog, "watchdog")
+
+    def setup_parser(self, *args: Any, **kwargs: Any) -> None:
+        """As Lightning does, with our texts for the subcommands."""
+        super().setup_parser(*args, **kwargs)
+        replace_texts(self.parser)
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        if self._named not in (None, subcommand):
+            return self.init_parser(**kwargs)  # adding the options of the others takes long, and nobody needs them
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        replace_texts(parser)
+        cast(Parser, parser).common = COMMON[subcommand]
+        action: Any
+        for action in parser._actions:
+            if action.dest == "model.network":
+                action.extra_help = str  # "" in place of the names of all layers that torch has
+        return parser
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse `args`; Lightning's own step warns when a test or a notebook passes some."""
+        self.config = parser.parse_args(args)
+        check_bounds(self._arguments)
+
+    # Data, model and trainer.
+
+    @property
+    def _subcommand(self) -> str:
+        return str(self.config["subcommand"])
+
+    @property
+    def _arguments(self) -> Namespace:
+        arguments: Namespace = self.config[self._subcommand]
+        return arguments
+
+    def _parse_ckpt_path(self) -> None:
+        """Read the checkpoint.
+
+        Lightning's own step would override the user's model flags by the checkpoint's, and knows "best" and "last",
+        which have no meaning here: each command has its run folder.
+        """
+        if self._arguments.resume is not None and self._arguments.run_dir is not None:
+            lock_run_folder(self._arguments.run_dir, self._lock)
+        self._start = StartingCheckpoint(self._subcommand, self._arguments)
+
+    def before_instantiate_classes(self) -> None:
+        """Refuse arguments that the Trainer accepts but a run folder cannot use; tell the model about the data."""
+        check_arguments(self._arguments.trainer, trains=self._subcommand == "fit")
+        if self._arguments.kernels is not None and self._subcommand != "fit":
+            raise ConfigError("--kernels=auto is for training", remedy="leave it out, or use the fit subcommand")
+        model, data = self._arguments.model, self._arguments.data
+        source = open_dataset(data.dataset, data.root, image_size=data.image_size)
+        if model.network is None:
+            model.arch = model.arch or DEFAULT_ARCH
+        check_sizes(model, source)
+        model.num_classes, model.image_size = len(source.classes), source.image_size
+        self._kernels = None if self._arguments.kernels is None else KernelChoice(self._arguments)
+
+    def instantiate_classes(self) -> None:
+        """Build data, model and trainer; an error of their constructors is a mistake in the user's input.
+
+        The loggers are made later, when the run is known to be possible: they create folders in the run folder.
+        """
+        trainer = self._arguments.trainer
+        given = trainer.logger
+        if not trainer.fast_dev_run:
+            self._own_loggers = [] if given in (None, True) else as_list(given)
+            trainer.logger = False
+        self.save_config_kwargs = {"logger": given}
+        with refusing():
+            super().instantiate_classes()
+        self._start.check(self.model, dataset=self.datamodule.dataset)
+        trainer.logger = given
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[L.Callback]) -> L.Trainer:
+        """Add the progress bar, the checkpoint plugin, and what the processes need."""
+        if config["enable_progress_bar"] is not False:
+            callbacks = [ProgressBar(), *callbacks]
+        num_parts = self._arguments.virtual_replicas
+        callbacks = [SameStart(self._start.start), Fingerprint(num_parts), *callbacks]
+        if num_parts is not None:
+            callbacks = [VirtualReplicas(num_parts), *callbacks]
+        config["plugins"] = [*as_list(config["plugins"]), CheckpointFiles()]
+        config["profiler"] = config["profiler"] or NoProfiler()
+        if config["sync_batchnorm"]:
+            config["plugins"].append(ProcessSyncBatchNorm())
+        settle_processes(config)
+        try:
+            trainer = super()._instantiate_trainer(config, callbacks)
+        except TypeError as error:
+            if "`devices`" not in str(error):
+                raise
+            given = f"--trainer.devices={config['devices']}"
+            raise ConfigError(f"{given}: {error}", remedy="pass the number of devices: --trainer.devices=2") from error
+        trainer.callbacks.sort(key=place)  # type: ignore[attr-defined]  # Lightning's own omission
+        leave_out_empty_hooks(trainer.callbacks, self.model)  # type: ignore[attr-defined]
+        return trainer
+
+    # The run.
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        check_processes(self.trainer, rank=process_rank())
+        if process_rank() == 0:
+            self._check(subcommand)
+        else:
+            self.datamodule.read_ahead(subcommand)
+        folder = None if self._arguments.trainer.fast_dev_run else self._make_run_folder()
+        if process_rank() == 0:
+            report = next(c for c in self.trainer.callbacks if isinstance(c, RunReport))  # type: ignore[attr-defined]
+            report.kernels = {} if self._kernels is None else self._kernels.seconds
+            report.announce(self.trainer, self.model, self.datamodule, stage=subcommand)
+        # Lightning converts after loading a checkpoint, when its float64 weights have already been rounded.
+        self.trainer.precision_plugin.convert_module(self.model)
+        told = nullcontext() if self._kernels is None else told_to_children(self._kernels.kernels)
+        with signals_to_spawned(self.trainer), reporting_disk(folder), told:
+            super()._run_subcommand(subcommand)
+
+    def _check(self, subcommand: str) -> None:
+        asked, receipt = self._arguments, self._start.receipt
+        check_run(self.trainer, self.model, self.datamodule, asked=asked, subcommand=subcommand, receipt=receipt)
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        kwargs = super()._prepare_subcommand_kwargs(subcommand)
+        # There is no training state to resume, and the model has its weights.
+        return kwargs | {"ckpt_path": None} if self._start.has_weights_alone else kwargs
+
+    def _make_run_folder(self) -> Path:
+        """Make the folder and the loggers that write into it; ours come first, as the first one names the folder."""
+        mode, resume = str(self._arguments.trainer.strategy), self._arguments.resume is not None
+        label = self._subcommand if mode == "auto" or not mode.isidentifier() else f"{self._subcommand}-{mode}"
+        folder = create_run_folder(self._arguments.run_dir, label=label, lock=self._lock, resume=resume)
+        position = self._start.position
+        first_step = position.get("global_step", 0) if resume else None
+        rows, charts = position.get("rows", 0), self._subcommand == "fit"
+        ours = run_loggers(folder, charts=charts, kept_rows=rows, first_step=first_step)
+        try:
+            with refusing():
+                self.trainer.loggers = [*ours, *(logger_below(folder, given) for given in self._own_loggers)]
+        except ConfigError:
+            self._lock.release()
+            with suppress(OSError):
+                folder.rmdir()  # nothing was written
+            raise
+        return folder

@@ -1,0 +1,310 @@
+"""Mistakes in a user's arguments that one process finds before others are started; a Trainer finds them in each."""
+
+import math
+import shlex
+import warnings
+from typing import Any
+
+from jsonargparse import Namespace
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from lit_cifar.checkpoint.format import naming
+from lit_cifar.checkpoint.sample_audit.digest import Receipt, order_settings
+from lit_cifar.cli.usage_errors import refusing
+from lit_cifar.data import CIFAR10DataModule
+from lit_cifar.data.batch_split import BatchSplit
+from lit_cifar.data.dataset import Dataset
+from lit_cifar.data.samplers import TrainSampler
+from lit_cifar.errors import ConfigError
+from lit_cifar.models.blocks import check_network, unreached_parameters
+from lit_cifar.strategies.base import check_gradient_hooks
+from lit_cifar.strategies.mesh import MeshStrategy
+from lit_cifar.strategies.same_bits.virtual_replicas import VirtualReplicas
+from lit_cifar.task.module import LitResNet
+
+_MANY = 2**16  # of what there is a list
+# The least and the largest value of numbers that nobody else checks before the first step.
+BOUNDS: dict[str, tuple[float, float]] = {
+    "seed_everything": (0, 2**32 - 1),
+    "trainer.devices": (-1, _MANY),
+    "trainer.min_epochs": (0, math.inf),
+    "trainer.min_steps": (0, math.inf),
+    "trainer.check_val_every_n_epoch": (1, math.inf),
+    "trainer.log_every_n_steps": (0, math.inf),
+    "trainer.accumulate_grad_batches": (1, math.inf),
+    "trainer.gradient_clip_val": (0, math.inf),
+    "model.label_smoothing": (0, 1),
+    "model.base_batch_size": (1, math.inf),
+    "data.cutout": (0, math.inf),
+    "figures.num_wrong": (0, _MANY),
+    "figures.every_n_epochs": (0, math.inf),
+}
+
+
+def check_bounds(arguments: Namespace) -> None:
+    """Refuse numbers outside of `BOUNDS`."""
+    for name, (least, most) in BOUNDS.items():
+        value = arguments.get(name)
+        if isinstance(value, str) and value.isdecimal():  # as the number of devices is read
+            value = int(value)
+        if isinstance(value, int | float) and not least <= value <= most:
+            rule = f"at least {least}" if most == math.inf else f"between {least} and {most}"
+            raise ConfigError(
+                f"--{name}={value} must be {rule}",
+                remedy=f"pass --{name}={least if least >= 0 else 1}, or leave it out",
+            )
+
+
+def check_arguments(trainer: Namespace, *, trains: bool) -> None:
+    """Refuse arguments of the Trainer by which it would not train, log or save, or would write to another folder."""
+    if trainer.default_root_dir is not None:
+        folder = trainer.default_root_dir
+        raise ConfigError(
+            f"--trainer.default_root_dir={folder} has no effect: everything goes to the run folder",
+            remedy="pass " + shlex.quote(f"--run_dir={folder}"),
+        )
+    for name in ("limit_train_batches", "max_epochs", "max_steps"):
+        if trains and trainer[name] == 0:
+            raise ConfigError(f"--trainer.{name}=0 would train nothing", remedy=f"leave it out, or pass another {name}")
+    if trainer.val_check_interval == 0:
+        raise ConfigError(
+            "--trainer.val_check_interval=0 is no interval",
+            remedy="pass --trainer.val_check_interval=1.0 to validate after each epoch",
+        )
+    for name, refused in (("logger", (False, [])), ("enable_checkpointing", (False,)), ("barebones", (True,))):
+        if trainer[name] in refused:
+            raise ConfigError(
+                f"--trainer.{name}={str(trainer[name]).lower()}: every run writes logs and checkpoints to its folder",
+                remedy="leave it out; --trainer.fast_dev_run=N runs a few steps and writes nothing",
+            )
+
+
+def check_sizes(model: Namespace, data: Dataset) -> None:
+    """Refuse sizes of a network that are not those of the data."""
+    for name, value in {"num_classes": len(data.classes), "image_size": data.image_size}.items():
+        if model[name] not in (None, value):
+            raise ConfigError(
+                f"--model.{name}={model[name]}, but {data.title} has {value}",
+                remedy=f"pass --model.{name}={value}, or leave it out",
+            )
+
+
+def check_run(
+    trainer: Trainer,
+    module: LitResNet,
+    data: CIFAR10DataModule,
+    *,
+    asked: Namespace,
+    subcommand: str,
+    receipt: Receipt | None,
+) -> None:
+    """Refuse a run that cannot work, and leave `data` set up.
+
+    `asked` are the arguments that all three were made from, `receipt` is that of the checkpoint that a fit is resumed
+    from. The trainer's processes are not started.
+    """
+    if trainer.world_size == 1 and asked.trainer.sync_batchnorm:
+        rank_zero_warn("--trainer.sync_batchnorm=true has no effect with one process, which sees the whole batch")
+    _check_kernels(trainer, asked.trainer, compiles=module.compiles)
+    if module.cuda_graphs:
+        _check_cuda_graphs(trainer)
+    batch_split = BatchSplit.of(trainer.strategy)
+    if asked.model.ghost_batchnorm is not None:
+        _check_ghost_batches(asked.model.ghost_batchnorm, batch_split, data.batch_size)
+    if module.header.network is not None:
+        check_network(module.network, module.image_shape, num_classes=len(data.classes))
+    if subcommand == "fit":
+        optimizer = _try_optimizer(module)
+        check_clipping(trainer, optimizer)
+        _check_averaging(trainer)
+        _check_matrices(trainer, optimizer)
+        if module.header.network is not None and isinstance(trainer.strategy, DDPStrategy):
+            _check_reached(trainer.strategy, module)
+            if trainer.strategy._start_method in ("spawn", "forkserver"):  # torch does not send hooks to processes
+                check_gradient_hooks(module, strategy=f"ddp_{trainer.strategy._start_method}")
+    trainer.strategy.connect(module)  # a strategy that splits the network does so here
+    data.trainer = trainer
+    data.prepare_data()
+    data.setup(subcommand)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning's own omission
+        if isinstance(callback, VirtualReplicas):
+            callback.check(trainer, data)
+    if subcommand == "fit":
+        _check_samples(data, receipt, checkpoint=asked.ckpt_path)
+        _check_intervals(trainer, data)
+        name = "overfit_batches" if asked.trainer.overfit_batches else "limit_train_batches"
+        if not asked.trainer.fast_dev_run:
+            _check_limit(name, trainer.limit_train_batches, data.train_sampler())
+
+
+def _try_optimizer(module: LitResNet) -> Optimizer:
+    """The user's optimizer, from which the schedule takes a step; the fit makes both anew."""
+    with refusing(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the schedule's step comes before the optimizer's
+        optimizer = module.make_optimizer(module.network.parameters())
+        scheduler: Any = module.make_lr_scheduler(optimizer)
+        try:
+            scheduler.step(*([0.0] if isinstance(scheduler, ReduceLROnPlateau) else []))
+        except ArithmeticError as error:
+            raise ConfigError(
+                f"--model.lr_scheduler={type(scheduler).__name__} cannot take a step: {error}",
+                remedy="correct its arguments: --model.lr_scheduler.NAME=VALUE",
+            ) from error
+    return optimizer
+
+
+def _check_ghost_batches(asked: Any, batch_split: BatchSplit, batch_size: int) -> None:
+    if batch_split != BatchSplit():
+        raise ConfigError(
+            f"--model.ghost_batchnorm computes on one device what a mode does, and this run has a mode: {batch_split}",
+            remedy="leave it out, or leave out --trainer.strategy and pass --trainer.devices=1",
+        )
+    sizes = {name: size for name, size in vars(asked).items() if name != "synchronised"}
+    if (num_parts := math.prod(sizes.values())) > batch_size:
+        name = max(sizes, key=lambda name: sizes[name])
+        most = max(batch_size * sizes[name] // num_parts, 1)
+        raise ConfigError(
+            f"--model.ghost_batchnorm cuts a batch of {batch_size} images into {num_parts} parts",
+            remedy=f"pass --model.ghost_batchnorm.{name}={most} or less",
+        )
+
+
+def _check_reached(strategy: DDPStrategy, module: LitResNet) -> None:
+    """Refuse parameters for whose gradients DistributedDataParallel would wait in vain."""
+    waits = not (strategy._ddp_kwargs.get("find_unused_parameters") or strategy._ddp_kwargs.get("static_graph"))
+    if isinstance(strategy, MeshStrategy) or not waits:
+        return
+    if names := unreached_parameters(module.network, module.image_shape):
+        start = "" if strategy._start_method == "popen" else f"_{strategy._start_method}"
+        raise ConfigError(
+            f"the loss of {type(module.network).__name__} does not depend on {len(names)} of its parameters, the first "
+            f"is {names[0]}: ddp would wait for their gradients",
+            remedy=f"pass --trainer.strategy=ddp{start}_find_unused_parameters_true, or remove them",
+        )
+
+
+def _check_intervals(trainer: Trainer, data: CIFAR10DataModule) -> None:
+    """Refuse a share of an epoch's batches that is less than one, and a validation that never comes."""
+    num_batches, limit = len(data.train_sampler()), trainer.limit_train_batches
+    counted = min(num_batches, limit) if isinstance(limit, int) else int(num_batches * limit)
+    if not counted:
+        overfits = trainer.overfit_batches  # type: ignore[attr-defined]  # Lightning's own omission
+        flag = "--trainer.overfit_batches" if overfits else "--trainer.limit_train_batches"
+        raise ConfigError(
+            f"{flag}={limit} of {num_batches} batches is less than one", remedy=f"pass {flag}=1, which means one batch"
+        )
+    interval, counts_epochs = trainer.val_check_interval, trainer.check_val_every_n_epoch is not None
+    if isinstance(interval, int) and interval > counted and counts_epochs and trainer.limit_val_batches:
+        raise ConfigError(
+            f"--trainer.val_check_interval={interval} batches is longer than an epoch, which has {counted}",
+            remedy=f"pass --trainer.val_check_interval={counted}, or --trainer.check_val_every_n_epoch=null too",
+        )
+
+
+def _check_samples(data: CIFAR10DataModule, receipt: Receipt | None, *, checkpoint: str) -> None:
+    sampler = data.train_sampler()
+    sampler.check()
+    if receipt is not None:
+        sampler.set_epoch(receipt.epoch)
+        with naming(checkpoint):
+            receipt.check(sampler, order_settings(sampler, dataset=data.dataset, val_size=data.val_size))
+
+
+def _check_limit(name: str, limit: float, sampler: TrainSampler) -> None:
+    """Refuse a limit on an epoch's batches by which its last step would have fewer than are accumulated.
+
+    Lightning would divide their gradients by the full number, and take a smaller step.
+    """
+    num_batches, accumulation = len(sampler), sampler.accumulation
+    used = min(limit, num_batches) if isinstance(limit, int) else int(limit * num_batches)
+    if used and used % accumulation == 0:
+        return
+    whole = used // accumulation * accumulation
+    nearest = [value for value in (whole, whole + accumulation) if value]
+    raise ConfigError(
+        f"--trainer.{name}={limit} leaves {used} of {num_batches} batches, "
+        f"and --trainer.accumulate_grad_batches={accumulation} are one step",
+        remedy="the nearest that are whole steps: " + " or ".join(f"--trainer.{name}={value}" for value in nearest),
+    )
+
+
+def _check_averaging(trainer: Trainer) -> None:
+    """Refuse a callback that adds an epoch without optimizer steps, which no plan of samples has."""
+    if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        raise ConfigError(
+            "StochasticWeightAveraging adds an epoch without steps at the end, for BatchNorm, and forgets its learning "
+            "rate in a run that is resumed within an epoch",
+            remedy="average with --trainer.callbacks+=lightning.pytorch.callbacks.EMAWeightAveraging",
+        )
+
+
+def _check_kernels(trainer: Trainer, asked: Namespace, *, compiles: bool) -> None:
+    """Refuse a precision that Lightning has replaced by another one, and a network that cannot be compiled."""
+    if str(asked.precision).startswith("16") and trainer.precision == "bf16-mixed":
+        raise ConfigError(
+            f"--trainer.precision={asked.precision} needs a GPU: it scales the loss for float16. On the CPU Lightning "
+            "would compute in bfloat16",
+            remedy="pass --trainer.precision=bf16-mixed",
+        )
+    if compiles and asked.sync_batchnorm and trainer.world_size > 1:
+        raise ConfigError(
+            "--model.compile=true with --trainer.sync_batchnorm=true: torch.compile cannot trace the communication "
+            "in every BatchNorm layer",
+            remedy="leave out one of the two",
+        )
+
+
+def _check_cuda_graphs(trainer: Trainer) -> None:
+    """Refuse CUDA graphs where there is no GPU, and where gradients are kept while the next batch passes."""
+    flag = "--model.compile=cuda_graphs"
+    if not isinstance(trainer.strategy, SingleDeviceStrategy):
+        raise ConfigError(
+            f"{flag} is for one GPU, without --trainer.strategy: messages between kernels cannot be part of a graph",
+            remedy="pass --model.compile=true",
+        )
+    batches = trainer.accumulate_grad_batches
+    if batches > 1 or _has_virtual_replicas(trainer):
+        other = f"--trainer.accumulate_grad_batches={batches}" if batches > 1 else "--virtual_replicas"
+        raise ConfigError(
+            f"{flag} with {other}: gradients are added up, and a graph overwrites those of the batch before",
+            remedy="leave out one of the two",
+        )
+    if trainer.strategy.root_device.type != "cuda":
+        raise ConfigError(f"{flag} needs a GPU", remedy="pass --model.compile=true, or leave it out")
+
+
+def _check_matrices(trainer: Trainer, optimizer: Optimizer) -> None:
+    """Refuse virtual replicas with an optimizer that multiplies several matrices at once.
+
+    How many a process has depends on the mode, and with their number a library may choose another kernel.
+    """
+    if getattr(optimizer, "steps_matrices", False) and _has_virtual_replicas(trainer):
+        raise ConfigError(
+            f"--virtual_replicas with --model.optimizer={type(optimizer).__name__}, whose bits depend on how many "
+            "matrices a process has",
+            remedy="leave out one of the two",
+        )
+
+
+def _has_virtual_replicas(trainer: Trainer) -> bool:
+    return any(isinstance(callback, VirtualReplicas) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def check_clipping(trainer: Trainer, optimizer: Optimizer) -> None:
+    """Refuse a gradient scaler with clipping and a fused optimizer; Lightning would find it in the first step.
+
+    A fused optimizer unscales the gradients in its step, after they have been clipped.
+    """
+    scales = getattr(trainer.precision_plugin, "scaler", None) is not None
+    if scales and trainer.gradient_clip_val and getattr(optimizer, "_step_supports_amp_scaling", False):
+        raise ConfigError(
+            f"--trainer.gradient_clip_val={trainer.gradient_clip_val} with --trainer.precision=16-mixed and "
+            f"--model.optimizer.fused=true: a fused {type(optimizer).__name__} unscales the gradients only after they "
+            "have been clipped",
+            remedy="pass --model.optimizer.fused=false or --trainer.precision=bf16-mixed",
+        )

@@ -1,0 +1,1 @@
+"""What is trained: the LightningModule, its metrics and its optimizers."""

@@ -1,0 +1,361 @@
+"""The training task: a network, its loss, metrics and optimizer. Nothing here knows how it is parallelised."""
+
+from collections.abc import Callable, Mapping
+from inspect import signature
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import lightning as L
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torchmetrics import Metric, MetricCollection
+
+from lit_cifar.checkpoint.format import Header, add_prefix, check_shapes, name_optimizer, read_checkpoint, strip_prefix
+from lit_cifar.data.batch_split import GhostBatches
+from lit_cifar.data.images import Batch
+from lit_cifar.errors import CheckpointError, ConfigError
+from lit_cifar.models import DEFAULT_ARCH, Arch, Stem, build_network, stem_of
+from lit_cifar.models.compiled import Compiled
+from lit_cifar.models.ghost_batchnorm import normalise_apart
+from lit_cifar.models.memory_format import follow_parameters, plain
+from lit_cifar.task.metrics import EvaluationMetrics, MeanLoss, TopAccuracy
+from lit_cifar.task.optim import NesterovSGD, WarmupDecay, keep_saved_types
+
+LRScaling = Literal["none", "linear", "sqrt"]
+
+
+class CutsBatches(Protocol):
+    """Passes the parts of a batch one by one."""
+
+    def train(self, module: L.LightningModule, batch: Batch, loss_of: Callable[[Batch], Tensor]) -> Tensor:
+        """The loss that is left for Lightning to go backward from."""
+
+    def evaluate(self, images: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
+        """The logits of all images, in their order."""
+
+
+class LitResNet(L.LightningModule):
+    """A network that classifies images: by default a ResNet.
+
+    The default recipe is meant for 15 epochs of CIFAR-10 at a global batch of 128.
+
+    Args:
+        arch: Network by name: "resnet18", "resnet34" (the default), "resnet50", "resnet101", "resnet152",
+            "wide_resnet50_2", "wide_resnet101_2" or "vit_tiny". There are small ones for tests: "tiny",
+            "tiny_bottleneck", "resnet10" and "vit_micro".
+        stem: First layers of a ResNet. With "cifar", the default, they keep the full 32 x 32 resolution. With "strided"
+            they halve it, which makes the network 4 times cheaper; with torchvision's own, "imagenet", it is 16 times
+            cheaper.
+        zero_init_residual: Start a ResNet with blocks that are the identity: the weight of the last BatchNorm layer of
+            each is 0 (Goyal et al., 2017).
+        network: A network of your own in place of `arch`, from images (n, 3, image_size, image_size) to logits. On the
+            command line a class with its arguments: --model.network=my_package.Net --model.network.width=64.
+            `lit_cifar.models.blocks` says what `mp`, `pp` and `tp` need from it.
+        num_classes: Number of classes, the size of the logits. The default is 10, on the command line that of the data.
+        image_size: Height and width of the images, in pixels. The default is 32, on the command line that of the data.
+        ghost_batchnorm: Ghost batch normalisation on one device: BatchNorm normalises each of these parts of a batch
+            on its own. This equals a mode whose replicas or microbatches are normalised separately.
+        channels_last: Keep images, activations and weights in the channels-last memory format, which convolutions on
+            recent GPUs prefer. Checkpoints keep torch's default format.
+        compile: Compile the network with torch.compile, which takes a minute or more at the first step. Batches
+            smaller than the largest so far run uncompiled. With "cuda_graphs" one GPU gets all kernels of a forward or
+            backward pass at once, so that it does not wait for the host.
+        optimizer: Optimizer, a class name with its arguments: --model.optimizer=SGD --model.optimizer.lr=0.1.
+        lr_scheduler: Learning rate schedule, a class name with its arguments. `WarmupDecay` steps after every batch,
+            all others after every epoch.
+        flip_test: Evaluate each image and its mirror image, and take the mean of their logits. That is test-time
+            augmentation: say so beside an accuracy.
+        label_smoothing: Share of the target that is spread over all classes (Szegedy et al., 2016). The reported losses
+            include it.
+        lr_scaling: How to scale the learning rate with the global batch: "linear" (Goyal et al., 2017) multiplies it by
+            batch_size / base_batch_size, "sqrt" by the square root of that, "none" by 1.
+        base_batch_size: The global batch size that the learning rate was chosen for.
+    """
+
+    def __init__(
+        self,
+        arch: Arch | None = None,
+        *,
+        stem: Stem | None = None,
+        zero_init_residual: bool = False,
+        network: nn.Module | None = None,
+        num_classes: int | None = None,
+        image_size: int | None = None,
+        ghost_batchnorm: GhostBatches | None = None,
+        channels_last: bool = False,
+        compile: bool | Literal["cuda_graphs"] = False,
+        optimizer: OptimizerCallable = lambda params: NesterovSGD(params, lr=0.1),
+        lr_scheduler: LRSchedulerCallable = lambda optimizer: WarmupDecay(optimizer, warmup=0.2, decay="linear"),
+        flip_test: bool = False,
+        label_smoothing: float = 0.0,
+        lr_scaling: LRScaling = "none",
+        base_batch_size: int = 128,
+    ) -> None:
+        super().__init__()
+        num_classes = 10 if num_classes is None else num_classes
+        image_size = 32 if image_size is None else image_size
+        self.image_shape = (3, image_size, image_size)
+        about_resnets = {"arch": arch, "stem": stem, "zero_init_residual": zero_init_residual or None}
+        own = None if network is None else _own_class(network, about_resnets)
+        if network is None:
+            arch = arch or DEFAULT_ARCH
+            stem = stem_of(arch, stem)
+            network = build_network(
+                arch,
+                stem=stem,
+                num_classes=num_classes,
+                image_size=image_size,
+                zero_init_residual=zero_init_residual,
+            )
+        self.network = network if ghost_batchnorm is None else normalise_apart(network, ghost_batchnorm)
+        self.header = Header(arch=arch, stem=stem, num_classes=num_classes, image_size=image_size, network=own)
+        if channels_last:
+            self.network.to(memory_format=torch.channels_last)
+        self.channels_last = channels_last
+        self.compiles = bool(compile)
+        self.cuda_graphs = compile == "cuda_graphs"
+        self.make_optimizer = optimizer
+        self.make_lr_scheduler = lr_scheduler
+        self.flip_test = flip_test
+        self.label_smoothing = label_smoothing
+        self.lr_scaling: LRScaling = lr_scaling
+        self.base_batch_size = base_batch_size
+        self._runner: Callable[[Tensor], Tensor] | None = None
+        self.virtual_replicas: CutsBatches | None = None
+        self._newest: tuple[Tensor, Tensor, Tensor] | None = None  # losses, logits, labels of a batch
+        self._logged_epoch: int | None = None
+
+        self.train_loss = MeanLoss()
+        self.train_acc = TopAccuracy(num_classes)
+        self.val_metrics = EvaluationMetrics("val", num_classes)
+        self.test_metrics = EvaluationMetrics("test", num_classes)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As torch's, which looks for parameters and modules of this name first, even for a text.
+
+        Lightning notes the name of the current hook here before and after each, some thirty times a step.
+        """
+        if isinstance(value, str | None) and name in self.__dict__:
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
+
+    def setup(self, stage: str) -> None:
+        """Reset the metrics, so that they count in this process's own memory.
+
+        A spawned process receives the metrics in memory shared with all others. Lightning copies only parameters and
+        buffers, so without a reset all processes would add to the same sums.
+        """
+        for metric in self.modules():
+            if isinstance(metric, Metric):
+                metric.reset()
+        self._newest = self._logged_epoch = None
+        if self.compiles:  # a strategy with a runner of its own sets it later
+            self.use_runner(Compiled(self.network, cuda_graphs=self.cuda_graphs))
+
+    def teardown(self, stage: str) -> None:
+        """Let `forward` run the plain network again, on batches of any size without compiling."""
+        self.use_runner(None)
+
+    def use_runner(self, runner: Callable[[Tensor], Tensor] | None) -> None:
+        """Let `forward` go through `runner`, a callable that runs `self.network`, or through the network itself again.
+
+        For strategies that split the network or its batch inside one process. Whatever they wrap around the network
+        stays outside of this module's children, so that checkpoints keep their keys.
+        """
+        self._runner = runner
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (n, num_classes) of normalised images (n, 3, height, width)."""
+        if self.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
+        logits: Tensor = self.network(images) if self._runner is None else self._runner(images)
+        return logits
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Cross entropy of each sample, (n,), from `logits` (n, num_classes) and `labels` (n,)."""
+        return F.cross_entropy(logits, labels, reduction="none", label_smoothing=self.label_smoothing)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The mean loss of this process's samples times the weight of their number in the global batch."""
+        self._newest = None
+        if self.cuda_graphs:  # the gradients of the last step lie where this one writes
+            self.zero_grad()
+        replicas = self.virtual_replicas
+        loss = self._train_on(batch) if replicas is None else replicas.train(self, batch, self._train_on)
+        if self._logged_epoch != self.current_epoch:  # once is enough: at the epoch's end Lightning asks the metrics
+            self._logged_epoch = self.current_epoch
+            self.log("train/loss", self.train_loss, on_step=False, on_epoch=True)
+            self.log("train/acc", self.train_acc, on_step=False, on_epoch=True)
+        every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # Lightning's own omission
+        # Not in every step: Lightning's `log` takes longer than the rest of what it does in a step.
+        if every and (self.trainer.global_step + 1) % every == 0:
+            self.log_dict(self.step_metrics())
+        return loss
+
+    def _train_on(self, batch: Batch) -> Tensor:
+        """The loss of a batch, or of a part of one, whose samples are counted."""
+        logits = self(batch.images)
+        losses = self.loss(logits, batch.labels)
+        if self._newest is None:  # of several parts the first one, which the same process has everywhere
+            self._newest = losses.detach(), logits.detach(), batch.labels
+        self.train_loss.update(losses.detach())
+        self.train_acc.update(logits.detach(), batch.labels)
+        return losses.mean() * batch.weight
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        """Log the last step of a run that a callback has just stopped: Lightning writes a row for it."""
+        if self.trainer.should_stop:
+            self.log_dict(self.step_metrics())
+
+    def step_metrics(self) -> dict[str, Tensor]:
+        """Loss and accuracy of this process's newest training batch, without communication; none before the first."""
+        if self._newest is None:
+            return {}
+        losses, logits, labels = self._newest
+        accuracy = (logits.argmax(dim=1) == labels).float().mean()
+        return {"train/loss_step": losses.mean(), "train/acc_step": accuracy}
+
+    def on_validation_epoch_start(self) -> None:
+        self.val_metrics.details.reset()
+
+    def on_test_epoch_start(self) -> None:
+        self.test_metrics.details.reset()
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Logits (n, num_classes) of the batch; counts go to the `val/` metrics."""
+        return self._evaluate(batch, self.val_metrics)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Logits (n, num_classes) of the batch; counts go to the `test/` metrics."""
+        return self._evaluate(batch, self.test_metrics)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Class probabilities, (n, num_classes)."""
+        return torch.softmax(self._evaluated(batch.images), dim=1)
+
+    def _evaluated(self, images: Tensor) -> Tensor:
+        if not self.flip_test:
+            return self._logits(images)
+        logits = self._logits(images).clone()  # which a CUDA graph overwrites
+        return (logits + self._logits(images.flip(3))) / 2
+
+    def _logits(self, images: Tensor) -> Tensor:
+        replicas = self.virtual_replicas
+        logits: Tensor = self(images) if replicas is None else replicas.evaluate(images, self)
+        return logits
+
+    def evaluation_metrics(self, split: Literal["val", "test"]) -> MetricCollection:
+        """What callbacks draw: `acc_per_class`, float (C,), and `confusion`, int64 (C, C), rows are the truth."""
+        metrics = self.val_metrics if split == "val" else self.test_metrics
+        return metrics.details
+
+    def _evaluate(self, batch: Batch, metrics: EvaluationMetrics) -> Tensor:
+        logits = self._evaluated(batch.images)
+        losses = self.loss(logits, batch.labels)
+        metrics.update(logits, batch.labels, losses)
+        # Lightning sees the metric objects themselves: it sums their counts over processes at the epoch's end.
+        self.log(f"{metrics.split}/loss", metrics.loss, on_step=False, on_epoch=True)
+        self.log_dict(metrics.scores, on_step=False, on_epoch=True)
+        return logits
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer with its learning rate scaled, and its schedule planned over the whole run."""
+        optimizer = self.make_optimizer(self.network.parameters())
+        keep_saved_types(optimizer)
+        optimizer.register_load_state_dict_post_hook(follow_parameters)
+        self._scale_lr(optimizer)
+        scheduler = self.make_lr_scheduler(optimizer)
+        if isinstance(scheduler, WarmupDecay):
+            scheduler.set_total_steps(self._total_steps())
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        if isinstance(scheduler, ReduceLROnPlateau):
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val/loss"}}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def _scale_lr(self, optimizer: Optimizer) -> None:
+        if self.lr_scaling == "none":
+            return
+        batch_size = self.trainer.datamodule.batch_size  # type: ignore[attr-defined]  # Lightning's own omission
+        ratio = batch_size / self.base_batch_size
+        factor = ratio if self.lr_scaling == "linear" else ratio**0.5
+        for group in optimizer.param_groups:
+            group["lr"] *= factor
+        rank_zero_info(
+            f"learning rate x {factor:.4g} = {optimizer.param_groups[0]['lr']:.4g}: {self.lr_scaling} scaling from a "
+            f"global batch of {self.base_batch_size} to {batch_size}"
+        )
+
+    def _total_steps(self) -> int:
+        total = self.trainer.estimated_stepping_batches
+        if total == float("inf"):
+            raise ConfigError(
+                "WarmupDecay plans over the whole run, and this one has no end",
+                remedy="set --trainer.max_epochs or --trainer.max_steps, or choose another --model.lr_scheduler",
+            )
+        return int(total)
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> "LitResNet":
+        """The network that the file's header describes, with the file's weights.
+
+        The first arguments are Lightning's, but only tensors and primitives are read in any case. `kwargs`, the
+        constructor's, come before the header; `network` must be among them for a network of your own. Raises a
+        `CheckpointError` if the file cannot be read or holds another network.
+        """
+        header = Header.of(read_checkpoint(Path(checkpoint_path)))
+        if header.network is not None and "network" not in kwargs:
+            raise CheckpointError(
+                f"the checkpoint holds {header}, and no code is run because a checkpoint names it",
+                remedy=f"pass network={header.network.rpartition('.')[2]}(...)",
+            )
+        return super().load_from_checkpoint(
+            checkpoint_path, map_location, hparams_file, strict, weights_only=True, **header.arguments() | kwargs
+        )
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Write the plain network's keys and a header that says which network it is."""
+        checkpoint["state_dict"] = plain(strip_prefix(checkpoint["state_dict"]))
+        if "optimizer_states" in checkpoint:  # not in one of weights alone
+            checkpoint["optimizer_states"] = plain(checkpoint["optimizer_states"])
+            name_optimizer(checkpoint, self.trainer.optimizers[0])
+        self.header.write(checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Check the header and give the keys back this module's prefix."""
+        self.header.check(checkpoint)
+        check_shapes(self.network, checkpoint["state_dict"])
+        checkpoint["state_dict"] = add_prefix(checkpoint["state_dict"])
+
+
+def _own_class(network: nn.Module, about_resnets: Mapping[str, object]) -> str:
+    """The name of the class of the user's own network; arguments about this package's networks must all be None."""
+    name = f"{type(network).__module__}.{type(network).__qualname__}"
+    for argument, value in about_resnets.items():
+        if value is not None:
+            raise ConfigError(
+                f"--model.network={name} is a network, and --model.{argument}={value} is about another one",
+                remedy="leave one of the two out",
+            )
+    return name
+
+
+# jsonargparse reads the defaults from the source of the signature, where they must be lambdas. Pickle finds a function
+# by its name, which a lambda lacks; a module of defaults goes to the processes of ddp_spawn.
+for _argument in ("optimizer", "lr_scheduler"):
+    _default = signature(LitResNet).parameters[_argument].default
+    _default.__qualname__ = f"_default_{_argument}"
+    globals()[_default.__qualname__] = _default

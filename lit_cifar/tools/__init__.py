@@ -1,0 +1,1 @@
+"""What is not the trainer: it checks, measures, breaks, reports and exports. No training imports it."""

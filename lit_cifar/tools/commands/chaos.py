@@ -1,0 +1,161 @@
+"""`python -m lit_cifar chaos`: arguments, table and exit status."""
+
+import argparse
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import count
+from pathlib import Path
+
+from rich import box
+from rich.table import Table
+
+from lit_cifar.errors import ConfigError
+from lit_cifar.tools.chaos.experiment import JobResult, chaos
+from lit_cifar.tools.chaos.faults import EQUAL_SIZE, shares
+from lit_cifar.tools.chaos.training import ANEW_EVERY, chosen_modes
+from lit_cifar.tools.commands.terminal import (
+    CommandParser,
+    about,
+    console,
+    empty_folder,
+    exit_orderly_when_terminated,
+    say,
+    writable,
+    write_json,
+)
+
+_ENOUGH = next(number for number in count(1) if shares(number)[0] >= len(EQUAL_SIZE))
+_DESCRIPTION = f"""\
+Train under torchrun without faults, and then again while ranks are killed, terminated and stopped, the newest
+checkpoint is truncated, files cannot grow and the job is resized, at random moments and during saves. In the end every
+sample must have counted as in the uninterrupted run, and parameters and optimizer state must be the same: bitwise where
+the job kept its size, within 1e-5, in float64, where it was resized. With --virtual_replicas=V the resized job goes to
+one process and to twice as many in another mode, and must end bitwise too. All on the CPU.
+Every other argument is passed on to `fit`, e.g. --config FILE. Without --config a small ResNet trains on synthetic
+images. The training is as long as its faults need.
+Of {ANEW_EVERY} starts of the ranks torchrun starts Python in one; in the others it forks them, without the imports.
+{_ENOUGH} faults or more include every kind."""
+
+
+def main(args: list[str]) -> int:
+    """Run, print the table, and return 0 if nothing was lost, else 1."""
+    options, rest = chaos_parser().parse_known_args(args)
+    if options.faults < 1 or options.seed < 0:
+        raise ConfigError(
+            f"--faults={options.faults} --seed={options.seed}: faults must be 1 or more, and the seed 0 or more",
+            remedy="the defaults are 20 and 0",
+        )
+    modes = chosen_modes(options.modes.split(","), devices=options.devices, num_parts=options.virtual_replicas)
+    target = writable(options.json)
+    record = about() | {"seed": options.seed, "faults": options.faults, "devices": options.devices}
+    record |= {"virtual_replicas": options.virtual_replicas}
+    exit_orderly_when_terminated()
+    begin = time.monotonic()
+    with _folder(options.dir) as folder:
+        rows = chaos(modes, rest, num_faults=options.faults, seed=options.seed, folder=folder, report=say)
+    seconds = time.monotonic() - begin
+    passed = all(row.passed for row in rows)
+    _print(rows, options)
+    found = [asdict(row) | {"passed": row.passed} for row in rows]
+    write_json(target, record | {"rows": found, "passed": passed, "seconds": seconds})
+    return 0 if passed else 1
+
+
+def _print(rows: list[JobResult], options: argparse.Namespace) -> None:
+    out = console()
+    out.print(result_table(rows, title=f"{options.faults} faults for each mode, seed {options.seed}"))
+    out.print(f"restarts: {sum(row.anew for row in rows)} started a new Python for each rank, the others forked them")
+    for row in rows:
+        for problem in row.problems[:5]:
+            out.print(f"{row.mode} on {', '.join(map(str, row.sizes))}: {problem}", markup=False)
+    if options.dir is None and not all(row.passed for row in rows):
+        out.print(f"to keep the logs, run it again with --seed {options.seed} --dir FOLDER", markup=False)
+
+
+def chaos_parser() -> argparse.ArgumentParser:
+    parser = CommandParser("chaos", description=_DESCRIPTION)
+    parser.add_argument("--faults", type=int, default=20, metavar="K", help="Faults for each mode (default: 20).")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="Seed of the kinds, moments and ranks of faults (default: 0)."
+    )
+    parser.add_argument("--modes", default="ddp", metavar="A,B", help="Modes to train in (default: ddp).")
+    parser.add_argument("--devices", type=int, default=2, metavar="N", help="Devices of each mode (default: 2).")
+    parser.add_argument(
+        "--virtual_replicas",
+        type=int,
+        metavar="V",
+        help="Train with so many virtual replicas: 4 for 1, 2, 4 processes.",
+    )
+    parser.add_argument("--json", metavar="FILE", help="Write all faults, results, versions and hardware to this file.")
+    parser.add_argument(
+        "--dir", metavar="FOLDER", help="Keep logs, sample logs and checkpoints there. Without it nothing is kept."
+    )
+    return parser
+
+
+@contextmanager
+def _folder(name: str | None) -> Iterator[Path]:
+    """An empty folder: the user's, which must be empty, or one that is removed afterwards."""
+    if name is None:
+        with tempfile.TemporaryDirectory(prefix="lit_cifar-chaos-") as temporary:
+            yield Path(temporary)
+        return
+    yield empty_folder(name, option="--dir").resolve()
+
+
+# The table ------------------------------------------------------------------------------------------------------------
+
+_NAMES = {"kill": "SIGKILL", "term": "SIGTERM", "stop": "SIGSTOP", "resize": "resized", "truncate": "truncated"}
+_NAMES |= {"disk": "disk full"}
+
+
+def result_table(rows: Sequence[JobResult], *, title: str) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title_justify="left")
+    table.add_column("mode", no_wrap=True)
+    table.add_column("processes", no_wrap=True)
+    table.add_column("faults")
+    for name in ("restarts", "steps\nrepeated", "ids\nmissing", "ids\ndoubled", "difference", "time"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for row in rows:
+        sizes = ", ".join(map(str, row.sizes)) + (f"\n[dim]{row.precision}[/]")
+        table.add_row(row.mode, sizes, *_cells([row]), end_section=row is rows[-1])
+    table.add_row("total", "", *_cells(rows))
+    return table
+
+
+def _cells(rows: Sequence[JobResult]) -> list[str]:
+    kinds = sum((row.kinds for row in rows), Counter[str]())
+    restarts, own, anew = (sum(getattr(row, name) for row in rows) for name in ("restarts", "own_restarts", "anew"))
+    during_saves = sum(event.during_save for row in rows for event in row.events)
+    faults = ", ".join(f"{count} {_NAMES[kind]}" for kind, count in kinds.items())
+    return [
+        f"{kinds.total()}: {faults}\n[dim]{during_saves} during a save[/]",
+        f"{restarts}\n[dim]{anew} new[/]" + (f"\n[dim]{own} unplanned[/]" if own else ""),
+        str(sum(row.repeated for row in rows)),
+        _sum([row.missing for row in rows]),
+        _sum([row.doubled for row in rows]),
+        _difference(rows[0]) if len(rows) == 1 else "",
+        f"{sum(row.seconds for row in rows):.0f} s",
+        "[bold green]PASS[/]" if all(row.passed for row in rows) else "[bold red]FAIL[/]",
+    ]
+
+
+def _sum(counts: Sequence[int | None]) -> str:
+    """The sum of counts; a dash where one of them is not known."""
+    known = [count for count in counts if count is not None]
+    if len(known) < len(counts):
+        return "-"
+    return f"[red]{sum(known)}[/]" if sum(known) else "0"
+
+
+def _difference(row: JobResult) -> str:
+    if row.difference is None:
+        return "-"
+    shown = f"{row.difference:.1e}" if row.difference else "0"
+    bound = f"<= {row.bound:.0e}" if row.bound else "bitwise"
+    return f"{shown if row.difference <= row.bound else f'[red]{shown}[/]'}\n[dim]{bound}[/]"

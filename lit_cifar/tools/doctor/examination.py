@@ -1,0 +1,94 @@
+"""The whole examination of this machine, part by part."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lit_cifar.errors import ConfigError
+from lit_cifar.tools.doctor import Check, Finding, counted
+from lit_cifar.tools.doctor.environment import Clock, look_at_environment
+from lit_cifar.tools.doctor.links import Link, check_copies, find_links
+from lit_cifar.tools.doctor.machine import Gpu, look_at_machine
+from lit_cifar.tools.doctor.mode_table import LocalMachine, ModeRow, judge_modes, missing_from_torch, mode_table
+from lit_cifar.tools.doctor.ranks import Ranks, examine_ranks
+
+
+@dataclass(kw_only=True)
+class Examination:
+    """What was looked at; `findings` are everything that is wrong, in the order in which it was found."""
+
+    machine: list[Check]
+    environment: list[Check]
+    links: list[Link]
+    copies: Check
+    ranks: Ranks
+    findings: list[Finding]
+    verdicts: list[ModeRow]
+
+    @property
+    def faults(self) -> list[Finding]:
+        """The findings for which the machine is not fit for some mode."""
+        return [finding for finding in self.findings if finding.is_fault]
+
+    def to_json(self) -> dict[str, Any]:
+        """For a file."""
+        return {
+            "fit": not self.faults,
+            "machine": [(check.name, check.seen) for check in self.machine],
+            "environment": [(check.name, check.seen) for check in self.environment],
+            "links": [asdict(link) for link in self.links],
+            "copies": self.copies.seen,
+            "ranks": asdict(self.ranks),
+            "findings": [asdict(finding) for finding in self.findings],
+            "verdicts": [row.to_json() for row in self.verdicts],
+        }
+
+
+def examine(num_devices: int | None, *, folder: Path, report: Callable[[str], None]) -> Examination:
+    """Examine this machine with so many processes; runs are written to `folder`, and `report` is told what comes next.
+
+    Raises:
+        ConfigError: More processes than GPUs, or none.
+    """
+    clock = Clock()
+    gpus, here = [Gpu.at(index) for index in range(torch.cuda.device_count())], LocalMachine.here()
+    num_ranks, accelerator = placed(num_devices, num_gpus=len(gpus), has_nccl="nccl" in here.backends)
+    report("machine and environment")
+    machine, environment = look_at_machine(gpus, folder=folder), look_at_environment()
+    copies = check_copies([torch.device("cuda", index) for index in range(len(gpus))], report=report)
+    where = "GPUs" if accelerator == "cuda" else "the CPU"
+    report(f"ranks: {num_ranks} on {where} calculate and send each other tensors")
+    ranks, wrong = examine_ranks(num_ranks, accelerator)
+    rows = mode_table(here)
+    findings = [finding for check in machine for finding in check.findings] + missing_from_torch(rows)
+    findings += [finding for check in (*environment, copies) for finding in check.findings]
+    findings += [*wrong, *clock.check()]
+    return Examination(
+        machine=machine,
+        environment=environment,
+        links=[] if any(gpu.error for gpu in gpus) else find_links(),
+        copies=copies,
+        ranks=ranks,
+        findings=findings,
+        verdicts=judge_modes(rows, findings),
+    )
+
+
+def placed(num_devices: int | None, *, num_gpus: int, has_nccl: bool) -> tuple[int, str]:
+    """How many processes measure, by default one for each GPU or 2 on the CPU, and on what."""
+    on_gpus = num_gpus > 0 and has_nccl
+    if num_devices is None:
+        num_devices = num_gpus if on_gpus else 2
+    if num_devices < 1:
+        raise ConfigError(f"--devices={num_devices} leaves nothing to measure", remedy="pass --devices 2 or more")
+    if num_devices > 1024:
+        raise ConfigError(f"--devices={num_devices} processes do not fit one machine", remedy="pass --devices 2")
+    if on_gpus and num_devices > num_gpus:
+        raise ConfigError(
+            f"--devices={num_devices}, and torch sees {counted(num_gpus, 'GPU')}: each process needs its own",
+            remedy=f"pass --devices {num_gpus}, or hide the GPUs: CUDA_VISIBLE_DEVICES= python -m lit_cifar doctor",
+        )
+    return num_devices, "cuda" if on_gpus else "cpu"

@@ -1,0 +1,174 @@
+"""Starts the processes that measure, and judges them: who is wrong, who is slow, what gets lost between them."""
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from lit_cifar.launch.forked import ForkedRun
+from lit_cifar.tools.doctor import ALL_MODES, PROCESS_MODES, Finding, size_of
+from lit_cifar.tools.doctor.arithmetic import OPERATIONS
+from lit_cifar.tools.doctor.measurement import Measurement
+
+_PROBE = "lit_cifar.tools.doctor.measurement"
+_TIMEOUT_S = 90.0
+# What the variables of a launcher begin with.
+_LAUNCHER = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_", "TORCHELASTIC_")
+_SLOW = 2.0
+"""How many times as long as the others a rank may take, in its fastest turn."""
+_NUM_CONFIRMATIONS = 2  # of a rank that seems slow
+_CLOCK_S = 5.0
+"""By how much clocks may differ: far more than the ranks of a busy machine need to leave a barrier."""
+_WITHOUT_PEERS = {"NCCL_P2P_DISABLE": "1"}
+_BIOS = "turn off the IOMMU or PCIe ACS in the BIOS, or boot with iommu=pt   # NCCL_P2P_DISABLE=1 did not help"
+_ANOTHER = "memtest86+, or another machine"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """What the processes have found."""
+
+    accelerator: str  # "cpu" or "cuda"
+    measurements: list[Measurement] = field(default_factory=list)  # by rank; empty if a process failed
+    failure: str | None = None
+
+    @property
+    def is_transport_faulty(self) -> bool:
+        """Whether the processes could not send each other tensors, or something else arrived."""
+        return bool(self.failure or any(each.faults for each in self.measurements))
+
+
+def probe_ranks(
+    num_ranks: int,
+    accelerator: str,
+    *,
+    settings: dict[str, str] | None = None,
+    module: str = _PROBE,
+    timeout_s: float = _TIMEOUT_S,
+) -> Ranks:
+    """Let `num_ranks` processes run `module`, with environment variables `settings` beside this process's own."""
+    # Without what a launcher may have left in it. The ranks share the cores.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER)}
+    environment |= {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_ranks))} | (settings or {})
+    with tempfile.TemporaryDirectory(prefix="lit_cifar-doctor-") as name:
+        folder = Path(name)
+        output = {"stdout": folder / "stdout", "stderr": folder / "stderr"}
+        run = ForkedRun([accelerator, name], environment=environment, num_ranks=num_ranks, module=module, **output)
+        try:
+            status = run.wait(timeout_s)
+        finally:
+            run.kill()
+        if status != 0:
+            ended = f"did not end within {timeout_s:g} s" if status is None else f"ended with status {status}"
+            return Ranks(accelerator=accelerator, failure="; ".join([ended, *_traces(folder, num_ranks)]))
+        found = [Measurement(**torch.load(folder / f"rank{rank}.pt", weights_only=True)) for rank in range(num_ranks)]
+    return Ranks(accelerator=accelerator, measurements=found)
+
+
+def _traces(folder: Path, num_ranks: int) -> list[str]:
+    """Where each rank was, and the last error that one of them has written."""
+    phases = [folder / f"rank{rank}.phase" for rank in range(num_ranks)]
+    were = [f"rank {rank} was at {file.read_text()}" for rank, file in enumerate(phases) if file.exists()]
+    stderr = folder / "stderr"
+    lines = stderr.read_text(errors="replace").splitlines() if stderr.exists() else []
+    errors = [line.strip()[:200] for line in lines if "Error" in line]
+    return [*were, *errors[-1:]]
+
+
+def examine_ranks(
+    num_ranks: int, accelerator: str, *, probe: Callable[..., Ranks] = probe_ranks
+) -> tuple[Ranks, list[Finding]]:
+    """Let the processes measure; again, if a rank seems slow, or if NCCL loses something."""
+    ranks = probe(num_ranks, accelerator)
+    findings, slow = judge_ranks(ranks), slow_ranks(ranks)
+    for _ in range(_NUM_CONFIRMATIONS if slow else 0):
+        again = slow_ranks(probe(num_ranks, accelerator))
+        slow = {rank: finding for rank, finding in slow.items() if rank in again}
+    if accelerator == "cuda" and ranks.is_transport_faulty:
+        without_peers = probe(num_ranks, accelerator, settings=_WITHOUT_PEERS)
+        if not without_peers.is_transport_faulty:
+            mend = "export NCCL_P2P_DISABLE=1   # with it everything arrived"
+            findings = [replace(each, mend=mend) if each.part == "transport" else each for each in findings]
+    return ranks, [*findings, *slow.values()]
+
+
+def judge_ranks(ranks: Ranks) -> list[Finding]:
+    """What is wrong with the processes, their devices, or what they send each other; not how fast they are."""
+    if ranks.failure is None:
+        return [*_wrong(ranks), *_lost(ranks), *_clocks(ranks.measurements)]
+    problem = f"Processes that send each other tensors failed: they {ranks.failure}."
+    mend = "python -m lit_cifar fit --config configs/quickstart.yaml --trainer.strategy=ddp   # prints the whole error"
+    if ranks.accelerator == "cuda":
+        mend = "NCCL_DEBUG=INFO NCCL_DEBUG_FILE=/tmp/nccl.%p python -m lit_cifar doctor   # then read /tmp/nccl.*"
+    return [Finding("transport", problem, mend, PROCESS_MODES)]
+
+
+def _wrong(ranks: Ranks) -> list[Finding]:
+    """One finding for each operation that a rank has got wrong."""
+    findings = []
+    for each in ranks.measurements:
+        for name, wrong in each.wrong.items():
+            if wrong:
+                repeats = f"{len(wrong)} of {len(each.seconds[name]) + 1} repeats ({wrong[0]})"
+                problem = f"Rank {each.rank} ({each.device}) computes wrongly: its {name} was wrong in {repeats}."
+                mend = _without_gpu(each.rank, ranks) if ranks.accelerator == "cuda" else _ANOTHER
+                findings.append(Finding("ranks", problem, mend, ALL_MODES))
+    return findings
+
+
+def _without_gpu(rank: int, ranks: Ranks) -> str:
+    """The command that hides a rank's GPU."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = given.split(",") if given else [str(index) for index in range(len(ranks.measurements))]
+    return f"export CUDA_VISIBLE_DEVICES={','.join(name for index, name in enumerate(names) if index != rank)}"
+
+
+def _lost(ranks: Ranks) -> list[Finding]:
+    """One finding for each thing that went wrong with sums, with the ranks that got them."""
+    causes: dict[str, list[tuple[int, int, str]]] = {}
+    for each in ranks.measurements:
+        for num_bytes, problem in each.faults:
+            causes.setdefault(problem.split(", in ")[0], []).append((num_bytes, each.rank, problem))
+    num_sums = sum(len(calls) for each in ranks.measurements for calls in each.sweep.values())
+    mend = _BIOS if ranks.accelerator == "cuda" else _ANOTHER
+    findings = []
+    for seen in causes.values():
+        receivers = sorted({rank for _, rank, _ in seen})
+        who = f"Rank {receivers[0]} gets" if len(receivers) == 1 else f"Ranks {', '.join(map(str, receivers))} get"
+        smallest, _, words = min(seen)
+        share = f"in {len(seen)} of {num_sums} results, the smallest of {size_of(smallest)}"
+        problem = f"{who} wrong sums from all-reduce, {share}: {words}."
+        findings.append(Finding("transport", problem, mend, PROCESS_MODES))
+    return findings
+
+
+def _clocks(found: Sequence[Measurement]) -> list[Finding]:
+    walls = [each.wall_s for each in found]
+    spread = max(walls) - min(walls)
+    problem = f"The clocks of the ranks differ by {spread:.0f} s."
+    return [Finding("ranks", problem, "timedatectl set-ntp true")] if spread >= _CLOCK_S else []
+
+
+def slow_ranks(ranks: Ranks) -> dict[int, Finding]:
+    """Ranks that took twice as long as the others, even in their fastest turn. Measure again before you believe it."""
+    slow: dict[int, Finding] = {}
+    for name in OPERATIONS if len(ranks.measurements) > 1 else ():
+        for each in ranks.measurements:
+            others = [median(other.seconds[name]) for other in ranks.measurements if other is not each]
+            ratio = min(each.seconds[name]) / median(others)
+            if ratio >= _SLOW:
+                slow.setdefault(each.rank, _slow(each, name, ratio, ranks))
+    return slow
+
+
+def _slow(found: Measurement, operation: str, ratio: float, ranks: Ranks) -> Finding:
+    mend = "top   # shows which other programs use its cores"
+    if ranks.accelerator == "cuda":
+        hide = _without_gpu(found.rank, ranks)
+        mend = f"nvidia-smi   # shows who else uses it, its clock and its temperature; without it: {hide}"
+    took = f"Rank {found.rank} ({found.device}) takes {ratio:.1f} times as long as the others for the same {operation}"
+    return Finding("ranks", f"{took}: every step waits for it.", mend, PROCESS_MODES)
