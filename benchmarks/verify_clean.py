@@ -34,7 +34,7 @@ CONFIGURATIONS = {
         "Frozen SGD 64 --model.optimizer.momentum=0.9 --model.lr_scheduler=StepLR --model.lr_scheduler.step_size=1"
     ),
     "no normalisation, Adagrad, clipped by norm": "Plain Adagrad 64 --trainer.gradient_clip_val=0.1",
-    "depthwise convolutions, Muon": "Depthwise lit_cifar.task.muon.MuonSGD 64",
+    "depthwise convolutions, Muon": "Depthwise lit_cifar.MuonSGD 64",
     "one channel, clipped by value, label smoothing": (
         "Narrow Adam 64 --trainer.gradient_clip_val=0.01 --trainer.gradient_clip_algorithm=value "
         "--model.label_smoothing=0.1"

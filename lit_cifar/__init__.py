@@ -7,9 +7,19 @@ with _startup.collector_paused():
     from lit_cifar.data import CIFAR10DataModule
     from lit_cifar.errors import CheckpointError, ConfigError, DataError
     from lit_cifar.task.module import LitResNet
-    from lit_cifar.task.optim import WarmupDecay
+    from lit_cifar.task.muon import MuonSGD
+    from lit_cifar.task.optim import NesterovSGD, WarmupDecay
 
 __version__ = "0.1.0"  # of the distribution too: pyproject.toml reads it here
-__all__ = ["CIFAR10DataModule", "CheckpointError", "ConfigError", "DataError", "LitResNet", "WarmupDecay"]
+__all__ = [
+    "CIFAR10DataModule",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "LitResNet",
+    "MuonSGD",
+    "NesterovSGD",
+    "WarmupDecay",
+]
 
 del _startup, _strategies

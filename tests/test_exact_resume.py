@@ -237,9 +237,9 @@ def test_a_schedule_whose_metric_the_checkpoint_does_not_have(tmp_path: Path) ->
     [
         (["--trainer.max_epochs=1"], "--trainer.max_epochs=1, and the training that it continues has begun 2"),
         (["--trainer.max_steps=9"], "--trainer.max_steps=9, and the training that it continues has begun 10"),
-        (["--model.optimizer=AdamW"], "with lit_cifar.task.optim.NesterovSGD; this one has AdamW"),
-        (["--model.optimizer=SGD"], "with lit_cifar.task.optim.NesterovSGD; this one has SGD"),
-        (["--model.optimizer=lit_cifar.task.muon.MuonSGD"], "NesterovSGD; this one has lit_cifar.task.muon.MuonSGD"),
+        (["--model.optimizer=AdamW"], "with lit_cifar.NesterovSGD; this one has AdamW"),
+        (["--model.optimizer=SGD"], "with lit_cifar.NesterovSGD; this one has SGD"),
+        (["--model.optimizer=lit_cifar.MuonSGD"], "NesterovSGD; this one has lit_cifar.MuonSGD"),
     ],
 )
 def test_a_run_that_cannot_go_on_is_told_why(
@@ -260,7 +260,7 @@ def test_a_run_that_cannot_go_on_is_told_why(
     [
         ([], None),
         (["--model.optimizer=AdamW"], "an optimizer that has momentum, dampening, "),
-        (["--model.optimizer=lit_cifar.task.muon.MuonSGD"], "; this one has lit_cifar.task.muon.MuonSGD"),
+        (["--model.optimizer=lit_cifar.MuonSGD"], "; this one has lit_cifar.MuonSGD"),
     ],
 )
 def test_an_earlier_checkpoint_does_not_name_its_optimizer(

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from lit_cifar.models import build_resnet
 from lit_cifar.task.muon import MuonSGD, orthogonal
 
-MUON = ["--model.optimizer=lit_cifar.task.muon.MuonSGD"]
+MUON = ["--model.optimizer=lit_cifar.MuonSGD"]
 
 
 def test_singular_values_come_near_one() -> None:

@@ -591,7 +591,7 @@ def test_tied_weights_and_what_is_not_saved_are_no_mistakes(tf32: list[Any], tmp
     config["trainer"] |= {"precision": "32-true"}
     config["model"] |= {"network": {"class_path": "own_networks.Odd"}, "label_smoothing": 0.0, "flip_test": False}
     config["model"] |= {"arch": None, "stem": None}
-    config["model"]["optimizer"] = {"class_path": "lit_cifar.task.optim.NesterovSGD", "init_args": {"lr": 0.1}}
+    config["model"]["optimizer"] = {"class_path": "lit_cifar.NesterovSGD", "init_args": {"lr": 0.1}}
     module = module_of(config)
     assert record.own_problems() == []
     assert checkpoint_problems(record, module, config=config) == []

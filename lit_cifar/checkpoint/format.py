@@ -1,6 +1,7 @@
 """What a checkpoint holds beside Lightning's own entries, and how to open one without running code from it."""
 
 import re
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -174,8 +175,13 @@ def check_optimizer(checkpoint: Mapping[str, Any], optimizer: Optimizer) -> None
 
 
 def _class_path(optimizer: Optimizer) -> str:
+    """The shortest path that a user can type, which stays when a file moves inside its package."""
     kind = type(optimizer)
-    return kind.__name__ if hasattr(torch.optim, kind.__name__) else f"{kind.__module__}.{kind.__qualname__}"
+    if hasattr(torch.optim, kind.__name__):
+        return kind.__name__
+    package = kind.__module__.partition(".")[0]
+    exported = getattr(sys.modules[package], kind.__name__, None) is kind
+    return f"{package if exported else kind.__module__}.{kind.__qualname__}"
 
 
 def _has_settings(optimizer: Optimizer, groups: list[dict[str, Any]]) -> bool:
