@@ -33,6 +33,7 @@ EVALUATION = BENCHMARKS / "2026-11-20-evaluation"
 FOUR_MODES = BENCHMARKS / "2026-11-20-modes"
 VERIFY = BENCHMARKS / "2026-11-20-verify"
 NETWORKS = BENCHMARKS / "2026-11-22-networks"
+CLEAN = BENCHMARKS / "2026-11-24-verify-clean"
 SELF_TEST = BENCHMARKS / "2026-11-22-self-test"
 AGREEMENT = BENCHMARKS / "2026-11-20-agreement"
 CHAOS = BENCHMARKS / "2026-11-22-chaos"
@@ -293,6 +294,18 @@ def test_what_one_device_differs_from_itself() -> None:
         said = shape.format(noise[0], noise[-1]).replace("e-04", "e-4")
         assert said in page(VERIFY)
         assert said in page(DOCS / "verify.md")
+
+
+def test_how_many_right_runs_verify_called_wrong() -> None:
+    """None; the table has the modes of each configuration and their largest difference."""
+    rows = read(CLEAN / "clean.json")["rows"]
+    outcomes = Counter(mode["outcome"] for row in rows for mode in row["modes"])
+    assert outcomes == {"passed": 149, "abstained": 1}
+    assert f"{outcomes.total()} runs of {len(rows)} configurations" in page(CLEAN)
+    assert f"149 of {outcomes.total()} runs of {len(rows)} configurations" in page(DOCS / "verify.md")
+    for row in rows:
+        largest = brief(max(mode["difference"] for mode in row["modes"]))
+        assert f"| {row['configuration']} | {len(row['modes'])} | {largest} |" in page(CLEAN)
 
 
 def test_how_many_mistakes_the_self_test_caught(figures: ModuleType) -> None:
