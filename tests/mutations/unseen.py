@@ -364,7 +364,10 @@ def _momenta_of_neighbours(site: Site) -> None:
 
 
 def _counts_of_all_in_each(site: Site) -> None:
-    site.replace(exact_resume, "_own", lambda own, rows, batch_split: rows.sum(dim=0))
+    def all_counts(own: Any, found: Tensor, num_dims: int, batch_split: Any) -> Tensor:
+        return found.sum(dim=0) if found.dim() > num_dims else found.clone()
+
+    site.replace(exact_resume, "_own", all_counts)
 
 
 def _best_of_step_before(site: Site) -> None:
