@@ -16,7 +16,6 @@ PAGES = (
     "docs/*.png",
     "docs/figures/*.png",
     "benchmarks/**/README.md",
-    "benchmarks/articles.md",
     "notebooks/*.ipynb",
 )
 

@@ -1,16 +1,35 @@
-"""One ResNet34 trainer for CIFAR-10, and every way to parallelise it with PyTorch and Lightning."""
+"""One ResNet34 trainer for CIFAR-10, and every way to parallelise it with PyTorch and Lightning.
 
-from lit_cifar.launch import startup as _startup  # isort: skip  # before everything that takes time
+`import lit_cifar.strategies` registers the names that `Trainer(strategy=...)` knows beside Lightning's own.
+"""
 
-with _startup.collector_paused():
-    from lit_cifar import strategies as _strategies  # registers the names that --trainer.strategy knows
+from contextlib import nullcontext
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
     from lit_cifar.data import CIFAR10DataModule
     from lit_cifar.errors import CheckpointError, ConfigError, DataError
     from lit_cifar.task.module import LitResNet
     from lit_cifar.task.muon import MuonSGD
     from lit_cifar.task.optim import NesterovSGD, WarmupDecay
+    from lit_cifar.tools.replay import Replay, ReplayError, replay
 
 __version__ = "0.1.0"  # of the distribution too: pyproject.toml reads it here
+
+_PLACES = {
+    "CIFAR10DataModule": "lit_cifar.data",
+    "CheckpointError": "lit_cifar.errors",
+    "ConfigError": "lit_cifar.errors",
+    "DataError": "lit_cifar.errors",
+    "LitResNet": "lit_cifar.task.module",
+    "MuonSGD": "lit_cifar.task.muon",
+    "NesterovSGD": "lit_cifar.task.optim",
+    "Replay": "lit_cifar.tools.replay",
+    "ReplayError": "lit_cifar.tools.replay",
+    "WarmupDecay": "lit_cifar.task.optim",
+    "replay": "lit_cifar.tools.replay",
+}
 __all__ = [
     "CIFAR10DataModule",
     "CheckpointError",
@@ -19,7 +38,20 @@ __all__ = [
     "LitResNet",
     "MuonSGD",
     "NesterovSGD",
+    "Replay",
+    "ReplayError",
     "WarmupDecay",
+    "replay",
 ]
 
-del _startup, _strategies
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is used."""
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    place = _PLACES[name]
+    # The tools are for any training: they load none of our data, and leave its garbage collector alone.
+    pause = nullcontext() if ".tools." in place else import_module("lit_cifar.launch.startup").gc_paused()
+    with pause:
+        globals()[name] = getattr(import_module(place), name)
+    return globals()[name]

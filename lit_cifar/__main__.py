@@ -3,9 +3,9 @@
 import atexit
 import gc
 
-from lit_cifar.launch.startup import collector_paused
+from lit_cifar.launch.startup import gc_paused
 
-with collector_paused():
+with gc_paused():
     from lit_cifar.cli.main import main
 
 # The imports live as long as the process: without them a collection takes a tenth of the time. At the end they are

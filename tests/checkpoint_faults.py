@@ -1,12 +1,9 @@
 """Callbacks that spoil a run's checkpoints, for tests that start processes; `--trainer.callbacks+=` takes them."""
 
 import shutil
-from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lit_cifar.checkpoint.callbacks import save_everywhere
-from lit_cifar.errors import CheckpointError
 from lit_cifar.reporting.run_folder import run_folder
 
 
@@ -38,20 +35,3 @@ class LoseRunFolder(Callback):
             (folder / "metrics.csv").symlink_to("/dev/full")
         else:
             shutil.rmtree(folder)
-
-
-class SaveNowhere(Callback):
-    """Every process notes in `folder` what it hears of a save below a file; then one that works."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save twice."""
-        note = self.folder / f"rank{trainer.global_rank}.txt"
-        (self.folder / "file").touch()
-        try:
-            save_everywhere(trainer, self.folder / "file" / "last.ckpt")
-        except CheckpointError as error:
-            note.write_text(str(error))
-        save_everywhere(trainer, self.folder / "below" / "last.ckpt")

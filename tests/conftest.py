@@ -15,6 +15,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from parts import in_part
 from processes import adopt_orphans, children
 
+import lit_cifar.strategies  # noqa: F401  # registers their names
+
 # Left by Lightning: the seed for worker processes, their threads, and the place at which they met; by us: the interface
 # on which they listen; and on a GPU the order of its devices. They are put back.
 EXPECTED = {
@@ -37,7 +39,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 adopt_orphans()
 # `torch.multiprocessing.start_processes` may fork its processes too, as `lit_cifar.launch.forked` does.
-multiprocessing.set_forkserver_preload(["lit_cifar.cli.main"])
+multiprocessing.set_forkserver_preload(["lit_cifar.cli.main", "lit_cifar.strategies"])
 # Several processes run the tests, and those of a run share the cores as well: more threads only wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)

@@ -14,14 +14,15 @@ from lit_cifar.cli.main import CLI
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-RECORDS = sorted(page.parent for page in BENCHMARKS.glob("*/README.md"))
+SCRIPTS = BENCHMARKS / "scripts"
+RECORDS = sorted(page.parent for page in BENCHMARKS.glob("*/*/README.md"))
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     *sorted((ROOT / "docs").glob("*.md")),
     BENCHMARKS / "README.md",
-    BENCHMARKS / "articles.md",
+    BENCHMARKS / "articles" / "README.md",
     *(record / "README.md" for record in RECORDS),
 ]
 

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lit_cifar.callbacks import default_callbacks
-from lit_cifar.checkpoint.step_boundary import Agreed, StepBoundary
+from lit_cifar.checkpoint.step_boundary import StepBoundary
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.reporting.figures import EvaluationFigures
 from lit_cifar.reporting.run_report import RunReport
@@ -198,9 +198,9 @@ class _Steps(L.Callback):
 class _Boundary(StepBoundary):
     """The step boundary between two agreements, in which processes wait for each other."""
 
-    def _agree(self, trainer: L.Trainer) -> Agreed:
+    def _agree(self, trainer: L.Trainer) -> tuple[int, bool]:
         self._steps_left = 1000
-        return Agreed(0, False, None)
+        return 0, False
 
 
 @contextmanager

@@ -27,7 +27,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import lit_cifar.strategies.ddp_mp
-from lit_cifar.reporting.figures import EvaluationFigures
 
 Label = torch.device | None  # None: the host
 
@@ -222,7 +221,6 @@ def _install() -> None:
     _replace(distributed_c10d, "_get_object_coll_device", _device_of_objects)
     # Neither CUDA's name nor its own for a device: the plain "cpu" of the mesh is the host here.
     _replace(_fully_shard, "_get_device_from_mesh", lambda _, mesh: _state.current)
-    _replace(EvaluationFigures, "setup", lambda *_, **__: None)  # torch's tracer, on the host, does not stand modes
     _Labels().__enter__()
     _Devices().__enter__()
 

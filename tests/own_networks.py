@@ -137,18 +137,6 @@ class Noise(nn.Module):
         return out
 
 
-class DrawingWhole(nn.Module):
-    """The same, without saying that it is a chain."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = Drawing()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layers(x)
-        return out
-
-
 class Tied(nn.Sequential):
     """Two layers of one weight, the first of which is in the first of two stages; or the same layer twice."""
 
@@ -167,16 +155,26 @@ class Tied(nn.Sequential):
         )
 
 
-class TiedWhole(nn.Module):
-    """The same, without saying that it is a chain."""
+class Whole(nn.Module):
+    """A chain that does not say that it is one."""
 
-    def __init__(self, *, reused: bool = False) -> None:
+    def __init__(self, layers: nn.Module) -> None:
         super().__init__()
-        self.layers = Tied(reused=reused)
+        self.layers = layers
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.layers(x)
         return out
+
+
+class DrawingWhole(Whole):
+    def __init__(self) -> None:
+        super().__init__(Drawing())
+
+
+class TiedWhole(Whole):
+    def __init__(self, *, reused: bool = False) -> None:
+        super().__init__(Tied(reused=reused))
 
 
 class Hooked(Chain):

@@ -8,8 +8,6 @@ import torch
 
 from analysis.run_frames import (
     per_rank_frame,
-    plot_curves,
-    plot_per_rank,
     read_digests,
     read_metrics,
     read_per_rank,
@@ -52,20 +50,7 @@ def test_per_rank_rows_come_back_with_intervals_and_flags(tmp_path: Path) -> Non
     assert (frame["low"][2], frame["high"][2]) == ONE_BAD[2].interval()
     assert frame["accuracy"][4] == pytest.approx(3505 / 4000)
     assert read_per_rank(tmp_path, split="val")["total"].tolist() == [2, 2]
-
-
-def test_counts_give_the_frame_that_a_run_folder_would(tmp_path: Path) -> None:
-    write_per_rank(tmp_path, "test", ONE_BAD)
-    from_file = read_per_rank(tmp_path, split="test")
-    assert per_rank_frame(ONE_BAD, split="test").equals(from_file[from_file["rank"] != "all"])
-
-
-def test_a_rank_without_samples_is_read_as_such(tmp_path: Path) -> None:
-    write_per_rank(tmp_path, "test", [AccuracyCount(1, 1), AccuracyCount(0, 0)])
-    frame = read_per_rank(tmp_path, split="test")
-    assert math.isnan(frame["accuracy"][1])
-    assert (frame["low"][1], frame["high"][1]) == (0.0, 1.0)
-    assert not frame["deviates"].any()
+    assert per_rank_frame(ONE_BAD, split="test").equals(frame[frame["rank"] != "all"])
 
 
 def test_missing_files_and_splits_name_the_folder_and_the_command(tmp_path: Path) -> None:
@@ -79,35 +64,3 @@ def test_missing_files_and_splits_name_the_folder_and_the_command(tmp_path: Path
     write_per_rank(tmp_path, "test", [AccuracyCount(1, 2)])
     with pytest.raises(ConfigError, match=r"no rows of split=val\n.*lit_cifar validate"):
         read_per_rank(tmp_path, split="val")
-
-
-def test_per_rank_panels_show_each_rank_its_interval_and_its_flag(tmp_path: Path) -> None:
-    write_per_rank(tmp_path, "test", ONE_BAD)
-    frames = {"a run": read_per_rank(tmp_path, split="test"), "honest": per_rank_frame(ONE_BAD[:2], split="test")}
-    figure = plot_per_rank(frames)
-    planted, honest = figure.axes
-    assert [axes.get_title() for axes in figure.axes] == ["a run", "honest"]
-    assert [text.get_text() for text in planted.get_xticklabels()] == ["0", "1", "2", "3"]
-    drawn = {bars.get_label(): bars.lines[0].get_xydata().tolist() for bars in planted.containers}
-    assert drawn == {"one rank": [[0, 0.9], [1, 0.895], [3, 0.91]], "one rank, beyond chance": [[2, 0.8]]}
-    (_, (low, high)) = planted.containers[1].lines[2][0].get_segments()[0].T
-    assert (low, high) == pytest.approx(ONE_BAD[2].interval())
-    assert [line.get_ydata()[0] for line in planted.lines if line.get_label() == "all ranks"] == [3505 / 4000]
-    assert [bars.get_label() for bars in honest.containers] == ["one rank"]
-    legend = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert legend == ["all ranks", "one rank", "one rank, beyond chance"]
-    figure.savefig(tmp_path / "figure.png")
-
-
-def test_curves_have_a_line_for_each_run_that_logged_the_metric(tmp_path: Path) -> None:
-    header = "epoch,step,train/loss,val/acc\n"
-    for run, rows in {"long": "0,3,1.5,\n0,3,,0.5\n1,7,1.0,\n1,7,,0.75\n", "short": "0,3,1.25,\n"}.items():
-        (tmp_path / run).mkdir()
-        (tmp_path / run / "metrics.csv").write_text(header + rows)
-    runs = {run: read_metrics(tmp_path / run) for run in ("long", "short")}
-    runs["short"] = runs["short"].drop(columns="val/acc")
-    loss, accuracy, absent = plot_curves(runs, metrics=("train/loss", "val/acc", "test/acc")).axes
-    lines = {line.get_label(): line.get_xydata().tolist() for line in loss.lines}
-    assert lines == {"long": [[3, 1.5], [7, 1.0]], "short": [[3, 1.25]]}
-    assert [line.get_label() for line in accuracy.lines] == ["long"]
-    assert (absent.get_title(), len(absent.lines)) == ("test/acc", 0)

@@ -28,7 +28,7 @@ LAYERS = [
     {"task"},
     {"strategies"},
     {"callbacks"},
-    {"tools.export", "tools.verify"},
+    {"tools.export", "tools.verify", "tools.replay"},
     {"tools.chaos", "tools.doctor", "tools.html_report"},
     {"tools.bench"},
     {"tools.commands"},

@@ -68,7 +68,7 @@ def test_the_test_accuracy_of_a_run_that_was_tested_and_of_one_that_was_not(tmp_
 
 
 def test_the_records_of_this_checkout_and_of_none(tmp_path: Path) -> None:
-    assert (find_records() / "2026-11-20-articles-stem").is_dir()
+    assert (find_records() / "articles" / "2026-11-20").is_dir()
     with pytest.raises(ConfigError, match=r"not a checkout of lit_cifar.*\n.*find_records\('FOLDER'\)"):
         find_records(tmp_path)
 

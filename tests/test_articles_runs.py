@@ -1,4 +1,4 @@
-"""`benchmarks/articles.py`: the runs of the articles are trained with each seed, and a record is continued."""
+"""`benchmarks/scripts/articles.py`: the runs of the articles are trained with each seed, and a record is continued."""
 
 import json
 from pathlib import Path
@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from commands import TINY
-from documents import ROOT, parser_of
+from documents import SCRIPTS, parser_of
 
 
 @pytest.fixture
 def articles(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(SCRIPTS))
     import articles
 
     return articles

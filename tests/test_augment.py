@@ -7,10 +7,9 @@ import torch
 from counting import Operators
 from torch import Tensor
 
-from lit_cifar.data import crops
-from lit_cifar.data.augment import Augmentation, AugmentedImages
+from lit_cifar.data import augment
+from lit_cifar.data.augment import Augmentation, AugmentedImages, CropByCopy, CropByIndex
 from lit_cifar.data.counter_rng import Purpose, keyed_bits, keyed_integers, keyed_permutation
-from lit_cifar.data.crops import CropByCopy, CropByGather
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -83,14 +82,14 @@ def test_the_draws_of_every_version_are_the_same() -> None:
 
 
 @pytest.mark.parametrize("padding", [0, 1, 4])
-@pytest.mark.parametrize("crop", [CropByCopy, CropByGather])
+@pytest.mark.parametrize("crop", [CropByCopy, CropByIndex])
 def test_every_window_is_the_one_a_padded_image_has(
-    crop: type[CropByCopy | CropByGather], padding: int, monkeypatch: pytest.MonkeyPatch
+    crop: type[CropByCopy | CropByIndex], padding: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All places and both directions, in the first, a middle and the last image, each neither square nor of 8 bytes."""
-    monkeypatch.setattr(crops, "_FEW", 2)
+    monkeypatch.setattr(augment, "_FEW", 2)
     images = torch.randint(1, 256, (3, 2, 7, 5), dtype=torch.uint8)  # never black: what the border blackens is seen
-    places = torch.arange(2 * padding + 1)
+    before, places = images.clone(), torch.arange(2 * padding + 1)
     ids, rows, columns, mirrored = torch.cartesian_prod(torch.arange(3), places, places, torch.arange(2)).T
     with Operators() as operators:
         found = crop(images, padding)(ids, rows, columns, mirrored.bool())
@@ -100,13 +99,6 @@ def test_every_window_is_the_one_a_padded_image_has(
         expected = expected[:, row : row + 7, column : column + 5]
         assert window.equal(expected.flip(2) if mirror else expected)
     assert not operators.waits
-
-
-def test_cropping_leaves_the_images_as_they_are(images: Tensor) -> None:
-    before, prepared = images.clone(), AugmentedImages(images, Augmentation(seed=1, cutout=8))
-    ids = torch.arange(64)
-    first = prepared(ids, prepared.draw(ids, epoch=0))
-    assert prepared(ids, prepared.draw(ids, epoch=0)).equal(first)
     assert images.equal(before)
 
 
@@ -118,42 +110,11 @@ def test_a_draw_starts_few_operators_and_reads_nothing() -> None:
     assert operators.counts.total() <= 20
 
 
-def test_a_sample_is_augmented_alike_in_any_batch(images: Tensor) -> None:
+def test_a_sample_is_augmented_alike_in_any_batch_and_otherwise_in_another_epoch(images: Tensor) -> None:
     prepared, ids = AugmentedImages(images, Augmentation(seed=1, cutout=8)), torch.randperm(64)
     whole = prepared(ids, prepared.draw(ids, epoch=0))
     for part in (ids[rank::3] for rank in range(3)):
         assert prepared(part, prepared.draw(part, epoch=0)).equal(whole[torch.isin(ids, part)])
-
-
-def test_epochs_and_seeds_differ(images: Tensor) -> None:
-    ids = torch.arange(64)
-    first = augmented(images, ids, Augmentation(seed=1), epoch=0)
-    assert not first.equal(augmented(images, ids, Augmentation(seed=1), epoch=1))
-    assert not first.equal(augmented(images, ids, Augmentation(seed=2), epoch=0))
-
-
-def test_an_empty_batch_stays_empty(images: Tensor) -> None:
-    assert augmented(images, torch.arange(0), Augmentation(seed=1, cutout=8), epoch=0).shape == (0, 3, 32, 32)
-
-
-def test_keyed_bits_are_splitmix64() -> None:
-    """Against the generator written with Python's unbounded integers."""
-    mask = 2**64 - 1
-
-    def mix(z: int) -> int:
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-        return z ^ (z >> 31)
-
-    golden, key = 0x9E3779B97F4A7C15, 0
-    for word in (7, 3, int(Purpose.ORDER)):
-        key = mix(((key ^ word) + golden) & mask)
-    expected = [mix((key + (i + 1) * golden) & mask) for i in range(100)]
-    bits = keyed_bits(torch.arange(100), seed=7, epoch=3, purpose=Purpose.ORDER)
-    assert [b % 2**64 for b in bits.tolist()] == expected
-
-
-def test_keyed_integers_are_uniform() -> None:
-    counts = keyed_integers(torch.arange(90_000), 9, seed=0, epoch=3, purpose=Purpose.CROP_ROW).bincount(minlength=9)
-    chi_squared = ((counts - 10_000) ** 2 / 10_000).sum()
-    assert chi_squared < 26.1  # 99.9 % quantile with 8 degrees of freedom
+    assert not whole.equal(prepared(ids, prepared.draw(ids, epoch=1)))
+    assert not whole.equal(prepared(ids, Augmentation(seed=2, cutout=8).draw(ids, (32, 32), epoch=0)))
+    assert prepared(ids[:0], prepared.draw(ids[:0], epoch=0)).shape == (0, 3, 32, 32)

@@ -26,32 +26,16 @@ def test_batch_split_is_known_before_processes_start(trainer: dict[str, object],
     assert BatchSplit.of(strategy) == batch_split
 
 
-def test_replicas_multiply() -> None:
-    assert BatchSplit(dp_size=3, dp_rank=2, replicas_per_rank=2).num_replicas == 6
-    assert BatchSplit.of(SimpleNamespace()).num_replicas == 1
-
-
-def test_microbatches_are_pieces_of_a_replica_and_not_replicas() -> None:
-    strategy = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 2, "rank": 1}, num_microbatches=4)
+def test_replicas_multiply_and_microbatches_are_pieces_of_them() -> None:
+    strategy = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 3, "rank": 2}, replicas_per_rank=2)
+    strategy.num_microbatches = 4
     batch_split = BatchSplit.of(strategy)
-    assert batch_split == BatchSplit(dp_size=2, dp_rank=1, num_microbatches=4)
-    assert batch_split.num_replicas == 2
-    assert BatchSplit.of(SimpleNamespace()).num_microbatches == 1
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"dp_size": 0},
-        {"dp_size": 2, "dp_rank": 2},
-        {"dp_rank": -1},
-        {"replicas_per_rank": 0},
-        {"num_microbatches": 0},
-    ],
-)
-def test_impossible_layouts_are_refused(fields: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="not a batch split"):
-        BatchSplit(**fields)
+    assert batch_split == BatchSplit(dp_size=3, dp_rank=2, replicas_per_rank=2, num_microbatches=4)
+    assert batch_split.num_replicas == 6
+    assert BatchSplit.of(SimpleNamespace()) == BatchSplit()
+    assert batch_split.ghost_batches(accumulation=5) == GhostBatches(
+        num_shards=3, accumulation=5, replicas_per_shard=2, num_microbatches=4
+    )
 
 
 @pytest.mark.parametrize("field", ["num_shards", "accumulation", "replicas_per_shard", "num_microbatches"])
@@ -65,27 +49,24 @@ def test_impossible_cuts_are_refused(field: str) -> None:
     [
         ({}, 4, [[[0, 1, 2, 3]]]),
         # Shards are interleaved.
-        ({"num_shards": 2}, 6, [[[0, 2, 4]], [[1, 3, 5]]]),
         ({"num_shards": 2}, 5, [[[0, 2, 4]], [[1, 3]]]),
         ({"num_shards": 4}, 3, [[[0]], [[1]], [[2]]]),
         # Accumulation steps take turns around the shards, and come one after the other.
         ({"accumulation": 2}, 5, [[[0, 2, 4], [1, 3]]]),
-        ({"num_shards": 2, "accumulation": 2}, 8, [[[0, 4], [2, 6]], [[1, 5], [3, 7]]]),
         ({"num_shards": 2, "accumulation": 2}, 6, [[[0, 4], [2]], [[1, 5], [3]]]),
         # Replicas of one process get neighbours, as many each as `Tensor.chunk` gives: 5 over 4 leave the last without.
-        ({"replicas_per_shard": 2}, 6, [[[0, 1, 2]], [[3, 4, 5]]]),
         ({"replicas_per_shard": 4}, 5, [[[0, 1]], [[2, 3]], [[4]]]),
         ({"replicas_per_shard": 2, "num_shards": 2}, 8, [[[0, 2]], [[4, 6]], [[1, 3]], [[5, 7]]]),
         ({"replicas_per_shard": 2, "accumulation": 2}, 8, [[[0, 2], [1, 3]], [[4, 6], [5, 7]]]),
         # Microbatches get neighbours, as many each as `Tensor.tensor_split` gives.
-        ({"num_microbatches": 2}, 4, [[[0, 1], [2, 3]]]),
-        ({"num_microbatches": 3}, 5, [[[0, 1], [2, 3], [4]]]),
         ({"num_microbatches": 4}, 5, [[[0, 1], [2], [3], [4]]]),
         ({"num_microbatches": 4}, 2, [[[0], [1]]]),
         ({"num_microbatches": 2, "num_shards": 2}, 8, [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]),
         ({"num_microbatches": 2, "accumulation": 2}, 8, [[[0, 2], [4, 6], [1, 3], [5, 7]]]),
         ({"num_microbatches": 2, "replicas_per_shard": 2}, 8, [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]),
         ({"num_shards": 2, "replicas_per_shard": 2, "num_microbatches": 2, "accumulation": 2}, 0, []),
+        # Synchronised ranks share a chunk for each accumulation step.
+        ({"num_shards": 2, "accumulation": 2, "synchronised": True}, 7, [[[0, 1, 4, 5], [2, 3, 6]]]),
     ],
 )
 def test_chunks(cut: dict[str, int], num_samples: int, positions: list[list[list[int]]]) -> None:
@@ -95,10 +76,10 @@ def test_chunks(cut: dict[str, int], num_samples: int, positions: list[list[list
 
 CUTS = [
     GhostBatches(num_shards=shards, accumulation=steps, replicas_per_shard=replicas, num_microbatches=microbatches)
-    for shards in (1, 2, 3)
+    for shards in (1, 3)
     for steps in (1, 2)
-    for replicas in (1, 2, 4)
-    for microbatches in (1, 2, 3)
+    for replicas in (1, 4)
+    for microbatches in (1, 3)
 ]
 
 
@@ -108,7 +89,6 @@ def test_every_position_is_in_one_chunk_that_is_not_empty(cut: GhostBatches) -> 
         chunks = [chunk for replica in cut.positions(num_samples) for chunk in replica]
         assert all(len(chunk) for chunk in chunks)
         assert sorted(torch.cat(chunks).tolist()) == list(range(num_samples))
-        assert all(chunk.dtype == torch.int64 for chunk in chunks)
 
 
 @pytest.mark.parametrize("num_samples", [24, 23, 13])
@@ -117,16 +97,10 @@ def test_every_position_is_in_one_chunk_that_is_not_empty(cut: GhostBatches) -> 
 def test_chunks_are_the_parts_that_the_sampler_loads(num_shards: int, accumulation: int, num_samples: int) -> None:
     """One global batch: the ids that every rank loads, step by step, are the chunks of its only replica."""
     splits = [BatchSplit(dp_size=num_shards, dp_rank=rank) for rank in range(num_shards)]
-    samplers = [
-        TrainSampler(
-            num_samples=num_samples, batch_size=24, batch_split=batch_split, accumulation=accumulation, shuffle=False
-        )
-        for batch_split in splits
-    ]
-    loaded = [[part.ids.tolist() for part in sampler] for sampler in samplers]
-    for batch_split in splits:
-        chunks = batch_split.ghost_batches(accumulation=accumulation).positions(num_samples)
-        assert [[chunk.tolist() for chunk in replica] for replica in chunks] == loaded
+    settings = {"num_samples": num_samples, "batch_size": 24, "accumulation": accumulation, "shuffle": False}
+    loaded = [[part.ids.tolist() for part in TrainSampler(batch_split=split, **settings)] for split in splits]
+    chunks = splits[0].ghost_batches(accumulation=accumulation).positions(num_samples)
+    assert [[chunk.tolist() for chunk in replica] for replica in chunks] == loaded
 
 
 @pytest.mark.parametrize("num_samples", [1, 3, 5, 8, 13])
@@ -137,10 +111,3 @@ def test_chunks_are_the_parts_that_the_replicas_of_a_process_get(num_replicas: i
     assert len(chunks) == int(owner.max()) + 1
     for replica, (chunk,) in enumerate(chunks):
         assert chunk.equal((owner == replica).nonzero().flatten())
-
-
-def test_chunks_of_a_batch_split_are_those_of_all_its_ranks() -> None:
-    batch_split = BatchSplit(dp_size=2, dp_rank=1, replicas_per_rank=3, num_microbatches=4)
-    assert batch_split.ghost_batches(accumulation=5) == GhostBatches(
-        num_shards=2, accumulation=5, replicas_per_shard=3, num_microbatches=4
-    )

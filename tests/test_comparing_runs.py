@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from analysis.comparing_runs import paired, plot_groups, read_run, read_shuffling, welch
+from analysis.comparing_runs import paired, read_run, read_shuffling, welch
 from lit_cifar.errors import ConfigError
 
 # Student, "The probable error of a mean", Biometrika 6, 1908: additional hours of sleep of ten patients, two drugs.
@@ -64,7 +64,7 @@ def test_a_record_becomes_a_frame(tmp_path: Path) -> None:
         "accuracy": [0.4, 0.3],
         "loss": [0.5, 0.5],
     }
-    with pytest.raises(ConfigError, match=r"no record .*\n.*benchmarks/shuffling\.py"):
+    with pytest.raises(ConfigError, match=r"no record .*\n.*benchmarks/scripts/shuffling\.py"):
         read_shuffling(tmp_path / "absent.json")
 
 
@@ -74,26 +74,3 @@ def test_a_run_s_accuracy_and_last_loss(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("epoch,step,train/loss\n0,3,1.5\n")
     with pytest.raises(ConfigError, match=r"has logged no val/acc.*\n.*--data\.val_size"):
         read_run(tmp_path)
-
-
-def test_a_figure_has_a_point_for_each_run_and_a_line_for_each_mean(tmp_path: Path) -> None:
-    figure = plot_groups({"ours": {"with": [3.0, 1.0], "without": [1.0]}, "theirs": {"with": [5.0]}}, ylabel="acc in %")
-    ours, theirs = figure.axes
-    assert [axes.get_title() for axes in figure.axes] == ["ours", "theirs"]
-    assert [line.get_ydata().tolist() for line in ours.lines] == [[3.0, 1.0], [1.0]]
-    assert [segments.get_segments()[0][0][1] for segments in ours.collections] == [2.0, 1.0]
-    assert [label.get_text() for label in ours.get_xticklabels()] == ["with", "without"]
-    assert ours.get_ylabel() == "acc in %"
-    assert len(theirs.lines) == 1
-    heights = [high - low for low, high in (axes.get_ylim() for axes in figure.axes)]
-    assert heights[0] == pytest.approx(heights[1])
-    assert heights[0] > 2
-    figure.savefig(tmp_path / "figure.png")
-
-
-@pytest.mark.parametrize("sharey", [False, True])
-def test_panels_can_begin_at_the_same_value(sharey: bool) -> None:
-    low, high = plot_groups({"a": {"": [1.0, 2.0]}, "b": {"": [8.0, 9.0]}}, ylabel="", sharey=sharey).axes
-    assert (low.get_ylim() == high.get_ylim()) == sharey
-    assert low.get_ylim()[0] < 1
-    assert high.get_ylim()[1] > 9

@@ -38,6 +38,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
 
 
 def test_the_largest_batch_is_compiled_and_a_ragged_one_is_not(graphs: list[tuple[int, ...]]) -> None:
+    """More often than torch compiles the same code by itself, as a network's blocks share theirs."""
     network = nn.Sequential(nn.Linear(3, 3))
     run = Compiled(network)
     for num_samples in (4, 4, 2, 8, 8, 4):
@@ -48,12 +49,9 @@ def test_the_largest_batch_is_compiled_and_a_ragged_one_is_not(graphs: list[tupl
     for num_samples in (6, 6, 2):
         run(torch.randn(num_samples, 3))
     assert graphs == [(4, 3), (8, 3), (6, 3)]
-
-
-def test_all_blocks_are_compiled_though_they_share_their_code(graphs: list[tuple[int, ...]]) -> None:
-    for width in range(1, 11):
+    for width in range(4, 14):
         Compiled(nn.Sequential(nn.Linear(3, width)))(torch.randn(4, 3))
-    assert len(graphs) == 10
+    assert len(graphs) == 13
 
 
 @short

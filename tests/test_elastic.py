@@ -48,13 +48,6 @@ def path_of_this_checkout() -> str:
     return f"{tests.parent}:{tests}"
 
 
-@pytest.mark.parametrize("name", ["torchrun.sh", "slurm.sh"])
-def test_scripts_are_sound(name: str) -> None:
-    script = CLUSTER / name
-    assert os.access(script, os.X_OK)
-    subprocess.run(["bash", "-n", str(script)], check=True)
-
-
 def test_torchrun_sh_asks_for_the_interface() -> None:
     done = subprocess.run(
         [str(CLUSTER / "torchrun.sh")], env={**os.environ, "RDZV_HOST": "127.0.0.1"}, capture_output=True, text=True

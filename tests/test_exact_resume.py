@@ -1,7 +1,6 @@
 """A run that is stopped and resumed ends where the undisturbed one ends, bit for bit on as many processes."""
 
 import csv
-import json
 import math
 import os
 import re
@@ -18,13 +17,12 @@ from comparing import assert_same_checkpoint
 from tiny_task import read_events
 
 from lit_cifar import LitResNet
-from lit_cifar.checkpoint.exact_resume import Position, _collect, _own
+from lit_cifar.checkpoint.exact_resume import _collect
 from lit_cifar.checkpoint.files import write_checkpoint
 from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.checkpoint.same_start import Start, disagreement
 from lit_cifar.cli.main import CLI
-from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.launch.forked import ForkedRun, _rank_environments
+from lit_cifar.reporting.run_folder import LOCK
 
 # 79 images in batches of 16: four steps and a ragged one of 15 an epoch, ten steps in all.
 SETTINGS = [
@@ -77,19 +75,10 @@ def assert_equal(found: Any, expected: Any, name: str = "") -> None:
 def assert_same_end(run: Path, undisturbed: Path) -> None:
     """The last checkpoints have the same weights, optimizer, schedule, position and counts, and the metrics agree."""
     found, expected = (read_checkpoint(folder / "checkpoints" / "last.ckpt") for folder in (run, undisturbed))
-    for key in ("state_dict", "optimizer_states", "lr_schedulers", "position", "metrics", "receipt", "loops"):
+    for key in ("state_dict", "optimizer_states", "lr_schedulers", "position", "metrics", "sample_audit", "loops"):
         if key in expected:
             assert_equal(found[key], expected[key], key)
     assert metrics(run) == metrics(undisturbed)
-
-
-@pytest.mark.parametrize(
-    ("digests", "rank"), [("aa", None), ([None, None], None), ("aab", 2), (["a", None, "b"], 1), ([None, "a"], 1)]
-)
-def test_processes_that_start_differently_are_named(digests: list[str | None], rank: int | None) -> None:
-    found = disagreement([Start(digest, f"file {n}", f"node{n}") for n, digest in enumerate(digests)])
-    assert (found is None) == (rank is None)
-    assert found is None or f"rank 0 on node0: file 0\n  rank {rank} on node{rank}: file {rank}\n" in found
 
 
 def test_processes_that_see_different_checkpoints_end_in_words(
@@ -166,15 +155,20 @@ def test_a_network_with_dropout_goes_on_with_the_masks_that_were_due(
     assert_same_end(tmp_path / "run", tmp_path / "undisturbed")
 
 
+def written(run: Path) -> dict[Path, bytes]:
+    """All files but the lock, which names the process that was here last."""
+    return {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != LOCK}
+
+
 def test_settings_that_have_had_no_effect_are_not_written_down(undisturbed: Path, tmp_path: Path) -> None:
     """Neither of a run that is refused, which changes nothing, nor of one that has nothing left to do."""
     run = tmp_path / "stopped"
     assert fit(run, EVERY_STEP, *stop_after(2)).status == 143
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    before = written(run)
     refused = fit(run, EVERY_STEP, "--resume=auto", "--data.batch_size=8")
     assert refused.status == 2
     assert "--data.batch_size=16" in refused.stderr
-    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert written(run) == before
 
     done = shutil.copytree(undisturbed, tmp_path / "done")
     assert fit(done, EVERY_STEP, "--resume=auto", "--data.seed=7", "--data.eval_batch_size=7").status == 0
@@ -182,40 +176,26 @@ def test_settings_that_have_had_no_effect_are_not_written_down(undisturbed: Path
     assert (done / "config.yaml").read_bytes() == (undisturbed / "config.yaml").read_bytes()
 
 
-def test_a_run_with_a_logger_of_the_users_own_goes_on(undisturbed: Path, tmp_path: Path) -> None:
-    """That one writes below the run folder, beside all that every run has."""
-    own = [EVERY_STEP, "--trainer.logger=CSVLogger", "--trainer.logger.save_dir=own", "--trainer.logger.name=mine"]
-    run = tmp_path / "run"
-    assert fit(run, *own, *stop_after(7)).status == 143
-    assert fit(run, *own, "--resume=auto").status == 0
-    assert_same_end(run, undisturbed)
-    assert {path.name for path in tmp_path.iterdir()} == {"run"}
-    assert {path.name for path in undisturbed.iterdir() if "tfevents" not in path.name} < {
-        p.name for p in run.iterdir()
-    }
-    assert [path.name for path in (run / "own" / "mine").iterdir()] == ["version_0", "version_1"]
-    assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["logger"]["init_args"]["save_dir"] == "own"
+PLATEAU = [
+    "--model.lr_scheduler=lightning.pytorch.cli.ReduceLROnPlateau",
+    "--model.lr_scheduler.monitor=val/loss",
+    "--model.lr_scheduler.patience=0",
+    "--model.lr_scheduler.threshold=1000",
+    "--model.lr_scheduler.factor=0.5",
+    "--trainer.max_epochs=3",
+]
 
 
 @pytest.mark.slow
-def test_the_middle_of_an_epoch_with_validation_there(tmp_path: Path) -> None:
-    """Step 2 is followed by a validation, which must not be run again, nor shift what is logged after it."""
-    flags = [EVERY_STEP, "--trainer.val_check_interval=2", "--trainer.max_steps=9"]
+@pytest.mark.parametrize(
+    ("flags", "stops"),
+    [(["--trainer.val_check_interval=2", "--trainer.max_steps=9"], [2]), (PLATEAU, [2, 5, 8])],
+    ids=["a validation in the middle of an epoch, which is not run again", "a schedule by the validation loss"],
+)
+def test_what_validation_changes_is_as_it_was(flags: list[str], stops: list[int], tmp_path: Path) -> None:
+    flags = [EVERY_STEP, *flags]
     assert fit(tmp_path / "undisturbed", *flags).status == 0
-    assert fit(tmp_path / "run", *flags, *stop_after(2)).status == 143
-    assert fit(tmp_path / "run", *flags, "--resume=auto").status == 0
-    assert_same_end(tmp_path / "run", tmp_path / "undisturbed")
-
-
-@pytest.mark.slow
-def test_a_schedule_by_the_validation_loss(tmp_path: Path) -> None:
-    """It counts the epoch in which the run was stopped, too; no epoch is good enough for it here."""
-    schedule = ["--model.lr_scheduler=lightning.pytorch.cli.ReduceLROnPlateau", "--model.lr_scheduler.monitor=val/loss"]
-    settings = ["patience=0", "threshold=1000", "factor=0.5"]
-    flags = [EVERY_STEP, *schedule, *(f"--model.lr_scheduler.{setting}" for setting in settings)]
-    flags.append("--trainer.max_epochs=3")
-    assert fit(tmp_path / "undisturbed", *flags).status == 0
-    for step in (2, 5, 8):
+    for step in stops:
         assert fit(tmp_path / "run", *flags, *stop_after(step)).status == 143
     assert fit(tmp_path / "run", *flags, "--resume=auto").status == 0
     assert_same_end(tmp_path / "run", tmp_path / "undisturbed")
@@ -224,12 +204,59 @@ def test_a_schedule_by_the_validation_loss(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_a_schedule_whose_metric_the_checkpoint_does_not_have(tmp_path: Path) -> None:
     """Validation comes after four of the five steps, so that the rest of the epoch knows nothing of it."""
-    schedule = ["--model.lr_scheduler=lightning.pytorch.cli.ReduceLROnPlateau", "--model.lr_scheduler.monitor=val/loss"]
-    flags = [EVERY_STEP, *schedule, "--trainer.val_check_interval=4"]
+    flags = [EVERY_STEP, *PLATEAU, "--trainer.val_check_interval=4", "--trainer.max_epochs=2"]
     assert fit(tmp_path / "run", *flags, *stop_after(4)).status == 143
     assert fit(tmp_path / "run", *flags, "--resume=auto").status == 0
     end = read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")
     assert (end["global_step"], end["lr_schedulers"][0]["last_epoch"]) == (10, 1)
+
+
+def test_counts_of_many_ranks_and_classes_are_few_bytes() -> None:
+    """Whole numbers are summed over the ranks, and no evaluation goes on from a checkpoint."""
+    module, kwargs = LitResNet("tiny", num_classes=1000), {"num_replicas": 8, "rank": 3}
+    strategy: Any = SimpleNamespace(distributed_sampler_kwargs=kwargs, reduce=lambda tensor, reduce_op: tensor)
+    module.train_loss.update(torch.tensor([0.25, 0.5]))
+    collected = _collect(SimpleNamespace(strategy=strategy), module)  # type: ignore[arg-type]
+    assert collected.keys() == {"train_loss", "train_acc"}
+    assert sum(tensor.nbytes for states in collected.values() for tensor in states.values()) < 300
+    assert collected["train_loss"]["count"] == 2
+    module.train_loss.update(torch.ones(3))
+    assert collected["train_loss"]["count"] == 2  # it is written behind the training
+
+
+def test_a_checkpoint_of_an_earlier_commit_is_resumed(undisturbed: Path, tmp_path: Path) -> None:
+    """That of fd36ea9 had another name for the sample audit, a row of counts for each rank, and no optimizer's name."""
+    run = tmp_path / "run"
+    assert fit(run, EVERY_STEP, *stop_after(3)).status == 143
+    last = run / "checkpoints" / "last.ckpt"
+    content = read_checkpoint(last)
+    content["receipt"] = content.pop("sample_audit")
+    del content["optimizer"]
+    for counts in content["metrics"].values():
+        counts |= {key: torch.stack([count - 1, torch.ones_like(count)]) for key, count in counts.items()}
+        counts["update_count"] = torch.tensor([3, 0])
+    write_checkpoint(content, last)
+    assert fit(run, EVERY_STEP, "--resume=auto").status == 0
+    assert_same_end(run, undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--model.optimizer=AdamW"], "with another optimizer; this one has AdamW"),
+        (["--model.optimizer=lit_cifar.MuonSGD"], "with another optimizer; this one has lit_cifar.MuonSGD"),
+        ([], None),
+    ],
+)
+def test_an_earlier_checkpoint_does_not_name_its_optimizer(
+    flags: list[str], problem: str | None, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CLI, "_run_subcommand", CLI._check)
+    content = read_checkpoint(undisturbed / "checkpoints" / "last.ckpt")
+    del content["optimizer"]
+    torch.save(content, tmp_path / "last.ckpt")
+    result = fit(tmp_path / "run", f"--ckpt_path={tmp_path / 'last.ckpt'}", *flags)
+    assert (result.status, (problem or "") in result.stderr) == (2 if problem else 0, True)
 
 
 @pytest.mark.parametrize(
@@ -255,25 +282,6 @@ def test_a_run_that_cannot_go_on_is_told_why(
     assert accepted.status == 0, accepted.stderr
 
 
-@pytest.mark.parametrize(
-    ("flags", "problem"),
-    [
-        ([], None),
-        (["--model.optimizer=AdamW"], "an optimizer that has momentum, dampening, "),
-        (["--model.optimizer=lit_cifar.MuonSGD"], "; this one has lit_cifar.MuonSGD"),
-    ],
-)
-def test_an_earlier_checkpoint_does_not_name_its_optimizer(
-    flags: list[str], problem: str | None, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(CLI, "_run_subcommand", CLI._check)
-    content = read_checkpoint(undisturbed / "checkpoints" / "last.ckpt")
-    del content["optimizer"]
-    torch.save(content, tmp_path / "last.ckpt")
-    result = fit(tmp_path / "run", f"--ckpt_path={tmp_path / 'last.ckpt'}", *flags)
-    assert (result.status, (problem or "") in result.stderr) == (2 if problem else 0, True)
-
-
 def test_a_schedule_by_epochs_and_a_longer_run(tmp_path: Path) -> None:
     """A finished run goes on when it may have more epochs, and ends at once when it may not."""
     schedule = ["--model.lr_scheduler=torch.optim.lr_scheduler.StepLR", "--model.lr_scheduler.step_size=1"]
@@ -293,30 +301,6 @@ def test_a_longer_run_with_the_default_schedule(tmp_path: Path) -> None:
     assert rates[5:] == pytest.approx([0.1 * (1 - fallen / 8) for fallen in range(3, 8)])
 
 
-@pytest.mark.slow
-def test_metrics_of_an_epoch_that_max_steps_has_divided_are_logged_for_either_part(tmp_path: Path) -> None:
-    flags = ["--trainer.max_epochs=1", "--trainer.log_every_n_steps=1", "--resume=auto"]
-    assert fit(tmp_path / "run", *flags, "--trainer.max_steps=2").status == 0
-    with pytest.warns(UserWarning, match="has 2 optimizer steps, this run has 5"):
-        assert fit(tmp_path / "run", *flags).status == 0
-    lines = metrics(tmp_path / "run")
-    steps = [float(line["train/loss_step"]) for line in lines if "train/loss_step" in line]
-    parts = [float(line["train/loss"]) for line in lines if "train/loss" in line]
-    rest = (16 * steps[2] + 16 * steps[3] + 15 * steps[4]) / 47
-    assert parts == pytest.approx([(steps[0] + steps[1]) / 2, rest])
-
-
-def test_what_was_written_after_the_checkpoint_is_written_again(undisturbed: Path, tmp_path: Path) -> None:
-    """Killed four steps after the latest checkpoint, with its metrics on disk."""
-    run = tmp_path / "run"
-    assert fit(run, EVERY_STEP, *stop_after(3)).status == 143
-    kept = (run / "checkpoints" / "last.ckpt").read_bytes()
-    assert fit(run, EVERY_STEP, *stop_after(7)).status == 143
-    (run / "checkpoints" / "last.ckpt").write_bytes(kept)
-    assert fit(run, EVERY_STEP, "--resume=auto").status == 0
-    assert_same_end(run, undisturbed)
-
-
 def test_a_run_that_died_before_its_first_checkpoint_begins_again(undisturbed: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     failing = ["--trainer.callbacks+=recorder.FailOn", "--trainer.callbacks.rank=0", "--trainer.callbacks.step=3"]
@@ -332,7 +316,7 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_it_used(undi
     assert fit(run, EVERY_STEP, *stop_after(4)).status == 143
     newest = run / "checkpoints" / "last.ckpt"
     newest.write_bytes(newest.read_bytes()[:-1000])
-    with pytest.warns(UserWarning, match=r"skips a checkpoint: .*last.ckpt"):
+    with pytest.warns(UserWarning, match=r"skips a checkpoint: .*last.ckpt"):  # what it had logged is written again
         assert fit(run, EVERY_STEP, "--resume=auto").status == 0
     assert_same_end(run, undisturbed)
 
@@ -357,81 +341,27 @@ def test_contradicting_flags_are_refused(
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize(
-    "position",
-    [
-        Position(epoch=0, step=0, started=True, global_step=0),
-        Position(epoch=2, step=3, started=True, global_step=13),
-        Position(epoch=2, step=0, started=False, global_step=10),
-    ],
-)
-def test_a_position_in_lightnings_words(position: Position, accumulation: int) -> None:
-    loops: dict[str, Any] = {"epoch_loop.val_loop.batch_progress": {"is_last_batch": True}}
-    position.write(loops, accumulation=accumulation)
-    epochs, batches = loops["epoch_progress"]["current"], loops["epoch_loop.batch_progress"]["current"]
-    assert (epochs["processed"], epochs["started"] > epochs["processed"]) == (position.epoch, position.started)
-    assert set(batches.values()) == {position.step * accumulation}
-    assert json.loads(json.dumps(loops)) == loops
-
-
-def test_counts_of_many_ranks_and_classes_are_few_bytes() -> None:
-    """Whole numbers are summed over the ranks, and no evaluation goes on from a checkpoint."""
-    module, kwargs = LitResNet("tiny", num_classes=1000), {"num_replicas": 8, "rank": 3}
-    strategy: Any = SimpleNamespace(distributed_sampler_kwargs=kwargs, reduce=lambda tensor, reduce_op: tensor)
-    module.train_loss.update(torch.tensor([0.25, 0.5]))
-    collected = _collect(SimpleNamespace(strategy=strategy), module)  # type: ignore[arg-type]
-    assert collected.keys() == {"train_loss", "train_acc"}
-    assert sum(tensor.nbytes for states in collected.values() for tensor in states.values()) < 300
-    assert collected["train_loss"]["total"].tolist() == [0, 0, 0, 0.75 * 2**32, 0, 0, 0, 0]
-    assert collected["train_loss"]["count"] == 2
-    module.train_loss.update(torch.ones(3))
-    assert collected["train_loss"]["count"] == 2  # it is written behind the training
-
-
-@pytest.mark.parametrize(
-    ("found", "num_dims", "shares"),
-    [
-        (10, 0, [[10], [10, 0], [10, 0, 0]]),
-        ([7, 3], 0, [[10], [7, 3], [10, 0, 0]]),
-        ([10, 2], 1, [[[10, 2]], [[10, 2], [0, 0]]]),
-        ([[7, 1], [3, 1]], 1, [[[10, 2]], [[7, 1], [3, 1]], [[10, 2], [0, 0], [0, 0]]]),
-    ],
-    ids=["a sum", "rows", "sums by class", "rows by class, as at commit fd36ea9"],
-)
-def test_the_part_of_each_rank_in_saved_counts(found: Any, num_dims: int, shares: list[list[Any]]) -> None:
-    for num_ranks, expected in enumerate(shares, start=1):
-        splits = [BatchSplit(dp_size=num_ranks, dp_rank=rank) for rank in range(num_ranks)]
-        assert [_own(torch.tensor(found), num_dims, split).tolist() for split in splits] == expected
+STAGES = [
+    *mode_flags("DDPLayerParallelStrategy"),
+    "--trainer.strategy.num_stages=2",
+    "--trainer.strategy.num_microbatches=2",
+    "--data.num_train=96",
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_the_same_number_of_processes_agrees_bit_for_bit(num_ranks: int, tmp_path: Path) -> None:
-    """Over more than two processes the sums of a ring depend on how DistributedDataParallel has cut its buckets."""
-    settings = [*SETTINGS, EVERY_STEP, *mode_flags("ddp", num_ranks), "--data.batch_size=18"]
-    commands = [
-        ["fit", *settings, f"--run_dir={tmp_path}/undisturbed"],
-        ["fit", *settings, f"--run_dir={tmp_path}/run", *stop_after(3, rank=1)],
-        ["fit", *settings, f"--run_dir={tmp_path}/run", "--resume=auto"],
-    ]
-    for command in commands:
-        launch(*command, check=False, ranks=num_ranks)
-    assert_same_end(tmp_path / "run", tmp_path / "undisturbed")
+@pytest.mark.parametrize(
+    ("flags", "ranks"), [([*mode_flags("ddp", 3), "--data.batch_size=18"], 3), (STAGES, 2)], ids=["ddp", "stages"]
+)
+def test_as_many_processes_agree_bit_for_bit(flags: list[str], ranks: int, tmp_path: Path) -> None:
+    """Over three processes the sums of a ring depend on how DistributedDataParallel has cut its buckets.
 
-
-@pytest.mark.slow
-def test_replicas_of_several_stages_go_on_with_microbatches(tmp_path: Path) -> None:
-    """With the ImageNet stem a single image is a single value per channel in the end, which BatchNorm refuses."""
-    settings = [*SETTINGS, EVERY_STEP, *mode_flags("DDPLayerParallelStrategy")]
-    settings += ["--trainer.strategy.num_stages=2", "--trainer.strategy.num_microbatches=2", "--data.num_train=96"]
-    commands = [
-        ["fit", *settings, f"--run_dir={tmp_path}/undisturbed"],
-        ["fit", *settings, f"--run_dir={tmp_path}/run", *stop_after(3)],
-        ["fit", *settings, f"--run_dir={tmp_path}/run", "--resume=auto"],
-    ]
-    for command in commands:
-        launch(*command, check=False)
+    With the ImageNet stem a single image is a single value per channel in the end, which BatchNorm refuses.
+    """
+    settings = ["fit", *SETTINGS, EVERY_STEP, *flags]
+    launch(*settings, f"--run_dir={tmp_path}/undisturbed", check=False, ranks=ranks)
+    for more in (stop_after(3, rank=1), ["--resume=auto"]):
+        launch(*settings, f"--run_dir={tmp_path}/run", *more, check=False, ranks=ranks)
     assert_same_end(tmp_path / "run", tmp_path / "undisturbed")
 
 

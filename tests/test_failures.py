@@ -197,9 +197,3 @@ def test_an_exception_is_told_once_and_by_its_own_traceback(mode: str, tmp_path:
     assert message.splitlines()[-2].strip() == "RuntimeError: rank 1 fails at step 3"
     assert "Connection" not in stderr  # the other rank's error, which followed from it
     assert run.status() == 1
-
-
-@pytest.mark.exhaustive
-def test_a_run_that_ends_well_is_not_taken_for_dead(tmp_path: Path) -> None:
-    result = launch("fit", *TINY, *MODES["ddp"], f"--run_dir={tmp_path / 'run'}")
-    assert "lit_cifar:" not in result.stderr

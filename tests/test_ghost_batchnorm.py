@@ -19,8 +19,8 @@ CUTS = [
     GhostBatches(num_shards=2, accumulation=2),
     GhostBatches(num_shards=2, replicas_per_shard=2, num_microbatches=2),
 ]
-# One that divides by all parts, and two that leave the parts unequal.
-SIZES = [24, 17, 13]
+# One that divides by all parts, and one that leaves the parts unequal.
+SIZES = [24, 17]
 
 
 def pair(chunks: GhostBatches, *, momentum: float | None = 0.1) -> tuple[GhostBatchNorm2d, nn.BatchNorm2d]:
@@ -68,21 +68,6 @@ def test_equals_batchnorm_of_every_chunk(chunks: GhostBatches, num_samples: int,
     torch.testing.assert_close(chunked.state_dict(), replicas[0].state_dict())
 
 
-@pytest.mark.parametrize(("chunks", "updates"), list(zip(CUTS, [1, 1, 3, 1, 2, 2], strict=True)), ids=str)
-def test_the_first_replica_counts_its_chunks(chunks: GhostBatches, updates: int) -> None:
-    layer = GhostBatchNorm2d(3, chunks=chunks)
-    layer(torch.randn(24, 3, 4, 4))
-    assert int(layer.num_batches_tracked) == updates
-
-
-def test_running_statistics_are_those_of_the_first_replica() -> None:
-    layer = GhostBatchNorm2d(1, chunks=GhostBatches(num_shards=2), momentum=1.0)
-    images = torch.tensor([0.0, 100.0, 2.0, 300.0]).view(4, 1, 1, 1)
-    layer(images)
-    assert layer.running_mean.item() == 1.0
-    assert layer.running_var.item() == 2.0
-
-
 @pytest.mark.parametrize("chunks", CUTS, ids=str)
 def test_evaluation_is_that_of_batchnorm(chunks: GhostBatches) -> None:
     chunked, plain = pair(chunks)
@@ -96,39 +81,19 @@ def test_evaluation_is_that_of_batchnorm(chunks: GhostBatches) -> None:
     assert int(chunked.num_batches_tracked) == 0
 
 
-def test_one_chunk_is_batchnorm() -> None:
-    chunked, plain = pair(GhostBatches())
-    images = torch.randn(8, 3, 4, 4, dtype=torch.float64)
-    assert chunked(images).equal(plain(images))
-
-
 def test_chunks_of_one_pixel_are_refused_as_batchnorm_does() -> None:
     layer = GhostBatchNorm2d(3, chunks=GhostBatches(num_shards=4))
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         layer(torch.randn(4, 3, 1, 1))
 
 
-def test_a_network_keeps_names_and_weights() -> None:
-    """It loads the plain network's checkpoint, and the other way round."""
-    torch.manual_seed(0)
-    plain = build_resnet("resnet10", stem="imagenet")
-    torch.manual_seed(0)
-    chunked = normalise_apart(build_resnet("resnet10", stem="imagenet"), GhostBatches(num_shards=2))
-    assert sum(isinstance(layer, GhostBatchNorm2d) for layer in chunked.modules()) == sum(
-        isinstance(layer, nn.BatchNorm2d) for layer in plain.modules()
-    )
-    assert list(chunked.state_dict()) == list(plain.state_dict())
-    assert all(a.equal(b) for a, b in zip(chunked.state_dict().values(), plain.state_dict().values(), strict=True))
-    images = torch.randn(4, 3, 32, 32)
-    assert deepcopy(chunked).eval()(images).equal(plain.eval()(images))
-
-
 def test_a_network_computes_what_its_replicas_compute() -> None:
+    """With the same names and weights."""
     torch.manual_seed(0)
+    plain = build_resnet("tiny", stem="imagenet").double()
     chunks = GhostBatches(num_shards=2)
-    chunked = normalise_apart(build_resnet("resnet10", stem="imagenet"), chunks).double()
-    plain = build_resnet("resnet10", stem="imagenet").double()
-    plain.load_state_dict(chunked.state_dict())
+    chunked = normalise_apart(deepcopy(plain), chunks)
+    assert list(chunked.state_dict()) == list(plain.state_dict())
     replicas = [plain, deepcopy(plain)]
     images = torch.randn(9, 3, 32, 32, dtype=torch.float64)
     logits = chunked(images)

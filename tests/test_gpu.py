@@ -17,7 +17,7 @@ from commands import TINY, counts, launch, run_here
 from torch import Tensor, nn
 
 from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.checkpoint.sample_audit.digest import Tally
+from lit_cifar.checkpoint.sample_audit import Tally
 from lit_cifar.data.augment import Augmentation, AugmentedImages
 from lit_cifar.data.batch_split import BatchSplit, GhostBatches
 from lit_cifar.data.images import ImageSet
@@ -79,9 +79,10 @@ def test_batches_made_on_the_device_are_those_of_the_host() -> None:
             assert getattr(found, name).cpu().equal(getattr(expected, name))
 
 
-def test_a_receipt_counts_the_same() -> None:
-    tallies = [Tally(40, epoch=0, device=device) for device in (DEVICE, torch.device("cpu"))]
-    for part in sampler_of(images_of(40)):
+def test_a_tally_counts_the_same() -> None:
+    sampler = sampler_of(images_of(40))
+    tallies = [Tally(sampler, device=device) for device in (DEVICE, torch.device("cpu"))]
+    for part in sampler:
         for tally in tallies:
             tally.count(part.ids.to(tally.uses.device), accumulation=1)
     assert tallies[0].uses.cpu().equal(tallies[1].uses)

@@ -2,29 +2,27 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+import tomllib
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
-from documents import BENCHMARKS, ROOT
-from torch.autograd import DeviceType
+from documents import BENCHMARKS, ROOT, SCRIPTS
 
-import lit_cifar
-
-sys.path.insert(0, str(BENCHMARKS))
+sys.path.insert(0, str(SCRIPTS))
 
 from gpu_visit import __main__ as leader
-from gpu_visit import clocks, host_waits, processes, wheels
-from gpu_visit.report import Finding, Report, StepReport
+from gpu_visit import callbacks, processes
+from gpu_visit.plans import PLANS, Plan
+from gpu_visit.report import Report, StepReport
 from gpu_visit.step import FailedError, Step, Visit
-from gpu_visit.steps import PLANS, Plan
 
 
 @pytest.fixture
@@ -38,11 +36,17 @@ def visit(tmp_path: Path) -> Visit:
 
 def visited(visit: Visit, *steps: Callable[[Step], None], limit_s: float = 60, step_s: float = 30) -> Report:
     """A visit of these steps."""
-    plans = [Plan(step.__name__, step, step_s, number) for number, step in enumerate(steps)]
+    plans = [Plan(step.__name__, step, step_s) for step in steps]
     own = [StepReport(number, plan.title) for number, plan in enumerate(plans, 1)]
     report = Report(visit.out, own, about={})
     leader.take(list(zip(plans, own, strict=True)), visit, report, limit_s=limit_s)
     return report
+
+
+def program(visit: Visit, name: str, code: str) -> str:
+    """The name of a module that the processes of a visit find."""
+    (visit.work.parent / f"{name}.py").write_text(code)
+    return name
 
 
 def fails(step: Step) -> None:
@@ -58,22 +62,8 @@ def works(step: Step) -> None:
     step.check("number", lambda: ("found", {"n": 1}))
 
 
-def test_a_command_runs_in_a_forked_process(tmp_path: Path) -> None:
-    ended = processes.run(
-        ["lit_cifar", "--version"], environment=dict(os.environ), log=tmp_path / "log", timeout_s=60, forked=True
-    )
-    assert (ended.status, ended.output) == (0, f"lit_cifar {lit_cifar.__version__}\n")
-
-
-def program(visit: Visit, name: str, code: str) -> str:
-    """The name of a module that the processes of a visit find."""
-    (visit.work.parent / f"{name}.py").write_text(code)
-    return name
-
-
 def test_a_step_that_fails_does_not_stop_the_next(visit: Visit) -> None:
-    report = visited(visit, fails, works)
-    first, second = report.steps
+    first, second = visited(visit, fails, works).steps
     assert [(f.name, f.status) for f in first.findings] == [
         ("right", "ok"),
         ("wrong", "failed"),
@@ -90,7 +80,8 @@ def test_a_step_that_fails_does_not_stop_the_next(visit: Visit) -> None:
 
 def test_a_process_that_hangs_is_asked_where_and_ended_with_all_that_it_has_started(visit: Visit) -> None:
     code = """
-import subprocess, sys, time
+import faulthandler, subprocess, sys, time
+faulthandler.enable()  # as PYTHONFAULTHANDLER does in the process from which those of a visit are forked
 words = [sys.executable, "-c", "import time; time.sleep(600)"]
 print(subprocess.Popen(words, start_new_session=True).pid, flush=True)
 def where_it_hangs():
@@ -103,24 +94,16 @@ where_it_hangs()
         step.check("hangs", lambda: step.output_of("hangs", name, limit_s=2))
         step.check("works", lambda: "fine")
 
-    report = visited(visit, hangs)
-    hung, fine = report.steps[0].findings
+    hung, fine = visited(visit, hangs).steps[0].findings
     assert (hung.status, fine.status) == ("failed", "ok")
     assert hung.text.startswith("time limit after")
     log = (visit.out / "log.txt").read_text()
     assert "in where_it_hangs" in log
     grandchild = int(next(line for line in log.splitlines() if line.isdecimal()))
     deadline = time.monotonic() + 5
-    while (alive := _is_running(grandchild)) and time.monotonic() < deadline:
+    while psutil.pid_exists(grandchild) and psutil.Process(grandchild).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert not alive
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_a_step_ends_with_its_time_and_the_visit_with_its_own(visit: Visit) -> None:
@@ -131,16 +114,9 @@ def test_a_step_ends_with_its_time_and_the_visit_with_its_own(visit: Visit) -> N
         step.check("comes too late", lambda: step.output_of("late", name))
 
     report = visited(visit, slow, works, step_s=1)
-    assert [(f.name, f.status) for f in report.steps[0].findings] == [
-        ("sleeps", "time limit"),
-        ("comes too late", "time limit"),
-    ]
+    assert [finding.status for finding in report.steps[0].findings] == ["time limit", "time limit"]
     assert [step.status for step in report.steps] == ["time limit", "ok"]
-    assert [step.status for step in visited(visit_again(visit), works, limit_s=-1).steps] == ["no time left"]
-
-
-def visit_again(visit: Visit) -> Visit:
-    return Visit(**{**vars(visit), "work": visit.work / "again"})
+    assert [step.status for step in visited(visit, works, limit_s=-1).steps] == ["no time left"]
 
 
 def test_nothing_starts_once_the_visit_is_told_to_stop(visit: Visit, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,53 +131,13 @@ def test_nothing_starts_once_the_visit_is_told_to_stop(visit: Visit, monkeypatch
     assert [f.status for f in visited(visit, stopped).steps[0].findings] == ["ok", "time limit"]
 
 
-def test_a_log_keeps_beginning_and_end_and_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpu_visit.report.MAX_LOG_CHARS", 200_000)
-    report = Report(tmp_path, [], about={})
-    for number in range(3):
-        report.log(f"entry {number}", f"begins{'.' * 1_000_000}ends")
-    text = (tmp_path / "log.txt").read_text()
-    assert "begins" in text
-    assert "ends\n" in text
-    assert "entry 1" not in text
-    assert len(text) < 200_000
-
-
-@pytest.mark.parametrize(
-    ("statuses", "expected"),
-    [
-        ((), "no time left"),
-        (("ok", "info"), "ok"),
-        (("ok", "time limit"), "time limit"),
-        (("time limit", "failed", "ok"), "failed"),
-    ],
-)
-def test_a_step_is_as_good_as_its_worst_check(statuses: tuple[str, ...], expected: str) -> None:
-    findings = [Finding("check", status, "text") for status in statuses]
-    assert StepReport(1, "title", findings=findings).status == expected
-
-
-def test_wheels_are_installed_where_a_package_is_missing_or_too_old(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in (
-        "PyYAML-6.0.3-cp312-cp312-manylinux1_x86_64",
-        "no_such_thing-1.0-py3-none-any",
-        "psutil-7.2-cp36-abi3",
-    ):
-        (tmp_path / f"{name}.whl").touch()
-    assert [path.name.split("-")[0] for path in wheels.missing(tmp_path, wheels.floors())] == ["no_such_thing"]
-    monkeypatch.setattr(wheels, "version", lambda name: {"psutil": "5.9.8", "pyyaml": "6.0+local"}.get(name, "1.0"))
-    assert [path.name.split("-")[0] for path in wheels.missing(tmp_path, wheels.floors())] == ["psutil"]
-
-
 def test_the_wheels_cover_what_the_package_needs() -> None:
-    script = (BENCHMARKS / "gpu_wheels.sh").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = [*project["dependencies"], *project["optional-dependencies"]["test"]]
     of_the_machine = {"torch", "torchvision", "lightning", "torchmetrics", "tensorboard", "numpy", "lit-cifar"}
-    needed = wheels.floors().items()
-    assert {f"{name}>={floor}" for name, floor in needed if name not in of_the_machine} == {
-        word.strip("'") for word in script.split() if ">=" in word
-    }
+    floors = [re.match(r"([\w-]+)(?:\[.*\])?(>=[\d.]+)?", each.lower()) for each in needed]
+    there = {word.strip("'") for word in (BENCHMARKS / "gpu_wheels.sh").read_text().split() if ">=" in word}
+    assert {f"{each[1]}{each[2]}" for each in floors if each and each[1] not in of_the_machine} == there
 
 
 def test_warnings_about_waits_are_noted_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,30 +145,13 @@ def test_warnings_about_waits_are_noted_by_place(monkeypatch: pytest.MonkeyPatch
     modes: list[str] = []
     monkeypatch.setattr("torch.cuda.set_sync_debug_mode", modes.append)
     places: Counter[str] = Counter()
-    with host_waits._warned_of(places):
+    with callbacks.warned_of(places):
         for text in ("called a synchronizing CUDA operation (Triggered internally ...)", "another") * 2:
             warnings.warn(text, stacklevel=1)
     assert modes == ["warn", "default"]
     ((place, count),) = places.items()
     assert count == 2
     assert place.startswith("tests/test_gpu_visit.py:")
-
-
-def test_the_time_of_a_gpu_is_that_of_its_kernels() -> None:
-    """What torch's profiler tells of a convolution with one kernel, and of the optimizer's step around it."""
-    events = [
-        SimpleNamespace(device_type=DeviceType.CPU, is_user_annotation=False, self_device_time_total=3e6),
-        SimpleNamespace(device_type=DeviceType.CUDA, is_user_annotation=False, self_device_time_total=3e6),
-        SimpleNamespace(device_type=DeviceType.CUDA, is_user_annotation=True, self_device_time_total=9e6),
-    ]
-    assert clocks.device_s(events) == 3
-
-
-def test_steps_can_be_chosen_by_number() -> None:
-    assert [plan.round for plan in PLANS] == sorted(plan.round for plan in PLANS)
-    assert leader.parser().parse_args(["out", "--steps=1,9"]).steps == [1, 9]
-    with pytest.raises(SystemExit):
-        leader.parser().parse_args(["out", "--steps=11"])
 
 
 @pytest.mark.exhaustive
@@ -242,10 +161,8 @@ def test_all_steps_run_on_a_cpu(tmp_path: Path) -> None:
     words = ["bash", ROOT / "benchmarks" / "gpu_visit.sh", tmp_path / "out", "--cpu", "--seconds=560"]
     done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     results = json.loads((tmp_path / "out" / "results.json").read_text())
-    wrong = [(s["title"], f) for s in results["steps"] for f in s["findings"] if f["status"] not in ("ok", "info")]
-    assert wrong == []
+    assert [(s["title"], f) for s in results["steps"] for f in s["findings"] if f["status"] != "ok"] == []
     assert [step["status"] for step in results["steps"]] == ["ok"] * len(PLANS)
     assert done.returncode == 0, done.stderr
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        *("summary.md", "results.json", "log.txt", "profile.txt", "trace.json.gz"),
-    }
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"summary.md", "results.json", "log.txt", "trace.json.gz"}

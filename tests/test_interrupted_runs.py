@@ -29,15 +29,14 @@ KILLED = pd.DataFrame(
 )
 
 
-def test_steps_of_a_run_in_progress(tmp_path: Path) -> None:
-    assert steps_in_metrics(tmp_path) == 0
-    file = tmp_path / "metrics.csv"
-    file.write_text("epoch,step,train/loss\n")
-    assert steps_in_metrics(tmp_path) == 0
-    file.write_text("epoch,step,train/loss\n0,0,2.5\n,9,\n")
-    assert steps_in_metrics(tmp_path) == 10
-    file.write_text("epoch,step,train/loss\n0,0,2.5\n,9,\n0,1")  # a line that is being written
-    assert steps_in_metrics(tmp_path) == 10
+@pytest.mark.parametrize(
+    ("lines", "steps"),
+    [(None, 0), ("", 0), ("0,0,2.5\n,9,\n", 10), ("0,0,2.5\n,9,\n0,1", 10)],  # the last one is being written
+)
+def test_steps_of_a_run_in_progress(lines: str | None, steps: int, tmp_path: Path) -> None:
+    if lines is not None:
+        (tmp_path / "metrics.csv").write_text("epoch,step,train/loss\n" + lines)
+    assert steps_in_metrics(tmp_path) == steps
 
 
 def write_log(folder: Path) -> None:
@@ -50,6 +49,8 @@ def write_log(folder: Path) -> None:
 
 def test_steps_of_a_loop(tmp_path: Path) -> None:
     assert steps_in_log(tmp_path) == 0
+    with pytest.raises(ConfigError, match=r"no steps_rank\*\.csv in"):
+        read_step_log(tmp_path)
     write_log(tmp_path)
     assert steps_in_log(tmp_path) == 2
     log = read_step_log(tmp_path)
@@ -63,11 +64,6 @@ def test_learning_rates_of_a_run(tmp_path: Path) -> None:
     assert learning_rates(tmp_path).values.tolist() == [[1, 0.1], [2, 0.05]]
 
 
-def test_a_folder_without_steps_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no steps_rank\*\.csv in"):
-        read_step_log(tmp_path)
-
-
 def test_a_watch_notes_changes_and_events(monkeypatch: pytest.MonkeyPatch) -> None:
     clock: Iterator[float] = iter([10.0, 11.0, 12.0, 13.0])
     monkeypatch.setattr(interrupted_runs, "perf_counter", lambda: next(clock))
@@ -78,23 +74,14 @@ def test_a_watch_notes_changes_and_events(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_what_a_restart_repeats_and_how_long_it_takes() -> None:
-    found = interruption(KILLED)
-    assert found.to_dict() == {
+    assert interruption(KILLED).to_dict() == {
         "killed_after_step": 4,  # one more was done before the process was gone
         "resumed_from_step": 2,
         "steps_repeated": 2,
         "seconds_to_next_step": 7.5,
     }
-
-
-def test_a_run_killed_just_after_saving_repeats_nothing() -> None:
-    timeline = KILLED.drop(index=[5, 6, 7])
-    assert interruption(timeline).to_dict() == {
-        "killed_after_step": 3,
-        "resumed_from_step": 3,
-        "steps_repeated": 0,
-        "seconds_to_next_step": 8.5,
-    }
+    just_after_saving = KILLED.drop(index=[5, 6, 7])
+    assert [*interruption(just_after_saving)] == [3, 3, 0, 8.5]
 
 
 def test_timelines_show_the_kill_and_what_is_repeated(tmp_path: Path) -> None:

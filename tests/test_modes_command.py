@@ -12,7 +12,6 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lit_cifar import LitResNet, strategies
 from lit_cifar.errors import ConfigError
 from lit_cifar.strategies.modes import MODES, Mode
-from lit_cifar.tools.commands.modes import main
 from lit_cifar.tools.doctor.mode_table import LocalMachine, ModeRow, mode_table
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "modes"
@@ -38,12 +37,9 @@ def flags(row: ModeRow) -> list[str]:
     return words[4:]
 
 
-def test_every_mode_has_a_row() -> None:
-    assert list(table()) == NAMES
-
-
 def test_without_a_gpu_every_mode_runs_on_the_cpu() -> None:
     rows = table(backends=frozenset({"gloo"}))
+    assert list(rows) == NAMES
     assert {row.accelerator for row in rows.values()} == {"cpu"}
     assert {name: row.verdict for name, row in rows.items()} == {
         "single": "yes, on the CPU",
@@ -74,9 +70,7 @@ def test_one_gpu_runs_one_device_and_all_stages() -> None:
     [
         (2, {"single": "yes, on 1 GPU", "ddp": "yes, on 2 GPUs", "ddp_mp": "on the CPU alone: needs 4 GPUs"}),
         (3, {"mp": "yes, on 2 to 3 GPUs", "tp": "yes, on 2 GPUs", "ddp_pp": "on the CPU alone: needs 4 GPUs"}),
-        (4, {"single": "yes, on 1 GPU", "pp": "yes, on 2 to 4 GPUs", "ddp_pp": "yes, on 4 GPUs"}),
         (6, {"pp": "yes, on 2 to 6 GPUs", "tp": "yes, on 2 or 4 GPUs", "ddp_mp": "yes, on 4 or 6 GPUs"}),
-        (8, {"dp": "yes, on 2 to 8 GPUs", "pp": "yes, on 2 to 8 GPUs", "tp": "yes, on 2, 4 or 8 GPUs"}),
         (8, {"ddp_mp": "yes, on 4, 6 or 8 GPUs", "ddp_pp": "yes, on 4, 6 or 8 GPUs", "fsdp2": "yes, on 2 to 8 GPUs"}),
     ],
 )
@@ -105,7 +99,6 @@ def test_the_counts_are_those_that_the_strategy_accepts(mode: Mode) -> None:
 @pytest.mark.parametrize(
     ("num_gpus", "backends", "verdict"),
     [
-        (0, set(), "no: this torch has no gloo"),
         (0, {"nccl"}, "no: this torch has no gloo"),
         (1, {"nccl"}, "no: needs 2 GPUs; the CPU needs gloo"),
         (2, {"gloo"}, "on the CPU alone: this torch has no NCCL"),
@@ -118,12 +111,6 @@ def test_processes_need_a_backend(num_gpus: int, backends: set[str], verdict: st
     assert rows["ddp"].verdict == rows["fsdp2"].verdict == verdict
     assert (rows["ddp"].command is None) == verdict.startswith("no")
     assert all(rows[name].verdict.startswith("yes") for name in ONE_PROCESS if num_gpus != 1 or name != "dp")
-
-
-def test_this_machine_has_what_the_modes_are_built_on() -> None:
-    machine = LocalMachine.here()
-    assert machine.num_cores >= 1
-    assert "gloo" in machine.backends
 
 
 def test_names_are_those_of_strategies_and_configs() -> None:
@@ -140,9 +127,10 @@ def test_the_form_with_a_class_trains(tmp_path: Path) -> None:
     assert "split       0  cpu 0" in done.stdout
 
 
-def test_output_is_a_table_and_commands_to_paste(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_output_is_a_table_and_commands_to_paste() -> None:
+    done = run_here("modes")
+    assert done.status == 0
+    lines = done.stdout.splitlines()
     assert max(len(line) for line in lines) <= 120
     rows = mode_table(LocalMachine.here())
     for row in rows:
@@ -151,11 +139,3 @@ def test_output_is_a_table_and_commands_to_paste(capsys: pytest.CaptureFixture[s
         assert line.rstrip().endswith(row.verdict)
     commands = [line.strip() for line in lines if "lit_cifar fit" in line]
     assert commands == [row.command for row in rows if row.command is not None]
-
-
-def test_the_command_line_knows_it_and_refuses_arguments() -> None:
-    assert run_here("modes").status == run_here("modes", "--help").status == 0
-    refused = run_here("modes", "--gpu")
-    assert refused.status == 2
-    assert "unrecognized arguments: --gpu" in refused.stderr
-    assert "python -m lit_cifar modes" in refused.stderr

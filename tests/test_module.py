@@ -31,50 +31,14 @@ def data(**settings: object) -> CIFAR10DataModule:
 
 
 def trainer(folder: Path, **settings: object) -> L.Trainer:
-    return L.Trainer(
-        **(
-            {
-                "accelerator": "cpu",
-                "devices": 1,
-                "max_epochs": 1,
-                "logger": False,
-                "default_root_dir": folder,
-                "enable_progress_bar": False,
-                "enable_model_summary": False,
-                "enable_checkpointing": False,
-                "log_every_n_steps": 1,
-            }
-            | settings
-        )
-    )
-
-
-def test_a_runner_replaces_the_network_without_becoming_part_of_the_module() -> None:
-    module = LitResNet("tiny", stem="imagenet").eval()
-    images = torch.randn(2, 3, 32, 32)
-    keys = list(module.state_dict())
-    module.use_runner(lambda x: 2 * module.network(x))
-    torch.testing.assert_close(module(images), 2 * module.network(images))
-    assert list(module.state_dict()) == keys
-    module.use_runner(None)
-    torch.testing.assert_close(module(images), module.network(images))
-
-
-def test_metrics_count_batches_of_any_size() -> None:
-    metrics = EvaluationMetrics("val", 3)
-    logits = torch.eye(3)[[0, 1, 2, 2]]
-    labels = torch.tensor([0, 1, 2, 0])
-    losses = F.cross_entropy(logits, labels, reduction="none")
-    for part in (slice(0, 3), slice(3, 3), slice(3, 4)):
-        metrics.update(logits[part], labels[part], losses[part])
-    assert metrics.scores.compute()["val/acc"] == 0.75
-    torch.testing.assert_close(metrics.loss.compute(), losses.mean())
-    assert metrics.details.compute()["confusion"].tolist() == [[1, 0, 1], [0, 1, 0], [0, 0, 1]]
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    usual = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "enable_checkpointing": False, "log_every_n_steps": 1}
+    return L.Trainer(default_root_dir=folder, **quiet | usual | settings)
 
 
 @pytest.mark.parametrize("num_classes", [3, 10])
 def test_metrics_are_those_of_torchmetrics_bit_for_bit(num_classes: int) -> None:
-    """On batches with ties, and a class without samples."""
+    """On batches with ties, an empty one, and a class without samples."""
     theirs = MetricCollection(
         {
             "val/acc": MulticlassAccuracy(num_classes, average="micro"),
@@ -85,11 +49,17 @@ def test_metrics_are_those_of_torchmetrics_bit_for_bit(num_classes: int) -> None
         compute_groups=False,  # else those whose counts of the first batch are equal are taken for the same
     )
     metrics, generator = EvaluationMetrics("val", num_classes), torch.Generator().manual_seed(0)
-    for size in (1, 64, 7):
+    losses = []
+    for size in (1, 64, 0, 7):
         logits = torch.randint(0, 5, (size, num_classes), generator=generator).float()
         labels = torch.randint(0, num_classes - 1, (size,), generator=generator)
-        metrics.update(logits, labels, logits[:, 0])
-        theirs.update(logits, labels)
+        losses.append(logits[:, 0] / 7)
+        with Operators() as operators:
+            metrics.update(logits, labels, losses[-1])
+        assert not operators.waits  # the host waits for no batch
+        if size:
+            theirs.update(logits, labels)
+    torch.testing.assert_close(metrics.loss.compute(), torch.cat(losses).mean())
     ours = metrics.scores.compute() | metrics.details.compute()
     for name, expected in theirs.compute().items():
         assert ours[name].dtype == expected.dtype
@@ -99,45 +69,20 @@ def test_metrics_are_those_of_torchmetrics_bit_for_bit(num_classes: int) -> None
             assert getattr(metric, state).equal(getattr(theirs[name], state)), name
 
 
-def test_no_batch_of_an_evaluation_makes_the_host_wait() -> None:
-    metrics = EvaluationMetrics("val", 10)
-    with Operators() as operators:
-        for _ in range(2):
-            metrics.update(torch.zeros(16, 10), torch.zeros(16, dtype=torch.int64), torch.zeros(16))
-    assert not operators.waits
-
-
 @pytest.mark.parametrize(("scaling", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])
-def test_learning_rate_follows_the_global_batch(tmp_path: Path, scaling: str, factor: float) -> None:
-    module = LitResNet("tiny", stem="imagenet", lr_scaling=scaling, base_batch_size=8)
-    run = trainer(tmp_path, max_steps=1, max_epochs=None, limit_val_batches=0)
-    run.fit(module, datamodule=data(batch_size=32))
+def test_learning_rate_follows_the_global_batch_and_the_schedule_ends_with_the_run(
+    tmp_path: Path, scaling: str, factor: float
+) -> None:
+    module = LitResNet("tiny", stem="imagenet", lr_scaling=scaling, base_batch_size=4)
+    run = trainer(tmp_path, max_epochs=2, accumulate_grad_batches=2, limit_val_batches=0)
+    run.fit(module, datamodule=data())
     assert run.lr_scheduler_configs[0].scheduler.base_lrs == [pytest.approx(0.1 * factor)]
-
-
-def test_the_schedule_ends_with_the_run(tmp_path: Path) -> None:
-    run = trainer(tmp_path, max_epochs=2, accumulate_grad_batches=2)
-    run.fit(LitResNet("tiny", stem="imagenet"), datamodule=data())
-    assert run.global_step == 10
-    assert run.lr_scheduler_configs[0].scheduler.total_steps == 10
+    assert run.global_step == run.lr_scheduler_configs[0].scheduler.total_steps == 10
 
 
 def test_a_run_without_end_has_no_plan(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no end"):
         trainer(tmp_path, max_epochs=-1).fit(LitResNet("tiny", stem="imagenet"), datamodule=data())
-
-
-def test_precision_reaches_the_batch(tmp_path: Path) -> None:
-    """The images turn float only after Lightning has converted the batch."""
-    seen = []
-
-    class Probe(LitResNet):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            seen.append(batch.images.dtype)
-            return super().training_step(batch, batch_idx)
-
-    trainer(tmp_path, precision="64-true", limit_val_batches=0).fit(Probe("tiny", stem="imagenet"), datamodule=data())
-    assert set(seen) == {torch.float64}
 
 
 def test_the_trainer_takes_the_steps_of_a_plain_loop(tmp_path: Path) -> None:
@@ -174,7 +119,7 @@ def test_checkpoints_load_by_python_too(tmp_path: Path) -> None:
     module, run = LitResNet("tiny", stem="imagenet"), trainer(tmp_path)
     run.fit(module, datamodule=data())
     run.save_checkpoint(tmp_path / "a.ckpt")
-    restored = LitResNet.load_from_checkpoint(tmp_path / "a.ckpt", label_smoothing=0.1)
+    restored = LitResNet.load_from_checkpoint(tmp_path / "a.ckpt", label_smoothing=0.1, weights_only=False)
     assert restored.header == module.header
     assert restored.label_smoothing == 0.1
     for name, value in module.state_dict().items():
@@ -214,27 +159,19 @@ def test_the_split_is_seeded_and_disjoint() -> None:
     assert len(together.unique(dim=0)) == 96
 
 
-def test_a_spawned_process_counts_in_memory_of_its_own() -> None:
-    module = LitResNet("tiny")
-    module.train_loss.count.share_memory_()  # as torch.multiprocessing sends it
-    module.setup("fit")
-    assert not module.train_loss.count.is_shared()
-
-
-def test_a_spawned_process_is_not_sent_the_images() -> None:
-    module = data()
-    module.setup("fit")
-    assert module.__getstate__()["sets"] == {}
-    assert module.sets
-
-
-def test_a_module_of_defaults_can_be_sent_to_spawned_processes() -> None:
-    module = LitResNet("tiny", stem="imagenet")
+def test_what_is_sent_to_spawned_processes() -> None:
+    """Defaults and weights, but not the images, and no metric that counts in shared memory."""
+    module, images = LitResNet("tiny", stem="imagenet"), data()
     copied = pickle.loads(pickle.dumps(module))
     optimizer = copied.make_optimizer(copied.network.parameters())
     assert type(optimizer) is NesterovSGD
     assert type(copied.make_lr_scheduler(optimizer)) is WarmupDecay
     assert copied.network.conv1.weight.equal(module.network.conv1.weight)
+    images.setup("fit")
+    assert pickle.loads(pickle.dumps(images)).sets == {}
+    module.train_loss.count.share_memory_()  # as torch.multiprocessing sends it
+    module.setup("fit")
+    assert not module.train_loss.count.is_shared()
 
 
 def test_the_data_are_read_without_a_trainer(tmp_path: Path) -> None:
@@ -244,7 +181,10 @@ def test_the_data_are_read_without_a_trainer(tmp_path: Path) -> None:
     for stage in ("fit", "test"):
         alone.setup(stage)
     trainer(tmp_path).fit(LitResNet("tiny", stem="imagenet"), of_run)
-    for found, expected in zip(alone.train_dataloader(), of_run.train_dataloader(), strict=True):
+    before, loader = alone.sets["train"].images, alone.train_dataloader()
+    assert alone.sets["train"].images.equal(before)
+    assert alone.sets["train"].images.data_ptr() == loader.images.images.data_ptr()  # which has copied them
+    for found, expected in zip(loader, of_run.train_dataloader(), strict=True):
         assert found.ids.equal(expected.ids)
         assert found.images.equal(expected.images)
     assert sum(len(batch.labels) for batch in alone.val_dataloader()) == 16
@@ -273,11 +213,10 @@ def test_blocks_may_begin_as_the_identity() -> None:
         LitResNet(network=module.network, zero_init_residual=True)
 
 
-@pytest.mark.parametrize("optimizer", ["NAdam", "ASGD", "AdamW", "RMSprop"])
-@pytest.mark.parametrize("precision", [torch.float64, torch.float32])
-def test_a_loaded_optimizer_rounds_as_before(optimizer: str, precision: torch.dtype) -> None:
+@pytest.mark.parametrize("optimizer", ["NAdam", "ASGD", "AdamW"])
+def test_a_loaded_optimizer_rounds_as_before(optimizer: str) -> None:
     def start() -> tuple[torch.Tensor, torch.optim.Optimizer]:
-        weight = torch.linspace(-1, 1, 9, dtype=precision).requires_grad_()
+        weight = torch.linspace(-1, 1, 9, dtype=torch.float64).requires_grad_()
         made = getattr(torch.optim, optimizer)([weight], lr=0.01)
         keep_saved_types(made)
         return weight, made

@@ -1,31 +1,146 @@
-"""`mp`: what a Trainer does with the layers over one process's devices, and what is refused."""
+"""`mp`: the order of work, what is computed, where things are put, and whole runs."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from commands import TINY, run_here
 from comparing import assert_same_checkpoint
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.data.batch_split import BatchSplit
-from lit_cifar.errors import ConfigError
+from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.launch.signals import EXIT_STOPPED
+from lit_cifar.models import build_resnet
+from lit_cifar.models.ghost_batchnorm import normalise_apart
+from lit_cifar.models.partition import Partition
 from lit_cifar.strategies import LayerParallelStrategy
+from lit_cifar.strategies.mp import StagedRunner, gpipe_order
 from lit_cifar.task.module import LitResNet
 
-QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-CLASS = "--trainer.strategy=LayerParallelStrategy"
+IMAGE = (3, 32, 32)
+
+CPU = torch.device("cpu")
+META = torch.device("meta")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def trainer_of(*, devices: int = 2, sync_batchnorm: bool = False, **sizes: Any) -> L.Trainer:
-    strategy = LayerParallelStrategy(**sizes)
-    return L.Trainer(strategy=strategy, devices=devices, accelerator="cpu", sync_batchnorm=sync_batchnorm, **QUIET)
+def network_of(chunks: GhostBatches | None = None) -> nn.Module:
+    torch.manual_seed(0)
+    network = build_resnet("tiny", stem="imagenet").double()
+    return network if chunks is None else normalise_apart(network, chunks)
 
 
-# ---------------------------------------------------------------- sizes
+def batch_of(num: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+    # From 33 x 33 the last blocks see 2 x 2 values, so that a microbatch of one sample still has a variance.
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num, 3, 33, 33, dtype=torch.float64, generator=generator), torch.arange(num) % 10
+
+
+def staged(network: nn.Module, *, num_stages: int, num_microbatches: int, device: torch.device = CPU) -> StagedRunner:
+    partition = Partition.of(network, IMAGE, num_stages=num_stages)
+    stages = [stage.module(network) for stage in partition.stages]
+    return StagedRunner(stages, [device] * num_stages, num_microbatches=num_microbatches)
+
+
+# ---------------------------------------------------------------- the order of work
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 6])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 5])
+def test_every_microbatch_passes_every_stage_once_and_in_order(num_microbatches: int, num_stages: int) -> None:
+    order = list(gpipe_order(num_microbatches=num_microbatches, num_stages=num_stages))
+    assert len(set(order)) == len(order) == num_microbatches * num_stages
+    for microbatch in range(num_microbatches):
+        assert [stage for m, stage in order if m == microbatch] == list(range(num_stages))
+    ticks = [microbatch + stage for microbatch, stage in order]
+    assert ticks == sorted(ticks)
+    # A copy to the next stage is issued before more work of this one.
+    assert all(a[1] > b[1] for a, b in pairwise(order) if sum(a) == sum(b))
+
+
+# ---------------------------------------------------------------- what is computed
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 6])
+def test_one_microbatch_is_the_plain_network_bit_for_bit(num_stages: int) -> None:
+    plain, divided = network_of().train(), network_of().train()
+    images, labels = batch_of(6)
+    outputs = [plain(images), staged(divided, num_stages=num_stages, num_microbatches=1)(images)]
+    for output in outputs:
+        F.cross_entropy(output, labels).backward()
+    assert torch.equal(*outputs)
+    gradients = [[parameter.grad for parameter in network.parameters()] for network in (plain, divided)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+    torch.testing.assert_close(plain.state_dict(), divided.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("num_samples", "num_stages", "num_microbatches"), [(8, 2, 4), (7, 3, 3), (2, 2, 4)])
+def test_several_microbatches_are_one_device_with_chunked_batchnorm(
+    num_samples: int, num_stages: int, num_microbatches: int
+) -> None:
+    """Four steps with momentum; 7 samples in 3 microbatches are 3, 2 and 2; 2 samples in 4 are two of one."""
+    networks = [network_of(GhostBatches(num_microbatches=num_microbatches)), network_of()]
+    runners = [networks[0], staged(networks[1], num_stages=num_stages, num_microbatches=num_microbatches)]
+    optimizers = [torch.optim.SGD(network.train().parameters(), lr=0.01, momentum=0.9) for network in networks]
+    for step in range(4):
+        images, labels = batch_of(num_samples, seed=step)
+        for runner, optimizer in zip(runners, optimizers, strict=True):
+            optimizer.zero_grad()
+            F.cross_entropy(runner(images), labels).backward()
+            optimizer.step()
+    for pair in (networks, optimizers):
+        torch.testing.assert_close(*(each.state_dict() for each in pair), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("num_samples", [0, 1, 3, 5])
+def test_evaluation_of_any_batch_size(num_samples: int) -> None:
+    network = network_of().eval()
+    images, _ = batch_of(num_samples)
+    runner = staged(network, num_stages=2, num_microbatches=4)
+    with torch.inference_mode():
+        output = runner(images)
+        torch.testing.assert_close(output, network(images), rtol=1e-12, atol=1e-12)
+    assert output.shape == (num_samples, 10)
+
+
+# ---------------------------------------------------------------- where things are put; "meta" stands for a device
+
+
+def connected(*devices: torch.device, **kwargs: Any) -> tuple[LayerParallelStrategy, LitResNet]:
+    module = LitResNet("tiny", stem="imagenet")
+    strategy = LayerParallelStrategy(parallel_devices=list(devices), **kwargs)
+    strategy.connect(module)
+    return strategy, module
+
+
+def test_stages_are_on_their_devices_and_the_rest_on_the_first() -> None:
+    strategy, module = connected(META, CPU)
+    strategy.model_to_device()
+    assert module.device == META
+    assert module.train_loss.device == META
+    assert module.val_metrics.details["confusion"].confmat.device == META
+    for stage, device in zip(strategy.partition.stages, (META, CPU), strict=True):
+        assert {tensor.device for tensor in stage.module(module.network).state_dict().values()} == {device}
+
+
+def test_a_loaded_optimizer_state_stays_with_its_parameter() -> None:
+    strategy, module = connected(CPU, META)
+    strategy.model_to_device()
+    parameters = list(module.network.parameters())
+    strategy.optimizers = [torch.optim.Adam(parameters)]
+    saved = torch.optim.Adam([torch.zeros(p.shape, requires_grad=True) for p in parameters])
+    for parameter in saved.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    saved.step()
+    strategy.load_optimizer_state_dict({"optimizer_states": [saved.state_dict()]})
+    for parameter, state in strategy.optimizers[0].state.items():
+        assert state["exp_avg"].device == state["exp_avg_sq"].device == parameter.device
+        assert state["step"].device == CPU
 
 
 @pytest.mark.parametrize(
@@ -33,62 +148,12 @@ def trainer_of(*, devices: int = 2, sync_batchnorm: bool = False, **sizes: Any) 
     [(2, None, [0, 1]), (2, 4, [0, 0, 1, 1]), (1, 3, [0, 0, 0]), (3, None, [0, 1, 2]), (1, None, [0])],
 )
 def test_stages_over_devices(devices: int, num_stages: int | None, places: list[int]) -> None:
-    trainer = trainer_of(devices=devices, num_stages=num_stages)
-    trainer.strategy.connect(LitResNet("resnet10", stem="imagenet"))
-    lines = trainer.strategy.split_lines()
-    assert len(trainer.strategy.stage_devices) == len(lines) == len(places)
+    strategy = LayerParallelStrategy(num_stages=num_stages)
+    L.Trainer(strategy=strategy, devices=devices, accelerator="cpu", logger=False, enable_checkpointing=False)
+    strategy.connect(LitResNet("resnet10", stem="imagenet"))
+    lines = strategy.split_lines()
+    assert len(strategy.stage_devices) == len(lines)
     assert [line.split("  ")[1].strip() for line in lines] == [f"cpu {place}" for place in places]
-
-
-def test_cuts_can_be_named() -> None:
-    trainer = trainer_of(cuts=["layer4.0"])
-    trainer.strategy.connect(LitResNet("resnet10", stem="imagenet"))
-    assert [stage.span for stage in trainer.strategy.partition.stages] == ["stem to layer3.0", "layer4.0 to head"]
-
-
-def test_batch_split_is_known_before_fit() -> None:
-    assert BatchSplit.of(trainer_of(num_microbatches=4).strategy) == BatchSplit(num_microbatches=4)
-
-
-# ---------------------------------------------------------------- what is refused
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem", "remedy"),
-    [
-        ({"devices": 2, "num_stages": 3}, "num_stages=3 do not divide", "num_stages=4 or --trainer.devices=3"),
-        ({"devices": 4, "num_stages": 2}, "num_stages=2 do not divide", "num_stages=4 or --trainer.devices=2"),
-        ({"num_stages": 0}, "num_stages=0 is less than one", "num_stages=1"),
-        ({"num_microbatches": 0}, "num_microbatches=0 is less than one", "num_microbatches=1"),
-        (
-            {"sync_batchnorm": True, "num_microbatches": 2},
-            "sync_batchnorm=true with 2",
-            "Drop --trainer.sync_batchnorm",
-        ),
-    ],
-)
-def test_refused_while_the_trainer_is_made(arguments: dict[str, Any], problem: str, remedy: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        trainer_of(**arguments)
-    assert problem in caught.value.problem
-    assert remedy in caught.value.remedy
-    assert len(str(caught.value).splitlines()) <= 5
-
-
-def test_one_microbatch_leaves_synchronised_batchnorm_nothing_to_do() -> None:
-    assert trainer_of(sync_batchnorm=True).world_size == 1
-
-
-def test_another_network_is_refused() -> None:
-    class Lit(L.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = nn.Linear(1, 1)
-
-        def use_runner(self, runner: Any) -> None: ...
-
-    with pytest.raises(ConfigError, match="Linear does not say which"):
-        trainer_of().strategy.connect(Lit())
 
 
 # ---------------------------------------------------------------- whole runs
@@ -121,8 +186,28 @@ def test_one_device_and_mp_resume_each_other(tmp_path: Path) -> None:
         assert_same_checkpoint(fit(ended, *second, *two_epochs, f"--ckpt_path={last}"), whole, tolerance=0)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_reduced_precision_trains(precision: str, tmp_path: Path) -> None:
-    flags = [CLASS, "--trainer.strategy.num_microbatches=2", "--trainer.devices=2", f"--trainer.precision={precision}"]
-    result = run_here("fit", *TINY, *flags, "--data.num_train=48", f"--run_dir={tmp_path / 'run'}")
+def test_reduced_precision_trains_in_microbatches_between_named_cuts(tmp_path: Path) -> None:
+    flags = ["--trainer.strategy=LayerParallelStrategy", "--trainer.strategy.num_microbatches=2", "--trainer.devices=2"]
+    flags += ["--trainer.strategy.cuts=[layer4.0]", "--trainer.precision=bf16-true", "--data.num_train=48"]
+    result = run_here("fit", *TINY, *flags, f"--run_dir={tmp_path / 'run'}")
     assert result.status == 0, result.stderr
+    assert "layer4.0 to head" in result.stdout
+
+
+# ---------------------------------------------------------------- on CUDA; one device can hold all stages
+
+
+@needs_cuda
+def test_stages_on_the_cpu_and_a_gpu_are_the_plain_network() -> None:
+    """Two kinds of devices: every hand-over is a real copy."""
+    devices = [torch.device("cuda", 0), CPU]
+    plain, divided = network_of().train(), network_of().train()
+    partition = Partition.of(divided, IMAGE, num_stages=2)
+    stages = [stage.module(divided).to(device) for stage, device in zip(partition.stages, devices, strict=True)]
+    images, labels = batch_of(6)
+    F.cross_entropy(plain(images), labels).backward()
+    output = StagedRunner(stages, devices)(images.to(devices[0]))
+    assert output.device == devices[0]
+    F.cross_entropy(output, labels.to(devices[0])).backward()
+    for one, other in zip(plain.parameters(), divided.parameters(), strict=True):
+        torch.testing.assert_close(other.grad.cpu(), one.grad, rtol=1e-9, atol=1e-9)

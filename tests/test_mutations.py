@@ -106,7 +106,7 @@ def test_what_a_guard_of_the_product_stops_is_caught_by_it(tmp_path: Path) -> No
     row = VerifiedMode("ddp", "one device", problems=["exit status 1"])
     compared = Compared(0, row, Outcome(1, "", stderr, 1.0), tmp_path)
     stopped = _finding(BY_NAME["duplicated-shard"], compared, tmp_path)
-    assert (stopped.right, stopped.caught_by, stopped.acted) == (True, "data receipt", True)
+    assert (stopped.right, stopped.caught_by, stopped.acted) == (True, "sample audit", True)
     assert stopped.problems == ["lit_cifar.errors.SampleAuditError: 5 samples are missing"]
     assert not _finding(None, compared, tmp_path).right
 
@@ -122,11 +122,11 @@ def test_what_a_guard_of_the_product_stops_is_caught_by_it(tmp_path: Path) -> No
         (Finding(BY_NAME["scaled-loss"], "ddp", ["off"], True), False, "did not act"),
         (Finding(BY_NAME["scaled-loss"], "ddp", ["exit status 1"], False, acted=True), False, "broke"),
         (
-            Finding(BY_NAME["scaled-loss"], "ddp", ["x"], False, acted=True, guard="data receipt"),
+            Finding(BY_NAME["scaled-loss"], "ddp", ["x"], False, acted=True, guard="sample audit"),
             True,
             "caught",
         ),
-        (Finding(BY_NAME["scaled-loss"], "ddp", ["x"], False, guard="data receipt"), False, "did not act"),
+        (Finding(BY_NAME["scaled-loss"], "ddp", ["x"], False, guard="sample audit"), False, "did not act"),
         (Finding(BY_NAME["last-replica"], "dp", [], False, no_place="replaced"), True, "no place"),
     ],
 )
@@ -157,7 +157,7 @@ def test_planted_mistakes_are_caught_and_their_absence_passes() -> None:
     assert (
         found[shifted].problems[0] == "step 1: fc.bias (parameters) of process 1 is not that of process 0, and 1 more"
     )
-    assert (found[duplicated].right, found[duplicated].caught_by) == (True, "data receipt")
+    assert (found[duplicated].right, found[duplicated].caught_by) == (True, "sample audit")
 
 
 def test_virtual_replicas_leave_no_place_for_some_mistakes() -> None:

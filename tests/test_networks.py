@@ -1,4 +1,4 @@
-"""Networks of all kinds of blocks: what they compute; `test_parity` has the modes that split them."""
+"""The networks: torchvision's names, shapes and arithmetic, and chains of blocks; `test_parity` has the modes."""
 
 from typing import Any
 
@@ -8,24 +8,41 @@ import torchvision
 from torch import nn
 
 from lit_cifar import LitResNet
-from lit_cifar.models import build_resnet
+from lit_cifar.models import Stem, build_resnet
 from lit_cifar.models.blocks import blocks_of
 from lit_cifar.models.partition import Partition
 from lit_cifar.models.vit import Attention
 from lit_cifar.strategies.pipeline import output_dtypes
 
-CPU = torch.device("cpu")
 
-
-@pytest.mark.parametrize("arch", ["resnet50", "resnet101", "resnet152", "wide_resnet50_2", "wide_resnet101_2"])
-def test_names_and_shapes_are_those_of_torchvision(arch: Any) -> None:
+@pytest.mark.parametrize("arch", ["resnet34", "resnet50", "resnet101", "resnet152", "wide_resnet50_2"])
+@pytest.mark.parametrize("stem", ["cifar", "imagenet"])
+def test_names_and_shapes_are_those_of_torchvision(arch: Any, stem: Stem) -> None:
     with torch.device("meta"):
-        ours = build_resnet(arch, stem="imagenet", num_classes=1000).state_dict()
+        ours = build_resnet(arch, stem=stem, num_classes=1000).state_dict()
         theirs = getattr(torchvision.models, arch)().state_dict()
-    assert {name: t.shape for name, t in ours.items()} == {name: t.shape for name, t in theirs.items()}
+    assert list(ours) == list(theirs)
+    assert {name for name in ours if ours[name].shape != theirs[name].shape} <= {"conv1.weight"}
+    assert ours["conv1.weight"].shape[2:] == ((3, 3) if stem == "cifar" else (7, 7))
 
 
-@pytest.mark.parametrize("arch", ["tiny_bottleneck", "vit_micro"])
+def test_imagenet_stem_is_torchvisions_resnet34() -> None:
+    torch.manual_seed(0)
+    ours = build_resnet("resnet34", stem="imagenet")
+    torch.manual_seed(0)
+    theirs = torchvision.models.resnet34(num_classes=10)
+    assert all(a.equal(b) for a, b in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize(("stem", "side"), [("cifar", 32), ("strided", 16), ("imagenet", 8)])
+def test_resolution_behind_the_stem(stem: Stem, side: int) -> None:
+    network = build_resnet("tiny", stem=stem, num_classes=7)
+    images = torch.zeros(2, 3, 32, 32)
+    assert network.blocks()["stem"](images).shape == (2, 64, side, side)
+    assert network(images).shape == (2, 7)
+
+
+@pytest.mark.parametrize("arch", ["tiny", "tiny_bottleneck", "vit_micro"])
 def test_the_blocks_are_the_network_bit_for_bit(arch: Any) -> None:
     network = LitResNet(arch).network
     x = images = torch.randn(4, 3, 32, 32)
@@ -55,7 +72,7 @@ def test_what_a_stage_returns_is_known_before_it_runs(arch: Any, autocast: bool)
     partition = Partition.of(module.network, module.image_shape, num_stages=3)
     before = {name: tensor.clone() for name, tensor in module.network.state_dict().items()}
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        found = output_dtypes(module.network, partition, torch.float32, device=CPU)
+        found = output_dtypes(module.network, partition, torch.float32, device=torch.device("cpu"))
         assert all(tensor.equal(before[name]) for name, tensor in module.network.state_dict().items())
         x = torch.zeros(2, 3, 32, 32)
         for stage, dtype in zip(partition.stages, found, strict=True):

@@ -39,7 +39,7 @@ SMALL = {
     + 'NETWORK, BATCH, STEPS = ["--model.arch=tiny", "--model.stem=imagenet"], 16, 8\n'
     + "NUM_TRAIN, NUM_VAL, EPOCHS, TARGET = 640, 200, 1, 0.1\n",
     "shuffling.ipynb": 'SIZE = "tiny"\nDATA = ["--data.dataset=synthetic"]\n'
-    f"RECORD = {str(ROOT / 'benchmarks' / '2026-11-23-shuffling' / 'shuffling.json')!r}\n",
+    f"RECORD = {str(ROOT / 'benchmarks' / 'shuffling' / '2026-11-23' / 'shuffling.json')!r}\n",
 }
 
 CHECKS = {

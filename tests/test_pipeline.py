@@ -11,26 +11,22 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from commands import TINY, run_here
 from lightning.pytorch.strategies import DDPStrategy
+from short_fits import fit, short
 from torch import Tensor, nn
 from torch import multiprocessing as mp
 from torch.nn import functional as F
 from torchmetrics import Metric
 
 from analysis.stage_timeline import bubble_formula, bubbles, read_timeline, replay
-from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.batch_split import BatchSplit, GhostBatches
-from lit_cifar.errors import ConfigError
 from lit_cifar.models import build_resnet
 from lit_cifar.models.ghost_batchnorm import normalise_apart
 from lit_cifar.models.partition import Partition
 from lit_cifar.reporting.timeline import Recorder, write_trace
 from lit_cifar.strategies import PipelineStrategy, mesh
 from lit_cifar.strategies.mesh import make_mesh
-from lit_cifar.strategies.pipeline import HandOver, Pipeline
-from lit_cifar.strategies.pipeline_schedule import Schedule, ScheduleName
-from lit_cifar.strategies.state_dicts import only_parameters
+from lit_cifar.strategies.pipeline import Pipeline, PrecomputedGradients, Schedule, ScheduleName
 from lit_cifar.task.module import LitResNet
 
 IMAGE = (3, 32, 32)
@@ -40,7 +36,6 @@ MICROBATCHES = 4
 TRAINED = [16, 10]  # samples of the training steps: a full batch, and one of which microbatches get 3, 3, 2 and 2
 EVALUATED = [7, 2, 0]
 TIMEOUT = timedelta(seconds=77)
-OPTIMIZERS = {"GPipe": "SGD", "1F1B": "Adagrad", "Interleaved1F1B": "Adam", "ZBVZeroBubble": "Adagrad"}
 
 
 @pytest.mark.parametrize(
@@ -57,23 +52,6 @@ def test_owners(name: ScheduleName, num_processes: int, owners: list[int]) -> No
     assert [schedule.owner(stage) for stage in range(schedule.num_stages)] == owners
 
 
-@pytest.mark.parametrize(
-    ("name", "num_processes", "too_few", "remedy"),
-    [
-        ("1F1B", 4, 3, "num_microbatches=4"),
-        ("Interleaved1F1B", 2, 1, "num_microbatches=2"),
-        ("Interleaved1F1B", 2, 5, "num_microbatches=4"),
-        ("ZBVZeroBubble", 2, 2, "num_microbatches=3"),
-    ],
-)
-def test_a_schedule_says_how_many_microbatches_it_needs(
-    name: ScheduleName, num_processes: int, too_few: int, remedy: str
-) -> None:
-    with pytest.raises(ConfigError, match=remedy):
-        Schedule(name=name, num_processes=num_processes).check(too_few)
-    Schedule(name=name, num_processes=num_processes).check(int(remedy.split("=")[1]))
-
-
 def trainer(devices: int, strategy: PipelineStrategy | str, **settings: object) -> L.Trainer:
     quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
     return L.Trainer(**quiet, devices=devices, strategy=strategy, **settings)
@@ -83,9 +61,7 @@ def trainer(devices: int, strategy: PipelineStrategy | str, **settings: object) 
     ("devices", "strategy", "batch_split"),
     [
         (2, "pp", BatchSplit(num_microbatches=4)),
-        (4, "pp", BatchSplit(num_microbatches=4)),
         (5, "pp", BatchSplit(num_microbatches=5)),
-        (8, "pp", BatchSplit(num_microbatches=8)),
         (3, PipelineStrategy(schedule="ZBVZeroBubble"), BatchSplit(num_microbatches=5)),
         (5, PipelineStrategy(num_microbatches=6), BatchSplit(num_microbatches=6)),
         (4, "ddp_pp", BatchSplit(dp_size=2, num_microbatches=4)),
@@ -102,62 +78,15 @@ def test_processes_of_a_pipeline_read_the_same_part(
     assert made.strategy_name == ("pp" if batch_split.dp_size == 1 else "ddp_pp")
 
 
-REFUSED = {
-    "stages that do not divide the processes": (
-        ["devices=3", "strategy=ddp_pp"],
-        ["2 processes", "3 processes", "devices=2"],
-    ),
-    "more stages than processes": (["devices=2", "strategy.num_stages=3"], ["3 processes", "2 processes"]),
-    "half a V": (
-        ["devices=2", "strategy.num_stages=3", "strategy.schedule=ZBVZeroBubble"],
-        ["num_stages=3", "each process holds 2", "num_stages=2"],
-    ),
-    "no microbatch": (["devices=2", "strategy.num_microbatches=0"], ["num_microbatches=0"]),
-    "too few microbatches": (["devices=2", "strategy.num_microbatches=1"], ["1F1B", "at least 2"]),
-    "unknown cut": (["devices=2", "strategy.cuts=[layer9.0]"], ["layer9.0", "layer1.0"]),
-    "more stages than blocks": (["devices=7", "strategy.num_microbatches=8"], ["7 stages", "6 blocks"]),
-    "synchronised BatchNorm": (
-        ["strategy=pp", "devices=2", "sync_batchnorm=true"],
-        ["sync_batchnorm", "each microbatch"],
-    ),
-    "an option of DDP's wrapper": (
-        ["devices=2", "strategy.find_unused_parameters=true"],
-        ["find_unused_parameters", "not accepted"],
-    ),
-    "unknown schedule": (["devices=2", "strategy.schedule=2F2B"], ["2F2B", "ZBVZeroBubble"]),
-}
-
-
-@pytest.mark.parametrize(("flags", "words"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_cannot_work_is_refused(flags: list[str], words: list[str], tmp_path: Path) -> None:
-    named = [] if any(flag.startswith("strategy=") for flag in flags) else ["--trainer.strategy=PipelineStrategy"]
-    flags = [*named, *(f"--trainer.{flag}" for flag in flags)]
-    result = run_here("fit", *TINY, *flags, f"--run_dir={tmp_path / 'run'}")
-    assert result.status == 2
-    assert len(result.stderr.strip().splitlines()) <= 5
-    assert all(word in result.stderr for word in words), result.stderr
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_handed_over_gradient_scales_and_accumulates() -> None:
     used, unused = (nn.Parameter(torch.ones(2)) for _ in range(2))
     used.grad = torch.tensor([10.0, 20.0])
     # Of a loss that was multiplied by 4 in the pipeline, as a gradient scaler then does.
-    loss = HandOver.apply(torch.tensor(3.0), [torch.tensor([1.0, 2.0]), None], 4.0, used, unused)
+    loss = PrecomputedGradients.apply(torch.tensor(3.0), [torch.tensor([1.0, 2.0]), None], 4.0, used, unused)
     assert loss.item() == 3.0
     (4.0 * loss / 2).backward()
     assert used.grad.tolist() == [10.5, 21.0]
     assert unused.grad is None
-
-
-def test_only_some_parameters_of_an_optimizer_state() -> None:
-    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
-    optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second], "lr": 0.1}], lr=0.2, momentum=0.9)
-    (first.sum() + second.sum()).backward()
-    optimizer.step()
-    state = optimizer.state_dict()
-    assert only_parameters(state, optimizer, [second])["state"].keys() == {1}
-    assert only_parameters(state, optimizer, [second])["param_groups"] == state["param_groups"]
 
 
 class WatchesGroups(L.Callback):
@@ -168,27 +97,20 @@ class WatchesGroups(L.Callback):
         self.groups = {metric.process_group for metric in pl_module.modules() if isinstance(metric, Metric)}
 
 
-@pytest.mark.filterwarnings("ignore:.*does not have many workers")
-@pytest.mark.parametrize("name", SCHEDULES)
+@short
+@pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
 def test_a_pipeline_of_one_process_fits_as_one_device_does(name: ScheduleName, tmp_path: Path) -> None:
-    fitted = {}
-    watch = WatchesGroups()
-    settings = {"max_epochs": 1, "precision": "64-true", "enable_progress_bar": False, "enable_model_summary": False}
-    for chunks in (None, GhostBatches(num_microbatches=2)):
+    watch, modules = WatchesGroups(), []
+    strategies = {"auto": GhostBatches(num_microbatches=2), PipelineStrategy(schedule=name, num_microbatches=2): None}
+    for strategy, chunks in strategies.items():
         L.seed_everything(0, verbose=False)
-        module = LitResNet("resnet10", stem="imagenet", ghost_batchnorm=chunks)
-        strategy = PipelineStrategy(schedule=name, num_microbatches=2) if chunks is None else "auto"
+        modules.append(LitResNet("resnet10", stem="imagenet", ghost_batchnorm=chunks))
         callbacks = [watch] if chunks is None else []
-        data = CIFAR10DataModule(dataset="synthetic", num_train=40, num_test=8, val_size=8, batch_size=16)
         with mock.patch.dict(os.environ):
-            trainer(1, strategy, callbacks=callbacks, default_root_dir=tmp_path, **settings).fit(module, data)
-        fitted[chunks] = module
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    ours, theirs = fitted.values()
-    assert ours.state_dict().keys() == theirs.state_dict().keys()
-    for key, tensor in theirs.state_dict().items():
-        torch.testing.assert_close(ours.state_dict()[key], tensor, rtol=1e-9, atol=1e-9)
+            fit(modules[-1], tmp_path, strategy=strategy, callbacks=callbacks, precision="64-true")
+    dist.destroy_process_group()
+    theirs, ours = modules
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-9, atol=1e-9)
     # Not over all processes: those of one replica have counted the same samples. Afterwards they are plain again.
     assert watch.groups == {watch.data_group}
     assert {metric.process_group for metric in ours.modules() if isinstance(metric, Metric)} == {None}
@@ -259,30 +181,22 @@ def run_schedule(name: ScheduleName, rank: int) -> dict[str, object]:
     network.eval()
     with torch.no_grad():
         logits += [pipeline.evaluate(batch_of(n)[0]) for n in EVALUATED]
-    own = [stage for index, stage in enumerate(partition.stages) if index in pipeline.stages]
-    ids = {id(t) for stage in own for t in stage.module(network).state_dict(keep_vars=True).values()}
-    held = {key for key, tensor in network.state_dict(keep_vars=True).items() if id(tensor) in ids}
+    held = {buffer for stage in pipeline.stages.values() for buffer in stage.buffers()}
     return {
         "logits": logits,
         "spans": spans[0],
         "gradients": {key: p.grad for key, p in network.named_parameters() if p.grad is not None},
-        "buffers": {key: buffer for key, buffer in network.named_buffers() if key in held},
-        "held": held,
-        "optimizer": saved_after_a_step(OPTIMIZERS[name], network, pipeline),
+        "buffers": {key: buffer for key, buffer in network.named_buffers() if buffer in held},
+        "optimizer": saved_after_a_step(network, pipeline),
     }
 
 
-def optimizer_of(kind: str, network: nn.Module) -> torch.optim.Optimizer:
-    settings = {"momentum": 0.9} if kind == "SGD" else {}
-    return getattr(torch.optim, kind)(network.parameters(), lr=0.0, **settings)
-
-
-def saved_after_a_step(kind: str, network: nn.Module, pipeline: Pipeline) -> list[dict[str, Any]]:
+def saved_after_a_step(network: nn.Module, pipeline: Pipeline) -> list[dict[str, Any]]:
     """What the strategy puts into a checkpoint, and what it does again once another optimizer has loaded that."""
     strategy = PipelineStrategy()
     strategy.parallel_devices = [torch.device("cpu")]
-    strategy._pipeline, strategy._mesh = pipeline, make_mesh("cpu", model_size=2, timeout=TIMEOUT)
-    optimizer, resumed = (optimizer_of(kind, network) for _ in range(2))
+    strategy.pipeline, strategy.mesh = pipeline, make_mesh("cpu", model_size=2, timeout=TIMEOUT)
+    optimizer, resumed = (torch.optim.Adagrad(network.parameters()) for _ in range(2))
     optimizer.step()
     saved = strategy.optimizer_state(optimizer)
     strategy.optimizers = [resumed]
@@ -308,8 +222,9 @@ def alone() -> tuple[nn.Module, list[Tensor]]:
     logits = []
     for num_samples in TRAINED:
         images, labels = batch_of(num_samples)
-        logits.append(network(images))
-        loss_of(logits[-1], labels).mean().backward()
+        output = network(images)
+        loss_of(output, labels).mean().backward()
+        logits.append(output.detach())
     network.eval()
     with torch.no_grad():
         logits += [network(batch_of(n)[0]) for n in EVALUATED]
@@ -317,24 +232,18 @@ def alone() -> tuple[nn.Module, list[Tensor]]:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_process_has_the_logits_of_one_device(name: str, by_processes: list, alone: tuple) -> None:
-    for process in by_processes:
-        assert [len(found) for found in process[name]["logits"]] == TRAINED + EVALUATED
-        for found, expected in zip(process[name]["logits"], alone[1], strict=True):
-            torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_gradients_and_running_statistics_are_those_of_one_device(name: str, by_processes: list, alone: tuple) -> None:
-    expected = {key: p.grad for key, p in alone[0].named_parameters()}
-    gradients = by_processes[0][name]["gradients"] | by_processes[1][name]["gradients"]
-    buffers = by_processes[0][name]["buffers"] | by_processes[1][name]["buffers"]
-    assert gradients.keys() == expected.keys()
-    for key, gradient in gradients.items():
-        torch.testing.assert_close(gradient, expected[key], rtol=1e-9, atol=1e-9)
-    assert buffers.keys() == dict(alone[0].named_buffers()).keys()
-    for key, buffer in alone[0].named_buffers():
-        torch.testing.assert_close(buffers[key], buffer, rtol=0, atol=1e-9)
+def test_logits_gradients_and_running_statistics_are_those_of_one_device(
+    name: str, by_processes: list, alone: tuple
+) -> None:
+    network, logits = alone
+    first, second = (process[name] for process in by_processes)
+    assert not first["gradients"].keys() & second["gradients"].keys()  # each trains its own stages alone
+    for process in (first, second):
+        torch.testing.assert_close(process["logits"], logits, rtol=0, atol=1e-9)
+    expected = {key: p.grad for key, p in network.named_parameters()}
+    torch.testing.assert_close(first["gradients"] | second["gradients"], expected, rtol=1e-9, atol=1e-9)
+    buffers = dict(network.named_buffers())
+    torch.testing.assert_close(first["buffers"] | second["buffers"], buffers, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -351,25 +260,19 @@ def test_the_recorded_order_has_the_bubble_of_its_formula(
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_each_process_trains_its_own_stages_alone(name: str, by_processes: list) -> None:
-    first, second = (process[name] for process in by_processes)
-    assert not first["held"] & second["held"]
-    for process in (first, second):
-        assert process["gradients"].keys() <= process["held"]
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
 def test_an_optimizer_state_is_saved_and_loaded_as_on_one_device(name: str, by_processes: list, alone: tuple) -> None:
     """Adagrad has a state for every parameter from the beginning, of other stages' parameters too."""
-    optimizer = optimizer_of(OPTIMIZERS[name], alone[0])
+    network = deepcopy(alone[0])
+    for parameter, own in zip(network.parameters(), alone[0].parameters(), strict=True):
+        parameter.grad = own.grad
+    optimizer = torch.optim.Adagrad(network.parameters())
     optimizer.step()
     expected = optimizer.state_dict()
     for process in by_processes:
         for state in process[name]["optimizer"]:
             assert list(state["state"]) == list(expected["state"])
             assert state["param_groups"] == expected["param_groups"]
-            for index, entry in expected["state"].items():
-                torch.testing.assert_close(state["state"][index], entry, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(state["state"], expected["state"], rtol=1e-9, atol=1e-9)
 
 
 def test_the_groups_of_both_axes_have_the_time_limit_of_the_run(by_processes: list) -> None:
@@ -386,10 +289,3 @@ def test_a_strategy_hands_its_time_limit_on(monkeypatch: pytest.MonkeyPatch) -> 
     strategy = trainer(2, PipelineStrategy(timeout=TIMEOUT)).strategy
     strategy.setup_environment()
     made.assert_called_once_with("cpu", model_size=2, timeout=TIMEOUT)
-
-
-def test_a_network_that_does_not_say_its_blocks_is_refused() -> None:
-    module = LitResNet("resnet10")
-    module.network = nn.Flatten()
-    with pytest.raises(ConfigError, match="=pp cuts a network between its blocks, and Flatten does not say"):
-        trainer(2, "pp").strategy.connect(module)

@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from fake_devices import MODES, SECOND, data_module, fake_devices, lit_resnet, train, validate
+from fake_devices import MODES, data_module, fake_devices, lit_resnet, train
 from torch.optim import Adagrad, Adam
 from torchmetrics import MeanMetric
 
 import lit_cifar.strategies.mp
-from lit_cifar.data import CIFAR10DataModule
-from lit_cifar.data.images import Batch
 from lit_cifar.models.partition import Partition
 from lit_cifar.strategies.mp import StagedRunner, StagedStrategy
 from lit_cifar.task.module import LitResNet
@@ -61,61 +59,12 @@ def test_a_metric_left_on_the_host_is_caught(strategy: Callable[[], Any]) -> Non
         train(strategy(), Lit("tiny", stem="imagenet"), data_module())
 
 
-@every_mode
-@pytest.mark.parametrize(
-    ("metric", "state", "size"), [("loss", "total", ()), ("details.acc_per_class", "confmat", (10, 10))]
-)
-def test_a_metric_of_the_evaluation_left_on_the_host_is_caught(
-    strategy: Callable[[], Any], metric: str, state: str, size: tuple[int, ...]
-) -> None:
-    class Lit(LitResNet):
-        def on_validation_epoch_start(self) -> None:
-            setattr(self.val_metrics.get_submodule(metric), state, torch.zeros(size, dtype=torch.int64))
-
-    with misplaced:
-        validate(strategy(), Lit("tiny", stem="imagenet"), data_module())
-
-
-@every_mode
-@pytest.mark.parametrize("field", ["images", "labels"])
-def test_a_part_of_the_batch_left_on_the_host_is_caught(strategy: Callable[[], Any], field: str) -> None:
-    class Data(CIFAR10DataModule):
-        def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
-            moved: Batch = super().transfer_batch_to_device(batch, device, dataloader_idx)
-            return moved._replace(**{field: getattr(batch, field)})
-
-    data = data_module(resident="host", kind=Data)
-    with misplaced:
-        train(strategy(), lit_resnet(), data)
-
-
-@staged_modes
-def test_labels_on_the_device_of_another_stage_are_caught(strategy: Callable[[], Any]) -> None:
-    class Data(CIFAR10DataModule):
-        def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-            batch = super().on_after_batch_transfer(batch, dataloader_idx)
-            return batch._replace(labels=batch.labels.to(SECOND))
-
-    with misplaced:
-        train(strategy(), lit_resnet(), data_module(kind=Data))
-
-
 @staged_modes
 def test_a_stage_on_the_wrong_device_is_caught(strategy: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """As Lightning's own strategies do: the whole module on the root device."""
     monkeypatch.setattr(StagedStrategy, "model_to_device", lambda self: self.model.to(self.root_device))
     with misplaced:
         train(strategy(), lit_resnet(), data_module())
-
-
-@staged_modes
-def test_logits_on_the_device_of_the_last_stage_are_caught(
-    strategy: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = StagedRunner.__call__
-    monkeypatch.setattr(StagedRunner, "__call__", lambda self, images: run(self, images).to(SECOND))
-    with misplaced:
-        validate(strategy(), lit_resnet(), data_module())
 
 
 @staged_modes

@@ -10,7 +10,7 @@ import torch
 from tiny_task import CLASSES, Batches, TinyData, TinyTask, fake_trainer, tiny_trainer
 
 from lit_cifar.data.batch_split import BatchSplit
-from lit_cifar.data.predict_files import FolderImages
+from lit_cifar.data.pictures import FolderImages
 from lit_cifar.reporting.evaluation_tables import PredictionWriter
 
 NAMES = ("b.png", 'odd, "name".png', "broken.png", "sub/a.jpg", "notes.txt", "z.png")
@@ -48,16 +48,10 @@ def test_every_file_has_a_row_in_input_order(tmp_path: Path) -> None:
     assert header == ["file", "class", "confidence", "error"]
     assert rows == expected_rows()
     assert [path.name for path in tmp_path.glob("*.part")] == []
-
-
-def test_images_that_a_limited_run_did_not_reach_say_so(tmp_path: Path) -> None:
     _, *rows = predict(tmp_path, limit_predict_batches=1)
     assert rows[:3] == expected_rows()[:3]
-    assert [row[3] for row in rows[3:]] == [
-        "not classified: the run was limited to fewer batches",
-        "not an image",
-        "not classified: the run was limited to fewer batches",
-    ]
+    unreached = "not classified: the run was limited to fewer batches"
+    assert [row[3] for row in rows[3:]] == [unreached, "not an image", unreached]
 
 
 @pytest.mark.parametrize("ranks", [[0, 1, 2], [0, 0, 1, 1, 2, 2]], ids=["each once", "each on two processes"])

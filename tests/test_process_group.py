@@ -6,9 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
-
-from lit_cifar.launch.signals import destroy_process_group_at_exit
 
 # Handlers run in reverse order: the one registered before the package is imported sees what the package's has done.
 SCRIPT = """
@@ -51,8 +48,3 @@ def test_no_thread_of_a_group_outlives_it(end: str) -> None:
     script = THREADS.format(end=end)
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert done.stdout == "threads: 1\n", done.stderr
-
-
-def test_without_a_group_there_is_nothing_to_do() -> None:
-    destroy_process_group_at_exit()
-    assert not dist.is_initialized()

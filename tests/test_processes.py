@@ -2,13 +2,12 @@
 
 from typing import Any
 
-import lightning as L
 import pytest
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.launch.processes import settle_processes
+from lit_cifar.launch.processes import resolve_world_size
 from lit_cifar.launch.rendezvous import LocalEnvironment, TorchrunEnvironment
 from lit_cifar.strategies import DDPLayerParallelStrategy, ProcessSyncBatchNorm
 
@@ -36,7 +35,7 @@ def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sizes_are_those_of_torchrun(given: Any, strategy: Any, devices: int) -> None:
     same = given == "same"
     config = trainer(strategy=strategy, devices=devices if same else given, num_nodes=2 if same else 1)
-    settle_processes(config)
+    resolve_world_size(config)
     assert (config["devices"], config["num_nodes"]) == (devices, 2)
     assert [type(plugin) for plugin in config["plugins"]] == [TorchrunEnvironment]
 
@@ -45,7 +44,7 @@ def test_sizes_are_those_of_torchrun(given: Any, strategy: Any, devices: int) ->
 @pytest.mark.parametrize("devices", [[0, 1, 2], "0,1,2", -1, "-1", "3"])
 def test_devices_named_one_by_one_stay(devices: Any) -> None:
     config = trainer(devices=devices)
-    settle_processes(config)
+    resolve_world_size(config)
     assert config["devices"] == devices
 
 
@@ -63,52 +62,52 @@ def test_devices_named_one_by_one_stay(devices: Any) -> None:
 )
 def test_contradictions_are_refused(given: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
-        settle_processes(trainer(**given))
+        resolve_world_size(trainer(**given))
 
 
 @pytest.mark.usefixtures("torchrun")
 def test_machines_with_different_numbers_of_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "5")
     with pytest.raises(ConfigError, match="5 processes on 2 machines, but 3 on this one"):
-        settle_processes(trainer())
+        resolve_world_size(trainer())
 
 
 @pytest.mark.usefixtures("torchrun")
 def test_several_machines_need_the_name_of_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     with pytest.raises(ConfigError, match="export GLOO_SOCKET_IFNAME=NAME on every machine"):
-        settle_processes(trainer())
+        resolve_world_size(trainer())
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     with pytest.raises(ConfigError, match="GLOO_SOCKET_IFNAME=nowhere0 is not an interface of this machine"):
-        settle_processes(trainer())
+        resolve_world_size(trainer())
 
 
 def test_several_machines_need_torchrun() -> None:
     with pytest.raises(ConfigError, match=r"--trainer.num_nodes=2.*\n.*configs/cluster/torchrun.sh"):
-        settle_processes(trainer(num_nodes=2))
+        resolve_world_size(trainer(num_nodes=2))
 
 
 def test_several_processes_of_a_cluster_need_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_NTASKS", "4")
     monkeypatch.setenv("SLURM_JOB_NAME", "training")
     with pytest.raises(ConfigError, match=r"a cluster has 4 tasks(.|\n)*configs/cluster/slurm.sh"):
-        settle_processes(trainer())
+        resolve_world_size(trainer())
     monkeypatch.setenv("SLURM_NTASKS", "1")
-    settle_processes(trainer())
+    resolve_world_size(trainer())
 
 
 @pytest.mark.usefixtures("torchrun")
 @pytest.mark.parametrize("mode", ["dp", "mp"])
 def test_modes_of_one_process_are_left_to_refuse_others_themselves(mode: str) -> None:
     config = trainer(strategy=mode, num_nodes=2)
-    settle_processes(config)
+    resolve_world_size(config)
     assert config == trainer(strategy=mode, num_nodes=2)
 
 
 def test_without_torchrun_only_the_meeting_place_is_added() -> None:
     norm = ProcessSyncBatchNorm()
     config = trainer(devices=2, plugins=norm)
-    settle_processes(config)
+    resolve_world_size(config)
     assert (config["devices"], config["num_nodes"]) == (2, 1)
     assert config["plugins"][0] is norm
     assert type(config["plugins"][1]) is LocalEnvironment
@@ -119,12 +118,5 @@ def test_the_users_own_environment_stays(where: str) -> None:
     own = LightningEnvironment()
     config = trainer(plugins=[own]) if where == "plugins" else trainer(strategy=DDPStrategy(cluster_environment=own))
     before = dict(config)
-    settle_processes(config)
+    resolve_world_size(config)
     assert config == before
-
-
-def test_the_trainer_takes_what_was_settled() -> None:
-    config = trainer(devices=2)
-    settle_processes(config)
-    made = L.Trainer(**config, accelerator="cpu", logger=False, enable_checkpointing=False)
-    assert made.strategy.cluster_environment is config["plugins"][0]

@@ -23,46 +23,10 @@ def test_wilson_interval_equals_the_published_values(correct: int, total: int, l
     assert AccuracyCount(correct, total).interval() == pytest.approx((low, high), abs=5e-5)
 
 
-def test_interval_is_symmetric_in_right_and_wrong_and_stays_inside_0_and_1() -> None:
-    low, high = AccuracyCount(20, 20).interval()
-    assert high == 1.0
-    assert low == pytest.approx(1 - 0.1611, abs=5e-5)
-    assert AccuracyCount(0, 20).interval()[0] == 0.0
-    wider = AccuracyCount(81, 263).interval(level=0.99)
-    assert wider[0] < 0.2553
-    assert wider[1] > 0.3662
-
-
-def test_no_samples_mean_no_knowledge() -> None:
-    empty = AccuracyCount(0, 0)
-    assert math.isnan(empty.accuracy)
-    assert empty.interval() == (0.0, 1.0)
-
-
 @pytest.mark.parametrize(("correct", "total"), [(-1, 3), (4, 3), (0, -1)])
 def test_impossible_counts_are_refused(correct: int, total: int) -> None:
     with pytest.raises(ValueError, match=f"{correct} correct of {total}"):
         AccuracyCount(correct, total)
-
-
-@pytest.mark.parametrize("level", [0.0, 1.0, 95.0])
-def test_impossible_levels_are_refused(level: float) -> None:
-    with pytest.raises(ValueError, match=f"level={level}"):
-        AccuracyCount(1, 2).interval(level)
-
-
-def test_pooled_counts_are_whole_numbers() -> None:
-    assert pooled([AccuracyCount(1, 3), AccuracyCount(2, 4)]) == AccuracyCount(3, 7)
-    assert pooled([]) == AccuracyCount(0, 0)
-
-
-def test_chance_probability_of_the_lady_tasting_tea() -> None:
-    """Fisher's own example: 8 cups, 4 of each kind; 3 of 4 right happens in 17 of 70 cases, 4 of 4 in 1 of 70."""
-    whole = AccuracyCount(4, 8)
-    assert math.exp(log_chance(AccuracyCount(3, 4), whole)) == pytest.approx(2 * 17 / 70)
-    assert math.exp(log_chance(AccuracyCount(1, 4), whole)) == pytest.approx(2 * 17 / 70)
-    assert math.exp(log_chance(AccuracyCount(4, 4), whole)) == pytest.approx(2 / 70)
-    assert math.exp(log_chance(AccuracyCount(2, 4), whole)) == 1.0
 
 
 def brute_force(part: AccuracyCount, whole: AccuracyCount) -> float:
@@ -89,12 +53,6 @@ def test_chance_probability_at_the_size_of_a_test_set() -> None:
     assert math.exp(log_chance(part, whole)) == pytest.approx(brute_force(part, whole), rel=1e-6)
 
 
-def test_only_the_planted_rank_is_flagged() -> None:
-    assert deviates([*HONEST_AT_7_RANKS, AccuracyCount(1280, 1429)]) == [False] * 7
-    assert deviates([*HONEST_AT_7_RANKS, AccuracyCount(1180, 1429)]) == [False] * 6 + [True]
-    assert deviates([AccuracyCount(1360, 1429), *HONEST_AT_7_RANKS]) == [True] + [False] * 6
-
-
 def test_a_bad_rank_does_not_make_the_honest_ones_look_too_good() -> None:
     honest = [AccuracyCount(900, 1000), AccuracyCount(895, 1000), AccuracyCount(910, 1000)]
     bad = AccuracyCount(800, 1000)
@@ -107,11 +65,6 @@ def test_the_order_of_extremes_survives_probabilities_too_small_for_a_float() ->
     whole = pooled([*honest, AccuracyCount(500, 10000)])
     assert math.exp(log_chance(AccuracyCount(500, 10000), whole)) == math.exp(log_chance(honest[2], whole)) == 0.0
     assert deviates([*honest, AccuracyCount(500, 10000)]) == [False, False, False, True]
-
-
-def test_of_two_ranks_both_or_none_are_flagged() -> None:
-    assert deviates([AccuracyCount(900, 1000), AccuracyCount(800, 1000)]) == [True, True]
-    assert deviates([AccuracyCount(900, 1000), AccuracyCount(890, 1000)]) == [False, False]
 
 
 def test_the_level_is_shared_among_the_ranks() -> None:
@@ -137,13 +90,13 @@ def test_degenerate_counts_are_never_flagged(counts: list[AccuracyCount]) -> Non
     assert deviates(counts) == [False] * len(counts)
 
 
-def test_honest_ranks_are_flagged_no_more_often_than_promised() -> None:
-    """At a family-wise level of 20 % and 500 evaluations, 100 flagged ones are expected at most (5 sigma: 145)."""
-    draw = random.Random(1)
-    samples = [1] * 180 + [0] * 20
-    flagged = 0
-    for _ in range(500):
-        draw.shuffle(samples)
-        ranks = [AccuracyCount(sum(part), len(part)) for part in (samples[rank::4] for rank in range(4))]
-        flagged += any(deviates(ranks, level=0.2))
-    assert 0 < flagged < 145
+def test_no_samples_mean_no_knowledge() -> None:
+    assert math.isnan(AccuracyCount(0, 0).accuracy)
+    assert AccuracyCount(0, 0).interval() == (0.0, 1.0)
+
+
+def test_only_the_planted_rank_is_flagged_and_of_two_both_or_none() -> None:
+    assert deviates([*HONEST_AT_7_RANKS, AccuracyCount(1280, 1429)]) == [False] * 7
+    assert deviates([*HONEST_AT_7_RANKS, AccuracyCount(1180, 1429)]) == [False] * 6 + [True]
+    assert deviates([AccuracyCount(900, 1000), AccuracyCount(800, 1000)]) == [True, True]
+    assert deviates([AccuracyCount(900, 1000), AccuracyCount(890, 1000)]) == [False, False]

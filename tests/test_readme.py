@@ -13,13 +13,13 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from documents import BENCHMARKS, PAGES, ROOT, blocks, commit_of, exists_at, inline_commands, is_in_history, parser_of
+from documents import PAGES, ROOT, SCRIPTS, blocks, commit_of, exists_at, inline_commands, is_in_history, parser_of
 from parts import in_part
 from torch.distributed.run import get_args_parser
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.strategies.modes import variants
-from lit_cifar.tools.commands.bench import SECTIONS, bench_parser
+from lit_cifar.tools.commands.bench import bench_parser
 from lit_cifar.tools.commands.chaos import chaos_parser
 from lit_cifar.tools.commands.doctor import doctor_parser
 from lit_cifar.tools.commands.export import export_parser
@@ -51,7 +51,7 @@ def check_command(words: Sequence[str]) -> None:
             options = get_args_parser().parse_args(args)
             assert (options.module, options.training_script) == (True, "lit_cifar")
             check_program(options.training_script_args)
-        case ["python", script, *args] if Path(script).parent == Path("benchmarks"):
+        case ["python", script, *args] if Path(script).parent == Path("benchmarks/scripts"):
             check_benchmark(Path(script).stem, args)
         case ["sbatch", script, *args] | [script, *args] if script.startswith("configs/cluster/"):
             assert os.access(script, os.X_OK)
@@ -80,8 +80,7 @@ def check_program(args: list[str]) -> None:
             options, rest = trace_parser().parse_known_args(args[2:])
             parser_of("fit").parse_args(["fit", *variants(options.devices)[options.mode].flags, *rest])
         case "bench":
-            options = bench_parser().parse_args(args[1:])
-            assert {*options.sections} <= {*SECTIONS, "all"}
+            bench_parser().parse_args(args[1:])
         case "doctor":
             doctor_parser().parse_args(args[1:])
         case "chaos":
@@ -135,7 +134,7 @@ def check_pytest(args: list[str]) -> None:
 @pytest.fixture
 def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(SCRIPTS))
 
 
 @pytest.mark.usefixtures("at_root")
@@ -162,9 +161,9 @@ def test_commands_parse(words: tuple[str, ...], capsys: pytest.CaptureFixture[st
         "python -m lit_cifar report --no-such RUN",
         "torchrun --standalone --nproc=2 --no-such -m lit_cifar fit",
         "torchrun --standalone --nproc-per-node=2 -m lit_cifar fit --model.no_such=1",
-        "python benchmarks/figures.py a b",
-        "python benchmarks/no_such.py",
-        "python benchmarks/loss_curves.py losses.json --model.no_such=1",
+        "python benchmarks/scripts/figures.py a b",
+        "python benchmarks/scripts/no_such.py",
+        "python benchmarks/scripts/loss_curves.py losses.json --model.no_such=1",
         "INTERFACE=ib0 sbatch configs/cluster/no_such.sh",
         "INTERFACE=ib0 sbatch configs/cluster/slurm.sh --model.no_such=1",
         "pip install -e .[no_such]",
@@ -200,7 +199,8 @@ def test_every_block_and_every_program_is_looked_at() -> None:
     """No command is hidden where this test does not look: in a block of another name."""
     for page in PAGES:
         fences = re.findall(r"^```(\w*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
-        assert set(fences) <= {"bash", "text", "diff", ""}  # `test_contributing` applies the diffs
+        # `test_contributing` applies the diffs; Python is of programs of others.
+        assert set(fences) <= {"bash", "text", "diff", "python", ""}
     assert len(OF_TODAY) > 40
 
 

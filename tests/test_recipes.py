@@ -1,4 +1,4 @@
-"""`benchmarks/recipes.py`: every seed is trained and tested once, and a record that is there is continued."""
+"""`benchmarks/scripts/recipes.py`: every seed is trained and tested once, and a record that is there is continued."""
 
 import json
 from pathlib import Path
@@ -6,12 +6,12 @@ from types import ModuleType
 
 import pytest
 from commands import TINY
-from documents import ROOT
+from documents import SCRIPTS
 
 
 @pytest.fixture
 def recipes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(SCRIPTS))
     import recipes
 
     return recipes
@@ -50,7 +50,7 @@ def test_a_record_is_continued_with_the_seeds_that_it_lacks(
 
 @pytest.mark.slow
 def test_a_recipe_is_trained_and_tested(recipes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "benchmarks"))
+    monkeypatch.setenv("PYTHONPATH", str(SCRIPTS))
     found = recipes.trained("fast94", [*TINY, "--model.compile=false", "--trainer.max_epochs=3"], seed=3)
     assert (found["seed"], found["total"], found["epochs"]) == (3, 100, 3)
     # The first epoch and the last count as usual ones.

@@ -36,6 +36,8 @@ REFUSED = BEYOND | {
     "no microbatch": ["strategy=PipelineStrategy", "devices=5", "strategy.num_microbatches=0"],
     "half a V": ["strategy=PipelineStrategy", "devices=2", "strategy.num_stages=3", "strategy.schedule=ZBVZeroBubble"],
     "half a pipeline": ["strategy=ddp_pp", "devices=3"],
+    "more stages than processes": ["strategy=PipelineStrategy", "devices=2", "strategy.num_stages=3"],
+    "no microbatch in one process": ["strategy=LayerParallelStrategy", "devices=2", "strategy.num_microbatches=0"],
     "half a process by its short name": ["strategy=ddp_mp", "devices=3"],
     "half a process": ["strategy=DDPLayerParallelStrategy", "strategy.num_stages=3", "devices=4"],
     "synchronised microbatches": [
@@ -46,6 +48,7 @@ REFUSED = BEYOND | {
     "uneven stages": ["strategy=LayerParallelStrategy", "strategy.num_stages=3", "devices=2"],
     "uneven tensors": ["strategy=tp", "devices=3"],
     "parts of tensors in one kernel": ["strategy=fsdp2", "devices=2", *FUSED],
+    "fewer parts than none": ["strategy=ShardedStrategy", "devices=2", "strategy.tensor_parallel_size=0"],
     "compiled copies": ["strategy=dp", "devices=2", "--model.compile=true"],
     "compiled parts of tensors": ["strategy=tp", "devices=2", "--model.compile=true"],
     "no interval": ["val_check_interval=0"],

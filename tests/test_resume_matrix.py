@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from commands import launch, run_here
+from comparing import assert_same_checkpoint
 
 from lit_cifar.checkpoint.format import read_checkpoint
 
@@ -88,17 +88,7 @@ def test_what_one_mode_wrote_every_mode_resumes(writer: str, tmp_path: Path) -> 
 
 
 def assert_same_end(found: dict[str, Any], wanted: dict[str, Any], *, where: str) -> None:
-    def explained(problem: str) -> str:
-        return f"{where}: {problem}"
-
     assert found["global_step"] == wanted["global_step"] == 4, where
     assert found["lr_schedulers"] == wanted["lr_schedulers"], where
     assert list(found["state_dict"]) == list(wanted["state_dict"]), where
-    for name, tensor in wanted["state_dict"].items():
-        torch.testing.assert_close(found["state_dict"][name], tensor, rtol=1e-9, atol=1e-9, msg=explained)
-    states = [state["optimizer_states"][0] for state in (found, wanted)]
-    assert states[0]["param_groups"] == states[1]["param_groups"], where
-    assert list(states[0]["state"]) == list(states[1]["state"]), where
-    for index, entry in states[1]["state"].items():
-        momentum = states[0]["state"][index]["momentum_buffer"]
-        torch.testing.assert_close(momentum, entry["momentum_buffer"], rtol=0, atol=1e-9, msg=explained)
+    assert_same_checkpoint(found, wanted, tolerance=1e-9)

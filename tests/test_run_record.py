@@ -1,4 +1,4 @@
-"""`benchmarks/run_record.py`: a record is continued where it ends, and never mixes settings."""
+"""`benchmarks/scripts/run_record.py`: a record is continued where it ends, and never mixes settings."""
 
 import json
 import subprocess
@@ -8,14 +8,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from documents import ROOT
+from documents import SCRIPTS
 
 from lit_cifar.errors import ConfigError
 
 
 @pytest.fixture
 def run_record(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(SCRIPTS))
     import run_record
 
     return run_record
@@ -54,7 +54,7 @@ def test_a_record_with_other_settings_is_refused(run_record: ModuleType, tmp_pat
 def test_a_script_refuses_in_words(script: str, tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     record.write_text('{"flags": [], "rows": []}')
-    command = [sys.executable, str(ROOT / "benchmarks" / f"{script}.py"), str(record), "--data.batch_size=8"]
+    command = [sys.executable, str(SCRIPTS / f"{script}.py"), str(record), "--data.batch_size=8"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith(f"lit_cifar: error: {record} has been made with other flags\n")

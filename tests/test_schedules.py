@@ -26,8 +26,7 @@ def test_linear_rise_and_fall() -> None:
 
 def test_cosine_falls_through_half_at_half_time() -> None:
     seen = rates(8, warmup=0, decay="cosine")
-    assert seen[0] == 2.0
-    assert seen[4] == pytest.approx(1.0)
+    assert (seen[0], seen[4]) == (2.0, pytest.approx(1.0))
     assert seen == sorted(seen, reverse=True)
 
 
@@ -35,21 +34,6 @@ def test_cosine_falls_through_half_at_half_time() -> None:
 def test_warmup_is_a_share(warmup: float) -> None:
     with pytest.raises(ValueError, match="share of all steps"):
         rates(10, warmup=warmup)
-
-
-def test_state_is_primitive_and_restores() -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
-    schedule = WarmupDecay(optimizer)
-    schedule.set_total_steps(100)
-    for _ in range(30):
-        optimizer.step()
-        schedule.step()
-    state = schedule.state_dict()
-    assert all(isinstance(v, int | float | str | list | bool | None) for v in state.values())
-    other = WarmupDecay(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0))
-    other.set_total_steps(100)
-    other.load_state_dict(state)
-    assert other.get_lr() == schedule.get_lr()
 
 
 def test_a_longer_run_goes_on_in_its_own_plan() -> None:

@@ -1,18 +1,24 @@
+"""The data sets as they lie on a disk, and how they get there."""
+
 import hashlib
+import http.server
 import os
 import pickle
 import shutil
+import socket
+import tarfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from data_files import cifar10_records, load, pack, prepare, write_binary_edition
-from torchvision.datasets import CIFAR10
+from data_files import cifar10_records, load, pack, prepare, served, write_binary_edition, write_idx
+from torchvision.datasets import CIFAR10, FashionMNIST
 
-from lit_cifar.data import CIFAR10DataModule, cifar10, fashion_mnist
-from lit_cifar.data.dataset import Dataset
-from lit_cifar.data.download import Archive
+from lit_cifar.data import CIFAR10DataModule, cifar10, download, fashion_mnist
+from lit_cifar.data.download import installing
 from lit_cifar.data.sources import open_dataset
 from lit_cifar.errors import ConfigError, DataError
 
@@ -20,30 +26,27 @@ PER_FILE = 20
 REAL_ROOT = Path(os.environ.get("LIT_CIFAR_DATA", "data"))
 
 
-def dataset_info(name: str) -> Dataset:
-    return open_dataset(name, "nowhere")
-
-
 @pytest.fixture(autouse=True)
-def no_real_download(monkeypatch):
-    archive = Archive(url="http://127.0.0.1:9/cifar.tar.gz", md5="", folder="cifar-10-batches-bin")
-    monkeypatch.setattr(cifar10, "CIFAR10_BINARY", archive)
+def no_real_download(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the discard port nothing listens. `publish` may set the hash."""
+    monkeypatch.setattr(cifar10, "URL", "http://127.0.0.1:9/small.tar.gz")
+    monkeypatch.setattr(cifar10, "MD5", cifar10.MD5)
 
 
 @pytest.fixture
-def small_files(monkeypatch):
+def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of 20 records count as complete."""
     monkeypatch.setattr(cifar10, "RECORDS_PER_FILE", PER_FILE)
 
 
 @pytest.fixture
-def binary_root(small_files, tmp_path):
+def binary_root(small_files: None, tmp_path: Path) -> Path:
     write_binary_edition(tmp_path, records_per_file=PER_FILE)
     return tmp_path
 
 
 @pytest.fixture
-def python_root(monkeypatch, tmp_path):
+def python_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A small python edition whose hashes torchvision takes for the official ones."""
     folder = tmp_path / CIFAR10.base_folder
     folder.mkdir()
@@ -58,72 +61,54 @@ def python_root(monkeypatch, tmp_path):
 
     monkeypatch.setattr(CIFAR10, "train_list", [write_batch(f"data_batch_{i + 1}", i) for i in range(5)])
     monkeypatch.setattr(CIFAR10, "test_list", [write_batch("test_batch", 5)])
-    meta = {"filename": "batches.meta", "key": "label_names"}
     md5 = write("batches.meta", {"label_names": list(cifar10.CLASSES)})
-    monkeypatch.setattr(CIFAR10, "meta", {**meta, "md5": md5})
+    monkeypatch.setattr(CIFAR10, "meta", {"filename": "batches.meta", "key": "label_names", "md5": md5})
     return tmp_path
 
 
-def refusal(function, *args, **kwargs) -> str:
+def refusal(root: Path, name: str = "cifar10", *, may_download: bool = True) -> str:
     with pytest.raises(DataError) as caught:
-        function(*args, **kwargs)
-    message = str(caught.value)
-    assert len(message.splitlines()) <= 5
-    assert message == f"{caught.value.problem}\n{caught.value.remedy}"
-    return message
+        prepare(name, root, download=may_download)
+    assert len(str(caught.value).splitlines()) <= 5
+    return str(caught.value)
 
 
 def refused_by_both(root: Path) -> str:
     """The message, which `prepare` and `load` must agree on."""
-    message = refusal(prepare, "cifar10", root, download=True)
-    assert message == refusal(load, "cifar10", root, split="train")
+    message = refusal(root)
+    with pytest.raises(DataError) as caught:
+        load("cifar10", root, split="train")
+    assert message == str(caught.value)
     return message
 
 
 def assert_is_small_cifar10(root: Path) -> None:
+    prepare("cifar10", root, download=False)
     for split, seeds in (("train", range(5)), ("test", [5])):
         records = np.concatenate([cifar10_records(PER_FILE, seed=seed) for seed in seeds])
         images = load("cifar10", root, split=split)
-        assert images.images.dtype == torch.uint8
+        assert (images.images.dtype, images.labels.dtype) == (torch.uint8, torch.int64)
         assert images.images.is_contiguous()
-        assert images.labels.dtype == torch.int64
         assert images.images.tolist() == records[:, 1:].reshape(-1, 3, 32, 32).tolist()
         assert images.labels.tolist() == records[:, 0].tolist()
-        assert images.classes == cifar10.CLASSES
         assert images.name == f"CIFAR-10 {split}"
 
 
-def test_the_binary_edition_is_read_in_order(binary_root):
-    prepare("cifar10", binary_root, download=False)
-    assert_is_small_cifar10(binary_root)
+def test_the_binary_edition_below_the_home_folder(binary_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(binary_root.parent))
+    assert_is_small_cifar10(Path("~") / binary_root.name)
 
 
-def test_the_python_edition_is_read_in_order(python_root):
-    prepare("cifar10", python_root, download=False)
+def test_the_python_edition(python_root: Path) -> None:
     assert_is_small_cifar10(python_root)
-
-
-def test_of_both_editions_the_binary_one_is_read(binary_root, python_root):
-    assert binary_root == python_root
-    for path in (python_root / CIFAR10.base_folder).iterdir():
-        path.write_bytes(b"garbage")
-    prepare("cifar10", python_root, download=False)
-    assert_is_small_cifar10(python_root)
-
-
-def test_a_changed_pickle_is_never_opened(python_root, monkeypatch):
-    def opened(*args: object, **kwargs: object) -> None:
-        pytest.fail("unpickled before the hash was checked")
-
-    path = python_root / CIFAR10.base_folder / "data_batch_5"
-    path.write_bytes(path.read_bytes() + b" ")
-    monkeypatch.setattr(pickle, "load", opened)
-    assert f"{path.parent} is incomplete, or differs from the official files by md5" in refused_by_both(python_root)
-
-
-def test_an_incomplete_python_edition(python_root):
     (python_root / CIFAR10.base_folder / "test_batch").unlink()
     assert "is incomplete" in refused_by_both(python_root)
+
+
+def test_of_both_editions_the_binary_one_is_read(binary_root: Path, python_root: Path) -> None:
+    for path in (python_root / CIFAR10.base_folder).iterdir():
+        path.write_bytes(b"garbage")
+    assert_is_small_cifar10(python_root)
 
 
 def records_with(old: int | None, label: int) -> bytes:
@@ -138,13 +123,15 @@ def records_with(old: int | None, label: int) -> bytes:
     [
         ("data_batch_4.bin", None, "{path} cannot be read: No such file"),
         ("data_batch_2.bin", bytes(PER_FILE * 3073 - 1), f"{{path}} holds {PER_FILE * 3073 - 1} bytes, not"),
-        ("data_batch_3.bin", records_with(None, 10), "{path}: record 7 has label 10; CIFAR-10's are 0 to 9"),
-        ("data_batch_3.bin", records_with(3, 4), "holds 8 train images of class cat; CIFAR-10 has 10 of each"),
+        ("data_batch_3.bin", records_with(None, 10), "does not hold 10 train images of each class"),
+        ("data_batch_3.bin", records_with(3, 4), "does not hold 10 train images of each class"),
     ],
     ids=["missing", "too short", "no such label", "too few of a class"],
 )
-def test_a_damaged_file_is_not_replaced_by_the_python_edition(binary_root, python_root, name, content, words):
-    path = binary_root / "cifar-10-batches-bin" / name
+def test_a_damaged_file_is_not_replaced_by_the_python_edition(
+    binary_root: Path, python_root: Path, name: str, content: bytes | None, words: str
+) -> None:
+    path = binary_root / cifar10.FOLDER / name
     path.unlink() if content is None else path.write_bytes(content)
     message = refused_by_both(python_root)
     assert words.format(path=path) in message
@@ -152,63 +139,142 @@ def test_a_damaged_file_is_not_replaced_by_the_python_edition(binary_root, pytho
 
 
 @pytest.mark.parametrize("target", [None, "not-mounted"])
-def test_an_empty_folder_and_a_link_to_nowhere_are_not_replaced_by_a_download(small_files, tmp_path, target):
-    folder = tmp_path / "cifar-10-batches-bin"
+def test_an_empty_folder_and_a_link_to_nowhere_are_not_replaced_by_a_download(
+    small_files: None, tmp_path: Path, target: str | None
+) -> None:
+    folder = tmp_path / cifar10.FOLDER
     folder.mkdir() if target is None else folder.symlink_to(tmp_path / target)
     assert "data_batch_1.bin cannot be read: No such file" in refused_by_both(tmp_path)
 
 
-def test_damaged_test_files_are_found_before_training(binary_root):
-    (binary_root / "cifar-10-batches-bin" / "test_batch.bin").write_bytes(b"")
-    assert "test_batch.bin holds 0 bytes" in refusal(prepare, "cifar10", binary_root, download=False)
+def test_damaged_test_files_are_found_before_training(binary_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (binary_root / cifar10.FOLDER / "test_batch.bin").write_bytes(b"")
+    assert "test_batch.bin holds 0 bytes" in refusal(binary_root)
+    monkeypatch.undo()  # the official sizes
+    assert "not 30730000" in refused_by_both(binary_root)
 
 
-def test_official_sizes_are_required(tmp_path):
-    write_binary_edition(tmp_path, records_per_file=PER_FILE)
-    assert "not 30730000 (10000 records of 3073)" in refused_by_both(tmp_path)
+@pytest.fixture
+def site(small_files: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on the web with a small archive, whose hash is taken for the official one."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    publish(pack(write_binary_edition(tmp_path / "original", records_per_file=PER_FILE), folder / "small.tar.gz"))
+    with served(folder) as address:
+        monkeypatch.setattr(cifar10, "URL", f"{address}/small.tar.gz")
+        yield folder
 
 
-@pytest.mark.parametrize("download", [True, False])
-def test_absent_data_name_three_remedies_and_no_substitute(tmp_path, download):
-    message = refusal(prepare, "cifar10", tmp_path / "root", download=download)
-    for remedy in ("--data.root=", "--data.dataset=synthetic"):
-        assert remedy in message
-    assert ("--data.download=true" in message) != download
-    assert "there is no CIFAR-10" in refusal(load, "cifar10", tmp_path / "root", split="test")
+def publish(archive: Path) -> None:
+    """Let the archive be the official one."""
+    cifar10.MD5 = hashlib.md5(archive.read_bytes()).hexdigest()
 
 
-def test_an_archive_in_root_is_unpacked_and_checked(small_files, tmp_path, monkeypatch):
-    folder = write_binary_edition(tmp_path / "original", records_per_file=PER_FILE)
-    archive = pack(folder, tmp_path / "cifar.tar.gz")
-    md5 = hashlib.md5(archive.read_bytes()).hexdigest()
-    monkeypatch.setattr(cifar10, "CIFAR10_BINARY", Archive(url=f"x/{archive.name}", md5=md5, folder=folder.name))
-    prepare("cifar10", tmp_path, download=False)
-    assert_is_small_cifar10(tmp_path)
-    before = (tmp_path / folder.name).stat().st_mtime_ns
-    prepare("cifar10", tmp_path, download=True)
-    assert (tmp_path / folder.name).stat().st_mtime_ns == before
-
-
-def test_a_root_below_the_home_folder(binary_root, monkeypatch):
-    monkeypatch.setenv("HOME", str(binary_root.parent))
-    root = Path("~") / binary_root.name
-    prepare("cifar10", root, download=False)
+def test_a_download(site: Path, tmp_path: Path) -> None:
+    root = tmp_path / "not" / "there" / "yet"
+    prepare("cifar10", root, download=True)
+    assert [path.name for path in root.iterdir()] == [cifar10.FOLDER]
     assert_is_small_cifar10(root)
+    assert socket.getdefaulttimeout() is None
 
 
-def test_the_first_images(binary_root):
-    images = load("cifar10", binary_root, split="train", num_images=7)
-    whole = load("cifar10", binary_root, split="train")
+@pytest.mark.parametrize("may_download", [True, False])
+def test_an_archive_in_root_is_used_and_kept(site: Path, may_download: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cifar10, "URL", "http://127.0.0.1:9/small.tar.gz")
+    prepare("cifar10", site, download=may_download)
+    assert_is_small_cifar10(site)
+    assert sorted(path.name for path in site.iterdir()) == [cifar10.FOLDER, "small.tar.gz"]
+
+
+def test_another_archive_in_root_is_refused_and_kept(site: Path) -> None:
+    (site / "small.tar.gz").write_bytes(b"half a download")
+    assert f"{site / 'small.tar.gz'} is not the official archive" in refusal(site)
+    assert [path.name for path in site.iterdir()] == ["small.tar.gz"]
+
+
+def send_half(handler: http.server.SimpleHTTPRequestHandler) -> None:
+    handler.send_response(200)
+    handler.send_header("Content-Length", "50000")
+    handler.end_headers()
+    handler.wfile.write(bytes(500))
+
+
+@pytest.mark.parametrize("failure", ["hash", "half", "404", "refused", "silent", "no archive", "other folder"])
+def test_a_download_that_fails_leaves_nothing(
+    failure: str, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, archive = tmp_path / "root", site / "small.tar.gz"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        if failure == "hash":
+            monkeypatch.setattr(cifar10, "MD5", "0" * 32)  # the archive is whole, but another one
+        elif failure == "half":
+            monkeypatch.setattr(http.server.SimpleHTTPRequestHandler, "do_GET", send_half)
+        elif failure == "404":
+            monkeypatch.setattr(cifar10, "URL", f"{cifar10.URL}.gz")
+        elif failure == "refused":
+            monkeypatch.setattr(cifar10, "URL", "http://127.0.0.1:9/small.tar.gz")
+        elif failure == "silent":
+            monkeypatch.setattr(download, "TIMEOUT_S", 0.2)
+            monkeypatch.setattr(cifar10, "URL", f"http://127.0.0.1:{listener.getsockname()[1]}/small.tar.gz")
+        else:
+            archive.write_bytes(b"no archive") if failure == "no archive" else pack(tmp_path / "site", archive)
+            publish(archive)
+        message = refusal(root)
+    for remedy in ("--data.root=", "by hand", "--data.dataset=synthetic"):
+        assert remedy in message
+    assert "--data.download=true" not in message  # it helps nobody whose download has failed
+    assert list(root.iterdir()) == []
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_interrupted_unpacking_leaves_nothing(
+    site: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException
+) -> None:
+    def extract_one(self: tarfile.TarFile, path: Path, **kwargs: Any) -> None:
+        for member in self.getmembers()[:2]:
+            self.extract(member, path, **kwargs)
+        raise failure
+
+    monkeypatch.setattr(tarfile.TarFile, "extractall", extract_one)
+    with pytest.raises(KeyboardInterrupt if isinstance(failure, KeyboardInterrupt) else DataError):
+        prepare("cifar10", site, download=False)
+    assert [path.name for path in site.iterdir()] == ["small.tar.gz"]
+
+
+@pytest.mark.parametrize("name", ["cifar10", "fashion_mnist"])
+def test_without_permission_to_download_nothing_is_made(name: str, tmp_path: Path) -> None:
+    message = refusal(tmp_path / "root", name, may_download=False)
+    for remedy in ("--data.root=", "--data.download=true", "--data.dataset=synthetic"):
+        assert remedy in message
+    assert not (tmp_path / "root").exists()
+    with pytest.raises(DataError):
+        load(name, tmp_path / "root", split="test")
+
+
+def test_a_root_that_cannot_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    for root in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert f"--data.root={root} cannot be written to" in refusal(root)
+
+
+def test_of_two_processes_that_finish_the_first_one_stays(tmp_path: Path) -> None:
+    with installing(tmp_path / "data", "a set", remedy="") as scratch:
+        for folder in (scratch, tmp_path):
+            (folder / "data").mkdir()
+            (folder / "data" / "file").write_text(folder.name)
+    assert (tmp_path / "data" / "file").read_text() == tmp_path.name
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+def test_the_first_images(binary_root: Path) -> None:
+    images, whole = (load("cifar10", binary_root, split="train", num_images=n) for n in (7, None))
     assert torch.equal(images.images, whole.images[:7])
     assert torch.equal(images.labels, whole.labels[:7])
     assert images.images.untyped_storage().nbytes() == 7 * 3072
     assert images.name == "CIFAR-10 train (first 7 images)"
-
-
-@pytest.mark.parametrize("num_images", [0, -1, PER_FILE + 1])
-def test_more_images_than_there_are(binary_root, num_images):
-    with pytest.raises(ConfigError, match=f"{num_images} test images asked of CIFAR-10, which has {PER_FILE}"):
-        load("cifar10", binary_root, split="test", num_images=num_images)
+    for num_images in (0, -1, PER_FILE + 1):
+        with pytest.raises(ConfigError, match=f"{num_images} test images asked of CIFAR-10, which has {PER_FILE}"):
+            load("cifar10", binary_root, split="test", num_images=num_images)
 
 
 @pytest.mark.parametrize(("num_train", "held_out"), [(None, 5000), (50_000, 5000), (600, 60), (9, 0)])
@@ -216,7 +282,7 @@ def test_the_default_holds_out_at_most_a_tenth(num_train: int | None, held_out: 
     assert CIFAR10DataModule(dataset="synthetic", num_train=num_train).val_size == held_out
 
 
-def test_data_are_read_ahead_once_and_only_if_they_are_there(small_files, tmp_path):
+def test_data_are_read_ahead_once_and_only_if_they_are_there(small_files: None, tmp_path: Path) -> None:
     data = CIFAR10DataModule(root=tmp_path, val_size=10)
     data.read_ahead("fit")
     assert data.sets == {}
@@ -228,47 +294,96 @@ def test_data_are_read_ahead_once_and_only_if_they_are_there(small_files, tmp_pa
     assert data.sets["train"] is read
 
 
-def test_the_synthetic_set_says_so_and_needs_no_root(tmp_path):
-    prepare("synthetic", tmp_path / "nowhere", download=True)
-    images = load("synthetic", tmp_path / "nowhere", split="test", num_images=50, seed=2)
-    assert images.name == "synthetic test (50 drawn images)"
-    assert len(images) == 50
-    assert not torch.equal(images.images, load("synthetic", tmp_path, split="test", num_images=50, seed=3).images)
-    assert not (tmp_path / "nowhere").exists()
+def test_an_unknown_name_lists_the_known() -> None:
+    with pytest.raises(ConfigError, match="'mnist'\nchoose one of cifar10, fashion_mnist, synthetic"):
+        open_dataset("mnist", "nowhere")
 
 
-def test_an_unknown_name_lists_the_known(tmp_path):
-    for function in (lambda: dataset_info("mnist"), lambda: prepare("mnist", tmp_path, download=True)):
-        with pytest.raises(ConfigError, match="'mnist'\nchoose one of cifar10, fashion_mnist, synthetic"):
-            function()
-
-
-@pytest.mark.parametrize("name", ["cifar10", "fashion_mnist", "synthetic"])
-def test_every_data_set_has_ten_classes_and_three_channels(name):
-    info = dataset_info(name)
-    assert len(set(info.classes)) == 10
-    assert len(info.mean) == len(info.std) == 3
-
-
-def test_statistics_of_fashion_mnist_follow_from_the_published_ones():
-    share, mean, std = (28 / 32) ** 2, 0.28604, 0.35302
-    padded_std = (share * (std**2 + mean**2) - (share * mean) ** 2) ** 0.5
-    info = dataset_info("fashion_mnist")
-    assert info.mean == pytest.approx([share * mean] * 3, abs=1e-5)
-    assert info.std == pytest.approx([padded_std] * 3, abs=1e-5)
-    assert fashion_mnist.CLASSES[9] == "Ankle boot"
-
-
-def test_the_real_cifar10():
-    if not (REAL_ROOT / "cifar-10-batches-bin").is_dir():
+def test_the_real_cifar10() -> None:
+    if not (REAL_ROOT / cifar10.FOLDER).is_dir():
         pytest.skip(f"needs CIFAR-10's binary edition in {REAL_ROOT}; LIT_CIFAR_DATA names another folder")
     prepare("cifar10", REAL_ROOT, download=False)
     train, test = (load("cifar10", REAL_ROOT, split=split) for split in ("train", "test"))
     assert torch.bincount(train.labels).tolist() == [5000] * 10
     assert torch.bincount(test.labels).tolist() == [1000] * 10
-    info, num_pixels = dataset_info("cifar10"), 50_000 * 32 * 32
+    info, num_pixels = open_dataset("cifar10", "nowhere"), 50_000 * 32 * 32
     mean = train.images.sum((0, 2, 3)) / (255.0 * num_pixels)
     square = sum(part.float().square().sum((0, 2, 3)).double() for part in train.images.split(2000))
     std = (square / (255.0**2 * num_pixels) - mean.double().square()).sqrt()
     torch.testing.assert_close(mean.double(), torch.tensor(info.mean).double(), atol=1e-5, rtol=0)
     torch.testing.assert_close(std, torch.tensor(info.std).double(), atol=1e-5, rtol=0)
+
+
+# FashionMNIST --------------------------------------------------------------------------------------------------------
+
+SIZES = {"train": 12, "test": 10}
+PREFIX = {"train": "train", "test": "t10k"}
+
+
+def write_raw(folder: Path) -> None:
+    for split, size in SIZES.items():
+        pixels = np.random.default_rng(size).integers(1, 256, (size, 28, 28), np.uint8)
+        write_idx(folder / f"{PREFIX[split]}-images-idx3-ubyte", pixels)
+        write_idx(folder / f"{PREFIX[split]}-labels-idx1-ubyte", np.arange(size, dtype=np.uint8) % 10)
+
+
+@pytest.fixture
+def fashion_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(fashion_mnist, "NUM_IMAGES", SIZES)
+    write_raw(tmp_path / "FashionMNIST" / "raw")
+    return tmp_path
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_grey_images_become_three_padded_channels(fashion_root: Path, split: Any) -> None:
+    prepare("fashion_mnist", fashion_root, download=False)
+    images = load("fashion_mnist", fashion_root, split=split)
+    original = FashionMNIST(fashion_root, train=split == "train").data
+    assert (images.images.dtype, tuple(images.images.shape)) == (torch.uint8, (SIZES[split], 3, 32, 32))
+    assert images.images.is_contiguous()
+    assert images.labels.tolist() == [i % 10 for i in range(SIZES[split])]
+    for channel in images.images.unbind(1):
+        assert torch.equal(channel[:, 2:30, 2:30], original)
+        assert channel.sum() == original.sum()
+
+
+@pytest.mark.parametrize("file", ["train-images-idx3-ubyte", "t10k-labels-idx1-ubyte"])
+@pytest.mark.parametrize("kept_bytes", [None, 0, 3, 17])
+def test_a_truncated_or_missing_file_of_fashion_mnist(fashion_root: Path, file: str, kept_bytes: int | None) -> None:
+    path = fashion_root / "FashionMNIST" / "raw" / file
+    path.unlink() if kept_bytes is None else path.write_bytes(path.read_bytes()[:kept_bytes])
+    assert "incomplete or damaged" in refusal(fashion_root, "fashion_mnist")
+
+
+def test_labels_and_sizes_of_fashion_mnist(fashion_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    labels = fashion_root / "FashionMNIST" / "raw" / "train-labels-idx1-ubyte"
+    write_idx(labels, np.full(12, 10, np.uint8))
+    assert "not 12 train images of 28 x 28, each with a label from 0 to 9" in refusal(fashion_root, "fashion_mnist")
+    write_idx(labels, np.full(12, 9, np.uint8))
+    monkeypatch.undo()
+    assert "not 60000 train images" in refusal(fashion_root, "fashion_mnist")
+
+
+def test_a_download_of_fashion_mnist(fashion_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a mirror of small files, whose hashes torchvision takes for the official ones."""
+    raw, root = fashion_root / "FashionMNIST" / "raw", tmp_path / "root"
+    names = [name for name, _ in FashionMNIST.resources]
+    hashes = [(name, hashlib.md5((raw / name).read_bytes()).hexdigest()) for name in names]
+    monkeypatch.setattr(FashionMNIST, "resources", hashes)
+    with served(raw) as address:
+        monkeypatch.setattr(FashionMNIST, "mirrors", [f"{address}/"])
+        prepare("fashion_mnist", root, download=True)
+        assert [path.name for path in root.iterdir()] == ["FashionMNIST"]
+        assert len(load("fashion_mnist", root, split="test")) == 10
+        (raw / names[3]).write_bytes(b"something else")
+        message = refusal(tmp_path / "other", "fashion_mnist")
+    assert "--data.download=true" not in message
+    assert "--data.dataset=synthetic" in message
+    assert list((tmp_path / "other").iterdir()) == []
+
+
+def test_statistics_of_fashion_mnist_follow_from_the_published_ones() -> None:
+    share, mean, std = (28 / 32) ** 2, 0.28604, 0.35302
+    info = open_dataset("fashion_mnist", "nowhere")
+    assert info.mean == pytest.approx([share * mean] * 3, abs=1e-5)
+    assert info.std == pytest.approx([(share * (std**2 + mean**2) - (share * mean) ** 2) ** 0.5] * 3, abs=1e-5)

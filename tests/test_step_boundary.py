@@ -4,21 +4,19 @@ import os
 import signal
 import time
 from collections import Counter
+from contextlib import nullcontext
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from commands import TINY, launch, mode_flags, run_here
 from counting import Operators
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
-from lightning.pytorch.trainer.states import TrainerFn
 from recorder import global_steps
 
-from lit_cifar.checkpoint.callbacks import LastCheckpoint
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.checkpoint.step_boundary import StepBoundary
 from lit_cifar.errors import Stopped
@@ -61,20 +59,6 @@ def test_all_processes_stop_and_name_the_rank_and_its_samples(tmp_path: Path) ->
     of_step = next(set(ids) for _, step, ids in global_steps(tmp_path / "ids") if step == 7)
     assert len(named) == 8
     assert named < of_step
-
-
-def test_the_samples_are_named_after_another_batch_size(tmp_path: Path) -> None:
-    """Five steps in the first epoch, and four in the second, which a run with larger batches goes on with."""
-    (tmp_path / "ids").mkdir()
-    recording = ["--trainer.callbacks+=recorder.RecordIds", f"--trainer.callbacks.folder={tmp_path / 'ids'}"]
-    schedule = ["--model.lr_scheduler=torch.optim.lr_scheduler.StepLR", "--model.lr_scheduler.step_size=1"]
-    flags = [*SETTINGS, *schedule, f"--run_dir={tmp_path / 'run'}", "--resume=auto"]
-    assert run_here("fit", *flags, "--trainer.max_epochs=1").status == 0
-    result = run_here("fit", *flags, "--data.batch_size=20", *recording, *spoil(7))
-    assert result.status == 1
-    named = next(line for line in result.stderr.splitlines() if "not finite" in line).partition("samples: ")[2]
-    of_step = next(ids for _, step, ids in global_steps(tmp_path / "ids") if step == 7)
-    assert sorted(map(int, named.split(", "))) == of_step
 
 
 @pytest.mark.parametrize(
@@ -120,7 +104,7 @@ def test_without_validation_the_end_is_not_saved_either(tmp_path: Path) -> None:
     flags = [*SETTINGS, "--trainer.max_epochs=1", "--trainer.limit_val_batches=0", f"--run_dir={run}"]
     result = run_here("fit", *flags, *spoiled)
     assert result.status == 1
-    assert "the weights are not finite after 5 optimizer steps; there is no checkpoint yet" in result.stderr
+    assert "the weights are not finite after 5 optimizer steps\nthere is no checkpoint yet" in result.stderr
     assert not (run / "checkpoints").exists()
 
 
@@ -136,6 +120,23 @@ def test_a_signal_before_the_first_step_is_not_lost(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+BATCH: Any = SimpleNamespace(ids=torch.arange(4))
+
+
+def alone(**attributes: Any) -> Any:
+    """A trainer of one process."""
+    strategy = SimpleNamespace(
+        reduce=lambda tensor, **_: tensor,
+        broadcast=lambda content, src=0: content,
+        barrier=lambda _: None,
+        launcher=None,
+        checkpoint_io=None,
+    )
+    optimizers = [torch.optim.SGD([torch.ones(1)], lr=0.1)]
+    ranks = {"world_size": 1, "global_rank": 0, "is_global_zero": True}
+    return SimpleNamespace(**{"optimizers": optimizers, "strategy": strategy, "global_step": 3} | ranks | attributes)
+
+
 class Strategy:
     """Of two processes, the other of which says `other`."""
 
@@ -147,79 +148,52 @@ class Strategy:
         return torch.maximum(tensor, self.other)
 
 
-def steps_asked(
-    boundary: StepBoundary, strategy: Strategy, monkeypatch: pytest.MonkeyPatch, *, step_s: float
-) -> list[int]:
-    """At which of 100 steps, of `step_s` seconds each, the processes are asked."""
+@pytest.mark.parametrize(
+    ("agree_every_s", "slowest_s", "expected"),
+    [(1.0, 0.0, [1, 21, 41, 61, 81]), (1.0, 0.25, [1, *range(5, 98, 4)]), (0.0, 0.0, [*range(1, 100)])],
+    ids=["once a second", "as the slowest process says", "at every step if wanted"],
+)
+def test_how_often_processes_agree(
+    agree_every_s: float, slowest_s: float, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 100 steps of 0.05 s each."""
     now = [0.0]
     monkeypatch.setattr("lit_cifar.checkpoint.step_boundary.time.monotonic", lambda: now[0])
-    loop = SimpleNamespace(epoch_loop=SimpleNamespace())
-    trainer: Any = SimpleNamespace(
-        callbacks=[],
-        strategy=strategy,
-        fit_loop=loop,
-        accumulate_grad_batches=1,
-        current_epoch=0,
-        world_size=2,
-        global_rank=0,
-        global_step=0,
-        is_global_zero=True,
-    )
+    boundary, strategy = StepBoundary(agree_every_s=agree_every_s), Strategy([0.0, 0.0, slowest_s, -torch.inf])
     module: Any = SimpleNamespace(device=torch.device("cpu"))
-    monkeypatch.setattr("lit_cifar.checkpoint.step_boundary.signal.signal", lambda *_: None)
+    trainer = alone(callbacks=[], strategy=strategy, accumulate_grad_batches=1, global_step=0, world_size=2)
     boundary.on_train_start(trainer, module)
     asked = []
     for step in range(100):
         before = strategy.asked
         boundary.on_train_batch_start(trainer, module, None, step)
         asked += [step] * (strategy.asked - before)
-        boundary.on_train_batch_end(trainer, module, {"loss": torch.tensor(1.0)}, None, step)
+        boundary.on_train_batch_end(trainer, module, {"loss": torch.tensor(1.0)}, BATCH, step)
         trainer.global_step += 1
-        now[0] += step_s
-    return asked
+        now[0] += 0.05
+    assert asked == expected
 
 
-QUIET = [0.0, 0.0, 0.0, -torch.inf]
-
-
-def test_processes_ask_one_another_once_a_second_and_not_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert steps_asked(StepBoundary(), Strategy(QUIET), monkeypatch, step_s=0.05) == [1, 21, 41, 61, 81]
-
-
-def test_the_slowest_process_says_when(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = [0.0, 0.0, 0.25, -torch.inf]
-    assert steps_asked(StepBoundary(), Strategy(slow), monkeypatch, step_s=0.05)[:4] == [1, 5, 9, 13]
-
-
-def test_every_step_if_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert steps_asked(StepBoundary(agree_every_s=0), Strategy(QUIET), monkeypatch, step_s=0.05) == [*range(1, 100)]
-
-
-def test_ctrl_c_asks_and_the_next_one_insists(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One keystroke may arrive twice: from the terminal, and from the process that started this one."""
-    now = [100.0]
+@pytest.mark.parametrize(
+    "sent",
+    [
+        [(signal.SIGINT, 0.0), (signal.SIGINT, 0.1), (signal.SIGINT, 2.0)],  # from the terminal and from the parent
+        [(signal.SIGTERM, 0.0), (signal.SIGTERM, 0.0), (signal.SIGINT, 0.0), (signal.SIGINT, 2.0)],
+        [(signal.SIGINT, 0.0), (signal.SIGTERM, 2.0), (signal.SIGINT, 0.0)],  # `ddp_spawn` hands every Ctrl-C on
+    ],
+)
+def test_ctrl_c_asks_and_the_next_one_insists(
+    sent: list[tuple[signal.Signals, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One keystroke may arrive twice."""
+    now, boundary = [100.0], StepBoundary()
     monkeypatch.setattr("lit_cifar.checkpoint.step_boundary.time.monotonic", lambda: now[0])
-    boundary = StepBoundary()
-    boundary._note(signal.SIGINT, None)
-    now[0] += 0.1
-    boundary._note(signal.SIGINT, None)
-    now[0] += 2
-    with pytest.raises(KeyboardInterrupt):
-        boundary._note(signal.SIGINT, None)
-    boundary._note(signal.SIGTERM, None)
-    boundary._note(signal.SIGTERM, None)  # a scheduler and torchrun both send it
-
-
-def test_the_same_under_a_process_that_hands_sigterm_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As that of `ddp_spawn` does for every Ctrl-C."""
-    now = [100.0]
-    monkeypatch.setattr("lit_cifar.checkpoint.step_boundary.time.monotonic", lambda: now[0])
-    boundary = StepBoundary()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number, later_s in sent[:-1]:
+        now[0] += later_s
         boundary._note(number, None)
-        now[0] += 2
+    now[0] += sent[-1][1]
     with pytest.raises(KeyboardInterrupt):
-        boundary._note(signal.SIGINT, None)
+        boundary._note(sent[-1][0], None)
 
 
 class Launcher(_MultiProcessingLauncher):
@@ -263,66 +237,28 @@ def test_a_signal_while_processes_are_spawned_ends_those_that_are(number: signal
     assert process.exitcode == -signal.SIGKILL
 
 
-def test_no_checkpoint_is_due_where_none_was_asked_for() -> None:
-    last = LastCheckpoint(every_n_epochs=0)
-    trainer: Any = SimpleNamespace(
-        global_step=5, current_epoch=1, state=SimpleNamespace(fn=TrainerFn.FITTING), ckpt_path=None
-    )
-    last.on_train_epoch_start(trainer, L.LightningModule())
-    assert not last.due_by_step(trainer)
-    assert not last.due_by_time(1e9)
-
-
-def alone(**attributes: Any) -> Any:
-    """A trainer of one process."""
-    strategy = SimpleNamespace(
-        reduce=lambda tensor, **_: tensor,
-        broadcast=lambda content: content,
-        barrier=lambda _: None,
-        launcher=None,
-        checkpoint_io=None,
-    )
-    optimizers = [torch.optim.SGD([torch.ones(1)], lr=0.1)]
-    defaults = {
-        "optimizers": optimizers,
-        "strategy": strategy,
-        "global_step": 3,
-        "world_size": 1,
-        "global_rank": 0,
-        "is_global_zero": True,
-    }
-    return SimpleNamespace(**defaults | attributes)
-
-
-def weights(*spoiled: float) -> Any:
-    """A network of 20 parameters, one of which is empty as a shard may be, with these values in its last."""
-    module = torch.nn.ParameterList([torch.full((3,), -3e38) for _ in range(20)] + [torch.empty(0), torch.ones(4)])
+@pytest.mark.parametrize("spoiled", [(), (1.0, torch.nan), (torch.inf,), (-torch.inf, torch.nan)])
+def test_one_read_finds_any_weight_that_is_no_number(
+    spoiled: tuple[float, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Among large ones, whose squares are not finite, and an empty one, as a shard may be."""
+    module: Any = torch.nn.ParameterList([torch.full((3,), -3e38) for _ in range(20)] + [torch.empty(0), torch.ones(4)])
     module[-1].data[: len(spoiled)] = torch.tensor(spoiled)
-    return module
+    with Operators() as operators, pytest.raises(Stopped) if spoiled else nullcontext():
+        StepBoundary()._check_weights(alone(), module)
+    assert ("the weights are not finite after 3" in capsys.readouterr().err) == bool(spoiled)
+    assert spoiled or operators.waits == {"_local_scalar_dense": 1}
 
 
-def test_all_weights_are_checked_by_one_read() -> None:
-    """Also large ones, whose squares are not finite."""
-    with Operators() as operators:
-        StepBoundary()._check_weights(alone(), weights())
-    assert operators.waits == {"_local_scalar_dense": 1}
-
-
-@pytest.mark.parametrize("spoiled", [(1.0, torch.nan), (torch.inf,), (-torch.inf, torch.nan)])
-def test_one_weight_that_is_no_number_is_found(spoiled: tuple[float, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(Stopped):
-        StepBoundary()._check_weights(alone(), weights(*spoiled))
-    assert "the weights are not finite after 3 optimizer steps" in capsys.readouterr().err
-
-
-def test_a_step_is_noted_without_any_arithmetic() -> None:
-    """Until the processes ask one another a loss only has to be kept."""
+def test_a_step_is_noted_without_any_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
+    """Until the processes agree a loss only has to be kept."""
     boundary, trainer = StepBoundary(), alone(accumulate_grad_batches=1)
     losses = [torch.tensor(loss) for loss in (1.0, torch.nan, torch.inf, 2.0)]
     with Operators() as operators:
         for step, loss in enumerate(losses):
             trainer.global_step = 2**25 + step + 1  # more than a float32 tells apart
-            boundary.on_train_batch_end(trainer, SimpleNamespace(), {"loss": loss}, None, step)
+            boundary.on_train_batch_end(trainer, SimpleNamespace(), {"loss": loss}, BATCH, step)
     assert not operators.counts - Counter(detach=4)
-    assert boundary._agree(trainer).first_bad == (2**25 + 1, 0)
-    assert boundary._agree(trainer).first_bad is None
+    with pytest.raises(Stopped):
+        boundary._agree(trainer)
+    assert f"rank 0 is not finite in optimizer step {2**25 + 1} (counted from 0)" in capsys.readouterr().err

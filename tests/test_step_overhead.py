@@ -12,7 +12,7 @@ from short_fits import fit, short
 from torchmetrics import MeanMetric
 
 from lit_cifar import CIFAR10DataModule, LitResNet
-from lit_cifar.cli.empty_hooks import NoProfiler, leave_out_empty_hooks
+from lit_cifar.callbacks import NoProfiler, prune_hooks
 from lit_cifar.data.synthetic import Synthetic
 from lit_cifar.task.metrics import MeanLoss
 
@@ -50,7 +50,7 @@ def step_losses(run: Path) -> dict[int, str]:
 def test_only_empty_hooks_are_left_out() -> None:
     empty, own, patched, module = Callback(), Notes(), Callback(), LitResNet("tiny")
     patched.on_train_batch_start = print
-    leave_out_empty_hooks([empty, own, patched], module)
+    prune_hooks([empty, own, patched], module)
     assert empty.on_train_batch_end is None
     assert own.on_train_batch_start is None
     assert callable(own.on_train_batch_end)

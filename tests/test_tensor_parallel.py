@@ -121,14 +121,3 @@ def test_a_sum_keeps_the_type_of_its_terms_though_its_bias_has_another(monkeypat
     layer.group = None
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert layer(torch.randn(2, 4)).dtype == torch.bfloat16
-
-
-def test_each_sum_is_taken_in_one_direction_only() -> None:
-    with mock.patch.object(tp, "_all_reduce", lambda tensor, group: 10 * tensor):
-        x = torch.ones(2, requires_grad=True)
-        assert torch.equal(cast(Tensor, tp._Sum.apply(x, None)), torch.full((2,), 10.0))
-        assert torch.equal(cast(Tensor, tp._SumGradients.apply(x, None)), torch.ones(2))
-        (through_sum,) = torch.autograd.grad(tp._Sum.apply(x, None).sum(), x)
-        (through_copy,) = torch.autograd.grad(tp._SumGradients.apply(x, None).sum(), x)
-    assert torch.equal(through_sum, torch.ones(2))
-    assert torch.equal(through_copy, torch.full((2,), 10.0))

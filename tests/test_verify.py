@@ -303,6 +303,7 @@ def test_what_verify_s_own_network_is(
     assert all(flag.split("=")[1] in found.config["model"].values() for flag in added)
 
 
+@pytest.mark.timeout(400)
 def test_a_mode_beyond_measured_bounds_is_judged_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """With bounds that rounding exceeds; what is wrong in float64 too is a failure."""
     monkeypatch.setattr("lit_cifar.tools.verify.comparison.NOISE_FACTOR", 0.0)

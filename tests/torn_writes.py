@@ -50,14 +50,6 @@ def kill_at(line: int) -> None:
     sys.settrace(trace)
 
 
-def save_behind(checkpoint: dict[str, Any], path: Path) -> None:
-    """Let a thread write it, and wait for that."""
-    files = CheckpointFiles()
-    with files.deferring(behind=True):
-        files.save_checkpoint(checkpoint, path)
-    files.settle()
-
-
 def save_and_die(folder: Path, line: int) -> bool:
     """Save step 3 where steps 1 and 2 are, in a process that dies at `line`; whether it came so far."""
     for step in (1, 2):
@@ -65,7 +57,7 @@ def save_and_die(folder: Path, line: int) -> bool:
     process = os.fork()
     if process == 0:
         kill_at(line)
-        save_behind(state(3), folder / LAST)
+        CheckpointFiles().save_checkpoint(state(3), folder / LAST)  # by a thread
         os._exit(0)
     _, status = os.waitpid(process, 0)
     assert os.WIFSIGNALED(status) or os.waitstatus_to_exitcode(status) == 0
@@ -82,14 +74,9 @@ def after_death(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _nothing(descriptor: Any) -> None:
-    pass
-
-
 def main(folder: Path) -> None:
     """One death after the other, until one save survives."""
-    checkpoint_files._CHUNK_BYTES = 16_384  # so that there are lines between the parts of a file
-    os.fsync = _nothing  # slow, and a kill loses nothing that has been written
+    os.fsync = lambda descriptor: None  # slow, and a kill loses nothing that has been written
     deaths = []
     for line in count(1):
         here = folder / str(line)

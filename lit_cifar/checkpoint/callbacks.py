@@ -10,7 +10,6 @@ import lightning as L
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lit_cifar.checkpoint.files import BEST, LAST
@@ -19,32 +18,31 @@ from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.reporting.run_folder import run_folder
 
 
-def save_everywhere(trainer: L.Trainer, path: Path, *, behind: bool = False) -> None:
-    """Write a checkpoint; every process must call this, and each raises a `CheckpointError` with rank 0's reason.
-
-    With `behind` training may continue before the file is complete: `settle` waits for it.
-    """
-    with failing_together(trainer, behind=behind):
-        trainer.save_checkpoint(path)
-
-
 def settle(trainer: L.Trainer) -> None:
     """Return when every checkpoint is on disk; every process must call this, and each raises if one is not."""
     with failing_together(trainer):
-        files_of(trainer).settle()
+        pass
 
 
 @contextmanager
 def failing_together(trainer: L.Trainer, *, behind: bool = False) -> Iterator[None]:
     """If rank 0 fails to write a checkpoint inside, raise that on every process; each must enter this.
 
-    With a `CheckpointIO` other than ours only rank 0 raises, if at all.
+    Lightning calls `save_checkpoint` on rank 0 only, and all ranks meet at a barrier after it. An exception would leave
+    the others waiting there. With `behind` a failure may be raised at the next save or by `settle`. With a
+    `CheckpointIO` other than ours only rank 0 raises, if at all.
     """
     files = files_of(trainer)
-    with files.deferring(behind=behind):
+    files.behind, files.quiet = behind, True
+    try:
         yield
+    finally:
+        files.behind = files.quiet = False
+    if not behind or files.failure is not None:
+        files.wait()
     failure: CheckpointError | None = trainer.strategy.broadcast(files.failure)
     if failure is not None:
+        files.failure = None
         raise failure
 
 
@@ -84,46 +82,39 @@ class BestCheckpoint(ModelCheckpoint):
             enable_version_counter=save_top_k not in (0, 1),
         )
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Keep no best checkpoint in a run that does not validate."""
-        datamodule = getattr(trainer, "datamodule", None)
-        if trainer.limit_val_batches == 0 or getattr(datamodule, "val_size", None) == 0:
-            self.save_top_k = 0
-        super().setup(trainer, pl_module, stage)
-
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Recognise the run's best files if its folder was moved or is given by another name.
 
         Lightning forgets them and their scores unless the folder's name is the same string.
         """
-        state, folder = checkpoint["callbacks"].get(self.state_key), Path(self.dirpath or "")
+        state = checkpoint["callbacks"].get(self.state_key)
         if state is None:
             return
-        names = {path: str(folder / Path(path).name) if path else path for path in _paths(state)}
-        if trainer.strategy.broadcast(all(Path(name).exists() for name in names.values() if name)):
-            state["dirpath"] = self.dirpath
-            state["best_k_models"] = {names[path]: score for path, score in state["best_k_models"].items()}
-            state |= {key: names[state[key]] for key in _PATHS}
+        scores = {self._here(path): score for path, score in state["best_k_models"].items()}
+        if trainer.strategy.broadcast(all(Path(path).exists() for path in scores)):
+            paths = {key: self._here(state[key]) for key in ("best_model_path", "kth_best_model_path")}
+            state |= {"dirpath": self.dirpath, "best_k_models": scores, **paths}
+
+    def _here(self, path: str) -> str:
+        """The file of the same name in this run's folder."""
+        return path and str(Path(self.dirpath or "") / Path(path).name)
 
     def _save_topk_checkpoint(self, trainer: L.Trainer, monitor_candidates: dict[str, Tensor]) -> None:
-        """Do not warn if `max_steps` ends a run before its first validation: it has no best checkpoint."""
+        """Save and warn of nothing if there was no validation, as before the first one that `max_steps` allows."""
         if self.monitor in monitor_candidates or trainer.fit_loop.epoch_loop.val_loop._has_run:
             super()._save_topk_checkpoint(trainer, monitor_candidates)
 
     def _save_checkpoint(self, trainer: L.Trainer, filepath: str) -> None:
         # Loggers that upload the file need it complete.
-        told = [type(logger).after_save_checkpoint for logger in trainer.loggers]
-        with failing_together(trainer, behind=all(hook in _DOES_NOTHING for hook in told)):
+        idle = (Logger.after_save_checkpoint, TensorBoardLogger.after_save_checkpoint)
+        behind = all(type(logger).after_save_checkpoint in idle for logger in trainer.loggers)
+        with failing_together(trainer, behind=behind):
             super()._save_checkpoint(trainer, filepath)
 
     def file_exists(self, filepath: str | Path, trainer: L.Trainer) -> bool:
         """Whether the file exists once every checkpoint is on disk: names must not depend on the disk's speed."""
         files_of(trainer).wait()
         return super().file_exists(filepath, trainer)
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        super().on_train_end(trainer, pl_module)
-        settle(trainer)
 
 
 class LastCheckpoint(callbacks.Checkpoint):
@@ -184,13 +175,14 @@ class LastCheckpoint(callbacks.Checkpoint):
         return self.every_n_seconds is not None and now - self._saved_at >= self.every_n_seconds
 
     def save(self, trainer: L.Trainer) -> None:
-        """Write the checkpoint, but not in a test or a `fast_dev_run`; every process must call this.
+        """Write the checkpoint, but not in a `fast_dev_run`; every process must call this.
 
         Training may continue before the file is complete: see `settle`.
         """
-        if trainer.fast_dev_run or trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:  # type: ignore[attr-defined]
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        save_everywhere(trainer, self._folder / LAST, behind=True)
+        with failing_together(trainer, behind=True):
+            trainer.save_checkpoint(self._folder / LAST)
         self.newest = self._folder / LAST
         self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
 
@@ -203,15 +195,6 @@ class LastCheckpoint(callbacks.Checkpoint):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Wait for the files, before an error lists them. Lightning skips the teardown if a logger fails as well."""
         files_of(trainer).wait()
-
-
-_DOES_NOTHING = (Logger.after_save_checkpoint, TensorBoardLogger.after_save_checkpoint)
-_PATHS = ("best_model_path", "kth_best_model_path", "last_model_path")
-
-
-def _paths(state: dict[str, Any]) -> list[str]:
-    """The files that the state of a `ModelCheckpoint` names; some names may be empty."""
-    return [*state["best_k_models"], *(state[key] for key in _PATHS)]
 
 
 def _check_interval(name: str, value: float | None, *, least: int) -> None:

@@ -4,26 +4,56 @@ Order, augmentation and schedule are functions of (seed, epoch, step). Beside we
 checkpoint must therefore hold the position in the epoch, and what the epoch's metrics had counted until then.
 """
 
+import socket
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
-from torchmetrics.utilities import dim_zero_sum
 
-from lit_cifar.checkpoint.callbacks import files_of
-from lit_cifar.checkpoint.files import save_error
 from lit_cifar.checkpoint.format import METRICS, POSITION
+from lit_cifar.checkpoint.step_boundary import end_together
 from lit_cifar.data.batch_split import BatchSplit
-from lit_cifar.errors import SaveError
-from lit_cifar.reporting.run_folder import run_folder
+from lit_cifar.reporting.environment import cpu_model
+
+
+class Start(NamedTuple):
+    """What a process starts from."""
+
+    digest: str | None  # of the checkpoint's content; None for no checkpoint
+    text: str  # file and position, or why there is none
+    host: str = socket.gethostname()
+
+
+class SameStart(Callback):
+    """Compares the starts of all processes once they have met, and ends all of them if one has another than rank 0.
+
+    `start` is this process's own. Under `ddp_spawn` all have that of the parent.
+    """
+
+    def __init__(self, start: Start) -> None:
+        self._start = start
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if trainer.world_size == 1 or not dist.is_initialized():
+            return
+        starts: list[Any] = [None] * trainer.world_size
+        dist.all_gather_object(starts, self._start)
+        other = next((rank for rank, start in enumerate(starts) if start.digest != starts[0].digest), None)
+        if other is not None:
+            told = [f"  rank {rank} on {starts[rank].host}: {starts[rank].text}" for rank in (0, other)]
+            lines = ["error: the processes would start from different checkpoints", *told]
+            remedy = "  let every machine see the same files, then start again"
+            end_together(trainer, "\n".join([*lines, remedy]), status=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +107,9 @@ class ExactResume(Callback):
         self._resumed: Position | None = None
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Write both; a `SaveError` on every process if the logs, which belong to a checkpoint, cannot be written."""
-        failure: SaveError | None = trainer.strategy.broadcast(_save_logs(trainer, run_folder(trainer) or Path()))
-        if failure is not None:
-            raise failure
+        """Write both, and the logs, which belong to a checkpoint, to the disk."""
+        for logger in trainer.loggers:
+            logger.save()
         checkpoint[POSITION] = asdict(Position.of(trainer))
         checkpoint[METRICS] = _collect(trainer, pl_module)
 
@@ -91,7 +120,7 @@ class ExactResume(Callback):
         position = Position(**checkpoint[POSITION])
         position.write(checkpoint["loops"]["fit_loop"], accumulation=trainer.accumulate_grad_batches)
         if position.started:
-            _restore(pl_module, checkpoint[METRICS], BatchSplit.of(trainer.strategy))
+            _restore(pl_module, checkpoint[METRICS], dp_rank=BatchSplit.of(trainer.strategy).dp_rank)
         self._resumed = position
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -125,6 +154,36 @@ class ExactResume(Callback):
             self._resumed = None
 
 
+class Fingerprint(Callback):
+    """Of a run with virtual replicas: a checkpoint says what its bits depend on, and a run that has others warns."""
+
+    def __init__(self, num_parts: int | None) -> None:
+        self.num_parts = num_parts
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self.num_parts is not None:
+            checkpoint["fingerprint"] = self._of(trainer)
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        before, now = checkpoint.get("fingerprint", {"virtual replicas": "none"}), self._of(trainer)
+        names = [name for name in now if before.get(name, now[name]) != now[name]]
+        changed = [f"\n  {name}: {before[name]} before, {now[name]} now" for name in names]
+        if trainer.state.fn == TrainerFn.FITTING and changed:
+            words = "the bits of this training may differ from those of an uninterrupted run, which depend on"
+            rank_zero_warn(words + "".join(changed))
+
+    def _of(self, trainer: Trainer) -> dict[str, str]:
+        on_gpu = trainer.strategy.root_device.type == "cuda"
+        return {
+            "virtual replicas": str(self.num_parts or "none"),
+            "processor": torch.cuda.get_device_name() if on_gpu else cpu_model(),
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+            "torch": str(torch.__version__),
+            "cuDNN": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
+            "threads": str(torch.get_num_threads()),
+        }
+
+
 def _settle_buckets(trainer: Trainer, pl_module: LightningModule) -> None:
     """Let DistributedDataParallel build the gradient buckets that it has after the first step.
 
@@ -146,17 +205,6 @@ def _settle_buckets(trainer: Trainer, pl_module: LightningModule) -> None:
     with torch.no_grad():
         for name, buffer in pl_module.named_buffers():
             buffer.copy_(buffers[name])
-
-
-def _save_logs(trainer: Trainer, folder: Path) -> SaveError | None:
-    """Save the logs; the error if that failed, else None."""
-    try:
-        for logger in trainer.loggers:
-            logger.save()
-    except OSError as error:
-        files_of(trainer).wait()  # the error lists them
-        return save_error(error, folder / "metrics.csv", checkpoints=folder / "checkpoints")
-    return None
 
 
 def _num_rows(trainer: Trainer) -> int:
@@ -182,56 +230,28 @@ def _metrics(module: torch.nn.Module) -> Iterator[tuple[str, Metric]]:
     )
 
 
-_UPDATES = "update_count"
-
-
 def _collect(trainer: Trainer, pl_module: LightningModule) -> dict[str, dict[str, Tensor]]:
-    """Every metric's counts: sums of whole numbers over the ranks; of all else a row for each data-parallel rank.
-
-    Continuing from a sum of floats would differ by rounding from an uninterrupted run.
-    """
-    batch_split = BatchSplit.of(trainer.strategy)
-    collected = {}
-    for name, metric in _metrics(pl_module):
-        counts: dict[str, Any] = metric.metric_state
-        states = {
-            key: state.clone() if _has_exact_sum(metric, key) else _row(state, batch_split)
-            for key, state in counts.items()
+    """Every metric's counts, summed over the ranks. The sums are exact, so nobody need know what each rank counted."""
+    return {
+        name: {
+            key: trainer.strategy.reduce(state.clone(), reduce_op="sum").cpu()  # type: ignore[union-attr]
+            for key, state in metric.metric_state.items()
         }
-        states[_UPDATES] = _row(torch.tensor(metric.update_count, device=metric.device), batch_split)
-        collected[name] = {key: trainer.strategy.reduce(state, reduce_op="sum").cpu() for key, state in states.items()}
-    return collected
+        for name, metric in _metrics(pl_module)
+    }
 
 
-def _has_exact_sum(metric: Metric, key: str) -> bool:
-    state: Any = metric.metric_state[key]
-    return metric._reductions[key] is dim_zero_sum and not state.is_floating_point()
-
-
-def _row(state: Any, batch_split: BatchSplit) -> Tensor:
-    """`state` as this rank's row among zeros: (dp_size, *state.shape)."""
-    rows: Tensor = state.new_zeros((batch_split.dp_size, *state.shape))
-    rows[batch_split.dp_rank] = state
-    return rows
-
-
-def _restore(pl_module: LightningModule, collected: dict[str, dict[str, Tensor]], batch_split: BatchSplit) -> None:
+def _restore(pl_module: LightningModule, collected: dict[str, dict[str, Tensor]], *, dp_rank: int) -> None:
     """Restore what `_collect` has found."""
     for name, metric in _metrics(pl_module):
-        found = collected[name]
-        metric._update_count = int(_own(found[_UPDATES], 0, batch_split))
+        metric._update_count = 1  # 0 would mean that nothing was counted, of which torchmetrics warns
         counts: dict[str, Any] = metric.metric_state
         for key, state in counts.items():
-            setattr(metric, key, _own(found[key], state.dim(), batch_split).to(metric.device))
+            setattr(metric, key, _own(collected[name][key], state, dp_rank=dp_rank))
 
 
-def _own(found: Tensor, num_dims: int, batch_split: BatchSplit) -> Tensor:
-    """This rank's part of a sum, or of rows, which have a dimension more than the state: at commit fd36ea9 all had.
-
-    The first rank has all of a sum, also of rows that were as many as there are no longer.
-    """
-    if found.dim() > num_dims:
-        if len(found) == batch_split.dp_size:
-            return found[batch_split.dp_rank].clone()
+def _own(found: Tensor, state: Tensor, *, dp_rank: int) -> Tensor:
+    """The first rank gets all that was counted. Up to commit fd36ea9 there was a row for each rank, and no sum."""
+    if found.dim() > state.dim():
         found = found.sum(dim=0)
-    return found.clone() if batch_split.dp_rank == 0 else torch.zeros_like(found)
+    return found.to(state.device) if dp_rank == 0 else torch.zeros_like(state)

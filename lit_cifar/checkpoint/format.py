@@ -2,11 +2,9 @@
 
 import re
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from copy import copy
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,15 +13,13 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lit_cifar.errors import CheckpointError, ConfigError, one_line
-from lit_cifar.models import resnet
+from lit_cifar.errors import CheckpointError, ConfigError
 
 _KEY = "lit_cifar"
 _OPTIMIZER = "optimizer"
 POSITION, METRICS = "position", "metrics"  # the entries of `exact_resume`
 _PREFIX = "network."
 _T = TypeVar("_T")
-_OTHER = "pass weights of torchvision's resnet18 or resnet34, or a checkpoint of `python -m lit_cifar fit`"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,38 +51,13 @@ class Header:
         return cls(**found)
 
     def check(self, checkpoint: dict[str, Any]) -> None:
-        self._compare(Header.of(checkpoint))
-
-    def check_weights(self, weights: Mapping[str, Tensor], *, any_classes: bool) -> None:
-        """Raise a `CheckpointError` unless the shapes of `weights`, a `state_dict()`, are those of this network.
-
-        With `any_classes` the number of classes may differ, as a training may start with a new classifier.
-        """
-        if self.arch not in resnet.SHAPES:
-            return  # names and shapes are compared when they are loaded
-        found = self._of_weights(weights)
-        if not any_classes and found.num_classes != self.num_classes:
-            raise CheckpointError(
-                f"these weights have {found.num_classes} classes, the model has {self.num_classes}",
-                remedy="train a new classifier on them first: python -m lit_cifar fit --ckpt_path=FILE",
-            )
-        self._compare(replace(found, num_classes=self.num_classes))
-
-    def _compare(self, found: "Header") -> None:
+        """Raise a `CheckpointError` if `checkpoint` is of another network."""
+        found = Header.of(checkpoint)
         if found != self:
             raise CheckpointError(
                 f"the checkpoint holds {found}, the model is {self}",
                 remedy=f"to use this checkpoint pass {found._flags(self)}",
             )
-
-    def _of_weights(self, weights: Mapping[str, Tensor]) -> "Header":
-        """The header that the shapes imply; of two stems with equal shapes, this header's."""
-        arch = resnet.recognised(weights)
-        if arch is None:
-            raise CheckpointError(f"these weights do not belong to any of {', '.join(resnet.SHAPES)}", remedy=_OTHER)
-        large = weights["conv1.weight"].shape[-1] == 7
-        stem = "imagenet" if large else ("cifar" if self.stem == "imagenet" else self.stem)
-        return replace(self, arch=arch, stem=stem, num_classes=len(weights["fc.weight"]))
 
     def _flags(self, other: "Header") -> str:
         """Those that ask for this network where `other` was asked for."""
@@ -125,18 +96,18 @@ def holds_weights_alone(checkpoint: Mapping[str, Any]) -> bool:
     return bool(checkpoint) and all(isinstance(value, Tensor) for value in checkpoint.values())
 
 
-def load_weights(network: nn.Module, weights: dict[str, Tensor]) -> None:
-    """`network.load_state_dict`; a ResNet's classifier with another number of classes is left out."""
+def load_weights(network: nn.Module, weights: dict[str, Tensor], *, any_classes: bool) -> None:
+    """`network.load_state_dict`; with `any_classes` a ResNet's classifier of another number of classes is left out."""
     own = network.state_dict()
-    fitting = copy(weights)  # keeps torch's metadata: files of its first releases lack some buffers
-    if {"fc.weight", "fc.bias"} <= own.keys() & weights.keys() and len(weights["fc.weight"]) != len(own["fc.weight"]):
-        num_classes = len(weights["fc.weight"])
+    counters = {name: count for name, count in own.items() if name.endswith("num_batches_tracked")}
+    fitting = counters | weights  # files of torch's first releases lack these
+    classifier = {"fc.weight", "fc.bias"}
+    if any_classes and classifier <= own.keys() & weights.keys() and len(weights["fc.bias"]) != len(own["fc.bias"]):
+        num_classes = len(weights["fc.bias"])
         rank_zero_info(f"the classifier in the checkpoint has {num_classes} classes: a new classifier is trained")
-        fitting |= {name: own[name] for name in ("fc.weight", "fc.bias")}
-    try:
-        network.load_state_dict(fitting)
-    except RuntimeError as error:
-        raise CheckpointError(f"these weights do not fit: {one_line(error)[:300]}", remedy=_OTHER) from error
+        fitting |= {name: own[name] for name in classifier}
+    check_shapes(network, fitting)
+    network.load_state_dict(fitting)
 
 
 def check_shapes(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
@@ -147,9 +118,10 @@ def check_shapes(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
         if own.get(name) != found.get(name):
             here, there = (shapes.get(name, "missing") for shapes in (own, found))
             raise CheckpointError(
-                f"the checkpoint's weights are not those of this {type(network).__name__}: {name} is {there} in the "
-                f"checkpoint, {here} in the model",
-                remedy="pass the arguments of its training: --config RUN_FOLDER/config.yaml",
+                f"the weights do not fit this {type(network).__name__}: {name} is {there} in the checkpoint, {here} in "
+                "the model",
+                remedy="pass the flags of their training, --config RUN_FOLDER/config.yaml, or of their network, e.g. "
+                "--model.arch=resnet18 --model.stem=imagenet --model.num_classes=1000",
             )
 
 
@@ -159,19 +131,23 @@ def name_optimizer(checkpoint: dict[str, Any], optimizer: Optimizer) -> None:
 
 
 def check_optimizer(checkpoint: Mapping[str, Any], optimizer: Optimizer) -> None:
-    """Raise a `CheckpointError` if a training was with another optimizer. The settings of `optimizer` become its.
-
-    Earlier checkpoints do not name theirs, so its settings must do.
-    """
-    states = checkpoint.get("optimizer_states") or [optimizer.state_dict()]
+    """Raise a `CheckpointError` if a training was with another optimizer; earlier checkpoints do not name theirs."""
     found, own = checkpoint.get(_OPTIMIZER), _class_path(optimizer)
-    if own == found or (found is None and _has_settings(optimizer, states[0]["param_groups"])):
-        return
-    settings = ", ".join(name for name in states[0]["param_groups"][0] if name not in ("params", "lr", "initial_lr"))
-    raise CheckpointError(
-        f"the checkpoint continues a training with {found or f'an optimizer that has {settings}'}; this one has {own}",
-        remedy=f"pass --model.optimizer={found}" if found else "pass that one, or --config RUN_FOLDER/config.yaml",
-    )
+    states = checkpoint.get("optimizer_states") or [optimizer.state_dict()]
+    if own != found and not (found is None and _has_settings(optimizer, states[0]["param_groups"])):
+        raise CheckpointError(
+            f"the checkpoint continues a training with {found or 'another optimizer'}; this one has {own}",
+            remedy=f"pass --model.optimizer={found}" if found else "pass --config RUN_FOLDER/config.yaml",
+        )
+
+
+def _has_settings(optimizer: Optimizer, groups: list[dict[str, Any]]) -> bool:
+    """Whether `groups` have all settings of `optimizer`; those that torch has added since are filled in."""
+    try:
+        optimizer.load_state_dict({"state": {}, "param_groups": groups})
+    except ValueError:  # other numbers of groups or parameters
+        return False
+    return all(optimizer.defaults.keys() <= group.keys() for group in optimizer.param_groups)
 
 
 def _class_path(optimizer: Optimizer) -> str:
@@ -184,38 +160,17 @@ def _class_path(optimizer: Optimizer) -> str:
     return f"{package if exported else kind.__module__}.{kind.__qualname__}"
 
 
-def _has_settings(optimizer: Optimizer, groups: list[dict[str, Any]]) -> bool:
-    """Whether `groups` have all settings of `optimizer`; those that torch has added since are filled in."""
-    try:
-        optimizer.load_state_dict({"state": {}, "param_groups": groups})
-    except ValueError:  # other numbers of groups or parameters
-        return False
-    return all(optimizer.defaults.keys() <= group.keys() for group in optimizer.param_groups)
-
-
-def read_checkpoint(path: Path, *, mmap: bool = True) -> dict[str, Any]:
-    """Open a checkpoint with `weights_only=True`, on the CPU; raises a `CheckpointError` if torch cannot.
-
-    With `mmap` its tensors stay on disk until they are used; the file must not change meanwhile.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Detected pickle protocol")  # such a file is refused
-        return read_own_checkpoint(path, mmap=mmap)
-
-
-def read_own_checkpoint(path: Path, *, mmap: bool = True) -> dict[str, Any]:
-    """`read_checkpoint` for a file that this process has written; it may be called in any thread.
-
-    Suppressing a warning, as `read_checkpoint` does for other files, would affect all threads.
-    """
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Open a checkpoint with `weights_only=True`, on the CPU; raises a `CheckpointError` if torch cannot."""
     if not path.is_file():
         raise CheckpointError(f"there is no checkpoint {path}", remedy="look under RUN_FOLDER/checkpoints/")
     try:
-        # torch cannot map files of its old format, such as torchvision's first ones.
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and _is_archive(path))
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises half a dozen types here, depending on what is broken
+        code = re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", str(error))
+        reason = f"it needs the code of {code[1]}" if code else "it is incomplete, or torch has not written it"
         raise CheckpointError(
-            f"{path} is not a readable checkpoint: {_reason(error, path)}",
+            f"{path} is not a readable checkpoint: {reason}",
             remedy="use another of the run's checkpoints; only files of tensors and primitives are read",
         ) from error
     if not isinstance(checkpoint, dict):
@@ -223,29 +178,6 @@ def read_own_checkpoint(path: Path, *, mmap: bool = True) -> dict[str, Any]:
             f"{path} is not a checkpoint: it holds a {type(checkpoint).__name__}", remedy="pass another"
         )
     return checkpoint
-
-
-def _is_archive(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(4) == b"PK\x03\x04"
-
-
-def _reason(error: Exception, path: Path) -> str:
-    """The error message of torch in a line, without its advice to trust the file."""
-    message = str(error)
-    code = re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", message)
-    if code:
-        return f"it needs the code of {code[1]}"
-    if isinstance(error, OSError):
-        return error.strerror or message
-    if not path.stat().st_size:
-        return "it is empty"
-    if not _is_archive(path):
-        return "torch has not written it, or it is incomplete"
-    if "central directory" in message:
-        return "it is truncated"
-    lines = [line.strip() for line in message.rpartition("WeightsUnpickler error:")[2].splitlines() if line.strip()]
-    return lines[0][:160] if lines else type(error).__name__
 
 
 def strip_prefix(state_dict: dict[str, _T]) -> dict[str, _T]:

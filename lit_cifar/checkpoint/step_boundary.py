@@ -9,10 +9,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -24,20 +23,12 @@ from torch.distributed import group
 from torch.nn.utils import get_total_norm
 
 from lit_cifar.checkpoint.callbacks import LastCheckpoint, files_of, settle
-from lit_cifar.errors import CheckpointError, Stopped, printable
+from lit_cifar.data.images import Batch
+from lit_cifar.errors import Stopped, printable
 from lit_cifar.launch.signals import EXIT_STOPPED, Keystrokes
 
 _MAX_IDS = 64
 _MAX_STEPS = 1000  # between two agreements, however short they are
-
-
-class Agreed(NamedTuple):
-    """What all processes have agreed on."""
-
-    signal: int  # number of a signal by which any process was asked to stop; 0 for none
-    due: bool  # whether a checkpoint is due by the clock
-    # Optimizer step and rank of the first loss that was not finite; None if all were finite.
-    first_bad: tuple[int, int] | None
 
 
 class StepBoundary(Callback):
@@ -62,9 +53,8 @@ class StepBoundary(Callback):
         self._last: LastCheckpoint | None = None
         self._signal = 0
         self._keystrokes = Keystrokes()
-        self._losses: list[tuple[int, Tensor]] = []  # since the last agreement
+        self._losses: list[tuple[int, Tensor, Tensor]] = []  # step, loss and samples since the last agreement
         self._device = torch.device("cpu")
-        self._first_steps: dict[int, int] = {}  # of every epoch: a resumed run may have another number of steps in one
         self._steps_left = 0
         self._asked_at = 0.0
         self._asked_step = 0
@@ -86,7 +76,6 @@ class StepBoundary(Callback):
         self._last = next((c for c in trainer.callbacks if isinstance(c, LastCheckpoint)), None)  # type: ignore[attr-defined]
         self._losses.clear()
         self._device = pl_module.device
-        self._first_steps = {}
         self._steps_left = 2  # the first agreement comes after a step, when the duration of one is known
         self._asked_at, self._asked_step, self._step_s = time.monotonic(), trainer.global_step, 0.0
 
@@ -99,30 +88,25 @@ class StepBoundary(Callback):
         """Between two optimizer steps: agree if that is due, then save, then stop."""
         if batch_idx % trainer.accumulate_grad_batches:
             return
-        if trainer.current_epoch not in self._first_steps:
-            first_step = trainer.global_step - batch_idx // trainer.accumulate_grad_batches
-            self._first_steps[trainer.current_epoch] = first_step
         by_step = self._last is not None and self._last.due_by_step(trainer)
         self._steps_left -= 1
         if self._steps_left > 0 and not by_step:
             return
-        agreed = self._agree(trainer)
-        if agreed.first_bad:
-            self._stop_for_loss(trainer, *agreed.first_bad)
-        if self._last is not None and (by_step or agreed.due or agreed.signal):
+        number, due = self._agree(trainer)
+        if self._last is not None and (by_step or due or number):
             self._check_weights(trainer, pl_module)
-            with _ending_if_not_saved(trainer):
-                self._last.save(trainer)
-        if agreed.signal:
-            self._stop_for_signal(trainer, agreed.signal)
+            self._last.save(trainer)
+        if number:
+            message = f"stopped by {signal.Signals(number).name} after {trainer.global_step} optimizer steps"
+            remedy = "to resume, run the same command with --resume=auto"
+            self._stop(trainer, message, remedy=remedy, status=EXIT_STOPPED)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
         """Keep the loss on its device until the next agreement."""
         stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-        step = trainer.global_step - stepped
-        self._losses.append((step, outputs["loss"].detach()))
+        self._losses.append((trainer.global_step - stepped, outputs["loss"].detach(), batch.ids))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop a diverged run before validation, which could make it the best checkpoint."""
@@ -134,9 +118,7 @@ class StepBoundary(Callback):
         self._check_finite(trainer, pl_module)
 
     def _check_finite(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        agreed = self._agree(trainer)
-        if agreed.first_bad:
-            self._stop_for_loss(trainer, *agreed.first_bad)
+        self._agree(trainer)
         self._check_weights(trainer, pl_module)
 
     def _check_weights(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -145,84 +127,58 @@ class StepBoundary(Callback):
         largest = get_total_norm(weights, norm_type=math.inf)  # one number for all weights, over all processes
         bad = largest.isfinite().logical_not().to(self._device, torch.float64)
         if trainer.strategy.reduce(bad, group=group.WORLD, reduce_op="max").item():
-            self._settle(trainer)
             message = f"the weights are not finite after {trainer.global_step} optimizer steps"
-            end_together(trainer, f"{message}; {self._newest()}\n{_cause(trainer, trainer.global_step)}", status=1)
+            self._stop(trainer, message, remedy=_cause(trainer, trainer.global_step), status=1)
 
-    def _agree(self, trainer: Trainer) -> Agreed:
-        """Agree by an all-reduce of maxima, also on the number of steps until the next agreement."""
+    def _agree(self, trainer: Trainer) -> tuple[int, bool]:
+        """The number of a signal that any process got, else 0; and whether a checkpoint is due by the clock.
+
+        Processes agree by an all-reduce of maxima, also on the steps until the next one. A loss may stop them here.
+        """
         now = time.monotonic()
         if trainer.global_step > self._asked_step:
             self._step_s = (now - self._asked_at) / (trainer.global_step - self._asked_step)
         # The next save reports that one has failed, so it is due.
-        due = self._last is not None and (self._last.due_by_time(now) or files_of(trainer).has_failed)
+        due = self._last is not None and (self._last.due_by_time(now) or files_of(trainer).failure is not None)
         own = torch.tensor([self._signal, due, self._step_s, -math.inf], dtype=torch.float64).to(self._device)
         if self._losses:
             own[3] = self._first_bad(trainer)
-            self._losses.clear()
         largest = trainer.strategy.reduce(own, group=group.WORLD, reduce_op="max").tolist()
         self._asked_at, self._asked_step = time.monotonic(), trainer.global_step
         self._steps_left = min(max(1, round(self.agree_every_s / max(largest[2], 1e-6))), _MAX_STEPS)
-        first_bad = None if math.isinf(largest[3]) else divmod(round(-largest[3]), trainer.world_size)
-        return Agreed(int(largest[0]), bool(largest[1]), first_bad)
+        if not math.isinf(largest[3]):
+            self._stop_for_loss(trainer, *divmod(round(-largest[3]), trainer.world_size))
+        self._losses.clear()
+        return int(largest[0]), bool(largest[1])
 
     def _first_bad(self, trainer: Trainer) -> Tensor:
         """A code of this process's first step with a non-finite loss, larger for earlier steps; -inf for none."""
-        steps, losses = zip(*self._losses, strict=True)
+        steps, losses, _ = zip(*self._losses, strict=True)
         codes = [-float(step * trainer.world_size + trainer.global_rank) for step in steps]
         finite = torch.stack(losses).isfinite().to(self._device)
         return torch.tensor(codes, dtype=torch.float64).to(self._device).masked_fill(finite, -math.inf).max()
 
-    def _stop_for_signal(self, trainer: Trainer, number: int) -> NoReturn:
-        self._settle(trainer)
-        name = signal.Signals(number).name
-        end_together(
-            trainer,
-            f"stopped by {name} after {trainer.global_step} optimizer steps; {self._newest()}\n"
-            "to resume, run the same command with --resume=auto",
-            status=EXIT_STOPPED,
-        )
-
-    def _settle(self, trainer: Trainer) -> None:
-        """Wait for the files, before the newest checkpoint is named."""
-        with _ending_if_not_saved(trainer):
-            settle(trainer)
-
     def _stop_for_loss(self, trainer: Trainer, step: int, rank: int) -> NoReturn:
-        self._settle(trainer)
-        epoch, first = max(item for item in self._first_steps.items() if item[1] <= step)
-        ids = trainer.strategy.broadcast(_ids_of_step(trainer, epoch, step - first), src=rank)
-        shown = ", ".join(map(str, ids[:_MAX_IDS])) + (
-            f" and {len(ids) - _MAX_IDS} more" if len(ids) > _MAX_IDS else ""
+        own = [id_ for of_step, _, ids in self._losses if of_step == step for id_ in ids.tolist()]
+        ids = trainer.strategy.broadcast(own, src=rank)
+        more = f" and {len(ids) - _MAX_IDS} more" if len(ids) > _MAX_IDS else ""
+        samples = ", ".join(map(str, ids[:_MAX_IDS])) + more
+        message = (
+            f"the loss of rank {rank} is not finite in optimizer step {step} (counted from 0); its samples: {samples}"
         )
-        end_together(
-            trainer,
-            f"the loss of rank {rank} is not finite in optimizer step {step} (counted from 0); its samples: {shown}\n"
-            f"{_cause(trainer, step)}\n{self._newest()}",
-            status=1,
-        )
+        self._stop(trainer, message, remedy=_cause(trainer, step), status=1)
 
-    def _newest(self) -> str:
+    def _stop(self, trainer: Trainer, message: str, *, remedy: str, status: int) -> NoReturn:
+        settle(trainer)  # before the newest checkpoint is named
         path = self._last.newest if self._last else None
-        return f"the newest checkpoint is {path}" if path else "there is no checkpoint yet"
+        newest = f"the newest checkpoint is {path}" if path else "there is no checkpoint yet"
+        end_together(trainer, f"{message}\n{newest}\n{remedy}", status=status)
 
 
 def _local(parameter: Tensor) -> Tensor:
     """This process's part of a parameter that may be sharded over processes."""
     to_local = getattr(parameter, "to_local", None)
     return parameter.detach() if to_local is None else to_local().detach()
-
-
-def _ids_of_step(trainer: Trainer, epoch: int, step: int) -> list[int]:
-    """The samples that this process read for optimizer step `step` of an epoch; empty if they are unknown."""
-    datamodule: Any = getattr(trainer, "datamodule", None)
-    if not hasattr(datamodule, "train_sampler"):
-        return []
-    sampler = datamodule.train_sampler()
-    sampler.set_epoch(epoch)
-    sampler.start = step
-    parts = zip(range(trainer.accumulate_grad_batches), sampler, strict=False)
-    return [int(id_) for _, part in parts for id_ in part.ids]
 
 
 def _cause(trainer: Trainer, num_steps: int) -> str:
@@ -238,14 +194,6 @@ def _cause(trainer: Trainer, num_steps: int) -> str:
     rate = trainer.optimizers[0].param_groups[0]["lr"]
     diverged = f"the optimisation has diverged: try a lower --model.optimizer.lr (the learning rate was {rate:.3g})"
     return f"{found}; so {diverged}" if found else diverged
-
-
-@contextmanager
-def _ending_if_not_saved(trainer: Trainer) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointError as error:
-        end_together(trainer, str(error), status=1)
 
 
 def end_together(trainer: Trainer, message: str, *, status: int) -> NoReturn:

@@ -8,7 +8,8 @@ from typing import Any
 from jsonargparse import Namespace
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lit_cifar.checkpoint.files import content_digest, newest_valid
+from lit_cifar.checkpoint.exact_resume import Start
+from lit_cifar.checkpoint.files import carried_hash, content_hash, newest_valid
 from lit_cifar.checkpoint.format import (
     POSITION,
     check_optimizer,
@@ -18,9 +19,8 @@ from lit_cifar.checkpoint.format import (
     naming,
     read_checkpoint,
 )
-from lit_cifar.checkpoint.same_start import Start
-from lit_cifar.checkpoint.sample_audit.digest import Receipt
-from lit_cifar.cli.usage_errors import refusing
+from lit_cifar.checkpoint.sample_audit import AuditRecord
+from lit_cifar.cli.usage_errors import as_config_error
 from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.reporting.run_folder import process_rank
 from lit_cifar.task.module import LitResNet
@@ -34,7 +34,7 @@ class StartingCheckpoint:
 
     def __init__(self, subcommand: str, config: Namespace) -> None:
         self.position: dict[str, Any] = {}  # of the run that is resumed in its own folder; empty for a new run
-        self.receipt: Receipt | None = None  # of a fit that is resumed
+        self.audit: AuditRecord | None = None  # of a fit that is resumed
         self.has_weights_alone = False  # with which the network starts
         self.start = Start(None, "no checkpoint")
         self._content: dict[str, Any] | None = None
@@ -55,13 +55,13 @@ class StartingCheckpoint:
         self._content = read_checkpoint(path)
         step = self._content.get("global_step")
         at = f" after {step} optimizer steps" if isinstance(step, int) else ""
-        self.start = Start(content_digest(path), f"{path}{at}")
+        self.start = Start(carried_hash(path) or content_hash(path), f"{path}{at}")
         self.has_weights_alone = holds_weights_alone(self._content)
         if self.has_weights_alone:
             return
         if self._subcommand == "fit":
             with naming(path):
-                self.receipt = Receipt.read(self._content)
+                self.audit = AuditRecord.read(self._content)
                 _check_length(self._content.get(POSITION, {}), self._config.trainer)
         if resumes:
             self.position = self._content.get(POSITION, {})
@@ -76,13 +76,12 @@ class StartingCheckpoint:
 
     def _compare(self, content: dict[str, Any], module: LitResNet, *, dataset: str) -> None:
         if self.has_weights_alone:
-            module.header.check_weights(content, any_classes=self._subcommand == "fit")
-            load_weights(module.network, content)
+            load_weights(module.network, content, any_classes=self._subcommand == "fit")
             return
         module.header.check(content)
         check_shapes(module.network, content.get("state_dict", {}))
         if self._subcommand == "fit":
-            with refusing():
+            with as_config_error():
                 optimizer = module.make_optimizer(module.network.parameters())
             check_optimizer(content, optimizer)
         if self._subcommand == "predict":
@@ -102,8 +101,8 @@ def _check_length(position: Mapping[str, int], trainer: Namespace) -> None:
 
 def _check_classes(checkpoint: dict[str, Any], dataset: str) -> None:
     """Refuse to `predict` with the class names and the normalisation of another data set than the checkpoint's."""
-    receipt = Receipt.read(checkpoint)
-    trained_on = dataset if receipt is None else receipt.settings["dataset"]
+    audit = AuditRecord.read(checkpoint)
+    trained_on = dataset if audit is None else audit.settings["dataset"]
     if trained_on != dataset:
         known = shlex.quote(f"--data.dataset={str(trained_on).partition(' ')[0]}")
         raise CheckpointError(

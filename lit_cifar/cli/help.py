@@ -27,7 +27,7 @@ COMMON: dict[str, dict[str, tuple[str, ...]]] = {
             *("trainer.max_epochs", "trainer.accumulate_grad_batches"),
         ),
         "data": _DATA,
-        "devices": (*_WHERE, "trainer.sync_batchnorm", "virtual_replicas", "kernels"),
+        "devices": (*_WHERE, "trainer.sync_batchnorm", "virtual_replicas", "autotune"),
     },
     "validate": _EVALUATION,
     "test": _EVALUATION,

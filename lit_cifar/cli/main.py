@@ -3,9 +3,11 @@
 Exit status: 0 done, 1 failed while running, 2 the user's input, 143 stopped by a signal after saving.
 """
 
+import re
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr, redirect_stdout, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -15,30 +17,28 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from torch.distributed import is_torchelastic_launched
 
 from lit_cifar import __version__
-from lit_cifar.callbacks import default_callbacks, place
+from lit_cifar.callbacks import NoProfiler, default_callbacks, place, prune_hooks
 from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
+from lit_cifar.checkpoint.exact_resume import Fingerprint, SameStart
 from lit_cifar.checkpoint.files import reporting_disk
 from lit_cifar.checkpoint.lightning_io import CheckpointFiles
-from lit_cifar.checkpoint.same_start import Fingerprint, SameStart
 from lit_cifar.cli.checkpoint_selection import StartingCheckpoint
-from lit_cifar.cli.empty_hooks import NoProfiler, leave_out_empty_hooks
 from lit_cifar.cli.help import COMMON, DESCRIPTION, EPILOG, SUBCOMMANDS, HelpFormatter, replace_texts
-from lit_cifar.cli.kernel_choice import KernelChoice
 from lit_cifar.cli.preflight import check_arguments, check_bounds, check_run, check_sizes
-from lit_cifar.cli.usage_errors import PROGRAM, Parser, check_command, ended_in_words, refusing
+from lit_cifar.cli.usage_errors import PROGRAM, Parser, as_config_error, check_command, cli_exit
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.sources import open_dataset
 from lit_cifar.errors import ConfigError
-from lit_cifar.launch.processes import as_list, check_processes, settle_processes
+from lit_cifar.launch.processes import as_list, check_processes, resolve_world_size
 from lit_cifar.launch.signals import handlers_put_back, signals_to_spawned
-from lit_cifar.launch.startup import end_with_launcher
+from lit_cifar.launch.startup import exit_with_parent
 from lit_cifar.models import DEFAULT_ARCH
-from lit_cifar.models.kernels import told_to_children
 from lit_cifar.reporting.figures import EvaluationFigures
 from lit_cifar.reporting.loggers import logger_below, run_loggers
-from lit_cifar.reporting.output import outlast_readers, without_banners
+from lit_cifar.reporting.output import ignore_broken_pipe, without_banners
 from lit_cifar.reporting.progress import ProgressBar
 from lit_cifar.reporting.run_folder import (
+    LOCK,
     RunLock,
     SavedConfig,
     create_run_folder,
@@ -46,11 +46,12 @@ from lit_cifar.reporting.run_folder import (
     process_rank,
 )
 from lit_cifar.reporting.run_report import RunReport
-from lit_cifar.strategies import ProcessSyncBatchNorm
-from lit_cifar.strategies.same_bits.virtual_replicas import VirtualReplicas
 from lit_cifar.task.module import LitResNet
 from lit_cifar.tools.commands import COMMANDS
 from lit_cifar.watchdog.callback import Watchdog
+
+# Words by which a run may ask for a strategy, itself or in a file: for one device none is imported.
+MAY_NAME_STRATEGY = re.compile(r"strategy|config|^-c|^--trainer(=|$)", flags=re.IGNORECASE)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -61,11 +62,11 @@ def main(args: Sequence[str] | None = None) -> None:
     """
     words = sys.argv[1:] if args is None else list(args)
     if process_rank() or is_torchelastic_launched():
-        end_with_launcher()
+        exit_with_parent()
     # Loggers, warning filters, streams and signal handlers of this process are left as they were.
     with handlers_put_back(), without_banners(), redirect_stdout(sys.stdout), redirect_stderr(sys.stderr):
-        outlast_readers()
-        with ended_in_words():
+        ignore_broken_pipe()
+        with cli_exit():
             _run(words, args=None if args is None else words)
 
 
@@ -74,6 +75,8 @@ def _run(words: list[str], *, args: list[str] | None) -> None:
     if words and words[0] in COMMANDS:
         raise SystemExit(COMMANDS[words[0]](words[1:]))
     check_command(words)
+    if any(MAY_NAME_STRATEGY.search(word) for word in words):
+        import_module("lit_cifar.strategies")
     with RunLock() as lock:
         CLI(words, args=args, lock=lock)
 
@@ -85,6 +88,9 @@ class CLI(LightningCLI):
         self._lock = lock
         self._named = next((word for word in words[:1] if word in self.subcommands()), None)
         self._own_loggers: list[Namespace] = []  # that the user has asked for
+        self._replicas: Any = None  # those of --virtual_replicas
+        self._candidates: dict[str, float] = {}  # of --autotune, with the seconds of a step
+        self._exported: AbstractContextManager[None] = nullcontext()
         super().__init__(
             LitResNet,
             CIFAR10DataModule,
@@ -127,10 +133,10 @@ class CLI(LightningCLI):
             help="With auto, resume the run in --run_dir from its newest valid checkpoint; start it if there is none.",
         )
         parser.add_argument(
-            "--kernels",
-            type=Literal["auto"] | None,
-            default=None,
-            help="With auto, time 32-true and bf16-mixed, with and without channels_last, and train with the fastest.",
+            "--autotune",
+            type=bool,
+            default=False,
+            help="Time 32-true and bf16-mixed, with and without channels_last, and train with the fastest.",
         )
         parser.add_argument(
             "--virtual_replicas",
@@ -189,15 +195,19 @@ class CLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Refuse arguments that the Trainer accepts but a run folder cannot use; tell the model about the data."""
         check_arguments(self._arguments.trainer, trains=self._subcommand == "fit")
-        if self._arguments.kernels is not None and self._subcommand != "fit":
-            raise ConfigError("--kernels=auto is for training", remedy="leave it out, or use the fit subcommand")
+        if self._arguments.autotune and self._subcommand != "fit":
+            raise ConfigError("--autotune=true is for training", remedy="leave it out, or use the fit subcommand")
         model, data = self._arguments.model, self._arguments.data
         source = open_dataset(data.dataset, data.root, image_size=data.image_size)
         if model.network is None:
             model.arch = model.arch or DEFAULT_ARCH
         check_sizes(model, source)
         model.num_classes, model.image_size = len(source.classes), source.image_size
-        self._kernels = None if self._arguments.kernels is None else KernelChoice(self._arguments)
+        if self._arguments.autotune:
+            from lit_cifar.models.autotune import autotune, exported
+
+            chosen, self._candidates = autotune(self._arguments)
+            self._exported = exported(chosen)
 
     def instantiate_classes(self) -> None:
         """Build data, model and trainer; an error of their constructors is a mistake in the user's input.
@@ -210,7 +220,7 @@ class CLI(LightningCLI):
             self._own_loggers = [] if given in (None, True) else as_list(given)
             trainer.logger = False
         self.save_config_kwargs = {"logger": given}
-        with refusing():
+        with as_config_error():
             super().instantiate_classes()
         self._start.check(self.model, dataset=self.datamodule.dataset)
         trainer.logger = given
@@ -222,12 +232,17 @@ class CLI(LightningCLI):
         num_parts = self._arguments.virtual_replicas
         callbacks = [SameStart(self._start.start), Fingerprint(num_parts), *callbacks]
         if num_parts is not None:
-            callbacks = [VirtualReplicas(num_parts), *callbacks]
+            from lit_cifar.strategies.same_bits.virtual_replicas import VirtualReplicas
+
+            self._replicas = VirtualReplicas(num_parts)
+            callbacks = [self._replicas, *callbacks]
         config["plugins"] = [*as_list(config["plugins"]), CheckpointFiles()]
         config["profiler"] = config["profiler"] or NoProfiler()
         if config["sync_batchnorm"]:
+            from lit_cifar.strategies import ProcessSyncBatchNorm
+
             config["plugins"].append(ProcessSyncBatchNorm())
-        settle_processes(config)
+        resolve_world_size(config)
         try:
             trainer = super()._instantiate_trainer(config, callbacks)
         except TypeError as error:
@@ -236,7 +251,7 @@ class CLI(LightningCLI):
             given = f"--trainer.devices={config['devices']}"
             raise ConfigError(f"{given}: {error}", remedy="pass the number of devices: --trainer.devices=2") from error
         trainer.callbacks.sort(key=place)  # type: ignore[attr-defined]  # Lightning's own omission
-        leave_out_empty_hooks(trainer.callbacks, self.model)  # type: ignore[attr-defined]
+        prune_hooks(trainer.callbacks, self.model)  # type: ignore[attr-defined]
         return trainer
 
     # The run.
@@ -250,17 +265,23 @@ class CLI(LightningCLI):
         folder = None if self._arguments.trainer.fast_dev_run else self._make_run_folder()
         if process_rank() == 0:
             report = next(c for c in self.trainer.callbacks if isinstance(c, RunReport))  # type: ignore[attr-defined]
-            report.kernels = {} if self._kernels is None else self._kernels.seconds
+            report.candidates = self._candidates
             report.announce(self.trainer, self.model, self.datamodule, stage=subcommand)
         # Lightning converts after loading a checkpoint, when its float64 weights have already been rounded.
         self.trainer.precision_plugin.convert_module(self.model)
-        told = nullcontext() if self._kernels is None else told_to_children(self._kernels.kernels)
-        with signals_to_spawned(self.trainer), reporting_disk(folder), told:
+        with signals_to_spawned(self.trainer), reporting_disk(folder), self._exported:
             super()._run_subcommand(subcommand)
 
     def _check(self, subcommand: str) -> None:
-        asked, receipt = self._arguments, self._start.receipt
-        check_run(self.trainer, self.model, self.datamodule, asked=asked, subcommand=subcommand, receipt=receipt)
+        check_run(
+            self.trainer,
+            self.model,
+            self.datamodule,
+            asked=self._arguments,
+            subcommand=subcommand,
+            audit=self._start.audit,
+            replicas=self._replicas,
+        )
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
@@ -274,14 +295,14 @@ class CLI(LightningCLI):
         folder = create_run_folder(self._arguments.run_dir, label=label, lock=self._lock, resume=resume)
         position = self._start.position
         first_step = position.get("global_step", 0) if resume else None
-        rows, charts = position.get("rows", 0), self._subcommand == "fit"
-        ours = run_loggers(folder, charts=charts, kept_rows=rows, first_step=first_step)
+        ours = run_loggers(folder, kept_rows=position.get("rows", 0), first_step=first_step)
         try:
-            with refusing():
+            with as_config_error():
                 self.trainer.loggers = [*ours, *(logger_below(folder, given) for given in self._own_loggers)]
         except ConfigError:
-            self._lock.release()
-            with suppress(OSError):
-                folder.rmdir()  # nothing was written
+            if process_rank() == 0:  # which holds the lock until the program ends
+                with suppress(OSError):
+                    (folder / LOCK).unlink()
+                    folder.rmdir()  # nothing was written
             raise
         return folder

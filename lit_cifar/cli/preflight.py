@@ -14,17 +14,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lit_cifar.checkpoint.format import naming
-from lit_cifar.checkpoint.sample_audit.digest import Receipt, order_settings
-from lit_cifar.cli.usage_errors import refusing
+from lit_cifar.checkpoint.sample_audit import AuditRecord
+from lit_cifar.cli.usage_errors import as_config_error
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.dataset import Dataset
-from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.blocks import check_network, unreached_parameters
-from lit_cifar.strategies.base import check_gradient_hooks
-from lit_cifar.strategies.mesh import MeshStrategy
-from lit_cifar.strategies.same_bits.virtual_replicas import VirtualReplicas
 from lit_cifar.task.module import LitResNet
 
 _MANY = 2**16  # of what there is a list
@@ -101,18 +97,19 @@ def check_run(
     *,
     asked: Namespace,
     subcommand: str,
-    receipt: Receipt | None,
+    audit: AuditRecord | None,
+    replicas: Any,
 ) -> None:
     """Refuse a run that cannot work, and leave `data` set up.
 
-    `asked` are the arguments that all three were made from, `receipt` is that of the checkpoint that a fit is resumed
-    from. The trainer's processes are not started.
+    `asked` are the arguments that all three were made from, `audit` is that of the checkpoint that a fit is resumed
+    from, `replicas` are the callback of `--virtual_replicas`. The trainer's processes are not started.
     """
     if trainer.world_size == 1 and asked.trainer.sync_batchnorm:
         rank_zero_warn("--trainer.sync_batchnorm=true has no effect with one process, which sees the whole batch")
-    _check_kernels(trainer, asked.trainer, compiles=module.compiles)
+    _check_precision(trainer, asked.trainer, compiles=module.compiles)
     if module.cuda_graphs:
-        _check_cuda_graphs(trainer)
+        _check_cuda_graphs(trainer, has_parts=replicas is not None)
     batch_split = BatchSplit.of(trainer.strategy)
     if asked.model.ghost_batchnorm is not None:
         _check_ghost_batches(asked.model.ghost_batchnorm, batch_split, data.batch_size)
@@ -122,29 +119,28 @@ def check_run(
         optimizer = _try_optimizer(module)
         check_clipping(trainer, optimizer)
         _check_averaging(trainer)
-        _check_matrices(trainer, optimizer)
+        if replicas is not None:
+            _check_matrices(optimizer)
         if module.header.network is not None and isinstance(trainer.strategy, DDPStrategy):
             _check_reached(trainer.strategy, module)
             if trainer.strategy._start_method in ("spawn", "forkserver"):  # torch does not send hooks to processes
+                from lit_cifar.strategies.base import check_gradient_hooks
+
                 check_gradient_hooks(module, strategy=f"ddp_{trainer.strategy._start_method}")
     trainer.strategy.connect(module)  # a strategy that splits the network does so here
     data.trainer = trainer
     data.prepare_data()
     data.setup(subcommand)
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning's own omission
-        if isinstance(callback, VirtualReplicas):
-            callback.check(trainer, data)
+    if replicas is not None:
+        replicas.check(trainer, data)
     if subcommand == "fit":
-        _check_samples(data, receipt, checkpoint=asked.ckpt_path)
+        _check_samples(data, audit, checkpoint=asked.ckpt_path)
         _check_intervals(trainer, data)
-        name = "overfit_batches" if asked.trainer.overfit_batches else "limit_train_batches"
-        if not asked.trainer.fast_dev_run:
-            _check_limit(name, trainer.limit_train_batches, data.train_sampler())
 
 
 def _try_optimizer(module: LitResNet) -> Optimizer:
     """The user's optimizer, from which the schedule takes a step; the fit makes both anew."""
-    with refusing(), warnings.catch_warnings():
+    with as_config_error(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the schedule's step comes before the optimizer's
         optimizer = module.make_optimizer(module.network.parameters())
         scheduler: Any = module.make_lr_scheduler(optimizer)
@@ -176,6 +172,8 @@ def _check_ghost_batches(asked: Any, batch_split: BatchSplit, batch_size: int) -
 
 def _check_reached(strategy: DDPStrategy, module: LitResNet) -> None:
     """Refuse parameters for whose gradients DistributedDataParallel would wait in vain."""
+    from lit_cifar.strategies.mesh import MeshStrategy
+
     waits = not (strategy._ddp_kwargs.get("find_unused_parameters") or strategy._ddp_kwargs.get("static_graph"))
     if isinstance(strategy, MeshStrategy) or not waits:
         return
@@ -189,14 +187,26 @@ def _check_reached(strategy: DDPStrategy, module: LitResNet) -> None:
 
 
 def _check_intervals(trainer: Trainer, data: CIFAR10DataModule) -> None:
-    """Refuse a share of an epoch's batches that is less than one, and a validation that never comes."""
-    num_batches, limit = len(data.train_sampler()), trainer.limit_train_batches
+    """Refuse an epoch of no batch or with a last step of fewer than are accumulated, and a validation that never comes.
+
+    Lightning would divide the gradients of that step by the full number, and take a smaller step.
+    """
+    sampler, limit = data.train_sampler(), trainer.limit_train_batches
+    num_batches, accumulation = len(sampler), sampler.accumulation
     counted = min(num_batches, limit) if isinstance(limit, int) else int(num_batches * limit)
+    overfits = trainer.overfit_batches  # type: ignore[attr-defined]  # Lightning's own omission
+    flag = "--trainer.overfit_batches" if overfits else "--trainer.limit_train_batches"
     if not counted:
-        overfits = trainer.overfit_batches  # type: ignore[attr-defined]  # Lightning's own omission
-        flag = "--trainer.overfit_batches" if overfits else "--trainer.limit_train_batches"
         raise ConfigError(
             f"{flag}={limit} of {num_batches} batches is less than one", remedy=f"pass {flag}=1, which means one batch"
+        )
+    if counted % accumulation and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        whole = counted // accumulation * accumulation
+        nearest = [f"{flag}={value}" for value in (whole, whole + accumulation) if value]
+        raise ConfigError(
+            f"{flag}={limit} leaves {counted} of {num_batches} batches, "
+            f"and --trainer.accumulate_grad_batches={accumulation} are one step",
+            remedy="the nearest that are whole steps: " + " or ".join(nearest),
         )
     interval, counts_epochs = trainer.val_check_interval, trainer.check_val_every_n_epoch is not None
     if isinstance(interval, int) and interval > counted and counts_epochs and trainer.limit_val_batches:
@@ -206,31 +216,11 @@ def _check_intervals(trainer: Trainer, data: CIFAR10DataModule) -> None:
         )
 
 
-def _check_samples(data: CIFAR10DataModule, receipt: Receipt | None, *, checkpoint: str) -> None:
-    sampler = data.train_sampler()
-    sampler.check()
-    if receipt is not None:
-        sampler.set_epoch(receipt.epoch)
+def _check_samples(data: CIFAR10DataModule, audit: AuditRecord | None, *, checkpoint: str) -> None:
+    data.train_sampler().check()
+    if audit is not None:
         with naming(checkpoint):
-            receipt.check(sampler, order_settings(sampler, dataset=data.dataset, val_size=data.val_size))
-
-
-def _check_limit(name: str, limit: float, sampler: TrainSampler) -> None:
-    """Refuse a limit on an epoch's batches by which its last step would have fewer than are accumulated.
-
-    Lightning would divide their gradients by the full number, and take a smaller step.
-    """
-    num_batches, accumulation = len(sampler), sampler.accumulation
-    used = min(limit, num_batches) if isinstance(limit, int) else int(limit * num_batches)
-    if used and used % accumulation == 0:
-        return
-    whole = used // accumulation * accumulation
-    nearest = [value for value in (whole, whole + accumulation) if value]
-    raise ConfigError(
-        f"--trainer.{name}={limit} leaves {used} of {num_batches} batches, "
-        f"and --trainer.accumulate_grad_batches={accumulation} are one step",
-        remedy="the nearest that are whole steps: " + " or ".join(f"--trainer.{name}={value}" for value in nearest),
-    )
+            audit.check(data)
 
 
 def _check_averaging(trainer: Trainer) -> None:
@@ -243,7 +233,7 @@ def _check_averaging(trainer: Trainer) -> None:
         )
 
 
-def _check_kernels(trainer: Trainer, asked: Namespace, *, compiles: bool) -> None:
+def _check_precision(trainer: Trainer, asked: Namespace, *, compiles: bool) -> None:
     """Refuse a precision that Lightning has replaced by another one, and a network that cannot be compiled."""
     if str(asked.precision).startswith("16") and trainer.precision == "bf16-mixed":
         raise ConfigError(
@@ -259,7 +249,7 @@ def _check_kernels(trainer: Trainer, asked: Namespace, *, compiles: bool) -> Non
         )
 
 
-def _check_cuda_graphs(trainer: Trainer) -> None:
+def _check_cuda_graphs(trainer: Trainer, *, has_parts: bool) -> None:
     """Refuse CUDA graphs where there is no GPU, and where gradients are kept while the next batch passes."""
     flag = "--model.compile=cuda_graphs"
     if not isinstance(trainer.strategy, SingleDeviceStrategy):
@@ -268,7 +258,7 @@ def _check_cuda_graphs(trainer: Trainer) -> None:
             remedy="pass --model.compile=true",
         )
     batches = trainer.accumulate_grad_batches
-    if batches > 1 or _has_virtual_replicas(trainer):
+    if batches > 1 or has_parts:
         other = f"--trainer.accumulate_grad_batches={batches}" if batches > 1 else "--virtual_replicas"
         raise ConfigError(
             f"{flag} with {other}: gradients are added up, and a graph overwrites those of the batch before",
@@ -278,21 +268,17 @@ def _check_cuda_graphs(trainer: Trainer) -> None:
         raise ConfigError(f"{flag} needs a GPU", remedy="pass --model.compile=true, or leave it out")
 
 
-def _check_matrices(trainer: Trainer, optimizer: Optimizer) -> None:
+def _check_matrices(optimizer: Optimizer) -> None:
     """Refuse virtual replicas with an optimizer that multiplies several matrices at once.
 
     How many a process has depends on the mode, and with their number a library may choose another kernel.
     """
-    if getattr(optimizer, "steps_matrices", False) and _has_virtual_replicas(trainer):
+    if getattr(optimizer, "steps_matrices", False):
         raise ConfigError(
             f"--virtual_replicas with --model.optimizer={type(optimizer).__name__}, whose bits depend on how many "
             "matrices a process has",
             remedy="leave out one of the two",
         )
-
-
-def _has_virtual_replicas(trainer: Trainer) -> bool:
-    return any(isinstance(callback, VirtualReplicas) for callback in trainer.callbacks)  # type: ignore[attr-defined]
 
 
 def check_clipping(trainer: Trainer, optimizer: Optimizer) -> None:

@@ -64,7 +64,11 @@ class Parser(LightningArgumentParser):
             # Options are long and begin alike, so the cutoff is higher than for single words.
             near = get_close_matches(found[1], self._option_string_actions, n=1, cutoff=0.75)
             guess = near[0] if near else None
+        if re.search(r"""--kernels\b|["']kernels["']""", message):  # its name in earlier versions
+            guess = "--autotune=true"
         help = f"see {_program()} --help"
+        if guess == "--autotune=true":
+            help = f"in the config.yaml of an earlier run delete the line `kernels`; {help}"
         refuse(problem, remedy=help if guess is None else f"did you mean {guess}? {help}")
 
     def parse_path(self, cfg_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -87,17 +91,17 @@ def check_command(words: Sequence[str]) -> None:
 
 
 @contextmanager
-def refusing() -> Iterator[None]:
+def as_config_error() -> Iterator[None]:
     """Turn what a class raises into a `ConfigError`: the user has chosen the class or its arguments."""
     try:
         yield
     except ConfigError:
         raise
     except (ArithmeticError, ImportError, MemoryError, MisconfigurationException, RuntimeError, ValueError) as error:
-        raise _as_config_error(error) from error
+        raise _config_error_of(error) from error
 
 
-def _as_config_error(error: Exception) -> ConfigError:
+def _config_error_of(error: Exception) -> ConfigError:
     """An error of Lightning or torch about an argument, with our remedy where we know one."""
     if "invalid strategy name" in str(error):
         variants = re.compile("find_unused|offload|stage|xla|tpu|single")
@@ -112,7 +116,7 @@ def _as_config_error(error: Exception) -> ConfigError:
 
 
 @contextmanager
-def ended_in_words() -> Iterator[None]:
+def cli_exit() -> Iterator[None]:
     """End the program with the words of a `ConfigError`: with status 2, or 1 if a file could not be saved.
 
     What Lightning refuses only after the run has begun ends it with status 2 too.

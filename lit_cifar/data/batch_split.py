@@ -32,11 +32,6 @@ class BatchSplit:
     replicas_per_rank: int = 1
     num_microbatches: int = 1
 
-    def __post_init__(self) -> None:
-        counts = (self.dp_size, self.replicas_per_rank, self.num_microbatches)
-        if min(counts) < 1 or not 0 <= self.dp_rank < self.dp_size:
-            raise ValueError(f"not a batch split: {self}")
-
     @classmethod
     def of(cls, strategy: Any) -> "BatchSplit":
         """That of a Lightning strategy, before or after its processes have started.

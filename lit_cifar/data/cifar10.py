@@ -6,21 +6,26 @@ not mounted counts too: its owner has the data and wants no download.
 
 import os
 import shlex
-from collections.abc import Iterator
+import tarfile
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
 from torchvision.datasets import CIFAR10
+from torchvision.datasets.utils import check_integrity, download_url
 
 from lit_cifar.data.dataset import Channels, Dataset, Split
-from lit_cifar.data.download import CIFAR10_BINARY, install, remedies
+from lit_cifar.data.download import installing
 from lit_cifar.data.images import ImageSet
 from lit_cifar.errors import DataError
 
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
+# Address and hash as printed on https://www.cs.toronto.edu/~kriz/cifar.html for the binary version.
+URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
+FOLDER = "cifar-10-batches-bin"
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 FILES: dict[Split, tuple[str, ...]] = {
     "train": tuple(f"data_batch_{i}.bin" for i in range(1, 6)),
@@ -39,82 +44,80 @@ class Cifar10(Dataset):
     std: ClassVar[Channels] = (0.24703, 0.24349, 0.26159)
 
     def prepare(self, *, download: bool) -> None:
-        if not os.path.lexists(self.root / CIFAR10_BINARY.folder):
+        if not os.path.lexists(self.root / FOLDER):
             if os.path.lexists(self.root / CIFAR10.base_folder):
                 _open_python_edition(self.root, "test")  # its guard covers the files of both splits
                 return
-            install(CIFAR10_BINARY, self.root, download=download)
+            _install(self.root, download=download)
         for split in FILES:
-            labels = np.concatenate([records[:, 0].copy() for records in _records(self.root, split)])
-            _check_counts(labels, split, self.root / CIFAR10_BINARY.folder)
+            _records(self.root / FOLDER, split)
 
     def load(self, split: Split, *, num_images: int | None = None) -> ImageSet:
-        if os.path.lexists(self.root / CIFAR10_BINARY.folder):
-            labels, images = _read_images(self.root, split)
+        if os.path.lexists(self.root / FOLDER):
+            records = _records(self.root / FOLDER, split)
+            labels = np.concatenate([part[:, 0] for part in records])
+            images = np.concatenate([part[:, 1:] for part in records]).reshape(-1, 3, 32, 32)
         elif os.path.lexists(self.root / CIFAR10.base_folder):
             dataset = _open_python_edition(self.root, split)
-            labels, images = np.asarray(dataset.targets), dataset.data.transpose(0, 3, 1, 2)
+            labels, images = np.asarray(dataset.targets), np.ascontiguousarray(dataset.data.transpose(0, 3, 1, 2))
         else:
-            raise DataError(f"there is no CIFAR-10 in {self.root}", remedy=remedies(CIFAR10_BINARY, self.root))
-        whole = torch.from_numpy(np.ascontiguousarray(images)), torch.from_numpy(labels.astype(np.int64))
-        return self.first(*whole, split, num_images)
+            raise DataError(f"there is no CIFAR-10 in {self.root}", remedy=_remedies(self.root))
+        return self.first(torch.from_numpy(images), torch.from_numpy(labels.astype(np.int64)), split, num_images)
 
 
-def _read_images(root: Path, split: Split) -> tuple[Bytes, Bytes]:
-    """Labels, uint8, (N,), and images, uint8, (N, 3, 32, 32), of a split."""
-    images = np.empty((len(FILES[split]), RECORDS_PER_FILE, RECORD_BYTES - 1), np.uint8)
-    labels = []
-    for part, records in zip(images, _records(root, split), strict=True):
-        part[:] = records[:, 1:]
-        labels.append(records[:, 0].copy())
-    whole = np.concatenate(labels)
-    _check_counts(whole, split, root / CIFAR10_BINARY.folder)
-    return whole, images.reshape(-1, 3, 32, 32)
+def _install(root: Path, *, download: bool) -> None:
+    """Make the folder of the binary edition, from an archive that already lies in `root` or else from the web."""
+    present = root / URL.rpartition("/")[2]
+    if not present.exists() and not download:
+        raise DataError(f"there is no CIFAR-10 in {root}, and --data.download=false", remedy=_remedies(root))
+    with installing(root / FOLDER, "CIFAR-10", remedy=_remedies(root, tried=True)) as scratch:
+        if not present.exists():
+            download_url(URL, scratch, md5=MD5)
+        elif not check_integrity(present, MD5):
+            raise DataError(
+                f"{present} is not the official archive: its md5 is not {MD5}",
+                remedy=f"delete it (it may be half a download) and run again, or fetch {URL} anew",
+            )
+        with tarfile.open(present if present.exists() else scratch / present.name) as tar:
+            tar.extractall(scratch, filter="data")
 
 
-def _records(root: Path, split: Split) -> Iterator[Bytes]:
-    """Those of each file, in the same memory: new memory takes longer to get than to fill.
+def _remedies(root: Path, *, tried: bool = False) -> str:
+    """The three ways out when CIFAR-10 cannot be had, in three lines; `tried` says that a download has failed."""
+    allow = "" if tried else "allow the download with --data.download=true, or "
+    return (
+        f"pass --data.root=FOLDER where FOLDER holds {FOLDER} or {CIFAR10.base_folder},\n"
+        f"or {allow}put {URL} into {shlex.quote(str(root))} by hand,\n"
+        "or use images drawn by code instead: --data.dataset=synthetic"
+    )
+
+
+def _records(folder: Path, split: Split) -> list[Bytes]:
+    """Those of each file, with their labels checked.
 
     uint8, (RECORDS_PER_FILE, 3073): a label, then 1,024 red, green and blue pixels each, row by row. Source: "Binary
     version" on https://www.cs.toronto.edu/~kriz/cifar.html.
     """
-    records = np.empty((RECORDS_PER_FILE, RECORD_BYTES), np.uint8)
-    for name in FILES[split]:
-        _read_file(root / CIFAR10_BINARY.folder / name, into=records)
-        yield records
-
-
-def _read_file(path: Path, *, into: Bytes) -> None:
-    """Read a file's records into uint8, (RECORDS_PER_FILE, RECORD_BYTES)."""
-    try:
-        found = path.stat().st_size
-        if found == into.nbytes:
-            with path.open("rb", buffering=0) as file:
-                file.readinto(into.data)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}", remedy=_replace(path.parent)) from error
-    if found != into.nbytes:
+    records = [_read_file(folder / name) for name in FILES[split]]
+    counts = np.sum([np.bincount(part[:, 0], minlength=256) for part in records], axis=0)
+    expected = len(records) * RECORDS_PER_FILE // len(CLASSES)
+    if (counts[: len(CLASSES)] != expected).any():
         raise DataError(
-            f"{path} holds {found} bytes, not {into.nbytes} ({RECORDS_PER_FILE} records of {RECORD_BYTES})",
-            remedy=_replace(path.parent),
-        )
-    wrong = np.flatnonzero(into[:, 0] >= len(CLASSES))
-    if len(wrong):
-        raise DataError(
-            f"{path}: record {wrong[0]} has label {into[wrong[0], 0]}; CIFAR-10's are 0 to {len(CLASSES) - 1}",
-            remedy=_replace(path.parent),
-        )
-
-
-def _check_counts(labels: Bytes, split: Split, folder: Path) -> None:
-    expected = len(labels) // len(CLASSES)
-    counts = np.bincount(labels, minlength=len(CLASSES))
-    if (counts != expected).any():
-        worst = int(np.abs(counts - expected).argmax())
-        raise DataError(
-            f"{folder} holds {counts[worst]} {split} images of class {CLASSES[worst]}; CIFAR-10 has {expected} of each",
+            f"{folder} does not hold {expected} {split} images of each class, as CIFAR-10 does",
             remedy=_replace(folder),
         )
+    return records
+
+
+def _read_file(path: Path) -> Bytes:
+    wanted = RECORDS_PER_FILE * RECORD_BYTES
+    try:
+        found = path.stat().st_size
+        if found == wanted:
+            return np.frombuffer(path.read_bytes(), np.uint8).reshape(RECORDS_PER_FILE, RECORD_BYTES)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}", remedy=_replace(path.parent)) from error
+    raise DataError(f"{path} holds {found} bytes, not {wanted}", remedy=_replace(path.parent))
 
 
 def _open_python_edition(root: Path, split: Split) -> Any:

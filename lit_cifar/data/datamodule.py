@@ -16,7 +16,7 @@ from lit_cifar.data.counter_rng import Purpose, keyed_permutation
 from lit_cifar.data.dataset import Split
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.data.loader import BatchLoader
-from lit_cifar.data.predict_files import FolderImages, read_folder
+from lit_cifar.data.pictures import FolderImages, read_folder
 from lit_cifar.data.samplers import EvaluationSampler, TrainSampler
 from lit_cifar.data.sources import open_dataset
 from lit_cifar.errors import ConfigError
@@ -102,8 +102,11 @@ class CIFAR10DataModule(L.LightningDataModule):
         self.predict_dir = None if predict_dir is None else Path(predict_dir)
         self.source = open_dataset(dataset, root, image_size=image_size, seed=seed)
         self.dataset = self.source.identity(dataset)
-        self.name = self.source.title
-        self.val_size = self._default_val_size(num_train) if val_size is None else val_size
+        self.name, self.classes, self.image_size = self.source.title, self.source.classes, self.source.image_size
+        own = self.source.val_size
+        if not self.source.own_val and num_train is not None:
+            own = min(own, max(num_train, 0) // 10)
+        self.val_size = own if val_size is None else val_size
         self.sets: dict[str, ImageSet] = {}
         self.folder: FolderImages | None = None
         self._prepared = False
@@ -126,21 +129,9 @@ class CIFAR10DataModule(L.LightningDataModule):
                 remedy="the defaults are 5000, 500 and 0",
             )
 
-    def _default_val_size(self, num_train: int | None) -> int:
-        own = self.source.val_size
-        return own if self.source.own_val or num_train is None else min(own, max(num_train, 0) // 10)
-
     def __getstate__(self) -> dict[str, Any]:
         """Without the images: a spawned process reads them itself, as 150 MB do not fit every shared memory."""
         return self.__dict__ | {"sets": {}}
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return self.source.classes
-
-    @property
-    def image_size(self) -> int:
-        return self.source.image_size
 
     # Lightning calls prepare_data in one process per node, then setup in every process.
 

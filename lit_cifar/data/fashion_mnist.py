@@ -11,11 +11,10 @@ from torch.nn.functional import pad
 from torchvision.datasets import FashionMNIST
 
 from lit_cifar.data.dataset import Channels, Dataset, Split
-from lit_cifar.data.download import put_in_place, staging
+from lit_cifar.data.download import installing
 from lit_cifar.data.images import ImageSet
 from lit_cifar.errors import DataError, one_line
 
-CLASSES: tuple[str, ...] = tuple(FashionMNIST.classes)
 NUM_IMAGES: dict[Split, int] = {"train": 60_000, "test": 10_000}
 
 
@@ -23,7 +22,7 @@ class Fashion(Dataset):
     """70,000 images of clothes."""
 
     title = "FashionMNIST"
-    classes = CLASSES
+    classes = tuple(FashionMNIST.classes)
     # The published 0.28604 and 0.35302 of the 28 x 28 images, carried over to 32 x 32 with a share f = (28/32)^2 of
     # pixels that are not padding: mean f * 0.28604, mean square f * (0.35302^2 + 0.28604^2).
     mean: ClassVar[Channels] = (0.21900, 0.21900, 0.21900)
@@ -44,13 +43,8 @@ class Fashion(Dataset):
                 f"there is no FashionMNIST in {self.root}, and --data.download=false",
                 remedy=f"allow the download with --data.download=true,\nor {remedy}",
             )
-        with staging(self.root) as scratch:
-            try:
-                FashionMNIST(scratch, download=True)
-            except (RuntimeError, OSError) as error:
-                problem = f"FashionMNIST cannot be downloaded to {self.root}: {one_line(error)}"
-                raise DataError(problem, remedy=remedy) from error
-            put_in_place(scratch / "FashionMNIST", folder)
+        with installing(folder, self.title, remedy=remedy) as scratch:
+            FashionMNIST(scratch, download=True)
 
     def load(self, split: Split, *, num_images: int | None = None) -> ImageSet:
         dataset = _open(self.root, split)
@@ -60,23 +54,16 @@ class Fashion(Dataset):
 
 def _open(root: Path, split: Split) -> Any:
     """The data set of torchvision, which itself looks at no more than whether the files exist."""
+    folder, expected = root / "FashionMNIST", NUM_IMAGES[split]
     try:
         dataset = FashionMNIST(root, train=split == "train", download=False)
+        labels = dataset.targets
+        if dataset.data.shape != (expected, 28, 28) or labels.shape != (expected,) or labels.max() >= 10:
+            raise ValueError(f"not {expected} {split} images of 28 x 28, each with a label from 0 to 9")
     except Exception as error:  # its reader asserts, or fails somewhere in torch, on a truncated file
-        raise _damaged(root, f"incomplete or damaged ({type(error).__name__}: {error})") from error
-    images, labels, expected = dataset.data, dataset.targets, NUM_IMAGES[split]
-    found = (tuple(images.shape), tuple(labels.shape))
-    if found != ((expected, 28, 28), (expected,)):
-        raise _damaged(root, f"not {expected} {split} images of 28 x 28 with a label each: {found}")
-    if labels.max() >= len(CLASSES):
-        raise _damaged(root, f"damaged: a {split} label is {labels.max()}, and they go from 0 to 9")
+        raise DataError(
+            f"{folder} is incomplete or damaged ({type(error).__name__}: {one_line(error)})",
+            remedy=f"put an undamaged copy in its place, or move {shlex.quote(str(folder))} away and pass "
+            "--data.download=true",
+        ) from error
     return dataset
-
-
-def _damaged(root: Path, problem: str) -> DataError:
-    folder = root / "FashionMNIST"
-    away = shlex.quote(str(folder))
-    return DataError(
-        f"{folder} is {' '.join(problem.split())}",
-        remedy=f"put an undamaged copy in its place, or move {away} away and pass --data.download=true",
-    )

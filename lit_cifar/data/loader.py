@@ -55,15 +55,13 @@ class BatchLoader:
         num_images = _BLOCK_ON_HOST if ids.device.type == "cpu" else _BLOCK_ON_DEVICE
         length = max(1, num_images // max(1, *sizes))  # of a block, in batches
         blocks = [sizes[start : start + length] for start in range(0, len(sizes), length)]
-        for block, images in zip(blocks, self._read(ids, [sum(block) for block in blocks]), strict=True):
+        of_blocks = torch.split(ids, [sum(block) for block in blocks])
+        made: Iterator[Tensor] = (self.images.images.index_select(0, part) for part in of_blocks)
+        if self._augmented is not None:
+            draws = self._augmented.draw(ids, epoch=getattr(self.sampler, "epoch", 0))
+            made = map(self._augmented, of_blocks, torch.split(draws, [len(part) for part in of_blocks], dim=1))
+        for block, images in zip(blocks, made, strict=True):
             yield from torch.split(images, block)
-
-    def _read(self, ids: Tensor, sizes: list[int]) -> Iterator[Tensor]:
-        """The images at `ids`, by as many as `sizes` say."""
-        if self._augmented is None:
-            return (self.images.images.index_select(0, block) for block in torch.split(ids, sizes))
-        draws = self._augmented.draw(ids, epoch=getattr(self.sampler, "epoch", 0))
-        return map(self._augmented, torch.split(ids, sizes), torch.split(draws, sizes, dim=1))
 
     # By these two methods Lightning knows a loader that can go on in the middle of an epoch.
 

@@ -11,8 +11,6 @@ from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.counter_rng import Purpose, keyed_permutation
 from lit_cifar.errors import ConfigError
 
-_USUAL_BATCH = 128  # the data module's default
-
 
 class BatchIds(NamedTuple):
     """One process's samples of one step: `ids` is int64, (n,); `weight` as in `lit_cifar.data.images.Batch`."""
@@ -63,8 +61,7 @@ class TrainSampler:
     @property
     def num_batches(self) -> int:
         """Optimizer steps in an epoch."""
-        full, rest = divmod(self.num_samples, self.batch_size)
-        return full if self.drop_last or not rest else full + 1
+        return self.num_samples // self.batch_size if self.drop_last else -(-self.num_samples // self.batch_size)
 
     def __len__(self) -> int:
         """Loader steps in an epoch, the same on every process."""
@@ -81,65 +78,41 @@ class TrainSampler:
 
     def check(self) -> None:
         """Refuse sizes that cannot be cut evenly, or leave fewer than two samples to be normalised together."""
-        self._check_full_batch()
-        if not self.num_batches:
-            raise ConfigError(
-                f"--data.batch_size={self.batch_size} with --data.drop_last=true leaves none of "
-                f"{self.num_samples} training images",
-                remedy="lower --data.batch_size, or pass --data.drop_last=false",
-            )
-        rest = self.num_samples % self.batch_size
-        if rest and not self.drop_last:
-            self._check_ragged_batch(rest)
-
-    def _check_full_batch(self) -> None:
-        size, parts, least = self.batch_size, self._num_equal_parts, self._least_batch
-        if size >= least and size % parts == 0:
-            return
+        size, microbatches = self.batch_size, self.batch_split.num_microbatches
+        parts = self.batch_split.num_replicas * self.accumulation * microbatches
+        # A replica may make do with one sample, a microbatch needs two.
+        least = 2 * parts if microbatches > 1 else parts
         if size < 1:
             raise ConfigError(
                 f"--data.batch_size={size} is the global batch, and one has at least a sample",
-                remedy=f"pass --data.batch_size={-(-_USUAL_BATCH // parts) * parts}",
+                remedy=f"pass --data.batch_size={-(-128 // least) * least}",
             )
-        nearest = sorted({max(size // parts * parts, least), max(-(-size // parts) * parts, least)})
-        raise ConfigError(
-            f"--data.batch_size={size} is the global batch and does not divide among {self._cut}"
-            f"{' of at least 2 samples' if self.batch_split.num_microbatches > 1 else ''}",
-            remedy="the nearest that do: " + " or ".join(f"--data.batch_size={size}" for size in nearest),
-        )
-
-    def _check_ragged_batch(self, size: int) -> None:
-        if self._smallest_share(size) < 2:
+        if size < least or size % parts:
+            nearest = sorted({max(full * parts, least) for full in (size // parts, -(-size // parts))})
             raise ConfigError(
-                f"the last batch of an epoch has {size} of {self.num_samples} images for {self._cut}; each needs 2",
+                f"--data.batch_size={size} is the global batch and does not divide among {self._cut}"
+                f"{' of at least 2 samples' if microbatches > 1 else ''}",
+                remedy="the nearest that do: " + " or ".join(f"--data.batch_size={size}" for size in nearest),
+            )
+        if not self.num_batches:
+            raise ConfigError(
+                f"--data.batch_size={size} with --data.drop_last=true leaves none of {self.num_samples} images",
+                remedy="lower --data.batch_size, or pass --data.drop_last=false",
+            )
+        rest = 0 if self.drop_last else self.num_samples % size
+        replicas = self.batch_split.ghost_batches(accumulation=self.accumulation).positions(rest)
+        if any(len(chunk) < 2 for chunks in replicas for chunk in chunks):
+            raise ConfigError(
+                f"the last batch of an epoch has {rest} of {self.num_samples} images for {self._cut}; each needs 2",
                 remedy="pass --data.drop_last=true, or change --data.batch_size or --data.val_size",
             )
 
     @property
-    def _num_equal_parts(self) -> int:
-        return self.batch_split.num_replicas * self.accumulation * self.batch_split.num_microbatches
-
-    @property
-    def _least_batch(self) -> int:
-        """The smallest batch that can be cut: a replica may make do with one sample, a microbatch needs two."""
-        return self._num_equal_parts * (2 if self.batch_split.num_microbatches > 1 else 1)
-
-    @property
     def _cut(self) -> str:
         replicas, microbatches = self.batch_split.num_replicas, self.batch_split.num_microbatches
-        factors = [f"{replicas} replica{'s' if replicas > 1 else ''}"]
-        if self.accumulation > 1:
-            factors.append(f"{self.accumulation} accumulation steps")
-        if microbatches > 1:
-            factors.append(f"{microbatches} microbatches")
-        return " x ".join(factors)
-
-    def _smallest_share(self, num_samples: int) -> int:
-        """The fewest samples that are normalised together when a batch of `num_samples` is cut."""
-        num_parts = self.batch_split.dp_size * self.accumulation
-        parts = (num_samples // num_parts, -(-num_samples // num_parts))
-        fewest = min(_smallest_chunk(part, self.batch_split.replicas_per_rank) for part in parts)
-        return fewest // self.batch_split.num_microbatches
+        steps = f" x {self.accumulation} accumulation steps" if self.accumulation > 1 else ""
+        pieces = f" x {microbatches} microbatches" if microbatches > 1 else ""
+        return f"{replicas} replica{'s' if replicas > 1 else ''}{steps}{pieces}"
 
 
 @dataclass(kw_only=True)
@@ -169,9 +142,3 @@ class EvaluationSampler:
     def __iter__(self) -> Iterator[BatchIds]:
         for batch in torch.split(self._ids(), self._step):
             yield BatchIds(batch[self.batch_split.dp_rank :: self.batch_split.dp_size], 1.0)
-
-
-def _smallest_chunk(num_samples: int, num_chunks: int) -> int:
-    """Size of the last chunk that `Tensor.chunk` makes: all others have `ceil(num_samples / num_chunks)`."""
-    size = -(-num_samples // num_chunks)
-    return num_samples % size or size if size else 0

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from lit_cifar.data.cifar10 import Cifar10
-from lit_cifar.data.class_folders import OwnPictures
 from lit_cifar.data.dataset import Dataset
 from lit_cifar.data.fashion_mnist import Fashion
+from lit_cifar.data.pictures import OwnPictures
 from lit_cifar.data.synthetic import Synthetic
 from lit_cifar.errors import ConfigError, nearest
 

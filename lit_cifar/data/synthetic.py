@@ -8,8 +8,8 @@ ResNet34 with the ImageNet stem passes 95 % after two epochs of 8,000 images. Wh
 The set serves the quickstart, tests and benchmarks. An accuracy on it says nothing about CIFAR-10.
 """
 
-from collections.abc import Callable
-from typing import ClassVar, TypeAlias
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,28 @@ from lit_cifar.data.images import ImageSet
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 
-SHAPES = ("disc", "cross")
-TEXTURES = ("plain", "rows", "columns", "checks", "rings")
+
+def _wave(periods: Floats) -> Any:
+    return np.clip(2.0 * np.sin(2.0 * np.pi * periods), -1.0, 1.0)
+
+
+# Coverage from 0 to 1, with an edge one pixel wide, of pixels from the centre.
+SHAPES: dict[str, Callable[[Floats, Floats, Floats], Floats]] = {
+    "disc": lambda y, x, radius: np.clip(radius - np.hypot(y, x) + 0.5, 0.0, 1.0),
+    "cross": lambda y, x, radius: np.clip(
+        np.minimum(radius - np.maximum(np.abs(y), np.abs(x)), 0.33 * radius - np.minimum(np.abs(y), np.abs(x))) + 0.5,
+        0.0,
+        1.0,
+    ),
+}
+# From -1 to 1, of coordinates counted in periods.
+TEXTURES: dict[str, Callable[[Floats, Floats, Floats], Floats]] = {
+    "plain": lambda y, x, phase: np.ones_like(y * x),
+    "rows": lambda y, x, phase: _wave(y + phase[0]) * np.ones_like(x),
+    "columns": lambda y, x, phase: _wave(x + phase[0]) * np.ones_like(y),
+    "checks": lambda y, x, phase: _wave(y + phase[0]) * _wave(x + phase[1]),
+    "rings": lambda y, x, phase: _wave(np.hypot(y, x) + phase[0]),
+}
 CLASSES = tuple(f"{shape} {texture}" for shape in SHAPES for texture in TEXTURES)
 MAX_IMAGES: dict[Split, int] = {"train": 50_000, "test": 10_000}
 
@@ -73,10 +93,10 @@ def _draw_block(rng: np.random.Generator) -> tuple[npt.NDArray[np.uint8], npt.ND
     y, x = np.arange(SIZE, dtype=np.float32) - centre  # pixels from the centre of the shape, (BLOCK, SIZE) each
     y, x = y[:, :, None], x[:, None, :]
 
-    mask = _by_kind(shape, (_disc, _cross), y, x, radius)[:, None]
+    mask = _by_kind(shape, SHAPES.values(), y, x, radius)[:, None]
     period = _uniform(rng, 4.5, 7.0, (BLOCK, 1, 1))
     phase = _uniform(rng, 0.0, 1.0, (2, BLOCK, 1, 1))
-    pattern = _by_kind(texture, (_plain, _rows, _columns, _checks, _rings), y / period, x / period, phase)[:, None]
+    pattern = _by_kind(texture, TEXTURES.values(), y / period, x / period, phase)[:, None]
 
     background = _uniform(rng, 0.1, 0.5, (BLOCK, 3, 1, 1))
     light, dark = _uniform(rng, 0.6, 1.0, background.shape), _uniform(rng, 0.0, 0.4, background.shape)
@@ -101,55 +121,11 @@ def _clouds(rng: np.random.Generator) -> Floats:
 
 
 def _by_kind(
-    kind: npt.NDArray[np.int64], draw: tuple[Callable[..., Floats], ...], y: Floats, x: Floats, value: Floats
+    kind: npt.NDArray[np.int64], draw: Iterable[Callable[..., Floats]], y: Floats, x: Floats, value: Floats
 ) -> Floats:
-    """Call `draw[k]` on the rows whose kind is k; (BLOCK, SIZE, SIZE)."""
+    """Call the k-th of `draw` on the rows whose kind is k; (BLOCK, SIZE, SIZE)."""
     canvas = np.empty((BLOCK, SIZE, SIZE), np.float32)
     for k, function in enumerate(draw):
         rows = kind == k
         canvas[rows] = function(y[rows], x[rows], value[..., rows, :, :])
     return canvas
-
-
-def _clip(values: Floats, low: float, high: float) -> Floats:
-    clipped: Floats = np.clip(values, low, high)
-    return clipped
-
-
-# Shapes: coverage from 0 to 1, with an edge one pixel wide.
-
-
-def _disc(y: Floats, x: Floats, radius: Floats) -> Floats:
-    return _clip(radius - np.hypot(y, x) + 0.5, 0.0, 1.0)
-
-
-def _cross(y: Floats, x: Floats, radius: Floats) -> Floats:
-    long, short = np.maximum(np.abs(y), np.abs(x)), np.minimum(np.abs(y), np.abs(x))
-    return _clip(np.minimum(radius - long, 0.33 * radius - short) + 0.5, 0.0, 1.0)
-
-
-# Textures: from -1 to 1, of coordinates counted in periods.
-
-
-def _wave(periods: Floats) -> Floats:
-    return _clip(2.0 * np.sin(2.0 * np.pi * periods), -1.0, 1.0)
-
-
-def _plain(y: Floats, x: Floats, phase: Floats) -> Floats:
-    return np.ones_like(y * x)
-
-
-def _rows(y: Floats, x: Floats, phase: Floats) -> Floats:
-    return _wave(y + phase[0]) * np.ones_like(x)
-
-
-def _columns(y: Floats, x: Floats, phase: Floats) -> Floats:
-    return _wave(x + phase[0]) * np.ones_like(y)
-
-
-def _checks(y: Floats, x: Floats, phase: Floats) -> Floats:
-    return _wave(y + phase[0]) * _wave(x + phase[1])
-
-
-def _rings(y: Floats, x: Floats, phase: Floats) -> Floats:
-    return _wave(np.hypot(y, x) + phase[0])

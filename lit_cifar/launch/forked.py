@@ -111,7 +111,7 @@ def _start(
 def start_forked(target: Callable[..., None], args: tuple[Any, ...]) -> ForkServerProcess:
     """A new process that calls `target(*args)`, forked from one that has imported the package already."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lit_cifar.cli.main"])
+    context.set_forkserver_preload(["lit_cifar.cli.main", "lit_cifar.strategies"])
     process = context.Process(target=target, args=args)
     with _starting, _short_temporary_folder():
         main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")

@@ -3,7 +3,7 @@
 import os
 import socket
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from lit_cifar.errors import ConfigError
 

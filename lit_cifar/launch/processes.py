@@ -19,7 +19,7 @@ _UNSET = ("auto", 1, "1")
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")  # where Lightning looks, in this order
 
 
-def settle_processes(config: dict[str, Any]) -> None:
+def resolve_world_size(config: dict[str, Any]) -> None:
     """Take `devices` and `num_nodes` from torchrun, if it started this process, and say where processes meet.
 
     `config`, the arguments of a Trainer, is changed in place. Its strategy is made, or a registered name.

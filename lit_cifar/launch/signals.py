@@ -1,5 +1,6 @@
 """The end of a process: a second Ctrl-C, the processes of `ddp_spawn`, handlers put back, the group destroyed."""
 
+import atexit
 import gc
 import math
 import signal
@@ -79,7 +80,7 @@ def signals_to_spawned(trainer: Trainer) -> Iterator[None]:
 
 
 def destroy_process_group_at_exit() -> None:
-    """Destroy the default process group and all others, if there are any. To be registered with `atexit`.
+    """Destroy the default process group and all others, if there are any.
 
     Lightning does this for NCCL only. A gloo group that is still there when the interpreter shuts down can abort a run
     that had finished ("terminate called without an active exception", SIGABRT): its threads may then release the last
@@ -91,3 +92,6 @@ def destroy_process_group_at_exit() -> None:
         sys.last_value = sys.last_traceback = None
         gc.collect()
         dist.destroy_process_group()
+
+
+atexit.register(destroy_process_group_at_exit)  # of every process of a run: the callbacks of each import this file

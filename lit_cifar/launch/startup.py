@@ -19,7 +19,7 @@ _GRACE_S = 10.0
 _started = threading.Event()
 
 
-def end_with_launcher() -> None:
+def exit_with_parent() -> None:
     """End this process some seconds after the one that started it is gone. Call it early; a second call has no effect.
 
     Lightning's launcher, torch.multiprocessing and torchrun's agent end the processes that they have started, unless
@@ -41,7 +41,7 @@ def _follow(launcher: int) -> None:
 
 
 @contextmanager
-def collector_paused() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Let the collector wait while imports are made: they leave a million objects and no garbage.
 
     Looking through these again and again takes a fifth of the imports. Afterwards they are in its oldest generation. As

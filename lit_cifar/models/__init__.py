@@ -20,22 +20,15 @@ __all__ = ["DEFAULT_ARCH", "Arch", "Stem", "build_network", "build_resnet", "ste
 def build_network(
     arch: Arch, *, stem: Stem | None, num_classes: int, image_size: int, zero_init_residual: bool = False
 ) -> nn.Module:
-    """The network called `arch`, from float (n, 3, image_size, image_size) to logits (n, num_classes).
-
-    `stem` and `zero_init_residual` are those of a ResNet, see `stem_of` and `build_resnet`.
-    """
+    """The network called `arch`, from float (n, 3, image_size, image_size) to logits (n, num_classes)."""
     if arch in vit.SHAPES:
         if zero_init_residual:
             raise ConfigError(
                 f"--model.zero_init_residual=true is of a ResNet, and {arch} is none", remedy="leave it out"
             )
         return vit.VisionTransformer(cast(vit.Arch, arch), num_classes=num_classes, image_size=image_size)
-    return build_resnet(
-        cast(resnet.Arch, arch),
-        stem=stem or "cifar",
-        num_classes=num_classes,
-        zero_init_residual=zero_init_residual,
-    )
+    name = cast(resnet.Arch, arch)
+    return build_resnet(name, stem=stem or "cifar", num_classes=num_classes, zero_init_residual=zero_init_residual)
 
 
 def stem_of(arch: Arch, stem: Stem | None) -> Stem | None:

@@ -14,7 +14,7 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.models.blocks import blocks_of
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Block:
     """What cannot be cut further: of a ResNet a residual block, the stem, or the head."""
 
@@ -52,7 +52,7 @@ class Stage:
 
     def module(self, network: nn.Module) -> nn.Sequential:
         """The stage as a module made of the network's own layers: nothing is copied."""
-        chain = chain_of(network)
+        chain = blocks_of(network) or {}
         return nn.Sequential(*(chain[block.name] for block in self.blocks))
 
 
@@ -101,33 +101,18 @@ class Partition:
         return lines
 
 
-def chain_of(network: nn.Module) -> dict[str, nn.Module]:
-    """The chain of blocks of a network that says it."""
-    chain = blocks_of(network)
-    assert chain is not None
-    return chain
-
-
 @torch.no_grad()
 def measure(network: nn.Module, image_shape: Sequence[int]) -> tuple[Block, ...]:
     """FLOP, parameters and output shape of every block, from a run on the meta device, which computes nothing."""
     # In evaluation: the same FLOP, and no layer that asks for more than one image.
-    chain = chain_of(deepcopy(network).to("meta", torch.float32).eval())
+    chain = blocks_of(deepcopy(network).to("meta", torch.float32).eval()) or {}
     x = torch.empty(1, *image_shape, device="meta")
     blocks = []
     for name, block in chain.items():
         with FlopCounterMode(display=False) as counter:
-            output = block(x)
+            x = block(x)
         num_parameters = sum(parameter.numel() for parameter in block.parameters())
-        blocks.append(
-            Block(
-                name=name,
-                flop=counter.get_total_flops(),
-                num_parameters=num_parameters,
-                output_shape=tuple(output.shape[1:]),
-            )
-        )
-        x = output
+        blocks.append(Block(name, counter.get_total_flops(), num_parameters, tuple(x.shape[1:])))
     return tuple(blocks)
 
 
@@ -154,13 +139,11 @@ def balanced(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
 
 def _named(blocks: tuple[Block, ...], num_stages: int, cuts: Sequence[str]) -> tuple[int, ...]:
     names = [block.name for block in blocks]
-    unknown = [cut for cut in cuts if cut not in names[1:]]
-    if unknown:
-        raise ConfigError(f"no stage can begin with {unknown[0]!r}", remedy=f"the blocks are {', '.join(names[1:])}")
-    bounds = tuple(names.index(cut) for cut in cuts)
-    if len(bounds) != num_stages - 1 or list(bounds) != sorted(set(bounds)):
+    bounds = tuple(names.index(cut) for cut in cuts if cut in names[1:])
+    if len(cuts) != num_stages - 1 or len(bounds) != len(cuts) or list(bounds) != sorted(set(bounds)):
         raise ConfigError(
             f"cuts {list(cuts)} do not make {num_stages} stages",
-            remedy=f"name {num_stages - 1} blocks in the order of the network, each the first of a stage",
+            remedy=f"name {num_stages - 1} of these blocks in this order, each the first of a stage: "
+            f"{', '.join(names[1:])}",
         )
     return bounds

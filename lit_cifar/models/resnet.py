@@ -1,10 +1,9 @@
 """torchvision's ResNets with a stem for small images, or with their own."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from torch import Tensor, nn
+from torch import nn
 from torchvision.models import resnet as torchvision_resnet
 
 from lit_cifar.models.blocks import SplitKind
@@ -22,8 +21,6 @@ Arch = Literal[
     "wide_resnet101_2",
 ]
 Stem = Literal["cifar", "strided", "imagenet"]
-
-_STRIDES: dict[str, int] = {"cifar": 1, "strided": 2}
 
 
 class BasicBlock(torchvision_resnet.BasicBlock):  # type: ignore[misc]  # torchvision ships no types
@@ -68,17 +65,11 @@ class _TinyResNet(ResNet):
 
 @dataclass(frozen=True)
 class _Shape:
-    """What tells the networks apart.
+    """What tells the networks apart."""
 
-    Attributes:
-        num_blocks: Of each of the four layers.
-        block: What they are made of.
-        width: Channels of the 3x3 convolutions in the first layer.
-    """
-
-    num_blocks: tuple[int, ...]
-    block: type[nn.Module] = BasicBlock
-    width: int = 64
+    num_blocks: tuple[int, ...]  # of each of the four layers
+    block: type[nn.Module] = BasicBlock  # what they are made of
+    width: int = 64  # channels of the 3x3 convolutions in the first layer
 
 
 # He et al., "Deep residual learning for image recognition", 2016, table 1; the wide ones: Zagoruyko and Komodakis,
@@ -100,21 +91,13 @@ SHAPES: dict[str, _Shape] = {
 def build_resnet(
     arch: Arch = "resnet34", *, stem: Stem = "cifar", num_classes: int = 10, zero_init_residual: bool = False
 ) -> ResNet:
-    """A ResNet with torchvision's parameter names.
+    """A ResNet with torchvision's parameter names, from float (n, 3, height, width) to logits (n, num_classes).
 
-    Args:
-        arch: Depth, kind of block and width, as torchvision names them. "tiny", "tiny_bottleneck" and "resnet10" are
-            small ones for tests.
-        stem: "imagenet" is torchvision's own (7x7 convolution of stride 2, then max-pooling: the blocks see 8 x 8
-            pixels of a 32 x 32 image); "cifar" is a 3x3 convolution of stride 1 and no pooling, which keeps all
-            32 x 32, at 16 times the arithmetic; "strided" is the same with stride 2, 16 x 16 at 4 times, and the stem
-            of Anthony Peng's articles. `conv1.weight` is (64, 3, 7, 7) for "imagenet", else (64, 3, 3, 3).
-        num_classes: Size of the logits.
-        zero_init_residual: Start with a weight of 0 in the last BatchNorm layer of each block, so that a block begins
-            as the identity (Goyal et al., 2017).
-
-    Returns:
-        A network from float (n, 3, height, width) to logits (n, num_classes).
+    The stem "imagenet" is torchvision's own: 7x7 convolution of stride 2, then max-pooling, so that the blocks see
+    8 x 8 pixels of a 32 x 32 image. "cifar" is a 3x3 convolution of stride 1 and no pooling, which keeps all 32 x 32,
+    at 16 times the arithmetic; "strided" is the same with stride 2, 16 x 16 at 4 times, and the stem of Anthony Peng's
+    articles. With `zero_init_residual` the last BatchNorm layer of each block begins with a weight of 0, and the block
+    as the identity (Goyal et al., 2017).
     """
     shape = SHAPES[arch]
     network_class = _TinyResNet if shape.width < 64 else ResNet
@@ -126,20 +109,7 @@ def build_resnet(
         zero_init_residual=zero_init_residual,
     )
     if stem != "imagenet":
-        network.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=_STRIDES[stem], padding=1, bias=False)
+        network.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=2 if stem == "strided" else 1, padding=1, bias=False)
         nn.init.kaiming_normal_(network.conv1.weight, mode="fan_out", nonlinearity="relu")  # as ResNet's own
         network.maxpool = nn.Identity()
     return network
-
-
-def recognised(weights: Mapping[str, Tensor]) -> str | None:
-    """Which of `SHAPES` has a `state_dict()` of these names and shapes; None if it is none of them."""
-    if not {"conv1.weight", "fc.weight", "layer1.0.conv2.weight"} <= weights.keys():
-        return None
-    layers = (f"layer{index}." for index in range(1, 5))
-    num_blocks = tuple(len({key.split(".")[1] for key in weights if key.startswith(layer)}) for layer in layers)
-    block = Bottleneck if "layer1.0.conv3.weight" in weights else BasicBlock
-    width, num_inputs = weights["layer1.0.conv2.weight"].shape[:2]
-    found = _Shape(num_blocks, block, width=width)
-    # A ResNeXt has fewer inputs.
-    return next((arch for arch, shape in SHAPES.items() if shape == found and width == num_inputs), None)

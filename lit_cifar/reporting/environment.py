@@ -2,9 +2,12 @@
 
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -31,19 +34,8 @@ def environment(trainer: Trainer, *, data_name: str) -> dict[str, Any]:
         "device": trainer.strategy.root_device.type,
         "world_size": trainer.world_size,
         "num_nodes": trainer.num_nodes,
-        "layout": _layout(BatchSplit.of(trainer.strategy)),
+        "layout": asdict(BatchSplit.of(trainer.strategy)),
         "precision": str(trainer.precision),
-    }
-
-
-def _layout(split: BatchSplit) -> dict[str, int]:
-    """Under the names that `environment.json` has had since its first release."""
-    return {
-        "num_shards": split.dp_size,
-        "shard": split.dp_rank,
-        "replicas_per_shard": split.replicas_per_rank,
-        "num_microbatches": split.num_microbatches,
-        "num_replicas": split.num_replicas,
     }
 
 
@@ -74,22 +66,16 @@ def versions() -> dict[str, str]:
     """Python's and the packages' versions, torch's with its build; a package without metadata is left out."""
     found = {"python": platform.python_version(), "lit-cifar": __version__}
     for package in PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return found | {"torch": str(torch.__version__), "cuda": torch.version.cuda or "none"}
 
 
 def cpu_model() -> str:
     """The processor's name; on Linux from /proc/cpuinfo, which has none on Arm."""
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text(errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
+    found = re.search(r"model name\s*: *(.+)", cpuinfo.read_text(errors="replace") if cpuinfo.exists() else "")
+    return found[1] if found else platform.processor() or platform.machine()
 
 
 def command_line(argv: list[str]) -> str:
@@ -104,16 +90,12 @@ def git_state(package: Path) -> dict[str, Any] | None:
 
     None for an installed package, even if its environment lies in some other repository.
     """
-    top = _git(package, "rev-parse", "--show-toplevel")
-    commit = _git(package, "rev-parse", "HEAD")
-    if top is None or commit is None or Path(top).resolve() != package.resolve().parent:
+    if not (package.parent / ".git").exists():
         return None
-    return {"commit": commit, "modified": bool(_git(package.parent, "status", "--porcelain", "--untracked-files=no"))}
-
-
-def _git(folder: Path, *args: str) -> str | None:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        done = subprocess.run(["git", *args], cwd=folder, capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(command, cwd=package.parent, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    commit, _, modified = done.stdout.strip().partition("-")
+    return {"commit": commit, "modified": bool(modified)}

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor
 
 from lit_cifar.data.batch_split import BatchSplit
@@ -72,10 +72,10 @@ class PerRankAccuracy(EvaluationCallback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == TrainerFn.VALIDATING:
-            self._print(trainer, pl_module, "val")
+            self._print(trainer, "val")
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._print(trainer, pl_module, "test")
+        self._print(trainer, "test")
 
     def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._batch_split = BatchSplit.of(trainer.strategy)
@@ -89,12 +89,10 @@ class PerRankAccuracy(EvaluationCallback):
 
     def _ranks_of_samples(self, trainer: Trainer, num_samples: int) -> Tensor:
         """The rank that computed each sample of this process's batch; int64, (num_samples,)."""
-        per_rank = self._batch_split.replicas_per_rank
-        first = self._batch_split.dp_rank * per_rank
-        if per_rank == 1:
-            return torch.full((num_samples,), first, device=self._tally.device)
+        if self._batch_split.replicas_per_rank == 1:
+            return torch.full((num_samples,), self._batch_split.dp_rank, device=self._tally.device)
         replicas: Tensor = trainer.strategy.replica_of(num_samples)  # type: ignore[attr-defined]
-        return first + replicas
+        return self._batch_split.dp_rank * self._batch_split.replicas_per_rank + replicas
 
     def _finish(self, trainer: Trainer, pl_module: LightningModule, split: Split) -> None:
         summed = trainer.strategy.reduce(self._tally, reduce_op="sum")
@@ -106,20 +104,16 @@ class PerRankAccuracy(EvaluationCallback):
             seen = {f"{split}/acc_rank{rank}": count.accuracy for rank, count in enumerate(counts) if count.total}
             log_to_tensorboard(trainer, seen)
 
-    def _print(self, trainer: Trainer, pl_module: LightningModule, split: str) -> None:
-        data_name = getattr(getattr(trainer, "datamodule", None), "name", None)
-        title = f"Accuracy per rank, {split}" + (f", {data_name}" if data_name else "")
-        console = Console()
-        with console.capture() as text:
-            console.print(_per_rank_table(self.counts[split], title=title))
-        pl_module.print(text.get().rstrip("\n"))  # on rank 0, and above an open progress bar
+    def _print(self, trainer: Trainer, split: str) -> None:
+        if trainer.is_global_zero:  # when the progress bar is closed
+            title = f"Accuracy per rank, {split}, {_datamodule(trainer).name}"
+            Console().print(_per_rank_table(self.counts[split], title=title))
 
 
 def _per_rank_table(counts: list[AccuracyCount], *, title: str) -> Table:
     """A table of the ranks and their sum with 95 % intervals; the last column flags ranks that differ beyond chance."""
-    table = Table("rank", "correct", "total", "accuracy", "95 % interval", "beyond chance", title=title)
-    for column in table.columns[1:5]:
-        column.justify = "right"
+    right = [Column(name, justify="right") for name in ("correct", "total", "accuracy", "95 % interval")]
+    table = Table("rank", *right, "beyond chance", title=title)
     for rank, (count, flag) in enumerate(zip(counts, deviates(counts), strict=True)):
         table.add_row(str(rank), *_in_cells(count), "yes" if flag else "", style="bold red" if flag else None)
     table.add_section()
@@ -161,13 +155,9 @@ class ConfusionCounts(EvaluationCallback):
 
 
 def write_confusion(folder: Path, split: str, classes: Sequence[str], counts: Sequence[Sequence[int]]) -> None:
-    """Replace this split's rows in `folder/confusion.csv`, and keep those of another split of the same classes.
+    """Replace this split's rows in `folder/confusion.csv`, and keep those of another split of the same C `classes`.
 
-    Args:
-        folder: The run folder.
-        split: "val" or "test".
-        classes: C names.
-        counts: C rows, one for each true class, of C counts, one for each predicted class.
+    `counts` are C rows, one for each true class, of C counts, one for each predicted class.
     """
     rows = ([name, *row] for name, row in zip(classes, counts, strict=True))
     replace_split(folder / CONFUSION, [*CONFUSION_COLUMNS, *classes], split, rows)

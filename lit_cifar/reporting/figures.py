@@ -1,17 +1,13 @@
 """What an evaluation looks like in TensorBoard: accuracy per class, confusion matrix, the most confident mistakes.
 
-Figures are drawn with matplotlib's objects alone: no pyplot, no window, no global state. Beside them is the network's
-graph.
+Figures are drawn with matplotlib's objects alone: no pyplot, no window, no global state.
 """
 
-import copy
 import math
 import re
-import warnings
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from typing import Any
+from threading import Thread
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,23 +17,20 @@ from lightning.pytorch.utilities import rank_zero_warn
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
-from torch import Tensor, nn
-from torch.utils.tensorboard import SummaryWriter
+from torch import Tensor
 
 from lit_cifar.data.images import Batch, ImageSet
-from lit_cifar.errors import one_line
+from lit_cifar.errors import one_line, printable
 from lit_cifar.reporting.evaluation_tables import EvaluationCallback, Split
 from lit_cifar.reporting.loggers import log_to_tensorboard, tensorboard_writer
 
 _IMAGE_SIDE = 160  # pixels of an image, however many it has
-_MOST_NUMBERS = 30  # classes; in more, numbers and names would be too small to read, and take minutes
-_LARGEST = 18  # classes; the figure of more is as large, or its pixels would grow with their square
+_MOST_CLASSES = 20  # with numbers and all names: the figure of more is no larger, and their texts would take minutes
 _LONGEST = 16  # characters of a name
 SPLIT_WORDS: dict[Split, str] = {"val": "validation", "test": "test"}
 
 
-@dataclass(frozen=True)
-class WrongImage:
+class WrongImage(NamedTuple):
     """A misclassified image."""
 
     image: Tensor  # uint8, (3, H, W), on the CPU
@@ -47,7 +40,7 @@ class WrongImage:
 
 
 class EvaluationFigures(EvaluationCallback):
-    """Draws every evaluation into TensorBoard, and after a fit the network's graph.
+    """Draws every evaluation into TensorBoard.
 
     All processes gather the numbers. Only rank 0 draws, in a thread beside the training that follows. The end of a run
     waits for that thread. A run that is killed may lack its latest figures. What cannot be drawn is a warning, once.
@@ -58,27 +51,15 @@ class EvaluationFigures(EvaluationCallback):
     Args:
         num_wrong: Number of misclassified images to show, over all processes.
         every_n_epochs: Draw after every n-th epoch of a fit and after its last, which takes a core some tenths of a
-            second. With 0 nothing is drawn, also in `validate` and `test`, nor the network's graph.
+            second. With 0 nothing is drawn, also in `validate` and `test`.
     """
 
     def __init__(self, *, num_wrong: int = 16, every_n_epochs: int = 1) -> None:
         self.num_wrong = num_wrong
         self.every_n_epochs = every_n_epochs
         self._worst = MostConfidentMistakes(num_wrong)
-        self._drawing: Future[None] | None = None
+        self._drawing: Thread | None = None
         self._warned = False
-        self._network: nn.Module | None = None
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Keep the structure of the network: some strategies split it. Tracing it here would delay the first step."""
-        draws = stage == "fit" and self.every_n_epochs and tensorboard_writer(trainer)
-        self._network = _structure(pl_module.network) if draws else None  # type: ignore[arg-type]
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        writer = tensorboard_writer(trainer)
-        if writer is not None and self._network is not None:
-            _draw_graph(writer, self._network, pl_module.image_shape)  # type: ignore[arg-type]
-        self._network = None
 
     def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._worst = MostConfidentMistakes(self.num_wrong)
@@ -101,8 +82,8 @@ class EvaluationFigures(EvaluationCallback):
 
     def _draw(self, trainer: Trainer, pl_module: Any, split: Split) -> None:
         """Read the numbers here and draw in a thread, so that training does not wait."""
-        details: dict[str, Tensor] = pl_module.evaluation_metrics(split).compute()
-        confusion = details["confusion"].to("cpu", copy=True)  # it is drawn while counting continues
+        counts = pl_module.evaluation_metrics(split).compute()["confusion"]
+        confusion = counts.to("cpu", copy=True)  # it is drawn while counting continues
         confidence, ids, predictions = self._worst.gather(trainer)
         writer = tensorboard_writer(trainer)
         if writer is None:  # every rank but 0, and runs without TensorBoard
@@ -111,37 +92,42 @@ class EvaluationFigures(EvaluationCallback):
         step, title = trainer.global_step, f"{datamodule.name}, {SPLIT_WORDS[split]}"
         if trainer.state.fn == "fit":
             title += f", epoch {trainer.current_epoch + 1}"
-        accuracies = class_accuracies(details["acc_per_class"], confusion, datamodule.classes)
+        accuracies = class_accuracies(confusion, datamodule.classes)
         log_to_tensorboard(trainer, {f"{split}/acc_class/{name}": value for name, value in accuracies.items()})
         wrong = _look_up(datamodule.sets[split], confidence, ids, predictions)
 
         def draw() -> None:
-            for name, figure in evaluation_figures(confusion, wrong, datamodule.classes, title=title).items():
-                writer.add_image(f"{split}/{name}", render(figure), step, dataformats="HWC")
+            try:
+                confusions = render(confusion_figure(confusion, datamodule.classes, title=title))
+                writer.add_image(f"{split}/confusion", confusions, step, dataformats="HWC")
+                listed = f"{title}\nthe most confident of {int(confusion.sum() - confusion.trace()):,} mistakes"
+                writer.add_image(
+                    f"{split}/wrong", render(wrong_images_figure(wrong, title=listed)), step, dataformats="HWC"
+                )
+            except Exception as error:
+                self._warn(error)
 
         self._finish_drawing()
-        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="figures")
-        self._drawing = thread.submit(draw)
-        thread.shutdown(wait=False)
+        self._drawing = Thread(target=draw, name="figures")
+        self._drawing.start()
 
-    def _finish_drawing(self) -> None:
-        """Wait for the previous figures, and warn of the first that could not be drawn."""
-        drawing, self._drawing = self._drawing, None
-        error = None if drawing is None else drawing.exception()
-        if error is not None and not self._warned:
+    def _warn(self, error: Exception) -> None:
+        if not self._warned:
             self._warned = True
             problem = f"{type(error).__name__}: {one_line(error)}"
             rank_zero_warn(f"figures of an evaluation cannot be drawn ({problem:.300}); the run goes on without them")
+
+    def _finish_drawing(self) -> None:
+        if self._drawing is not None:
+            self._drawing.join()
+        self._drawing = None
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Finish drawing while the writer is open."""
         self._finish_drawing()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Finish drawing; an error in it is not raised beside `exception`."""
-        if self._drawing is not None:
-            wait([self._drawing])
-        self._drawing = None
+        self._finish_drawing()
 
 
 class MostConfidentMistakes:
@@ -181,21 +167,17 @@ class MostConfidentMistakes:
         return confidences[order].tolist(), ids[order].tolist(), predictions[order].tolist()
 
 
-def class_accuracies(accuracies: Tensor, confusion: Tensor, classes: Sequence[str]) -> dict[str, float]:
+def class_accuracies(confusion: Tensor, classes: Sequence[str]) -> dict[str, float]:
     """The accuracy of each class, by a name that is valid as a tag; classes without samples are left out.
 
-    `accuracies` is float, (C,); `confusion` int64, (C, C), with the truth in rows.
+    `confusion` is int64, (C, C), on the CPU, with the truth in rows. If two names would have the same tag, as C++ and
+    C# would, all tags get the number of their class.
     """
-    totals = confusion.sum(dim=1).tolist()
-    return {
-        tag: accuracy for tag, accuracy, total in zip(_tags(classes), accuracies.tolist(), totals, strict=True) if total
-    }
-
-
-def _tags(classes: Sequence[str]) -> list[str]:
-    """A tag for each class; with its number where two names would else have the same, as C++ and C# would."""
     tags = [re.sub(r"[^\w.-]+", "_", name) for name in classes]
-    return tags if len(set(tags)) == len(tags) else [f"{tag}.{label}" for label, tag in enumerate(tags)]
+    if len(set(tags)) < len(tags):
+        tags = [f"{tag}.{label}" for label, tag in enumerate(tags)]
+    hits, totals = confusion.diagonal().tolist(), confusion.sum(dim=1).tolist()
+    return {tag: hit / total for tag, hit, total in zip(tags, hits, totals, strict=True) if total}
 
 
 def _look_up(
@@ -217,20 +199,22 @@ def confusion_figure(confusion: Tensor, classes: Sequence[str], *, title: str) -
     counts = confusion.numpy()
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     num_classes = len(classes)
-    side = 3.0 + 0.5 * min(num_classes, _LARGEST)
-    figure = Figure(figsize=(side + 0.4, side - 0.6), dpi=100, layout="constrained")
+    side = 3.0 + 0.5 * min(num_classes, _MOST_CLASSES)
+    figure = Figure(figsize=(side + 0.4, side - 0.4), dpi=100, layout="constrained")
     axes = figure.add_subplot()
     # With square cells the layout would push the name of the axis over the edge.
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="auto")
-    named = range(0, num_classes, math.ceil(num_classes / _MOST_NUMBERS))
-    names = [_shortened(classes[label]) for label in named]
+    named = range(0, num_classes, math.ceil(num_classes / _MOST_CLASSES))
+    names = [shortened(classes[label]) for label in named]
     axes.set_xticks(named, names, rotation=45, ha="right", rotation_mode="anchor", parse_math=False)
     axes.set_yticks(named, names, parse_math=False)
-    axes.set(xlabel="predicted class", ylabel="true class", title=title)
-    for (row, column), count in np.ndenumerate(counts if num_classes <= _MOST_NUMBERS else counts[:0]):
+    right, total = int(np.trace(counts)), int(counts.sum())
+    whole = f"{title}\n{right:,} of {total:,} right" + (f" ({right / total:.2%})" if total else "")
+    axes.set_title(whole, parse_math=False)
+    axes.set(xlabel="predicted class", ylabel="true class")
+    for (row, column), count in np.ndenumerate(counts if num_classes <= _MOST_CLASSES else counts[:0]):
         color = "white" if shares[row, column] > 0.5 else "black" if count else "silver"
-        size = 9 if num_classes <= _LARGEST else 7
-        text = axes.text(column, row, f"{count}", ha="center", va="center", color=color, fontsize=size)
+        text = axes.text(column, row, f"{count}", ha="center", va="center", color=color, fontsize=9)
         text.set_in_layout(False)  # the layout does not need it, and a hundred texts would take half of the time
     figure.colorbar(image, ax=axes, fraction=0.046, label="share of the true class")
     return figure
@@ -242,7 +226,7 @@ def wrong_images_figure(wrong: Sequence[WrongImage], *, title: str) -> Figure:
     columns = min(4, max(1, len(wrong)))
     width, height = max(600, 200 * columns), 80 + 230 * max(1, math.ceil(len(wrong) / columns))
     figure = Figure(figsize=(width / 100, height / 100), dpi=100)
-    figure.suptitle(title, y=1 - 20 / height, va="top")
+    figure.suptitle(title, y=1 - 20 / height, va="top", parse_math=False)
     if not wrong:
         figure.text(0.5, 0.5, "none", ha="center", va="center")
     for position, item in enumerate(wrong):
@@ -251,7 +235,7 @@ def wrong_images_figure(wrong: Sequence[WrongImage], *, title: str) -> Figure:
         # Of a larger image this takes means, of a smaller one it repeats pixels.
         pixels = np.asarray(image.resize((_IMAGE_SIDE, _IMAGE_SIDE), Image.Resampling.BOX))
         figure.figimage(pixels, left, top - _IMAGE_SIDE)
-        truth, prediction = _shortened(item.truth), _shortened(item.prediction)
+        truth, prediction = shortened(item.truth), shortened(item.prediction)
         label = f"is {truth}\ntaken for {prediction}\n{item.confidence:.1%} sure"
         middle = left + _IMAGE_SIDE / 2
         place = middle / width, (top + 5) / height
@@ -259,21 +243,10 @@ def wrong_images_figure(wrong: Sequence[WrongImage], *, title: str) -> Figure:
     return figure
 
 
-def _shortened(name: str) -> str:
+def shortened(name: str) -> str:
+    """The beginning of a long name, without what would steer a terminal or break a file."""
+    name = printable(name)
     return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}\N{HORIZONTAL ELLIPSIS}"
-
-
-def evaluation_figures(
-    confusion: Tensor, wrong: Sequence[WrongImage], classes: Sequence[str], *, title: str
-) -> dict[str, Figure]:
-    """The figures of an evaluation by name, with counts below `title`; for the arguments see the functions above."""
-    right, total = int(confusion.diagonal().sum()), int(confusion.sum())
-    counted = f"{title}\n{right:,} of {total:,} right" + (f" ({right / total:.2%})" if total else "")
-    listed = f"{title}\nthe {len(wrong)} most confident of {total - right:,} mistakes"
-    return {
-        "confusion": confusion_figure(confusion, classes, title=counted),
-        "wrong": wrong_images_figure(wrong, title=listed),
-    }
 
 
 def render(figure: Figure) -> npt.NDArray[np.uint8]:
@@ -281,26 +254,3 @@ def render(figure: Figure) -> npt.NDArray[np.uint8]:
     canvas: Any = FigureCanvasAgg(figure)  # matplotlib leaves it untyped
     canvas.draw()
     return np.asarray(canvas.buffer_rgba(), dtype=np.uint8)[..., :3]
-
-
-def _structure(network: nn.Module) -> nn.Module:
-    """A copy whose parameters and buffers are on the meta device, where they take no memory."""
-    memo: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in network.buffers()}
-    memo |= {id(weight): nn.Parameter(weight.detach().to("meta")) for weight in network.parameters()}
-    return copy.deepcopy(network, memo)
-
-
-def _draw_graph(writer: SummaryWriter, structure: nn.Module, image_shape: tuple[int, ...]) -> None:
-    """Trace the network of a `_structure`: on the CPU, with weights that are 0, in evaluation mode."""
-    network = structure.to_empty(device="cpu").eval()
-    with torch.no_grad():
-        for tensor in [*network.parameters(), *network.buffers()]:
-            tensor.zero_()
-    example = torch.zeros(1, *image_shape, dtype=next(network.parameters()).dtype)
-    with warnings.catch_warnings():
-        # add_graph uses the deprecated tracer, which would trace twice and compare.
-        warnings.filterwarnings("ignore", r"`torch\.jit\.trace", FutureWarning)
-        warnings.filterwarnings("ignore", r"`torch\.jit\.trace", DeprecationWarning)
-        warnings.filterwarnings("ignore", "The input to trace is already a ScriptModule")
-        traced = torch.jit.trace(network, example, check_trace=False)  # type: ignore[no-untyped-call]
-        writer.add_graph(traced, example)

@@ -52,10 +52,10 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def replace_csv(path: Path, rows: Iterable[Sequence[Any]], *, lineterminator: str = "\n") -> None:
+def replace_csv(path: Path, rows: Iterable[Sequence[Any]]) -> None:
     """Write a table as a whole: `path` is the old one until the new one is complete, also for a run that is killed."""
     with replacing(path) as file:
-        csv.writer(file, lineterminator=lineterminator).writerows(map(_as_text, row) for row in rows)
+        csv.writer(file, lineterminator="\n").writerows(map(_as_text, row) for row in rows)
 
 
 def replace_split(path: Path, header: Sequence[str], split: str, rows: Iterable[Sequence[Any]]) -> None:

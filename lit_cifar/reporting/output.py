@@ -82,7 +82,7 @@ def _is_no_banner(record: logging.LogRecord) -> bool:
     return any(folder in path.relative_to(_LIGHTNING).parts for folder in _CHOSEN)
 
 
-def outlast_readers() -> None:
+def ignore_broken_pipe() -> None:
     """Discard what this process prints to a pipe whose reader has gone, as in `fit | head -1`: the run continues."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)

@@ -39,8 +39,6 @@ class AccuracyCount:
         Source: E. B. Wilson, "Probable inference, the law of succession, and statistical inference", Journal of the
         American Statistical Association 22 (1927), 209-212.
         """
-        if not 0 < level < 1:
-            raise ValueError(f"level={level} is not between 0 and 1")
         if not self.total:
             return 0.0, 1.0
         z2 = NormalDist().inv_cdf((1 + level) / 2) ** 2

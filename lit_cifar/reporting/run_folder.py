@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
-from lit_cifar.errors import ConfigError
+from lit_cifar.errors import ConfigError, printable
 from lit_cifar.reporting.files import make_folder, sync
 
 LOCK = ".lock"
@@ -35,30 +35,31 @@ class RunLock:
     """
 
     def __init__(self) -> None:
-        self._path = Path()
         self._descriptor: int | None = None
 
     def take(self, folder: Path) -> None:
-        """Lock `folder`, unless that was done.
+        """Lock `folder`, unless that was done. The file of the lock stays there.
 
         Raises:
             ConfigError: Another process holds the lock.
             OSError: The folder cannot be written.
         """
-        if self._descriptor is None:
-            self._path = folder / LOCK
-            self._descriptor = _locked(self._path)
-            text = f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}"
-            os.ftruncate(self._descriptor, 0)
-            os.write(self._descriptor, text.encode())
+        if self._descriptor is not None:
+            return
+        self._descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            _lock(self._descriptor, folder / LOCK)
+        except BaseException:
+            self.release()
+            raise
+        text = f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}"
+        os.ftruncate(self._descriptor, 0)
+        os.write(self._descriptor, text.encode())
 
     def release(self) -> None:
-        """Remove the file, then the lock."""
+        """Let another process take it."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
-            with suppress(OSError):  # the folder is gone
-                if _is_at(self._path, descriptor):
-                    self._path.unlink()
             os.close(descriptor)
 
     def __enter__(self) -> "RunLock":
@@ -68,41 +69,19 @@ class RunLock:
         self.release()
 
 
-def _locked(path: Path) -> int:
-    """A descriptor of the file at `path`, locked."""
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            _lock(descriptor, path)
-            if _is_at(path, descriptor):
-                return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)  # of a file that the last holder has just removed
-
-
 def _lock(descriptor: int, path: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = os.read(descriptor, 200).decode(errors="replace")
-        known = "".join(filter(str.isprintable, holder)) or "another process"
+        holder = printable(os.read(descriptor, 200).decode(errors="replace")) or "another process"
         raise ConfigError(
-            f"the run folder {path.parent} is in use by {known}",
+            f"the run folder {path.parent} is in use by {holder}",
             remedy=f"wait for its end, or end it; if that machine is gone: rm {shlex.quote(str(path))}",
         ) from None
     except OSError as error:
         if error.errno not in _WITHOUT_LOCKS:
             raise
         rank_zero_warn(f"the file system of {path.parent} has no locks: let no other process write to this folder")
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def create_run_folder(run_dir: str | None, *, label: str, lock: RunLock, resume: bool = False) -> Path:
@@ -176,7 +155,7 @@ class SavedConfig(SaveConfigCallback):
     """Saves the resolved configuration, without the flags that tie it to this run.
 
     These are `run_dir`, `resume` and, of a fit, `ckpt_path`: a command that reads the file has a run folder of its own
-    and names its checkpoint itself. Of `kernels` only what it has chosen is kept. A resumed run replaces the file at
+    and names its checkpoint itself. Of `autotune` only what it has chosen is kept. A resumed run replaces the file at
     its first step, so that a run that is refused or has no step left does not.
     """
 
@@ -184,7 +163,8 @@ class SavedConfig(SaveConfigCallback):
         super().__init__(parser, config.clone(), **kwargs)
         self.overwrite = config.resume is not None  # the file of the run before it was interrupted
         self._resumed = self.overwrite and config.ckpt_path is not None
-        self.config.run_dir = self.config.resume = self.config.kernels = None
+        self.config.run_dir = self.config.resume = None
+        self.config.autotune = False
         self.config.trainer.logger = logger
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

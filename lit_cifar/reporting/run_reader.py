@@ -5,28 +5,28 @@ It needs no pandas, and says which file and line is damaged.
 
 import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml  # type: ignore[import-untyped]
 
-from lit_cifar.errors import ConfigError
+from lit_cifar.errors import ConfigError, one_line
 from lit_cifar.reporting.evaluation_tables import CONFUSION, CONFUSION_COLUMNS, PER_RANK, PER_RANK_COLUMNS
 from lit_cifar.reporting.files import plain
-from lit_cifar.reporting.rank_statistics import AccuracyCount, pooled
+from lit_cifar.reporting.rank_statistics import AccuracyCount
 from lit_cifar.reporting.run_report import FILE_NAME as ENVIRONMENT
 
-SPLITS = ("val", "test")
 METRICS = "metrics.csv"
-_RECEIPT = "receipt.csv"
+_AUDIT, _OLD_AUDIT, _CONFIG = "sample_audit.csv", "receipt.csv", "config.yaml"  # the second one is of commit fd36ea9
 _REMEDY = "name a run folder: `python -m lit_cifar fit` and `test` print theirs at the end"
 _OF_EVERY_RUN = (
     *("started", "command", "git", "versions", "cpu", "gpus"),
     *("data", "strategy", "device", "precision", "world_size"),
 )
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Confusion:
 
 @dataclass(frozen=True)
 class Epoch:
-    """A line of `receipt.csv`: the samples of an epoch, whose digest covers those of all epochs before."""
+    """A line of `sample_audit.csv`: the samples of an epoch, whose digest covers those of all epochs before."""
 
     number: int
     steps: int
@@ -67,7 +67,7 @@ class RunContents:
         metrics: `metrics.csv`: of each metric the steps at which it was logged, with its values.
         ranks: `per_rank.csv`: the counts of every rank, by split.
         confusion: `confusion.csv` by split; empty for runs of earlier releases, which have no such file.
-        epochs: `receipt.csv`; empty for evaluations.
+        epochs: `sample_audit.csv`; empty for evaluations.
     """
 
     folder: Path
@@ -93,41 +93,31 @@ def read_run(folder: Path) -> RunContents:
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise ConfigError(f"{folder} {what}, not the folder of a run", remedy=_REMEDY)
-    metrics = read_metrics(_required(folder, METRICS, "it has logged nothing yet, or it is a `predict`"))
+    for name in (_CONFIG, ENVIRONMENT, METRICS):
+        if not (folder / name).is_file():
+            reason = "it is not that of a run, of one that has logged nothing yet, or of a `predict`"
+            raise ConfigError(f"the run folder {folder} has no {name}: {reason}", remedy=_REMEDY)
+    metrics = read_metrics(folder / METRICS)
+    audit = folder / (_AUDIT if (folder / _AUDIT).exists() else _OLD_AUDIT)
     return RunContents(
         folder=folder,
-        settings=dict(_flags(_mapping(_required(folder, "config.yaml", "the folder is not that of a run"), "YAML"))),
-        environment=_environment(_required(folder, ENVIRONMENT, "the folder is not that of a run")),
-        metrics={name: sorted(logged.items()) for name, logged in metrics.items() if logged and name != "epoch"},
+        settings=dict(_flags(_mapping(folder / _CONFIG, yaml.safe_load))),
+        environment=_mapping(folder / ENVIRONMENT, json.loads, names=_OF_EVERY_RUN),
+        metrics={name: sorted(logged.items()) for name, logged in metrics.items() if name != "epoch"},
         ranks=read_ranks(folder / PER_RANK),
         confusion=_confusion(folder / CONFUSION),
-        epochs=_epochs(folder / _RECEIPT),
+        epochs=read_table(audit, _epoch, "epoch", "steps", "samples", "digest"),
     )
 
 
-def _required(folder: Path, name: str, reason: str) -> Path:
-    if not (folder / name).is_file():
-        raise ConfigError(f"the run folder {folder} has no {name}: {reason}", remedy=_REMEDY)
-    return folder / name
-
-
-def _mapping(path: Path, kind: str) -> dict[str, Any]:
-    """The content of a JSON or YAML file."""
+def _mapping(path: Path, parse: Callable[[str], Any], *, names: Sequence[str] = ()) -> dict[str, Any]:
+    """The content of a JSON or YAML file, which has these names."""
     try:
-        text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if kind == "JSON" else yaml.safe_load(text)
+        content = parse(_text(path))
     except (ValueError, yaml.YAMLError) as error:
-        raise _damaged(path, f"it is not {kind}") from error
-    if not isinstance(content, dict):
-        raise _damaged(path, f"it is not a {kind} file of names and values")
-    return content
-
-
-def _environment(path: Path) -> dict[str, Any]:
-    content = _mapping(path, "JSON")
-    missing = [name for name in _OF_EVERY_RUN if name not in content]
-    if missing:
-        raise _damaged(path, f"it says nothing of {', '.join(missing)}")
+        raise _damaged(path, one_line(error)) from error
+    if not isinstance(content, dict) or not content.keys() >= {*names}:
+        raise _damaged(path, f"it does not say {', '.join(names) or 'names and values'}")
     return content
 
 
@@ -148,17 +138,20 @@ def _flags(content: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str
 
 
 def read_metrics(path: Path) -> dict[str, dict[int, float]]:
-    """`metrics.csv`: the values of each column by step. What was logged at the same step may be in several lines.
+    """`metrics.csv`: the values of each metric by step. What was logged at the same step may be in several lines.
 
     Raises:
         ConfigError: The file is damaged.
     """
     found: dict[str, dict[int, float]] = {}
-    for row in read_table(path, "step", growing=True):
-        for name in row.cells.keys() - {"step"}:
-            values = found.setdefault(name, {})
-            if row.cells[name]:
-                values[row.count("step")] = row.number(name)
+
+    def add(row: dict[str, str]) -> None:
+        step = _count(row.pop("step"))
+        for name, cell in row.items():
+            if cell:
+                found.setdefault(name, {})[step] = float(cell)
+
+    read_table(path, add, "step")
     return found
 
 
@@ -169,111 +162,72 @@ def read_ranks(path: Path) -> dict[str, list[AccuracyCount]]:
         ConfigError: The file is damaged.
     """
     found: dict[str, list[AccuracyCount]] = {}
-    for row in read_table(path, *PER_RANK_COLUMNS) if path.exists() else ():
-        counts = found.setdefault(row.cells["split"], [])
-        correct, total = row.count("correct"), row.count("total")
-        if correct > total:
-            raise row.damaged(f"not a count: {correct} correct of {total}")
-        count = AccuracyCount(correct, total)
-        if row.cells["rank"] == "all":
-            if count != pooled(counts):
-                raise row.damaged(f"it is not the sum of the {len(counts)} ranks above it")
-        elif row.cells["rank"] == str(len(counts)):
-            counts.append(count)
-        else:
-            raise row.damaged(f"rank {row.cells['rank']} where rank {len(counts)} must be")
+
+    def add(row: dict[str, str]) -> None:
+        count = AccuracyCount(_count(row["correct"]), _count(row["total"]))
+        if row["rank"] != "all":
+            found.setdefault(row["split"], []).append(count)
+
+    read_table(path, add, *PER_RANK_COLUMNS)
     return found
 
 
 def _confusion(path: Path) -> dict[str, Confusion]:
-    found: dict[str, list[tuple[int, ...]]] = {}
-    classes: tuple[str, ...] = ()
-    for row in read_table(path, *CONFUSION_COLUMNS) if path.exists() else ():
-        classes = tuple(row.cells)[2:]
-        counts = found.setdefault(row.cells["split"], [])
-        if [row.cells["class"]] != [*classes[len(counts) : len(counts) + 1]]:
-            raise row.damaged(f"class {row.cells['class']!r} is not the next of the first line's")
-        counts.append(tuple(row.count(name) for name in classes))
-    for split, counts in found.items():
-        if len(counts) < len(classes):
-            raise _damaged(path, f"{split} has {len(counts)} lines for {len(classes)} classes")
-    return {split: Confusion(classes, tuple(counts)) for split, counts in found.items()}
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+
+    def add(row: dict[str, str]) -> tuple[str, ...]:
+        split, name = row.pop("split"), row.pop("class")
+        found.setdefault(split, {})[name] = tuple(map(_count, row.values()))
+        return tuple(row)
+
+    classes = next(iter(read_table(path, add, *CONFUSION_COLUMNS)), ())
+    if any(tuple(counts) != classes for counts in found.values()):
+        raise _damaged(path, "each split must have a line for each class, in the order of the columns")
+    return {split: Confusion(classes, tuple(counts.values())) for split, counts in found.items()}
 
 
-def _epochs(path: Path) -> list[Epoch]:
-    rows = read_table(path, "epoch", "steps", "samples", "digest") if path.exists() else ()
-    return [Epoch(row.count("epoch"), row.count("steps"), row.count("samples"), row.cells["digest"]) for row in rows]
+def _epoch(row: dict[str, str]) -> Epoch:
+    return Epoch(_count(row["epoch"]), _count(row["steps"]), _count(row["samples"]), row["digest"])
 
 
-class CsvRow:
-    """A line of a table, which knows where it stands.
-
-    Attributes:
-        cells: What is in it, by column.
-    """
-
-    def __init__(self, path: Path, line: int, cells: dict[str, str]) -> None:
-        self._path, self._line = path, line
-        self.cells = cells
-
-    def count(self, column: str) -> int:
-        """A whole number that is not negative; a ConfigError if it is none."""
-        if not self.cells[column].isdecimal():
-            raise self.damaged(f"{column} is {self.cells[column]!r}, not a whole number")
-        return int(self.cells[column])
-
-    def number(self, column: str) -> float:
-        """A number, also nan or inf; a ConfigError if it is none."""
-        try:
-            return float(self.cells[column])
-        except ValueError as error:
-            raise self.damaged(f"{column} is {self.cells[column]!r}, not a number") from error
-
-    def damaged(self, problem: str) -> ConfigError:
-        """The error about this line."""
-        return _damaged(self._path, f"line {self._line}: {problem}")
+def _count(cell: str) -> int:
+    if not cell.isdecimal():
+        raise ValueError(f"{cell!r} is not a whole number")
+    return int(cell)
 
 
-def read_table(path: Path, *columns: str, growing: bool = False) -> list[CsvRow]:
-    """The lines of a CSV file.
+def read_table(path: Path, convert: Callable[[dict[str, str]], Row], *columns: str) -> list[Row]:
+    """The lines of a CSV file that has these columns, each converted; none if there is no such file.
 
-    Args:
-        path: The file.
-        *columns: What the header begins with, or, of a growing table, what it has.
-        growing: Whether lines are added to the file while the run lasts. Then the last one may be incomplete, and is
-            left out. Any other table is replaced as a whole.
+    An incomplete last line is left out: `metrics.csv` grows while its run lasts.
 
     Raises:
-        ConfigError: It cannot be read, is incomplete, or has other columns.
+        ConfigError: It cannot be read, lacks a column, or `convert` has raised a ValueError.
     """
-    lines = _lines(path, growing=growing)
-    _, header = next(lines, (0, []))
-    has_columns = set(columns) <= set(header) if growing else tuple(header[: len(columns)]) == columns
-    if not has_columns or len(set(header)) < len(header):
-        raise _damaged(path, f"its first line must name the columns {', '.join(columns)}, each once")
-    rows = []
-    for number, cells in lines:
-        if len(cells) != len(header):
-            raise _damaged(path, f"line {number} has {len(cells)} cells, and the first has {len(header)}")
-        rows.append(CsvRow(path, number, dict(zip(header, cells, strict=True))))
-    return rows
-
-
-def _lines(path: Path, *, growing: bool) -> Iterator[tuple[int, list[str]]]:
-    """The cells of each line, with its number."""
+    if not path.exists():
+        return []
+    text = _text(path)
+    reader = csv.reader(StringIO(text[: text.rfind("\n") + 1], newline=""), strict=True)
     try:
-        text = path.read_bytes().decode(errors="surrogateescape")
+        header = [*map(plain, next(reader, []))]
+        if not {*columns} <= {*header}:
+            raise ValueError(f"it must name the columns {', '.join(columns)}")
+        return [convert(_named(header, cells)) for cells in reader]
+    except (ValueError, csv.Error) as error:
+        raise _damaged(path, f"line {reader.line_num}: {one_line(error)}") from error
+
+
+def _named(header: list[str], cells: list[str]) -> dict[str, str]:
+    if len(cells) != len(header):
+        raise ValueError(f"{len(cells)} cells, and the first line has {len(header)}")
+    return dict(zip(header, map(plain, cells), strict=True))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode(errors="surrogateescape")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", remedy="see its permissions") from error
-    if text and not text.endswith("\n"):
-        if not growing:
-            raise _damaged(path, "its last line is incomplete")
-        text = text[: text.rfind("\n") + 1]
-    reader = csv.reader(StringIO(text, newline=""), strict=True)
-    try:
-        yield from ((reader.line_num, [*map(plain, cells)]) for cells in reader)
-    except csv.Error as error:
-        raise _damaged(path, f"line {reader.line_num}: {error}") from error
 
 
 def _damaged(path: Path, problem: str) -> ConfigError:

@@ -5,11 +5,11 @@ Off unless the callback is added: `--trainer.callbacks+=lit_cifar.reporting.time
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic_ns
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,35 +20,14 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from lit_cifar.errors import ConfigError
 
 FILE = "timeline.json"
+# "backward_input" and "backward_weight" are the two halves into which zero-bubble schedules cut backward.
 Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
-LETTERS: dict[Kind, str] = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """A stage at work on a microbatch.
-
-    Attributes:
-        kind: "backward_input" and "backward_weight" are the two halves into which zero-bubble schedules cut backward.
-        step: Training batch, counted from 0 in each fit.
-        stage: Index of the stage.
-        microbatch: Index within the batch.
-        rank: Global rank of the process.
-        worker: The process or device that works, of which there is one for each row of a picture.
-        start_ns: By the machine's monotonic clock, which its processes share; those of other machines have another.
-        end_ns: By the same clock.
-        saved_bytes: Of a forward, what it keeps for backward; 0 for others. Parameters and buffers are not counted.
-    """
-
-    kind: Kind
-    step: int
-    stage: int
-    microbatch: int
-    rank: int
-    worker: str
-    start_ns: int
-    end_ns: int
-    saved_bytes: int = 0
+_LETTERS: dict[Kind, str] = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W"}
+# A stage at work on a microbatch, as an event of a Chrome trace. "args" has kind, step (the training batch), stage,
+# microbatch, rank, worker (the process or device that works), and saved_bytes: of a forward, what it keeps for
+# backward without parameters and buffers. The microseconds "ts" are of the machine's monotonic clock, which its
+# processes share.
+Span: TypeAlias = dict[str, Any]
 
 
 class _Clock:
@@ -67,23 +46,22 @@ class _Clock:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def ns(self, mark: Any) -> int:
+    def us(self, mark: Any) -> float:
+        """Microseconds of the monotonic clock; waits for the device."""
         if self._device.type != "cuda":
-            return int(mark)
+            return float(mark / 1e3)
         mark.synchronize()
-        elapsed_ms: float = self._origin.elapsed_time(mark)
-        return self._origin_ns + round(1e6 * elapsed_ms)
+        return float(self._origin_ns / 1e3 + 1e3 * self._origin.elapsed_time(mark))
 
 
 @dataclass
 class _Work:
-    """A span that is not over yet."""
+    """A span whose marks are not read yet; without an end it is not over."""
 
-    description: dict[str, Any]
+    span: Span
     clock: _Clock
     start: Any = None
     end: Any = None
-    saved_bytes: int = 0
 
 
 class Recorder:
@@ -106,27 +84,22 @@ class Recorder:
         self._weights = {tensor.data_ptr() for tensor in tensors}
 
     @contextmanager
-    def span(self, kind: Kind, *, stage: int, microbatch: int, worker: str, device: torch.device) -> Iterator[None]:
-        """Record what is done within."""
+    def span(self, kind: Kind, **what: Any) -> Iterator[None]:
+        """Record what is done within; `what` are stage, microbatch, worker and device."""
         if self.step is None:
             yield
             return
-        work = self._new(kind, stage, microbatch, worker, device)
+        work = self._new(kind, **what)
         work.start = work.clock.mark()
-        if kind == "forward":
-            with self._counting(work):
-                yield
-        else:
+        with self._counting(work.span["args"]) if kind == "forward" else nullcontext():
             yield
         work.end = work.clock.mark()
 
-    def follow_backward(
-        self, output: Tensor, given: Tensor, *, stage: int, microbatch: int, worker: str, device: torch.device
-    ) -> None:
+    def follow_backward(self, output: Tensor, given: Tensor, **what: Any) -> None:
         """Record when autograd is between `output` of a stage and what it was `given`."""
         if self.step is None or output.grad_fn is None:
             return
-        work = self._new("backward", stage, microbatch, worker, device)
+        work = self._new("backward", **what)
 
         def start(_: Tensor) -> None:
             work.start = work.clock.mark()
@@ -139,23 +112,26 @@ class Recorder:
         for node in _nodes_between(output.grad_fn, given.grad_fn):
             node.register_hook(end)
 
-    def _new(self, kind: Kind, stage: int, microbatch: int, worker: str, device: torch.device) -> _Work:
+    def _new(self, kind: Kind, *, stage: int, microbatch: int, worker: str, device: torch.device) -> _Work:
         if device not in self._clocks:
             self._clocks[device] = _Clock(device)
         rank = dist.get_rank() if dist.is_initialized() else 0
-        description = {"kind": kind, "step": self.step, "stage": stage, "microbatch": microbatch}
-        self._works.append(_Work({**description, "rank": rank, "worker": worker}, self._clocks[device]))
+        args: dict[str, Any] = {"kind": kind, "step": self.step, "stage": stage, "microbatch": microbatch}
+        args |= {"rank": rank, "worker": worker, "saved_bytes": 0}
+        name = f"{_LETTERS[kind]}{microbatch}"
+        span = {"ph": "X", "name": name, "cat": kind, "pid": rank, "tid": stage, "args": args}
+        self._works.append(_Work(span, self._clocks[device]))
         return self._works[-1]
 
     @contextmanager
-    def _counting(self, work: _Work) -> Iterator[None]:
+    def _counting(self, args: dict[str, Any]) -> Iterator[None]:
         """Count what autograd keeps, each tensor once; a microbatch is a view of its batch."""
         seen = set(self._weights)
 
         def pack(tensor: Tensor) -> Tensor:
             if tensor.data_ptr() not in seen:
                 seen.add(tensor.data_ptr())
-                work.saved_bytes += tensor.nbytes
+                args["saved_bytes"] += tensor.nbytes
             return tensor
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -164,12 +140,7 @@ class Recorder:
     def spans(self) -> list[Span]:
         """What has been recorded; waits for the devices."""
         return [
-            Span(
-                **work.description,
-                start_ns=work.clock.ns(work.start),
-                end_ns=work.clock.ns(work.end),
-                saved_bytes=work.saved_bytes,
-            )
+            work.span | {"ts": (start := work.clock.us(work.start)), "dur": work.clock.us(work.end) - start}
             for work in self._works
             if work.end is not None
         ]
@@ -219,18 +190,18 @@ class Timeline(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Switch the recorder on when it is time."""
         if self.first_step <= self._num_batches < self.first_step + self.num_steps:
-            recorder_of(trainer).begin(self._num_batches, pl_module)
+            _recorder_of(trainer).begin(self._num_batches, pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Switch it off."""
-        recorder_of(trainer).step = None
+        _recorder_of(trainer).step = None
         self._num_batches += 1
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Gather the spans of all processes and write them."""
-        spans = recorder_of(trainer).spans()
+        spans = _recorder_of(trainer).spans()
         gathered: list[Any] = [spans]
         if dist.is_initialized():
             gathered = [None] * dist.get_world_size()
@@ -240,31 +211,18 @@ class Timeline(Callback):
             write_trace([span for part in gathered for span in part], Path(log_dir) / FILE)
 
 
-def recorder_of(trainer: Trainer) -> Recorder:
-    """The recorder of a strategy that has stages."""
+def _recorder_of(trainer: Trainer) -> Recorder:
     recorder: Recorder = trainer.strategy.recorder  # type: ignore[attr-defined]  # `setup` has looked
     return recorder
 
 
 def write_trace(spans: list[Span], path: Path) -> None:
     """Write spans as a Chrome trace (the format of "Trace Event Format", Google): processes, and stages as threads."""
-    origin = min((span.start_ns for span in spans), default=0)
-    stages = sorted({(span.rank, span.stage, span.worker) for span in spans})
+    origin = min((span["ts"] for span in spans), default=0)
+    stages = sorted({(span["pid"], span["tid"], span["args"]["worker"]) for span in spans})
     names = [
         {"ph": "M", "name": "thread_name", "pid": rank, "tid": stage, "args": {"name": f"stage {stage}, {worker}"}}
         for rank, stage, worker in stages
     ]
-    events = [
-        {
-            "ph": "X",
-            "name": f"{LETTERS[span.kind]}{span.microbatch}",
-            "cat": span.kind,
-            "pid": span.rank,
-            "tid": span.stage,
-            "ts": (span.start_ns - origin) / 1e3,
-            "dur": (span.end_ns - span.start_ns) / 1e3,
-            "args": asdict(span),
-        }
-        for span in sorted(spans, key=lambda span: span.start_ns)
-    ]
+    events = [{**span, "ts": span["ts"] - origin} for span in sorted(spans, key=lambda span: span["ts"])]
     path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": names + events}), encoding="utf-8")

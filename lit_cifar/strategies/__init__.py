@@ -1,14 +1,13 @@
 """The only code that decides what goes to which device and process: strategies, registered under their short names.
 
-Importing this package makes `Trainer(strategy="dp")` and `--trainer.strategy=dp` work. `ddp` and `ddp_spawn` are
-Lightning's own; `ProcessSyncBatchNorm` gives them synchronised BatchNorm on the CPU too.
+Importing this package makes `Trainer(strategy="dp")` work. The command line does it if a strategy may be asked for: it
+takes a second. `ddp` and `ddp_spawn` are Lightning's own; `ProcessSyncBatchNorm` gives them synchronised BatchNorm on
+the CPU too.
 """
-
-import atexit
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lit_cifar.launch.signals import destroy_process_group_at_exit
+from lit_cifar.launch import signals as _signals  # a process leaves its groups at exit
 from lit_cifar.strategies.ddp_mp import DDPLayerParallelStrategy
 from lit_cifar.strategies.dp import DataParallelStrategy
 from lit_cifar.strategies.fsdp2 import ShardedStrategy
@@ -42,5 +41,4 @@ for _strategy in (
 ):
     _strategy.register_strategies(StrategyRegistry)
 
-# Registered here, so that every process does it: those that Lightning starts import the package too.
-atexit.register(destroy_process_group_at_exit)
+del _signals

@@ -3,30 +3,29 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.blocks import blocks_of
 from lit_cifar.models.partition import Partition
-from lit_cifar.strategies.device_copies import blame, refuse_faulty_copies
+from lit_cifar.strategies.device_copies import copy_faults, refuse_faulty_copies
 from lit_cifar.strategies.same_bits.parts import Parts, WholeBatch
 
 Runner = Callable[[Tensor], Tensor]
 
 
 class RunsNetwork(Protocol):
-    """The plain network, the shape of an image that enters it, and a way to run it differently."""
+    """What a LightningModule must offer."""
 
     network: nn.Module
-    image_shape: tuple[int, ...]
+    image_shape: tuple[int, ...]  # of an image that enters it
 
     def use_runner(self, runner: Runner | None) -> None:
         """From now on `forward` calls `runner` in place of `network`; None restores `network`."""
@@ -35,58 +34,22 @@ class RunsNetwork(Protocol):
         """The loss of each sample, (n,), from `logits` (n, C) and `labels` (n,); `pp` alone asks for it."""
 
 
-def runs_network(module: object) -> bool:
-    """Whether `module` offers what `RunsNetwork` asks for, apart from the loss."""
-    # Not isinstance of a runtime protocol: from Python 3.12 on that does not see the children of an nn.Module.
-    return all(hasattr(module, name) for name in ("network", "use_runner"))
-
-
 def compiles(module: object) -> bool:
     """Whether `module` wants its network compiled."""
     return bool(getattr(module, "compiles", False))
 
 
-def as_runs_network(module: object, *, strategy: str) -> RunsNetwork:
-    """`module`; raises a `ConfigError` if it lacks what `RunsNetwork` asks for, apart from the loss."""
-    if not runs_network(module):
-        raise ConfigError(
-            f"--trainer.strategy={strategy} runs a module's `network` in its own way, through `use_runner`; "
-            f"{type(module).__name__} has no such pair.",
-            remedy="Use lit_cifar.task.module.LitResNet, or --trainer.strategy=ddp for any LightningModule.",
-        )
-    return cast(RunsNetwork, module)
+def at_least_one(**sizes: int | None) -> None:
+    """Raise a `ConfigError` for an argument of a strategy that is less than one.
 
-
-def check_loss(module: object, *, strategy: str) -> None:
-    """Raise a `ConfigError` unless `module` has a `loss`, for strategies that run backward themselves."""
-    if not hasattr(module, "loss"):
-        raise ConfigError(
-            f"--trainer.strategy={strategy} asks a module for the `loss` of each sample; "
-            f"{type(module).__name__} has none.",
-            remedy="Use lit_cifar.task.module.LitResNet, or --trainer.strategy=ddp for any LightningModule.",
-        )
-
-
-def cut_into_stages(
-    module: RunsNetwork, *, strategy: str, num_stages: int, cuts: list[str] | None, may_share: bool = False
-) -> Partition:
-    """The blocks of each stage of the module's network; `may_share` if they may have a tensor together.
-
-    Raises:
-        ConfigError: A network that does not say its blocks, more stages than blocks, unknown cuts, or shared tensors.
+    Not in `__init__`: the command line would say that the class does not fit --trainer.strategy.
     """
-    network = module.network
-    if blocks_of(network) is None:
-        raise ConfigError(
-            f"--trainer.strategy={strategy} cuts a network between its blocks, and {type(network).__name__} does not "
-            "say which it has.",
-            remedy="Make it an nn.Sequential, or give it a method blocks() that returns them by name (see\n"
-            "lit_cifar.models.blocks); or use --trainer.strategy=ddp, which takes any network.",
-        )
-    partition = Partition.of(network, module.image_shape, num_stages=num_stages, cuts=cuts)
-    if not may_share:
-        check_untied(network, partition.modules(network), strategy=strategy)
-    return partition
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise ConfigError(
+                f"--trainer.strategy.{name}={size} is less than one",
+                remedy=f"pass --trainer.strategy.{name}=1 or more",
+            )
 
 
 def check_untied(network: nn.Module, divided: Iterable[nn.Module], *, strategy: str, recurse: bool = True) -> None:
@@ -98,8 +61,8 @@ def check_untied(network: nn.Module, divided: Iterable[nn.Module], *, strategy: 
     for module in divided:
         own = {*module.parameters(recurse), *module.buffers(recurse)}
         if shared := own & seen:
-            known = [network.named_parameters("", True, False), network.named_buffers("", True, False)]
-            named = [(name, tensor) for name, tensor in chain(*known) if tensor in shared]
+            known = chain(network.named_parameters("", True, False), network.named_buffers("", True, False))
+            named = [(name, tensor) for name, tensor in known if tensor in shared]
             names = " = ".join(name for name, tensor in named if tensor is named[0][1])
             raise ConfigError(
                 f"{names} is needed in two places, between which --trainer.strategy={strategy} divides the network",
@@ -124,15 +87,12 @@ class CustomForwardStrategy(ParallelStrategy, ABC):
     """From `setup` to `teardown` the module's `forward` calls a runner that the subclass makes.
 
     A subclass must name this before the Lightning strategy that it also derives from, whose methods this one extends.
-
-    Attributes:
-        strategy_name: Value of `--trainer.strategy`.
-        description: What the mode does, for Lightning's registry.
-        parts: What passes through the runner: the batch, or with `--virtual_replicas` its parts one by one.
     """
 
-    strategy_name = "runner"
-    description = ""
+    strategy_name = "runner"  # value of `--trainer.strategy`
+    registered: ClassVar[dict[str, dict[str, Any]]] = {}  # such values and their arguments, if there are several
+    needs: ClassVar[list[str]] = ["network", "use_runner"]  # what a module must have, see `RunsNetwork`
+    # What passes through the runner: the batch, or with `--virtual_replicas` its parts one by one.
     parts: WholeBatch = WholeBatch()
 
     @abstractmethod
@@ -141,7 +101,6 @@ class CustomForwardStrategy(ParallelStrategy, ABC):
 
     @property
     def module(self) -> RunsNetwork:
-        """The LightningModule, of which `connect` has seen that it runs a network."""
         return cast(RunsNetwork, self.lightning_module)
 
     def use_parts(self, parts: Parts) -> None:
@@ -156,38 +115,54 @@ class CustomForwardStrategy(ParallelStrategy, ABC):
         """Of each process on this machine, the devices between which it copies tensors; none of most modes."""
         return []
 
+    def _copying_gpus(self) -> list[list[torch.device]]:
+        groups = [[*dict.fromkeys(devices)] for devices in self.copying_devices]
+        return [devices for devices in groups if len(devices) > 1 and devices[0].type == "cuda"]
+
     @override
     def setup_environment(self) -> None:
         """Refuse devices between which copies are lost."""
         environment = self.cluster_environment
         if environment is None or environment.local_rank() == 0:
-            for devices in self.copying_devices:
-                if len(on_cuda := [*dict.fromkeys(devices)]) > 1 and on_cuda[0].type == "cuda":
-                    refuse_faulty_copies(on_cuda, strategy=self.strategy_name)
+            for devices in self._copying_gpus():
+                refuse_faulty_copies(devices, strategy=self.strategy_name)
         super().setup_environment()
 
     def examine_copies(self) -> tuple[bool, str]:
         """Whether copies between devices are to blame for a loss that is not finite, and what was found."""
-        devices = [*dict.fromkeys(device for group in self.copying_devices for device in group)]
-        if len(devices) < 2 or devices[0].type != "cuda":
+        groups = self._copying_gpus()
+        if not groups:
             return False, ""
         if self.world_size > 1:  # the others would wait for this process longer than the watchdog lets them
             return False, "copies between the devices arrived before the run; python -m lit_cifar doctor tries again"
-        return blame(devices)
+        if faults := copy_faults(groups[0]):
+            return True, f"copies between the devices do not arrive, and may be the cause: {faults[0]}"
+        return False, "copies between the devices arrive, they were tried again"
 
     def check(self) -> None:
         """Raise a `ConfigError` if sizes and flags contradict each other; subclasses extend this."""
 
+    def refuse_sync_batchnorm(self, reason: str) -> None:
+        if self._layer_sync is not None:
+            raise ConfigError(
+                f"--trainer.sync_batchnorm=true has no effect on --trainer.strategy={self.strategy_name}: {reason}.",
+                remedy="Drop --trainer.sync_batchnorm, or use --trainer.strategy=ddp.",
+            )
+
     @override
     def _configure_launcher(self) -> None:
-        """Check the flags: Lightning calls this last while a Trainer is made, when all of them are known."""
-        self.check()
+        self.check()  # Lightning calls this last while a Trainer is made, when all flags are known
         super()._configure_launcher()
 
     @override
     def connect(self, model: L.LightningModule) -> None:
-        """Accept a module with a `network` and `use_runner`; raise a `ConfigError` for any other."""
-        as_runs_network(model, strategy=self.strategy_name)
+        """Raise a `ConfigError` for a module that lacks what this mode `needs`."""
+        if missing := [name for name in self.needs if not hasattr(model, name)]:
+            raise ConfigError(
+                f"--trainer.strategy={self.strategy_name} runs a module's network in its own way; "
+                f"{type(model).__name__} has no {' and no '.join(missing)}.",
+                remedy="Use lit_cifar.LitResNet, or --trainer.strategy=ddp for any LightningModule.",
+            )
         super().connect(model)
 
     @override
@@ -198,15 +173,42 @@ class CustomForwardStrategy(ParallelStrategy, ABC):
     @override
     def teardown(self) -> None:
         # This is also called when `connect` or `setup` has failed.
-        if runs_network(self.lightning_module):
+        if hasattr(self.lightning_module, "use_runner"):
             self.module.use_runner(None)
         super().teardown()
 
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the name; a second registration, by a reloaded module, replaces the first."""
-        strategy_registry.register(cls.strategy_name, cls, description=cls.description, override=True)
+        """A second registration, by a reloaded module, replaces the first."""
+        for name, sizes in (cls.registered or {cls.strategy_name: {}}).items():
+            strategy_registry.register(name, cls, description=cls.__doc__, override=True, **sizes)
+
+
+class CutStrategy(CustomForwardStrategy, ABC):
+    """A mode that cuts the network between its blocks into stages."""
+
+    cuts: list[str] | None
+    partition: Partition  # which blocks make a stage; known from `connect` on
+
+    def cut(self, num_stages: int, *, may_share: bool = False) -> None:
+        """Cut the network of the module; `may_share` if stages may have a tensor together.
+
+        Raises:
+            ConfigError: A network that does not say its blocks, more stages than blocks, unknown cuts, or shared
+                tensors.
+        """
+        network = self.module.network
+        if blocks_of(network) is None:
+            raise ConfigError(
+                f"--trainer.strategy={self.strategy_name} cuts a network between its blocks, and "
+                f"{type(network).__name__} does not say which it has.",
+                remedy="Make it an nn.Sequential, or give it a method blocks() that returns them by name (see\n"
+                "lit_cifar.models.blocks); or use --trainer.strategy=ddp, which takes any network.",
+            )
+        self.partition = Partition.of(network, self.module.image_shape, num_stages=num_stages, cuts=self.cuts)
+        if not may_share:
+            check_untied(network, self.partition.modules(network), strategy=self.strategy_name)
 
 
 class SingleProcessStrategy(CustomForwardStrategy, ABC):
@@ -217,6 +219,15 @@ class SingleProcessStrategy(CustomForwardStrategy, ABC):
 
     # Lightning assigns it from Trainer(num_nodes=...), but only to strategies that have the attribute.
     num_nodes: int = 1
+    global_rank = local_rank = node_rank = 0
+    world_size = 1
+
+    model_to_device: Any = SingleDeviceStrategy.model_to_device
+    reduce: Any = SingleDeviceStrategy.reduce
+    reduce_boolean_decision: Any = SingleDeviceStrategy.reduce_boolean_decision
+    all_gather: Any = SingleDeviceStrategy.all_gather
+    barrier: Any = SingleDeviceStrategy.barrier
+    broadcast: Any = SingleDeviceStrategy.broadcast
 
     @property
     def devices(self) -> list[torch.device]:
@@ -228,13 +239,9 @@ class SingleProcessStrategy(CustomForwardStrategy, ABC):
     def root_device(self) -> torch.device:
         return self.devices[0]
 
-    global_rank = local_rank = node_rank = 0
-    world_size = 1
-
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The one process reads all the data, and divides batches after loading."""
         return {"num_replicas": 1, "rank": 0}
 
     @override
@@ -254,30 +261,3 @@ class SingleProcessStrategy(CustomForwardStrategy, ABC):
                 remedy=f"Start it directly (python -m lit_cifar fit --trainer.strategy={name} --trainer.devices=2), "
                 f"or use --trainer.strategy={self.with_processes}.",
             )
-
-    @override
-    def model_to_device(self) -> None:
-        if self.model is not None:
-            self.model.to(self.root_device)
-
-    @override
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """`tensor` itself: there is one process."""
-        return tensor
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return decision
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """`tensor` itself, without a new first dimension, as Lightning's single-device strategy returns it."""
-        return tensor
-
-    @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to wait for."""
-
-    @override
-    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        return obj

@@ -16,9 +16,8 @@ from lit_cifar.strategies.mp import StagedStrategy, device_names
 class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
     """Starts processes as Lightning's `ddp` does, each with a replica of the network on `num_stages` devices.
 
-    `--trainer.devices` counts the devices of a machine, as always; there is a process for every `num_stages` of them.
-    It equals `ddp` with as many processes. With several microbatches it equals one device that normalises each
-    microbatch of each replica separately.
+    `--trainer.devices` counts the devices of a machine, as always. Equal to `ddp` with as many processes; with several
+    microbatches to one device that normalises each microbatch of each replica separately.
 
     Args:
         num_stages: Number of stages, and of devices of a process.
@@ -27,26 +26,17 @@ class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
     """
 
     strategy_name = "ddp_mp"
-    description = "DistributedDataParallel over processes, a stage of the network per device of each"
 
     def __init__(self, *, num_stages: int = 2, **kwargs: Any) -> None:
         super().__init__(num_stages=num_stages, **kwargs)
 
     @property
-    @override
-    def num_stages(self) -> int:
-        assert self._num_stages is not None
-        return self._num_stages
-
-    @property
     def devices_per_process(self) -> int:
-        """What --trainer.devices is divided by where torchrun has started the processes."""
         return self.num_stages
 
     @property
     @override
     def num_processes(self) -> int:
-        """Processes on each machine."""
         # At least 1, as Lightning asks before `check` can refuse fewer stages.
         return len(self.parallel_devices or ()) // max(1, self.num_stages)
 
@@ -66,8 +56,7 @@ class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
         return [self._devices_of(local_rank) for local_rank in range(self.num_processes)]
 
     def _devices_of(self, local_rank: int) -> list[torch.device]:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[local_rank * self.num_stages :][: self.num_stages]
+        return (self.parallel_devices or [])[local_rank * self.num_stages :][: self.num_stages]
 
     @override
     def check(self) -> None:
@@ -81,13 +70,9 @@ class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
                 remedy=f"pass --trainer.devices={nearest}, or --trainer.strategy={type(self).__name__} "
                 f"--trainer.strategy.num_stages={num_devices}",
             )
-        self._refuse_other_world_size()
-
-    def _refuse_other_world_size(self) -> None:
         assert self.cluster_environment is not None
         started, wanted = self.cluster_environment.world_size(), self.num_nodes * self.num_processes
         if started != wanted:
-            num_devices = self.num_processes * self.num_stages
             raise ConfigError(
                 f"{started} processes were started, but --trainer.devices={num_devices} with {self.num_stages} stages "
                 f"on {self.num_nodes} machine(s) are {wanted}",
@@ -107,11 +92,9 @@ class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
     @override
     def determine_ddp_device_ids(self) -> None:
         """None: DistributedDataParallel then accepts a module on several devices."""
-        return
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all processes."""
         if not dist.is_initialized():
             return
         # Without device ids NCCL would use the device of the process's rank, which may belong to another process.
@@ -121,8 +104,7 @@ class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
     def split_lines(self) -> list[str]:
         """The stages and their devices, a line each, and the devices of the machine's further processes."""
         names = [
-            device_names(self._devices_of(local_rank), first=local_rank * self.num_stages)
-            for local_rank in range(self.num_processes)
+            device_names(devices, first=rank * self.num_stages) for rank, devices in enumerate(self.copying_devices)
         ]
         others = [f"process {rank}: the same on {', '.join(place)}" for rank, place in enumerate(names)]
         return self.partition.table(names[0]) + others[1:]

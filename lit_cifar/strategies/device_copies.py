@@ -77,11 +77,7 @@ def _pattern(num_words: int, number: int, device: torch.device) -> Tensor:
 
 
 def refuse_faulty_copies(devices: Sequence[torch.device], *, strategy: str) -> None:
-    """Try the copies between `devices`.
-
-    Raises:
-        ConfigError: A copy did not arrive.
-    """
+    """Raise a `ConfigError` if a copy between `devices` does not arrive."""
     try:
         faults = copy_faults(devices)
     except torch.OutOfMemoryError as error:
@@ -94,10 +90,3 @@ def refuse_faulty_copies(devices: Sequence[torch.device], *, strategy: str) -> N
             "copies, --trainer.devices=1\nneeds none. To mend them, turn off the IOMMU (VT-d, AMD-Vi) or PCIe ACS in "
             "the BIOS, or boot Linux with iommu=pt.",
         )
-
-
-def blame(devices: Sequence[torch.device]) -> tuple[bool, str]:
-    """Whether copies between `devices` are to blame for a loss that is not finite, and a sentence that says so."""
-    if faults := copy_faults(devices):
-        return True, f"copies between the devices do not arrive, and may be the cause: {faults[0]}"
-    return False, "copies between the devices arrive, they were tried again"

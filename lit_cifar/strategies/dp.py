@@ -20,18 +20,15 @@ from torch.func import functional_call
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
+from lit_cifar.models.random_streams import begin_part
 from lit_cifar.strategies.base import Runner, SingleProcessStrategy, compiles
-from lit_cifar.strategies.random_streams import begin_part
 
 
 def replica_of(num_samples: int, *, num_replicas: int) -> Tensor:
-    """Which replica processes each sample of a batch, by the rule of `Tensor.chunk`.
+    """Which replica processes each sample of a batch: int64, (num_samples,), ascending, by the rule of `Tensor.chunk`.
 
     Every chunk but the last has `ceil(num_samples / num_replicas)` samples, so replicas at the end may get none: 5
     samples over 4 replicas are cut into 2, 2, 1.
-
-    Returns:
-        int64, (num_samples,), ascending, each in `range(num_replicas)`.
     """
     samples_per_chunk = max(1, -(-num_samples // num_replicas))
     return torch.arange(num_samples) // samples_per_chunk
@@ -48,9 +45,17 @@ def replicate(network: nn.Module, devices: Sequence[torch.device]) -> Runner:
         A plain callable, never an `nn.Module`: set as an attribute of one, it must not become its child, or every name
         in a checkpoint would change. Input and output live on `devices[0]`.
     """
-    if devices[0].type == "cuda" and len(devices) > 1:
-        return DeviceReplicas(network, devices)
-    return EmulatedReplicas(network, num_replicas=len(devices))
+    if devices[0].type != "cuda" or len(devices) == 1:
+        return EmulatedReplicas(network, num_replicas=len(devices))
+    parallel = _DataParallel(network, device_ids=[device.index for device in devices])
+
+    def run(images: Tensor) -> Tensor:
+        for replica, device in enumerate(devices):
+            begin_part(replica, device=device)
+        output: Tensor = parallel(images) if len(images) else network(images)
+        return output
+
+    return run
 
 
 class EmulatedReplicas:
@@ -58,10 +63,6 @@ class EmulatedReplicas:
 
     The replicas run one after the other. `functional_call` swaps the buffers of the one module in place, so threads
     would each need a module of their own, and would gain nothing: on the CPU one operator already uses every core.
-
-    Args:
-        network: The module whose parameters all replicas share.
-        num_replicas: The largest number of chunks into which a batch is cut.
     """
 
     def __init__(self, network: nn.Module, *, num_replicas: int) -> None:
@@ -85,54 +86,28 @@ class EmulatedReplicas:
         return output
 
 
-class DealtReplicas:
+class RoundRobinReplicas:
     """Gives whole batches to the replicas in turn, which all work on the network's own parameters and buffers.
 
-    For parts of a batch, each of which is to be computed as one device would.
-
-    Args:
-        network: On `devices[0]`.
-        devices: The device of every replica.
+    For parts of a batch, each of which is to be computed as one device would. There is a replica for each of `devices`;
+    the network, batches and outputs, (n, ...), are on the first.
     """
 
     def __init__(self, network: nn.Module, devices: Sequence[torch.device]) -> None:
         self.network = network
-        self.devices = devices
-        self._turns = cycle(range(len(devices)))
+        self._root, self._turns = devices[0], cycle(devices)
 
     def __call__(self, images: Tensor) -> Tensor:
-        """The output (n, ...) for a batch (n, ...); both on `devices[0]`."""
-        replica = next(self._turns)
         buffers = dict(self.network.named_buffers())
+        device = next(self._turns)
         whole = {**dict(self.network.named_parameters()), **buffers}
-        device = self.devices[replica]
         state = {name: tensor.to(device) for name, tensor in whole.items()}
         output: Tensor = functional_call(self.network, state, (images.to(device),))
         if self.network.training:
             for name, buffer in buffers.items():
                 if state[name] is not buffer:
                     buffer.copy_(state[name])
-        return output.to(self.devices[0])
-
-
-class DeviceReplicas:
-    """`nn.DataParallel` over several CUDA devices.
-
-    Args:
-        network: The module to replicate, on `devices[0]`.
-        devices: The device of every replica.
-    """
-
-    def __init__(self, network: nn.Module, devices: Sequence[torch.device]) -> None:
-        self.network, self.devices = network, devices
-        self._parallel = _DataParallel(network, device_ids=[device.index for device in devices])
-
-    def __call__(self, images: Tensor) -> Tensor:
-        """The gathered output (n, ...) for a batch (n, ...) on the first device; n may be 0, which needs no replica."""
-        for replica, device in enumerate(self.devices):
-            begin_part(replica, device=device)
-        output: Tensor = self._parallel(images) if len(images) else self.network(images)
-        return output
+        return output.to(self._root)
 
 
 class _DataParallel(nn.DataParallel[nn.Module]):
@@ -149,10 +124,7 @@ class _DataParallel(nn.DataParallel[nn.Module]):
 
 
 def in_context_of_caller(call: Callable[..., Any], *, device_type: str = "cuda") -> Callable[..., Any]:
-    """`call`, for another thread, with this thread's settings.
-
-    Carries over the autocast state of `device_type`, inference mode and whether gradients are recorded.
-    """
+    """`call`, for another thread, with this thread's autocast state of `device_type`, inference and gradient mode."""
     dtype = torch.get_autocast_dtype(device_type)
     autocast = torch.is_autocast_enabled(device_type)
     inference = torch.is_inference_mode_enabled()
@@ -170,9 +142,8 @@ def in_context_of_caller(call: Callable[..., Any], *, device_type: str = "cuda")
 class DataParallelStrategy(SingleProcessStrategy):
     """One process, one replica of the network per local device, each with its chunk of every batch.
 
-    On CUDA the replicas run on the trainer's devices through `nn.DataParallel`; on the CPU, `devices=n` means n virtual
-    devices that compute the same function. It equals one device that normalises each chunk separately: BatchNorm sees
-    a replica's samples, and the running statistics are those of replica 0.
+    It equals one device that normalises each chunk separately: BatchNorm sees a replica's samples, and the running
+    statistics are those of replica 0.
 
     Args:
         num_replicas: Number of replicas, a multiple of the number of devices; by default one for each device.
@@ -180,7 +151,6 @@ class DataParallelStrategy(SingleProcessStrategy):
     """
 
     strategy_name = "dp"
-    description = "One process, one replica per local device"
 
     def __init__(self, num_replicas: int | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -199,7 +169,7 @@ class DataParallelStrategy(SingleProcessStrategy):
 
     @override
     def make_runner(self, network: nn.Module) -> Runner:
-        make = DealtReplicas if self.parts.one_by_one else replicate
+        make = RoundRobinReplicas if self.parts.one_by_one else replicate
         return make(network, self.copying_devices[0])
 
     @property
@@ -210,7 +180,6 @@ class DataParallelStrategy(SingleProcessStrategy):
 
     @override
     def connect(self, model: L.LightningModule) -> None:
-        """Accept a module whose network can be replicated; one that is to be compiled cannot."""
         super().connect(model)
         if compiles(model):
             raise ConfigError(
@@ -221,12 +190,6 @@ class DataParallelStrategy(SingleProcessStrategy):
 
     @override
     def check(self) -> None:
-        """Find contradicting sizes and flags.
-
-        Raises:
-            ConfigError: More than one process or machine, replicas that the devices cannot share evenly, synchronised
-                BatchNorm, or an accelerator without replicas.
-        """
         super().check()
         num_devices = len(self.devices)
         if self.replicas_per_rank < 1 or self.replicas_per_rank % num_devices:
@@ -236,12 +199,7 @@ class DataParallelStrategy(SingleProcessStrategy):
                 f"--trainer.devices={num_devices}",
                 remedy=f"pass --trainer.strategy.num_replicas={nearest}, or leave it out",
             )
-        if self._layer_sync is not None:
-            raise ConfigError(
-                "--trainer.sync_batchnorm=true has no effect on --trainer.strategy=dp: each replica normalises its own "
-                "chunk of the batch.",
-                remedy="Drop --trainer.sync_batchnorm, or use --trainer.strategy=ddp.",
-            )
+        self.refuse_sync_batchnorm("each replica normalises its own chunk of the batch")
         if self.root_device.type not in ("cpu", "cuda"):
             raise ConfigError(
                 f"--trainer.strategy=dp has replicas on cpu and cuda, not on {self.root_device.type}.",

@@ -9,7 +9,7 @@ together are torch's documented composition of the two.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import lightning as L
 import torch
@@ -26,24 +26,20 @@ from typing_extensions import override
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.blocks import blocks_of
 from lit_cifar.models.compiled import Compiled
-from lit_cifar.strategies.base import Runner, check_untied, compiles
+from lit_cifar.strategies.base import Runner, at_least_one, check_untied, compiles
 from lit_cifar.strategies.mesh import MeshStrategy, local_part
 from lit_cifar.strategies.same_bits.parts import Parts
 from lit_cifar.strategies.same_bits.tree_sum import tree_reduce_scatter
 from lit_cifar.strategies.state_dicts import full_optimizer_state, full_state, load_full_state, split_optimizer_state
 from lit_cifar.strategies.sync_batchnorm import synchronise_along
-from lit_cifar.strategies.tp import check_divisible, sharding_lines, split_tensors
-
-# Their fused kernels have no sharding strategy for DTensors up to torch 2.15; those of Adam and AdamW have.
-_NOT_FUSED = (SGD, Adagrad)
+from lit_cifar.strategies.tp import check_divisible, placements, split_tensors
 
 
 class ShardedStrategy(MeshStrategy):
     """Parameters in parts over the processes, along one or both axes of the mesh.
 
     Equal to one device that normalises each replica's part of the batch by itself, with the running statistics of the
-    first replica; with synchronised BatchNorm, or along the "model" axis alone, to one device that sees the whole
-    batch.
+    first; with synchronised BatchNorm, or along the "model" axis alone, to one device that sees the whole batch.
 
     From `setup` to `teardown` a split copy takes the place of the module's `network`, with the same names; then the
     network itself is back, with the trained values.
@@ -54,6 +50,11 @@ class ShardedStrategy(MeshStrategy):
             as there are for each replica.
         **kwargs: As of `MeshStrategy`: `process_group_backend`, `timeout`, `start_method`.
     """
+
+    registered: ClassVar[dict[str, dict[str, Any]]] = {
+        "fsdp2": {},  # every process a replica
+        "tp": {"data_parallel_size": 1, "tensor_parallel_size": None},  # one replica of all processes
+    }
 
     def __init__(
         self, data_parallel_size: int | None = None, tensor_parallel_size: int | None = 1, **kwargs: Any
@@ -69,47 +70,33 @@ class ShardedStrategy(MeshStrategy):
     def processes_per_replica(self) -> int:
         if self.tensor_parallel_size is not None:
             return self.tensor_parallel_size
-        return max(1, self._num_processes // (self.data_parallel_size or 1))
-
-    @property
-    def num_replicas(self) -> int:
-        """Size of the "data" axis; known once the Trainer is made."""
-        return self._num_processes // self.processes_per_replica
-
-    @property
-    def _num_processes(self) -> int:
-        return self.num_nodes * self.num_processes
+        return max(1, self.all_processes // (self.data_parallel_size or 1))
 
     @override
     def check(self) -> None:
         self._check_sizes()
         super().check()
-        if self._layer_sync is not None and self.num_replicas == 1 < self._num_processes:
+        if self._layer_sync is not None and self.num_replicas == 1 < self.all_processes:
             rank_zero_warn(
                 f"--trainer.sync_batchnorm=true has no effect on --trainer.strategy={self.strategy_name} with one "
                 "replica: it sees the whole batch"
             )
 
     def _check_sizes(self) -> None:
-        sizes = {"data": self.data_parallel_size, "tensor": self.tensor_parallel_size}
-        for name, size in sizes.items():
-            if size is not None and size < 1:
-                raise ConfigError(
-                    f"--trainer.strategy.{name}_parallel_size={size} is less than one",
-                    remedy=f"pass --trainer.strategy.{name}_parallel_size=1 or more",
-                )
-        given = [size for size in sizes.values() if size is not None]
+        sizes = {"data_parallel_size": self.data_parallel_size, "tensor_parallel_size": self.tensor_parallel_size}
+        at_least_one(**sizes)
+        given = {name: size for name, size in sizes.items() if size is not None}
         if not given:
             raise ConfigError(
                 "--trainer.strategy=ShardedStrategy finds one of its sizes from the other, and both are null",
                 remedy="pass --trainer.strategy.tensor_parallel_size=1 or another size",
             )
-        product = math.prod(given)
-        if self._num_processes % product or (len(given) == 2 and product != self._num_processes):
-            formula = " x ".join(f"{name}_parallel_size={size}" for name, size in sizes.items() if size is not None)
+        product = math.prod(given.values())
+        if self.all_processes % product or (len(given) == 2 and product != self.all_processes):
+            formula = " x ".join(f"{name}={size}" for name, size in given.items())
             verb = "is not" if len(given) == 2 else "does not divide"
             raise ConfigError(
-                f"--trainer.strategy={self.strategy_name}: {formula} {verb} {self._num_processes} processes",
+                f"--trainer.strategy={self.strategy_name}: {formula} {verb} {self.all_processes} processes",
                 remedy=f"pass --trainer.devices={product}, or other sizes",
             )
 
@@ -117,19 +104,19 @@ class ShardedStrategy(MeshStrategy):
     def connect(self, model: L.LightningModule) -> None:
         super().connect(model)
         network = self.module.network
+        if self.data_parallel_size != 1:
+            check_untied(network, (blocks_of(network) or {}).values(), strategy=self.strategy_name)
         if self.tensor_parallel_size != 1:
             check_divisible(network, self.processes_per_replica, self.num_replicas, strategy=self.strategy_name)
             check_untied(network, network.modules(), strategy=self.strategy_name, recurse=False)
-        if self.data_parallel_size != 1:
-            check_untied(network, (blocks_of(network) or {}).values(), strategy=self.strategy_name)
-        if compiles(model) and self.tensor_parallel_size != 1:
-            raise ConfigError(
-                f"--model.compile=true: the layers of --trainer.strategy={self.strategy_name} exchange their "
-                "parameters for local parts and send messages while they run, which torch.compile cannot trace",
-                remedy="leave it out, or use --trainer.strategy=fsdp2",
-            )
+            if compiles(model):
+                raise ConfigError(
+                    f"--model.compile=true: the layers of --trainer.strategy={self.strategy_name} exchange their "
+                    "parameters for local parts and send messages while they run, which torch.compile cannot trace",
+                    remedy="leave it out, or use --trainer.strategy=fsdp2",
+                )
         make_optimizer = getattr(model, "make_optimizer", None)
-        if make_optimizer is not None:  # LitResNet's: known before any process has been started
+        if make_optimizer is not None:
             self._check_optimizer(make_optimizer(network.parameters()))
 
     @override
@@ -142,7 +129,7 @@ class ShardedStrategy(MeshStrategy):
                 "number of processes",
                 remedy="leave it out, or pass --trainer.strategy=fsdp2",
             )
-        if self._num_processes == 1:
+        if self.all_processes == 1:
             raise ConfigError(
                 f"{name}: FSDP2 on one process does not reduce gradients, but adds them one after the other",
                 remedy="leave out --trainer.strategy, or pass --trainer.devices=2",
@@ -158,7 +145,7 @@ class ShardedStrategy(MeshStrategy):
 
     @override
     def setup_optimizers(self, trainer: L.Trainer) -> None:
-        """As Lightning does; any module's optimizers are looked at before the first step."""
+        """Look at those of any module; LitResNet's has been seen before any process was started."""
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             self._check_optimizer(optimizer)
@@ -170,12 +157,12 @@ class ShardedStrategy(MeshStrategy):
                 f"--trainer.strategy={self.strategy_name} gives each process parts of them",
                 remedy="pass another optimizer, or --trainer.strategy=ddp",
             )
+        # These fused kernels have no sharding strategy for DTensors up to torch 2.15; those of Adam and AdamW have.
         fused = any(group.get("fused") for group in optimizer.param_groups)
-        if fused and isinstance(optimizer, _NOT_FUSED):
-            name = type(optimizer).__name__
+        if fused and isinstance(optimizer, SGD | Adagrad):
             raise ConfigError(
-                f"--model.optimizer.fused=true: torch cannot step parts of tensors with a fused {name}, and "
-                f"--trainer.strategy={self.strategy_name} makes such parts",
+                f"--model.optimizer.fused=true: torch cannot step parts of tensors with a fused "
+                f"{type(optimizer).__name__}, and --trainer.strategy={self.strategy_name} makes such parts",
                 remedy="pass --model.optimizer.fused=false, or --model.optimizer=AdamW, which can",
             )
 
@@ -196,7 +183,15 @@ class ShardedStrategy(MeshStrategy):
             for block in whole_blocks(parts):  # without the hooks that gather its parameters
                 block.forward = Compiled(block, block.forward)
         self.module.network = parts
-        return OutsideInferenceMode(parts)
+
+        def run(images: Tensor) -> Tensor:
+            if not torch.is_inference_mode_enabled():
+                return cast(Tensor, parts(images))
+            # Else `fully_shard` would gather parameters into tensors that no later training step may use.
+            with torch.inference_mode(False), torch.no_grad():
+                return cast(Tensor, parts(images.clone()))
+
+        return run
 
     @override
     def share_of_norm(self, gradient: Tensor) -> float:
@@ -207,16 +202,18 @@ class ShardedStrategy(MeshStrategy):
         return num_parts / self.world_size
 
     def split_lines(self) -> list[str]:
-        """What a process holds and what it sends, a line each."""
-        with self.precision_plugin.tensor_init_context():
-            num_bytes = torch.get_default_dtype().itemsize
-        return sharding_lines(
-            self.module.network,
-            self.module.image_shape,
-            num_replicas=self.num_replicas,
-            each=self.processes_per_replica,
-            num_bytes=num_bytes,
-        )
+        """How much of the network, which is still whole, the process with the largest part will hold."""
+        network, held, total = self.module.network, 0, 0
+        placed = placements(network)
+        for name, parameter in network.named_parameters():
+            total += parameter.numel()
+            dim = getattr(placed[name], "dim", None)
+            part = parameter if dim is None else parameter.chunk(self.processes_per_replica, dim)[0]
+            held += part.chunk(self.num_replicas)[0].numel()
+        return [
+            f"a process holds {held / 1e6:.2f} of {total / 1e6:.2f} M parameters, and as much of gradients and of each "
+            "optimizer state"
+        ]
 
     @override
     def local_buffers(self) -> Iterator[Tensor]:
@@ -224,14 +221,13 @@ class ShardedStrategy(MeshStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole tensors, as one device would save them; every process must call this."""
+        """Whole tensors; every process must call this."""
         self.use_first_buffers()
         assert self.lightning_module is not None
         return full_state(self.lightning_module)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Take this process's parts, if the network is already split."""
         assert self.lightning_module is not None
         load_full_state(self.lightning_module, checkpoint["state_dict"], strict=strict)
 
@@ -253,20 +249,6 @@ class ShardedStrategy(MeshStrategy):
             self._whole = None
         super().teardown()
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Make `fsdp2` (every process a replica) and `tp` (one replica of all processes) known."""
-        strategy_registry.register("fsdp2", cls, description="FSDP2's fully_shard over all processes", override=True)
-        strategy_registry.register(
-            "tp",
-            cls,
-            description="Tensor parallelism over all processes",
-            override=True,
-            data_parallel_size=1,
-            tensor_parallel_size=None,
-        )
-
 
 # What autocast computes in the narrow type. Of all else it takes the parameters as they are.
 NARROW = (nn.modules.conv._ConvNd, nn.Linear)
@@ -282,13 +264,14 @@ def shard(network: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype | None = N
     # Autocast casts what layers take, as on one device.
     reduce_dtype = None if dtype is None else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    modules = set(network.modules())
     for block in (blocks_of(network) or {}).values():
         wide = [] if dtype is None else list(_wide_layers(block))
         if wide:
             fully_shard(wide, mesh=mesh)
         # A ResNet's stem and head are chains of its layers, and no modules of it.
-        modules = [block] if _is_part(block, network) else list(block.children())
-        rest = [module for module in modules if module not in wide and _has_parameters(module)]
+        own = [block] if block in modules else block.children()
+        rest = [module for module in own if module not in wide and [*module.parameters()]]
         if rest:
             fully_shard(rest if len(rest) > 1 else rest[0], mesh=mesh, mp_policy=policy)
     fully_shard(network, mesh=mesh)
@@ -306,7 +289,6 @@ class TreeReduceScatter:
         self._total = parts.new_sum()
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Room for what is reduced, and for the result."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **kwargs: Any) -> None:
@@ -332,24 +314,15 @@ def reduce_in_tree(network: nn.Module, parts: Parts) -> None:
 
 def whole_blocks(network: nn.Module) -> list[nn.Module]:
     """The blocks that are modules of the network; without any, the network itself."""
-    blocks = (blocks_of(network) or {}).values()
-    return [block for block in blocks if _is_part(block, network)] or [network]
-
-
-def _is_part(block: nn.Module, network: nn.Module) -> bool:
-    return any(block is module for module in network.modules())
+    modules = set(network.modules())
+    return [block for block in (blocks_of(network) or {}).values() if block in modules] or [network]
 
 
 def _wide_layers(block: nn.Module) -> Iterator[nn.Module]:
     """Single layers with parameters of their own that autocast leaves as they are."""
     for layer in block.modules():
-        is_single = not any(True for _ in layer.children())
-        if is_single and _has_parameters(layer) and not isinstance(layer, NARROW):
+        if not isinstance(layer, NARROW) and not [*layer.children()] and [*layer.parameters()]:
             yield layer
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
 
 
 def autocast_dtype(precision: Precision) -> torch.dtype | None:
@@ -357,19 +330,3 @@ def autocast_dtype(precision: Precision) -> torch.dtype | None:
     if not isinstance(precision, MixedPrecision):
         return None
     return torch.bfloat16 if precision.precision == "bf16-mixed" else torch.float16
-
-
-class OutsideInferenceMode:
-    """Runs the network for evaluation without autograd, but never in inference mode.
-
-    There `fully_shard` would gather parameters into tensors that no later training step may use.
-    """
-
-    def __init__(self, network: nn.Module) -> None:
-        self.network = network
-
-    def __call__(self, images: Tensor) -> Tensor:
-        if not torch.is_inference_mode_enabled():
-            return cast(Tensor, self.network(images))
-        with torch.inference_mode(False), torch.no_grad():
-            return cast(Tensor, self.network(images.clone()))

@@ -28,21 +28,22 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lit_cifar.errors import ConfigError
 from lit_cifar.strategies.base import CustomForwardStrategy, check_gradient_hooks
 
 
 class MeshStrategy(CustomForwardStrategy, DDPStrategy):
     """Starts processes as Lightning's `ddp` does; several of them hold one replica.
 
-    A subclass defines how many, and splits the network when it makes its runner. `self.model` is the LightningModule:
-    there is no wrapper, so the arguments of Lightning's `DDPStrategy` that configure its wrapper do not exist here.
+    A subclass splits the network when it makes its runner. `self.model` is the LightningModule: there is no wrapper, so
+    the arguments of Lightning's `DDPStrategy` that configure its wrapper do not exist here.
 
     Args:
         process_group_backend: Backend of the process group; by default NCCL on GPUs and gloo on the CPU.
         timeout: Timeout of the process group and of the groups of both axes.
         start_method: How Lightning starts the processes.
     """
+
+    mesh: DeviceMesh  # axes "data" and "model"; known once the processes have met
 
     def __init__(
         self,
@@ -51,7 +52,6 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
-        self._mesh: DeviceMesh | None = None
         self._failed = False
 
     @property
@@ -59,12 +59,18 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
     def processes_per_replica(self) -> int:
         """Size of the "model" axis; known once the Trainer is made."""
 
+    @property
+    def all_processes(self) -> int:
+        return self.num_nodes * self.num_processes
+
+    @property
+    def num_replicas(self) -> int:
+        """Size of the "data" axis; known once the Trainer is made."""
+        return self.all_processes // self.processes_per_replica
+
     @abstractmethod
     def share_of_norm(self, gradient: Tensor) -> float:
-        """Weight of the squares of this process's part of a gradient in a sum over all processes.
-
-        It is one over the number of processes that hold the same part.
-        """
+        """One over the number of processes that hold the same part of a gradient as this one."""
 
     @abstractmethod
     def local_buffers(self) -> Iterator[Tensor]:
@@ -73,13 +79,6 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
     @abstractmethod
     def part_of_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
         """The part of an optimizer's whole `state_dict()` that this process needs."""
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """Axes "data" and "model"; known once the processes have met."""
-        if self._mesh is None:
-            raise RuntimeError("the mesh is known only after the processes have met")
-        return self._mesh
 
     @property
     def data_group(self) -> dist.ProcessGroup:
@@ -94,24 +93,7 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """A shard for each replica: its processes read the same samples."""
-        num_processes = self.num_nodes * self.num_processes
-        return {
-            "num_replicas": num_processes // self.processes_per_replica,
-            "rank": self.global_rank // self.processes_per_replica,
-        }
-
-    @override
-    def check(self) -> None:
-        super().check()
-        num_processes, each = self.num_nodes * self.num_processes, self.processes_per_replica
-        if num_processes % each or each > num_processes:
-            nearest = max(num_processes // each, 1) * each
-            raise ConfigError(
-                f"--trainer.strategy={self.strategy_name} with {each} processes for each replica does not divide "
-                f"{num_processes} processes",
-                remedy=f"pass --trainer.devices={nearest}, or another size of the model axis",
-            )
+        return {"num_replicas": self.num_replicas, "rank": self.global_rank // self.processes_per_replica}
 
     @override
     def connect(self, model: L.LightningModule) -> None:
@@ -128,7 +110,7 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._failed = False
-        self._mesh = make_mesh(self.root_device.type, model_size=self.processes_per_replica, timeout=self._timeout)
+        self.mesh = make_mesh(self.root_device.type, model_size=self.processes_per_replica, timeout=self._timeout)
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
@@ -161,22 +143,18 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
     on_test_start = on_predict_start = on_validation_start
 
     def use_first_buffers(self) -> None:
-        """Copy the running statistics of the first replica; every process must call this."""
+        """Every process must call this."""
         for buffer in self.local_buffers():
             dist.broadcast(buffer, group=self.data_group, group_src=0)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        states = [
-            self.part_of_state(state, optimizer)
-            for state, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=True)
-        ]
-        super().load_optimizer_state_dict({"optimizer_states": states})
+        states = map(self.part_of_state, checkpoint["optimizer_states"], self.optimizers)
+        super().load_optimizer_state_dict({"optimizer_states": [*states]})
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Note that communication with the other processes is no longer possible."""
-        self._failed = True
+        self._failed = True  # communication with the other processes is no longer possible
         super().on_exception(exception)
 
     @override
@@ -193,12 +171,10 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the replicas, unless another group is given."""
         return super().reduce(tensor, group or self.data_group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gather from the replicas, unless another group is given."""
         return super().all_gather(tensor, group or self.data_group, sync_grads)
 
     @override
@@ -209,12 +185,7 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """`torch.nn.utils.clip_grad_norm_` with the norm of the whole network's gradient."""
-        gradients = [
-            parameter.grad
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
+        gradients = [parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None]
         scale = clip_val / (self.gradient_norm(gradients) + 1e-6)
         for gradient in gradients:
             local_part(gradient).mul_(scale.clamp(max=1.0))
@@ -251,6 +222,10 @@ def _own_group(lines: list[list[int]], *, timeout: timedelta | None) -> dist.Pro
     return cast(dist.ProcessGroup, own)
 
 
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """This process's part of a DTensor, or a plain tensor itself; the memory is shared."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -272,11 +247,9 @@ class AgreedGradScaler(GradScaler):
 
 
 def agree_on_overflow(precision: Precision) -> None:
-    """Replace the scaler of `precision`, if it has one, by an `AgreedGradScaler` with the same settings."""
+    """Make the scaler of `precision`, if it has one, an `AgreedGradScaler`."""
     if isinstance(precision, MixedPrecision) and precision.scaler is not None:
-        agreed = AgreedGradScaler(device=precision.device)
-        agreed.load_state_dict(precision.scaler.state_dict())
-        precision.scaler = agreed
+        precision.scaler.__class__ = AgreedGradScaler
 
 
 def loss_scale(precision: Precision, device: torch.device) -> Tensor | float:

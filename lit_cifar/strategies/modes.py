@@ -1,10 +1,5 @@
-"""The modes: what each splits, on how many devices it can run, with which flags, and which computation it equals.
+"""The one table of modes: what each splits, on how many devices, with which flags, and which computation it equals."""
 
-This is the one table of them. `modes` prints it, `verify` compares its variants with one device, `chaos` kills their
-processes.
-"""
-
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -35,8 +30,8 @@ class Mode:
     splits: str  # what is divided, and over what
     processes: str  # number of processes, from N devices and S stages
     min_devices: int = 2  # the smallest number of devices among which the mode divides the work
-    # Whether the strategy accepts a number of devices, which is at least `min_devices`.
-    fits: Callable[[int], bool] = lambda num_devices: True
+    multiple_of: int = 1  # what divides a number of devices that the strategy accepts
+    divisor_of: int = 0  # what such a number divides
 
     @property
     def has_processes(self) -> bool:
@@ -44,16 +39,12 @@ class Mode:
 
     def counts(self, num_devices: int) -> list[int]:
         """The numbers of devices, up to `num_devices`, that the mode can use."""
-        most = 1 if self.name == "single" else num_devices
-        return [count for count in range(self.min_devices, most + 1) if self.fits(count)]
+        counts = range(self.min_devices, (1 if self.name == "single" else num_devices) + 1)
+        return [count for count in counts if count % self.multiple_of == self.divisor_of % count == 0]
 
     def flags(self, num_devices: int) -> list[str]:
         strategy = [] if self.name == "single" else [f"--trainer.strategy={self.name}"]
         return [*strategy, f"--trainer.devices={num_devices}"]
-
-
-def _is_even(num_devices: int) -> bool:
-    return num_devices % 2 == 0
 
 
 MODES = (
@@ -67,7 +58,7 @@ MODES = (
         splits="batch over processes, layers over the devices of each",
         processes="N / S",
         min_devices=4,
-        fits=_is_even,
+        multiple_of=2,
     ),
     Mode(name="pp", splits="the layers, over processes", processes="N"),
     Mode(
@@ -75,15 +66,11 @@ MODES = (
         splits="the batch over pipelines, the layers along each",
         processes="N",
         min_devices=4,
-        fits=_is_even,
+        multiple_of=2,
     ),
     Mode(name="fsdp2", splits="parameters, gradients and optimizer state", processes="N"),
-    Mode(
-        name="tp",
-        splits="the tensors inside layers",
-        processes="N",
-        fits=lambda num_devices: 64 % num_devices == 0,  # the channels of the first blocks of `fit`'s own network
-    ),
+    # 64 channels have the first blocks of `fit`'s own network.
+    Mode(name="tp", splits="the tensors inside layers", processes="N", divisor_of=64),
 )
 
 
@@ -114,7 +101,7 @@ class Variant:
         return replace(chunks, synchronised=True) if accumulation > 1 else GhostBatches()
 
     def batch_split(self) -> BatchSplit:
-        return BatchSplit.of(self._strategy())
+        return BatchSplit.of(self._trainer().strategy)
 
     def check(
         self, module: LitResNet, data: CIFAR10DataModule, sampler: TrainSampler, *, num_parts: int | None
@@ -137,19 +124,15 @@ class Variant:
 
     @property
     def num_processes(self) -> int:
-        return int(getattr(self._strategy(), "num_processes", 1))
+        return int(getattr(self._trainer().strategy, "num_processes", 1))
 
     @property
     def num_ranks(self) -> int:
         """Number of processes to start from outside: all but those of `ddp_spawn`, which starts its own."""
         return 1 if self.name == "ddp_spawn" else self.num_processes
 
-    def _strategy(self) -> Any:
-        """The strategy, which knows best what follows from its sizes."""
-        return self._trainer().strategy
-
     def _trainer(self) -> L.Trainer:
-        """A Trainer that starts no processes."""
+        """A Trainer that starts no processes; its strategy knows best what follows from the sizes."""
         strategy: Any = getattr(strategies, self.strategy)(**self.sizes) if self.sizes else self.strategy
         return L.Trainer(
             accelerator="cpu",
@@ -162,13 +145,10 @@ class Variant:
 
 
 def variants(devices: int) -> dict[str, Variant]:
-    """Every mode for a number of devices, in the order of the table.
-
-    `ddp_mp` and `ddp_pp` form as many replicas of two stages as there are devices for.
-    """
-    if devices > 2**16:  # a Trainer lists them
-        raise ConfigError(f"--devices={devices} is more than 65536", remedy="pass --devices 2")
-    stages = 2 if devices % 2 == 0 else devices
+    """Every mode for a number of devices, in the order of the table."""
+    if not 1 <= devices <= 2**16:  # a Trainer lists them
+        raise ConfigError(f"--devices={devices} is not from 1 to 65536", remedy="pass --devices 2")
+    stages = 2 if devices % 2 == 0 else devices  # of as many replicas as there are devices for
     microbatches = max(2, devices)  # a 1F1B pipeline needs as many as it has stages
     of = partial(Variant, devices=devices)
     layers: Sizes = {"num_stages": devices, "num_microbatches": 2}

@@ -18,31 +18,18 @@ from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.compiled import Compiled
-from lit_cifar.models.partition import Partition
+from lit_cifar.models.random_streams import begin_part, begin_stage
 from lit_cifar.reporting.timeline import Recorder
-from lit_cifar.strategies.base import (
-    CustomForwardStrategy,
-    Runner,
-    SingleProcessStrategy,
-    compiles,
-    cut_into_stages,
-)
-from lit_cifar.strategies.random_streams import begin_part, begin_stage
+from lit_cifar.strategies.base import CutStrategy, Runner, SingleProcessStrategy, at_least_one, compiles
 from lit_cifar.strategies.same_bits.parts import Parts
 
 
 class StagedRunner:
-    """Sends the microbatches of a batch through stages on different devices.
+    """Sends the microbatches of a batch, which `Tensor.tensor_split` cuts, through stages on different devices.
 
     Kernels on CUDA are queued, and the host returns at once: while a device works on one microbatch, the host issues
-    the next device's work on another. In backward, autograd does so by itself, with a thread for each device.
-
-    Args:
-        stages: In order; each takes what the one before it returned.
-        devices: Where each stage's layers are.
-        num_microbatches: Into how many pieces a batch is cut, by `Tensor.tensor_split`; fewer where a batch has fewer
-            samples.
-        recorder: Who is told which stage works when.
+    the next device's work on another. In backward, autograd does so by itself, with a thread for each device. The
+    `recorder` is told which stage works when.
     """
 
     def __init__(
@@ -87,8 +74,8 @@ def _sent(tensor: Tensor, device: torch.device) -> Tensor:
 def gpipe_order(*, num_microbatches: int, num_stages: int) -> Iterator[tuple[int, int]]:
     """Pairs (microbatch, stage) in the order of issue: microbatch m passes stage s at tick m + s.
 
-    Within a tick the later stages come first. A copy between devices waits in the sender's queue: issued after the
-    sender's work on the next microbatch, it would arrive a tick late.
+    Within a tick the later stages come first: a copy between devices waits in the sender's queue, and issued after the
+    sender's work on the next microbatch, would arrive a tick late.
     """
     for tick in range(num_microbatches + num_stages - 1):
         for stage in reversed(range(num_stages)):
@@ -96,7 +83,7 @@ def gpipe_order(*, num_microbatches: int, num_stages: int) -> Iterator[tuple[int
                 yield tick - stage, stage
 
 
-class StagedStrategy(CustomForwardStrategy, ABC):
+class StagedStrategy(CutStrategy, ABC):
     """The network's stages over `stage_devices`; everything else of the module on the root device.
 
     Args:
@@ -120,45 +107,21 @@ class StagedStrategy(CustomForwardStrategy, ABC):
         self.cuts = cuts
         self.recorder = Recorder()
         self._num_stages = num_stages
-        self._partition: Partition | None = None
 
     @property
-    @abstractmethod
     def num_stages(self) -> int:
         """Known once the Trainer is made."""
+        return len(self.parallel_devices or ()) if self._num_stages is None else self._num_stages
 
     @property
     @abstractmethod
     def stage_devices(self) -> list[torch.device]:
         """The device of each of this process's stages; the first is the root device."""
 
-    @property
-    @override
-    def copying_devices(self) -> list[list[torch.device]]:
-        return [self.stage_devices]
-
-    @property
-    def partition(self) -> Partition:
-        """Which blocks make a stage; known from `connect` on."""
-        if self._partition is None:
-            raise RuntimeError("the partition is known only after a module has been connected")
-        return self._partition
-
     @override
     def check(self) -> None:
-        """Find contradicting sizes and flags.
-
-        Raises:
-            ConfigError: Fewer than one stage or microbatch, or synchronised BatchNorm with several microbatches.
-        """
         super().check()
-        # Not in `__init__`: the command line would say that the class does not fit --trainer.strategy.
-        for name, value in (("num_stages", self.num_stages), ("num_microbatches", self.num_microbatches)):
-            if value < 1:
-                raise ConfigError(
-                    f"--trainer.strategy.{name}={value} is less than one",
-                    remedy=f"pass --trainer.strategy.{name}=1 or more",
-                )
+        at_least_one(num_stages=self.num_stages, num_microbatches=self.num_microbatches)
         if self._layer_sync is not None and self.num_microbatches > 1:
             raise ConfigError(
                 f"--trainer.sync_batchnorm=true with {self.num_microbatches} microbatches: they pass a layer one after "
@@ -168,7 +131,6 @@ class StagedStrategy(CustomForwardStrategy, ABC):
 
     @override
     def use_parts(self, parts: Parts) -> None:
-        """Let `parts` pass the stages one after the other; refuse microbatches of them."""
         if self.num_microbatches > 1:
             raise ConfigError(
                 f"--virtual_replicas={parts.num_parts} with {self.num_microbatches} microbatches: a part passes all "
@@ -179,16 +141,10 @@ class StagedStrategy(CustomForwardStrategy, ABC):
 
     @override
     def connect(self, model: L.LightningModule) -> None:
-        """Accept a module and cut its network into stages."""
         super().connect(model)
-        # Here and not in `setup`, which may first put layers into the network that only run among processes.
-        self._partition = cut_into_stages(
-            self.module,
-            strategy=self.strategy_name,
-            num_stages=self.num_stages,
-            cuts=self.cuts,
-            may_share=len(set(self.stage_devices)) == 1,  # virtual ones can have a tensor together
-        )
+        # Here and not in `setup`, which may first put layers into the network that only run among processes. Virtual
+        # devices can have a tensor together.
+        self.cut(self.num_stages, may_share=len(set(self.stage_devices)) == 1)
 
     @override
     def model_to_device(self) -> None:
@@ -247,24 +203,22 @@ def device_names(devices: Sequence[torch.device], *, first: int = 0) -> list[str
 class LayerParallelStrategy(StagedStrategy, SingleProcessStrategy):
     """One process, consecutive layers of the one network on each of its devices.
 
-    With one microbatch, the computation of one device, and one of the devices works at a time. With several, the
-    devices work at the same time; equal to one device that normalises each microbatch by itself and moves the running
+    Equal to one device; with several microbatches to one that normalises each by itself and moves the running
     statistics once for each.
     """
 
     strategy_name = "mp"
-    description = "One process, a stage of the network per local device"
     with_processes = "ddp_mp"
-
-    @property
-    @override
-    def num_stages(self) -> int:
-        return len(self.devices) if self._num_stages is None else self._num_stages
 
     @property
     @override
     def stage_devices(self) -> list[torch.device]:
         return [self.devices[index] for index in self._device_indices]
+
+    @property
+    @override
+    def copying_devices(self) -> list[list[torch.device]]:
+        return [self.stage_devices]
 
     @property
     def _device_indices(self) -> list[int]:
@@ -282,6 +236,5 @@ class LayerParallelStrategy(StagedStrategy, SingleProcessStrategy):
             )
 
     def split_lines(self) -> list[str]:
-        """The stages and their devices, a line each."""
         names = device_names(self.devices)
         return self.partition.table([names[index] for index in self._device_indices])

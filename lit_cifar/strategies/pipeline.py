@@ -1,4 +1,4 @@
-"""One replica of a network as a pipeline of processes.
+"""One replica of a network as a pipeline of processes, and the order in which these work.
 
 Microbatches of one size are trained by torch's schedules, whose messages have a fixed size. Others, of a last batch
 that is not full, are passed from stage to stage here, and so is every batch of an evaluation.
@@ -6,7 +6,9 @@ that is not full, are passed from stage to stage here, and so is every batch of 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, field
+from functools import cache, partial
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,60 +18,112 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.func import functional_call
 
+from lit_cifar.errors import ConfigError
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.memory_format import PlainGradient, PlainOutput
 from lit_cifar.models.partition import Partition
+from lit_cifar.models.random_streams import begin_part, begin_stage
 from lit_cifar.reporting.timeline import Kind, Recorder
-from lit_cifar.strategies.pipeline_schedule import Schedule
-from lit_cifar.strategies.random_streams import begin_part, begin_stage
-from lit_cifar.strategies.same_bits.parts import WholeBatch
+from lit_cifar.strategies.same_bits.parts import Parts, WholeBatch
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
 Passed = dict[int, tuple[Tensor, Tensor]]  # what each stage of a process has got and returned of a microbatch
 
 
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """In which order the processes of a pipeline work on stages and microbatches: torch's own, with their rules."""
+
+    name: ScheduleName  # torch's name (torch.distributed.pipelining.schedules.get_schedule_class)
+    num_processes: int  # processes of one pipeline
+
+    @property
+    def num_stages(self) -> int:
+        return self.num_processes * stages_per_process(self.name)
+
+    def owner(self, stage: int) -> int:
+        """The process of the pipeline that holds `stage`: in turn, or there and back where the schedule is a V."""
+        turn, place = divmod(stage, self.num_processes)
+        return self.num_processes - 1 - place if self.name == "ZBVZeroBubble" and turn % 2 else place
+
+    @property
+    def fewest_microbatches(self) -> int:
+        processes = self.num_processes
+        return {"GPipe": 1, "ZBVZeroBubble": 2 * processes - 1}.get(self.name, processes)
+
+    def check(self, num_microbatches: int) -> None:
+        """Raise a `ConfigError` unless the schedule works with so many microbatches."""
+        name = f"the schedule {self.name} over {self.num_processes} processes"
+        if num_microbatches < (fewest := self.fewest_microbatches):
+            raise ConfigError(
+                f"{name} needs at least {fewest} microbatches, not {num_microbatches}",
+                remedy=f"pass --trainer.strategy.num_microbatches={fewest} or more",
+            )
+        rounds = max(1, num_microbatches // self.num_processes)
+        if self.name == "Interleaved1F1B" and num_microbatches % rounds:
+            raise ConfigError(
+                f"{name} runs {num_microbatches} microbatches in {rounds} rounds, which does not come out even",
+                remedy=f"pass --trainer.strategy.num_microbatches={rounds * self.num_processes}",
+            )
+
+    def check_parts(self, parts: Parts, *, asked: int | None) -> None:
+        """Raise a `ConfigError` unless `parts` can be the microbatches, of which so many may have been asked for."""
+        name = f"--virtual_replicas={parts.num_parts}"
+        if self.name == "ZBVZeroBubble":
+            raise ConfigError(
+                f"{name} with the schedule ZBVZeroBubble, which computes the gradients of a microbatch in two pieces",
+                remedy="pass --trainer.strategy.schedule=1F1B",
+            )
+        if asked not in (None, parts.count):
+            raise ConfigError(
+                f"{name} cuts the batch of a pipeline into {parts.count} microbatches, not {asked}",
+                remedy=f"pass --trainer.strategy.num_microbatches={parts.count}, or leave it out",
+            )
+        if parts.count < (fewest := self.fewest_microbatches):
+            num_pipelines = parts.num_parts // parts.count
+            raise ConfigError(
+                f"{name} cuts the batch of a pipeline into {parts.count} microbatches, and the schedule {self.name} "
+                f"over {self.num_processes} processes needs {fewest}",
+                remedy=f"pass --virtual_replicas={num_pipelines << (fewest - 1).bit_length()}",
+            )
+        self.check(parts.count)
+
+
+def stages_per_process(name: ScheduleName) -> int:
+    return 2 if name in ("Interleaved1F1B", "ZBVZeroBubble") else 1
+
+
+@dataclass(eq=False)
 class Pipeline:
     """This process's stages of a network, and how they work together with those of the other processes.
 
-    Images and labels are the same in all processes of the pipeline, and so are the logits that it returns. `loss` is
-    that of each sample, from logits (n, C) and labels (n,). `group` has the processes in the order of the stages. If it
-    `compiles` them, each stage is compiled by itself. The `recorder` is told which stage works when. With `parts` a
-    microbatch is a part, with its own mean loss and running statistics.
+    Images and labels are the same in all processes of the pipeline, and so are the logits that it returns.
     """
 
-    def __init__(
-        self,
-        network: nn.Module,
-        partition: Partition,
-        *,
-        schedule: Schedule,
-        num_microbatches: int,
-        loss: Loss,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        compiles: bool = False,
-        recorder: Recorder | None = None,
-        parts: WholeBatch | None = None,
-    ) -> None:
-        self.partition = partition
-        self.schedule = schedule
-        self.num_microbatches = num_microbatches
-        self.group = group
-        self.device = device
-        self._recorder = recorder or Recorder()
-        self._parts = parts or WholeBatch()
-        self._loss = loss
-        self._rank = dist.get_rank(group)
+    network: nn.Module
+    partition: Partition
+    _: KW_ONLY
+    schedule: Schedule
+    num_microbatches: int
+    loss: Callable[[Tensor, Tensor], Tensor]  # of each sample, (n,), from logits (n, C) and labels (n,)
+    group: dist.ProcessGroup  # the processes in the order of the stages
+    device: torch.device
+    compiles: bool = False  # each stage by itself
+    recorder: Recorder = field(default_factory=Recorder)  # is told which stage works when
+    parts: WholeBatch = field(default_factory=WholeBatch)  # microbatches, with their own mean loss and statistics
+
+    def __post_init__(self) -> None:
+        self._rank = dist.get_rank(self.group)
+        self._last = self.schedule.num_stages - 1
         self.stages = {
             # Layers in channels_last return both so; what is sent must lie as the room that is kept for it elsewhere.
-            index: nn.Sequential(PlainGradient(), *stage.module(network), PlainOutput())
-            for index, stage in enumerate(partition.stages)
-            if schedule.owner(index) == self._rank
+            index: nn.Sequential(PlainGradient(), *stage.module(self.network), PlainOutput())
+            for index, stage in enumerate(self.partition.stages)
+            if self._peer(index) is None
         }
-        self._compiled = {index: Compiled(stage) for index, stage in self.stages.items() if compiles}
-        self._network = network
-        self._dtypes_of: dict[torch.dtype, list[torch.dtype]] = {}
-        self._runs: dict[tuple[int, torch.dtype], Any] = {}
+        self._compiled = {index: Compiled(stage) for index, stage in self.stages.items() if self.compiles}
+        self._narrow = cache(partial(output_dtypes, self.network, self.partition, device=self.device))
+        self._prepared = cache(self._prepare)
         self._scale: Tensor | float = 1.0
 
     @property
@@ -79,8 +133,7 @@ class Pipeline:
     def train(self, images: Tensor, labels: Tensor, *, sizes: list[int], scales: Sequence[Tensor | float]) -> Tensor:
         """Run forward and backward of all microbatches; the logits, (n, C), without a graph. Gradients are added up.
 
-        Of the images microbatch i has the next `sizes[i]`. `scales[i]` is a factor of the summed loss of its samples,
-        or of its mean loss if it is a part.
+        Microbatch i has the next `sizes[i]` images. `scales[i]` is a factor of its summed loss, of a part's mean loss.
         """
         if len(set(sizes)) == 1:
             self._scale = scales[0]
@@ -111,12 +164,10 @@ class Pipeline:
         outputs = [end[1] for end in ends if end is not None]
         return self._from_last(torch.cat(outputs) if outputs else None, len(images), images.dtype)
 
-    @property
-    def _last(self) -> int:
-        return self.schedule.num_stages - 1
-
-    def _is_here(self, stage: int) -> bool:
-        return self.schedule.owner(stage) == self._rank
+    def _peer(self, stage: int) -> int | None:
+        """The process that holds `stage`, if it is another one."""
+        owner = self.schedule.owner(stage)
+        return None if owner == self._rank else owner
 
     def _forward(self, images: Tensor, microbatch: int, *, trains: bool = False) -> Passed:
         """Run this process's stages on one microbatch."""
@@ -124,18 +175,17 @@ class Pipeline:
         for index in self.stages:
             if index == 0:
                 given = images
-            elif self._is_here(index - 1):
+            elif (sender := self._peer(index - 1)) is None:
                 given = passed[index - 1][1].detach()
             else:
                 given = self._boundary(index, len(images), images.dtype)
-                dist.recv(given, group=self.group, group_src=self.schedule.owner(index - 1))
+                dist.recv(given, group=self.group, group_src=sender)
             given = given.requires_grad_() if trains and index > 0 else given
             with self.forward(index, microbatch, trains=trains):
                 output = self._callable(index, len(images))(given)
             passed[index] = given, output
-            if index != self._last and not self._is_here(index + 1):
-                sent = output.detach().contiguous()
-                dist.send(sent, group=self.group, group_dst=self.schedule.owner(index + 1))
+            if index != self._last and (receiver := self._peer(index + 1)) is not None:
+                dist.send(output.detach().contiguous(), group=self.group, group_dst=receiver)
         return passed
 
     def _backward(self, passed: Passed, labels: Tensor, microbatch: int) -> None:
@@ -144,33 +194,32 @@ class Pipeline:
             grad = None
             if index == self._last:
                 output = self._scaled_loss(output, labels)
-            elif self._is_here(index + 1):
+            elif (sender := self._peer(index + 1)) is None:
                 grad = passed[index + 1][0].grad
             else:
                 grad = torch.empty_like(output)
-                dist.recv(grad, group=self.group, group_src=self.schedule.owner(index + 1))
+                dist.recv(grad, group=self.group, group_src=sender)
             with self.span("backward", index, microbatch):
                 output.backward(grad)  # type: ignore[no-untyped-call]
-            if index > 0 and not self._is_here(index - 1):
+            if index > 0 and (receiver := self._peer(index - 1)) is not None:
                 assert given.grad is not None
-                dist.send(given.grad.contiguous(), group=self.group, group_dst=self.schedule.owner(index - 1))
+                dist.send(given.grad.contiguous(), group=self.group, group_dst=receiver)
 
     @contextmanager
     def forward(self, stage: int, microbatch: int, *, trains: bool = True) -> Iterator[None]:
         """Around the forward of a microbatch, which has random streams and in a training statistics of its own."""
         moved = self.stages[stage].buffers() if trains else ()
-        begin_part(self._parts.place(microbatch))
+        begin_part(self.parts.place(microbatch))
         begin_stage(stage)
-        with self.span("forward", stage, microbatch), self._parts.own_statistics(moved):
+        with self.span("forward", stage, microbatch), self.parts.own_statistics(moved):
             yield
 
     def span(self, kind: Kind, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Around a stage's work on a microbatch, for the recorder."""
         worker = f"process {dist.get_rank()}"
-        return self._recorder.span(kind, stage=stage, microbatch=microbatch, worker=worker, device=self.device)
+        return self.recorder.span(kind, stage=stage, microbatch=microbatch, worker=worker, device=self.device)
 
     def _callable(self, index: int, num_samples: int) -> Any:
-        """What runs stage `index` on so many samples."""
         return self._compiled[index].for_batch(num_samples) if self._compiled else self.stages[index]
 
     def _from_last(self, logits: Tensor | None, num_samples: int, dtype: torch.dtype) -> Tensor:
@@ -188,25 +237,15 @@ class Pipeline:
 
     def _dtypes(self, dtype: torch.dtype) -> list[torch.dtype]:
         """What each stage returns for images of `dtype`, which under autocast depends on its layers."""
-        if not torch.is_autocast_enabled(self.device.type):
-            return [dtype] * len(self.partition.stages)
-        if dtype not in self._dtypes_of:
-            self._dtypes_of[dtype] = output_dtypes(self._network, self.partition, dtype, device=self.device)
-        return self._dtypes_of[dtype]
+        narrows = torch.is_autocast_enabled(self.device.type)
+        return self._narrow(dtype) if narrows else [dtype] * len(self.partition.stages)
 
-    def _prepared(self, num_samples: int, dtype: torch.dtype) -> Any:
+    def _prepare(self, num_samples: int, dtype: torch.dtype) -> Any:
         """The schedule for microbatches of this size."""
-        key = (num_samples, dtype)
-        if key not in self._runs:
-            stages: Any = list(self._torch_stages(num_samples, dtype))
-            kind: Any = get_schedule_class(self.schedule.name)
-            self._runs[key] = kind(
-                stages if len(stages) > 1 else stages[0],
-                self.num_microbatches,
-                loss_fn=self._scaled_loss,
-                scale_grads=False,
-            )
-        return self._runs[key]
+        stages: Any = list(self._torch_stages(num_samples, dtype))
+        kind: Any = get_schedule_class(self.schedule.name)
+        one_or_all = stages if len(stages) > 1 else stages[0]
+        return kind(one_or_all, self.num_microbatches, loss_fn=self._scaled_loss, scale_grads=False)
 
     def _torch_stages(self, num_samples: int, dtype: torch.dtype) -> Iterator[PipelineStage]:
         # With all shapes given torch makes no trial run to infer them, which would move BatchNorm's running statistics.
@@ -224,30 +263,27 @@ class Pipeline:
             )
 
     def _scaled_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return self._parts.reduced(self._loss(logits, labels)) * self._scale
+        return self.parts.reduced(self.loss(logits, labels)) * self._scale
 
 
 class Stage(PipelineStage):
-    """A stage that greets other processes only, and works as its `pipeline` does."""
+    """As torch's, but recorded, and with its part's own random streams and statistics."""
 
     def __init__(self, *args: Any, pipeline: Pipeline, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._pipeline = pipeline
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """As torch's, recorded, from the part's own random streams and statistics."""
         with self._pipeline.forward(self.stage_index, fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> Any:
-        """As torch's, recorded."""
         with self._pipeline.span("backward" if full_backward else "backward_input", self.stage_index, bwd_chunk_id):
             return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
-        """As torch's, recorded."""
         with self._pipeline.span("backward_weight", self.stage_index, bwd_chunk_id):
             return super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
@@ -275,12 +311,11 @@ def output_dtypes(
     return found
 
 
-class HandOver(torch.autograd.Function):
+class PrecomputedGradients(torch.autograd.Function):
     """A loss whose gradients are known already: backward returns them, times the gradient of the loss.
 
     Lightning runs training_step, zero_grad, backward, in this order; a pipeline's schedule runs backward within the
-    step. So its gradients are set aside, times the `scale` by which a gradient scaler will multiply the loss, and
-    handed over to the parameters when Lightning asks for them.
+    step. So its gradients, times the `scale` by which a gradient scaler will multiply the loss, wait for Lightning.
     """
 
     @staticmethod

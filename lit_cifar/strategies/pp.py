@@ -2,7 +2,7 @@
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
@@ -12,23 +12,15 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.models.partition import Partition
 from lit_cifar.reporting.timeline import Recorder
-from lit_cifar.strategies.base import (
-    Runner,
-    as_runs_network,
-    check_loss,
-    compiles,
-    cut_into_stages,
-)
+from lit_cifar.strategies.base import CutStrategy, Runner, compiles
 from lit_cifar.strategies.mesh import MeshStrategy, loss_scale
-from lit_cifar.strategies.pipeline import HandOver, Pipeline
-from lit_cifar.strategies.pipeline_schedule import Schedule, ScheduleName, stages_per_process
+from lit_cifar.strategies.pipeline import Pipeline, PrecomputedGradients, Schedule, ScheduleName, stages_per_process
 from lit_cifar.strategies.same_bits.parts import Parts
 from lit_cifar.strategies.state_dicts import merge_optimizer_states, only_parameters
 
 
-class PipelineStrategy(MeshStrategy):
+class PipelineStrategy(CutStrategy, MeshStrategy):
     """Stages of the network over the processes of a pipeline, by torch.distributed.pipelining.
 
     The processes of one pipeline read the same samples and cut them into microbatches. Equal to one device that
@@ -51,6 +43,10 @@ class PipelineStrategy(MeshStrategy):
         **kwargs: As of `MeshStrategy`: `process_group_backend`, `timeout`, `start_method`.
     """
 
+    pipeline: Pipeline  # this process's part of its pipeline; known from `setup` to `teardown`
+    registered: ClassVar[dict[str, dict[str, Any]]] = {"pp": {}, "ddp_pp": {"num_stages": 2}}
+    needs: ClassVar[list[str]] = [*CutStrategy.needs, "loss"]
+
     def __init__(
         self,
         num_stages: int | None = None,
@@ -65,21 +61,19 @@ class PipelineStrategy(MeshStrategy):
         self.schedule_name: ScheduleName = schedule
         self.cuts = cuts
         self.recorder = Recorder()
-        self._pipeline: Pipeline | None = None
-        self._partition: Partition | None = None
         self._average = True
 
     @property
     @override
     def processes_per_replica(self) -> int:
         if self.num_stages is None:
-            return self.num_nodes * self.num_processes
+            return self.all_processes
         return max(1, self.num_stages // stages_per_process(self.schedule_name))
 
     @property
     def strategy_name(self) -> str:  # type: ignore[override]  # the base class has a constant
         """The registered name for these sizes."""
-        return "pp" if self.processes_per_replica == self.num_nodes * self.num_processes else "ddp_pp"
+        return "pp" if self.processes_per_replica == self.all_processes else "ddp_pp"
 
     @property
     def schedule(self) -> Schedule:
@@ -89,20 +83,9 @@ class PipelineStrategy(MeshStrategy):
     @property
     def num_microbatches(self) -> int:
         """Of a batch; known once the Trainer is made."""
-        asked = self.schedule.usual_microbatches if self._num_microbatches is None else self._num_microbatches
+        usual = max(4, self.schedule.fewest_microbatches)
+        asked = usual if self._num_microbatches is None else self._num_microbatches
         return self.parts.num_microbatches(asked)
-
-    @property
-    def partition(self) -> Partition:
-        """Which blocks make a stage; known from `connect` on."""
-        assert self._partition is not None
-        return self._partition
-
-    @property
-    def pipeline(self) -> Pipeline:
-        """This process's part of its pipeline; known from `setup` on."""
-        assert self._pipeline is not None
-        return self._pipeline
 
     @override
     def check(self) -> None:
@@ -114,18 +97,14 @@ class PipelineStrategy(MeshStrategy):
                 remedy=f"pass --trainer.strategy.num_stages={max(each, self.num_stages // each * each)}",
             )
         super().check()
-        if self.num_microbatches < 1:
+        if self.all_processes % (each := self.processes_per_replica):
             raise ConfigError(
-                f"--trainer.strategy.num_microbatches={self.num_microbatches} is less than one",
-                remedy=f"pass --trainer.strategy.num_microbatches={self.schedule.usual_microbatches}, or leave it out",
+                f"--trainer.strategy={self.strategy_name} with {each} processes for each pipeline does not divide "
+                f"{self.all_processes} processes",
+                remedy=f"pass --trainer.devices={max(self.all_processes // each, 1) * each}, or other num_stages",
             )
         self.schedule.check(self.num_microbatches)
-        if self._layer_sync is not None:
-            raise ConfigError(
-                f"--trainer.sync_batchnorm=true has no effect on --trainer.strategy={self.strategy_name}: a pipeline "
-                "normalises each microbatch by itself.",
-                remedy="Drop --trainer.sync_batchnorm, or use --trainer.strategy=ddp.",
-            )
+        self.refuse_sync_batchnorm("a pipeline normalises each microbatch by itself")
 
     @override
     def use_parts(self, parts: Parts) -> None:
@@ -135,18 +114,14 @@ class PipelineStrategy(MeshStrategy):
 
     @override
     def connect(self, model: L.LightningModule) -> None:
-        module = as_runs_network(model, strategy=self.strategy_name)
-        check_loss(model, strategy=self.strategy_name)
-        self._partition = cut_into_stages(
-            module, strategy=self.strategy_name, num_stages=self.schedule.num_stages, cuts=self.cuts
-        )
+        super().connect(model)
+        self.cut(self.schedule.num_stages)
         if compiles(model) and self.schedule_name == "ZBVZeroBubble":
             raise ConfigError(
                 "--model.compile=true: --trainer.strategy.schedule=ZBVZeroBubble cuts backward in two, and that of a "
                 "compiled stage is one piece",
                 remedy="leave it out, or pass --trainer.strategy.schedule=1F1B",
             )
-        super().connect(model)
 
     def split_lines(self) -> list[str]:
         owners = [f"process {self.schedule.owner(stage)}" for stage in range(self.schedule.num_stages)]
@@ -155,7 +130,7 @@ class PipelineStrategy(MeshStrategy):
     @override
     def make_runner(self, network: nn.Module) -> Runner:
         """Leave this process's stages on its device; the others go to host memory."""
-        self._pipeline = Pipeline(
+        self.pipeline = Pipeline(
             network,
             self.partition,
             schedule=self.schedule,
@@ -168,9 +143,9 @@ class PipelineStrategy(MeshStrategy):
             parts=self.parts,
         )
         for index, stage in enumerate(self.partition.stages):
-            if index not in self._pipeline.stages:
+            if index not in self.pipeline.stages:
                 stage.module(network).cpu()
-        return self._pipeline.evaluate
+        return self.pipeline.evaluate
 
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -193,8 +168,8 @@ class PipelineStrategy(MeshStrategy):
         self.module.use_runner(lambda images: next(outputs))
         loss = super().training_step(batch, *args, **kwargs)
         self.module.use_runner(self.pipeline.evaluate)
-        handed_over: Tensor = HandOver.apply(loss, gradients, scale, *parameters)
-        return handed_over
+        with_gradients: Tensor = PrecomputedGradients.apply(loss, gradients, scale, *parameters)
+        return with_gradients
 
     @contextmanager
     @override
@@ -208,11 +183,10 @@ class PipelineStrategy(MeshStrategy):
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        num_pipelines = dist.get_world_size(self.data_group)
-        if not self._average or num_pipelines == 1 or self.parts.one_by_one:
+        if not self._average or self.num_replicas == 1 or self.parts.one_by_one:
             return
         gradients = [parameter.grad for parameter in self.pipeline.parameters if parameter.grad is not None]
-        flat = torch.cat([gradient.flatten() for gradient in gradients]) / num_pipelines
+        flat = torch.cat([gradient.flatten() for gradient in gradients]) / self.num_replicas
         dist.all_reduce(flat, group=self.data_group)
         parts = torch.split(flat, [gradient.numel() for gradient in gradients])
         for gradient, part in zip(gradients, parts, strict=True):
@@ -220,8 +194,7 @@ class PipelineStrategy(MeshStrategy):
 
     @override
     def share_of_norm(self, gradient: Tensor) -> float:
-        """Every pipeline has the averaged gradient of every stage once."""
-        return 1 / dist.get_world_size(self.data_group)
+        return 1 / self.num_replicas
 
     @override
     def local_buffers(self) -> Iterator[Tensor]:
@@ -259,16 +232,8 @@ class PipelineStrategy(MeshStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._pipeline is not None and not self._failed:
-            self._refresh_copies()
-        self._pipeline = None
+        if hasattr(self, "pipeline"):
+            if not self._failed:
+                self._refresh_copies()
+            del self.pipeline
         super().teardown()
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Make `pp` (one pipeline of all processes) and `ddp_pp` (pipelines of two stages) known."""
-        strategy_registry.register("pp", cls, description="One pipeline of all processes", override=True)
-        strategy_registry.register(
-            "ddp_pp", cls, description="Pipelines of two processes, DDP over these", override=True, num_stages=2
-        )

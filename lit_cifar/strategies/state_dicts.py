@@ -5,7 +5,7 @@ parameter. `torch.distributed.checkpoint.state_dict` does the same in a structur
 part in what gathers.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,36 +14,38 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from lit_cifar.strategies.mesh import local_part
+from lit_cifar.strategies.mesh import local_part, parameters_of
 
 
 def merge_optimizer_states(state: dict[str, Any], *, group: dist.ProcessGroup) -> dict[str, Any]:
-    """The states of all parameters, on the CPU and ordered as one process would have them; every process must call
-    this.
+    """The states of all parameters, ordered as one process would have them; every process must call this.
 
     `state` is an optimizer's `state_dict()` with the entries of this process's parameters alone. The processes of
     `group` together have all.
     """
-    own = {index: {name: _on_cpu(value) for name, value in entry.items()} for index, entry in state["state"].items()}
     parts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(parts, own, group=group)
+    dist.all_gather_object(parts, full_optimizer_state(state)["state"], group=group)
     merged = {index: entry for part in parts for index, entry in part.items()}
     return {**state, "state": dict(sorted(merged.items()))}
 
 
 def only_parameters(state: dict[str, Any], optimizer: Optimizer, parameters: Iterable[Tensor]) -> dict[str, Any]:
     """`state` (an optimizer's `state_dict()`) with the entries of `parameters` alone."""
-    wanted = {id(parameter) for parameter in parameters}
-    all_parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    indices = {index for index, parameter in enumerate(all_parameters) if id(parameter) in wanted}
+    wanted = set(parameters)
+    indices = {index for index, parameter in enumerate(parameters_of(optimizer)) if parameter in wanted}
     return {**state, "state": {index: entry for index, entry in state["state"].items() if index in indices}}
 
 
-def _on_cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, torch.Tensor) else value
+def full_state(module: nn.Module) -> dict[str, Any]:
+    return {name: _full(value) for name, value in module.state_dict().items()}
 
 
-def full(value: Any) -> Any:
+def full_optimizer_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's `state_dict()` of whole tensors."""
+    return _converted(state, lambda index, value: _full(value))
+
+
+def _full(value: Any) -> Any:
     """A tensor as a whole, plain one on the CPU; any other object unchanged."""
     if not isinstance(value, Tensor):
         return value
@@ -60,13 +62,11 @@ def _gather(tensor: DTensor) -> Tensor:
     return tensor.to_local()
 
 
-def full_state(module: nn.Module) -> dict[str, Any]:
-    return {name: full(value) for name, value in module.state_dict().items()}
-
-
-def full_optimizer_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's `state_dict()` of whole tensors."""
-    entries = {index: {name: full(value) for name, value in entry.items()} for index, entry in state["state"].items()}
+def _converted(state: Mapping[str, Any], convert: Callable[[int, Any], Any]) -> dict[str, Any]:
+    """An optimizer's `state_dict()` with other values, each made from the number of its parameter and the old one."""
+    entries = {
+        index: {name: convert(index, value) for name, value in entry.items()} for index, entry in state["state"].items()
+    }
     return {**state, "state": entries}
 
 
@@ -80,12 +80,8 @@ def load_full_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool
 
 def split_optimizer_state(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """A state of whole tensors as `optimizer.load_state_dict` needs it if the parameters are parts."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    entries = {
-        index: {name: _part_of(value, parameters[index]) for name, value in entry.items()}
-        for index, entry in state["state"].items()
-    }
-    return {**state, "state": entries}
+    parameters = parameters_of(optimizer)
+    return _converted(state, lambda index, value: _part_of(value, parameters[index]))
 
 
 def _part_of(whole: Any, like: Tensor) -> Any:

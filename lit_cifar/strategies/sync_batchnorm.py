@@ -21,25 +21,27 @@ from typing_extensions import override
 class ProcessSyncBatchNorm(TorchSyncBatchNorm):
     """Lightning's layer-sync plugin for every device: `nn.SyncBatchNorm` on CUDA, this file's layers on the CPU.
 
-    On the CPU only the class of each layer is swapped: parameters, buffers and their names stay what they are, and
-    `revert` restores the class. A Trainer given this plugin synchronises, whatever its `sync_batchnorm` says.
+    On the CPU only the class of each layer is swapped, until `revert`: parameters, buffers and names stay. A Trainer
+    given this plugin synchronises, whatever its `sync_batchnorm` says.
     """
 
     @override
     def apply(self, model: nn.Module) -> nn.Module:
-        """Synchronise every BatchNorm layer of `model`, in place on the CPU."""
         if _device_to_be(model).type != "cpu":
             return super().apply(model)
         for layer in model.modules():
             if isinstance(layer, _BatchNorm):
-                layer.__class__ = _synchronised_class(layer)
+                if type(layer) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+                    raise TypeError(
+                        f"cannot synchronise a {type(layer).__name__} on the CPU, only nn.BatchNorm1d to 3d"
+                    )
+                layer.__class__ = type(f"Synced{type(layer).__name__}", (_Synchronised, type(layer)), {})
         return model
 
     @override
     def revert(self, model: nn.Module) -> nn.Module:
-        """Undo `apply`. The base class calls this for every child in turn."""
-        if isinstance(model, _BatchNorm) and type(model) in _PLAIN:
-            model.__class__ = _PLAIN[type(model)]
+        if isinstance(model, _Synchronised):  # the base class calls this for every child in turn
+            model.__class__ = type(model).__bases__[1]
         return super().revert(model)
 
 
@@ -75,33 +77,6 @@ class _Synchronised(_BatchNorm):
         step = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), step)
         self.running_var.lerp_((var * (count / (count - 1))).to(self.running_var.dtype), step)
-
-
-class SyncedBatchNorm1d(_Synchronised, nn.BatchNorm1d):
-    """`nn.BatchNorm1d` over all processes."""
-
-
-class SyncedBatchNorm2d(_Synchronised, nn.BatchNorm2d):
-    """`nn.BatchNorm2d` over all processes."""
-
-
-class SyncedBatchNorm3d(_Synchronised, nn.BatchNorm3d):
-    """`nn.BatchNorm3d` over all processes."""
-
-
-_PLAIN: dict[type[_BatchNorm], type[_BatchNorm]] = {
-    SyncedBatchNorm1d: nn.BatchNorm1d,
-    SyncedBatchNorm2d: nn.BatchNorm2d,
-    SyncedBatchNorm3d: nn.BatchNorm3d,
-}
-_SYNCHRONISED = {plain: synchronised for synchronised, plain in _PLAIN.items()}
-
-
-def _synchronised_class(layer: _BatchNorm) -> type[_BatchNorm]:
-    if type(layer) not in _SYNCHRONISED:
-        known = ", ".join(kind.__name__ for kind in _SYNCHRONISED)
-        raise TypeError(f"cannot synchronise a {type(layer).__name__} on the CPU, only {known}")
-    return _SYNCHRONISED[type(layer)]
 
 
 def _device_to_be(model: nn.Module) -> torch.device:

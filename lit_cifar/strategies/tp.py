@@ -10,9 +10,6 @@ Each parameter and buffer becomes a DTensor. The layers compute with its local p
 the strategy: `tp` is its case of one replica.
 """
 
-import math
-from collections.abc import Sequence
-from copy import deepcopy
 from itertools import chain
 from typing import Any, cast
 
@@ -58,18 +55,24 @@ def split_tensors(network: nn.Module, mesh: DeviceMesh) -> None:
     """
     placed, split = placements(network), tensor_split_of(network)
     for name, layer in list(network.named_modules()):
-        own = {key: placed[f"{name}.{key}".lstrip(".")] for key in _own_tensors(layer)}
+        own = dict(layer.named_parameters(recurse=False)) | dict(layer.named_buffers(recurse=False))
         if own and split.get(name) != "head":
             _derive(layer, _ComputesLocally)
-        _distribute(layer, own, mesh)
-    for name, part in split.items():
+        for key, tensor in own.items():
+            # Without a source rank each process cuts its part from its own, equal tensor.
+            placement = [placed[f"{name}.{key}".lstrip(".")]]
+            part: Tensor = distribute_tensor(tensor.detach(), mesh, placement, src_data_rank=None)
+            if isinstance(tensor, nn.Parameter):
+                part = nn.Parameter(part, requires_grad=tensor.requires_grad)
+            setattr(layer, key, part)
+    for name, split_as in split.items():
         target: Any = network.get_submodule(name)
-        if part == "head":
+        if split_as == "head":
             parallelize_module(target, mesh, RowwiseParallel(input_layouts=Replicate()))
             # It returns a view, on which the hooks of `fully_shard` could be lost.
             target.register_forward_hook(lambda layer, inputs, output: output.clone())
-        elif part in _SENDING:
-            _derive(target, _SENDING[part])
+        elif split_as in _SENDING:
+            _derive(target, _SENDING[split_as])
             target.group = mesh.get_group()
 
 
@@ -79,28 +82,8 @@ def placements(network: nn.Module) -> dict[str, Placement]:
     placed: dict[str, Placement] = {}
     for name, tensor in chain(network.named_parameters(), network.named_buffers()):
         part = split.get(name.rpartition(".")[0])
-        dim = None if part is None else split_dim(part, tensor)
-        placed[name] = Replicate() if dim is None else Shard(dim)
+        placed[name] = Shard(dim) if part and (dim := _SPLIT_DIM[part]) < tensor.ndim else Replicate()
     return placed
-
-
-def split_dim(part: SplitKind, tensor: Tensor) -> int | None:
-    """Along which dim a parameter or buffer of a layer is split; None if each process has all of it."""
-    dim = _SPLIT_DIM[part]
-    return dim if dim < tensor.ndim else None
-
-
-def _own_tensors(layer: nn.Module) -> dict[str, Tensor]:
-    return dict(layer.named_parameters(recurse=False)) | dict(layer.named_buffers(recurse=False))
-
-
-def _distribute(layer: nn.Module, placed: dict[str, Placement], mesh: DeviceMesh) -> None:
-    for name, tensor in _own_tensors(layer).items():
-        # Without a source rank each process cuts its part from its own, equal tensor.
-        part: Tensor = distribute_tensor(tensor.detach(), mesh, [placed[name]], src_data_rank=None)
-        if isinstance(tensor, nn.Parameter):
-            part = nn.Parameter(part, requires_grad=tensor.requires_grad)
-        setattr(layer, name, part)
 
 
 def _derive(layer: nn.Module, kind: type[nn.Module]) -> None:
@@ -143,20 +126,20 @@ class _ByInputChannel(nn.Module):
             self._parameters["bias"] = bias
         if bias is None:
             return total
-        (local,) = _local_parts({"bias": bias}).values()
-        return total + local.to(total.dtype).view(-1, *([1] * (self._parameters["weight"].ndim - 2)))  # type: ignore
+        return total + _local_part(bias).to(total.dtype).view(-1, *([1] * (self._parameters["weight"].ndim - 2)))  # type: ignore
 
 
 _SENDING: dict[SplitKind, type[nn.Module]] = {"columns": _ByOutputChannel, "rows": _ByInputChannel}
 
 
 def _local_parts(tensors: dict[str, Any]) -> dict[str, Any]:
-    parts = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
+    return {name: tensor if tensor is None else _local_part(tensor) for name, tensor in tensors.items()}
+
+
+def _local_part(tensor: Tensor) -> Tensor:
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     # A channels_last activation makes such gradients, which a DTensor would take for gradients in its own order.
-    return {
-        name: with_plain_gradient(part) if part is not None and part.requires_grad else part
-        for name, part in parts.items()
-    }
+    return with_plain_gradient(part) if part.requires_grad else part
 
 
 class _SumGradients(torch.autograd.Function):
@@ -189,59 +172,3 @@ def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
-
-
-def sharding_lines(
-    network: nn.Module, image_shape: Sequence[int], *, num_replicas: int, each: int, num_bytes: int
-) -> list[str]:
-    """What the process with the largest part holds and sends when `network`, which is whole, is split.
-
-    There are `num_replicas` of `each` processes, and a parameter has `num_bytes`. `image_shape` is without the batch
-    axis.
-    """
-    placed = placements(network)
-    parameters = dict(network.named_parameters())
-    total = sum(parameter.numel() for parameter in parameters.values())
-    per_replica = sum(_part_size(parameter.shape, placed[name], each) for name, parameter in parameters.items())
-    held = sum(_part_size(p.shape, placed[name], each, num_replicas=num_replicas) for name, p in parameters.items())
-    lines = [
-        f"a process holds {held / 1e6:.2f} of {total / 1e6:.2f} M parameters ({held * num_bytes / 1e6:.1f} MB), and as "
-        "much of gradients and of each optimizer state"
-    ]
-    if num_replicas > 1:
-        sent = 3 * per_replica * num_bytes * (num_replicas - 1) / num_replicas
-        lines.append(
-            f"over {num_replicas} replicas, for each backward pass: parameters gathered twice, gradients reduced and "
-            f"scattered, {sent / 1e6:.1f} MB sent"
-        )
-    if each > 1:
-        num_sums, num_values = _sums(network, image_shape)
-        lines.append(
-            f"over the {each} processes of a replica: {num_sums} all-reduces, {num_values / 1e6:.2f} M values an image"
-        )
-    return lines
-
-
-@torch.no_grad()
-def _sums(network: nn.Module, image_shape: Sequence[int]) -> tuple[int, int]:
-    """How many tensors are summed over the processes in forward and backward, and how large they are for an image."""
-    skeleton = deepcopy(network).to("meta", torch.float32).eval()
-    sizes: list[int] = []
-    for name, part in tensor_split_of(skeleton).items():
-        layer = skeleton.get_submodule(name)
-        if part == "columns":  # in backward: the gradients of its input
-            layer.register_forward_pre_hook(lambda layer, inputs: sizes.append(inputs[0].numel()))
-        if part == "rows":
-            layer.register_forward_hook(lambda layer, inputs, output: sizes.append(output.numel()))
-    skeleton(torch.empty(1, *image_shape, device="meta"))
-    return len(sizes), sum(sizes)
-
-
-def _part_size(shape: tuple[int, ...], placement: Placement, each: int, *, num_replicas: int = 1) -> int:
-    """Numbers in the largest part: cut for tensor parallelism, and then the first dim over the replicas."""
-    sizes = list(shape)
-    if not isinstance(placement, Replicate):
-        dim: int = placement.dim  # type: ignore[attr-defined]  # Shard's
-        sizes[dim] = -(-sizes[dim] // each)
-    sizes[0] = -(-sizes[0] // num_replicas)
-    return math.prod(sizes)

@@ -1,9 +1,9 @@
 """The training task: a network, its loss, metrics and optimizer. Nothing here knows how it is parallelised."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -27,16 +27,6 @@ from lit_cifar.task.metrics import EvaluationMetrics, MeanLoss, TopAccuracy
 from lit_cifar.task.optim import NesterovSGD, WarmupDecay, keep_saved_types
 
 LRScaling = Literal["none", "linear", "sqrt"]
-
-
-class CutsBatches(Protocol):
-    """Passes the parts of a batch one by one."""
-
-    def train(self, module: L.LightningModule, batch: Batch, loss_of: Callable[[Batch], Tensor]) -> Tensor:
-        """The loss that is left for Lightning to go backward from."""
-
-    def evaluate(self, images: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
-        """The logits of all images, in their order."""
 
 
 class LitResNet(L.LightningModule):
@@ -100,18 +90,20 @@ class LitResNet(L.LightningModule):
         num_classes = 10 if num_classes is None else num_classes
         image_size = 32 if image_size is None else image_size
         self.image_shape = (3, image_size, image_size)
-        about_resnets = {"arch": arch, "stem": stem, "zero_init_residual": zero_init_residual or None}
-        own = None if network is None else _own_class(network, about_resnets)
+        own = None
         if network is None:
             arch = arch or DEFAULT_ARCH
             stem = stem_of(arch, stem)
-            network = build_network(
-                arch,
-                stem=stem,
-                num_classes=num_classes,
-                image_size=image_size,
-                zero_init_residual=zero_init_residual,
-            )
+            sizes = {"num_classes": num_classes, "image_size": image_size}
+            network = build_network(arch, stem=stem, zero_init_residual=zero_init_residual, **sizes)
+        else:
+            own = f"{type(network).__module__}.{type(network).__qualname__}"
+            for name, value in {"arch": arch, "stem": stem, "zero_init_residual": zero_init_residual or None}.items():
+                if value is not None:
+                    raise ConfigError(
+                        f"--model.network={own} is a network, and --model.{name}={value} is about another one",
+                        remedy="leave one of the two out",
+                    )
         self.network = network if ghost_batchnorm is None else normalise_apart(network, ghost_batchnorm)
         self.header = Header(arch=arch, stem=stem, num_classes=num_classes, image_size=image_size, network=own)
         if channels_last:
@@ -126,7 +118,7 @@ class LitResNet(L.LightningModule):
         self.lr_scaling: LRScaling = lr_scaling
         self.base_batch_size = base_batch_size
         self._runner: Callable[[Tensor], Tensor] | None = None
-        self.virtual_replicas: CutsBatches | None = None
+        self.virtual_replicas: Any = None  # passes the parts of a batch one by one: strategies/same_bits/parts.py
         self._newest: tuple[Tensor, Tensor, Tensor] | None = None  # losses, logits, labels of a batch
         self._logged_epoch: int | None = None
 
@@ -187,7 +179,7 @@ class LitResNet(L.LightningModule):
         if self.cuda_graphs:  # the gradients of the last step lie where this one writes
             self.zero_grad()
         replicas = self.virtual_replicas
-        loss = self._train_on(batch) if replicas is None else replicas.train(self, batch, self._train_on)
+        loss: Tensor = self._train_on(batch) if replicas is None else replicas.train(self, batch, self._train_on)
         if self._logged_epoch != self.current_epoch:  # once is enough: at the epoch's end Lightning asks the metrics
             self._logged_epoch = self.current_epoch
             self.log("train/loss", self.train_loss, on_step=False, on_epoch=True)
@@ -252,8 +244,7 @@ class LitResNet(L.LightningModule):
 
     def evaluation_metrics(self, split: Literal["val", "test"]) -> MetricCollection:
         """What callbacks draw: `acc_per_class`, float (C,), and `confusion`, int64 (C, C), rows are the truth."""
-        metrics = self.val_metrics if split == "val" else self.test_metrics
-        return metrics.details
+        return (self.val_metrics if split == "val" else self.test_metrics).details
 
     def _evaluate(self, batch: Batch, metrics: EvaluationMetrics) -> Tensor:
         logits = self._evaluated(batch.images)
@@ -271,12 +262,11 @@ class LitResNet(L.LightningModule):
         optimizer.register_load_state_dict_post_hook(follow_parameters)
         self._scale_lr(optimizer)
         scheduler = self.make_lr_scheduler(optimizer)
+        when: dict[str, Any] = {"monitor": "val/loss"} if isinstance(scheduler, ReduceLROnPlateau) else {}
         if isinstance(scheduler, WarmupDecay):
             scheduler.set_total_steps(self._total_steps())
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-        if isinstance(scheduler, ReduceLROnPlateau):
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val/loss"}}
-        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+            when = {"interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **when}}
 
     def _scale_lr(self, optimizer: Optimizer) -> None:
         if self.lr_scaling == "none":
@@ -301,20 +291,16 @@ class LitResNet(L.LightningModule):
         return int(total)
 
     @classmethod
-    def load_from_checkpoint(
-        cls,
-        checkpoint_path: Any,
-        map_location: Any = None,
-        hparams_file: Any = None,
-        strict: bool | None = None,
-        weights_only: bool | None = None,
-        **kwargs: Any,
+    def load_from_checkpoint(  # type: ignore[override]
+        cls, checkpoint_path: str | Path, map_location: Any = None, **kwargs: Any
     ) -> "LitResNet":
         """The network that the file's header describes, with the file's weights.
 
-        The first arguments are Lightning's, but only tensors and primitives are read in any case. `kwargs`, the
-        constructor's, come before the header; `network` must be among them for a network of your own. Raises a
-        `CheckpointError` if the file cannot be read or holds another network.
+        `kwargs`, the constructor's and Lightning's, come before the header; `network` must be among them for a network
+        of your own. Only tensors and primitives are read in any case.
+
+        Raises:
+            CheckpointError: The file cannot be read, or holds another network.
         """
         header = Header.of(read_checkpoint(Path(checkpoint_path)))
         if header.network is not None and "network" not in kwargs:
@@ -322,9 +308,9 @@ class LitResNet(L.LightningModule):
                 f"the checkpoint holds {header}, and no code is run because a checkpoint names it",
                 remedy=f"pass network={header.network.rpartition('.')[2]}(...)",
             )
-        return super().load_from_checkpoint(
-            checkpoint_path, map_location, hparams_file, strict, weights_only=True, **header.arguments() | kwargs
-        )
+        arguments = header.arguments() | kwargs
+        arguments.pop("weights_only", None)  # never without
+        return super().load_from_checkpoint(checkpoint_path, map_location, weights_only=True, **arguments)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Write the plain network's keys and a header that says which network it is."""
@@ -339,18 +325,6 @@ class LitResNet(L.LightningModule):
         self.header.check(checkpoint)
         check_shapes(self.network, checkpoint["state_dict"])
         checkpoint["state_dict"] = add_prefix(checkpoint["state_dict"])
-
-
-def _own_class(network: nn.Module, about_resnets: Mapping[str, object]) -> str:
-    """The name of the class of the user's own network; arguments about this package's networks must all be None."""
-    name = f"{type(network).__module__}.{type(network).__qualname__}"
-    for argument, value in about_resnets.items():
-        if value is not None:
-            raise ConfigError(
-                f"--model.network={name} is a network, and --model.{argument}={value} is about another one",
-                remedy="leave one of the two out",
-            )
-    return name
 
 
 # jsonargparse reads the defaults from the source of the signature, where they must be lambdas. Pickle finds a function

@@ -1,12 +1,15 @@
 """What the main thread does: its phase and how long that may take; without progress, whether it works or waits."""
 
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
-import psutil  # type: ignore[import-untyped]
+import psutil
+
+from lit_cifar.watchdog import HELPER
 
 # A phase that runs for the first time may compile, tune or load, so its duration cannot be predicted. The same holds
 # while a process computes or waits for a disk. Ten minutes are torch's own limit for a collective operation of NCCL.
@@ -96,18 +99,13 @@ _WAITING_MODULES = ("torch.distributed", "torch.nn.parallel", "torch.autograd")
 _COLLECTIVES = "torch.distributed.distributed_c10d"
 # Share of one processor. A thread that hangs but polls uses less, one that computes on a busy machine uses more.
 _LEAST_SHARE = 0.05
-_MAIN_THREAD = 0  # in place of a pid
-# Prefix of the names of threads that work for the main thread, which may wait for them.
-HELPER = "lit_cifar-helper"
 
 
 class Activity:
     """The activity of this process, sampled now and then.
 
-    The process works if it uses a processor or waits for a disk. Of its threads only the main one and its helpers
-    count, as those of NCCL use a processor while they wait. Processes that it has started count too, such as compilers
-    and data loaders, but not the other ranks, whose pids are `peers`. An observation counts for `memory_s`: compilers
-    pause, and after waiting it takes a moment until work is observed.
+    The process works if it uses a processor or waits for a disk, see `effort`. An observation counts for `memory_s`:
+    compilers pause, and after waiting it takes a moment until work is observed. `peers` are the pids of the ranks.
     """
 
     def __init__(self, *, peers: Collection[int], memory_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -118,80 +116,47 @@ class Activity:
 
     def forget(self) -> None:
         """Reset: the main thread has made progress."""
-        self._last: tuple[float, dict[int, float]] | None = None
-        self._worked_at: float | None = None
-        self._waited_at: float | None = None
+        self._last_s = self._last_at = math.inf
+        self._worked_at = self._waited_at = -math.inf
 
     def look(self, module: str) -> None:
         """Observe the activity since the last call; the main thread is in a function of `module`."""
-        now = self._clock()
-        if self._makes_an_effort(now) and module != _COLLECTIVES:
+        now, (used_s, on_disk) = self._clock(), effort(self._peers)
+        much = used_s - self._last_s > _LEAST_SHARE * (now - self._last_at)
+        self._last_s, self._last_at = used_s, now
+        if (much or on_disk) and module != _COLLECTIVES:
             self._worked_at = now
         elif module.startswith(_WAITING_MODULES):
             self._waited_at = now
 
     @property
     def works(self) -> bool:
-        return self._is_recent(self._worked_at)
+        return self._clock() - self._worked_at <= self._memory_s
 
     @property
     def waits(self) -> bool:
-        return self._is_recent(self._waited_at) and not self.works
-
-    def _is_recent(self, then: float | None) -> bool:
-        return then is not None and self._clock() - then <= self._memory_s
-
-    def _makes_an_effort(self, now: float) -> bool:
-        used, on_disk = {_MAIN_THREAD: main_thread_s()}, False
-        # While the main thread computes in Python, reading files is slow in this thread: do it only if needed.
-        if not (much := self._is_much(used, now)):
-            children, on_disk = children_s(self._peers)
-            helpers, helper_on_disk = helpers_s()
-            used |= children | helpers
-            on_disk = on_disk or helper_on_disk
-            much = self._is_much(used, now)
-        self._last = now, used
-        return much or on_disk
-
-    def _is_much(self, used: dict[int, float], now: float) -> bool:
-        if self._last is None:
-            return False
-        then, before = self._last
-        gained = sum(seconds - before[key] for key, seconds in used.items() if key in before)
-        return gained > _LEAST_SHARE * (now - then)
+        return self._clock() - self._waited_at <= self._memory_s and not self.works
 
 
-def main_thread_s() -> float:
-    """Processor time of the main thread so far, or of the whole process if the system has no time per thread."""
-    if not hasattr(time, "pthread_getcpuclockid"):
-        return time.process_time()
-    return time.clock_gettime(time.pthread_getcpuclockid(threading.main_thread().ident or 0))
+def effort(peers: Collection[int]) -> tuple[float, bool]:
+    """Processor time of those who work for this process's training, in seconds, and whether one waits for a disk.
 
-
-def helpers_s() -> tuple[dict[int, float], bool]:
-    """Processor time of this process's helper threads, by thread id, and whether one waits for a disk."""
-    ids = {thread.native_id for thread in threading.enumerate() if thread.name.startswith(HELPER)}
-    used, on_disk = {}, False
-    with suppress(psutil.Error, OSError):
-        if ids:
-            used = {thread.id: thread.user_time + thread.system_time for thread in psutil.Process().threads()}
-            used = {number: seconds for number, seconds in used.items() if number in ids}
-            on_disk = any(_is_on_disk(psutil.Process(number)) for number in used)
-    return used, on_disk
-
-
-def children_s(peers: Collection[int]) -> tuple[dict[int, float], bool]:
-    """Processor time of the processes started by this one, by pid, and whether this or one of them waits for a disk."""
-    used, on_disk = {}, False
+    They are the main thread and its helpers, as those of NCCL use a processor while they wait, and the processes that
+    this one has started, such as compilers and data loaders, but not the other ranks, whose pids are `peers`.
+    """
+    used_s, on_disk = 0.0, False
+    own = {threading.main_thread().native_id}
+    own |= {thread.native_id for thread in threading.enumerate() if thread.name.startswith(HELPER)}
     with suppress(psutil.Error, OSError):
         me = psutil.Process()
-        on_disk = _is_on_disk(me)
-        for process in _started_by(me, peers):
+        used_s = sum(thread.user_time + thread.system_time for thread in me.threads() if thread.id in own)
+        for process in (*map(psutil.Process, own), *_started_by(me, peers)):
             with suppress(psutil.Error, OSError):
-                times = process.cpu_times()
-                used[process.pid] = times.user + times.system
-                on_disk = on_disk or _is_on_disk(process)
-    return used, on_disk
+                on_disk = on_disk or process.status() == psutil.STATUS_DISK_SLEEP
+                if process.pid not in own:
+                    times = process.cpu_times()
+                    used_s += times.user + times.system
+    return used_s, on_disk
 
 
 def _started_by(process: psutil.Process, peers: Collection[int]) -> Iterator[psutil.Process]:
@@ -200,7 +165,3 @@ def _started_by(process: psutil.Process, peers: Collection[int]) -> Iterator[psu
             if child.pid not in peers:
                 yield child
                 yield from _started_by(child, peers)
-
-
-def _is_on_disk(process: psutil.Process) -> bool:
-    return bool(process.status() == psutil.STATUS_DISK_SLEEP)

@@ -7,24 +7,19 @@ import signal
 import sys
 import threading
 import traceback
-import uuid
 from collections.abc import Callable
 from functools import partial
-from subprocess import Popen
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lit_cifar.errors import ConfigError, Stopped
-from lit_cifar.launch.startup import end_with_launcher
-from lit_cifar.watchdog.activity import PhaseTimer
-from lit_cifar.watchdog.heartbeat import Heartbeat, first_heartbeat
-from lit_cifar.watchdog.monitor import Monitor
-from lit_cifar.watchdog.store import HeartbeatStore, connect, host_of_store, prepare
+from lit_cifar.launch.startup import exit_with_parent
+
+if TYPE_CHECKING:
+    from lit_cifar.watchdog.monitor import Monitor
 
 # The phase that the main thread enters with each hook. A hook that is not here belongs to the phase before it.
 PHASES = {
@@ -76,34 +71,19 @@ class Watchdog(Callback):
             )
         self.timeout_s = timeout_s
         self._watch: Monitor | None = None
-        self._progress: PhaseTimer | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start the watch. The processes have met, and each waits here for all others."""
         if not self.timeout_s or trainer.world_size == 1 or not dist.is_initialized():
             return
         if _was_launched(trainer):
-            end_with_launcher()
+            exit_with_parent()
         if multiprocessing.parent_process() is not None:
             # In a spawned process Lightning does not call `on_exception`: it handles exceptions in the parent.
             trainer._run_stage = partial(self._run_stage, trainer, pl_module)  # type: ignore[method-assign]
-        store = connect()
-        run, everyone = _introduce(trainer.global_rank, trainer.world_size, store)
-        self._progress = PhaseTimer(timeout_s=self.timeout_s)
-        self._watch = Monitor(
-            everyone,
-            rank=trainer.global_rank,
-            board=HeartbeatStore(store, run=run, rank=trainer.global_rank, world_size=trainer.world_size),
-            progress=self._progress,
-            timeout_s=self.timeout_s,
-            store_host=host_of_store(),
-        )
-        children = [child for child in getattr(trainer.strategy.launcher, "procs", []) if isinstance(child, Popen)]
-        self._watch.mates.exit_codes = lambda: {
-            child.pid: code for child in children if (code := child.poll()) is not None
-        }
-        _come_before_observer(self._watch)
-        self._watch.start()
+        from lit_cifar.watchdog.monitor import start_monitor  # one process needs none of it
+
+        self._watch = start_monitor(trainer, timeout_s=self.timeout_s)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._leave()
@@ -137,7 +117,7 @@ class Watchdog(Callback):
     def _leave(self) -> None:
         if self._watch is not None:
             self._watch.leave()
-        self._watch = self._progress = None
+        self._watch = None
 
 
 def _end_at_once() -> None:
@@ -152,10 +132,10 @@ def _end_at_once() -> None:
 
 def _noting(phase: str) -> Callable[..., None]:
     def hook(self: Watchdog, trainer: Trainer, *args: Any, **__: Any) -> None:
-        if self._progress is not None:
+        if self._watch is not None:
             batch = args[1] if len(args) > 1 else None  # of the hooks that begin a step
             images = getattr(batch, "images", None)
-            self._progress.enter(phase, step=trainer.global_step, shape=getattr(images, "shape", None))
+            self._watch.progress.enter(phase, step=trainer.global_step, shape=getattr(images, "shape", None))
 
     return hook
 
@@ -164,33 +144,9 @@ for _name, _phase in PHASES.items():
     setattr(Watchdog, _name, _noting(_phase))
 
 
-def _introduce(rank: int, world_size: int, store: TCPStore) -> tuple[str, list[Heartbeat]]:
-    """A unique name for this run, for which the store is prepared, and the first heartbeat of every rank."""
-    gathered: list[Any] = [None] * world_size
-    run = uuid.uuid4().hex
-    if rank == 0:
-        prepare(store, run=run, world_size=world_size)
-    dist.all_gather_object(gathered, (run, first_heartbeat(rank)))
-    return gathered[0][0], [beat for _, beat in gathered]
-
-
 def _was_launched(trainer: Trainer) -> bool:
     """Whether the process that started this one belongs to the run; a shell may exit before the run."""
     if dist.is_torchelastic_launched() or multiprocessing.parent_process() is not None:
         return True
     launcher = trainer.strategy.launcher
     return isinstance(launcher, _SubprocessScriptLauncher) and not launcher.procs and trainer.local_rank > 0
-
-
-def _come_before_observer(watch: Monitor) -> None:
-    """Suspend Lightning's observer of the processes that it has launched while the watchdog is active.
-
-    It looks every five seconds for a failed process and kills all others before they can report anything.
-    """
-
-    def look(observer: _ChildProcessObserver) -> bool:
-        return not watch.is_alive() and observer.__class__._run(observer)
-
-    for thread in threading.enumerate():
-        if isinstance(thread, _ChildProcessObserver):
-            thread._run = partial(look, thread)  # type: ignore[method-assign]

@@ -1,9 +1,8 @@
 """Which process has caused the end of a run: arithmetic on heartbeats and states, without processes or clocks."""
 
-import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 from lit_cifar.watchdog.activity import FIRST_TIME_S
 from lit_cifar.watchdog.heartbeat import Heartbeat, Sight
@@ -16,36 +15,17 @@ _CONSEQUENCES = ("SIGABRT", "SIGTERM")
 _MAX_LINES = 12
 _MAX_OTHERS = 7
 
+# Its process is gone, it sends no heartbeats, it has raised an exception, or its main thread makes no progress.
+Kind = Literal["killed", "silent", "failed", "hung"]
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
+
+class Verdict(NamedTuple):
     """Which process has caused the end of a run."""
 
-    # "killed" (its process is gone), "silent" (it sends no heartbeats), "failed" (by an exception) or "hung" (its
-    # main thread makes no progress).
-    kind: Literal["killed", "silent", "failed", "hung"]
-    rank: int  # of that process, the culprit; the next four are from its last heartbeat
-    pid: int
-    host: str
-    step: int  # optimizer steps that it had done
-    phase: str
-    what: str  # what happened, as a clause
-    lines: str = ""  # the end of its traceback, or the stack where it hangs
-    reporter: int = 0  # the rank that prints the verdict
-    quiet: bool = False  # whether the culprit itself prints the message
-
-    def __str__(self) -> str:
-        where = f"after {self.step} optimizer steps, phase: {self.phase}"
-        first = f"lit_cifar: rank {self.rank} (pid {self.pid} on {self.host}) {self.what}; {where}"
-        shown = [f"  {line}" for line in self.lines.splitlines()[-_MAX_LINES:]]
-        return "\n".join([first, *shown, "lit_cifar: the other processes stop"])
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> "Verdict":
-        return cls(**json.loads(text))
+    kind: Kind
+    rank: int  # of that process, the culprit
+    message: str  # "" if the culprit itself prints it
+    reporter: int = JUDGE  # the rank that prints the message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,20 +99,24 @@ def diagnose_judge(peers: Mapping[int, Peer], *, me: int, now: float, timeout_s:
         return None
     killed = [peer for peer in peers.values() if peer.sight.ending.startswith("SIG") and not _is_consequence(peer)]
     if killed:
-        verdict = _of_gone(killed)
-        if verdict.rank != JUDGE:
-            verdict = replace(verdict, step=peers[me].beat.step, phase="not known here")
+        step, phase = peers[me].beat.step, "not known here"
+        read = [p if p is judge else replace(p, beat=replace(p.beat, step=step, phase=phase)) for p in killed]
+        verdict = _of_gone(read)
     elif is_gone and judge.beat.failure:
         verdict = _of_failed(judge)
     else:
         verdict = _of_gone([judge]) if is_gone else _of_silent([judge], now=now)
     able = [rank for rank, peer in peers.items() if peer.sight.state == "running" and rank not in (JUDGE, verdict.rank)]
-    return replace(verdict, reporter=min(able))
+    return verdict._replace(reporter=min(able))
 
 
-def _verdict(peer: Peer, kind: Literal["killed", "silent", "failed", "hung"], what: str, *, lines: str = "") -> Verdict:
-    known = {name: getattr(peer.beat, name) for name in ("rank", "pid", "host", "step", "phase")}
-    return Verdict(kind=kind, what=what, lines=lines, **known)
+def _verdict(peer: Peer, kind: Kind, what: str, *, lines: str = "") -> Verdict:
+    """`what` happened, as a clause; `lines` are the end of its traceback, or the stack where it hangs."""
+    beat = peer.beat
+    where = f"after {beat.step} optimizer steps, phase: {beat.phase}"
+    first = f"lit_cifar: rank {beat.rank} (pid {beat.pid} on {beat.host}) {what}; {where}"
+    shown = [f"  {line}" for line in lines.splitlines()[-_MAX_LINES:]]
+    return Verdict(kind, beat.rank, "\n".join([first, *shown, "lit_cifar: the other processes stop"]))
 
 
 def _is_consequence(peer: Peer) -> bool:
@@ -141,29 +125,24 @@ def _is_consequence(peer: Peer) -> bool:
 
 def _of_gone(gone: list[Peer]) -> Verdict:
     first = min(gone, key=lambda peer: (_is_consequence(peer), peer.heard_at, peer.beat.rank))
-    return _verdict(first, "killed", _how_it_went(first.sight))
-
-
-def _how_it_went(sight: Sight) -> str:
-    if sight.ending == "SIGKILL":
-        return "was ended by SIGKILL, as by kill -9 or by the kernel when memory runs out"
-    if sight.ending:
-        return f"ended without a traceback, by {sight.ending}"
-    return "ended without a traceback, as after SIGKILL (by kill -9, or by the kernel when memory runs out)"
+    ending, kill = first.sight.ending, "by kill -9 or by the kernel when memory runs out"
+    if ending == "SIGKILL":
+        return _verdict(first, "killed", f"was ended by SIGKILL, as {kill}")
+    how = f"by {ending}" if ending else f"as after SIGKILL ({kill})"
+    return _verdict(first, "killed", f"ended without a traceback, {how}")
 
 
 def _of_failed(peer: Peer) -> Verdict:
-    return replace(_verdict(peer, "failed", "failed", lines=peer.beat.failure), quiet=peer.beat.quiet)
+    verdict = _verdict(peer, "failed", "failed", lines=peer.beat.failure)
+    return verdict._replace(message="") if peer.beat.quiet else verdict
 
 
 def _of_silent(silent: list[Peer], *, now: float) -> Verdict:
     """A stopped process if there is one; else the one silent for longest."""
     stopped = [peer for peer in silent if peer.sight.state == "stopped"]
     culprit = min(stopped or silent, key=lambda peer: (peer.heard_at, peer.beat.rank))
-    since = f"no heartbeat for {now - culprit.heard_at:.0f} s"
-    if culprit.sight.state == "stopped":
-        return _verdict(culprit, "silent", f"is stopped, as by SIGSTOP, {since}")
-    return _verdict(culprit, "silent", f"is silent, {since}")
+    state = "stopped, as by SIGSTOP" if stopped else "silent"
+    return _verdict(culprit, "silent", f"is {state}, no heartbeat for {now - culprit.heard_at:.0f} s")
 
 
 def _is_late(peer: Peer) -> bool:

@@ -11,9 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from lit_cifar.watchdog.activity import FIRST_TIME_S
 
@@ -98,7 +98,7 @@ class Heartbeat:
     order: int = 0  # number of failures when this one was reported, itself included; 0 without one
     over: bool = False  # whether the main thread has finished and need not be watched any more
     seen: dict[int, Sight] = field(default_factory=dict)  # other ranks on its machine that are stopped or gone
-    verdict: str = ""  # of rank 0, the judge: its verdict as JSON, once there is one
+    verdict: tuple[Any, ...] = ()  # of rank 0, the judge: the fields of its `Verdict`, once there is one
 
     def to_json(self) -> str:
         return json.dumps(vars(self))
@@ -107,7 +107,7 @@ class Heartbeat:
     def from_json(cls, text: str | bytes) -> "Heartbeat":
         fields = json.loads(text)
         seen = {int(rank): Sight(*sight) for rank, sight in fields.pop("seen").items()}
-        return cls(seen=seen, **fields)
+        return cls(seen=seen, verdict=tuple(fields.pop("verdict")), **fields)
 
 
 def first_heartbeat(rank: int) -> Heartbeat:

@@ -7,6 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from subprocess import Popen
+
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from lightning.pytorch import Trainer
 
 from lit_cifar.errors import printable
 from lit_cifar.watchdog.activity import Activity, PhaseTimer
@@ -20,13 +25,40 @@ from lit_cifar.watchdog.diagnosis import (
     updated,
 )
 from lit_cifar.watchdog.heartbeat import Heartbeat, Mates, Sight, stack_of
-from lit_cifar.watchdog.store import HeartbeatStore, News, SilenceClock
+from lit_cifar.watchdog.store import HeartbeatStore, News, SilenceClock, host_of_store, meet
 
 BEAT_S = 1.0
 # Time for the main thread to end by its own exception, which closes loggers and files.
 GRACE_S = 4.0
 # How long the judge waits, when it has finished, for others that have not, and another rank for one answer.
 _FAREWELL_S = 10.0
+
+
+def start_monitor(trainer: Trainer, *, timeout_s: float) -> "Monitor":
+    """The monitor of this process, once all processes of the run are here."""
+    rank = trainer.global_rank
+    board, everyone = meet(rank, trainer.world_size)
+    progress = PhaseTimer(timeout_s=timeout_s)
+    watch = Monitor(everyone, rank=rank, board=board, progress=progress, store_host=host_of_store())
+    children = [child for child in getattr(trainer.strategy.launcher, "procs", []) if isinstance(child, Popen)]
+    watch.mates.exit_codes = lambda: {child.pid: code for child in children if (code := child.poll()) is not None}
+    _come_before_observer(watch)
+    watch.start()
+    return watch
+
+
+def _come_before_observer(watch: "Monitor") -> None:
+    """Suspend Lightning's observer of the processes that it has launched while the watchdog is active.
+
+    It looks every five seconds for a failed process and kills all others before they can report anything.
+    """
+
+    def look(observer: _ChildProcessObserver) -> bool:
+        return not watch.is_alive() and observer.__class__._run(observer)
+
+    for thread in threading.enumerate():
+        if isinstance(thread, _ChildProcessObserver):
+            thread._run = partial(look, thread)  # type: ignore[method-assign]
 
 
 class Monitor(threading.Thread):
@@ -49,7 +81,6 @@ class Monitor(threading.Thread):
         rank: int,
         board: HeartbeatStore,
         progress: PhaseTimer,
-        timeout_s: float,
         store_host: int | None = None,
         grace_s: float = GRACE_S,
         end: Callable[[int], object] = os._exit,
@@ -60,14 +91,14 @@ class Monitor(threading.Thread):
         self.mates = Mates(everyone, self._own)
         self._is_judge = rank == JUDGE
         self._board = board
-        self._progress = progress
-        self._timeout_s = timeout_s
+        self.progress = progress
+        self._timeout_s = progress.timeout_s
         self._store_host = store_host
         self._grace_s = grace_s
         self._end = end
         self._main_thread = threading.main_thread().ident or 0
         peers = {beat.pid for beat in everyone if beat.host == self._own.host}
-        self._activity = Activity(peers=peers, memory_s=timeout_s / 2, clock=progress.clock)
+        self._activity = Activity(peers=peers, memory_s=self._timeout_s / 2, clock=progress.clock)
         self._failure = ""
         self._quiet = False
         self._over = self._told = False
@@ -137,7 +168,7 @@ class Monitor(threading.Thread):
 
     def _tick(self) -> Verdict | None:
         if self._silence.turn(owed=self._board.busy or self._board.lost) > max(self._timeout_s / 2, 5 * BEAT_S):
-            self._progress.forgive()  # this thread itself did not run, as after Ctrl-Z or in a debugger
+            self.progress.forgive()  # this thread itself did not run, as after Ctrl-Z or in a debugger
         self._look()
         sights = self.mates.look()
         if self._store_host in sights and sights[self._store_host].state == "gone":
@@ -169,12 +200,12 @@ class Monitor(threading.Thread):
     def _judge_all(self) -> Verdict | None:
         verdict = diagnose(self._peers, now=self._silence.listened_s, timeout_s=self._timeout_s)
         if verdict is not None:
-            self._board.exchange(replace(self._beat({}), verdict=verdict.to_json()), wait_s=_FAREWELL_S)
+            self._board.exchange(replace(self._beat({}), verdict=verdict), wait_s=_FAREWELL_S)
         return verdict
 
     def _follow_judge(self) -> Verdict | None:
         if told := self._peers[JUDGE].beat.verdict:
-            return Verdict.from_json(told)
+            return Verdict(*told)
         if self._over:
             return None
         now = self._silence.listened_s + (self._silence.owed_s if self._store_host == JUDGE else 0.0)
@@ -182,7 +213,7 @@ class Monitor(threading.Thread):
 
     def _look(self) -> None:
         """Observe the main thread, once it has been idle for some time."""
-        if self._progress.idle_s() > self._timeout_s / 2:
+        if self.progress.idle_s() > self._timeout_s / 2:
             self._stack, module = stack_of(self._main_thread)
             self._activity.look(module)
         else:
@@ -191,15 +222,15 @@ class Monitor(threading.Thread):
 
     def _beat(self, sights: dict[int, Sight]) -> Heartbeat:
         self._number += 1
-        moment = self._progress.moment
+        moment = self.progress.moment
         return replace(
             self._own,
             number=self._number,
             phase=moment.phase,
             step=moment.step,
             events=moment.events,
-            idle_s=self._progress.idle_s(),
-            patience_s=self._progress.patience_s(),
+            idle_s=self.progress.idle_s(),
+            patience_s=self.progress.patience_s(),
             stack=self._stack,
             waits=self._activity.waits,
             works=self._activity.works,
@@ -219,8 +250,8 @@ class Monitor(threading.Thread):
 
     def _conclude(self, verdict: Verdict) -> None:
         self.verdict = verdict
-        if verdict.reporter == self._own.rank and not verdict.quiet:
-            print(printable(str(verdict), lines=True), file=sys.stderr, flush=True)
+        if verdict.reporter == self._own.rank and verdict.message:
+            print(printable(verdict.message, lines=True), file=sys.stderr, flush=True)
         if self._has_readers(verdict):
             # Wait until all have read it: one that had not would find this process gone and report that.
             time.sleep(2 * (BEAT_S + self._board.answer_s))

@@ -12,10 +12,12 @@ import os
 import queue
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]  # public, but not named in its __all__
     DistNetworkError,
     PrefixStore,
@@ -23,7 +25,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
     TCPStore,
 )
 
-from lit_cifar.watchdog.heartbeat import Heartbeat
+from lit_cifar.watchdog.heartbeat import Heartbeat, first_heartbeat
 
 
 class News(NamedTuple):
@@ -104,6 +106,17 @@ def _entries(store: Store, run: str) -> Store:
 
 def _keys(world_size: int) -> list[str]:
     return [f"beat{rank}" for rank in range(world_size)]
+
+
+def meet(rank: int, world_size: int) -> tuple[HeartbeatStore, list[Heartbeat]]:
+    """This process's board for the heartbeats of a new run, and the first heartbeat of every rank, which waits here."""
+    store, run = connect(), uuid.uuid4().hex
+    if rank == 0:
+        prepare(store, run=run, world_size=world_size)
+    gathered: list[Any] = [None] * world_size
+    dist.all_gather_object(gathered, (run, first_heartbeat(rank)))
+    board = HeartbeatStore(store, run=gathered[0][0], rank=rank, world_size=world_size)
+    return board, [beat for _, beat in gathered]
 
 
 def connect() -> TCPStore:

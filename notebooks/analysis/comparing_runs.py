@@ -112,7 +112,7 @@ def read_run(run: str | Path) -> dict[str, float]:
 
 
 def read_shuffling(record: str | Path) -> pd.DataFrame:
-    """What `benchmarks/shuffling.py` has written, a row for each run: seed, processes, set_epoch, accuracy, loss.
+    """What `benchmarks/scripts/shuffling.py` has written, a row for each run: seed, processes, set_epoch, accuracy, loss.
 
     Raises:
         ConfigError: There is no such file.
@@ -120,7 +120,7 @@ def read_shuffling(record: str | Path) -> pd.DataFrame:
     path = Path(record)
     if not path.is_file():
         raise ConfigError(
-            f"there is no record {path}", remedy=f"python benchmarks/shuffling.py {shlex.quote(str(path))}"
+            f"there is no record {path}", remedy=f"python benchmarks/scripts/shuffling.py {shlex.quote(str(path))}"
         )
     frame = pd.DataFrame(json.loads(path.read_text(encoding="utf-8"))["rows"])
     frame = frame.assign(accuracy=frame["correct"] / frame["total"], loss=frame["losses"].str[-1])

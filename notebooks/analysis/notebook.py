@@ -15,7 +15,7 @@ from time import perf_counter
 from types import MappingProxyType
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 _SHOW_EVERY_S = 0.5
 _COLOURS = ("FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE")  # Jupyter sets them; the codes would stand in the output

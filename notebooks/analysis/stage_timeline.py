@@ -46,9 +46,10 @@ def read_timeline(run: str | Path) -> pd.DataFrame:
             "--trainer.callbacks+=lit_cifar.reporting.timeline.Timeline writes one",
         )
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    frame = pd.DataFrame([event["args"] for event in events if event["ph"] == "X"])
-    begin = frame.groupby("step")["start_ns"].transform("min")
-    frame["start_ms"], frame["end_ms"] = (frame["start_ns"] - begin) / 1e6, (frame["end_ns"] - begin) / 1e6
+    spans = [event for event in events if event["ph"] == "X"]
+    frame = pd.DataFrame([span["args"] | {"start_ms": span["ts"] / 1e3, "ms": span["dur"] / 1e3} for span in spans])
+    frame["start_ms"] -= frame.groupby("step")["start_ms"].transform("min")
+    frame["end_ms"] = frame["start_ms"] + frame["ms"]
     frame["saved_mib"] = frame["saved_bytes"] / 2**20
     columns = ["step", "rank", "worker", "stage", "microbatch", "kind", "start_ms", "end_ms", "saved_mib"]
     return frame[columns].sort_values(["step", "start_ms"], ignore_index=True)

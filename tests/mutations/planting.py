@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from inspect import getattr_static
 from pathlib import Path
 from typing import Any
@@ -73,13 +74,13 @@ def by_name(mutations: Iterable[Mutation]) -> dict[str, Mutation]:
 
 
 def in_last(plant: Plant) -> Plant:
-    """The mistake in the process of the last rank alone."""
+    """The mistake in the process of the last rank alone; `ddp_spawn` sends it to that process."""
+    return partial(_plant_in_last, plant)
 
-    def planted(site: Site) -> None:
-        if site.rank == site.trainer.world_size - 1:
-            plant(site)
 
-    return planted
+def _plant_in_last(plant: Plant, site: Site) -> None:
+    if site.rank == site.trainer.world_size - 1:
+        plant(site)
 
 
 # The ragged batch is too small for microbatches of two accumulated steps; clipped, so that the norm matters.

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from rich import box
 from rich.markup import escape
 from rich.table import Table
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.strategies.modes import Variant, variants
+from lit_cifar.tools.commands import terminal
 from lit_cifar.tools.verify.configuration import Configuration
 from lit_cifar.tools.verify.judge import RESUMED
 from lit_cifar.tools.verify.launcher import Launcher, Report
@@ -49,7 +49,7 @@ WITH_PARTS = (
 )
 
 COMPARISON = "comparison"
-GUARDS = {"SampleAuditError: ": "data receipt"}  # checks during training that stop a run, by their words on stderr
+GUARDS = {"SampleAuditError: ": "sample audit"}  # checks during training that stop a run, by their words on stderr
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def _has_acted(mutation: Mutation | None, folder: Path) -> bool:
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
-    table = Table(title="Planted mistakes", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title_justify="left")
+    table = terminal.table("Planted mistakes")
     table.add_column("planted", max_width=40)
     table.add_column("mode", no_wrap=True)
     table.add_column("seen in", max_width=46)

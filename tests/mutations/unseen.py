@@ -16,8 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lit_cifar.checkpoint import exact_resume
 from lit_cifar.checkpoint.callbacks import BestCheckpoint
-from lit_cifar.checkpoint.sample_audit.callback import SampleAudit
-from lit_cifar.checkpoint.sample_audit.digest import EMPTY
+from lit_cifar.checkpoint.sample_audit import EMPTY, SampleAudit
 from lit_cifar.data.augment import Augmentation, AugmentedImages
 from lit_cifar.data.images import Batch
 from lit_cifar.data.loader import BatchLoader
@@ -364,8 +363,8 @@ def _momenta_of_neighbours(site: Site) -> None:
 
 
 def _counts_of_all_in_each(site: Site) -> None:
-    def all_counts(own: Any, found: Tensor, num_dims: int, batch_split: Any) -> Tensor:
-        return found.sum(dim=0) if found.dim() > num_dims else found.clone()
+    def all_counts(own: Any, found: Tensor, state: Tensor, *, dp_rank: int) -> Tensor:
+        return found.clone()
 
     site.replace(exact_resume, "_own", all_counts)
 
@@ -384,7 +383,7 @@ def _best_of_step_before(site: Site) -> None:
     site.replace(BestCheckpoint, "_save_checkpoint", saved)
 
 
-def _receipt_begins_anew(site: Site) -> None:
+def _audit_begins_anew(site: Site) -> None:
     def anew(load: Any, callback: SampleAudit, *args: Any) -> None:
         load(callback, *args)
         site.set(callback, "_digest", EMPTY)
@@ -696,7 +695,7 @@ MUTATIONS = [
     Mutation("counts-of-all", "each rank resumes with the counts of all", "ddp", _counts_of_all_in_each),
     # Lightning-AI/pytorch-lightning#20185
     Mutation("best-of-before", "best.ckpt has the weights of the step before", "single", _best_of_step_before),
-    Mutation("receipt-anew", "the receipt forgets on resume the epochs before", "ddp_spawn", _receipt_begins_anew),
+    Mutation("audit-anew", "the sample audit forgets on resume the epochs before", "ddp_spawn", _audit_begins_anew),
     Mutation("header-as-row", "the header of metrics.csv counts as a row", "ddp", _header_counted_as_row),
     Mutation("buffers-not-restored", "running statistics start again on resume", "mp", _buffers_not_restored),
     # pytorch/pytorch#140900

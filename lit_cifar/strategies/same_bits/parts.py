@@ -23,7 +23,7 @@ Microbatches = tuple[Tensor, Tensor, list[int], list[float]]  # images, labels, 
 
 
 class WholeBatch:
-    """What strategies ask of `Parts`, for a batch that is not cut into parts: without `--virtual_replicas`."""
+    """What strategies ask of `Parts`, without `--virtual_replicas`."""
 
     one_by_one = False  # whether parts pass one by one, whose gradients are taken from the parameters and averaged
 
@@ -55,10 +55,8 @@ class WholeBatch:
 class Parts(WholeBatch):
     """The parts that one process has, and the sums over them.
 
-    Args:
-        num_parts: V, a power of two, over all processes.
-        num_processes: R, those that read different samples.
-        group: The processes that hold the same parameters and read different samples; None for all.
+    There are V `num_parts`, a power of two, over the R `num_processes` that read different samples. Those of them that
+    hold the same parameters are the `group`, None for all.
     """
 
     one_by_one = True
@@ -144,12 +142,7 @@ class PartSums:
 
     Gradients are exchanged bucket by bucket during the backward of a process's last part: those of the last layers
     travel while those of the first are computed. Which parameters get a gradient in this process is known after one
-    step, so the first step exchanges all at its end.
-
-    Args:
-        num_parts: Those of this process.
-        group: The processes that hold the same tensors; None for all.
-        is_alone: This process has all parts.
+    step, so the first step exchanges all at its end. If the process `is_alone`, it has all parts.
     """
 
     def __init__(self, num_parts: int, *, group: dist.ProcessGroup | None, is_alone: bool) -> None:
@@ -158,7 +151,7 @@ class PartSums:
         self._handles: list[RemovableHandle] = []
         self._buckets: list[list[Tensor]] = []
         self._waiting: list[list[Tensor]] = []  # buckets of this step that are not full yet
-        self._exchanges: list[_Exchange] = []
+        self._exchanges: list[tuple[list[Tensor], TreeAllReduce]] = []
         self._lock: AbstractContextManager[Any] = nullcontext()  # a lock cannot be sent to spawned processes
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -187,10 +180,13 @@ class PartSums:
         if self._is_alone:
             return {key: total.take() for key, total in rest.items()}
         for bucket in _buckets(rest):
-            self._start({key: rest[key] for key in bucket})
-        for exchange in self._exchanges:
+            self._start(bucket, rest)
+        for _, exchange in self._exchanges:
             exchange.add()
-        sums = {key: total for exchange in self._exchanges for key, total in exchange.take().items()}
+        sums: dict[Tensor, Tensor] = {}
+        for bucket, exchange in self._exchanges:
+            totals = torch.split(exchange.take(), [key.numel() for key in bucket])
+            sums |= {key: total.view(key.shape) for key, total in zip(bucket, totals, strict=True)}
         self._exchanges = []  # frees what was sent and received, before the optimizer steps
         if late:
             self._buckets = _buckets(key for key in reversed(self._gradients) if key in sums)
@@ -203,29 +199,15 @@ class PartSums:
         parameter.grad = None
         with self._lock:
             while self._waiting and self._is_full(self._waiting[0]):  # all processes start buckets in the same order
-                self._start({key: self._gradients[key] for key in self._waiting.pop(0)})
+                self._start(self._waiting.pop(0), self._gradients)
 
     def _is_full(self, bucket: list[Tensor]) -> bool:
         # The last one comes last, so that nearly every bucket that is not full is seen at once.
         return all(self._gradients[key].count == self._num_parts for key in reversed(bucket))
 
-    def _start(self, totals: dict[Tensor, TreeSum]) -> None:
-        self._exchanges.append(_Exchange({key: total.take() for key, total in totals.items()}, group=self._group))
-
-
-class _Exchange:
-    """One bucket on its way through all processes."""
-
-    def __init__(self, totals: dict[Tensor, Tensor], *, group: dist.ProcessGroup | None) -> None:
-        self._shapes = {key: total.shape for key, total in totals.items()}
-        self._whole = TreeAllReduce(torch.cat([total.flatten() for total in totals.values()]), group=group)
-
-    def add(self) -> None:
-        self._whole.add()
-
-    def take(self) -> dict[Tensor, Tensor]:
-        sums = torch.split(self._whole.take(), [shape.numel() for shape in self._shapes.values()])
-        return {key: total.view(shape) for total, (key, shape) in zip(sums, self._shapes.items(), strict=True)}
+    def _start(self, bucket: list[Tensor], totals: Mapping[Tensor, TreeSum]) -> None:
+        flat = torch.cat([totals[key].take().flatten() for key in bucket])
+        self._exchanges.append((bucket, TreeAllReduce(flat, group=self._group)))
 
 
 def _buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

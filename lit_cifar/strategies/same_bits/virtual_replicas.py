@@ -28,11 +28,11 @@ from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.images import Batch
 from lit_cifar.errors import ConfigError
+from lit_cifar.models.random_streams import begin_part
 from lit_cifar.strategies.base import CustomForwardStrategy, compiles
 from lit_cifar.strategies.fsdp2 import ShardedStrategy, reduce_in_tree
-from lit_cifar.strategies.mesh import local_part, loss_scale
+from lit_cifar.strategies.mesh import local_part, loss_scale, parameters_of
 from lit_cifar.strategies.pp import PipelineStrategy
-from lit_cifar.strategies.random_streams import begin_part
 from lit_cifar.strategies.same_bits.parts import Parts, WholeBatch
 from lit_cifar.strategies.state_dicts import local_slice
 
@@ -48,8 +48,6 @@ class VirtualReplicas(Callback):
         self.num_parts = num_parts
         self._parts = Parts(num_parts)
         self._are_microbatches = False
-
-    # What the module calls in place of its own pass over a batch.
 
     def train(self, module: L.LightningModule, batch: Batch, loss_of: Callable[[Batch], Tensor]) -> Tensor:
         """Forward and backward of all parts but the last, whose loss is returned for the backward of Lightning."""
@@ -96,8 +94,6 @@ class VirtualReplicas(Callback):
         if isinstance(strategy, CustomForwardStrategy):
             strategy.use_parts(self._parts)
 
-    # The hooks of the Trainer.
-
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Let the kernels be the same on any number of processes."""
         strategy = trainer.strategy
@@ -120,7 +116,6 @@ class VirtualReplicas(Callback):
         trainer.precision_plugin.clip_grad_by_norm = partial(clip_in_order, group=whole)  # type: ignore[method-assign]
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Give parameters and buffers the mean over all parts."""
         self._parts.average()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -141,11 +136,7 @@ def _with_whole_gradient(strategy: Strategy) -> dist.ProcessGroup | None:
 
 
 def check_same_bits(num_parts: int, trainer: L.Trainer, data: CIFAR10DataModule) -> None:
-    """Refuse a run that would not end with the same bits on every number of devices.
-
-    Raises:
-        ConfigError: A mode, a number of devices, or sizes that do not fit.
-    """
+    """Raise a `ConfigError` for a run that would not end with the same bits on every number of devices."""
     name, strategy = f"--virtual_replicas={num_parts}", trainer.strategy
     if num_parts < 1 or num_parts & (num_parts - 1):
         nearest = 1 << max(0, num_parts.bit_length() - 1)
@@ -160,9 +151,9 @@ def check_same_bits(num_parts: int, trainer: L.Trainer, data: CIFAR10DataModule)
             remedy=f"change --trainer.devices, so that there are {1 << (min(replicas, num_parts).bit_length() - 1)}",
         )
     if trainer.accumulate_grad_batches > 1:
-        accumulated = trainer.accumulate_grad_batches
         raise ConfigError(
-            f"{name} with --trainer.accumulate_grad_batches={accumulated} would add gradients in another order",
+            f"{name} with --trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} would add gradients in "
+            "another order",
             remedy="leave out the latter: the parts of a batch pass one after the other already",
         )
     if getattr(strategy, "_layer_sync", None) is not None and BatchSplit.of(strategy).dp_size > 1:
@@ -208,7 +199,7 @@ def clip_in_order(optimizer: Optimizer, clip_val: float, *, group: dist.ProcessG
     `group` are the processes that together have each row of each gradient once; None if this one has all. A row is what
     an index of the first dim selects. No mode divides a row.
     """
-    parameters = [parameter for each in optimizer.param_groups for parameter in each["params"]]
+    parameters = parameters_of(optimizer)
     device = next(p.device for p in parameters if p.grad is not None)
     squares = torch.cat([_squares(parameter).to(device) for parameter in parameters])
     if group is not None:

@@ -6,57 +6,46 @@ Ours is what `fit` does between two steps: the loader with its augmentation, and
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable
 from itertools import islice
 from time import thread_time
 from typing import Any
 
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, default_collate
 from torchvision import transforms
 
 from lit_cifar.data import CIFAR10DataModule
-from lit_cifar.data.images import Batch, ImageSet
+from lit_cifar.data.images import ImageSet
 from lit_cifar.data.loader import BatchLoader
-from lit_cifar.tools.bench.measurements import Quantiles, Report, Row, Settings, interleaved, ratio
+from lit_cifar.tools.bench.measurements import Row, Settings, interleaved
 
 _BATCH = 128
 _NUM_IMAGES = 50_000  # as many as CIFAR-10 has, so that they fill no cache
 _BASELINE_BATCHES = 16  # that are timed: an epoch would take minutes in all
 
 
-def measure(settings: Settings, report: Report) -> list[Row]:
-    """Images per second and core, of both, and what share the normalisation has of ours."""
-    report("the data path on one thread")
+def measure(settings: Settings) -> list[Row]:
+    """Images per second and core, of both."""
     data = CIFAR10DataModule(
         dataset="synthetic", num_train=32 * _BATCH if settings.small else _NUM_IMAGES, val_size=0, batch_size=_BATCH
     )
     data.setup("fit")
-    with one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
         calls = paths(data)
         for warm_up in calls.values():
             warm_up()
         found = interleaved(calls, rounds=settings.rounds)
-    per_second = {name: Quantiles(tuple(1 / seconds for seconds in own.values)) for name, own in found.items()}
-    without = ratio(found["uint8"], found["ours"])
-    of = partial(Row, section="data")
+    finally:
+        torch.set_num_threads(threads)
+    name = f"uint8 images to normalised batches of {_BATCH} against PIL and a DataLoader, on one thread"
     return [
-        of(
-            name=f"uint8 images to normalised batches of {_BATCH} against PIL and a DataLoader, on one thread",
-            unit="x",
-            found=ratio(found["baseline"], found["ours"]),
-        ),
-        of(name="images per second, PIL and a DataLoader", unit="img/s", found=per_second["baseline"]),
-        of(name="images per second, of `fit`", unit="img/s", found=per_second["ours"]),
-        of(
-            name="share of `fit`'s time in which batches become float32 and are normalised",
-            unit="%",
-            found=Quantiles(tuple(1 - share for share in without.values)),
-            note="three passes over the 12 KB of an image: to float32, minus the mean, divided by the deviation",
-        ),
+        Row(name, "x", found["baseline"] / found["ours"]),
+        Row("images per second, PIL and a DataLoader", "img/s", 1 / found["baseline"]),
+        Row("images per second, of `fit`", "img/s", 1 / found["ours"]),
     ]
 
 
@@ -64,8 +53,7 @@ def paths(data: CIFAR10DataModule) -> dict[str, Callable[[], float]]:
     """Functions that make batches of the training set of `data` and return the seconds that an image took.
 
     Returns:
-        "baseline", a few batches; "ours", a whole epoch, as some of the work is done once in it; "uint8", an epoch of
-        ours without the normalisation.
+        "baseline", a few batches; "ours", a whole epoch, as some of the work is done once in it.
     """
     images, source = data.sets["train"], data.source
     through_pil = pil_loader(images, batch_size=data.batch_size, mean=source.mean, std=source.std)
@@ -73,39 +61,25 @@ def paths(data: CIFAR10DataModule) -> dict[str, Callable[[], float]]:
     sampler = data.train_sampler()
     loader = BatchLoader(images, sampler, augmentation=data.augmentation)
 
-    def epoch() -> Iterator[Batch]:
+    def epoch() -> float:
         sampler.set_epoch(sampler.epoch + 1)
-        return iter(loader)
+        return _seconds(data.on_after_batch_transfer(batch, 0) for batch in loader) / len(images)
 
-    return {
-        "baseline": lambda: _seconds(islice(through_pil, _BASELINE_BATCHES)) / num_baseline,
-        "ours": lambda: _seconds(data.on_after_batch_transfer(batch, 0) for batch in epoch()) / len(images),
-        "uint8": lambda: _seconds(epoch()) / len(images),
-    }
-
-
-class PILImages(Dataset[tuple[Any, int]]):
-    """Images one by one, as torchvision's own data sets give them: a PIL image goes through `transform`."""
-
-    def __init__(self, images: ImageSet, transform: Callable[[Any], Any]) -> None:
-        self._pixels = images.images.permute(0, 2, 3, 1).contiguous().numpy()
-        self._labels = images.labels.tolist()
-        self._transform = transform
-
-    def __len__(self) -> int:
-        return len(self._labels)
-
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        return self._transform(Image.fromarray(self._pixels[index])), self._labels[index]
+    return {"baseline": lambda: _seconds(islice(through_pil, _BASELINE_BATCHES)) / num_baseline, "ours": epoch}
 
 
 def pil_loader(images: ImageSet, *, batch_size: int, mean: Any, std: Any) -> DataLoader[Any]:
     """Shuffled, cropped, flipped and normalised batches, made in this process."""
-    size = images.images.shape[-1]
-    steps = [transforms.RandomCrop(size, padding=4), transforms.RandomHorizontalFlip()]
-    steps += [transforms.ToTensor(), transforms.Normalize(mean, std)]
-    dataset = PILImages(images, transforms.Compose(steps))
-    return DataLoader(dataset, batch_size=batch_size, shuffle=True, drop_last=True)
+    steps = [transforms.RandomCrop(images.images.shape[-1], padding=4), transforms.RandomHorizontalFlip()]
+    transform = transforms.Compose([*steps, transforms.ToTensor(), transforms.Normalize(mean, std)])
+
+    def batch(samples: list[tuple[Any, int]]) -> Any:
+        """As torchvision's own data sets do: each a PIL image first."""
+        return default_collate([(transform(Image.fromarray(pixels)), label) for pixels, label in samples])
+
+    pixels = images.images.permute(0, 2, 3, 1).contiguous().numpy()
+    dataset: Any = list(zip(pixels, images.labels.tolist(), strict=True))
+    return DataLoader(dataset, batch_size=batch_size, shuffle=True, drop_last=True, collate_fn=batch)
 
 
 def _seconds(batches: Iterable[object]) -> float:
@@ -113,14 +87,3 @@ def _seconds(batches: Iterable[object]) -> float:
     start = thread_time()
     deque(batches, maxlen=1)
     return thread_time() - start
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch use a single thread meanwhile."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

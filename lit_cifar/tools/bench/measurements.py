@@ -1,34 +1,26 @@
-"""What the sections of `bench` are told, how they measure, and the rows that they yield.
+"""What the sections of `bench` are told, how they measure, and the rows that they return."""
 
-Things are timed in turn, so that a machine that becomes slower meanwhile is slower for all of them.
-"""
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
-from rich import box
-from rich.markup import escape
-from rich.table import Table
+from numpy.typing import NDArray
 
 from lit_cifar.models import Arch
 
-Report = Callable[[str], None]  # called with a line about what is measured next
-Unit = Literal["x", "%", "s", "ms", "us", "img/s", "GFLOP/s", "MiB"]
+Values = NDArray[np.float64]  # a repeated measurement: a number for each round
+Unit = Literal["x", "s", "us", "img/s"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """On what is measured, and how often."""
 
-    device: torch.device
     folder: Path  # exists; runs write below it
     rounds: int = 5  # how often each of the things that are compared is timed
-    # A network of a few layers, few images and few rounds, for tests: the figures then say nothing about a machine.
-    small: bool = False
+    small: bool = False  # few layers, images and steps: the figures then say nothing about a machine
 
     @property
     def arch(self) -> Arch:
@@ -36,31 +28,26 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Quantiles:
-    """A repeated measurement: its median and where the middle half lies."""
+class Row:
+    """One measurement."""
 
-    values: tuple[float, ...]  # one or more, in the order in which they were measured
-
-    @property
-    def low(self) -> float:
-        """The first quartile."""
-        return float(np.quantile(self.values, 0.25))
+    name: str  # what is compared with what
+    unit: Unit
+    values: Values
+    note: str = ""  # on what it depends
 
     @property
-    def median(self) -> float:
-        return float(np.median(self.values))
+    def quartiles(self) -> tuple[float, float, float]:
+        """The middle half and the median of the values: low, median, high."""
+        low, median, high = map(float, np.quantile(self.values, [0.25, 0.5, 0.75]))
+        return low, median, high
 
-    @property
-    def high(self) -> float:
-        """The third quartile."""
-        return float(np.quantile(self.values, 0.75))
-
-    @property
-    def n(self) -> int:
-        return len(self.values)
+    def to_json(self) -> dict[str, Any]:
+        found = dict(zip(("low", "median", "high"), self.quartiles, strict=True))
+        return asdict(self) | found | {"values": self.values.tolist()}
 
 
-def interleaved(measurements: Mapping[str, Callable[[], float]], *, rounds: int) -> dict[str, Quantiles]:
+def interleaved(measurements: Mapping[str, Callable[[], float]], *, rounds: int) -> dict[str, Values]:
     """What each measurement returns, once in every round.
 
     Every other round goes through them backwards, so that what slows the machine down steadily favours none.
@@ -70,83 +57,14 @@ def interleaved(measurements: Mapping[str, Callable[[], float]], *, rounds: int)
     for turn in range(rounds):
         for name in names if turn % 2 == 0 else reversed(names):
             found[name].append(measurements[name]())
-    return {name: Quantiles(tuple(values)) for name, values in found.items()}
-
-
-def ratio(above: Quantiles, below: Quantiles) -> Quantiles:
-    """Of two that were interleaved: the quotient of each round.
-
-    Raises:
-        ValueError: They were not measured equally often.
-    """
-    return Quantiles(tuple(a / b for a, b in zip(above.values, below.values, strict=True)))
-
-
-def difference(left: Quantiles, right: Quantiles) -> Quantiles:
-    """Of two that were interleaved: left minus right in each round.
-
-    Raises:
-        ValueError: They were not measured equally often.
-    """
-    return Quantiles(tuple(a - b for a, b in zip(left.values, right.values, strict=True)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One measurement."""
-
-    section: str  # of `bench`
-    name: str  # what is compared with what
-    unit: Unit
-    found: Quantiles
-    note: str = ""  # on what it depends: one or two sentences
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "Row":
-        """The row that `to_json` has written."""
-        found = Quantiles(tuple(content["values"]))
-        return cls(**{name: content[name] for name in ("section", "name", "unit", "note")}, found=found)
-
-    def to_json(self) -> dict[str, Any]:
-        found = {"median": self.found.median, "low": self.found.low, "high": self.found.high}
-        return {name: value for name, value in asdict(self).items() if name != "found"} | {
-            **found,
-            "values": list(self.found.values),
-        }
+    return {name: np.array(values) for name, values in found.items()}
 
 
 def shown(value: float, unit: Unit) -> str:
     """With three significant digits, and the unit as one writes it behind a number.
 
-    >>> shown(0.9168, "x"), shown(0.12345, "%"), shown(34567.0, "img/s")
-    ('0.917x', '12.3 %', '34,600 img/s')
+    >>> shown(0.9168, "x"), shown(34567.0, "img/s")
+    ('0.917x', '34,600 img/s')
     """
-    if unit == "%":
-        value *= 100
     digits = f"{value:#.3g}" if abs(value) < 1000 else f"{float(f'{value:.3g}'):,.0f}"
     return f"{digits.rstrip('.')}{unit if unit == 'x' else f' {unit}'}"
-
-
-def result_table(rows: Sequence[Row], *, title: str) -> Table:
-    """A row for each measurement; below the median the middle half of the repeats and their number."""
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title_justify="left")
-    table.add_column("what is measured", ratio=1)
-    table.add_column("measured", justify="right", no_wrap=True)
-    for row in rows:
-        name = escape(row.name) + (f"\n[dim]{escape(row.note)}[/]" if row.note else "")
-        middle = f"{shown(row.found.low, row.unit)} to {shown(row.found.high, row.unit)}, n = {row.found.n}"
-        table.add_row(
-            name,
-            f"[bold]{shown(row.found.median, row.unit)}[/]\n[dim]{middle}[/]",
-        )
-    return table
-
-
-def markdown(rows: Sequence[Row]) -> str:
-    """The same as a table for a page."""
-    lines = ["| what is measured | median | middle half | n |", "|---|---|---|---|"]
-    for row in rows:
-        middle = f"{shown(row.found.low, row.unit)} to {shown(row.found.high, row.unit)}"
-        name = row.name + (f". {row.note}" if row.note else "")
-        lines.append(f"| {name} | {shown(row.found.median, row.unit)} | {middle} | {row.found.n} |")
-    return "\n".join(lines) + "\n"

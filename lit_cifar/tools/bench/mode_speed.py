@@ -3,60 +3,48 @@
 from os import cpu_count
 
 from lit_cifar.models import Stem
-from lit_cifar.tools.bench.measurements import Quantiles, Report, Row, Settings, interleaved, ratio
+from lit_cifar.tools.bench.measurements import Row, Settings, Values, interleaved
 from lit_cifar.tools.bench.timed_runs import TimedRun, interleaved_runs
 
-_DEVICES = 2
-_BATCH = 128
 _ONE_PROCESS = "auto"
 _MODES = {_ONE_PROCESS: 1, "dp": 1, "mp": 1, "ddp": 2, "pp": 2, "fsdp2": 2, "tp": 2}  # strategies and their processes
 # Steps of a turn: so many that are timed, after so many that warm the caches up. Those of the CIFAR stem take seconds.
 _STEPS: dict[Stem, tuple[int, int]] = {"cifar": (1, 0), "imagenet": (3, 1)}
 
 
-def measure(settings: Settings, report: Report) -> list[Row]:
+def measure(settings: Settings) -> list[Row]:
     """Speed of ResNet34 in float32 on the CPU, both stems: each mode on two devices over one process with all threads.
 
     Raises:
         RuntimeError: A run failed.
     """
     rows = []
+    batch_size = 32 if settings.small else 128
     for stem in _STEPS:
-        report(f"steps of every mode with the {stem} stem")
-        found = _timed(stem, settings)
+        found = _seconds(stem, settings, batch_size)
         alone = found.pop(_ONE_PROCESS)
-        about = f"{stem} stem, batch {_batch_size(settings)}, 32-true"
-        rows += [
-            Row(section="modes", name=f"speed of {mode} on 2 devices, {about}", unit="x", found=ratio(alone, own))
-            for mode, own in found.items()
-        ]
-        per_s = Quantiles(tuple(_batch_size(settings) / seconds for seconds in alone.values))
+        about = f"{stem} stem, batch {batch_size}, 32-true"
+        rows += [Row(f"speed of {mode} on 2 devices, {about}", "x", alone / own) for mode, own in found.items()]
         name = f"images per second of one process with {cpu_count()} threads, {about}: 1.00x"
-        rows.append(Row(section="modes", name=name, unit="img/s", found=per_s))
+        rows.append(Row(name, "img/s", batch_size / alone))
     return rows
 
 
-def _timed(stem: Stem, settings: Settings) -> dict[str, Quantiles]:
-    """Seconds of a step of each mode."""
+def _seconds(stem: Stem, settings: Settings, batch_size: int) -> dict[str, Values]:
+    """Of a step of each mode."""
     steps, skip = _STEPS[stem]
-    runs = {mode: _run(mode, stem, settings) for mode in _MODES}
-    with interleaved_runs(runs, folder=settings.folder) as seconds:
-        for name in runs:  # memory is allocated, kernels are chosen, DDP cuts its buckets
-            seconds(name, steps=1, skip=skip)
-        calls = {name: lambda name=name: seconds(name, steps=steps, skip=skip) for name in runs}
+    flags = ["--data.dataset=synthetic", f"--data.num_train={batch_size * (4 + settings.rounds * (steps + skip))}"]
+    flags += ["--data.val_size=0", f"--data.batch_size={batch_size}", "--trainer.accelerator=cpu"]
+    flags += ["--trainer.enable_progress_bar=false", f"--model.arch={settings.arch}", f"--model.stem={stem}"]
+    with interleaved_runs({mode: _run(mode, flags) for mode in _MODES}, folder=settings.folder) as seconds:
+        for mode in _MODES:  # memory is allocated, kernels are chosen, DDP cuts its buckets
+            seconds(mode, steps=1, skip=skip)
+        calls = {mode: lambda mode=mode: seconds(mode, steps=steps, skip=skip) for mode in _MODES}
         return interleaved(calls, rounds=settings.rounds)
 
 
-def _run(mode: str, stem: Stem, settings: Settings) -> TimedRun:
-    """A run with the flags that a user would pass, long enough for all turns; the threads share the cores."""
-    batch_size = _batch_size(settings)
-    num_images = batch_size * (4 + settings.rounds * sum(_STEPS[stem]))
-    flags = ["--data.dataset=synthetic", f"--data.num_train={num_images}", "--data.val_size=0"]
-    flags += [f"--data.batch_size={batch_size}", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
-    flags += [f"--model.arch={settings.arch}", f"--model.stem={stem}", f"--trainer.strategy={mode}"]
-    flags.append(f"--trainer.devices={1 if mode == _ONE_PROCESS else _DEVICES}")
-    return TimedRun(flags=flags, num_ranks=_MODES[mode], threads=max(1, (cpu_count() or 1) // _MODES[mode]))
-
-
-def _batch_size(settings: Settings) -> int:
-    return 32 if settings.small else _BATCH
+def _run(mode: str, flags: list[str]) -> TimedRun:
+    """With the flags that a user would pass; the threads of its processes share the cores."""
+    own = [f"--trainer.strategy={mode}", f"--trainer.devices={1 if mode == _ONE_PROCESS else 2}"]
+    threads = max(1, (cpu_count() or 1) // _MODES[mode])
+    return TimedRun(flags=[*flags, *own], num_ranks=_MODES[mode], threads=threads)

@@ -1,166 +1,189 @@
-"""What `fit` adds to a training: to a step, to an epoch, and before the first step."""
+"""What `fit` adds to a step: the same training twice in one process, in turn, by the Trainer and in plain PyTorch."""
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from os import cpu_count
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from torch.nn import functional as F
 
-from lit_cifar.data.cifar10 import CLASSES, FILES, RECORD_BYTES, RECORDS_PER_FILE
-from lit_cifar.data.download import CIFAR10_BINARY
-from lit_cifar.tools.bench import plain_loop
-from lit_cifar.tools.bench.measurements import Quantiles, Report, Row, Settings, difference, interleaved
+from lit_cifar.data import CIFAR10DataModule
+from lit_cifar.data.images import Batch
+from lit_cifar.task.module import LitResNet
+from lit_cifar.task.optim import WarmupDecay
+from lit_cifar.tools.bench.measurements import Row, Settings, Values
 from lit_cifar.tools.verify.runs import run
 
-_TURNS_PER_ROUND = 6
-_STEPS_PER_TURN = 50
-_STEPS_OF_AN_EPOCH = 45_000 / 128
-_ENOUGH_EPOCHS = 8
+_MANY = 10**6  # optimizer steps
+_SKIPPED = 2  # turns at the start
 
 
-def measure(settings: Settings, report: Report) -> list[Row]:
-    """A step, an epoch and a start, with all that a run logs and saves by default.
+def measure(settings: Settings) -> list[Row]:
+    """A step with all that a run logs by default, over one of a plain loop in the same precision and layout.
 
     Raises:
         RuntimeError: A run failed.
     """
-    data = settings.folder / "overhead"
-    write_random_cifar10(data)
-    accelerator = "gpu" if settings.device.type == "cuda" else "cpu"
-    fit = ["fit", f"--data.root={data}", f"--trainer.accelerator={accelerator}", "--trainer.devices=1"]
-    arguments = settings, report, fit
-    return [*_one_layer(*arguments), _resnet34(*arguments), _epoch(*arguments), _start(*arguments)]
+    return [_one_layer(settings), _resnet34(settings)]
 
 
-def _one_layer(settings: Settings, report: Report, fit: list[str]) -> list[Row]:
-    """All that is not the network: microseconds over a plain loop."""
-    report("overhead of a step")
-    rounds = (1 if settings.small else _TURNS_PER_ROUND) * settings.rounds
-    flags = [f"--model.network={plain_loop.__name__}.Small", "--data.batch_size=16"]
-    turns = _beside_a_plain_loop([*fit, *flags], settings, turns=rounds, steps=_STEPS_PER_TURN, threads=1)
-    by_clock, of_processor = ([turn[clock] for turn in turns] for clock in (0, 1))
-    plain_us = Quantiles(tuple(1e6 * plain for _, plain in by_clock)).median
+def _one_layer(settings: Settings) -> Row:
+    """All that is not the network."""
+    turns = (1 if settings.small else 6) * settings.rounds
+    fit, plain = _in_turn(settings, [f"--model.network={__name__}.Small"], turns=turns, steps=50, batch_size=16)
     name = "a step of fit, with all logs, over a plain PyTorch loop, a network of one layer"
-    row = partial(Row, section="overhead", unit="us")
-    return [
-        row(name=name, found=_added_us(by_clock), note=f"the plain loop takes {plain_us:,.0f} us a step"),
-        row(
-            name=f"{name}, in processor time",
-            found=_added_us(of_processor),
-            note="which other programs on the machine change less",
-        ),
-    ]
+    return Row(name, "us", 1e6 * (fit - plain), f"the plain loop takes {1e6 * np.median(plain):,.0f} us a step")
 
 
-def _resnet34(settings: Settings, report: Report, fit: list[str]) -> Row:
-    """A step of `fit` over one of a plain loop, both in the same precision and layout."""
-    report("a step of fit and of a plain loop")
-    on_gpu = settings.device.type == "cuda"
+def _resnet34(settings: Settings) -> Row:
+    on_gpu = torch.cuda.is_available()
     stem, batch_size, precision = ("cifar", 512, "bf16-mixed") if on_gpu else ("imagenet", 128, "32-true")
-    flags = [f"--model.arch={settings.arch}", f"--model.stem={stem}", f"--data.batch_size={batch_size}"]
-    flags += [f"--trainer.precision={precision}", f"--model.channels_last={str(on_gpu).lower()}"]
-    flags += ["--trainer.log_every_n_steps=3"]
-    turns = _beside_a_plain_loop(
-        [*fit, *flags], settings, turns=settings.rounds, steps=30 if on_gpu else 3, threads=cpu_count() or 1
-    )
-    layout = "channels_last" if on_gpu else "torch's own layout"
-    return Row(
-        section="overhead",
-        name=f"time of a step of fit over that of a plain loop, ResNet34, {stem} stem, batch {batch_size}, "
-        f"{precision}, {layout}",
-        unit="x",
-        found=Quantiles(tuple(own / plain for (own, plain), _ in turns)),
-        note=f"the plain loop takes {1e3 * Quantiles(tuple(plain for (_, plain), _ in turns)).median:,.0f} ms a step",
-    )
+    flags = [f"--model.arch={settings.arch}", f"--model.stem={stem}", f"--trainer.precision={precision}"]
+    flags.append(f"--model.channels_last={str(on_gpu).lower()}")
+    steps, threads = 30 if on_gpu else 3, cpu_count() or 1
+    fit, plain = _in_turn(settings, flags, turns=settings.rounds, steps=steps, batch_size=batch_size, threads=threads)
+    about = f"{stem} stem, batch {batch_size}, {precision}, {'channels_last' if on_gpu else 'contiguous'}"
+    name = f"time of a step of fit over that of a plain loop, ResNet34, {about}"
+    return Row(name, "x", fit / plain, f"the plain loop takes {1e3 * np.median(plain):,.0f} ms a step")
 
 
-def _beside_a_plain_loop(words: list[str], settings: Settings, *, turns: int, steps: int, threads: int) -> Any:
-    """As `InTurn` writes it: for each turn the seconds of a step of both, by the clock and of processor time."""
-    flags = ["--data.val_size=0", f"--trainer.max_steps={steps * (turns + 3)}", "--trainer.max_epochs=-1"]
-    flags += [f"--trainer.callbacks+={plain_loop.__name__}.InTurn", f"--trainer.callbacks.steps={steps}"]
-    return _run([*words, *flags], settings, threads=threads)
-
-
-def _added_us(turns: list[list[float]]) -> Quantiles:
-    return Quantiles(tuple(1e6 * (own - plain) for own, plain in turns))
-
-
-def _epoch(settings: Settings, report: Report, fit: list[str]) -> Row:
-    """The share of an epoch that is neither a training nor a validation step.
-
-    Epochs of few steps, of which the steps of a whole one are computed.
-    """
-    report("overhead of an epoch")
-    num_epochs = 3 if settings.small else min(settings.rounds + 2, _ENOUGH_EPOCHS)
-    flags = [f"--model.arch={settings.arch}", "--model.stem=imagenet", "--data.eval_batch_size=100"]
-    flags += ["--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1", f"--trainer.max_epochs={num_epochs}"]
-    flags.append(f"--trainer.callbacks+={plain_loop.__name__}.EpochTimes")
-    times = _run([*fit, *flags], settings, threads=cpu_count() or 1)
-    outside = Quantiles(tuple(times["outside_s"]))
-    whole_s = times["step_s"] * _STEPS_OF_AN_EPOCH
-    return Row(
-        section="overhead",
-        name="an epoch outside of training and validation steps, ResNet34, imagenet stem, 45,000 images",
-        unit="%",
-        found=Quantiles(tuple(seconds / (whole_s + seconds) for seconds in outside.values)),
-        note=f"{outside.median * 1e3:,.0f} ms beside steps of {whole_s:.0f} s; files are written behind them",
-    )
-
-
-def _start(settings: Settings, report: Report, fit: list[str]) -> Row:
-    report("the start of a run")
-    imports = ["-c", "import os, torch, lightning.pytorch; os._exit(0)"]
-    arch = [f"--model.arch={settings.arch}", "--model.stem=imagenet"]
-
-    package = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(package)}
-
-    def seconds(arguments: list[str]) -> float:
-        folder = Path(tempfile.mkdtemp(prefix="start", dir=settings.folder))
-        start = perf_counter()
-        outcome = subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, capture_output=True)
-        if outcome.returncode:
-            raise RuntimeError(f"{' '.join(arguments)} failed: {outcome.stderr.decode(errors='replace')[-2000:]}")
-        return perf_counter() - start
-
-    first_step = ["-m", "lit_cifar", *fit, *arch, f"--trainer.callbacks+={plain_loop.__name__}.EndAtFirstStep"]
-    found = interleaved(
-        {"imports": partial(seconds, imports), "fit": partial(seconds, first_step)}, rounds=settings.rounds
-    )
-    return Row(
-        section="overhead",
-        name="from the start of fit to the first step, beyond importing torch and Lightning, ResNet34",
-        unit="s",
-        found=difference(found["fit"], found["imports"]),
-        note=f"{found['fit'].median:.1f} s in all, the imports alone {found['imports'].median:.1f} s; fit makes them "
-        "without garbage collection",
-    )
-
-
-def write_random_cifar10(root: Path) -> None:
-    """Write noise with labels in turn, as the binary edition of CIFAR-10 (180 MB), below `root`."""
-    folder = root / CIFAR10_BINARY.folder
-    folder.mkdir(parents=True)
-    records = np.random.default_rng(0).integers(0, 256, (RECORDS_PER_FILE, RECORD_BYTES), np.uint8)
-    records[:, 0] = np.arange(RECORDS_PER_FILE) % len(CLASSES)
-    for names in FILES.values():
-        for name in names:
-            records.tofile(folder / name)
-
-
-def _run(words: list[str], settings: Settings, *, threads: int) -> Any:
-    """What the callback that `words` name last has written into its `file`."""
-    folder = Path(tempfile.mkdtemp(prefix="fit", dir=settings.folder))
-    file = folder / "found.json"
-    flags = [f"--run_dir={folder / 'run'}", f"--trainer.callbacks.file={file}"]
-    outcome = run(*words, *flags, folder=folder, threads=threads)
+def _in_turn(
+    settings: Settings, flags: list[str], *, turns: int, steps: int, batch_size: int, threads: int = 1
+) -> tuple[Values, Values]:
+    """Seconds of a step of `fit` and of the plain loop, a number for each turn; all turns are in one epoch."""
+    folder = Path(tempfile.mkdtemp(prefix="overhead-", dir=settings.folder))
+    words = [f"--trainer.accelerator={'gpu' if torch.cuda.is_available() else 'cpu'}", "--trainer.devices=1", *flags]
+    words += ["--trainer.max_epochs=1", f"--trainer.log_every_n_steps={steps}"]
+    words += ["--data.dataset=synthetic", "--data.val_size=0", f"--data.batch_size={batch_size}"]
+    words += [f"--data.num_train={batch_size * steps * (turns + _SKIPPED)}"]
+    words += [f"--trainer.callbacks+={__name__}.InTurn", f"--trainer.callbacks.steps={steps}"]
+    words += [f"--trainer.callbacks.file={folder / 'turns'}", f"--run_dir={folder / 'run'}"]
+    outcome = run("fit", *words, folder=folder, threads=threads)
     if outcome.status != 0:
-        raise RuntimeError(f"{' '.join(words)} failed: {outcome.last_words}")
-    return json.loads(file.read_text())
+        raise RuntimeError(f"fit {' '.join(words)} failed: {outcome.last_words}")
+    fit, plain = np.array(json.loads((folder / "turns").read_text())).T
+    return fit, plain
+
+
+class Small(nn.Sequential):
+    """A network that takes so little time that a step is all bookkeeping."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(192, 10))
+
+
+class InTurn(Callback):
+    """Lets a plain loop of a copy of the network take `steps` steps after as many of the Trainer, and times both.
+
+    Args:
+        file: JSON: for each turn [fit, plain], the seconds of a step.
+        steps: As many as lie between two log points, so that each turn has one.
+    """
+
+    def __init__(self, file: str, *, steps: int) -> None:
+        self.file = Path(file)
+        self.steps = steps
+        self._plain: PlainLoop | None = None
+        self._turns: list[tuple[float, float]] = []
+        self._since = 0.0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx % self.steps == 0:
+            fit = self._elapsed(pl_module.device)
+            if self._plain is None:
+                self._plain = _copied(trainer, pl_module)
+            self._since = perf_counter()
+            self._plain.run(self.steps)
+            self._turns.append((fit, self._elapsed(pl_module.device)))
+            self._since = perf_counter()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.file.write_text(json.dumps(self._turns[_SKIPPED:]))
+
+    def _elapsed(self, device: torch.device) -> float:
+        """Seconds of a step of this turn, when the device has done its work."""
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return (perf_counter() - self._since) / self.steps
+
+
+def _copied(trainer: Any, module: Any) -> "PlainLoop":
+    """A plain loop that trains a copy of what the Trainer trains."""
+    return PlainLoop(
+        deepcopy(module.network),
+        module,
+        trainer.datamodule,
+        log_every_n_steps=trainer.log_every_n_steps,
+        precision=trainer.precision_plugin.forward_context,
+    )
+
+
+class PlainLoop:
+    """Trains `network` on the batches of `data`, with the optimizer, the schedule and the layout of `module`.
+
+    Loss and accuracy are summed on the device and read every `log_every_n_steps`. `precision` gives the context of a
+    forward pass, autocast say.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        module: LitResNet,
+        data: CIFAR10DataModule,
+        *,
+        log_every_n_steps: int,
+        precision: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.network = network.train()
+        self._layout = torch.channels_last if module.channels_last else torch.contiguous_format
+        self._precision = precision
+        self.optimizer = module.make_optimizer(network.parameters())
+        self.scheduler: Any = module.make_lr_scheduler(self.optimizer)
+        if isinstance(self.scheduler, WarmupDecay):
+            self.scheduler.set_total_steps(_MANY)
+        self.log_every_n_steps = log_every_n_steps
+        self.logged: list[tuple[float, float]] = []  # mean loss and accuracy since the beginning
+        self._batches = _forever(data)
+        device = next(network.parameters()).device
+        self._mean, self._std = (
+            255 * torch.tensor(each, device=device)[:, None, None] for each in (data.source.mean, data.source.std)
+        )
+        self._loss = torch.zeros((), device=device)
+        self._right = torch.zeros((), dtype=torch.int64, device=device)
+        self._images = self._steps = 0
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self._step(next(self._batches))
+
+    def _step(self, batch: Batch) -> None:
+        device = self._mean.device
+        images = batch.images.to(device, torch.float32, non_blocking=True).sub_(self._mean).div_(self._std)
+        labels = batch.labels.to(device, non_blocking=True)
+        with self._precision():
+            logits = self.network(images.contiguous(memory_format=self._layout))
+            loss = F.cross_entropy(logits, labels)
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.scheduler.step()
+        self._loss += loss.detach() * len(labels)
+        self._right += (logits.detach().argmax(dim=1) == labels).sum()
+        self._images += len(labels)
+        self._steps += 1
+        if self._steps % self.log_every_n_steps == 0:
+            self.logged.append((float(self._loss) / self._images, int(self._right) / self._images))
+
+
+def _forever(data: CIFAR10DataModule) -> Iterator[Batch]:
+    while True:
+        yield from data.train_dataloader()

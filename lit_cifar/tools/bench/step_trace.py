@@ -5,10 +5,11 @@ recorded. Each is a step of its own, as counting and profiling take time.
 """
 
 import json
-from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from time import monotonic_ns, perf_counter, time_ns
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -20,15 +21,15 @@ from torch.profiler import profile, record_function
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.memory import optimizer_bytes, trained_bytes
-from lit_cifar.reporting.timeline import LETTERS, Recorder, Span
+from lit_cifar.reporting.timeline import Recorder
 from lit_cifar.strategies.mesh import local_part
+from lit_cifar.tools.bench.step_events import STAGE, STEP
 
-STEP = "one training step"  # what the recorded one is called among the profiler's events
 _PLAIN, _COUNTED, _PROFILED, _RECORDED, NUM_STEPS = range(2, 7)  # optimizer steps before each of them begins
 
 
 class StepTrace(Callback):
-    """Writes `profile0.json` and so on into a folder, what the profiler saw of a step, and `facts0.json`, all else.
+    """Writes `rank0.json` and so on into a folder: the arguments of a `RankStep`, with events by the time of day.
 
     A step lasts from the end of the one before it, so it includes fetching its batch.
 
@@ -40,11 +41,8 @@ class StepTrace(Callback):
         self.folder = Path(folder)
         self._steps = 0
         self._start = 0.0
-        self._facts: dict[str, Any] = {}
         self._trained = (0, 0)
-        self._saved: SavedForBackward | None = None
-        self._profile: Any = None
-        self._step: Any = None
+        self._found: dict[str, Any] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse an epoch that ends before the last step."""
@@ -54,6 +52,9 @@ class StepTrace(Callback):
                 f"a trace needs {needed} batches in an epoch, and there are {there}",
                 remedy="pass a larger --data.num_train or a smaller --data.batch_size",
             )
+        self._saved = SavedForBackward(pl_module)
+        self._profile = profile()
+        self._step: AbstractContextManager[Any] = record_function(STEP)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Count parameters and gradients, while both are there."""
@@ -69,26 +70,26 @@ class StepTrace(Callback):
         self._steps = trainer.global_step
         if pl_module.device.type == "cuda":
             torch.cuda.synchronize(pl_module.device)
-        match self._steps:
-            case n if n == _PLAIN:
-                self._start = perf_counter()
-            case n if n == _COUNTED:
-                self._facts["plain_ms"] = 1000 * (perf_counter() - self._start)
-                self._saved = SavedForBackward(pl_module)
-                self._saved.begin()
-            case n if n == _PROFILED:
-                self._facts["memory_bytes"] = self._held(trainer)
-                self._profile = profile()
-                self._profile.start()
-            case n if n == _RECORDED:
-                self._begin(trainer, pl_module)
-            case n if n == NUM_STEPS:
-                self._end(trainer)
+        if self._steps == _PLAIN:
+            self._start = perf_counter()
+        elif self._steps == _COUNTED:
+            self._found["plain_ms"] = 1000 * (perf_counter() - self._start)
+            self._saved.begin()
+        elif self._steps == _PROFILED:
+            self._saved.end()
+            self._found["memory_bytes"] = self._held(trainer)
+            self._profile.start()
+        elif self._steps == _RECORDED:
+            if recorder := _recorder(trainer):
+                recorder.begin(self._steps, pl_module)
+            self._step.__enter__()
+        elif self._steps == NUM_STEPS:
+            self._step.__exit__(None, None, None)
+            self._profile.stop()
+            self._write(trainer)
 
     def _held(self, trainer: Trainer) -> dict[str, int]:
         """Bytes in this process, by what they are."""
-        assert self._saved is not None
-        self._saved.end()
         parameters, gradients = self._trained
         return {
             "parameters": parameters,
@@ -98,23 +99,25 @@ class StepTrace(Callback):
             "buckets": _bucket_bytes(trainer.strategy.model),
         }
 
-    def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        recorder: Recorder | None = getattr(trainer.strategy, "recorder", None)
-        if recorder is not None:
-            recorder.begin(self._steps, pl_module)
-        self._step = record_function(STEP)
-        self._step.__enter__()
+    def _write(self, trainer: Trainer) -> None:
+        file = self.folder / f"rank{trainer.global_rank}.json"
+        self._profile.export_chrome_trace(str(file))
+        profiled = json.loads(file.read_text())
+        base_us = profiled.get("baseTimeNanoseconds", 0) / 1e3
+        found = (event for event in profiled["traceEvents"] if event["ph"] == "X" and event.get("cat") != "Trace")
+        recorder = _recorder(trainer)
+        ahead_us = (time_ns() - monotonic_ns()) / 1e3  # of the recorder's clock
+        stages = [
+            span | {"cat": STAGE, "tid": f"stage {span['tid']}", "ts": span["ts"] + ahead_us}
+            for span in (recorder.spans() if recorder else [])
+        ]
+        events = [*(event | {"ts": base_us + event["ts"]} for event in found), *stages]
+        file.write_text(json.dumps({"rank": trainer.global_rank, "events": events} | self._found))
 
-    def _end(self, trainer: Trainer) -> None:
-        self._step.__exit__(None, None, None)
-        self._profile.stop()
-        rank = trainer.global_rank
-        recorder: Recorder | None = getattr(trainer.strategy, "recorder", None)
-        ahead_ns = time_ns() - monotonic_ns()  # of the profiler's clock, which is the time of day
-        spans = [] if recorder is None else recorder.spans()
-        self._facts["stages"] = [_event(span, ahead_ns) for span in spans]
-        self._profile.export_chrome_trace(str(self.folder / f"profile{rank}.json"))
-        (self.folder / f"facts{rank}.json").write_text(json.dumps({"rank": rank} | self._facts))
+
+def _recorder(trainer: Trainer) -> Recorder | None:
+    """What the stages report to, in modes that have stages."""
+    return getattr(trainer.strategy, "recorder", None)
 
 
 def _bucket_bytes(model: Any) -> int:
@@ -124,19 +127,6 @@ def _bucket_bytes(model: Any) -> int:
     said: Any = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     sizes = said.get("rebuilt_bucket_sizes") or said["bucket_sizes"]
     return sum(int(size) for size in str(sizes).split(","))
-
-
-def _event(span: Span, ahead_ns: int) -> dict[str, Any]:
-    """A stage's work on a microbatch; times in microseconds."""
-    return {
-        "name": f"{LETTERS[span.kind]}{span.microbatch}",
-        "ts": (span.start_ns + ahead_ns) / 1e3,
-        "dur": (span.end_ns - span.start_ns) / 1e3,
-        "args": {"stage": span.stage, "microbatch": span.microbatch, "kind": span.kind},
-    }
-
-
-# What autograd keeps for backward -------------------------------------------------------------------------------------
 
 
 class SavedForBackward:
@@ -151,9 +141,8 @@ class SavedForBackward:
     def __init__(self, module: nn.Module) -> None:
         self.peak = 0
         self._module = module
-        self._now = 0
-        self._users: dict[int, int] = {}  # saved tensors of each storage
-        self._hooks = saved_tensors_hooks(self._pack, _unpack)
+        self._kept: WeakSet[_Kept] = WeakSet()
+        self._hooks = saved_tensors_hooks(self._pack, lambda kept: kept.tensor)
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -166,23 +155,17 @@ class SavedForBackward:
         """Stop counting."""
         self._hooks.__exit__()
 
-    def _pack(self, tensor: Tensor) -> Any:
-        own = local_part(tensor.detach())
-        address = _address(own)
-        if address in self._lasting or address in self._gathered():
-            return tensor
-        if address not in self._users:
-            self._users[address] = 0
-            self._now += own.untyped_storage().nbytes()
-            self.peak = max(self.peak, self._now)
-        self._users[address] += 1
-        return _Kept(tensor, lambda: self._release(address, own.untyped_storage().nbytes()))
+    @property
+    def now(self) -> int:
+        """Bytes that are kept at this moment."""
+        return sum({kept.address: kept.num_bytes for kept in self._kept}.values())
 
-    def _release(self, address: int, num_bytes: int) -> None:
-        self._users[address] -= 1
-        if self._users[address] == 0:
-            del self._users[address]
-            self._now -= num_bytes
+    def _pack(self, tensor: Tensor) -> "_Kept":
+        kept = _Kept(tensor)
+        if kept.address not in self._lasting and kept.address not in self._gathered():
+            self._kept.add(kept)
+            self.peak = max(self.peak, self.now)
+        return kept
 
     def _gathered(self) -> set[int]:
         """Where the parameters are that FSDP2 has gathered, for as long as it keeps them."""
@@ -190,19 +173,13 @@ class SavedForBackward:
 
 
 class _Kept:
-    """A saved tensor that tells when autograd no longer needs it."""
+    """A saved tensor, which lives until autograd no longer needs it."""
 
-    def __init__(self, tensor: Tensor, release: Callable[[], None]) -> None:
+    def __init__(self, tensor: Tensor) -> None:
+        own = local_part(tensor.detach())
         self.tensor = tensor
-        self._release = release
-
-    def __del__(self) -> None:
-        self._release()
-
-
-def _unpack(kept: Any) -> Tensor:
-    tensor: Tensor = kept.tensor if isinstance(kept, _Kept) else kept
-    return tensor
+        self.address = _address(own)
+        self.num_bytes = own.untyped_storage().nbytes()
 
 
 def _address(tensor: Tensor) -> int:

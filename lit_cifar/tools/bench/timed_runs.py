@@ -1,25 +1,28 @@
 """Runs of `fit` that are all alive and train in turn, so that they can be compared within seconds of each other.
 
 A run takes longer to start than the steps that are timed. So each is started once, and a callback holds it between two
-steps until it is its turn.
+steps until it is its turn. They talk through a key-value store of torch.
 """
 
 import json
 import os
-import socket
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lit_cifar.launch.forked import ForkedRun
 
 _LOOPBACK = "127.0.0.1"
-_START_S = 180.0  # in which all processes must have begun to train
+_POLL_S = 0.01
+_LONGEST_WAIT = timedelta(days=1)  # for a turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,83 +38,63 @@ class Interleaved(Callback):
     """Waits before a step until the process that compares the runs allows some; then reports when each step began.
 
     Args:
-        port: Where that process listens, on this machine.
+        port: Where that process has its store, on this machine.
         name: Of this run.
     """
 
     def __init__(self, port: int, name: str) -> None:
         self.port = port
         self.name = name
-        self._left = 0
+        self._turn = self._left = 0
         self._began: list[float] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say who is there."""
-        with socket.create_connection((_LOOPBACK, self.port)) as connection:
-            self._file = connection.makefile("rw")  # which keeps it open
-        self._say({"name": self.name, "rank": trainer.global_rank})
+        self._store = TCPStore(_LOOPBACK, self.port, timeout=_LONGEST_WAIT)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """The batch is there, and everything of the step before is done."""
         self._began.append(monotonic())
         if self._left == 0:
-            self._say(self._began)
-            self._left = int(self._file.readline() or 0)
+            self._store.set(f"{self.name}/{self._turn}/{trainer.global_rank}", json.dumps(self._began))
+            self._turn += 1
+            self._left = int(self._store.get(f"{self.name}/{self._turn}"))
             self._began = [monotonic()]
         self._left -= 1
 
-    def _say(self, message: object) -> None:
-        self._file.write(json.dumps(message) + "\n")
-        self._file.flush()
-
 
 class _Run:
-    """A run and the lines to its processes."""
+    """A run in processes of its own, of which each has an `Interleaved`."""
 
-    def __init__(self, name: str, run: TimedRun, *, port: int, folder: Path) -> None:
-        self.name = name
-        self.num_ranks = run.num_ranks
-        self.lines: list[Any] = []
+    def __init__(self, name: str, run: TimedRun, *, store: TCPStore, folder: Path) -> None:
+        self._name = name
+        self._num_ranks = run.num_ranks
+        self._store = store
+        self._turn = 0
         self._errors = folder / "stderr"
         flags = [*run.flags, f"--run_dir={folder / 'run'}", f"--trainer.callbacks+={__name__}.Interleaved"]
-        flags += [f"--trainer.callbacks.port={port}", f"--trainer.callbacks.name={name}"]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(run.threads), "TMPDIR": str(folder)}
+        flags += [f"--trainer.callbacks.port={store.port}", f"--trainer.callbacks.name={name}"]
         self.forked = ForkedRun(
             ["fit", *flags],
-            environment=environment,
+            environment={**os.environ, "OMP_NUM_THREADS": str(run.threads), "TMPDIR": str(folder)},
             stdout=folder / "stdout",
             stderr=self._errors,
             num_ranks=run.num_ranks,
         )
 
-    def check(self) -> None:
-        """Raise a `RuntimeError` if it has ended."""
-        if self.forked.wait(0) is not None:
-            self.fail()
-
-    def fail(self) -> None:
-        last = self._errors.read_text(errors="replace").splitlines()[-4:]
-        raise RuntimeError("\n  ".join([f"fit {self.name} has ended while it was timed", *last]))
-
-    def end(self) -> None:
-        self.forked.kill()
-        for line in self.lines:
-            with suppress(OSError):
-                line.close()
+    def heard(self) -> list[list[float]]:
+        """When the steps of this turn began, in each process, once all have said so."""
+        keys = [f"{self._name}/{self._turn}/{rank}" for rank in range(self._num_ranks)]
+        while not self._store.check(keys):
+            if self.forked.wait(_POLL_S) is not None:
+                last = self._errors.read_text(errors="replace").splitlines()[-4:]
+                raise RuntimeError("\n  ".join([f"fit {self._name} has ended while it was timed", *last]))
+        return [json.loads(self._store.get(key)) for key in keys]
 
     def seconds_per_step(self, *, steps: int, skip: int) -> float:
         """Let it train; the mean of the steps after the first `skip`, of the slowest process."""
-        for line in self.lines:
-            line.write(f"{skip + steps}\n")
-            line.flush()
-        return max((began[-1] - began[skip]) / steps for began in map(self._heard, self.lines))
-
-    def _heard(self, line: Any) -> list[float]:
-        said = line.readline()
-        if not said:
-            self.fail()
-        began: list[float] = json.loads(said)
-        return began
+        self._turn += 1
+        self._store.set(f"{self._name}/{self._turn}", str(skip + steps))
+        return max((began[-1] - began[skip]) / steps for began in self.heard())
 
 
 @contextmanager
@@ -125,34 +108,13 @@ def interleaved_runs(timed: Mapping[str, TimedRun], *, folder: Path) -> Iterator
     Raises:
         RuntimeError: A fit ended before.
     """
-    with socket.create_server((_LOOPBACK, 0)) as server, ExitStack() as stack:
+    store = TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    with ExitStack() as stack:
         runs: dict[str, _Run] = {}
         for name, fit in timed.items():
-            own = folder / f"{len(list(folder.iterdir()))}-{name}"
-            own.mkdir()
-            runs[name] = _Run(name, fit, port=server.getsockname()[1], folder=own)
-            stack.callback(runs[name].end)
-        _meet(server, runs)
+            own = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=folder))
+            runs[name] = _Run(name, fit, store=store, folder=own)
+            stack.callback(runs[name].forked.kill)
+        for run in runs.values():
+            run.heard()  # when the first batch was there
         yield lambda name, *, steps, skip=1: runs[name].seconds_per_step(steps=steps, skip=skip)
-
-
-def _meet(server: socket.socket, runs: Mapping[str, _Run]) -> None:
-    """Wait until every process of every run is before its first step."""
-    server.settimeout(1.0)
-    deadline = monotonic() + _START_S
-    while any(len(run.lines) < run.num_ranks for run in runs.values()):
-        try:
-            connection, _ = server.accept()
-        except TimeoutError:
-            for run in runs.values():
-                run.check()
-            if monotonic() > deadline:
-                raise RuntimeError(f"no first step within {_START_S:g} s of {', '.join(runs)}") from None
-            continue
-        with connection:
-            connection.settimeout(None)
-            line = connection.makefile("rw")
-        runs[json.loads(line.readline())["name"]].lines.append(line)
-    for run in runs.values():
-        for line in run.lines:
-            line.readline()  # when the first batch was there

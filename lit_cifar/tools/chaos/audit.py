@@ -5,19 +5,20 @@ the checkpoint from which the job resumed, and were lost with the process.
 """
 
 import csv
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.tools.chaos.sample_log import LoggedStep, Start
-from lit_cifar.tools.verify.comparison import Step, differences
+from lit_cifar.tools.verify.comparison import difference
 
 RESIZED_BOUND = 1e-5  # how much a resized training may differ: another number of processes changes the rounding of sums
 _CLOCKED = "per_s"  # suffix of the metrics that depend on the speed of the machine
@@ -30,33 +31,23 @@ Batches: TypeAlias = dict[StepKey, list[int]]  # the ids of the global batch of 
 class Audit:
     """What is wrong with the samples of a whole training, and what it cost to get there."""
 
-    missing: int = 0  # samples of an epoch that no step counts
-    doubled: int = 0  # samples that an epoch counts too often, or that are not in the data set
-    moved: int = 0  # steps whose samples are not those of the same step of the baseline run
-    repeated: int = 0  # runs of an optimizer step that did not count
-    problems: list[str] = field(default_factory=list)  # in words, the first step first
+    missing: int  # samples of an epoch that no step counts
+    doubled: int  # samples that an epoch counts too often, or that are not in the data set
+    repeated: int  # runs of an optimizer step that did not count
+    problems: list[str]  # in words, the first step first
 
 
 def audit(lines: Iterable[LoggedStep], *, baseline: Mapping[StepKey, Iterable[int]]) -> Audit:
     """Compare the samples of a job with those of the baseline run, step by step and epoch by epoch."""
     lines = list(lines)
     batches, problems = effective(lines)
-    result = Audit(repeated=num_repeated(lines), problems=problems)
     for key in sorted(batches.keys() | baseline.keys()):
         if Counter(batches.get(key, ())) != Counter(baseline.get(key, ())):
-            result.moved += 1
-            what = (
-                "other samples than in the uninterrupted run" if key in baseline else "is not in the uninterrupted run"
-            )
-            result.problems.append(f"{_words(key)}: {what if key in batches else 'was never run'}")
+            what = "other samples than in the uninterrupted run" if key in baseline else "not in the uninterrupted run"
+            problems.append(f"{_words(key)}: {what if key in batches else 'was never run'}")
     seen, wanted = _by_epoch(batches), _by_epoch(baseline)
-    missing, doubled = wanted - seen, seen - wanted
-    result.missing, result.doubled = missing.total(), doubled.total()
-    for epoch in sorted({epoch for epoch, _ in missing | doubled}):
-        for samples, what in ((missing, "are missing"), (doubled, "are unknown or counted too often")):
-            if ids := sorted(sample for of_epoch, sample in samples.elements() if of_epoch == epoch):
-                result.problems.append(f"epoch {epoch}: {len(ids)} samples {what}, e.g. {ids[0]}")
-    return result
+    repeated = len({(line.epoch, line.step, line.start) for line in lines}) - len(batches)
+    return Audit((wanted - seen).total(), (seen - wanted).total(), repeated, problems)
 
 
 def effective(lines: Iterable[LoggedStep]) -> tuple[Batches, list[str]]:
@@ -77,12 +68,6 @@ def effective(lines: Iterable[LoggedStep]) -> tuple[Batches, list[str]]:
     return batches, problems
 
 
-def num_repeated(lines: Iterable[LoggedStep]) -> int:
-    """Runs of an optimizer step beyond the one that counts."""
-    runs = {(line.epoch, line.step, line.start) for line in lines}
-    return len(runs) - len({(epoch, step) for epoch, step, _ in runs})
-
-
 def _by_epoch(batches: Mapping[StepKey, Iterable[int]]) -> Counter[tuple[int, int]]:
     """How often each sample was used in each epoch."""
     return Counter((epoch, sample) for (epoch, _), ids in batches.items() for sample in ids)
@@ -95,64 +80,35 @@ def _words(key: StepKey) -> str:
 # The end of a run folder -------------------------------------------------------------------------------------------
 
 
-def distance(found: Path, expected: Path) -> tuple[float, str]:
-    """The largest difference between two checkpoints, as `verify` measures it, and its tensor.
+def distance(found: dict[str, Any], expected: dict[str, Any]) -> tuple[float, str]:
+    """The largest difference between two checkpoints, as `verify` measures a tensor's, and where it is.
 
-    It is 0 if and only if all parameters, buffers and numbers of the optimizer's state are the same.
+    It is 0 if and only if all parameters, buffers, numbers of optimizer and schedule, and counters are the same.
     """
-    by_kind = differences(_step(read_checkpoint(found)), _step(read_checkpoint(expected)))
-    return max((value, name) for by_name in by_kind.values() for name, value in by_name.items())
+    mine, theirs = _numbers(found), _numbers(expected)
+    names = mine.keys() | theirs.keys()
+    both = mine.keys() & theirs.keys()
+    return max((difference(mine[name], theirs[name]) if name in both else math.inf, name) for name in names)
 
 
-def position_problems(found: Path, expected: Path) -> list[str]:
-    """Where the counters of two checkpoints differ: epoch, optimizer steps, and the schedule's."""
-    mine, theirs = read_checkpoint(found), read_checkpoint(expected)
-    return [
-        f"{name} is {mine.get(name)} at the end, {theirs.get(name)} in the uninterrupted run"
-        for name in ("epoch", "global_step", "lr_schedulers")
-        if mine.get(name) != theirs.get(name)
-    ]
+def _numbers(checkpoint: dict[str, Any]) -> dict[str, Tensor]:
+    kept = ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step")
+    leaves, _ = tree_flatten_with_path({name: checkpoint[name] for name in kept})
+    return {keystr(path): torch.as_tensor(leaf) for path, leaf in leaves if isinstance(leaf, Tensor | float | int)}
 
 
 def metric_problems(found: Path, expected: Path) -> list[str]:
     """The first difference between two `metrics.csv`, without metrics that depend on the clock."""
-    mine, theirs = ([*_rows(path)] for path in (found, expected))
-    for own, other in zip(mine, theirs, strict=False):
+    none: dict[str, str] = {}
+    for own, other in zip_longest(_rows(found), _rows(expected), fillvalue=none):
         for name in sorted(own.keys() | other.keys()):
             if own.get(name) != other.get(name):
-                where = f"step {other.get('step')} in metrics.csv"
+                where = f"step {(other or own).get('step')} in metrics.csv"
                 return [f"{name} of {where} is {own.get(name)}, {other.get(name)} in the uninterrupted run"]
-    return [] if len(mine) == len(theirs) else [f"metrics.csv has {len(mine)} lines instead of {len(theirs)}"]
+    return []
 
 
-def receipt_problems(found: Path, expected: Path) -> list[str]:
-    """Where the `receipt.csv` of two runs differ, which no number of processes or restarts may change."""
-    mine, theirs = (path.read_text().splitlines() if path.exists() else [] for path in (found, expected))
-    if mine == theirs != []:
-        return []
-    epochs = [number for number, pair in enumerate(zip_longest(mine[1:], theirs[1:])) if pair[0] != pair[1]]
-    where = f"from epoch {epochs[0]} on" if epochs else "in its heading, or missing"
-    return [f"receipt.csv differs from that of the uninterrupted run {where}"]
-
-
-def _step(checkpoint: dict[str, Any]) -> Step:
-    state, optimizer = checkpoint["state_dict"], checkpoint["optimizer_states"][0]
-    trained = [name for name in state if not name.endswith(("running_mean", "running_var", "num_batches_tracked"))]
-    names = {index: trained[index] if index < len(trained) else f"parameter {index}" for index in optimizer["state"]}
-    by_name = {names[index]: values for index, values in optimizer["state"].items()}
-    by_name |= {f"group {number}": group for number, group in enumerate(optimizer["param_groups"])}
-    numbers = {
-        f"{name}:{key}": torch.as_tensor(value)
-        for name, values in by_name.items()
-        for key, value in values.items()
-        if isinstance(value, Tensor | float | int)
-    }
-    return {"parameters": state, "optimizer": numbers}
-
-
-def _rows(path: Path) -> Iterator[dict[str, str]]:
+def _rows(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            kept = {name: value for name, value in row.items() if value and not name.endswith(_CLOCKED)}
-            if kept.keys() - {"epoch", "step"}:
-                yield kept
+        rows = [{k: v for k, v in row.items() if v and not k.endswith(_CLOCKED)} for row in csv.DictReader(file)]
+    return [row for row in rows if row.keys() - {"epoch", "step"}]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Literal, TypeAlias, TypeVar
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 Kind = Literal["kill", "term", "stop", "resize", "truncate", "disk"]
 Aim = Literal["step", "save", "start"]
@@ -24,6 +24,7 @@ EQUAL_SIZE: tuple[Planned, ...] = (
     ("kill", "start"),
 )
 RESIZED: tuple[Planned, ...] = (("resize", "step"), ("kill", "step"), ("resize", "step"), ("term", "save"))
+_AIMS: dict[Aim, str] = {"step": "", "save": " during a save", "start": ", and once more as it starts again"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,27 +42,15 @@ class Fault:
     step: int  # optimizer step at which it is due, from the start of the whole training
     rank: int | None  # the rank that it hits, among the processes that run then; None if it hits all of them
     size: int  # processes that run after it
-    delay_s: float  # seconds that it waits beyond the beginning of the step or of the save
-    # "start": the share of the time that the processes need to start after which it comes again, in [0, 1).
-    part: float | None = None
-    keep: float | None = None  # "truncate": the share of the file's bytes that is left, in [0, 1)
+    moment: float  # in [0, 1): how far into the step, the save or the start; the share of a truncated file that is left
 
     def __str__(self) -> str:
-        whom = "" if self.rank is None else f" rank {self.rank}"
         words = {
-            "kill": f"SIGKILL{whom}",
-            "term": f"SIGTERM{whom}",
-            "stop": f"SIGSTOP{whom}",
             "resize": f"resize to {self.size}",
-            "truncate": f"kill all, truncate the newest checkpoint to {100 * (self.keep or 0.0):.0f} %",
+            "truncate": f"kill all, truncate the newest checkpoint to {self.moment:.0%}",
             "disk": "fill the disk",
         }
-        return words[self.kind] + _AIMS[self.aim]
-
-
-# Within these seconds after the beginning of what a fault is aimed at, it comes.
-_SPREAD_S: dict[Aim, float] = {"step": 0.1, "save": 0.03, "start": 0.0}
-_AIMS: dict[Aim, str] = {"step": "", "save": " during a save", "start": ", and once more as it starts again"}
+        return words.get(self.kind, f"SIG{self.kind.upper()} rank {self.rank}") + _AIMS[self.aim]
 
 
 def shares(num_faults: int) -> tuple[int, int]:
@@ -92,8 +81,6 @@ def schedule_faults(
     Nothing happens before `first_step`, when there are two checkpoints, nor from `last_step` on. A resized job starts
     with the first of `sizes` and goes through them in turns.
     """
-    if last_step - first_step < len(planned):
-        raise ValueError(f"{len(planned)} faults do not fit between the steps {first_step} and {last_step}")
     rng = random.Random(seed)
     ranks = {size: _shuffled(range(size), rng) for size in sizes}  # so that all of them are hit, rank 0 included
     faults, turn = [], 0
@@ -109,9 +96,7 @@ def schedule_faults(
                 step=rng.randrange(low, high),
                 rank=next(ranks[hit]) if kind in ("kill", "term", "stop") else None,
                 size=sizes[turn % len(sizes)],
-                delay_s=(moment := rng.random()) * _SPREAD_S[aim],
-                part=moment if aim == "start" else None,
-                keep=rng.random() if kind == "truncate" else None,
+                moment=rng.random(),
             )
         )
     return faults

@@ -2,10 +2,8 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import lightning as L
 
@@ -18,13 +16,7 @@ LAUNCH = "LIT_CIFAR_CHAOS_LAUNCH"
 Start: TypeAlias = tuple[int, int]
 
 
-def start_of(environment: Mapping[str, str]) -> Start:
-    """Which start of the processes one with this environment belongs to."""
-    return int(environment.get(LAUNCH, "0")), int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoggedStep:
+class LoggedStep(NamedTuple):
     """One loader step of one process, once the process has finished it."""
 
     start: Start
@@ -32,24 +24,19 @@ class LoggedStep:
     dp_rank: int  # which part of each batch it reads; several processes may read the same
     epoch: int  # from 0
     step: int  # optimizer step, from 0 at the start of the whole training
-    ids: tuple[int, ...]
+    ids: list[int]
 
 
 class SampleLog(L.Callback):
     """Appends one JSON line per loader step and process to `folder/rank<r>.jsonl`, once the step is done.
 
     It uses neither checkpoints nor the code that resumes, so that it can show mistakes in them. A line is one write to
-    the system, so it is kept when its process is killed. The first line of a process has no step: it announces the
-    process.
+    the system, so it is kept when its process is killed.
     """
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
-        self.start = start_of(os.environ)
         self._step = 0
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._write(trainer, {"pid": os.getpid(), "world_size": trainer.world_size})
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
@@ -60,14 +47,11 @@ class SampleLog(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
-        rank = BatchSplit.of(trainer.strategy).dp_rank
-        ids = batch.ids.tolist()
-        self._write(trainer, {"dp_rank": rank, "epoch": trainer.current_epoch, "step": self._step, "ids": ids})
-
-    def _write(self, trainer: L.Trainer, content: dict[str, Any]) -> None:
-        line = json.dumps({"start": self.start, "rank": trainer.global_rank} | content) + "\n"
-        with (self.folder / f"rank{trainer.global_rank}.jsonl").open("ab", buffering=0) as file:
-            file.write(line.encode())
+        start = int(os.environ[LAUNCH]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        rank, dp_rank = trainer.global_rank, BatchSplit.of(trainer.strategy).dp_rank
+        line = LoggedStep(start, rank, dp_rank, trainer.current_epoch, self._step, batch.ids.tolist())
+        with (self.folder / f"rank{rank}.jsonl").open("ab", buffering=0) as file:
+            file.write(json.dumps(line).encode() + b"\n")
 
 
 class SampleLogReader:
@@ -76,27 +60,27 @@ class SampleLogReader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.lines: list[LoggedStep] = []
-        self._starts: set[Start] = set()
         self._steps: dict[Start, list[int]] = {}
         self._offsets: dict[Path, int] = {}
 
     def refresh(self) -> None:
         """Read what is new; a line that is still being written waits for the next time."""
         for path in sorted(self.folder.glob("rank*.jsonl")):
-            for content in self._new(path):
-                launch, restart = content["start"]
-                self._starts.add((launch, restart))
-                if "step" in content:
-                    line = LoggedStep(**content | {"start": (launch, restart), "ids": tuple(content["ids"])})
-                    self.lines.append(line)
-                    self._steps.setdefault(line.start, []).append(line.step)
+            with path.open("rb") as file:
+                file.seek(self._offsets.get(path, 0))
+                whole, newline, _ = file.read().rpartition(b"\n")
+            self._offsets[path] = self._offsets.get(path, 0) + len(whole) + len(newline)
+            for (launch, restart), *content in map(json.loads, whole.splitlines()):
+                line = LoggedStep((launch, restart), *content)
+                self.lines.append(line)
+                self._steps.setdefault(line.start, []).append(line.step)
 
-    def first_step(self, start: Start) -> int | None:
+    def first_step(self, start: Start | None) -> int | None:
         """Where the processes of this start began; None before they have finished a step."""
-        return min(self._steps.get(start, ()), default=None)
+        return min(self._steps.get(start, ()), default=None) if start else None
 
-    def last_step(self, start: Start) -> int | None:
-        return max(self._steps.get(start, ()), default=None)
+    def last_step(self, start: Start | None) -> int | None:
+        return max(self._steps.get(start, ()), default=None) if start else None
 
     @property
     def newest(self) -> Start | None:
@@ -104,13 +88,6 @@ class SampleLogReader:
 
     @property
     def num_starts(self) -> int:
-        """How often processes were started, those included that ended before they could announce themselves."""
-        newest_restarts = dict(sorted(self._starts))
+        """How often processes were started, those included that ended before their first step."""
+        newest_restarts = dict(sorted(self._steps))
         return sum(1 + restart for restart in newest_restarts.values())
-
-    def _new(self, path: Path) -> Iterator[dict[str, Any]]:
-        with path.open("rb") as file:
-            file.seek(self._offsets.get(path, 0))
-            whole, newline, _ = file.read().rpartition(b"\n")
-        self._offsets[path] = self._offsets.get(path, 0) + len(whole) + len(newline)
-        yield from map(json.loads, whole.splitlines())

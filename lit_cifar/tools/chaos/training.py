@@ -6,16 +6,13 @@ from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
 
-from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.errors import ConfigError
 from lit_cifar.strategies.modes import Variant, variants
+from lit_cifar.tools.chaos.faults import Fault, equal_size_faults, resized_faults, schedule_faults
 from lit_cifar.tools.verify.runs import quiet, refuse_if_invalid, run
 
-SAMPLE_LOG = "lit_cifar.tools.chaos.sample_log.SampleLog"
-
 EVERY_N_STEPS = 4
-ANEW_EVERY = 4
 _STEPS_PER_FAULT = 8  # beyond the few that are repeated after one
 
 # A small training. The last batch of an epoch has 20 images, which divide among two replicas of two microbatches.
@@ -40,39 +37,19 @@ _OWNED = {"trainer.strategy", "trainer.devices", "trainer.max_epochs", "trainer.
 _OWNED |= {"run_dir", "resume", "ckpt_path", "virtual_replicas", "last_checkpoint.every_n_steps"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Configuration:
-    """What is trained: flags of `fit`, and what follows from them."""
+def configured(args: Sequence[str], *, folder: Path) -> tuple[tuple[str, ...], str]:
+    """The flags of `fit` to train with, and their precision; without `--config` they change a small training.
 
-    flags: tuple[str, ...]
-    steps_per_epoch: int
-    precision: str  # as `--trainer.precision`
-
-    @classmethod
-    def of(cls, args: Sequence[str], *, folder: Path) -> "Configuration":
-        """Of the user's flags of `fit`; without `--config` they change a small training.
-
-        Raises:
-            ConfigError: `fit` refuses them, or `chaos` sets one of them itself.
-        """
-        for name in (arg.partition("=")[0].removeprefix("--") for arg in args):
-            if name in _OWNED:
-                raise ConfigError(f"chaos sets --{name} itself", remedy="leave it out; see --modes and --devices")
-        has_file = any(arg.partition("=")[0] in ("--config", "-c") for arg in args)
-        flags = (*(() if has_file else _SMALL), *args, *_OURS)
-        outcome = run("fit", *flags, "--print_config", folder=folder)
-        refuse_if_invalid(outcome)
-        config = yaml.safe_load(outcome.stdout)
-        data = CIFAR10DataModule(**config["data"])
-        data.prepare_data()
-        data.setup("fit")
-        steps, limit = data.train_sampler().num_batches, config["trainer"]["limit_train_batches"]
-        if limit not in (None, 1.0):
-            raise ConfigError(
-                f"--trainer.limit_train_batches={limit}: chaos counts every sample of an epoch",
-                remedy="leave it out, and take fewer images: --data.num_train=640",
-            )
-        return cls(flags=flags, steps_per_epoch=steps, precision=str(config["trainer"]["precision"] or "32-true"))
+    Raises:
+        ConfigError: `fit` refuses them, or `chaos` sets one of them itself.
+    """
+    names = [arg.partition("=")[0] for arg in args]
+    if own := [name for name in names if name.removeprefix("--") in _OWNED]:
+        raise ConfigError(f"chaos sets {own[0]} itself", remedy="leave it out; see --modes and --devices")
+    flags = (*(() if {"--config", "-c"} & {*names} else _SMALL), *args, *_OURS)
+    outcome = run("fit", *flags, "--print_config", folder=folder)
+    refuse_if_invalid(outcome)
+    return flags, str(yaml.safe_load(outcome.stdout)["trainer"]["precision"] or "32-true")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,36 +63,24 @@ class JobMode:
     num_parts: int | None = None  # number of virtual replicas
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Numbers of processes."""
-        return tuple(self.flags)
-
-    @property
     def num_processes(self) -> int:
         """At full size."""
-        return self.sizes[0]
+        return next(iter(self.flags))
 
 
 @dataclass(frozen=True)
 class Training:
-    """A training that is hit."""
+    """A training that is hit, and long enough for that."""
 
-    configuration: Configuration
+    flags: tuple[str, ...]  # of `fit`
+    own_precision: str  # what they say of `--trainer.precision`
     mode: JobMode  # how it is parallelised
-    num_epochs: int
+    num_faults: int
     resized: bool = False  # whether it is resized, and compared after that
-
-    @classmethod
-    def under(
-        cls, configuration: Configuration, mode: JobMode, num_faults: int, *, resized: bool = False
-    ) -> "Training":
-        """A training that is long enough for `num_faults` faults."""
-        num_epochs = -(-_STEPS_PER_FAULT * (num_faults + 2) // configuration.steps_per_epoch)
-        return cls(configuration, mode, num_epochs, resized)
 
     @property
     def num_steps(self) -> int:
-        return self.num_epochs * self.configuration.steps_per_epoch
+        return _STEPS_PER_FAULT * (self.num_faults + 2)
 
     @property
     def has_same_bits(self) -> bool:
@@ -129,24 +94,36 @@ class Training:
 
     @property
     def precision(self) -> str:
-        return self.configuration.precision if self.has_same_bits else "64-true"
+        return self.own_precision if self.has_same_bits else "64-true"
 
-    def arguments(self, size: int, *, run: Path, sample_log: Path, has_faults: bool = True) -> list[str]:
+    def faults(self, *, seed: int, full_disk: bool = True) -> list[Fault]:
+        """What happens to it: from its second checkpoint on, and until shortly before its end."""
+        equal_size = equal_size_faults(self.num_faults, seed=seed, full_disk=full_disk)
+        return schedule_faults(
+            resized_faults(self.num_faults) if self.resized else equal_size,
+            seed=seed,
+            sizes=[*self.mode.flags] if self.resized else [self.mode.num_processes],
+            first_step=2 * EVERY_N_STEPS + 2,
+            last_step=self.num_steps - 2 * EVERY_N_STEPS,
+        )
+
+    def arguments(self, size: int, *, folder: Path, has_faults: bool = True) -> list[str]:
         """The arguments of `python -m lit_cifar`, of a new and of a resumed run.
 
         If it `has_faults` it also saves within epochs, and draws figures. Its results must not depend on that.
         """
         return [
             "fit",
-            *self.configuration.flags,
+            *self.flags,
             *self.mode.flags[size],
             f"--last_checkpoint.every_n_steps={EVERY_N_STEPS}" if has_faults else "--figures.every_n_epochs=0",
-            f"--trainer.max_epochs={self.num_epochs}",
+            "--trainer.max_epochs=-1",
+            f"--trainer.max_steps={self.num_steps}",
             f"--trainer.precision={self.precision}",
-            f"--run_dir={run}",
+            f"--run_dir={folder / 'run'}",
             "--resume=auto",
-            f"--trainer.callbacks+={SAMPLE_LOG}",
-            f"--trainer.callbacks.folder={sample_log}",
+            "--trainer.callbacks+=lit_cifar.tools.chaos.sample_log.SampleLog",
+            f"--trainer.callbacks.folder={folder / 'sample_log'}",
         ]
 
 
@@ -155,11 +132,9 @@ def chosen_modes(names: Sequence[str], *, devices: int, num_parts: int | None = 
     if devices < 2:
         raise ConfigError(f"--devices={devices}: chaos needs several processes", remedy="pass --devices 2 or more")
     known = {"ddp": "ddp-sync", "ddp_mp": "ddp_mp", "pp": "pp", "ddp_pp": "ddp_pp", "fsdp2": "fsdp2", "tp": "tp"}
-    wrong = [name for name in names if name not in known]
-    if wrong or not names:
+    if wrong := [name for name in names if name not in known]:
         raise ConfigError(
-            f"there is no mode {wrong[0]!r} that torchrun starts" if wrong else "no mode is named",
-            remedy=f"pass --modes with some of {','.join(known)}",
+            f"there is no mode {wrong[0]!r} that torchrun starts", remedy=f"pass --modes with some of {','.join(known)}"
         )
     with quiet():
         if num_parts is not None:

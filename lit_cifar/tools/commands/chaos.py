@@ -10,13 +10,12 @@ from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 
-from rich import box
 from rich.table import Table
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.tools.chaos.experiment import JobResult, chaos
 from lit_cifar.tools.chaos.faults import EQUAL_SIZE, shares
-from lit_cifar.tools.chaos.training import ANEW_EVERY, chosen_modes
+from lit_cifar.tools.chaos.training import chosen_modes
 from lit_cifar.tools.commands.terminal import (
     CommandParser,
     about,
@@ -24,6 +23,7 @@ from lit_cifar.tools.commands.terminal import (
     empty_folder,
     exit_orderly_when_terminated,
     say,
+    table,
     writable,
     write_json,
 )
@@ -37,7 +37,6 @@ the job kept its size, within 1e-5, in float64, where it was resized. With --vir
 one process and to twice as many in another mode, and must end bitwise too. All on the CPU.
 Every other argument is passed on to `fit`, e.g. --config FILE. Without --config a small ResNet trains on synthetic
 images. The training is as long as its faults need.
-Of {ANEW_EVERY} starts of the ranks torchrun starts Python in one; in the others it forks them, without the imports.
 {_ENOUGH} faults or more include every kind."""
 
 
@@ -68,7 +67,6 @@ def main(args: list[str]) -> int:
 def _print(rows: list[JobResult], options: argparse.Namespace) -> None:
     out = console()
     out.print(result_table(rows, title=f"{options.faults} faults for each mode, seed {options.seed}"))
-    out.print(f"restarts: {sum(row.anew for row in rows)} started a new Python for each rank, the others forked them")
     for row in rows:
         for problem in row.problems[:5]:
             out.print(f"{row.mode} on {', '.join(map(str, row.sizes))}: {problem}", markup=False)
@@ -110,32 +108,30 @@ def _folder(name: str | None) -> Iterator[Path]:
 # The table ------------------------------------------------------------------------------------------------------------
 
 _NAMES = {"kill": "SIGKILL", "term": "SIGTERM", "stop": "SIGSTOP", "resize": "resized", "truncate": "truncated"}
-_NAMES |= {"disk": "disk full"}
 
 
 def result_table(rows: Sequence[JobResult], *, title: str) -> Table:
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title_justify="left")
-    table.add_column("mode", no_wrap=True)
-    table.add_column("processes", no_wrap=True)
-    table.add_column("faults")
+    found = table(title)
+    found.add_column("mode", no_wrap=True)
+    found.add_column("processes", no_wrap=True)
+    found.add_column("faults")
     for name in ("restarts", "steps\nrepeated", "ids\nmissing", "ids\ndoubled", "difference", "time"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+        found.add_column(name, justify="right", no_wrap=True)
+    found.add_column("", no_wrap=True)
     for row in rows:
         sizes = ", ".join(map(str, row.sizes)) + (f"\n[dim]{row.precision}[/]")
-        table.add_row(row.mode, sizes, *_cells([row]), end_section=row is rows[-1])
-    table.add_row("total", "", *_cells(rows))
-    return table
+        found.add_row(row.mode, sizes, *_cells([row]), end_section=row is rows[-1])
+    found.add_row("total", "", *_cells(rows))
+    return found
 
 
 def _cells(rows: Sequence[JobResult]) -> list[str]:
-    kinds = sum((row.kinds for row in rows), Counter[str]())
-    restarts, own, anew = (sum(getattr(row, name) for row in rows) for name in ("restarts", "own_restarts", "anew"))
-    during_saves = sum(event.during_save for row in rows for event in row.events)
-    faults = ", ".join(f"{count} {_NAMES[kind]}" for kind, count in kinds.items())
+    events = [event for row in rows for event in row.events]
+    kinds, during_saves = Counter(event.fault.kind for event in events), sum(event.during_save for event in events)
+    faults = ", ".join(f"{count} {_NAMES.get(kind, 'disk full')}" for kind, count in kinds.items())
     return [
         f"{kinds.total()}: {faults}\n[dim]{during_saves} during a save[/]",
-        f"{restarts}\n[dim]{anew} new[/]" + (f"\n[dim]{own} unplanned[/]" if own else ""),
+        str(sum(row.restarts for row in rows)),
         str(sum(row.repeated for row in rows)),
         _sum([row.missing for row in rows]),
         _sum([row.doubled for row in rows]),
@@ -147,10 +143,7 @@ def _cells(rows: Sequence[JobResult]) -> list[str]:
 
 def _sum(counts: Sequence[int | None]) -> str:
     """The sum of counts; a dash where one of them is not known."""
-    known = [count for count in counts if count is not None]
-    if len(known) < len(counts):
-        return "-"
-    return f"[red]{sum(known)}[/]" if sum(known) else "0"
+    return "-" if None in counts else str(sum(filter(None, counts)))
 
 
 def _difference(row: JobResult) -> str:

@@ -3,21 +3,17 @@
 import argparse
 from pathlib import Path
 
-from torch.distributed import is_torchelastic_launched
-
-from lit_cifar.errors import ConfigError
 from lit_cifar.tools.commands.terminal import (
     CommandParser,
     about,
     console,
     exit_orderly_when_terminated,
-    picture_file,
     say,
     writable,
     write_json,
 )
 from lit_cifar.tools.doctor.examination import examine
-from lit_cifar.tools.doctor.page import draw, print_page
+from lit_cifar.tools.doctor.page import print_page
 
 _DESCRIPTION = """\
 Whether this machine is fit to train in parallel, mode by mode. Looked at are devices, memory, links, versions, disk,
@@ -30,22 +26,15 @@ def main(args: list[str]) -> int:
     """Examine, print, and return 0 if no fault was found, else 1.
 
     Raises:
-        ConfigError: Arguments that cannot work, or torchrun has started this process.
+        ConfigError: Arguments that cannot work.
         SystemExit: After --help; with status 143 when terminated.
     """
     options = doctor_parser().parse_args(args)
-    if is_torchelastic_launched():
-        raise ConfigError(
-            "torchrun has started this process, and doctor starts its own",
-            remedy="run python -m lit_cifar doctor without torchrun, once on each machine",
-        )
-    json_file, figure = writable(options.json), picture_file(options.figure, example="links.png")
+    json_file = writable(options.json)
     exit_orderly_when_terminated()
     found = examine(options.devices, folder=Path(options.run_dir), report=lambda line: say(f"checking {line}"))
     print_page(found, console())
     write_json(json_file, about() | found.to_json())
-    if figure is not None:
-        draw(found.links, figure)
     return 1 if found.faults else 0
 
 
@@ -62,5 +51,4 @@ def doctor_parser() -> argparse.ArgumentParser:
         "--run_dir", default="runs", metavar="FOLDER", help="Where runs will be written (default: runs)."
     )
     parser.add_argument("--json", metavar="FILE", help="Write everything that was found, versions and hardware to it.")
-    parser.add_argument("--figure", metavar="FILE", help="Draw the links between the GPUs, as PNG, SVG or PDF.")
     return parser

@@ -10,13 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.environment import cpu_model, gpu_names, start_and_versions
 
 COLUMNS = 120  # of a table that goes to a file
-PICTURES = (".png", ".svg", ".pdf")
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -42,6 +43,10 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else COLUMNS, highlight=False)
 
 
+def table(title: str) -> Table:
+    return Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title_justify="left")
+
+
 def exit_orderly_when_terminated() -> None:
     """Turn SIGTERM and SIGHUP into an exception, so that runs are ended and folders removed as after Ctrl-C."""
 
@@ -54,8 +59,8 @@ def exit_orderly_when_terminated() -> None:
                 signal.signal(number, leave)
 
 
-def writable(name: str | None, *, option: str = "--json") -> Path | None:
-    """The file that an option names, if it is given, checked to be writable now and not only at the end."""
+def writable(name: str | None) -> Path | None:
+    """The file that --json names, if it is given, checked to be writable now and not only at the end."""
     if name is None:
         return None
     path = Path(name)
@@ -66,18 +71,8 @@ def writable(name: str | None, *, option: str = "--json") -> Path | None:
         if not existed:
             path.unlink()
     except OSError as error:
-        raise ConfigError(
-            f"{option}={path} cannot be written: {error.strerror}", remedy="choose another file"
-        ) from error
+        raise ConfigError(f"--json={path} cannot be written: {error.strerror}", remedy="choose another file") from error
     return path
-
-
-def picture_file(name: str | None, *, example: str) -> Path | None:
-    """The file that --figure names, if it is given, checked to be writable and of a format that can be drawn."""
-    if name is not None and Path(name).suffix not in PICTURES:
-        known = f"{', '.join(PICTURES[:-1])} or {PICTURES[-1]}"
-        raise ConfigError(f"--figure={name} must end in {known}", remedy=f"pass --figure {example}")
-    return writable(name, option="--figure")
 
 
 def empty_folder(name: str, *, option: str) -> Path:

@@ -3,20 +3,17 @@
 import argparse
 import json
 import tempfile
-from dataclasses import asdict
+from collections.abc import Iterable
 from os import cpu_count
 from pathlib import Path
-from typing import Any
 
 import torch
-from rich import box
-from rich.table import Table
 
-from lit_cifar.errors import ConfigError, nearest
+from lit_cifar.errors import ConfigError
 from lit_cifar.strategies.modes import Variant, variants
 from lit_cifar.tools.bench import step_figure
 from lit_cifar.tools.bench.step_events import RankStep, chrome_trace, read_ranks
-from lit_cifar.tools.bench.step_trace import NUM_STEPS, STEP
+from lit_cifar.tools.bench.step_trace import NUM_STEPS
 from lit_cifar.tools.commands.terminal import (
     CommandParser,
     about,
@@ -24,9 +21,10 @@ from lit_cifar.tools.commands.terminal import (
     empty_folder,
     exit_orderly_when_terminated,
     say,
+    table,
     write_json,
 )
-from lit_cifar.tools.verify.runs import refuse_if_invalid, run
+from lit_cifar.tools.verify.runs import REFUSED, run
 
 _DESCRIPTION = """\
 Train a few steps in a mode, and record one: a Chrome trace of all ranks (trace.json, for https://ui.perfetto.dev), a
@@ -46,21 +44,29 @@ def main(args: list[str]) -> int:
         RuntimeError: The run failed.
     """
     options, rest = trace_parser().parse_known_args(args)
-    mode = _mode(options.mode, devices=options.devices)
-    if owned := [arg for arg in rest if arg.split("=")[0] in _OWNED]:
-        name = owned[0].split("=")[0]
-        raise ConfigError(f"bench trace sets {name} itself", remedy="leave it out; see --mode and --devices")
+    known = variants(options.devices)
+    if options.mode not in known:
+        problem = f"there is no mode {options.mode!r} on {options.devices} devices"
+        raise ConfigError(problem, remedy=f"pass --mode with one of {', '.join(known)}")
+    if owned := [name for name in (arg.split("=")[0] for arg in rest) if name in _OWNED]:
+        raise ConfigError(f"bench trace sets {owned[0]} itself", remedy="leave it out; see --mode and --devices")
+    mode = known[options.mode]
     out = empty_folder(options.out, option="--out")
     record = about() | {"mode": mode.name, "devices": mode.devices}
     exit_orderly_when_terminated()
-    with tempfile.TemporaryDirectory(prefix="lit_cifar-trace-") as name:
-        folder = Path(name)
-        _train(mode, rest, folder)
-        ranks = read_ranks(folder, step=STEP)
-        facts = [json.loads((folder / f"facts{rank.rank}.json").read_text()) for rank in ranks]
-    console().print(_time_table(ranks, facts))
-    console().print(_memory_table(facts))
-    _write(out, record, ranks, facts)
+    with tempfile.TemporaryDirectory(prefix="lit_cifar-trace-") as folder:
+        _train(mode, rest, Path(folder))
+        ranks = read_ranks(Path(folder))
+    _print(ranks)
+    figure = step_figure.draw(ranks, title=f"one training step, {mode.name} on {mode.devices} devices")
+    figure.savefig(out / "trace.png", dpi=150)
+    (out / "trace.json").write_text(json.dumps(chrome_trace(ranks)))
+    facts = [
+        {"rank": rank.rank, "plain_ms": rank.plain_ms, "memory_bytes": rank.memory_bytes, "ms": rank.shares_ms}
+        for rank in ranks
+    ]
+    write_json(out / "summary.json", record | {"ranks": facts})
+    say(f"wrote {out / 'trace.json'} for https://ui.perfetto.dev, {out / 'trace.png'} and {out / 'summary.json'}")
     return 0
 
 
@@ -77,61 +83,34 @@ def _train(mode: Variant, flags: list[str], folder: Path) -> None:
     say(f"training {NUM_STEPS} steps in the mode {mode.name}, of which the last is recorded")
     threads = max(1, (cpu_count() or 1) // mode.num_processes)
     outcome = run("fit", *asked, folder=folder, threads=threads, num_ranks=mode.num_ranks)
-    if outcome.status == 2:
-        refuse_if_invalid(outcome)
+    if outcome.status == REFUSED:
+        raise outcome.refusal
     if outcome.status != 0:
         raise RuntimeError(f"the training failed: {outcome.last_words}")
 
 
-def _mode(name: str, *, devices: int) -> Variant:
-    if devices < 2 and name != "single":
-        raise ConfigError(f"--devices={devices} leaves nothing to divide", remedy="pass --devices 2, or --mode single")
-    known = variants(devices)
-    if name not in known:
-        guess = nearest(name, known)
-        remedy = f"did you mean --mode {guess}? " if guess else ""
-        remedy += f"The modes are {', '.join(known)}"
-        raise ConfigError(f"there is no mode {name!r} on {devices} devices", remedy=remedy)
-    return known[name]
+def _print(ranks: list[RankStep]) -> None:
+    parts = ("compute", "compute and communication", "waiting", "host")
+    times = (
+        [
+            *(f"{part:,.1f}  {part / sum(rank.shares_ms.values()):4.0%}" for part in rank.shares_ms.values()),
+            f"{sum(rank.shares_ms.values()):,.1f}",
+            f"{rank.plain_ms:,.1f}",
+        ]
+        for rank in ranks
+    )
+    memory = ([f"{num_bytes / 2**20:,.2f}" for num_bytes in rank.memory_bytes.values()] for rank in ranks)
+    _print_table("Time of the step, in ms and as a share", (*parts, "the step", "not recorded"), times)
+    _print_table("Memory of a process, in MiB", ranks[0].memory_bytes, memory)
 
 
-# What is shown -------------------------------------------------------------------------------------------------------
-
-
-def _time_table(ranks: list[RankStep], facts: list[dict[str, Any]]) -> Table:
-    table = _table("Time of the step, in ms and as a share")
-    for title in ("rank", "compute", "compute and communication", "waiting", "host", "the step", "not recorded"):
-        table.add_column(title, justify="right")
-    for rank, fact in zip(ranks, facts, strict=True):
-        parts = asdict(rank.shares).values()
-        cells = [f"{part:,.1f}  {part / rank.shares.step:4.0%}" for part in parts]
-        table.add_row(str(rank.rank), *cells, f"{rank.shares.step:,.1f}", f"{fact['plain_ms']:,.1f}")
-    return table
-
-
-def _memory_table(facts: list[dict[str, Any]]) -> Table:
-    table = _table("Memory of a process, in MiB")
-    for title in ("rank", *facts[0]["memory_bytes"]):
-        table.add_column(title, justify="right")
-    for fact in facts:
-        table.add_row(str(fact["rank"]), *(f"{num_bytes / 2**20:,.2f}" for num_bytes in fact["memory_bytes"].values()))
-    return table
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title_justify="left")
-
-
-def _write(out: Path, record: dict[str, Any], ranks: list[RankStep], facts: list[dict[str, Any]]) -> None:
-    title = f"one training step, {record['mode']} on {record['devices']} devices"
-    step_figure.draw(ranks, title=title).savefig(out / "trace.png", dpi=150)
-    (out / "trace.json").write_text(json.dumps(chrome_trace(ranks)))
-    rows = [
-        {name: fact[name] for name in ("rank", "plain_ms", "memory_bytes")} | {"ms": asdict(rank.shares)}
-        for rank, fact in zip(ranks, facts, strict=True)
-    ]
-    write_json(out / "summary.json", record | {"ranks": rows})
-    say(f"wrote {out / 'trace.json'} for https://ui.perfetto.dev, {out / 'trace.png'} and {out / 'summary.json'}")
+def _print_table(title: str, columns: Iterable[str], cells: Iterable[list[str]]) -> None:
+    found = table(title)
+    for name in ("rank", *columns):
+        found.add_column(name, justify="right")
+    for rank, own in enumerate(cells):
+        found.add_row(str(rank), *own)
+    console().print(found)
 
 
 def trace_parser() -> argparse.ArgumentParser:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lit_cifar.errors import ConfigError
+from lit_cifar.reporting.run_folder import process_rank
 from lit_cifar.tools.commands.terminal import (
     CommandParser,
     about,
@@ -17,7 +18,7 @@ from lit_cifar.tools.commands.terminal import (
     write_json,
 )
 from lit_cifar.tools.verify.comparison import EXACT_BOUND, FLOOR_ULP, NOISE_FACTOR
-from lit_cifar.tools.verify.verdict_table import exit_status, verdict_table
+from lit_cifar.tools.verify.verdict_table import NO_VERDICT, exit_status, verdict_table
 from lit_cifar.tools.verify.verifier import verify
 
 _DESCRIPTION = """\
@@ -27,7 +28,10 @@ logits of evaluations, checkpoints, and the same run resumed before its last ste
 values are compared bit for bit.
 Every other argument is passed on to `fit`, e.g. --config FILE, --model.arch=resnet34, --trainer.precision=bf16-mixed.
 Without --config it is ResNet10 on synthetic images in float64, where nothing may differ by more than 1e-9. In float32
-and bfloat16 the bound is measured by the same run with sums in another order; a mode beyond it is judged in float64."""
+and bfloat16 the bound is measured by the same run with sums in another order; a mode beyond it is judged in float64.
+
+With --module, a training of your own: its first steps are replayed on one device, and compared bit for bit. Every other
+argument is then one of LightningCLI, e.g. --trainer.strategy=ddp --trainer.devices=2 --model.width=64."""
 
 RULES = {"noise_factor": NOISE_FACTOR, "floor_ulp": FLOOR_ULP, "float64": EXACT_BOUND}
 _SHOWN = 5  # findings of a mode
@@ -41,9 +45,16 @@ def main(args: list[str]) -> int:
             "--self-test plants mistakes in this package's own code, and is not installed with it",
             remedy="in a clone of the repository: python -m tests.mutations",
         )
-    target = writable(options.json)
+    target = writable(options.json) if process_rank() == 0 else None  # with --module every rank comes here
     record = about() | {"rules": RULES}
     exit_orderly_when_terminated()
+    if options.module is not None:
+        from lit_cifar.tools.replay.command import replayed  # a training of others
+
+        report = replayed(options.module, options.data, steps=options.steps, args=rest)
+        status = {"pass": 0, "fail": 1}.get(report["outcome"], NO_VERDICT)
+        write_json(target, record | report | {"exit_status": status})
+        return status
     torch.set_num_threads(1)  # the other cores belong to the runs, beside which this process compares
     content = _verify(options, rest)
     write_json(target, record | content)
@@ -75,6 +86,8 @@ def verify_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--virtual_replicas", type=int, metavar="V", help="Compare bit for bit: V parts of a batch in every mode."
     )
+    parser.add_argument("--module", metavar="CLASS", help="Replay your own LightningModule, e.g. my_package.MyModule.")
+    parser.add_argument("--data", metavar="CLASS", help="Its LightningDataModule, if it has one.")
     parser.add_argument("--json", metavar="FILE", help="Write all results, versions and hardware to this file.")
     parser.add_argument("--self-test", action="store_true", help="Where mistakes are planted that it must find.")
     return parser

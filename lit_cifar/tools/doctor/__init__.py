@@ -15,15 +15,9 @@ COPY_MODES = ("dp", "mp", "ddp_mp")
 class Finding:
     """Something that is not as it should be."""
 
-    part: str  # where: "machine", "environment", "copies", "ranks" (a device) or "transport" (between ranks)
     problem: str  # one sentence
     mend: str  # what to type or to do
     modes: tuple[str, ...] = ()  # that are not fit because of it; without any it is a note, and no fault
-
-    @property
-    def is_fault(self) -> bool:
-        """Whether the machine is not fit for some mode because of it."""
-        return bool(self.modes)
 
 
 @dataclass(frozen=True)

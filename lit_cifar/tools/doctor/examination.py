@@ -1,7 +1,7 @@
 """The whole examination of this machine, part by part."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +9,8 @@ import torch
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.tools.doctor import Check, Finding, counted
-from lit_cifar.tools.doctor.environment import Clock, look_at_environment
-from lit_cifar.tools.doctor.links import Link, check_copies, find_links
-from lit_cifar.tools.doctor.machine import Gpu, look_at_machine
+from lit_cifar.tools.doctor.environment import look_at_environment
+from lit_cifar.tools.doctor.machine import ask_nvidia_smi, check_copies, look_at_machine
 from lit_cifar.tools.doctor.mode_table import LocalMachine, ModeRow, judge_modes, missing_from_torch, mode_table
 from lit_cifar.tools.doctor.ranks import Ranks, examine_ranks
 
@@ -22,7 +21,7 @@ class Examination:
 
     machine: list[Check]
     environment: list[Check]
-    links: list[Link]
+    links: str  # between the GPUs, as `nvidia-smi topo -m` prints them; "" with fewer than two
     copies: Check
     ranks: Ranks
     findings: list[Finding]
@@ -31,20 +30,12 @@ class Examination:
     @property
     def faults(self) -> list[Finding]:
         """The findings for which the machine is not fit for some mode."""
-        return [finding for finding in self.findings if finding.is_fault]
+        return [finding for finding in self.findings if finding.modes]
 
     def to_json(self) -> dict[str, Any]:
         """For a file."""
-        return {
-            "fit": not self.faults,
-            "machine": [(check.name, check.seen) for check in self.machine],
-            "environment": [(check.name, check.seen) for check in self.environment],
-            "links": [asdict(link) for link in self.links],
-            "copies": self.copies.seen,
-            "ranks": asdict(self.ranks),
-            "findings": [asdict(finding) for finding in self.findings],
-            "verdicts": [row.to_json() for row in self.verdicts],
-        }
+        verdicts = [row.to_json() for row in self.verdicts]
+        return {"fit": not self.faults, **asdict(replace(self, verdicts=[])), "verdicts": verdicts}
 
 
 def examine(num_devices: int | None, *, folder: Path, report: Callable[[str], None]) -> Examination:
@@ -53,23 +44,23 @@ def examine(num_devices: int | None, *, folder: Path, report: Callable[[str], No
     Raises:
         ConfigError: More processes than GPUs, or none.
     """
-    clock = Clock()
-    gpus, here = [Gpu.at(index) for index in range(torch.cuda.device_count())], LocalMachine.here()
-    num_ranks, accelerator = placed(num_devices, num_gpus=len(gpus), has_nccl="nccl" in here.backends)
+    here = LocalMachine.here()
+    num_ranks, accelerator = placed(num_devices, num_gpus=here.num_gpus, has_nccl="nccl" in here.backends)
     report("machine and environment")
-    machine, environment = look_at_machine(gpus, folder=folder), look_at_environment()
-    copies = check_copies([torch.device("cuda", index) for index in range(len(gpus))], report=report)
+    machine, environment = look_at_machine(folder=folder), look_at_environment()
+    if here.num_gpus > 1:
+        report(f"copies between {here.num_gpus} GPUs")
+    copies = check_copies([torch.device("cuda", index) for index in range(here.num_gpus)])
     where = "GPUs" if accelerator == "cuda" else "the CPU"
     report(f"ranks: {num_ranks} on {where} calculate and send each other tensors")
     ranks, wrong = examine_ranks(num_ranks, accelerator)
     rows = mode_table(here)
-    findings = [finding for check in machine for finding in check.findings] + missing_from_torch(rows)
-    findings += [finding for check in (*environment, copies) for finding in check.findings]
-    findings += [*wrong, *clock.check()]
+    seen = [finding for check in (*machine, *environment, copies) for finding in check.findings]
+    findings = [*missing_from_torch(rows), *seen, *wrong]
     return Examination(
         machine=machine,
         environment=environment,
-        links=[] if any(gpu.error for gpu in gpus) else find_links(),
+        links=ask_nvidia_smi("topo", "-m") if here.num_gpus > 1 else "",
         copies=copies,
         ranks=ranks,
         findings=findings,
@@ -82,10 +73,8 @@ def placed(num_devices: int | None, *, num_gpus: int, has_nccl: bool) -> tuple[i
     on_gpus = num_gpus > 0 and has_nccl
     if num_devices is None:
         num_devices = num_gpus if on_gpus else 2
-    if num_devices < 1:
-        raise ConfigError(f"--devices={num_devices} leaves nothing to measure", remedy="pass --devices 2 or more")
-    if num_devices > 1024:
-        raise ConfigError(f"--devices={num_devices} processes do not fit one machine", remedy="pass --devices 2")
+    if not 1 <= num_devices <= 1024:
+        raise ConfigError(f"--devices={num_devices} is not from 1 to 1024 processes", remedy="pass --devices 2")
     if on_gpus and num_devices > num_gpus:
         raise ConfigError(
             f"--devices={num_devices}, and torch sees {counted(num_gpus, 'GPU')}: each process needs its own",

@@ -5,11 +5,13 @@ Run as `python -m lit_cifar.tools.doctor.measurement cpu|cuda FOLDER` with the e
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from time import perf_counter, time
+from time import perf_counter
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,14 +19,15 @@ from torch import Tensor
 
 from lit_cifar.launch.rendezvous import LocalEnvironment
 from lit_cifar.launch.signals import destroy_process_group_at_exit
-from lit_cifar.launch.startup import end_with_launcher
-from lit_cifar.tools.doctor.arithmetic import Operation, operations, pattern, sum_fault
+from lit_cifar.launch.startup import exit_with_parent
+from lit_cifar.tools.doctor.arithmetic import Operation, fault, operations, pattern
 
 SIZES = tuple(1024 * 8**power for power in range(6))
 """Of all-reduces, in bytes: 1 KiB to 32 MiB."""
+NUM_CALLS = 5  # of each size
 _TIMEOUT = timedelta(seconds=30)
 _NUM_TURNS = 7
-_NUM_CALLS = 5
+T = TypeVar("T")
 
 
 class Device:
@@ -46,7 +49,7 @@ class Device:
         """Replace the values by their sum over all ranks."""
         dist.all_reduce(values)
 
-    def timed(self, call: Callable[[], Tensor]) -> tuple[float, Tensor]:
+    def timed(self, call: Callable[[], T]) -> tuple[float, T]:
         """The seconds until the result of `call` has been computed, and the result."""
         self._wait()
         begin = perf_counter()
@@ -69,67 +72,47 @@ class Measurement:
     wrong: dict[str, list[str]] = field(default_factory=dict)  # of each operation, a text for each wrong result
     sweep: dict[int, list[float]] = field(default_factory=dict)  # seconds of all-reduce calls, by bytes
     faults: list[tuple[int, str]] = field(default_factory=list)  # wrong results of all-reduce: bytes, and a text
-    wall_s: float = 0.0  # wall clock right after all ranks have met
 
 
-def measure(
-    device: Device,
-    *,
-    rank: int,
-    world_size: int,
-    meet: Callable[[], object],
-    report: Callable[[str], object],
-    sizes: Sequence[int] = SIZES,
-) -> Measurement:
-    """Measure as `rank`, together with the others: `meet` returns when all have called it.
-
-    `report` is called with what comes next. `sizes` of all-reduces are in bytes.
-    """
+def measure(device: Device, *, rank: int, world_size: int, report: Callable[[str], object]) -> Measurement:
+    """Measure as `rank`, together with the others; `report` is called with what comes next."""
     found = Measurement(rank=rank, device=device.name)
-    meet()
-    found.wall_s = time()
-    for operation in operations(device.device.type):
+    for operation in operations(device.device):
         report(f"the {operation.name}")
-        _calculate(found, device, operation.to(device.device), world_size=world_size, meet=meet)
-    for num_bytes in sizes if world_size > 1 else ():
+        _calculate(found, device, operation, world_size=world_size)
+    for num_bytes in SIZES if world_size > 1 else ():
         report(f"an all-reduce of {num_bytes:,} bytes")
         _all_reduce(found, device, num_bytes, world_size=world_size)
     return found
 
 
-def _calculate(
-    found: Measurement, device: Device, operation: Operation, *, world_size: int, meet: Callable[[], object]
-) -> None:
+def _calculate(found: Measurement, device: Device, operation: Operation, *, world_size: int) -> None:
     """Time an operation while the other ranks are idle, and check each result. The first, untimed, warms up."""
-    faults = [operation.fault(device.run(operation))]
+    faults = [fault(device.run(operation), operation.expected)]
     seconds = found.seconds[operation.name] = []
     for turn in range(_NUM_TURNS * world_size):
-        meet()
+        dist.barrier()
         if turn % world_size == found.rank:
-            took_s, result = device.timed(lambda: device.run(operation))
+            took_s, result = device.timed(partial(device.run, operation))
             seconds.append(took_s)
-            faults.append(operation.fault(result))
-    found.wrong[operation.name] = [fault for fault in faults if fault]
+            faults.append(fault(result, operation.expected))
+    found.wrong[operation.name] = [each for each in faults if each]
 
 
 def _all_reduce(found: Measurement, device: Device, num_bytes: int, *, world_size: int) -> None:
-    values = torch.zeros(num_bytes // 4, device=device.device)
-
-    def reduce() -> Tensor:
-        device.all_reduce(values)
-        return values
-
+    """Rank r sends r + 1 times a pattern that changes with every call, so that an old result is a wrong one."""
     seconds = found.sweep[num_bytes] = []
-    for call in range(_NUM_CALLS):
-        values.copy_(pattern(len(values), call=call, device=device.device)).mul_(found.rank + 1)
-        seconds.append(device.timed(reduce)[0])
-        if problem := sum_fault(values, call=call, rank=found.rank, world_size=world_size):
+    for call in range(NUM_CALLS):
+        sent = pattern(num_bytes // 4, call=call, device=device.device)
+        values = sent * (found.rank + 1)
+        seconds.append(device.timed(partial(device.all_reduce, values))[0])
+        if problem := fault(values, sent * (world_size * (world_size + 1) // 2)):
             found.faults.append((num_bytes, problem))
 
 
 def main(make_device: Callable[[torch.device, int], Device] = lambda device, rank: Device(device)) -> None:
     """Meet the other ranks, measure as the one that the environment names, and write what was found to a file."""
-    end_with_launcher()
+    exit_with_parent()
     device_type, folder = sys.argv[1], Path(sys.argv[2])
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     phase = folder / f"rank{rank}.phase"
@@ -137,8 +120,7 @@ def main(make_device: Callable[[torch.device, int], Device] = lambda device, ran
     device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
     try:
         _join(device, rank=rank, world_size=world_size)
-        own = make_device(device, rank)
-        found = measure(own, rank=rank, world_size=world_size, meet=dist.barrier, report=phase.write_text)
+        found = measure(make_device(device, rank), rank=rank, world_size=world_size, report=phase.write_text)
         phase.write_text("the end")
         dist.barrier()  # no rank leaves while another still needs it
     finally:

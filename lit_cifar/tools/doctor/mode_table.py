@@ -104,7 +104,7 @@ def missing_from_torch(rows: Sequence[ModeRow]) -> list[Finding]:
             reasons.setdefault(row.verdict.removeprefix("no: "), []).append(row.mode.name)
     mend = "pip install --upgrade torch torchvision"
     return [
-        Finding("machine", f"{', '.join(names)} cannot run here: {reason}.", mend, tuple(names))
+        Finding(f"{', '.join(names)} cannot run here: {reason}.", mend, tuple(names))
         for reason, names in reasons.items()
     ]
 

@@ -2,8 +2,8 @@
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -12,7 +12,7 @@ import torch
 from lit_cifar.launch.forked import ForkedRun
 from lit_cifar.tools.doctor import ALL_MODES, PROCESS_MODES, Finding, size_of
 from lit_cifar.tools.doctor.arithmetic import OPERATIONS
-from lit_cifar.tools.doctor.measurement import Measurement
+from lit_cifar.tools.doctor.measurement import NUM_CALLS, SIZES, Measurement
 
 _PROBE = "lit_cifar.tools.doctor.measurement"
 _TIMEOUT_S = 90.0
@@ -21,10 +21,6 @@ _LAUNCHER = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_
 _SLOW = 2.0
 """How many times as long as the others a rank may take, in its fastest turn."""
 _NUM_CONFIRMATIONS = 2  # of a rank that seems slow
-_CLOCK_S = 5.0
-"""By how much clocks may differ: far more than the ranks of a busy machine need to leave a barrier."""
-_WITHOUT_PEERS = {"NCCL_P2P_DISABLE": "1"}
-_BIOS = "turn off the IOMMU or PCIe ACS in the BIOS, or boot with iommu=pt   # NCCL_P2P_DISABLE=1 did not help"
 _ANOTHER = "memtest86+, or another machine"
 
 
@@ -84,30 +80,21 @@ def examine_ranks(
 ) -> tuple[Ranks, list[Finding]]:
     """Let the processes measure; again, if a rank seems slow, or if NCCL loses something."""
     ranks = probe(num_ranks, accelerator)
-    findings, slow = judge_ranks(ranks), slow_ranks(ranks)
+    slow = slow_ranks(ranks)
     for _ in range(_NUM_CONFIRMATIONS if slow else 0):
         again = slow_ranks(probe(num_ranks, accelerator))
         slow = {rank: finding for rank, finding in slow.items() if rank in again}
+    mend = _ANOTHER
     if accelerator == "cuda" and ranks.is_transport_faulty:
-        without_peers = probe(num_ranks, accelerator, settings=_WITHOUT_PEERS)
-        if not without_peers.is_transport_faulty:
-            mend = "export NCCL_P2P_DISABLE=1   # with it everything arrived"
-            findings = [replace(each, mend=mend) if each.part == "transport" else each for each in findings]
-    return ranks, [*findings, *slow.values()]
-
-
-def judge_ranks(ranks: Ranks) -> list[Finding]:
-    """What is wrong with the processes, their devices, or what they send each other; not how fast they are."""
-    if ranks.failure is None:
-        return [*_wrong(ranks), *_lost(ranks), *_clocks(ranks.measurements)]
-    problem = f"Processes that send each other tensors failed: they {ranks.failure}."
-    mend = "python -m lit_cifar fit --config configs/quickstart.yaml --trainer.strategy=ddp   # prints the whole error"
-    if ranks.accelerator == "cuda":
         mend = "NCCL_DEBUG=INFO NCCL_DEBUG_FILE=/tmp/nccl.%p python -m lit_cifar doctor   # then read /tmp/nccl.*"
-    return [Finding("transport", problem, mend, PROCESS_MODES)]
+        if ranks.failure is None:
+            mend = "turn off the IOMMU or PCIe ACS in the BIOS, or boot with iommu=pt   # NCCL_P2P_DISABLE did not help"
+        if not probe(num_ranks, accelerator, settings={"NCCL_P2P_DISABLE": "1"}).is_transport_faulty:
+            mend = "export NCCL_P2P_DISABLE=1   # with it everything arrived"
+    return ranks, [*wrong_results(ranks), *lost_messages(ranks, mend=mend), *slow.values()]
 
 
-def _wrong(ranks: Ranks) -> list[Finding]:
+def wrong_results(ranks: Ranks) -> list[Finding]:
     """One finding for each operation that a rank has got wrong."""
     findings = []
     for each in ranks.measurements:
@@ -116,7 +103,7 @@ def _wrong(ranks: Ranks) -> list[Finding]:
                 repeats = f"{len(wrong)} of {len(each.seconds[name]) + 1} repeats ({wrong[0]})"
                 problem = f"Rank {each.rank} ({each.device}) computes wrongly: its {name} was wrong in {repeats}."
                 mend = _without_gpu(each.rank, ranks) if ranks.accelerator == "cuda" else _ANOTHER
-                findings.append(Finding("ranks", problem, mend, ALL_MODES))
+                findings.append(Finding(problem, mend, ALL_MODES))
     return findings
 
 
@@ -127,30 +114,21 @@ def _without_gpu(rank: int, ranks: Ranks) -> str:
     return f"export CUDA_VISIBLE_DEVICES={','.join(name for index, name in enumerate(names) if index != rank)}"
 
 
-def _lost(ranks: Ranks) -> list[Finding]:
-    """One finding for each thing that went wrong with sums, with the ranks that got them."""
-    causes: dict[str, list[tuple[int, int, str]]] = {}
-    for each in ranks.measurements:
-        for num_bytes, problem in each.faults:
-            causes.setdefault(problem.split(", in ")[0], []).append((num_bytes, each.rank, problem))
-    num_sums = sum(len(calls) for each in ranks.measurements for calls in each.sweep.values())
-    mend = _BIOS if ranks.accelerator == "cuda" else _ANOTHER
+def lost_messages(ranks: Ranks, *, mend: str) -> list[Finding]:
+    """That the processes failed, or one finding for each rank that got wrong sums."""
+    if ranks.failure is not None:
+        problem = f"Processes that send each other tensors failed: they {ranks.failure}."
+        if ranks.accelerator == "cpu":
+            mend = "python -m lit_cifar fit --config configs/quickstart.yaml --trainer.strategy=ddp   # the whole error"
+        return [Finding(problem, mend, PROCESS_MODES)]
     findings = []
-    for seen in causes.values():
-        receivers = sorted({rank for _, rank, _ in seen})
-        who = f"Rank {receivers[0]} gets" if len(receivers) == 1 else f"Ranks {', '.join(map(str, receivers))} get"
-        smallest, _, words = min(seen)
-        share = f"in {len(seen)} of {num_sums} results, the smallest of {size_of(smallest)}"
-        problem = f"{who} wrong sums from all-reduce, {share}: {words}."
-        findings.append(Finding("transport", problem, mend, PROCESS_MODES))
+    for each in ranks.measurements:
+        if each.faults:
+            num_bytes, words = each.faults[0]  # sizes rise
+            share = f"in {len(each.faults)} of {NUM_CALLS * len(SIZES)} results, the smallest of {size_of(num_bytes)}"
+            problem = f"Rank {each.rank} gets wrong sums from all-reduce, {share}: {words}."
+            findings.append(Finding(problem, mend, PROCESS_MODES))
     return findings
-
-
-def _clocks(found: Sequence[Measurement]) -> list[Finding]:
-    walls = [each.wall_s for each in found]
-    spread = max(walls) - min(walls)
-    problem = f"The clocks of the ranks differ by {spread:.0f} s."
-    return [Finding("ranks", problem, "timedatectl set-ntp true")] if spread >= _CLOCK_S else []
 
 
 def slow_ranks(ranks: Ranks) -> dict[int, Finding]:
@@ -171,4 +149,4 @@ def _slow(found: Measurement, operation: str, ratio: float, ranks: Ranks) -> Fin
         hide = _without_gpu(found.rank, ranks)
         mend = f"nvidia-smi   # shows who else uses it, its clock and its temperature; without it: {hide}"
     took = f"Rank {found.rank} ({found.device}) takes {ratio:.1f} times as long as the others for the same {operation}"
-    return Finding("ranks", f"{took}: every step waits for it.", mend, PROCESS_MODES)
+    return Finding(f"{took}: every step waits for it.", mend, PROCESS_MODES)

@@ -1,43 +1,32 @@
 """What the tables of the page say: what runs are called, are and reached, in what they differ, how to repeat them."""
 
-import os
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_cifar.errors import ConfigError
+from lit_cifar.errors import ConfigError, printable
 from lit_cifar.reporting.progress import METRIC as THROUGHPUT
 from lit_cifar.reporting.rank_statistics import pooled
 from lit_cifar.reporting.run_reader import RunContents
-from lit_cifar.reporting.run_report import shown
+from lit_cifar.reporting.run_report import counted, shown
 
 Runs = Mapping[str, RunContents]
 _COMMANDS = ("fit", "validate", "test")
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """A short name for each folder: its path without the parts that all begin and end with.
+    """The folders as they were typed.
 
     Raises:
         ConfigError: A folder is given twice.
     """
-    paths = [Path(os.path.normpath(folder.absolute())).parts for folder in folders]
+    paths = [folder.resolve() for folder in folders]
     for index, path in enumerate(paths):
         if path in paths[:index]:
             raise ConfigError(f"the run folder {folders[index]} is given twice", remedy="name it once")
-    if len(paths) == 1:
-        return [paths[0][-1]]
-    most = min(map(len, paths)) - 1  # a part of each path is left
-    front = _num_common(paths, most)
-    back = _num_common([path[::-1] for path in paths], most - front)
-    return ["/".join(path[front : len(path) - back]) for path in paths]
-
-
-def _num_common(paths: Sequence[Sequence[str]], most: int) -> int:
-    """How many parts, up to `most`, all paths begin with."""
-    return next((index for index in range(most) if len({path[index] for path in paths}) > 1), most)
+    return [printable(str(folder)) for folder in folders]
 
 
 def check_comparable(runs: Runs) -> None:
@@ -50,10 +39,9 @@ def check_comparable(runs: Runs) -> None:
     for name in others:
         for what, one, other in zip(("data", "classes"), _data_of(runs[first]), _data_of(runs[name]), strict=True):
             if one and other and one != other:
-                page = shlex.join(["python", "-m", "lit_cifar", "report", str(runs[name].folder)])
                 raise ConfigError(
                     f"the runs have different {what}, and cannot be compared:\n{first} has {one}\n{name} has {other}",
-                    remedy=f"make a page for each, e.g. {page}",
+                    remedy="make a page for each",
                 )
 
 
@@ -77,8 +65,7 @@ def different_settings(runs: Sequence[RunContents]) -> dict[str, list[str | None
 def summary(runs: Runs) -> dict[str, list[str | None]]:
     """What each run is, and what it has reached; facts that no run has are left out."""
     facts = [_facts(run) for run in runs.values()]
-    rows = {name: [fact[name] for fact in facts] for name in facts[0]}
-    return {name: values for name, values in rows.items() if any(values)}
+    return {name: [fact[name] for fact in facts] for name in facts[0] if any(fact[name] for fact in facts)}
 
 
 def _facts(run: RunContents) -> dict[str, str | None]:
@@ -92,7 +79,7 @@ def _facts(run: RunContents) -> dict[str, str | None]:
         "training": _extent(run),
         "images per second": _throughput(run),
         "network": _network(settings),
-        "mode": f"{about['strategy']}, {_count(about['world_size'], 'process', 'processes')}, {about['precision']}",
+        "mode": f"{about['strategy']}, {counted(about['world_size'], 'process', 'processes')}, {about['precision']}",
         "global batch": settings.get("data.batch_size"),
         "hardware": _hardware(about),
         "torch": about["versions"].get("torch"),
@@ -119,8 +106,8 @@ def _extent(run: RunContents) -> str | None:
     if not run.trained:
         return None
     last = max(logged[-1][0] for name, logged in run.metrics.items() if name.startswith("train/"))
-    epochs = f"{_count(len(run.epochs), 'epoch')}, " if run.epochs else ""
-    return f"{epochs}{_count(last + 1, 'step')}"
+    epochs = f"{counted(len(run.epochs), 'epoch')}, " if run.epochs else ""
+    return f"{epochs}{counted(last + 1, 'step')}"
 
 
 def _throughput(run: RunContents) -> str | None:
@@ -139,16 +126,12 @@ def _network(settings: Mapping[str, str]) -> str | None:
 def _hardware(about: Mapping[str, Any]) -> str:
     if about["device"] == "cuda" and about["gpus"]:
         return f"{len(about['gpus'])} x {about['gpus'][0]}"
-    return f"{about['cpu'].get('model')}, {_count(about['cpu'].get('cores', 0), 'core')}"
+    return f"{about['cpu'].get('model')}, {counted(about['cpu'].get('cores', 0), 'core')}"
 
 
 def _commit(about: Mapping[str, Any]) -> str | None:
     git = about["git"]
     return f"{git['commit'][:12]}{', modified' if git.get('modified') else ''}" if git else None
-
-
-def _count(number: int, one: str, many: str | None = None) -> str:
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def same_samples(runs: Runs) -> bool:

@@ -1,0 +1,210 @@
+"""Draw the figures of README and docs from the recorded runs: `python benchmarks/scripts/figures.py [OUTPUT_DIR]`."""
+
+import argparse
+import hashlib
+import json
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gallery
+import notebooks_path  # noqa: F401  # for `analysis`
+from decision import decision
+from matplotlib.figure import Figure
+
+from analysis.articles import PRINTED_LOSSES
+from analysis.run_frames import BLUE, GREY, RED, read_metrics, read_per_rank
+
+HERE = Path(__file__).parents[1]
+ARTICLES_RUN = HERE / "articles" / "2026-11-20"
+GALLERY = HERE / "mistakes" / "2026-11-22-gallery" / "gallery.json"
+REAL_DATA = HERE / "modes" / "2026-11-21-steps" / "losses.json"
+VERIFIED = HERE / "verify" / "2026-11-20" / "devices4_float64.json"
+PLANTED = HERE / "mistakes" / "2026-11-22-self-test" / "self_test.json"
+PRINTED_ACCURACIES = [0.7479, 0.7604]  # of the articles' single process, after 15 epochs
+STOCK = HERE / "stock-lightning" / "2026-11-24" / "stock.json"
+SAME_BITS = 1e-17  # where a difference of 0 is drawn on a logarithmic axis
+BOUND = 1e-9  # what `verify` allows in float64
+SMALLEST_MISTAKES = {  # of each mode
+    "lost-schedule": "schedule begins again on resume",
+    "stale-buffers": "stale running statistics saved",
+    "other-decay": "a rank without decay",
+    "no-batchnorm-sync": "BatchNorm not synchronised",
+    "copied-stage": "a stage that nobody trains",
+    "unaveraged-stage": "one gradient not averaged",
+    "stale-shard": "a shard is not updated",
+    "shifted-norm": "one rank's BatchNorm diverges",
+    "other-rate": "one rank has another learning rate",
+    "dropped-microbatch": "a microbatch without gradients",
+    "local-norm": "each stage clips by its own norm",
+    "lone-pipelines": "pipelines not averaged",
+    "other-decay-of-part": "a rank without decay",
+}
+
+
+def articles_run(folder: Path) -> Figure:
+    """Our run of the articles' recipe beside the figures that they print."""
+    figure = Figure(figsize=(9.5, 3.6), layout="constrained")
+    loss, acc = figure.subplots(1, 2)
+    epochs = read_metrics(folder / "seed0" / "fit").dropna(subset=["train/loss"]).reset_index(drop=True)
+    tested = read_per_rank(folder / "seed0" / "test", split="test").set_index("rank")["accuracy"]["all"]
+    style = {"marker": "o", "markersize": 3, "color": BLUE}
+    loss.plot(epochs.index + 1, epochs["train/loss"], label="lit_cifar", **style)
+    acc.plot(epochs.index + 1, epochs["train/acc"], label="training", **style)
+    acc.axhline(tested, color=BLUE, linestyle="--", label=f"test after 15 epochs: {tested:.2%}")
+    loss.plot(range(1, 7), PRINTED_LOSSES, "x", color=RED, label="printed in the articles")
+    acc.axhspan(*PRINTED_ACCURACIES, color=RED, alpha=0.3, label="test in the articles: 74.79 to 76.04%")
+    loss.set(title="training loss", ylim=(0, None))
+    acc.set(title="accuracy", ylim=(0, 1))
+    acc.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    for axes in (loss, acc):
+        for drop in (5, 10):
+            axes.axvline(drop + 0.5, color=GREY, linewidth=0.8, linestyle=":")
+        axes.set_xlabel("epoch (dotted: learning rate divided by 10)")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def loss_curves(record: Path) -> Figure:
+    """Every mode's loss beside that of the one device that it equals, and how far apart the two are."""
+    content = json.loads(record.read_text())
+    steps = range(1, content["steps"] + 1)
+    groups: dict[tuple[float, ...], list[dict]] = {}
+    for index, row in enumerate(content["rows"]):
+        groups.setdefault(tuple(row["expected_losses"]), []).append({"color": f"C{index}", **row})
+    figure = Figure(figsize=(9.5, 6), layout="constrained")
+    grid = figure.add_gridspec(2, len(groups), height_ratios=(1, 1.2))
+    gaps = figure.add_subplot(grid[1, :])
+    panels = grid[0, :].subgridspec(1, len(groups)).subplots(sharey=True)
+    for panel, (expected, rows) in zip(panels, groups.items(), strict=True):
+        panel.plot(steps, expected, color="0.75", linewidth=9, solid_capstyle="round")
+        for nth, row in enumerate(rows):
+            # Modes that compute the same lie on each other, the later ones thinner.
+            style = {"color": row["color"], "linewidth": 1.2 + 1.6 * (len(rows) - 1 - nth), "label": row["mode"]}
+            panel.plot(steps, row["losses"], **style)
+            gap = [abs(a - b) for a, b in zip(row["losses"], expected, strict=True)]
+            gaps.plot(steps, [max(value, SAME_BITS) for value in gap], **style)
+        panel.set_title(textwrap.fill(", ".join(row["mode"] for row in rows), 16), fontsize=9)
+    panels[0].set_ylabel("loss of the global batch\n(wide: one device)")
+    gaps.set(xlabel="step", ylabel="difference from one device", yscale="log", ylim=(SAME_BITS / 2, 1))
+    gaps.set_yticks([SAME_BITS, 1e-15, 1e-12, 1e-9, 1e-6, 1e-3, 1], ["0", *(f"1e-{e}" for e in (15, 12, 9, 6, 3)), "1"])
+    gaps.legend(loc="upper left", ncols=5, frameon=False, fontsize=8)
+    for axes in (*panels, gaps):
+        axes.set_xticks([1, 5, 10, 15, 20])
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def mistakes(record: Path) -> dict[str, dict[str, float]]:
+    """For each mode the planted mistakes of which the record has a size, and the size."""
+    found: dict[str, dict[str, float]] = {}
+    for finding in json.loads(record.read_text())["findings"]:
+        sizes = re.findall(r"differs by (\S+),", " ".join(finding["problems"]))
+        if sizes:
+            found.setdefault(finding["mode"], {})[finding["bug"]] = float(sizes[0])
+    return found
+
+
+def proof(verified: Path, planted: Path = PLANTED) -> Figure:
+    """How far every mode is from its one device, and how far the same mode is with a planted mistake."""
+    sizes, rows = mistakes(planted), json.loads(verified.read_text())["rows"]
+    figure = Figure(figsize=(9.5, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for y, row in enumerate(rows):
+        right, wrong = max(row["differences"].values()), sizes[row["mode"]]
+        names = ("the mode", "the mode with a planted mistake") if y == 0 else (None, None)
+        axes.plot([max(right, SAME_BITS)], [y], "o", color=BLUE, markersize=8, label=names[0])
+        axes.plot(list(wrong.values()), [y] * len(wrong), "x", color=RED, markersize=7, mew=1.8, label=names[1])
+        bug = min(wrong, key=wrong.__getitem__)
+        beside = {"xytext": (-9, 0), "textcoords": "offset points", "ha": "right", "va": "center", "fontsize": 8}
+        axes.annotate(SMALLEST_MISTAKES[bug], (wrong[bug], y), **beside)
+    axes.axvline(BOUND, color=GREY, linestyle="--", label="allowed by verify: 1e-9")
+    axes.set(xscale="log", xlim=(SAME_BITS / 3, 2), ylim=(len(rows) - 0.4, -0.6), xlabel="difference from one device")
+    ticks = ("1e-15", "1e-12", "1e-9", "1e-6", "1e-3", "1")
+    axes.set_xticks([SAME_BITS, *map(float, ticks)], ["0", *ticks])
+    axes.set_yticks(range(len(rows)), [row["mode"] for row in rows])
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside upper center", ncols=3, frameon=False)
+    return figure
+
+
+def stock_lightning(record: Path) -> Figure:
+    """The losses of stock Lightning on 1, 2 and 4 CPU processes, and those of `fit`."""
+    rows = [row for row in json.loads(record.read_text())["rows"] if row["seed"] == 0]
+    figure = Figure(figsize=(9.5, 3.4), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    titles = {"stock": "Lightning's ddp and sampler", "lit_cifar": "lit_cifar's ddp"}
+    for panel, (program, title) in zip(panels, titles.items(), strict=True):
+        curves = {row["processes"]: row["losses"] for row in rows if row["program"] == program}
+        for (processes, losses), width, color in zip(curves.items(), (5, 3, 1), (GREY, BLUE, RED), strict=True):
+            label = f"{processes} CPU process{'es' if processes > 1 else ''}"
+            panel.plot(range(1, len(losses) + 1), gallery.smooth(losses), linewidth=width, color=color, label=label)
+        panel.set_title(f"{title}\nlosses differ by up to {farthest(curves):.2g}", fontsize=10)
+        panel.set_xlabel("optimizer step, global batch 128")
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.legend(frameon=False, fontsize=8)
+    panels[0].set_ylabel("training loss, mean over 10 steps")
+    return figure
+
+
+def farthest(curves: dict[int, list[float]]) -> float:
+    """The largest difference of a step's loss from that of one process."""
+    return max(abs(a - b) for losses in curves.values() for a, b in zip(losses, curves[1], strict=True))
+
+
+FIGURES = {
+    "stock_lightning": (stock_lightning, STOCK),
+    "choosing": (decision, HERE.parent / "docs" / "choosing.md"),
+    "proof": (proof, VERIFIED),
+    "loss_curves": (loss_curves, REAL_DATA),
+    "articles_run": (articles_run, ARTICLES_RUN),
+    "gallery": (gallery.drawn, GALLERY),
+}
+
+
+def content(figure: Figure) -> Iterator[Any]:
+    """The data, texts and styles that a figure shows; fonts and releases of Matplotlib do not change them."""
+    for axes in figure.axes:
+        yield axes.get_title(), axes.get_xlabel(), axes.get_ylabel(), axes.get_yscale()
+        for line in axes.lines:
+            yield line.get_label(), line.get_color(), line.get_linestyle(), line.get_linewidth(), line.get_marker()
+            yield line.get_xydata().tolist()
+        for patch in axes.patches:
+            yield patch.get_label(), patch.get_facecolor(), patch.get_bbox().bounds
+        for text in axes.texts:
+            yield text.get_text(), text.get_position()
+
+
+def digest(figure: Figure) -> str:
+    """SHA-256 of `content`, which each file keeps: so a test can tell a picture of an older record."""
+    return hashlib.sha256(repr(list(content(figure))).encode()).hexdigest()
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a PNG that says what it shows."""
+    figure.savefig(path, dpi=120, metadata={"Content": digest(figure)})
+
+
+def parser() -> argparse.ArgumentParser:
+    """The script's arguments."""
+    parser = argparse.ArgumentParser(description="Draw the figures of README and docs.")
+    parser.add_argument("output", nargs="?", type=Path, default=HERE.parent / "docs" / "figures", help="folder")
+    return parser
+
+
+def main(output: Path) -> None:
+    """Write every figure into `output`."""
+    output.mkdir(parents=True, exist_ok=True)
+    for name, (draw, record) in FIGURES.items():
+        save(draw(record), output / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main(parser().parse_args().output)

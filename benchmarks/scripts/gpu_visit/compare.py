@@ -1,0 +1,46 @@
+"""Compares where two runs have come."""
+
+import csv
+from pathlib import Path
+
+import torch
+
+from lit_cifar.checkpoint.format import read_checkpoint
+from lit_cifar.tools.verify.comparison import EXACT_BOUND, KINDS, differences, first_excess, largest
+
+_LOSSES = ("train/loss", "val/loss")  # of all samples of an epoch; that of a step is of this process alone
+
+
+def compare(found: Path, expected: Path) -> tuple[str, dict[str, float]]:
+    """What is wrong with the run folder `found`, if anything, and its largest difference of each kind."""
+    reference = _end(expected)
+    gaps = differences(_end(found), reference)
+    last = read_checkpoint(last_checkpoint(expected))["global_step"]
+    excess = first_excess(gaps, dict.fromkeys(KINDS, EXACT_BOUND), step=last)
+    return str(excess or ""), largest(gaps)
+
+
+def last_checkpoint(run: Path) -> Path:
+    return run / "checkpoints" / "last.ckpt"
+
+
+def logged(run: Path, column: str) -> dict[int, float]:
+    """What a run has logged, by step."""
+    with (run / "metrics.csv").open(newline="") as file:
+        return {int(row["step"]): float(row[column]) for row in csv.DictReader(file) if row.get(column)}
+
+
+def _end(run: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """The last losses and the last checkpoint, by kind and name, as `differences` takes them."""
+    checkpoint = read_checkpoint(last_checkpoint(run))
+    state = checkpoint["state_dict"]
+    buffers = [name for name in state if "running_" in name or "num_batches" in name]
+    of_parameters = checkpoint["optimizer_states"][0]["state"].items()
+    of_optimizer = [(f"{number} {name}", value) for number, own in of_parameters for name, value in own.items()]
+    losses = {name: [*logged(run, name).values()][-1] for name in _LOSSES}
+    return {
+        "loss": {name: torch.tensor(loss, dtype=torch.float64) for name, loss in losses.items()},
+        "parameters": {name: value for name, value in state.items() if name not in buffers},
+        "buffers": {name: state[name] for name in buffers},
+        "optimizer": {name: value for name, value in of_optimizer if isinstance(value, torch.Tensor)},
+    }

@@ -1,0 +1,200 @@
+"""Fill README, docs and records with numbers of the recorded files: `python benchmarks/scripts/pages.py [--check]`.
+
+A place is `<!--n:NAME-->9e-14<!--/n-->` within a line, or a table between two such lines. Of a table the two lines of
+its header stay, and columns at the right that the record lacks. `--check` writes nothing and names what would change.
+"""
+
+import argparse
+import csv
+import json
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import gallery
+from figures import PLANTED, farthest, mistakes
+
+HERE = Path(__file__).parents[1]
+FAULTS = {"kill": "SIGKILL", "term": "SIGTERM", "stop": "SIGSTOP", "truncate": "truncated checkpoints"}
+FAULTS["disk"] = "full disk"
+PLACE = re.compile(r"(<!--n:([\w-]+)-->)(.*?)(<!--/n-->)", flags=re.DOTALL)
+Values: TypeAlias = dict[str, str | list[list[str]]]
+
+
+def read(path: str, key: str = "rows") -> Any:
+    return json.loads((HERE / path).read_text(encoding="utf-8"))[key]
+
+
+def table(path: str) -> list[dict[str, str]]:
+    with (HERE / path).open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def brief(value: float) -> str:
+    return "0" if value == 0 else f"{value:.0e}"
+
+
+def largest(row: dict[str, Any]) -> float:
+    return max(row["differences"].values())
+
+
+def verified() -> Values:
+    """Every mode beside one device: ResNet34, other networks, and runs that are right."""
+    two, four = ({row["mode"]: row for row in read(f"verify/2026-11-20/devices{n}_float64.json")} for n in (2, 4))
+    names = [f"verify/2026-11-22-networks/{name}_devices{{}}.json" for name in ("vit_tiny", "wide_resnet50_2")]
+    vit, wide = ([row for n in (2, 4) for row in read(name.format(n))] for name in names)
+    clean = read("verify/2026-11-24-clean/clean.json")
+    outcomes = Counter(mode["outcome"] for row in clean for mode in row["modes"])
+    return {
+        "verify": [
+            [f"`{mode}`", brief(largest(two[mode])) if mode in two else "-", brief(largest(row))]
+            for mode, row in four.items()
+        ],
+        "verify-largest": brief(max(map(largest, four.values()))),
+        "networks": [[f"`{a['mode']}`", brief(largest(a)), brief(largest(b))] for a, b in zip(vit, wide, strict=True)],
+        "networks-largest": brief(max(map(largest, [*vit, *wide]))),
+        "clean-passed": f"{outcomes['passed']} of {outcomes.total()} runs of {len(clean)} configurations",
+        "clean": [
+            [row["configuration"], str(len(row["modes"])), brief(max(mode["difference"] for mode in row["modes"]))]
+            for row in clean
+        ],
+    }
+
+
+def planted() -> Values:
+    """What the self-test says of each planted mistake, and what the curves of a training show of it."""
+    of_seeds = read("mistakes/2026-11-22-gallery/gallery.json", "of_seeds")
+    rows = {row["bug"]: row for row in read("mistakes/2026-11-22-gallery/gallery.json")}
+    said = {it["bug"]: it for it in json.loads(PLANTED.read_text())["findings"] if it["bug"]}
+    noise, finals = gallery.spread(of_seeds), [gallery.final(curves) for curves in of_seeds]
+    widest = {kind: max(f[kind] for f in finals) - min(f[kind] for f in finals) for kind in noise}
+    yardsticks = {"noise": noise, "widest": widest}
+
+    def hidden(by: dict[str, float]) -> str:
+        return str(sum(not gallery.is_seen(row, by) for row in rows.values()))
+
+    return {
+        "mistakes": [[f"`{bug}`", it["imitates"], f"`{it['mode']}`", it["caught_by"]] for bug, it in said.items()],
+        "mistakes-planted": str(len(said)),
+        "mistakes-found": str(sum(it["right"] for it in said.values())),
+        "mistakes-sized": str(sum(map(len, mistakes(PLANTED).values()))),
+        "gallery": [
+            [f"`{bug}`: {row['imitates']}", f"`{row['mode']}`", gallery.in_words(row, noise), said[bug]["problems"][0]]
+            for bug, row in rows.items()
+        ],
+        **{f"gallery-{name}": hidden(by) for name, by in yardsticks.items()},
+        **{f"gallery-{name}-{kind}": f"{by[kind]:.2f}" for name, by in yardsticks.items() for kind in by},
+    }
+
+
+def compared() -> Values:
+    """Losses beside those of one device, and stock Lightning's on 2 and 4 processes and with another seed."""
+    curves, ends, gaps = read("modes/2026-11-21-steps/losses.json"), [], []
+    for row in curves:
+        ends.append([f"{loss:.3f}" for loss in (row["losses"][0], row["losses"][-1], row["expected_losses"][-1])])
+        gaps.append([abs(a - b) for a, b in zip(row["losses"], row["expected_losses"], strict=True)])
+    values: Values = {"curves-largest": brief(max(map(max, gaps))), "stock": []}
+    values["curves"] = [
+        [f"`{row['mode']}`", *end, brief(max(gap[:2])), brief(max(gap))]
+        for row, end, gap in zip(curves, ends, gaps, strict=True)
+    ]
+    for program in ("stock", "lit_cifar"):
+        rows = [row for row in read("stock-lightning/2026-11-24/stock.json") if row["program"] == program]
+        losses = {(row["processes"], row["seed"]): row["losses"] for row in rows}
+        apart = [f"{farthest({1: losses[1, 0], 2: losses[kind]}):.2g}" for kind in ((2, 0), (4, 0), (1, 1))]
+        values["stock"].append([program, *apart])
+        values |= {f"{program}-4": apart[1], f"{program}-seed": apart[2]}
+    return values
+
+
+def job(row: dict[str, Any]) -> list[str]:
+    """What became of a job that `chaos` has killed and resized."""
+    kinds = Counter(event["fault"]["kind"] for event in row["events"])
+    resizes = kinds.pop("resize", 0)
+    sizes = [row["sizes"][0], *(it["fault"]["size"] for it in row["events"] if it["fault"]["kind"] == "resize")]
+    faults = ", ".join(f"{kinds[kind]} {word}" for kind, word in FAULTS.items() if kinds[kind])
+    return [
+        f"{', '.join(map(str, sizes))} processes, float{row['precision'][:2]}",
+        f"{kinds.total()}: {faults}" + (f"; and {resizes} orderly resizes" if resizes else ""),
+        *(str(row[name]) for name in ("restarts", "repeated", "missing", "doubled")),
+        f"{row['difference']:.1e}" if row["difference"] else "0, bit for bit",
+    ]
+
+
+def chaos() -> Values:
+    """Jobs that were killed and resized."""
+    jobs = read("chaos/2026-11-22/chaos.json")
+    kinds = [event["fault"]["kind"] for row in jobs for event in row["events"]]
+    resizes, repeated = kinds.count("resize"), sum(row["repeated"] for row in jobs)
+    faults = f"{len(kinds) - resizes} faults and {resizes} resizes"
+    return {"chaos": [job(row) for row in jobs], "chaos-faults": faults, "chaos-repeated": str(repeated)}
+
+
+def trained() -> Values:
+    """Accuracies, speeds and digests of trainings."""
+    runs = {"stem": "articles/2026-11-20/seed0", "plain": "articles/2026-11-23-plain-momentum/seed0"}
+    runs |= {f"seed{seed}": f"articles/2026-11-20-torchvision-stem/seed{seed}" for seed in (0, 1)}
+    values: Values = {"evaluation": [], "recipes": []}
+    for name, run in runs.items():
+        losses = [f"{float(row['train/loss']):.2f}" for row in table(f"{run}/fit/metrics.csv") if row["train/loss"]]
+        values[f"articles-{name}-losses"] = " ".join(losses[:6])
+        values[f"articles-{name}"] = f"{int(table(f'{run}/test/per_rank.csv')[-1]['correct']) / 100:.2f}"
+    for n in (1, 2, 3, 4, 7):
+        of_all = table(f"evaluation/2026-11-20/ddp{n}/per_rank.csv")[-1]
+        values["evaluation"].append([str(n), f"{int(of_all['correct']):,}", f"{int(of_all['total']):,}"])
+    for name, record in {"fast94": "gpu", "fast95": "gpu", "fast96": "gpu", "cpu": "cpu"}.items():
+        (row,) = read(f"recipes/2026-11-23-{record}/{name}.json")
+        cells = [f"{row['correct'] / 100:.2f} %", f"{row['correct_flipped'] / 100:.2f} %"]
+        cells += [f"{row['train_s'] / 60:.1f} minutes" if name == "cpu" else f"{row['train_s']:.1f} s"]
+        values["recipes"].append([f"`{name}.yaml`", str(row["epochs"]), *cells])
+        values |= zip((name, f"{name}-mirrored", f"{name}-time"), cells, strict=True)
+    del values["recipes"][-1]  # that of a CPU has a page of its own
+    (speed,) = (step["findings"] for step in read("gpu/2026-11-23/speed/results.json", "steps") if step["number"] == 9)
+    for figures in (found for found in speed if "images_per_s" in found["figures"]):
+        name = "gpu-" + re.sub(r"\W+", "-", figures["name"])
+        values[name] = f"{figures['figures']['images_per_s']:,.0f}"
+        values[f"{name}-ms"] = f"{512e3 / figures['figures']['images_per_s']:.1f}"
+    for name in ("2026-11-22/digests", "2026-11-23-epoch/digests", "2026-11-23-epoch/digests_bf16"):
+        rows = read(f"same-bits/{name}.json")
+        cells = [[row["precision"], row["mode"], str(row["devices"]), f"`{row['sha256'][:16]}`"] for row in rows]
+        values["same-bits-" + name.replace("/", "-")] = cells
+    return values
+
+
+def filled(place: re.Match[str], values: Values) -> str:
+    """The place with what the record says now."""
+    start, name, old, end = place.groups()
+    if isinstance(value := values[name], str):
+        return f"{start}{value}{end}"
+    head, rule, *lines = old.strip().splitlines()
+    kept = ["|".join(line.split("|")[len(value[0]) + 1 :]) for line in lines] + [""] * len(value)
+    rows = [f"| {' | '.join(row)} |{rest}" for row, rest in zip(value, kept, strict=False)]
+    return "\n".join([start, head, rule, *rows, end])
+
+
+def main(*, check: bool) -> int:
+    """Write the pages, or say what differs; the exit status."""
+    values = verified() | planted() | compared() | chaos() | trained()
+    wrong = 0
+    for page in [HERE.parent / "README.md", *HERE.parent.glob("docs/*.md"), *HERE.rglob("*.md")]:
+        text = page.read_text(encoding="utf-8")
+        for place in PLACE.finditer(text):
+            if (new := filled(place, values)) != place[0]:
+                wrong += 1
+                print(f"{page.relative_to(HERE.parent)}: {place[2]} should be\n{new}")
+        if not check:
+            page.write_text(PLACE.sub(lambda place: filled(place, values), text), encoding="utf-8")
+    return int(check and wrong > 0)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The script's arguments."""
+    parser = argparse.ArgumentParser(description="Fill README, docs and records with numbers of the recorded files.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a page would change")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(check=parser().parse_args().check))

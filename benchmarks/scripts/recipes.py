@@ -1,0 +1,106 @@
+"""Train a recipe with several seeds and test each run: `python benchmarks/scripts/recipes.py fast94 OUTPUT [FLAGS]`.
+
+FLAGS go to `fit`, e.g. `--data.root=/datasets`. All training images are trained on, and the test images are counted
+twice after the last epoch: as they are, and with their mirror images. The results are written as JSON after every run;
+if OUTPUT is there already, only the seeds that it lacks are trained.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Any
+
+from fit_and_test import fit_and_test
+from run_record import complete
+
+from lit_cifar.cli.usage_errors import cli_exit
+from lit_cifar.tools.commands.terminal import say
+
+HERE = Path(__file__).parent
+RECIPES = HERE.parents[1] / "configs" / "recipes"
+TIMEOUT_S = 4 * 3600.0
+THREADS = os.cpu_count() or 1
+_COUNTS = ("correct", "correct_flipped")  # of the tests, in their order
+TESTS = [["--model.compile=false", f"--model.flip_test={flips}"] for flips in ("false", "true")]
+
+
+def trained(recipe: str, flags: list[str], *, seed: int, at_once: int = 1) -> dict[str, Any]:
+    """Train and test once.
+
+    Returns:
+        seed; total and correct (test images as they are), correct_flipped (with their mirror images); epochs; epoch_s
+        (median of an epoch, checkpoint included); train_s (all epochs, without compiling and without the last saving);
+        compile_s (what the first epoch took longer); seconds (of the whole command); at_once (runs at that time).
+    """
+    with tempfile.TemporaryDirectory(prefix="recipe-") as folder:
+        clock = Path(folder) / "epochs.json"
+        words = [f"--config={RECIPES / recipe}.yaml", f"--seed_everything={seed}", f"--data.seed={seed}", *flags]
+        words += ["--trainer.callbacks+=epoch_clock.EpochClock", f"--trainer.callbacks.path={clock}"]
+        result = fit_and_test(words, tests=TESTS, threads=max(1, THREADS // at_once), timeout_s=TIMEOUT_S)
+        timed = json.loads(clock.read_text())
+    (correct, total), (correct_flipped, _) = result.counts
+    epochs, usual = timed["epochs"], timed["median"]
+    inner = [epoch["total_s"] for epoch in epochs[1:-1]]
+    return {
+        "seed": seed,
+        "total": total,
+        "correct": correct,
+        "correct_flipped": correct_flipped,
+        "epochs": len(epochs),
+        "epoch_s": round(usual["total_s"], 3),
+        "train_s": round(sum(inner) + usual["total_s"] * (len(epochs) - len(inner)), 2),
+        "compile_s": round(epochs[0]["training_s"] - usual["training_s"], 1),
+        "seconds": round(result.seconds, 1),
+        "peak_mib": round(timed["peak_mib"]),
+        "at_once": at_once,
+    }
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Mean accuracy without and with mirror images, its standard deviation over the seeds, and the training time."""
+    shown = ", with flips ".join(_spread([100 * row[key] / row["total"] for row in rows]) for key in _COUNTS)
+    alone = [row["train_s"] for row in rows if row["at_once"] == 1]
+    return f"{shown}, n = {len(rows)}" + (f", {median(alone):.1f} s of training" if alone else "")
+
+
+def _spread(accuracies: list[float]) -> str:
+    return f"{fmean(accuracies):.2f}" + (f" +- {stdev(accuracies):.2f} %" if len(accuracies) > 1 else " %")
+
+
+def main(recipe: str, output: Path, flags: list[str], *, seeds: int, at_once: int = 1) -> None:
+    """The first seed alone, so that its time is its own."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/compiled-recipes")  # by the first seed
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
+
+    def complete_up_to(seeds: int, *, at_once: int) -> list[dict[str, Any]]:
+        return complete(
+            output,
+            range(seeds),
+            lambda seed: trained(recipe, flags, seed=seed, at_once=at_once),
+            settings={"recipe": recipe, "flags": flags},
+            tell=lambda row: say(f"seed {row['seed']}: {summary([row])}"),
+            at_once=at_once,
+        )
+
+    complete_up_to(1, at_once=1)
+    rows = complete_up_to(seeds, at_once=at_once)
+    say(summary(rows))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The script's own arguments; the others go to `fit`."""
+    parser = argparse.ArgumentParser(description="Train a recipe with several seeds and test each run.")
+    parser.add_argument("recipe", choices=sorted(path.stem for path in RECIPES.glob("*.yaml")))
+    parser.add_argument("output", type=Path, help="JSON file to write")
+    parser.add_argument("--seeds", type=int, default=5, help="runs")
+    parser.add_argument("--at_once", type=int, default=1, help="runs at a time behind the first, which is timed alone")
+    return parser
+
+
+if __name__ == "__main__":
+    arguments, rest = parser().parse_known_args()
+    with cli_exit():
+        main(arguments.recipe, arguments.output, rest, seeds=arguments.seeds, at_once=arguments.at_once)

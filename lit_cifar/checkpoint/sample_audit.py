@@ -1,0 +1,275 @@
+"""The sample audit: proof that an epoch has used every sample once, and a digest of what was used in which step.
+
+During the training every use is added to a tally on the device, and nothing waits for it. Where a checkpoint is
+written or an epoch ends, the tallies of all ranks are summed and compared with the plan: the order of the sampler.
+What has passed is written down as a digest, SHA-256 chained over all optimizer steps of a run, each of which enters
+with its ids in rising order. So two runs have the same digest if, and only if, each of their steps has used the same
+samples, whatever the number of processes, the accumulation or the mode, and however often they were interrupted.
+"""
+
+import csv
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from lit_cifar.data.images import Batch
+from lit_cifar.data.samplers import TrainSampler
+from lit_cifar.errors import ConfigError, SampleAuditError, printable
+from lit_cifar.reporting.files import replace_csv
+from lit_cifar.reporting.run_folder import run_folder
+
+FILE_NAME = "sample_audit.csv"
+EMPTY = sha256().hexdigest()  # the digest before the first step of a run
+_COLUMNS = ("epoch", "steps", "samples", "digest")
+_KEY, _OLD_KEY = "sample_audit", "receipt"  # the second one is of commit fd36ea9
+_USE = 2**32  # the low half of a tally's entry has room for the step
+_MAX_IDS = 10
+OrderSettings = dict[str, int | str]
+
+
+class SampleAudit(Callback):
+    """Stops the run unless every epoch uses each sample of the sampler's order once.
+
+    A checkpoint gets an `AuditRecord`, `sample_audit.csv` in the run folder a line with the digest after each epoch.
+    """
+
+    def __init__(self) -> None:
+        self._tally: Tally | None = None  # None: not fitting, or in an epoch whose first samples are unknown
+        self._digest = EMPTY  # before the tally's epoch
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._tally, self._digest = None, EMPTY
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        record = AuditRecord.read(checkpoint)
+        if record is None:
+            rank_zero_warn("the checkpoint has no sample audit: the samples of its epoch are not checked")
+            return
+        record.check(trainer.datamodule)  # type: ignore[attr-defined]
+        self._digest = record.start
+        self._start(trainer, record.epoch, step=record.step)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start with this epoch. Lightning does not call this for one that is resumed in the middle."""
+        if self._tally is None:
+            self._start(trainer, trainer.current_epoch)
+
+    def _start(self, trainer: Trainer, epoch: int, *, step: int = 0) -> None:
+        self._tally = Tally(_plan(trainer, epoch=epoch), step=step, device=trainer.strategy.root_device)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
+        if self._tally is not None:
+            self._tally.count(batch.ids, accumulation=trainer.accumulate_grad_batches)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check the epoch. If the run stops within it, its checkpoint is checked instead."""
+        tally = self._tally
+        if tally is None or tally.epoch != trainer.current_epoch:
+            return
+        num_batches = int(trainer.num_training_batches)
+        stops = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
+        if stops and tally.loader_steps != num_batches:
+            return
+        uses, num_steps = _proven(trainer, tally, loader_steps=num_batches)
+        self._digest = chain(self._digest, uses, num_steps=num_steps)
+        self._start(trainer, tally.epoch + 1)
+        folder = run_folder(trainer)
+        if folder is not None and trainer.is_global_zero:
+            write_epoch(folder, tally.epoch, num_steps, int(uses.count_nonzero()), self._digest)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        tally = self._tally
+        if tally is None:
+            return
+        uses, step = _proven(trainer, tally, loader_steps=tally.loader_steps)
+        digest = chain(self._digest, uses, num_steps=step)
+        settings = order_settings(trainer.datamodule)  # type: ignore[attr-defined]
+        AuditRecord(tally.epoch, step, start=self._digest, digest=digest, settings=settings).write(checkpoint)
+
+
+class Tally:
+    """One data-parallel rank's uses of an epoch's samples.
+
+    `uses` is int64, (num_samples,): each use of a sample adds 2**32, and the optimizer step (from 1) in which it was
+    used. So one sum over the ranks says how often, and of samples that were used once also when.
+    """
+
+    def __init__(self, sampler: TrainSampler, *, step: int = 0, device: torch.device) -> None:
+        """The tally after `step` optimizer steps of `sampler.epoch`, which all count as the first rank's."""
+        self.epoch = sampler.epoch
+        self.loader_steps = step * sampler.accumulation
+        self.uses = torch.zeros(sampler.num_samples, dtype=torch.int64, device=device)
+        self._one = torch.ones((), dtype=torch.int64, device=device)
+        if step and sampler.batch_split.dp_rank == 0:
+            self.uses += planned(sampler, loader_steps=self.loader_steps).to(device)
+
+    def count(self, ids: Tensor, *, accumulation: int) -> None:
+        """Add a batch; `ids` is int64, (n,), on the tally's device; n may be 0."""
+        step = self.loader_steps // accumulation + 1
+        self.uses.index_add_(0, ids, self._one.expand(len(ids)), alpha=_USE + step)  # a scalar: no copy to the device
+        self.loader_steps += 1
+
+
+@dataclass(frozen=True)
+class AuditRecord:
+    """What a checkpoint says about the samples that were used until it was written.
+
+    It needs no list of them: no other samples have this digest.
+    """
+
+    epoch: int
+    step: int  # whole optimizer steps taken in it
+    start: str  # digest before the epoch's first step
+    digest: str  # digest after its latest step
+    settings: OrderSettings  # from `order_settings`
+
+    def write(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[_KEY] = asdict(self)
+
+    @classmethod
+    def read(cls, checkpoint: dict[str, Any]) -> "AuditRecord | None":
+        found = checkpoint.get(_KEY) or checkpoint.get(_OLD_KEY)
+        if found is None:
+            return None
+        settings = {name: printable(v) if isinstance(v, str) else v for name, v in found["settings"].items()}
+        return cls(**found | {"settings": settings})
+
+    def check(self, data: Any) -> None:
+        """Refuse to resume in the middle of an epoch unless this run's plan for it begins with what was used.
+
+        `data` is the run's data module.
+        """
+        if not self.step:
+            return
+        settings = order_settings(data)
+        written = f"the checkpoint was written after {self.step} optimizer steps of epoch {self.epoch}"
+        names = [name for name, value in settings.items() if self.settings.get(name) != value]
+        if names:
+            then = _flags({name: value for name, value in self.settings.items() if name in names})
+            raise ConfigError(
+                f"{written} with {then}; {_flags({name: settings[name] for name in names})} would order the rest of "
+                "it otherwise",
+                remedy=f"pass {then}, or resume a checkpoint that was written between two epochs",
+            )
+        sampler = data.train_sampler()
+        sampler.set_epoch(self.epoch)
+        uses = planned(sampler, loader_steps=self.step * sampler.accumulation)
+        if chain(self.start, uses, num_steps=self.step) != self.digest:
+            raise ConfigError(
+                f"{written}, whose samples are not those that the same settings give here",
+                remedy="resume with the version of lit_cifar that wrote it, or a checkpoint from between two epochs",
+            )
+
+
+def planned(sampler: TrainSampler, *, loader_steps: int) -> Tensor:
+    """What the tallies of all ranks should sum up to after so many batches of `sampler.epoch`, as `Tally.uses`.
+
+    No sample is planned twice, whatever the sampler's order says.
+    """
+    order = sampler.order()
+    positions = torch.arange(len(order))
+    step, position = positions // sampler.batch_size, positions % sampler.batch_size
+    turn = position // sampler.batch_split.dp_size % sampler.accumulation
+    due = step * sampler.accumulation + turn < loader_steps
+    uses = torch.zeros(sampler.num_samples, dtype=torch.int64)
+    uses[order[due]] = _USE + step[due] + 1
+    return uses
+
+
+def prove(uses: Tensor, sampler: TrainSampler, *, loader_steps: int) -> None:
+    """Raise a `SampleAuditError` unless `uses` is what was planned for the first `loader_steps` batches of each rank.
+
+    `uses` is the sum of the tallies of all ranks, int64, (num_samples,), on the host; `sampler` is any rank's, at the
+    epoch in question.
+    """
+    plan = planned(sampler, loader_steps=loader_steps)
+    if uses.equal(plan):
+        return
+    times, due = uses // _USE, plan > 0
+    faults = {
+        "missing": due & (times == 0),
+        "used more than once": times > 1,
+        "used in another step than planned": (times == 1) & (uses != plan),
+    }
+    raise SampleAuditError(
+        f"the sample audit of epoch {sampler.epoch} fails after {-(-loader_steps // sampler.accumulation)} of "
+        f"{sampler.num_batches} optimizer steps\n"
+        + "\n".join(f"{fault}: {_listed(mask)}" for fault, mask in faults.items() if mask.any())
+    )
+
+
+def chain(digest: str, uses: Tensor, *, num_steps: int) -> str:
+    """`digest` (hexadecimal) continued over the first `num_steps` optimizer steps of an epoch."""
+    step_of = uses % _USE  # 0: not used
+    ids = torch.argsort(step_of, stable=True)
+    sizes = torch.bincount(step_of, minlength=num_steps + 1).tolist()
+    for of_step in torch.split(ids, sizes)[1 : num_steps + 1]:
+        digest = sha256(bytes.fromhex(digest) + of_step.numpy().astype("<i8").tobytes()).hexdigest()
+    return digest
+
+
+def order_settings(data: Any) -> OrderSettings:
+    """All that decides which image is used in which step, by the flags of `data`, the data module."""
+    sampler: TrainSampler = data.train_sampler()
+    return {
+        "dataset": data.dataset,
+        "num_train": sampler.num_samples + data.val_size,
+        "val_size": data.val_size,
+        "batch_size": sampler.batch_size,
+        "seed": sampler.seed,
+        "shuffle": sampler.shuffle,
+        "frozen_order": sampler.frozen,
+        "drop_last": sampler.drop_last,
+    }
+
+
+def write_epoch(folder: Path, epoch: int, num_steps: int, num_samples: int, digest: str) -> None:
+    """Write a line into `sample_audit.csv`, in place of an interrupted run's lines for this epoch and later ones."""
+    path = folder / FILE_NAME
+    rows: list[list[str]] = []
+    if path.exists():
+        with path.open(newline="") as old:
+            rows = [row for row in csv.reader(old) if row and row[0].isdecimal() and int(row[0]) < epoch]
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_csv(path, [_COLUMNS, *rows, [epoch, num_steps, num_samples, digest]])
+
+
+def _proven(trainer: Trainer, tally: Tally, *, loader_steps: int) -> tuple[Tensor, int]:
+    """How often all processes have used each sample, checked against the order, and in how many optimizer steps.
+
+    Every process must call this.
+    """
+    # A copy, as the sum is taken in place.
+    uses: Tensor = trainer.strategy.reduce(tally.uses.clone(), reduce_op="sum").cpu()
+    prove(uses, _plan(trainer, epoch=tally.epoch), loader_steps=loader_steps)
+    whole, rest = divmod(loader_steps, trainer.accumulate_grad_batches)
+    # A limit on an epoch's batches may shorten its last step.
+    return uses, whole + (rest > 0 and loader_steps >= trainer.num_training_batches)
+
+
+def _plan(trainer: Trainer, *, epoch: int) -> TrainSampler:
+    datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission
+    sampler: TrainSampler = datamodule.train_sampler()
+    sampler.set_epoch(epoch)
+    return sampler
+
+
+def _listed(mask: Tensor) -> str:
+    """How many samples, and the first ids of them."""
+    ids = mask.nonzero().flatten().tolist()
+    more = ", ..." if len(ids) > _MAX_IDS else ""
+    return f"{len(ids)} samples, ids {', '.join(map(str, ids[:_MAX_IDS]))}{more}"
+
+
+def _flags(settings: OrderSettings) -> str:
+    values = {name: str(value).lower() if isinstance(value, bool) else value for name, value in settings.items()}
+    return " ".join(f"--data.{name}={value}" for name, value in values.items())

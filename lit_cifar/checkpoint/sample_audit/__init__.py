@@ -1,1 +1,0 @@
-"""Proof that an epoch used each sample exactly once."""

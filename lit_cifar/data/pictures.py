@@ -1,0 +1,177 @@
+"""The user's own pictures, made into small RGB squares, uint8: folders of classes to train on, a folder to classify."""
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
+
+from lit_cifar.data.dataset import Channels, Dataset, Split
+from lit_cifar.data.images import ImageSet
+from lit_cifar.errors import ConfigError, DataError, one_line, printable
+
+# What is read, whatever a file is called. Pillow knows forty more formats, most of them old, and starts Ghostscript for
+# one.
+FORMATS = ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM")
+
+
+class OwnPictures(Dataset):
+    """Pictures of any size in folders named after their classes, as torchvision's ImageFolder has them.
+
+    `root/train/CLASS/*` or `root/CLASS/*` to train on, `root/val/CLASS/*` to validate on, `root/test/CLASS/*` to test.
+    Without `root/val` some of the first are held out. The classes are the folders, sorted by name; control characters
+    and bytes that are not UTF-8 are escaped in the name of a class.
+
+    A file that is no picture is an error, a hidden one is passed over. Of a split there is one picture of each class
+    in turn, so that the first n are of all classes.
+    """
+
+    title = "own pictures"
+    # Of ImageNet's photographs, as torchvision's models take them.
+    mean: ClassVar[Channels] = (0.485, 0.456, 0.406)
+    std: ClassVar[Channels] = (0.229, 0.224, 0.225)
+
+    def __init__(self, root: Path, *, image_size: int | None = None, seed: int = 0) -> None:
+        self.image_size = 32 if image_size is None else image_size
+        if self.image_size < 1:
+            raise ConfigError(f"--data.image_size={image_size} is less than a pixel", remedy="pass one of 32, say")
+        super().__init__(root, image_size=image_size, seed=seed)
+        folder = self._folder("train")
+        others = ("val", "test") if folder == self.root else ()
+        self._names = sorted(found.name for found in _folders(folder) if found.name not in others)
+        if not self._names:
+            raise DataError(f"{folder} holds no folders of pictures", remedy=f"put pictures into {folder}/CLASS/")
+        self.classes = tuple(map(printable, self._names))
+        if len(set(self.classes)) < len(self.classes):
+            raise DataError(f"two folders in {folder} have the same name when printed", remedy="rename one of them")
+        self.own_val = (self.root / "val").is_dir()
+        self.val_size = len(self._files("val")) if self.own_val else len(self._files("train")) // 10
+
+    def identity(self, name: str) -> str:
+        """With the classes: those of another folder are others."""
+        return f"{name} of {', '.join(self.classes)}"
+
+    def load(self, split: Split, *, num_images: int | None = None) -> ImageSet:
+        files = self._files(split)
+        if num_images is not None:
+            self.check_number(num_images, split, known=len(files))
+        images = torch.stack([self._read(file) for file, _ in files[:num_images]])
+        labels = torch.tensor([label for _, label in files[:num_images]])
+        return ImageSet(images, labels, self.classes, f"{self.root} {split}")
+
+    def _read(self, file: Path) -> Tensor:
+        image = read_image(file, size=self.image_size)
+        if isinstance(image, str):
+            name = printable(str(file))
+            raise DataError(f"{name} cannot be read as a picture: {image}", remedy="replace it, or move it away")
+        return image
+
+    def _folder(self, split: Split) -> Path:
+        folder = self.root / split
+        return self.root if split == "train" and not folder.is_dir() else folder
+
+    def _files(self, split: Split) -> list[tuple[Path, int]]:
+        """With their labels: those of each class in the order of their names, one of each class in turn."""
+        folder = self._folder(split)
+        names = {found.name for found in _folders(folder)}
+        if split != "train" and (unknown := sorted(names - set(self._names))):
+            raise DataError(
+                f"{printable(str(folder / unknown[0]))} is a class without pictures to train on",
+                remedy="move it away, or put pictures of it beside those to train on",
+            )
+        by_class = [(folder / name, label) for label, name in enumerate(self._names) if name in names]
+        in_turn = [(turn, label, path / file) for path, label in by_class for turn, file in enumerate(list_files(path))]
+        if not in_turn:
+            raise DataError(f"{folder} holds no pictures", remedy=f"put some into {folder}/CLASS/")
+        return [(file, label) for _, label, file in sorted(in_turn)]
+
+
+def _folders(folder: Path) -> list[Path]:
+    """Those in `folder` that are not hidden."""
+    if not folder.is_dir():
+        raise DataError(f"there is no folder {folder}", remedy=f"put pictures into {folder}/CLASS/")
+    return [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
+
+
+@dataclass(frozen=True)
+class FolderImages:
+    """The files of a folder in input order, and the images among them."""
+
+    files: tuple[Path, ...]  # paths relative to the folder, sorted as strings with `/` between their parts
+    errors: tuple[str | None, ...]  # for each file None, or one line on why it could not be read
+    images: ImageSet  # the readable files' images in the same order, with labels of -1
+
+
+def read_folder(folder: Path, *, classes: tuple[str, ...], size: int = 32) -> FolderImages:
+    """Read every file of `folder` and its subfolders, whatever its suffix, except hidden ones.
+
+    A file that is no image of `FORMATS`, or a damaged one, gets an entry in `errors`.
+    """
+    folder = folder.expanduser()
+    files = list_files(folder)
+    outcomes = [read_image(folder / file, size=size) for file in files]
+    images = [outcome for outcome in outcomes if isinstance(outcome, Tensor)]
+    errors = tuple(outcome if isinstance(outcome, str) else None for outcome in outcomes)
+    if not images:
+        raise DataError(
+            f"none of the {len(files)} files in {folder} can be read as an image; the first is {files[0]}: {errors[0]}",
+            remedy=_IMAGES_WANTED,
+        )
+    labels = torch.full((len(images),), -1)
+    return FolderImages(files, errors, ImageSet(torch.stack(images), labels, classes, str(folder)))
+
+
+_IMAGES_WANTED = "name a folder that holds images, e.g. PNG or JPEG files"
+
+
+def list_files(folder: Path) -> tuple[Path, ...]:
+    """Regular files and broken links, relative to `folder`; nothing that could block, such as a named pipe."""
+    if not folder.is_dir():
+        problem = "is a file, not a folder" if folder.exists() else "does not exist"
+        raise DataError(f"{folder} {problem}", remedy=_IMAGES_WANTED)
+    try:
+        entries = [path for path in folder.rglob("*") if path.is_file() or (path.is_symlink() and not path.exists())]
+    except OSError as error:
+        raise DataError(f"{folder} cannot be listed: {error}", remedy="make it readable, or copy it") from error
+    files = (path.relative_to(folder) for path in entries)
+    visible = (file for file in files if not any(part.startswith(".") for part in file.parts))
+    listed = tuple(sorted(visible, key=Path.as_posix))
+    if not listed:
+        raise DataError(f"{folder} holds no files", remedy=_IMAGES_WANTED)
+    return listed
+
+
+def read_image(path: Path, *, size: int) -> Tensor | str:
+    """The image, uint8, (3, size, size), or one line on why there is none.
+
+    It is turned upright as its EXIF orientation says, laid on white where it is transparent, cut to its central square
+    and resized by antialiased bicubic interpolation. Of an animation the first frame counts.
+    """
+    try:
+        with warnings.catch_warnings():
+            # What Pillow merely finds odd (broken metadata) is no concern here; what may fill the memory is.
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(path, formats=FORMATS) as image:
+                upright = ImageOps.exif_transpose(image)
+                square = ImageOps.fit(_to_rgb(upright), (size, size), method=Image.Resampling.BICUBIC)
+    except UnidentifiedImageError:
+        return f"not an image ({', '.join(FORMATS)})"
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError):
+        return f"larger than {Image.MAX_IMAGE_PIXELS} pixels"
+    except Exception as error:  # decoders raise nearly anything on damaged data, SyntaxError and TypeError too
+        return getattr(error, "strerror", None) or f"{type(error).__name__}: {one_line(error)}"
+    return torch.from_numpy(np.array(square)).permute(2, 0, 1)
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I;16"):  # Pillow's own conversion clips 16-bit greys at 255 instead of scaling them
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")

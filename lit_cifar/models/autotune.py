@@ -1,0 +1,193 @@
+"""`--autotune=true`: the precision and the memory format that train a network fastest on this machine.
+
+Which these are depends on processor and network. bfloat16 halves the speed of one CPU and doubles that of another, and
+channels-last helps in one precision and not in the other. So each is timed for some steps, by one process before it
+starts others.
+"""
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Literal
+
+import torch
+import yaml  # type: ignore[import-untyped]
+from jsonargparse import Namespace
+from lightning.pytorch.cli import instantiate_class
+from torch import nn
+from torch.nn import functional as F
+
+from lit_cifar.errors import ConfigError
+from lit_cifar.launch.malloc_tuning import keep_freed_memory
+from lit_cifar.models import build_network, stem_of
+
+Precision = Literal["32-true", "bf16-mixed"]
+VARIABLE = "LIT_CIFAR_AUTOTUNE"  # tells the processes that a run starts what their parent has found
+_STEPS = 2  # timed for each candidate
+_FEW_IMAGES = 4
+_NEAR = 1.3  # times the shortest step: candidates that are slower on few images are left out
+_LONGEST_STEP_S = 0.5  # about, with more images
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A setting, by which torch chooses its kernels for a training step."""
+
+    precision: Precision  # as of `--trainer.precision`
+    channels_last: bool  # as of `--model.channels_last`
+
+    def __str__(self) -> str:
+        return f"{self.precision} channels_last" if self.channels_last else self.precision
+
+
+_PRECISIONS: tuple[Precision, ...] = ("32-true", "bf16-mixed")
+CANDIDATES = tuple(Candidate(precision, layout) for precision in _PRECISIONS for layout in (False, True))
+
+
+def autotune(arguments: Namespace) -> tuple[Candidate, dict[str, float]]:
+    """The fastest candidate, written into `arguments` as `--trainer.precision` and `--model.channels_last`.
+
+    A run that is resumed keeps what it had, as others round differently. Returns the seconds of a step too, by
+    candidate; none if nothing was measured here.
+    """
+    seconds: dict[Candidate, float] = {}
+    chosen = from_environment() or _of_resumed(arguments)
+    if chosen is None:
+        seconds = _measure(arguments)
+        chosen = min(seconds, key=lambda each: seconds[each])  # of equals the first
+    arguments.trainer.precision = chosen.precision
+    arguments.model.channels_last = chosen.channels_last
+    return chosen, {str(each): second for each, second in seconds.items()}
+
+
+def _of_resumed(arguments: Namespace) -> Candidate | None:
+    """What the run in the folder has been trained with; None for a new one."""
+    if arguments.resume is None or arguments.ckpt_path is None:
+        return None
+    path = Path(arguments.run_dir) / "config.yaml"
+    if not path.exists():
+        return None
+    config = yaml.safe_load(path.read_text())
+    return Candidate(config["trainer"]["precision"], config["model"]["channels_last"])
+
+
+def _measure(arguments: Namespace) -> dict[Candidate, float]:
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ConfigError(
+            "--autotune=true measures before a run starts its processes, and torchrun has started them already",
+            remedy="measure once with python -m lit_cifar bench step, and pass --trainer.precision and "
+            "--model.channels_last",
+        )
+    model = arguments.model
+    sizes = {"num_classes": model.num_classes, "image_size": model.image_size}
+    with torch.random.fork_rng():
+        if model.network is None:
+            network = build_network(model.arch, stem=stem_of(model.arch, model.stem), **sizes)
+        else:
+            network = instantiate_class((), model.network)
+    has_gpu = torch.cuda.is_available() and arguments.trainer.accelerator != "cpu"
+    if not has_gpu:
+        keep_freed_memory()  # as the run will
+    return time_candidates(
+        network,
+        (3, model.image_size, model.image_size),
+        batch_size=arguments.data.batch_size,
+        device=torch.device("cuda" if has_gpu else "cpu"),
+    )
+
+
+def time_candidates(
+    network: nn.Module, image_shape: tuple[int, ...], *, batch_size: int, device: torch.device
+) -> dict[Candidate, float]:
+    """Seconds of forward and backward of the network for each of `CANDIDATES`, the shortest of some steps.
+
+    On a CPU the candidates are first timed on few images. Those that are much slower there are left out, and of the
+    others each is timed on more: which memory format is faster depends on the size of the batch. Neither the network
+    nor torch's global generators change.
+
+    Args:
+        network: From images (n, *image_shape) to logits (n, num_classes).
+        image_shape: Channels, height and width.
+        batch_size: Of the training, on one device. On a CPU a step may have fewer images.
+        device: To measure on.
+    """
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        if device.type != "cpu":
+            return _time_each(network, CANDIDATES, image_shape, batch_size, device)
+        few = min(_FEW_IMAGES, batch_size)
+        first = _time_each(network, CANDIDATES, image_shape, few, device)
+        best = min(first.values())
+        near = tuple(each for each in CANDIDATES if first[each] <= _NEAR * best)
+        more = min(batch_size, few * max(1, int(_LONGEST_STEP_S / best)))
+        second = _time_each(network, near, image_shape, more, device)
+        # What those that were left out would take, by how much slower they were.
+        scale = min(second[each] / first[each] for each in near)
+        return {each: second.get(each, scale * first[each]) for each in CANDIDATES}
+
+
+def _time_each(
+    network: nn.Module,
+    candidates: tuple[Candidate, ...],
+    image_shape: tuple[int, ...],
+    batch_size: int,
+    device: torch.device,
+) -> dict[Candidate, float]:
+    """The shortest of some steps of each, in turn; the first of all allocates memory and chooses kernels."""
+    steps = {each: _step(network, each, image_shape, batch_size, device) for each in candidates}
+    seconds = dict.fromkeys(candidates, float("inf"))
+    for turn in range(1 + _STEPS):
+        for each, step in steps.items():
+            found = _time(step, device)
+            if turn:
+                seconds[each] = min(seconds[each], found)
+    return seconds
+
+
+def _step(
+    network: nn.Module, setting: Candidate, image_shape: tuple[int, ...], batch_size: int, device: torch.device
+) -> Callable[[], None]:
+    """Forward and backward of a copy of the network on random images."""
+    layout = torch.channels_last if setting.channels_last else torch.contiguous_format
+    own = copy.deepcopy(network).train().to(device=device, memory_format=layout)  # type: ignore[call-overload]
+    images = torch.randn(batch_size, *image_shape, device=device).contiguous(memory_format=layout)
+    labels = torch.zeros(batch_size, dtype=torch.int64, device=device)
+
+    def step() -> None:
+        own.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16, enabled=setting.precision == "bf16-mixed"):
+            loss = F.cross_entropy(own(images), labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    return step
+
+
+def _time(step: Callable[[], None], device: torch.device) -> float:
+    start = perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return perf_counter() - start
+
+
+@contextmanager
+def exported(chosen: Candidate) -> Iterator[None]:
+    """Let processes that are started meanwhile find it in their environment."""
+    os.environ[VARIABLE] = str(chosen)
+    try:
+        yield
+    finally:
+        os.environ.pop(VARIABLE, None)
+
+
+def from_environment() -> Candidate | None:
+    """What the process that has started this one has chosen; None if it has not measured."""
+    text, known = os.environ.get(VARIABLE), {str(each): each for each in CANDIDATES}
+    if text is not None and text not in known:
+        raise ConfigError(
+            f"{VARIABLE}={text!r} in the environment is none of {', '.join(known)}", remedy=f"unset {VARIABLE}"
+        )
+    return None if text is None else known[text]

@@ -1,0 +1,119 @@
+"""What a network draws while it trains, for dropout say, depends on where the training is, not on the draws before.
+
+Each part of a batch draws from a stream of its own, and each block of a chain of blocks from one of its own in there.
+So a resumed run draws what the uninterrupted one does, the parts differ from each other, and a block draws the same on
+whichever process it is. Parts are what processes, accumulation steps, virtual replicas, microbatches or replicas of
+`dp` get. The first three take every P-th sample alike, so that there it does not matter which of them P parts are.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from lit_cifar.data.batch_split import BatchSplit
+from lit_cifar.data.counter_rng import Purpose, key_of
+from lit_cifar.models.blocks import blocks_of
+
+
+@dataclass
+class _Now:
+    """Where the training of this process is, whose generators torch has once too."""
+
+    step: int | None = None  # key of seed and optimizer step; None outside of a training
+    first: int = 0  # number of this process's first part in its accumulation step; the others follow at equal distance
+    distance: int = 1
+    part: int = 0  # key of the part
+    seed_devices: Callable[[int], object] | None = None  # the generators of all devices of the accelerator, if any
+
+
+_now = _Now()
+
+
+class RandomStreams(Callback):
+    """Seeds torch's generators by a hash of (data seed, optimizer step, part of the batch, block)."""
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._split = BatchSplit.of(trainer.strategy)
+        _now.seed_devices = _seed_devices(trainer.strategy.root_device)
+        # Networks of this package draw nothing, replicas of `dp` pass in threads, and torch.compile traces no seeding.
+        in_turn = self._split.replicas_per_rank == 1 or pl_module.virtual_replicas is not None
+        if pl_module.header.network is not None and in_turn and not pl_module.compiles:  # type: ignore[union-attr]
+            self._handles = [
+                module.register_forward_pre_hook(partial(_begin_block, number))
+                for number, module in enumerate(_in_blocks(pl_module.network))  # type: ignore[arg-type]
+            ]
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        seed: int = trainer.datamodule.seed  # type: ignore[attr-defined]  # Lightning's own omission
+        _now.step = key_of(seed, Purpose.NETWORK, trainer.global_step)
+        accumulation, size = trainer.accumulate_grad_batches, self._split.dp_size
+        _now.first = batch_idx % accumulation * size + self._split.dp_rank  # as `TrainSampler` cuts a batch
+        _now.distance = accumulation * size
+        begin_part()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles, _now.step = [], None
+
+
+def begin_part(place: int = 0, *, device: torch.device | None = None) -> None:
+    """From now on draw for part `place` of this process's own, counted from 0; nothing changes outside of a training.
+
+    Processes that hold a replica together draw the same. With `device`, the generators of others stay as they are.
+    """
+    if _now.step is not None:
+        _now.part = key_of(_now.step, place * _now.distance + _now.first)
+        _seed(_now.part, device)
+
+
+def begin_stage(stage: int) -> None:
+    """From now on draw for this stage of the part, whose blocks need have no streams of their own."""
+    if _now.step is not None:
+        _seed(key_of(_now.part, -1 - stage))  # numbers of blocks are not negative
+
+
+def _begin_block(number: int, module: nn.Module, inputs: Any) -> None:
+    if _now.step is not None and module.training:
+        _seed(key_of(_now.part, number))
+
+
+def _seed(seed: int, device: torch.device | None = None) -> None:
+    # `torch.manual_seed` would take a quarter of a millisecond where there is no GPU.
+    torch.default_generator.manual_seed(seed)
+    if device is not None and device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed)
+    elif _now.seed_devices is not None:
+        _now.seed_devices(seed)
+
+
+def _seed_devices(device: torch.device) -> Callable[[int], object] | None:
+    module: Any = getattr(torch, device.type, None)
+    if device.type == "cpu" or module is None:  # as of devices without values
+        return None
+    seed_devices: Callable[[int], object] = getattr(module, "manual_seed_all", module.manual_seed)
+    return seed_devices
+
+
+def _in_blocks(network: nn.Module) -> Iterator[nn.Module]:
+    """The blocks; in place of one that the network makes anew whenever it is asked, its layers in there."""
+    parts = set(network.modules())
+    chain = (blocks_of(network) or {}).values()
+    yield from dict.fromkeys(module for block in chain for module in _topmost(block, parts))
+
+
+def _topmost(module: nn.Module, wanted: set[nn.Module]) -> Iterator[nn.Module]:
+    if module in wanted:
+        yield module
+    else:
+        for child in module.children():
+            yield from _topmost(child, wanted)

@@ -1,0 +1,267 @@
+"""`Replay`: a callback for anyone's Lightning training."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lit_cifar.tools.replay.recording import Recorder, UnjudgeableError, device_of
+from lit_cifar.tools.replay.replaying import Replayer, judge
+from lit_cifar.tools.replay.twin import Twin, twin_of, what_cannot_be_judged
+from lit_cifar.tools.replay.verdict import Report
+
+RESULT = "replay.json"
+
+
+class ReplayError(RuntimeError):
+    """The run did not train what one device would train."""
+
+
+class Replay(pl.Callback):
+    """Replays a few steps of a training on one device, in its own precision, and compares.
+
+    Every rank writes down the batches, the random generators' states and the digests of what it computed. Then rank 0
+    takes each rank's batches in turn and goes the same way: losses, local gradients, buffers, parameters and optimizer
+    states must be equal to the last bit; gradients averaged over ranks must lie within a proven bound of the mean. It
+    works with any `LightningModule`, automatic or manual optimization, on one device or with `ddp`.
+
+    Args:
+        steps: How many optimizer steps to judge.
+        at: The steps before which it begins; between them nothing is observed.
+        stop: End the training when the last of these stretches has been judged.
+        raises: End it with `ReplayError` where something is wrong.
+    """
+
+    def __init__(self, steps: int = 4, *, at: Sequence[int] = (0,), stop: bool = False, raises: bool = False) -> None:
+        if steps < 1:
+            raise ValueError(f"steps={steps} judges nothing: pass 1 or more")
+        self.steps, self.at, self.stop, self.raises = steps, tuple(at), stop, raises
+        self.reports: list[Report] = []
+        self._window: _Window | None = None
+        self._first: int | None = None
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        accumulates = batch_idx % trainer.accumulate_grad_batches != 0
+        if self._first is None:
+            self._first = trainer.global_step
+        due = trainer.global_step in self.at or (trainer.global_step == self._first and min(self.at) < self._first)
+        if self._window is None and not accumulates and due:
+            report = _new_report(trainer, pl_module)
+            folder = None if report.abstained else _folder_for_all(trainer, report)
+            if folder is None:
+                self._tell(trainer, report)
+            else:
+                self._window = _Window(trainer, pl_module, folder, report)
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._window is not None:
+            self._window.recorder.backward_ended()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        window = self._window
+        if window is not None and trainer.global_step - window.first_step >= self.steps * window.steps_per_count:
+            self._judge(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._window is not None:
+            self._judge(trainer)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Leave nothing behind."""
+        if self._window is not None:
+            self._window.close()
+            self._window.remove()
+
+    def _judge(self, trainer: pl.Trainer) -> None:
+        assert self._window is not None
+        window, self._window = self._window, None
+        self._tell(trainer, window.judged())
+
+    def _tell(self, trainer: pl.Trainer, report: Report) -> None:
+        """Print it and write it down; where that fails the training goes on."""
+        self.reports.append(report)
+        rank_zero_info("\n".join(report.lines()))
+        if trainer.is_global_zero:
+            try:
+                path = Path(trainer.default_root_dir, RESULT)
+                path.write_text(json.dumps([its.as_json() for its in self.reports], indent=1))
+            except OSError as error:
+                rank_zero_warn(f"{RESULT} cannot be written: {error}")
+        if self.stop and len(self.reports) == len(self.at):
+            trainer.should_stop = True
+        if self.raises and report.outcome == "fail":
+            raise ReplayError("\n".join(report.lines()))
+
+
+class _Window:
+    """A stretch of steps that is being written down."""
+
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, folder: Path, report: Report) -> None:
+        self.trainer, self.module, self.folder, self.report = trainer, module, folder, report
+        self.first_step = trainer.global_step
+        # The trainer counts the steps of all optimizers that manual optimization calls.
+        self.steps_per_count = 1 if module.automatic_optimization else max(len(trainer.optimizers), 1)
+        self.twin: Twin | None = None
+        if trainer.is_global_zero:
+            self._make_twin()
+        self.recorder = Recorder(
+            folder,
+            rank=trainer.global_rank,
+            module=module,
+            optimizers=trainer.optimizers,
+            is_synced=partial(_is_synced, trainer.strategy),
+            progress=lambda: {"current_epoch": trainer.current_epoch, "global_step": trainer.global_step},
+        )
+        module.training_step = self.recorder.recorded(module.training_step)  # type: ignore[method-assign]
+
+    def _make_twin(self) -> None:
+        try:
+            module, optimizers = twin_of(self.module, self.trainer.optimizers)
+        except UnjudgeableError as reason:
+            self.report.abstained.append(str(reason))
+            return
+        call: Callable[..., Any] = module.training_step
+        self.twin = Twin(module, optimizers, call, partial(_clip, module, self.trainer))
+
+    def close(self) -> None:
+        self.recorder.close()
+        del self.module.training_step
+
+    def judged(self) -> Report:
+        """The same report on every rank; the record is removed."""
+        self.close()
+        self.trainer.strategy.barrier("replay")
+        if self.trainer.is_global_zero:
+            judge(self.folder, self.twin, self.report, device=device_of(self.module), prepare=self._prepare)
+        report: Report = self.trainer.strategy.broadcast(self.report)
+        self.remove()
+        return report
+
+    def _prepare(self, replayer: Replayer) -> None:
+        twin = replayer.twin
+        view = _TrainerView(self.trainer, twin.optimizers)
+        twin.progress = view.follow
+        _detach(twin.module, view, replayer)
+
+    def remove(self) -> None:
+        if self.trainer.is_global_zero:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _new_report(trainer: pl.Trainer, module: pl.LightningModule) -> Report:
+    strategy = trainer.strategy
+    report = Report(
+        strategy=type(strategy).__name__,
+        num_ranks=trainer.world_size,
+        precision=str(trainer.precision),
+        first_step=trainer.global_step,
+    )
+    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
+        report.abstained.append(f"{type(strategy).__name__} is not known here: one device and ddp are")
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        report.abstained.append("a GradScaler scales the loss: pass precision=bf16-mixed or 32-true")
+    report.abstained += what_cannot_be_judged(strategy.model, module)
+    return report
+
+
+def _folder_for_all(trainer: pl.Trainer, report: Report) -> Path | None:
+    """A folder of rank 0 that only its owner can read; None, and the reason in the report, if it cannot be made."""
+    made = ""
+    if trainer.is_global_zero:
+        try:
+            root = Path(trainer.default_root_dir)
+            root.mkdir(parents=True, exist_ok=True)
+            made = tempfile.mkdtemp(prefix="replay-", dir=root)
+        except OSError as error:
+            report.abstained.append(f"there is no place for the record: {error}")
+    made, report.abstained = trainer.strategy.broadcast((made, report.abstained))
+    return Path(made) if made else None
+
+
+class _TrainerView:
+    """The trainer as `training_step` sees it in a replay: to be read, with the counters of the step."""
+
+    def __init__(self, trainer: pl.Trainer, optimizers: list[Optimizer]) -> None:
+        self.optimizers, self._trainer = optimizers, trainer
+        self.current_epoch = self.global_step = 0
+
+    def follow(self, progress: dict[str, int]) -> None:
+        vars(self).update(progress)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+
+class _OptimizerView:
+    """What `self.optimizers()` returns in a replay."""
+
+    def __init__(self, optimizer: Optimizer, replayer: Replayer, module: pl.LightningModule) -> None:
+        self.optimizer, self._replayer, self._module = optimizer, replayer, module
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:
+        if closure is not None:
+            closure()
+        self._replayer.step_inside(self.optimizer)
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Any:
+        self._module.toggle_optimizer(self.optimizer)
+        yield
+        self._module.untoggle_optimizer(self.optimizer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+def _detach(module: nn.Module, view: _TrainerView, replayer: Replayer) -> None:
+    """Let a copy of a LightningModule compute without logging anything and without its trainer's optimizers."""
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    def gather(*args: Any, **kwargs: Any) -> None:
+        raise UnjudgeableError("training_step exchanges data with other ranks itself, by all_gather")
+
+    schedule = SimpleNamespace(step=nothing, get_last_lr=lambda: [], state_dict=dict)
+    for its in module.modules():
+        if isinstance(its, pl.LightningModule):
+            wrapped = [_OptimizerView(optimizer, replayer, its) for optimizer in view.optimizers]
+            views = wrapped[0] if len(wrapped) == 1 else wrapped
+            vars(its).update(
+                _trainer=view,
+                log=nothing,
+                log_dict=nothing,
+                print=nothing,
+                all_gather=gather,
+                manual_backward=replayer.backward_inside,
+                optimizers=lambda use_pl_optimizer=True, views=views: views,
+                lr_schedulers=lambda: schedule,
+            )
+
+
+def _clip(module: pl.LightningModule, trainer: pl.Trainer, optimizer: Optimizer) -> None:
+    """What Lightning does between the backward pass and the optimizer's step."""
+    module.on_before_optimizer_step(optimizer)
+    if module.automatic_optimization:
+        module.configure_gradient_clipping(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+
+
+def _is_synced(strategy: Strategy) -> bool:
+    model = strategy.model
+    return isinstance(model, DistributedDataParallel) and bool(model.require_backward_grad_sync)

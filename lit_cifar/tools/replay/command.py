@@ -1,0 +1,92 @@
+"""`python -m lit_cifar verify --module my_package.MyModule`: replays the first steps of anyone's training."""
+
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from time import time
+from typing import Any, NoReturn
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+from lit_cifar.errors import ConfigError
+from lit_cifar.tools.replay.callback import RESULT, Replay
+
+
+class _Parser(LightningArgumentParser):
+    """Reports what is wrong without the list of all options."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        words = [line.strip() for line in message.splitlines() if line.strip()]
+        raise ConfigError(
+            "\n".join(words[:3]), remedy="pass options of the trainer, the module and the data alone"
+        ) from ex
+
+
+def replayed(module: str, data: str | None, *, steps: int, args: Sequence[str]) -> dict[str, Any]:
+    """The report of the first steps; `args` are those of Lightning's command line, without "fit"."""
+    classes: dict[str, Any] = {"model_class": _class_of("--module", module, LightningModule)}
+    if data is not None:
+        classes["datamodule_class"] = _class_of("--data", data, LightningDataModule)
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "limit_val_batches": 0,
+        "max_epochs": -1,
+    }
+    with warnings.catch_warnings(), _as_config_error():
+        warnings.filterwarnings("ignore", ".*LightningCLI's args parameter")  # the process's own name a command of ours
+        cli = LightningCLI(
+            **classes,
+            args=list(args),
+            run=False,
+            save_config_callback=None,
+            seed_everything_default=0,
+            trainer_defaults=quiet,
+            parser_class=_Parser,
+        )
+        replay = Replay(steps, stop=True)
+    started = time()
+    trainer: Any = cli.trainer
+    trainer.callbacks.append(replay)
+    trainer.fit(cli.model, datamodule=cli.datamodule)
+    if replay.reports:
+        return replay.reports[0].as_json()
+    found = Path(trainer.default_root_dir, RESULT)
+    if not found.exists() or found.stat().st_mtime < started:  # it is of the processes that `ddp_spawn` has started
+        raise ConfigError(
+            f"the training of {module} ended before its first step",
+            remedy="pass a --trainer.max_steps above 0, and data",
+        )
+    reports: list[dict[str, Any]] = json.loads(found.read_text())
+    return reports[0]
+
+
+@contextmanager
+def _as_config_error() -> Iterator[None]:
+    """What Lightning says of options that cannot work."""
+    try:
+        yield
+    except (MisconfigurationException, ValueError) as error:
+        raise ConfigError(str(error), remedy="change the options of the trainer, the module or the data") from error
+
+
+def _class_of(flag: str, path: str, kind: type[Any]) -> Any:
+    name, _, attribute = path.rpartition(".")
+    try:
+        found = getattr(import_module(name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"{flag}={path} cannot be imported: {error}",
+            remedy="pass package.module.ClassName, as it is imported from this folder or from PYTHONPATH",
+        ) from None
+    if not (isinstance(found, type) and issubclass(found, kind)):
+        raise ConfigError(f"{flag}={path} is no {kind.__name__}", remedy=f"pass a class that inherits {kind.__name__}")
+    return found

@@ -1,0 +1,93 @@
+"""Digests of tensors, and the state of random generators and of torch that a computation depends on."""
+
+import random
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Digest(NamedTuple):
+    """Two tensors have equal `bits` if they are equal bit for bit, +0.0 and -0.0 taken as one; `norm` is for people."""
+
+    bits: int
+    norm: float
+
+
+def digest(value: Any) -> Digest:
+    """Of a tensor's values; of anything else, its `repr`."""
+    if not isinstance(value, Tensor):
+        return Digest(zlib.crc32(repr(value).encode()), 0.0)
+    plain = value.detach().contiguous()
+    if plain.is_floating_point():
+        plain = plain + 0.0
+    norm = float(torch.linalg.vector_norm(plain.double())) if not plain.is_complex() else 0.0
+    bits = zlib.crc32(plain.cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return Digest(zlib.crc32(repr((plain.dtype, plain.shape)).encode(), bits), norm)
+
+
+def _numpy_state() -> Any:
+    name, words, *rest = sys.modules["numpy"].random.get_state()
+    return (name, words.tolist(), *rest)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What decides a computation beside its inputs: random generators, autocast, default dtype, threads."""
+
+    device: str  # where the module is
+    python: Any
+    numpy: Any
+    cpu: Tensor
+    accelerator: Tensor | None
+    autocast: tuple[bool, torch.dtype]
+    default_dtype: torch.dtype
+    num_threads: int
+
+    @classmethod
+    def now(cls, device: torch.device) -> "Surroundings":
+        kind = device.type
+        return cls(
+            device=kind,
+            python=random.getstate(),
+            numpy=_numpy_state() if "numpy" in sys.modules else None,
+            cpu=torch.get_rng_state(),
+            accelerator=torch.cuda.get_rng_state(device) if kind == "cuda" else None,
+            autocast=(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+            default_dtype=torch.get_default_dtype(),
+            num_threads=torch.get_num_threads(),
+        )
+
+    def has_drawn(self, device: torch.device) -> bool:
+        """Whether torch's generators have been used since."""
+        now = Surroundings.now(device)
+        pairs = [(self.cpu, now.cpu), (self.accelerator, now.accelerator)]
+        return any(a is not None and b is not None and not torch.equal(a, b) for a, b in pairs)
+
+    def restore(self, device: torch.device) -> None:
+        """Without autocast."""
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)  # its words are a list
+        torch.set_rng_state(self.cpu.cpu())
+        if self.accelerator is not None:
+            torch.cuda.set_rng_state(self.accelerator.cpu(), device)
+        torch.set_num_threads(self.num_threads)
+        torch.set_default_dtype(self.default_dtype)
+
+    @contextmanager
+    def entered(self, device: torch.device) -> Iterator[None]:
+        """As they were; only the default dtype is put back, as the caller restores the rest of its own at the end."""
+        default_dtype = torch.get_default_dtype()
+        self.restore(device)
+        enabled, dtype = self.autocast
+        try:
+            with torch.enable_grad(), torch.autocast(self.device, dtype=dtype, enabled=enabled):
+                yield
+        finally:
+            torch.set_default_dtype(default_dtype)

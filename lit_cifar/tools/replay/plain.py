@@ -1,0 +1,128 @@
+"""`replay`: the same for a loop in plain PyTorch."""
+
+import shutil
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lit_cifar.tools.replay.recording import Recorder, UnjudgeableError, device_of
+from lit_cifar.tools.replay.replaying import judge
+from lit_cifar.tools.replay.twin import Twin, twin_of, what_cannot_be_judged
+from lit_cifar.tools.replay.verdict import Report
+
+
+class replay:  # noqa: N801  # reads as a function: `with replay(model, optimizer) as r:`
+    """Replays the first steps of a loop in plain PyTorch; `report` holds the result on every rank.
+
+    What the script computes beside the module, its loss, is taken as it is: the replay begins its backward pass at the
+    gradients of the module's outputs. So is what it does to gradients between backward pass and step, as clipping.
+
+    Args:
+        model: A module, or one that `DistributedDataParallel` wraps.
+        optimizers: One, or all that the loop uses.
+        steps: How many optimizer steps to judge, from the first one inside the `with`.
+    """
+
+    report: Report
+
+    def __init__(self, model: nn.Module, *optimizers: Optimizer, steps: int = 4) -> None:
+        self.model, self.optimizers, self.steps = model, optimizers, steps
+        self.module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+        self._is_open = False
+        self._folder: Path | None = None
+        self._twin: Twin | None = None
+
+    def __enter__(self) -> "replay":
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self._rank = rank
+        enabled = torch.is_autocast_enabled(device_of(self.module).type)
+        self.report = Report(type(self.model).__name__, world_size, "autocast" if enabled else _dtype(self.module), 0)
+        self.report.abstained += what_cannot_be_judged(self.model, self.module)
+        if world_size > 1 and not isinstance(self.model, DistributedDataParallel):
+            self.report.abstained.append(f"{type(self.model).__name__} is not known here: DistributedDataParallel is")
+        if not self.report.abstained:
+            self._record()
+        return self
+
+    def _record(self) -> None:
+        self._folder = Path(_from_rank_0(tempfile.mkdtemp(prefix="replay-") if self._rank == 0 else None))
+        if self._rank == 0:
+            self._make_twin()
+        self._recorder = Recorder(
+            self._folder,
+            rank=self._rank,
+            module=self.module,
+            optimizers=self.optimizers,
+            is_synced=self._is_synced,
+            by_engine=True,
+        )
+        self._handles = [
+            self.module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            self.module.register_forward_hook(self._after_forward),
+        ]
+        self._is_open = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._close()
+        if self._folder is not None:
+            if kind is None:
+                self._judge(self._folder)
+            if self._rank == 0:
+                shutil.rmtree(self._folder, ignore_errors=True)
+        if self._rank == 0 and kind is None:
+            print("\n".join(self.report.lines()), flush=True)
+
+    def _make_twin(self) -> None:
+        try:
+            module, optimizers = twin_of(self.module, self.optimizers)
+            self._twin = Twin(module, optimizers, module)
+        except UnjudgeableError as reason:
+            self.report.abstained.append(str(reason))
+
+    def _is_synced(self) -> bool:
+        return isinstance(self.model, DistributedDataParallel) and bool(self.model.require_backward_grad_sync)
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._recorder.num_steps >= self.steps:
+            self._close()
+        elif torch.is_grad_enabled() and module.training:
+            self._recorder.begin(args, kwargs)
+
+    def _after_forward(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        if self._is_open and torch.is_grad_enabled() and module.training:
+            self._recorder.end(outputs)
+
+    def _close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._recorder.close()
+            for handle in self._handles:
+                handle.remove()
+
+    def _judge(self, folder: Path) -> None:
+        if dist.is_initialized():
+            dist.barrier()
+        if self._rank == 0:
+            judge(folder, self._twin, self.report, device=device_of(self.module), prepare=lambda replayer: None)
+        self.report = _from_rank_0(self.report)
+
+
+def _from_rank_0(value: Any) -> Any:
+    if not dist.is_initialized():
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def _dtype(module: nn.Module) -> str:
+    return str(next(module.parameters()).dtype).removeprefix("torch.")

@@ -1,0 +1,56 @@
+"""Reads what the recorders of all ranks have written."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.serialization import safe_globals
+
+from lit_cifar.tools.replay.digests import Digest, Surroundings
+from lit_cifar.tools.replay.recording import Backward, Call, Event, Step, UnjudgeableError
+
+
+@dataclass
+class Record:
+    """The events of all ranks in a folder."""
+
+    folder: Path
+    num_ranks: int
+    device: torch.device
+
+    def reasons(self) -> list[str]:
+        """Why a rank could not write down what it did."""
+        found: list[str] = []
+        for rank in range(self.num_ranks):
+            path = self.folder / f"{rank}.pt"
+            if path.exists():
+                found += torch.load(path, weights_only=True)
+            else:
+                found.append(f"the record of rank {rank} cannot be seen from rank 0")
+        return [*dict.fromkeys(found)]
+
+    def segments(self, rank: int) -> list[list[Path]]:
+        """Paths of events, in their order; a segment ends with the last optimizer step before another call."""
+        found: list[list[Path]] = []
+        stepped = True
+        for path in sorted(self.folder.glob(f"{rank}-*.pt")):
+            if path.stem.endswith(Call.__name__) and stepped:
+                found.append([])
+            stepped = path.stem.endswith(Step.__name__) or (stepped and not path.stem.endswith(Call.__name__))
+            found[-1].append(path)
+        return found
+
+    def load(self, path: Path) -> Event:
+        try:
+            with safe_globals([Call, Backward, Step, Surroundings, Digest]):
+                event: Event = torch.load(path, map_location=self.device, weights_only=True)
+        except Exception as error:  # torch names none of its own
+            raise UnjudgeableError(
+                "a batch is not of tensors, numbers and words in lists and dictionaries, and no other object is read "
+                f"back: {str(error).splitlines()[0]}"
+            ) from None
+        return event
+
+    @property
+    def mebibytes(self) -> float:
+        return sum(path.stat().st_size for path in self.folder.iterdir()) / 2**20

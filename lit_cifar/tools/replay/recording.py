@@ -1,0 +1,292 @@
+"""What one rank did in a few optimizer steps, written down while it trains, one file for each event.
+
+Nothing is written into a tensor, nothing is sent to another process and no random number is drawn.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
+
+from lit_cifar.tools.replay.digests import Digest, Surroundings, digest
+
+Digests: TypeAlias = dict[str, Digest]
+Tensors: TypeAlias = dict[str, Tensor]
+
+
+@dataclass
+class Call:
+    """A call of `training_step`, or of a plain module."""
+
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]
+    surroundings: Surroundings
+    parameters: Digests
+    changed: Tensors  # parameters that something else than an optimizer has changed since the last event
+    buffers: Tensors
+    attributes: dict[tuple[str, str], Any]  # plain values by submodule and name
+    progress: dict[str, int]  # the trainer's counters
+    outputs: list[Digest] = field(default_factory=list)
+    output_grads: list[Tensor | None] = field(default_factory=list)  # of the outputs that a backward pass began at
+    buffers_after: Digests = field(default_factory=dict)
+    has_drawn: bool = False  # random numbers
+
+
+@dataclass
+class Backward:
+    """A backward pass, at its end."""
+
+    inside: bool  # of a call: by manual optimization
+    synced: bool  # whether gradients were averaged over the ranks
+    local: dict[str, list[Digest]]  # what it has added to each parameter's gradient, before any reduction
+    fresh: list[str]  # parameters that had no gradient before, or zeros
+    grads: Digests  # of `.grad` afterwards
+    values: Tensors  # those themselves, where synced and on rank 0
+
+
+@dataclass
+class Step:
+    """A step of an optimizer."""
+
+    inside: bool
+    optimizer: int
+    surroundings: Surroundings
+    groups: list[dict[str, Any]]  # learning rates and the like
+    grads: Digests  # that it has used
+    values: Tensors  # those themselves on rank 0, where clipping or a hook has changed them since the backward pass
+    after: Digests  # parameters and its state
+
+
+Event: TypeAlias = Call | Backward | Step
+
+
+class UnjudgeableError(Exception):
+    """Why something cannot be replayed."""
+
+
+class Recorder:
+    """Writes `<rank>-<number>-<kind>.pt` into `folder` for each event; at the end `<rank>.pt`: what it could not."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        rank: int,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        is_synced: Callable[[], bool],
+        progress: Callable[[], dict[str, int]] = dict,
+        by_engine: bool = False,
+    ) -> None:
+        """`by_engine`: the end of a backward pass is seen by itself; else `backward_ended` is called."""
+        self.folder, self.rank, self.module, self.optimizers = folder, rank, module, list(optimizers)
+        self.num_steps = 0
+        self._is_synced, self._progress, self._by_engine = is_synced, progress, by_engine
+        self._device = device_of(module)
+        self._names = names_of(module, self.optimizers)
+        self._reasons: list[str] = []
+        self._next = 0
+        self._open: list[tuple[int, Call]] = []  # calls whose outputs may still get a gradient
+        self._depth = 0
+        self._local: dict[str, list[Digest]] = {}
+        self._fresh: list[str] = []
+        self._synced = False
+        self._grads: Digests = {}
+        self._step: tuple[int, Step] | None = None
+        self._known = {name: digest(parameter) for parameter, name in self._names.items()}
+        self._handles = [*self._hooks()]
+
+    def _hooks(self) -> Iterator[RemovableHandle]:
+        for parameter, name in self._names.items():
+            if parameter.requires_grad:
+                yield parameter.register_hook(  # type: ignore[no-untyped-call]
+                    partial(self._on_gradient, name, parameter)
+                )
+        for number, optimizer in enumerate(self.optimizers):
+            yield optimizer.register_step_pre_hook(partial(self._before_step, number))
+            yield optimizer.register_step_post_hook(partial(self._after_step, number))
+
+    def close(self) -> None:
+        """Remove all hooks and write what is open."""
+        for handle in self._handles:
+            handle.remove()
+        self._flush()
+        with suppress(OSError, RuntimeError):  # rank 0 misses the file, and says so
+            torch.save(self._reasons, self.folder / f"{self.rank}.pt")
+
+    def recorded(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, with its calls written down."""
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            self.begin(args, kwargs)
+            self._depth += 1
+            outputs = function(*args, **kwargs)
+            self._depth -= 1
+            self.end(outputs)
+            return outputs
+
+        return wrapper
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found = {name: digest(parameter) for parameter, name in self._names.items()}
+        call = Call(
+            inputs=self._copied((args, kwargs)),
+            surroundings=Surroundings.now(self._device),
+            parameters=found,
+            changed={n: p.detach().clone() for p, n in self._names.items() if found[n].bits != self._known[n].bits},
+            buffers={name: buffer.detach().clone() for name, buffer in self.module.named_buffers()},
+            attributes=dict(plain_attributes(self.module)),
+            progress=self._progress(),
+        )
+        self._known = found
+        self._open.append((self._number(), call))
+
+    def end(self, outputs: Any) -> None:
+        _, call = self._open[-1]
+        leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        call.outputs = [digest(leaf) for leaf in leaves]
+        call.output_grads = [None] * len(leaves)
+        for place, leaf in enumerate(leaves):
+            if leaf.requires_grad:
+                leaf.register_hook(partial(_keep, call.output_grads, place))  # type: ignore[no-untyped-call]
+        call.buffers_after = {name: digest(buffer) for name, buffer in self.module.named_buffers()}
+        call.has_drawn = call.surroundings.has_drawn(self._device)
+
+    def _on_gradient(self, name: str, parameter: Tensor, gradient: Tensor) -> None:
+        if self._by_engine and not self._local:
+            self._after_all_others(self.backward_ended)
+        self._synced = self._is_synced()
+        if name not in self._local and (parameter.grad is None or not parameter.grad.any()):
+            self._fresh.append(name)
+        self._local.setdefault(name, []).append(digest(gradient))
+
+    @staticmethod
+    def _after_all_others(function: Callable[[], None]) -> None:
+        """Call it when the backward pass and its callbacks have ended, DDP's too: a callback may queue another."""
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        queue(lambda: queue(function))
+
+    @torch.no_grad()
+    def backward_ended(self) -> None:
+        """To be called after every backward pass, when gradients have been reduced."""
+        synced = self._synced
+        grads = {name: p.grad for p, name in self._names.items() if p.grad is not None}
+        self._grads = {name: digest(gradient) for name, gradient in grads.items()}
+        values = {n: g.detach().clone() for n, g in grads.items()} if synced and self.rank == 0 else {}
+        inside = self._depth > 0
+        self._write(Backward(inside, synced, self._local, self._fresh, self._grads, values))
+        self._local, self._fresh = {}, []
+        if not inside:
+            self._flush()
+
+    def _before_step(self, number: int, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Look at the gradients when the closure, if there is one, has run."""
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._used(number, optimizer)
+            return None
+
+        def observed(*inputs: Any, **more: Any) -> Any:
+            result = closure(*inputs, **more)
+            self._used(number, optimizer)
+            return result
+
+        return (args[0], observed, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
+
+    @torch.no_grad()
+    def _used(self, number: int, optimizer: Optimizer) -> None:
+        if self._step is not None:
+            self._reasons.append(f"{type(optimizer).__name__} evaluates its closure several times in a step")
+        groups = [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        grads = {self._names[p]: p.grad for p in parameters_of(optimizer) if p.grad is not None}
+        found = {name: digest(gradient) for name, gradient in grads.items()}
+        changed = [name for name, its in found.items() if name not in self._grads or its.bits != self._grads[name].bits]
+        values = {name: grads[name].detach().clone() for name in changed} if self.rank == 0 else {}
+        now = Surroundings.now(self._device)
+        self._step = self._number(), Step(self._depth > 0, number, now, groups, found, values, {})
+
+    @torch.no_grad()
+    def _after_step(self, number: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._step is None:  # it did not call its closure
+            self._reasons.append(f"{type(optimizer).__name__} does not evaluate its closure")
+            return
+        place, step = self._step
+        step.after = state_digests(optimizer, self._names)
+        self._known = self._known | {name: its for name, its in step.after.items() if name in self._known}
+        self._write(step, place)
+        self._step = None
+        self.num_steps += 1
+
+    def _copied(self, values: Any) -> Any:
+        def copied(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+            try:
+                return copy.deepcopy(leaf)
+            except Exception as error:
+                self._reasons.append(f"an input of type {type(leaf).__name__} cannot be copied: {error}")
+                return None
+
+        return tree_map(copied, values)
+
+    def _number(self) -> int:
+        self._next += 1
+        return self._next - 1
+
+    def _flush(self) -> None:
+        for place, call in self._open:
+            self._write(call, place)
+        self._open = []
+
+    def _write(self, event: Event, place: int | None = None) -> None:
+        place = self._number() if place is None else place
+        try:
+            torch.save(event, self.folder / f"{self.rank}-{place:06d}-{type(event).__name__}.pt")
+        except Exception as error:  # pickle raises errors of many kinds
+            self._reasons.append(f"a {type(event).__name__.lower()} cannot be written down: {error}")
+
+
+def _keep(grads: list[Tensor | None], place: int, gradient: Tensor) -> None:
+    grads[place] = gradient.detach().clone()
+
+
+def device_of(module: nn.Module) -> torch.device:
+    return next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def names_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[Tensor, str]:
+    """The name of each parameter; tied ones have the first. An optimizer may have parameters that no module has."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+    for number, optimizer in enumerate(optimizers):
+        for place, parameter in enumerate(parameters_of(optimizer)):
+            names.setdefault(parameter, f"parameter {place} of optimizer {number}")
+    return names
+
+
+def state_digests(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Digests:
+    """Of an optimizer's parameters, by name, and of its state, "<name>: <key>"."""
+    found = {names[parameter]: digest(parameter) for parameter in parameters_of(optimizer)}
+    for parameter, state in optimizer.state.items():
+        if parameter in names:
+            found |= {f"{names[parameter]}: {key}": digest(value) for key, value in state.items()}
+    return found
+
+
+def plain_attributes(module: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
+    """Numbers, words and flags that submodules hold, as `training`, by the submodule's name and their own."""
+    for path, submodule in module.named_modules():
+        for name, value in vars(submodule).items():
+            if isinstance(value, bool | int | float | str):
+                yield (path, name), value

@@ -1,0 +1,45 @@
+"""How far the mean of gradients over ranks may be from the exact mean: a theorem, whatever the order of the sum."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+def gamma(num_roundings: int, dtype: torch.dtype) -> float:
+    """N u / (1 - n u), u the unit roundoff: N. Higham, Accuracy and Stability of Numerical Algorithms, section 3.1."""
+    error = num_roundings * torch.finfo(dtype).eps / 2
+    return error / (1 - error) if error < 1 else float("inf")
+
+
+@dataclass
+class ExactMean:
+    """Sums gradients of ranks in float64; those of ranks that have none are zero."""
+
+    num_ranks: int
+    totals: dict[str, Tensor] = field(default_factory=dict)
+    magnitudes: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, gradients: Mapping[str, Tensor]) -> None:
+        """The gradients of one more rank, by name."""
+        for name, gradient in gradients.items():
+            exact = gradient.double()
+            self.totals[name] = self.totals.get(name, 0.0) + exact
+            self.magnitudes[name] = self.magnitudes.get(name, 0.0) + exact.abs()
+
+    def share(self, name: str, reduced: Tensor) -> float:
+        """The largest distance of an element from the mean, as a share of its bound.
+
+        The bound is gamma_N of the gradient's precision times the mean of the magnitudes, as each addend is divided
+        once and takes part in at most N - 1 additions; gamma_N of float64, in which this mean is computed, likewise;
+        and the smallest normal number for each rounding, as results below it lose digits.
+        """
+        if name not in self.totals:
+            return 0.0 if not reduced.any() else float("inf")
+        info = torch.finfo(reduced.dtype)
+        relative = gamma(self.num_ranks, reduced.dtype) + gamma(self.num_ranks, torch.float64)
+        bound = relative * self.magnitudes[name] / self.num_ranks
+        distance = (reduced.double() - self.totals[name] / self.num_ranks).abs()
+        shares = distance / (bound + self.num_ranks * info.tiny)
+        return float("inf") if bool(shares.isnan().any()) else float(shares.max()) if shares.numel() else 0.0

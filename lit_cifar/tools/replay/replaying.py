@@ -1,0 +1,413 @@
+"""Goes the way of every rank again on one device, and compares."""
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lit_cifar.tools.replay.digests import Digest, Surroundings, digest
+from lit_cifar.tools.replay.record import Record
+from lit_cifar.tools.replay.recording import (
+    Backward,
+    Call,
+    Event,
+    Step,
+    UnjudgeableError,
+    device_of,
+    names_of,
+    state_digests,
+)
+from lit_cifar.tools.replay.reduction import ExactMean
+from lit_cifar.tools.replay.twin import Twin, TwinState, one_process
+from lit_cifar.tools.replay.verdict import Finding, Part, Report
+
+_ENOUGH = 16  # values of a sample: fewer are easily equal by chance
+
+
+class StopReplay(Exception):  # noqa: N818  # it is no error
+    """What follows would start from other values than the run had."""
+
+
+def judge(
+    folder: Path, twin: Twin | None, report: Report, *, device: torch.device, prepare: Callable[["Replayer"], None]
+) -> None:
+    """Complete the report by what the record in the folder says; without a twin it abstains for a reason of its own.
+
+    What cannot be judged, and errors of a stranger's code, are put into the report: the training goes on.
+    """
+    start = perf_counter()
+    record = Record(folder, report.num_ranks, device)
+    report.abstained += record.reasons()
+    report.mebibytes = record.mebibytes
+    if twin is not None and not report.abstained:
+        replayer = Replayer(record, twin, report)
+        prepare(replayer)
+        try:
+            replayer.run()
+        except UnjudgeableError as reason:
+            report.abstained.append(str(reason))
+        except Exception as error:
+            report.error = f"the replay ended by {type(error).__name__}: {error}"
+        _abstain_where_it_may_be_chance(report, device)
+    report.seconds = perf_counter() - start
+
+
+def _abstain_where_it_may_be_chance(report: Report, device: torch.device) -> None:
+    """Kernels of a GPU may add in another order each time; and ranks that never average leave nothing to judge."""
+    local = [finding for finding in report.findings if finding.part == "local computation"]
+    if local and device.type != "cpu" and not torch.are_deterministic_algorithms_enabled():
+        report.abstained.append(f"{local[0]}; this may be a kernel that is not deterministic: pass deterministic=True")
+        report.findings = [finding for finding in report.findings if finding not in local]
+    if report.num_ranks > 1 and not report.counts["reduced"] and not report.findings and not report.abstained:
+        report.abstained.append("no gradient was averaged over the ranks in these steps")
+
+
+class Replayer:
+    """Replays a record on a twin, and writes what it finds into a report."""
+
+    def __init__(self, record: Record, twin: Twin, report: Report) -> None:
+        self.record, self.twin, self.report = record, twin, report
+        self._device = device_of(twin.module)
+        self._names = names_of(twin.module, twin.optimizers)
+        self._parameters = {name: parameter for parameter, name in self._names.items()}
+        self._rank = 0
+        self._events: deque[Event] = deque()
+        self._outputs: list[tuple[list[Tensor], list[Tensor | None]]] = []
+        self._local: dict[str, list[Digest]] = {}
+        self._of_rank_0: list[Backward | Step] = []  # of the segment: those whose gradients all ranks share
+        self._shared = 0  # how many of them have been reached
+        self._means: dict[int, ExactMean] = {}
+        self._wrong_locally: set[str] = set()  # parameters of which some rank's own gradient is another
+        self._draws: dict[int, list[Surroundings]] = {}
+        for parameter, name in self._names.items():
+            if parameter.requires_grad:
+                parameter.register_hook(partial(self._on_gradient, name))  # type: ignore[no-untyped-call]
+
+    def run(self) -> None:
+        """Every step, until the values of one are not those of the run."""
+        segments = [self.record.segments(rank) for rank in range(self.record.num_ranks)]
+        if len({len(its) for its in segments}) > 1:
+            steps = ", ".join(str(len(its)) for its in segments)
+            self._found("data", "the ranks", f"have made {steps} steps: all that follows is of different steps")
+        with one_process():
+            try:
+                for of_ranks in zip(*segments, strict=False):
+                    self._segment(of_ranks)
+            except StopReplay:
+                self.report.notes.append(f"steps after step {self._step_number} were not judged: nothing equals them")
+
+    @property
+    def _step_number(self) -> int:
+        return self.report.first_step + self.report.num_steps
+
+    def _segment(self, of_ranks: Sequence[Sequence[Path]]) -> None:
+        before = TwinState.of(self.twin)
+        self._of_rank_0, self._means, self._draws, self._wrong_locally = [], {}, {}, set()
+        data: dict[int, list[Call]] = {}
+        wrong = False
+        for rank, paths in enumerate(of_ranks):
+            before.restore(self.twin)
+            self._rank, self._shared = rank, 0
+            self._outputs, self._local = [], {}
+            events = [self.record.load(path) for path in paths]
+            data[rank] = [event for event in events if isinstance(event, Call)]
+            if rank == 0:
+                self._of_rank_0 = [e for e in events if isinstance(e, Step) or (isinstance(e, Backward) and e.synced)]
+            self._events = deque(events)
+            while self._events:
+                wrong |= self._replay(self._events.popleft())
+        self._judge_reductions()
+        self._judge_data(data)
+        self.report.num_steps += 1
+        if wrong:
+            raise StopReplay
+
+    def _replay(self, event: Event) -> bool:
+        """True if what follows cannot be judged."""
+        if isinstance(event, Call):
+            return self._call(event)
+        if isinstance(event, Backward):
+            self._backward(event)
+            return False
+        return self._step(event)
+
+    # Local computation
+
+    def _call(self, call: Call) -> bool:
+        with torch.no_grad():
+            for name, value in call.changed.items():
+                self._parameters[name].copy_(value)
+            self._note_changes(call)
+        for name, its in call.parameters.items():
+            if self._differs("parameters", name, its, digest(self._parameters[name]), "before the step"):
+                self._events.clear()
+                return True
+        self._fill(call)
+        outputs, found, has_steps = self._outputs_of(call)
+        if [its.bits for its in found] != [its.bits for its in call.outputs] and not has_steps:
+            self._fill(call)
+            outputs, again, _ = self._outputs_of(call)
+            if again != found:
+                raise UnjudgeableError(
+                    "two replays of a step differ, so a kernel is not deterministic: pass deterministic=True"
+                )
+        self._count("outputs", len(call.outputs))
+        if len(found) != len(call.outputs):
+            self._found("local computation", "the outputs", f"are {len(call.outputs)}, in the replay {len(found)}")
+        for place, (its, mine) in enumerate(zip(call.outputs, found, strict=False)):
+            name = "the loss" if len(call.outputs) == 1 else f"output {place}"
+            self._differs("local computation", name, its, mine)
+        buffers = dict(self.twin.module.named_buffers())
+        for name, its in call.buffers_after.items():
+            self._count("buffers")
+            self._differs("local computation", name, its, digest(buffers[name]), "(buffer)")
+        self._outputs.append((outputs, call.output_grads))
+        return False
+
+    def _fill(self, call: Call) -> None:
+        """Buffers, plain attributes and counters as they were."""
+        modules = dict(self.twin.module.named_modules())
+        for (path, name), value in call.attributes.items():
+            setattr(modules[path], name, value)
+        buffers = dict(self.twin.module.named_buffers())
+        with torch.no_grad():
+            for name, value in call.buffers.items():
+                if name not in buffers or buffers[name].shape != value.shape:
+                    raise UnjudgeableError(f"the buffer {name} appears or changes its size while training")
+                buffers[name].copy_(value)
+        self.twin.progress(call.progress)
+
+    def _outputs_of(self, call: Call) -> tuple[list[Tensor], list[Digest], bool]:
+        """Tensors that the call returns, their digests, and whether it made optimizer steps of its own."""
+        waiting = len(self._events)
+        args, kwargs = tree_map(_fresh_copy, call.inputs)
+        with call.surroundings.entered(self._device):
+            outputs = [leaf for leaf in tree_leaves(self.twin.call(*args, **kwargs)) if isinstance(leaf, Tensor)]
+        if call.has_drawn:
+            self._draws.setdefault(self._rank, []).append(call.surroundings)
+        return outputs, [digest(leaf) for leaf in outputs], len(self._events) < waiting
+
+    def _on_gradient(self, name: str, gradient: Tensor) -> None:
+        self._local.setdefault(name, []).append(digest(gradient))
+
+    def _backward(self, event: Backward) -> None:
+        """From the gradients of the outputs, as the run's own backward pass began."""
+        for name in event.fresh:
+            self._parameters[name].grad = None
+        pairs = [
+            (leaf, gradient)
+            for leaves, gradients in self._outputs
+            for leaf, gradient in zip(leaves, gradients, strict=False)
+            if gradient is not None and leaf.requires_grad
+        ]
+        self._outputs = []
+        if pairs:
+            torch.autograd.backward([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
+        self._after_backward(event)
+
+    def backward_inside(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """In place of `manual_backward`."""
+        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self._after_backward(self._expected(Backward))
+
+    def _after_backward(self, event: Backward) -> None:
+        for name in dict.fromkeys([*event.local, *self._local]):
+            pairs = zip(event.local.get(name, []), self._local.get(name, []), strict=False)
+            self._count("gradients")
+            if len(event.local.get(name, [])) != len(self._local.get(name, [])):
+                self._wrong_locally.add(name)
+                self._found("local computation", name, "got a gradient in the run or in the replay, not in both")
+            elif first := next(((its, mine) for its, mine in pairs if its.bits != mine.bits), None):
+                self._wrong_locally.add(name)
+                self._differs("local computation", name, *first, "(gradient)")
+        self._local = {}
+        if event.synced:
+            self._reduced(event)
+        else:
+            for name, its in event.grads.items():
+                gradient = self._parameters[name].grad
+                assert gradient is not None
+                self._differs("local computation", name, its, digest(gradient), "(accumulated gradient)")
+
+    # Reduction
+
+    def _reduced(self, event: Backward) -> None:
+        """Add this rank's gradients to the exact mean, and go on with those of the run."""
+        place, first = self._next_shared(Backward)
+        mine = {name: self._parameters[name].grad for name in event.grads}
+        mean = self._means.setdefault(place, ExactMean(self.record.num_ranks))
+        mean.add({name: gradient for name, gradient in mine.items() if gradient is not None})
+        for name, its in event.grads.items():
+            self._is_not_of_rank_0(name, its, first.grads.get(name))
+            if name in first.values:
+                self._parameters[name].grad = first.values[name].clone()
+
+    def _is_not_of_rank_0(self, name: str, its: Digest, first: Digest | None) -> bool:
+        if first is not None and its.bits == first.bits:
+            return False
+        norm = "none" if first is None else f"one of norm {first.norm:.9g}"
+        self._found("reduction", name, f"has a gradient of norm {its.norm:.9g}, on rank 0 {norm}")
+        return True
+
+    def _judge_reductions(self) -> None:
+        self._rank = -1
+        for place, mean in self._means.items():
+            event = self._of_rank_0[place]
+            assert isinstance(event, Backward)
+            for name, value in event.values.items():
+                if name in self._wrong_locally:
+                    continue  # what it is the mean of is not known
+                share = mean.share(name, value)
+                self._count("reduced")
+                self.report.largest_share = max(self.report.largest_share, share if share <= 1 else 0.0)
+                if not share <= 1:
+                    total = mean.totals.get(name)
+                    norm = 0.0 if total is None else float((total / mean.num_ranks).norm())
+                    self._found(
+                        "reduction",
+                        name,
+                        f"is not the mean over ranks: its norm is {float(value.double().norm()):.9g}, the mean's "
+                        f"{norm:.9g}; an element is {share:.3g} times the bound away",
+                    )
+
+    # Optimizer
+
+    def step_inside(self, optimizer: Optimizer) -> None:
+        """In place of a step that `training_step` makes by itself."""
+        event = self._expected(Step)
+        if self.twin.optimizers[event.optimizer] is not optimizer:
+            raise UnjudgeableError("training_step calls its optimizers in another order in the replay")
+        if self._step(event):
+            raise StopReplay
+
+    def _step(self, event: Step) -> bool:
+        _, first = self._next_shared(Step)
+        optimizer = self.twin.optimizers[event.optimizer]
+        if self.twin.before_step is not None and not event.inside:
+            self.twin.before_step(optimizer)
+        if self.twin.before_step is None and first.values:
+            self._note("something changes gradients between backward pass and step, as clipping does: taken as it is")
+        unlike = False
+        for name, its in event.grads.items():
+            if self.twin.before_step is None and name in first.values:
+                mine = first.grads[name]
+            else:
+                gradient = self._parameters[name].grad
+                mine = digest(torch.zeros(()) if gradient is None else gradient)
+            if not self._differs("optimizer", name, its, mine, "(gradient that the optimizer used)"):
+                unlike |= self._is_not_of_rank_0(name, its, first.grads.get(name))
+            if name in first.values:
+                self._parameters[name].grad = first.values[name].clone()
+        if event.groups != first.groups:
+            unlike = True
+            self._found("optimizer", type(optimizer).__name__, f"has {event.groups}, on rank 0 {first.groups}")
+        for group, recorded in zip(optimizer.param_groups, event.groups, strict=True):
+            group.update(copy.deepcopy(recorded))
+        with event.surroundings.entered(self._device):
+            optimizer.step()
+        after = state_digests(optimizer, self._names)
+        self._count("states", len(event.after))
+        self._count("steps", int(self._rank == 0))
+        wrong = [self._differs("optimizer", name, its, after.get(name)) for name, its in event.after.items()]
+        return unlike or any(wrong)
+
+    # Data
+
+    def _note_changes(self, call: Call) -> None:
+        if call.changed:
+            names = ", ".join([*call.changed][:2]) + (" ..." if len(call.changed) > 2 else "")
+            self._note(f"something beside the optimizer changes {names} between steps: its result is taken as it is")
+
+    def _judge_data(self, calls: Mapping[int, Sequence[Call]]) -> None:
+        """The same samples or random numbers on several ranks, and batches of different sizes."""
+        readers: dict[int, set[int]] = {}
+        sizes = []
+        for rank, its in calls.items():
+            samples = [sample for call in its for sample in sample_digests(call.inputs)]
+            self._count("batches", len(its))
+            self._count("samples", len(samples))
+            sizes.append(len(samples))
+            for sample in samples:
+                readers.setdefault(sample, set()).add(rank)
+        shared = sum(len(ranks) > 1 for ranks in readers.values())
+        self._rank = -1
+        if readers and shared >= len(readers) / 2 and len(calls) > 1:
+            self._found("data", f"{shared} of {len(readers)} samples", "were read by several ranks in the same step")
+        elif shared:
+            self._note(f"step {self._step_number}: {shared} samples were read by several ranks, so they count twice")
+        if len(set(sizes)) > 1:
+            self._note(
+                f"step {self._step_number}: ranks have {', '.join(map(str, sizes))} samples; the mean over ranks "
+                "weighs the ranks alike, so samples differ in weight"
+            )
+        for rank, drawn in self._draws.items():
+            first = self._draws.get(0, [])
+            if rank and any(torch.equal(a.cpu, b.cpu) for a, b in zip(first, drawn, strict=False)):
+                self._note("several ranks draw the same random numbers, so dropout has the same masks on them")
+
+    # Helpers
+
+    def _next_shared(self, kind: type[Any]) -> tuple[int, Any]:
+        """The event of rank 0 that this one belongs to: all ranks make the same reductions and steps."""
+        place, self._shared = self._shared, self._shared + 1
+        event = self._of_rank_0[place] if place < len(self._of_rank_0) else None
+        if not isinstance(event, kind):
+            self._found("reduction", "this rank", "made another sequence of backward passes and steps than rank 0")
+            raise StopReplay
+        return place, event
+
+    def _expected(self, kind: type[Any]) -> Any:
+        event = self._events.popleft() if self._events else None
+        if not isinstance(event, kind):
+            raise UnjudgeableError("training_step went another way in the replay than in the run")
+        return event
+
+    def _count(self, what: str, number: int = 1) -> None:
+        self.report.counts[what] += number
+
+    def _differs(self, part: Part, name: str, its: Digest, mine: Digest | None, what: str = "") -> bool:
+        if mine is not None and its.bits == mine.bits:
+            return False
+        self._found(part, name, f"{what} differs: {_norms(its, mine)}".strip())
+        return True
+
+    def _note(self, text: str) -> None:
+        if text not in self.report.notes:
+            self.report.notes.append(text)
+
+    def _found(self, part: Part, tensor: str, text: str) -> None:
+        rank = self._rank if self._rank >= 0 else None
+        self.report.findings.append(Finding(part, self._step_number, rank, tensor, text))
+
+
+def _norms(its: Digest, mine: Digest | None) -> str:
+    if mine is None:
+        return "the replay has none"
+    if not (its.norm or mine.norm):
+        return "it is another value"
+    same = "" if f"{its.norm:.9g}" != f"{mine.norm:.9g}" else ", elements differ"
+    return f"its norm is {its.norm:.9g}, in the replay {mine.norm:.9g}{same}"
+
+
+def sample_digests(inputs: Any) -> Iterator[int]:
+    """A digest of each sample, if all tensors of the batch have a common first dimension, and one has enough values."""
+    leaves = [leaf for leaf in tree_leaves(inputs[0][:1]) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    if len({len(leaf) for leaf in leaves}) != 1 or max(leaf[:1].numel() for leaf in leaves) < _ENOUGH:
+        return
+    for place in range(len(leaves[0])):
+        yield hash(tuple(digest(leaf[place]).bits for leaf in leaves))
+
+
+def _fresh_copy(leaf: Any) -> Any:
+    """An input of its own: a replay may be repeated."""
+    if isinstance(leaf, Tensor):
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    return copy.deepcopy(leaf)

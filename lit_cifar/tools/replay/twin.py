@@ -1,0 +1,127 @@
+"""A copy of a module and its optimizers, that one process can train by itself."""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lit_cifar.tools.replay.digests import Surroundings
+from lit_cifar.tools.replay.recording import UnjudgeableError, names_of, parameters_of
+
+Module = TypeVar("Module", bound=nn.Module)
+_COLLECTIVES = (
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single"),
+    *("barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "recv", "reduce", "reduce_scatter"),
+    *("reduce_scatter_tensor", "scatter", "send"),
+)
+
+
+@dataclass
+class Twin:
+    """A copy of a module and its optimizers, and how to call it."""
+
+    module: nn.Module
+    optimizers: list[Optimizer]
+    call: Callable[..., Any]
+    # What the trainer does between backward pass and step, as clipping; None if a script does it, which is not known.
+    before_step: Callable[[Optimizer], None] | None = None
+    progress: Callable[[dict[str, int]], None] = lambda progress: None
+
+
+def what_cannot_be_judged(model: nn.Module | None, module: nn.Module) -> list[str]:
+    """Reasons; `model` is what wraps the module, if anything does."""
+    hooks = [getattr(hook, "__name__", str(hook)) for hook, _ in getattr(model, "_comm_hooks", ())]
+    reasons = [f"the communication hook {name} changes gradients on their way" for name in hooks]
+    if any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
+        reasons.append("SyncBatchNorm computes with the batches of all ranks together")
+    if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in module.parameters()):
+        reasons.append("a lazy layer has no parameters yet")
+    return reasons
+
+
+def twin_of(module: Module, optimizers: Sequence[Optimizer]) -> tuple[Module, list[Optimizer]]:
+    """Copies whose parameters are one another's as those of the originals are; `UnjudgeableError` if that cannot be."""
+    memo: dict[int, Any] = {}
+    try:
+        its = copy.deepcopy(module, memo)
+        copies = [_optimizer_copy(optimizer, memo) for optimizer in optimizers]
+    except Exception as error:  # of a stranger's code
+        raise UnjudgeableError(f"{type(module).__name__} cannot be copied: {error}") from error
+    names = {name: parameter for parameter, name in names_of(module, optimizers).items()}
+    for parameter, name in names_of(its, copies).items():
+        parameter._backward_hooks = copy.copy(names[name]._backward_hooks)  # a stranger's; torch does not copy them
+    return its, copies
+
+
+def _optimizer_copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    """With all its attributes; `step` may be wrapped by a schedule, and hooks belong to the original."""
+    its = object.__new__(type(optimizer))
+    own = {name: value for name, value in vars(optimizer).items() if name != "step" and not name.endswith("_hooks")}
+    vars(its).update({name: copy.deepcopy(value, memo) for name, value in own.items()})
+    vars(its).update({name: type(value)() for name, value in vars(optimizer).items() if name.endswith("_hooks")})
+    return its
+
+
+@dataclass
+class TwinState:
+    """What a segment begins with."""
+
+    values: list[Tensor]
+    grads: list[Tensor | None]
+    states: list[list[Any]]  # of each optimizer, by its parameters
+
+    @classmethod
+    def of(cls, twin: Twin) -> "TwinState":
+        parameters = [*names_of(twin.module, twin.optimizers)]
+        return cls(
+            values=[parameter.detach().clone() for parameter in parameters],
+            grads=[None if parameter.grad is None else parameter.grad.clone() for parameter in parameters],
+            states=[copy.deepcopy(_states(optimizer)) for optimizer in twin.optimizers],
+        )
+
+    @torch.no_grad()
+    def restore(self, twin: Twin) -> None:
+        for parameter, value, gradient in zip(
+            names_of(twin.module, twin.optimizers), self.values, self.grads, strict=True
+        ):
+            parameter.copy_(value)
+            parameter.grad = None if gradient is None else gradient.clone()
+        for optimizer, its in zip(twin.optimizers, self.states, strict=True):
+            optimizer.state.clear()
+            for parameter, state in zip(parameters_of(optimizer), its, strict=True):
+                if state is not None:
+                    optimizer.state[parameter] = copy.deepcopy(state)
+
+
+def _states(optimizer: Optimizer) -> list[Any]:
+    return [optimizer.state.get(parameter) for parameter in parameters_of(optimizer)]
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """Without other ranks, which wait for this one; and with everything put back that a replay touches."""
+
+    def refuse(name: str) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            raise UnjudgeableError(f"training_step exchanges data with other ranks itself, by {name}")
+
+        return called
+
+    kept = {name: getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)}
+    devices = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    own = [Surroundings.now(device) for device in (*devices, torch.device("cpu"))]
+    for name in kept:
+        setattr(dist, name, refuse(name))
+    try:
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(dist, name, function)
+        for surroundings, device in zip(own, (*devices, torch.device("cpu")), strict=True):
+            surroundings.restore(device)

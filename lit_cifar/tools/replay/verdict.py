@@ -1,0 +1,80 @@
+"""What a replay has judged and found, as text and as JSON."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TypeAlias
+
+Part: TypeAlias = Literal["data", "parameters", "local computation", "reduction", "optimizer"]
+Outcome: TypeAlias = Literal["pass", "fail", "abstain", "error"]
+COMPARED = ("batches", "samples", "outputs", "gradients", "buffers", "reduced", "steps", "states")
+_SHOWN = 5  # findings
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A place where the run did not do what one device would."""
+
+    part: Part
+    step: int  # optimizer steps before it
+    rank: int | None  # None: of all
+    tensor: str
+    text: str
+
+    def __str__(self) -> str:
+        rank = "" if self.rank is None else f", rank {self.rank}"
+        return f"{self.part}: step {self.step}{rank}: {self.tensor} {self.text}"
+
+
+@dataclass
+class Report:
+    """The replay of some steps."""
+
+    strategy: str
+    num_ranks: int
+    precision: str
+    first_step: int
+    num_steps: int = 0  # that were judged
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # true, and no mistake
+    abstained: list[str] = field(default_factory=list)  # reasons why something was not judged
+    error: str | None = None
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COMPARED, 0))
+    largest_share: float = 0.0  # of the bound, by a gradient averaged over ranks
+    seconds: float = 0.0
+    mebibytes: float = 0.0  # of the record on the disk
+
+    @property
+    def outcome(self) -> Outcome:
+        """A pass only if every part was judged."""
+        if self.error is not None:
+            return "error"
+        if self.findings:
+            return "fail"
+        return "abstain" if self.abstained or not self.num_steps else "pass"
+
+    def lines(self) -> Iterator[str]:
+        """What was judged, a line for each part; then the first findings."""
+        of = f"replay of {self.num_steps} steps from step {self.first_step}, {self.strategy}"
+        ranks = "1 process" if self.num_ranks == 1 else f"{self.num_ranks} processes"
+        yield f"{of} on {ranks}, {self.precision}: {self.outcome.upper()}"
+        counts = self.counts
+        yield f"  data               {counts['batches']} batches, {counts['samples']} samples"
+        yield (
+            f"  local computation  {counts['outputs']} outputs, {counts['gradients']} gradients, "
+            f"{counts['buffers']} buffers, compared bit for bit"
+        )
+        if counts["reduced"]:
+            share = f"at most {self.largest_share:.2f} of the bound from their mean"
+            yield f"  reduction          {counts['reduced']} gradients averaged over ranks, {share}"
+        yield f"  optimizer          {counts['steps']} steps, {counts['states']} tensors, compared bit for bit"
+        yield f"  cost               {self.seconds:.1f} s, {self.mebibytes:.0f} MiB on the disk for a moment"
+        yield from (f"  note: {note}" for note in self.notes)
+        yield from (f"  not judged: {reason}" for reason in self.abstained)
+        yield from (f"  {finding}" for finding in self.findings[:_SHOWN])
+        if len(self.findings) > _SHOWN:
+            yield f"  and {len(self.findings) - _SHOWN} more findings"
+        if self.error is not None:
+            yield f"  {self.error}"
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"outcome": self.outcome}

@@ -1,0 +1,296 @@
+"""Trainings of strangers for `Replay`, all in one pair of processes: `torchrun --nproc-per-node=2 ... FILE`."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from lit_cifar import Replay, replay
+
+
+class Pictures(Dataset[dict[str, Any]]):
+    """Batches are dictionaries, with words among them."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(index)
+        return {"x": torch.randn(3, 6, 6, generator=generator), "y": index % 5, "name": str(index)}
+
+
+class Task(pl.LightningModule):
+    """BatchNorm, dropout, a layer that is not used, a schedule, and the mistakes that cases plant by overriding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.3), nn.Flatten(), nn.Linear(96, 5)
+        )
+        self.weight = 1.0
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        loss = self.weight * cross_entropy(self.net(batch["x"]), batch["y"])
+        self.log("loss", loss, sync_dist=True)
+        return {"loss": loss, "step": self.global_step}
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.weight = 1.0 + 0.1 * batch_idx
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class WithData(Task):
+    """With an option for the command line."""
+
+    def __init__(self, lr: float = 1e-2) -> None:
+        super().__init__()
+        self.lr = lr
+
+    def train_dataloader(self) -> DataLoader[dict[str, Any]]:
+        return DataLoader(Pictures(), batch_size=4, shuffle=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class Adversarial(pl.LightningModule):
+    """Two optimizers, manual optimization, a moving average of weights, clipping by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 108))
+        self.critic = nn.Sequential(nn.Flatten(), nn.Linear(108, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
+        self.register_buffer("average", torch.zeros(16, 4))
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        of_generator, of_critic = self.optimizers()
+        made = self.generator(torch.randn(len(batch["x"]), 4))
+        with of_critic.toggle_model():
+            loss = self.critic(made.detach()).mean() - self.critic(batch["x"]).mean()
+            of_critic.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(of_critic, 0.1, "norm")
+            of_critic.step()
+        with of_generator.toggle_model():
+            of_generator.zero_grad()
+            self.manual_backward(-self.critic(made).mean())
+            of_generator.step()
+        self.average.lerp_(self.generator[0].weight.detach(), 0.1)
+
+    def configure_optimizers(self) -> Any:
+        parts = (self.generator, self.critic)
+        return [torch.optim.Adam(part.parameters(), lr=1e-3) for part in parts], []
+
+
+class WrongLoss(Task):
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        found = super().training_step(batch, batch_idx)
+        return found | {"loss": found["loss"] * (1.001 if self.global_rank else 1.0)}
+
+
+class WrongGradient(Task):
+    def on_fit_start(self) -> None:
+        scale = 1.001 if self.global_rank else 1.0
+        self.net[0].weight.register_hook(lambda gradient: gradient * (scale if dist.get_rank() else 1.0))
+
+
+class WrongStatistics(Task):
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        self.net[1].momentum = 0.1
+        found = super().training_step(batch, batch_idx)
+        if dist.get_rank():
+            self.net[1].running_var.data += 1e-6
+        return found
+
+
+class OtherRate(Task):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1 if self.global_rank else 0.1001, momentum=0.9)
+
+
+class Forgotten(Task):
+    """One rank's gradient is overwritten after the reduction."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if dist.get_rank():
+            self.net[5].bias.grad[0] += 1e-6
+
+
+class Gathers(Task):
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        found = super().training_step(batch, batch_idx)
+        dist.all_reduce(found["loss"].detach().clone())
+        return found
+
+
+class Unrepeatable(Task):
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        generator = torch.Generator()
+        generator.seed()
+        batch["x"] = batch["x"] + torch.rand(batch["x"].shape, generator=generator)
+        return super().training_step(batch, batch_idx)
+
+
+class Doubled(pl.Callback):
+    """All ranks scale their averaged gradients alike."""
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        pl_module.net[5].weight.grad.mul_(1.0001)
+
+
+class Odd(Pictures):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return super().__getitem__(index) | {"place": Path(str(index))}
+
+
+def listed(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """A batch with an object of its own."""
+    places = [sample.pop("place") for sample in samples]
+    return default_collate(samples) | {"places": places[0]}
+
+
+class OddBatches(Task):
+    def train_dataloader(self) -> DataLoader[dict[str, Any]]:
+        return DataLoader(Odd(), batch_size=4, shuffle=True, collate_fn=listed)
+
+
+class Compressed(pl.Callback):
+    """Lightning's own option for it has no effect on a CPU."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.strategy.model.register_comm_hook(None, fp16_compress_hook)
+
+
+class Uncopyable(Task):
+    def __init__(self) -> None:
+        super().__init__()
+        self.file = (number for number in range(3))
+
+
+CASES: dict[str, tuple[type[pl.LightningModule], dict[str, Any]]] = {
+    "float32": (Task, {}),
+    "float64": (Task, {"precision": "64-true"}),
+    "bf16": (Task, {"precision": "bf16-mixed"}),
+    "accumulated": (Task, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
+    "by value": (Task, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "manual": (Adversarial, {"strategy": "ddp_find_unused_parameters_true"}),
+    "later": (Task, {"at": [5]}),
+    "wrong loss": (WrongLoss, {}),
+    "wrong loss in bf16": (WrongLoss, {"precision": "bf16-mixed"}),
+    "wrong gradient": (WrongGradient, {}),
+    "wrong statistics": (WrongStatistics, {}),
+    "wrong mean": (Task, {"callbacks": [Doubled()]}),
+    "not reduced": (Task, {"never_synced": True}),
+    "never averaged": (Task, {"never_averaged": True}),
+    "other rate": (OtherRate, {}),
+    "forgotten": (Forgotten, {}),
+    "same samples": (Task, {"use_distributed_sampler": False}),
+    "compressed": (Task, {"callbacks": [Compressed()]}),
+    "gathers": (Gathers, {}),
+    "odd batches": (OddBatches, {}),
+    "unrepeatable": (Unrepeatable, {}),
+    "uncopyable": (Uncopyable, {}),
+}
+
+
+class NeverSynced(pl.Callback):
+    """As code does that calls the wrapped module past DDP."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.strategy.model.reducer = _Deaf(trainer.strategy.model.reducer)
+
+
+class NeverAveraged(pl.Callback):
+    """As a `no_sync` that was never left."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.strategy.model.require_backward_grad_sync = False
+
+
+class _Deaf:
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def prepare_for_backward(self, tensors: Any) -> None:
+        """The reducer waits for nothing, and averages nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+
+def report_of(module: type[pl.LightningModule], options: dict[str, Any], folder: Path) -> dict[str, Any]:
+    pl.seed_everything(1, verbose=False)
+    options = {"strategy": "ddp", "at": [0], **options}
+    watch = Replay(steps=2, at=options.pop("at"))
+    planted = {"never_synced": NeverSynced, "never_averaged": NeverAveraged}
+    added = [make() for name, make in planted.items() if options.pop(name, False)] + options.pop("callbacks", [])
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        max_steps=8 if module is not Adversarial else 16,
+        callbacks=[*added, watch],
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    loaders = {} if module is OddBatches else {"train_dataloaders": DataLoader(Pictures(), batch_size=4, shuffle=True)}
+    trainer.fit(module(), **loaders)
+    assert not [*folder.glob("replay-*")]
+    return watch.reports[0].as_json()
+
+
+def plain_report(*, wrong: bool) -> dict[str, Any]:
+    """A loop without Lightning, with accumulation and clipping."""
+    torch.manual_seed(1)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Linear(20, 5)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    torch.manual_seed(dist.get_rank())
+    with replay(model, optimizer, steps=2) as its:
+        for _ in range(4):
+            for last in (False, True):
+                with contextlib.nullcontext() if last else model.no_sync():
+                    loss: Tensor = cross_entropy(model(torch.randn(8, 16)), torch.randint(0, 5, (8,)))
+                    loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            if wrong and dist.get_rank():
+                model.module[0].weight.grad.mul_(1.001)
+            optimizer.step()
+            optimizer.zero_grad()
+        drawn = torch.get_rng_state()
+    assert torch.equal(drawn, torch.get_rng_state()), "changed by the replay of the other rank"
+    return its.report.as_json()
+
+
+def reports(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, (module, options) in CASES.items():
+        yield name, report_of(module, options, folder)
+    yield "plain", plain_report(wrong=False)
+    yield "plain and wrong", plain_report(wrong=True)
+
+
+if __name__ == "__main__":
+    file = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    found = dict(reports(file.parent))
+    if dist.get_rank() == 0:
+        file.write_text(json.dumps(found))
+    dist.destroy_process_group()

@@ -1,0 +1,146 @@
+"""`--autotune=true`: the fastest of four is chosen, told to the other processes, kept by a resumed run."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from commands import TINY, launch, mode_flags, run_here
+from torch import nn
+
+from lit_cifar.models import autotune, build_network
+from lit_cifar.models.autotune import (
+    CANDIDATES,
+    Candidate,
+    exported,
+    from_environment,
+    time_candidates,
+)
+
+BF16 = Candidate("bf16-mixed", channels_last=True)
+
+
+def settings_of(run: Path) -> Candidate:
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["autotune"] is False
+    return Candidate(config["trainer"]["precision"], config["model"]["channels_last"])
+
+
+@pytest.fixture
+def bf16_is_fastest(monkeypatch: pytest.MonkeyPatch) -> dict[Candidate, float]:
+    seconds = {each: 2.0 - (each == BF16) for each in CANDIDATES}
+    monkeypatch.setattr(autotune, "time_candidates", lambda *args, **kwargs: seconds)
+    return seconds
+
+
+def test_timing_changes_neither_network_nor_generators() -> None:
+    network = build_network("tiny", stem="imagenet", num_classes=10, image_size=32)
+    before, generator = {k: v.clone() for k, v in network.state_dict().items()}, torch.get_rng_state()
+    seconds = time_candidates(network, (3, 32, 32), batch_size=8, device=torch.device("cpu"))
+    assert list(seconds) == list(CANDIDATES)
+    assert all(0 < each < 60 for each in seconds.values())
+    assert all(value.equal(before[name]) for name, value in network.state_dict().items())
+    assert torch.get_rng_state().equal(generator)
+    assert all(parameter.grad is None for parameter in network.parameters())
+
+
+def test_only_those_that_are_near_are_timed_on_more_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second is left out; of the others the last is slower on few images and faster on more."""
+    asked = []
+
+    def timed(
+        network: nn.Module, candidates: tuple[Candidate, ...], shape: tuple[int, ...], batch_size: int, *_: object
+    ) -> dict[Candidate, float]:
+        asked.append((candidates, batch_size))
+        few = dict(zip(CANDIDATES, (0.1, 0.2, 0.11, 0.12), strict=True))
+        more = dict(zip(CANDIDATES, (0.5, 0.0, 0.4, 0.3), strict=True))
+        return {each: (few if batch_size == 4 else more)[each] for each in candidates}
+
+    monkeypatch.setattr(autotune, "_time_each", timed)
+    found = time_candidates(nn.Identity(), (3, 32, 32), batch_size=64, device=torch.device("cpu"))
+    near = (CANDIDATES[0], *CANDIDATES[2:])
+    assert asked == [(CANDIDATES, 4), (near, 20)]
+    assert min(found, key=lambda each: found[each]) == BF16
+    assert found[CANDIDATES[1]] == pytest.approx(0.2 * 0.3 / 0.12)
+
+
+def test_a_run_says_saves_and_uses_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], bf16_is_fastest: dict[Candidate, float]
+) -> None:
+    run = tmp_path / "run"
+    done = run_here("fit", *TINY, "--autotune=true", f"--run_dir={run}")
+    assert done.status == 0, done.stderr
+    others = "32-true 2.00x, 32-true channels_last 2.00x, bf16-mixed 2.00x"
+    assert f"autotune    bf16-mixed channels_last; slower: {others}\n" in done.stdout
+    assert "cpu, bf16-mixed" in done.stdout
+    assert settings_of(run) == BF16
+    assert '"bf16-mixed channels_last": 1.0' in (run / "environment.json").read_text()
+    assert autotune.VARIABLE not in os.environ
+
+
+def test_the_weights_at_the_start_are_those_without_it(tmp_path: Path, bf16_is_fastest: dict[Candidate, float]) -> None:
+    flags = [*TINY, "--trainer.max_steps=1", "--model.optimizer=SGD", "--model.optimizer.lr=0"]
+    for name, more in (("with", ["--autotune=true"]), ("without", [])):
+        words = [*flags, *more, f"--run_dir={tmp_path / name}"]
+        assert run_here("fit", *words).status == 0
+    weights = [
+        torch.load(tmp_path / name / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]["conv1.weight"]
+        for name in ("with", "without")
+    ]
+    assert weights[0].equal(weights[1])
+
+
+def test_processes_that_a_run_starts_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert from_environment() is None
+    with exported(BF16):
+        assert from_environment() == BF16
+    assert from_environment() is None
+
+
+def test_a_resumed_run_keeps_what_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bf16_is_fastest: dict[Candidate, float]
+) -> None:
+    words = [*TINY, "--autotune=true", f"--run_dir={tmp_path / 'run'}"]
+    assert run_here("fit", *words, "--trainer.max_steps=2").status == 0
+    monkeypatch.setattr(autotune, "time_candidates", lambda *args, **kwargs: dict.fromkeys(CANDIDATES, 1.0))
+    with pytest.warns(UserWarning, match="schedule"):
+        done = run_here("fit", *words, "--resume=auto")
+    assert done.status == 0, done.stderr
+    assert settings_of(tmp_path / "run") == BF16
+
+
+def test_torchrun_s_processes_cannot_agree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = run_here("fit", *TINY, "--autotune=true", f"--run_dir={tmp_path / 'run'}")
+    assert done.status == 2
+    assert "bench step" in done.stderr
+
+
+@pytest.mark.parametrize("where", ["flag", "file"])
+def test_its_former_name_is_answered_with_the_new_one(where: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("kernels: auto\n")
+    given = "--kernels=auto" if where == "flag" else f"--config={tmp_path / 'config.yaml'}"
+    done = run_here("fit", *TINY, given)
+    assert done.status == 2
+    assert "did you mean --autotune=true? in the config.yaml of an earlier run delete the line" in done.stderr
+
+
+def test_an_unknown_choice_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(autotune.VARIABLE, "fp8")
+    done = run_here("fit", *TINY, "--autotune=true", f"--run_dir={tmp_path / 'run'}")
+    assert done.status == 2
+    assert "LIT_CIFAR_AUTOTUNE='fp8' in the environment is none of 32-true, " in done.stderr
+
+
+def test_it_is_for_training(tmp_path: Path) -> None:
+    done = run_here("test", *TINY, "--autotune=true", "--ckpt_path=none.ckpt", f"--run_dir={tmp_path / 'run'}")
+    assert done.status == 2
+
+
+@pytest.mark.slow
+def test_all_processes_have_the_same_kernels(tmp_path: Path) -> None:
+    """The strategy starts the second one, which reads its precision from the first."""
+    run = tmp_path / "run"
+    done = launch("fit", *TINY, *mode_flags("ddp"), "--autotune=true", f"--run_dir={run}")
+    assert f"autotune    {settings_of(run)}; slower" in done.stdout

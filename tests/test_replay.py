@@ -1,0 +1,194 @@
+"""`Replay` judges trainings of others: right ones pass, each mistake is found where it is, the rest abstains."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from replay_cases import CASES, Pictures, Task
+from torch.utils.data import DataLoader
+
+from lit_cifar import Replay, ReplayError
+from lit_cifar.__main__ import main
+from lit_cifar.tools.replay.digests import digest
+from lit_cifar.tools.replay.reduction import ExactMean, gamma
+
+# Part, step, rank and the tensor of the first finding.
+WRONG = {
+    "wrong loss": ("local computation", 0, 1, "the loss"),
+    "wrong loss in bf16": ("local computation", 0, 1, "the loss"),
+    "wrong gradient": ("local computation", 0, 1, "net.0.weight"),
+    "wrong statistics": ("local computation", 0, 1, "net.1.running_var"),
+    "wrong mean": ("reduction", 0, None, "net.5.weight"),
+    "not reduced": ("reduction", 0, 1, "net.0.weight"),
+    "never averaged": ("reduction", 0, 1, "net.0.weight"),
+    "other rate": ("optimizer", 0, 1, "SGD"),
+    "forgotten": ("optimizer", 0, 1, "net.5.bias"),
+    "same samples": ("data", 0, None, "4 of 4 samples"),
+    "plain and wrong": ("optimizer", 0, 1, "0.weight"),
+}
+ABSTAINED = {
+    "compressed": "fp16_compress_hook",
+    "gathers": "all_reduce",
+    "odd batches": "a batch is not of tensors, numbers and words",
+    "unrepeatable": "two replays of a step differ",
+    "uncopyable": "cannot be copied",
+}
+RIGHT = [*({*CASES, "plain"} - {*WRONG, *ABSTAINED})]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The reports of all cases, from two processes."""
+    file = tmp_path_factory.mktemp("replay") / "reports.json"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    cases = Path(__file__).with_name("replay_cases.py")
+    done = subprocess.run([*torchrun, str(cases), str(file)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def each_of(names: Iterable[str]) -> Callable[[Any], Any]:
+    """A test for each case; all wait for the one pair of processes."""
+
+    def decorated(test: Any) -> Any:
+        for mark in (pytest.mark.timeout(360), pytest.mark.xdist_group("replay")):
+            test = mark(test)
+        return pytest.mark.parametrize("name", sorted(names))(test)
+
+    return decorated
+
+
+@each_of(RIGHT)
+def test_a_right_training_passes(name: str, reports: dict[str, Any]) -> None:
+    report = reports[name]
+    assert report["outcome"] == "pass", report
+    assert report["num_steps"] == 2
+    assert min(report["counts"][what] for what in ("samples", "gradients", "reduced", "steps", "states")) > 0
+    assert report["largest_share"] <= 1
+
+
+@each_of(WRONG)
+def test_a_mistake_is_found_where_it_is(name: str, reports: dict[str, Any]) -> None:
+    report = reports[name]
+    assert report["outcome"] == "fail", report
+    first = report["findings"][0]
+    assert (first["part"], first["step"], first["rank"], first["tensor"]) == WRONG[name]
+
+
+@each_of(ABSTAINED)
+def test_what_cannot_be_judged_never_passes(name: str, reports: dict[str, Any]) -> None:
+    report = reports[name]
+    assert report["outcome"] == "abstain", report
+    assert ABSTAINED[name] in " ".join(report["abstained"])
+
+
+def trained(folder: Path, *callbacks: pl.Callback) -> pl.LightningModule:
+    pl.seed_everything(3, verbose=False)
+    module = Task()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=6,
+        callbacks=[*callbacks],
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(Pictures(), batch_size=4, shuffle=True, drop_last=True))
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:.*num_workers:UserWarning")
+def test_observing_changes_nothing(tmp_path: Path) -> None:
+    observed = trained(tmp_path, watch := Replay(2, at=(0, 3)))
+    alone = trained(tmp_path)
+    for name, value in alone.state_dict().items():
+        assert torch.equal(value, observed.state_dict()[name]), name
+    assert [report.outcome for report in watch.reports] == ["pass", "pass"]
+    assert [report.first_step for report in watch.reports] == [0, 3]
+    assert [path.name for path in tmp_path.iterdir()] == ["replay.json"]
+
+
+@pytest.mark.filterwarnings("ignore:.*num_workers:UserWarning")
+def test_a_failure_can_end_the_training(tmp_path: Path) -> None:
+    class Scaled(pl.Callback):
+        def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
+            pl_module.net[5].bias.grad += 1e-6
+
+    with pytest.raises(ReplayError, match=r"net.5.bias \(gradient that the optimizer used\) differs"):
+        trained(tmp_path, Scaled(), Replay(1, raises=True))
+
+
+def test_the_bound_of_a_mean_is_kept_by_every_order_and_by_no_wrong_mean() -> None:
+    torch.manual_seed(0)
+    for num_ranks in (2, 3, 8):
+        gradients = [torch.randn(1000) for _ in range(num_ranks)]
+        mean = ExactMean(num_ranks)
+        for gradient in gradients:
+            mean.add({"g": gradient})
+        for _ in range(5):
+            order = torch.randperm(num_ranks).tolist()
+            total = sum((gradients[rank] / num_ranks for rank in order[1:]), gradients[order[0]] / num_ranks)
+            assert mean.share("g", total) <= 1
+        wrong = total.clone()
+        wrong[7] *= 1 + 1e-5
+        assert mean.share("g", wrong) > 1
+        assert mean.share("g", torch.full_like(total, float("nan"))) > 1
+    assert gamma(2, torch.float32) == pytest.approx(2**-23, rel=1e-6)
+
+
+def test_digests_see_every_bit_but_the_sign_of_zero() -> None:
+    value = torch.tensor([0.0, 1.0])
+    assert digest(value).bits == digest(torch.tensor([-0.0, 1.0])).bits
+    assert digest(value).bits != digest(torch.tensor([0.0, 1.0 + 2**-23])).bits
+    assert digest(value).bits != digest(value.double()).bits
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["nowhere.Net"], "cannot be imported"),
+        (["Net"], "cannot be imported"),
+        (["replay_cases.Pictures"], "is no LightningModule"),
+        (["replay_cases.Task", "--data=replay_cases.Task"], "is no LightningDataModule"),
+        (["replay_cases.Task", "--steps=0"], "steps=0 judges nothing"),
+        (["replay_cases.Task", "--model.widht=3"], "unrecognized arguments: --model.widht=3"),
+        (["replay_cases.Task", "--trainer.strategy=none"], "invalid strategy"),
+    ],
+)
+def test_bad_input_is_refused(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["verify", "--module", *args])
+    assert stop.value.code == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert len(printed.splitlines()) <= 5
+
+
+@pytest.mark.filterwarnings("ignore:.*num_workers:UserWarning", "ignore:.*seed:UserWarning")
+def test_the_command_judges_a_module_of_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "result.json"
+    args = ["--trainer.accelerator=cpu", f"--trainer.default_root_dir={tmp_path}", f"--json={file}", "--steps=2"]
+    with pytest.raises(SystemExit) as stop:
+        main(["verify", "--module=replay_cases.WithData", "--model.lr=0.1", *args])
+    assert stop.value.code == 0, capfd.readouterr().err
+    found = json.loads(file.read_text())
+    assert (found["outcome"], found["num_steps"], found["exit_status"]) == ("pass", 2, 0)
+
+
+def test_it_loads_neither_our_data_nor_our_strategies() -> None:
+    code = (
+        "import sys, lit_cifar; lit_cifar.Replay; "
+        "print([name for name in sys.modules if name.startswith(('lit_cifar.data', 'lit_cifar.strategies'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.strip() == "[]"
