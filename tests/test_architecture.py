@@ -142,7 +142,7 @@ def test_a_row_of_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     with traced(tmp_path / "calls"):
         assert run_here("verify", "--modes=ddp", "--steps=2", *VERIFIED, *tracing(tmp_path)).status == 0
-    assert_in_order("A row of `verify`", tmp_path / "calls")
+    assert_in_order("A row of `tools/verify`", tmp_path / "calls")
 
 
 def test_the_top_of_the_package_is_seen_at_once() -> None:

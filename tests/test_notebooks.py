@@ -113,7 +113,7 @@ assert same_digests and same_metrics
 assert (digests["off", "1 device"] != digests["off", "2 devices"]).all()
 assert distances["on: 2 devices and 1"].tolist() == [0, 0]
 assert (distances["off: 2 devices and 1"] > 1e-4).all(), "BatchNorm sees other parts"
-assert rounding.iloc[0] < 1e-4 and 0 < rounding.iloc[2] < 1e-4, "the same computation"
+assert rounding.iloc[0] < 1e-4 and 0 < rounding.iloc[2] < another.iloc[2] / 2, growth.to_string()
 assert list(off) == list(on) == ["1 device", "2 devices"]
 assert (prices["times as long"] > 0).all()
 assert ratios.shape == (2, 4)
