@@ -186,7 +186,7 @@ def test_a_save_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.Monk
         return content
 
     monkeypatch.setattr(SingleDeviceStrategy, "broadcast", tell)
-    with pytest.raises(CheckpointError, match="could not be saved: (Not a directory|File exists|No such file)"):
+    with pytest.raises(CheckpointError, match=r"could not be saved: (Not a directory|File exists|No such file)"):
         fit(tmp_path, callbacks=(LosesFolder(tmp_path, at=at),))
     assert isinstance(told[-1], CheckpointError)
 

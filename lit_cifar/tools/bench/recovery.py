@@ -82,7 +82,8 @@ def _kill(job: TorchrunJob, marks: Path, *, rank: int) -> list[float]:
     new = _wait_for_steps(job, marks, former=[process.pid for process in former.values()])
     ready, stepped, *_ = map(max, zip(*(_read(marks, process.pid) for process in new), strict=False))
     started = max(process.create_time() for process in new) - time() + monotonic()
-    return [killed, ended, max(ended, started), ready, stepped]  # torchrun may have been faster than `wait_until`'s looks
+    # torchrun may have been faster than `wait_until` looked.
+    return [killed, ended, max(ended, started), ready, stepped]
 
 
 def _wait_for_steps(
