@@ -11,12 +11,14 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import all_reduce
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lit_cifar import Replay, replay
+from lit_cifar.strategies.sync_batchnorm import ProcessSyncBatchNorm
 
 
 class Pictures(Dataset[dict[str, Any]]):
@@ -132,11 +134,45 @@ class Forgotten(Task):
             self.net[5].bias.grad[0] += 1e-6
 
 
-class Gathers(Task):
+class Contrastive(Task):
+    """Ranks exchange features and labels, with gradients, and a number that they agree on."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        features = self.all_gather(self.net(batch["x"]), sync_grads=True)
+        most = batch["x"].detach().abs().max()
+        all_reduce(most, op=dist.ReduceOp.MAX)  # imported by its name
+        labels = [torch.empty_like(batch["y"]) for _ in range(2)]
+        dist.all_gather(labels, batch["y"])
+        loss: Tensor = cross_entropy(features.flatten(0, 1) / most, torch.cat(labels))
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+
+class WrongExchange(Contrastive):
+    """One rank sends what it should not."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[5].register_forward_hook(lambda layer, inputs, output: output * (1 + 1e-6 * dist.get_rank()))
+
+
+class OwnExchange(Task):
+    """One rank changes what it received."""
+
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
         found = super().training_step(batch, batch_idx)
-        dist.all_reduce(found["loss"].detach().clone())
-        return found
+        total = found["loss"].detach().clone()
+        dist.all_reduce(total)
+        return found | {"loss": found["loss"] * total.detach()}
+
+
+class Sends(Task):
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        number = torch.ones(1)
+        if dist.get_rank():
+            dist.send(number, 0)
+        else:
+            dist.recv(number, 1)
+        return super().training_step(batch, batch_idx)
 
 
 class Unrepeatable(Task):
@@ -177,6 +213,25 @@ class Compressed(pl.Callback):
         trainer.strategy.model.register_comm_hook(None, fp16_compress_hook)
 
 
+class Torn(pl.Callback):
+    """The sum of one rank is another, as after a fault of the network."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        group: Any = dist.ProcessGroup
+        self.real, self.kept = group.allreduce, vars(group)["allreduce"]
+        group.allreduce = lambda *args: self.torn(*args)
+
+    def torn(self, group: Any, tensors: Any, options: Any) -> Any:
+        work = self.real(group, tensors, options)
+        if dist.get_rank():
+            work.wait()
+            tensors[0].view(-1)[:1] += 1e-5
+        return work
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        dist.ProcessGroup.allreduce = self.kept
+
+
 class Uncopyable(Task):
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +257,11 @@ CASES: dict[str, tuple[type[pl.LightningModule], dict[str, Any]]] = {
     "forgotten": (Forgotten, {}),
     "same samples": (Task, {"use_distributed_sampler": False}),
     "compressed": (Task, {"callbacks": [Compressed()]}),
-    "gathers": (Gathers, {}),
+    "contrastive": (Contrastive, {}),
+    "wrong exchange": (WrongExchange, {}),
+    "received otherwise": (OwnExchange, {"callbacks": [Torn()]}),
+    "sends": (Sends, {}),
+    "synchronised": (Task, {"plugins": [ProcessSyncBatchNorm()], "sync_batchnorm": True}),
     "odd batches": (OddBatches, {}),
     "unrepeatable": (Unrepeatable, {}),
     "uncopyable": (Uncopyable, {}),

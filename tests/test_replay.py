@@ -29,12 +29,14 @@ WRONG = {
     "never averaged": ("reduction", 0, 1, "net.0.weight"),
     "other rate": ("optimizer", 0, 1, "SGD"),
     "forgotten": ("optimizer", 0, 1, "net.5.bias"),
+    "wrong exchange": ("local computation", 0, 1, "what allgather sends"),
+    "received otherwise": ("exchange", 0, None, "allreduce 0"),
     "same samples": ("data", 0, None, "4 of 4 samples"),
     "plain and wrong": ("optimizer", 0, 1, "0.weight"),
 }
 ABSTAINED = {
     "compressed": "fp16_compress_hook",
-    "gathers": "all_reduce",
+    "sends": "exchange data inside a step by",
     "odd batches": "a batch is not of tensors, numbers and words",
     "unrepeatable": "two replays of a step differ",
     "uncopyable": "cannot be copied",

@@ -129,6 +129,7 @@ class _Window:
             progress=lambda: {"current_epoch": trainer.current_epoch, "global_step": trainer.global_step},
         )
         module.training_step = self.recorder.recorded(module.training_step)  # type: ignore[method-assign]
+        module.log = self.recorder.unobserved(module.log)  # type: ignore[method-assign]
 
     def _make_twin(self) -> None:
         try:
@@ -141,7 +142,7 @@ class _Window:
 
     def close(self) -> None:
         self.recorder.close()
-        del self.module.training_step
+        del self.module.training_step, self.module.log
 
     def judged(self) -> Report:
         """The same report on every rank; the record is removed."""
@@ -235,9 +236,6 @@ def _detach(module: nn.Module, view: _TrainerView, replayer: Replayer) -> None:
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
 
-    def gather(*args: Any, **kwargs: Any) -> None:
-        raise UnjudgeableError("training_step exchanges data with other ranks itself, by all_gather")
-
     schedule = SimpleNamespace(step=nothing, get_last_lr=lambda: [], state_dict=dict)
     for its in module.modules():
         if isinstance(its, pl.LightningModule):
@@ -248,7 +246,6 @@ def _detach(module: nn.Module, view: _TrainerView, replayer: Replayer) -> None:
                 log=nothing,
                 log_dict=nothing,
                 print=nothing,
-                all_gather=gather,
                 manual_backward=replayer.backward_inside,
                 optimizers=lambda use_pl_optimizer=True, views=views: views,
                 lr_schedulers=lambda: schedule,

@@ -7,6 +7,7 @@ import torch
 from torch.serialization import safe_globals
 
 from lit_cifar.tools.replay.digests import Digest, Surroundings
+from lit_cifar.tools.replay.exchange import Exchange
 from lit_cifar.tools.replay.recording import Backward, Call, Event, Step, UnjudgeableError
 
 
@@ -42,7 +43,7 @@ class Record:
 
     def load(self, path: Path) -> Event:
         try:
-            with safe_globals([Call, Backward, Step, Surroundings, Digest]):
+            with safe_globals([Call, Backward, Step, Exchange, Surroundings, Digest]):
                 event: Event = torch.load(path, map_location=self.device, weights_only=True)
         except Exception as error:  # torch names none of its own
             raise UnjudgeableError(

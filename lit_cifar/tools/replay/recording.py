@@ -5,7 +5,7 @@ Nothing is written into a tensor, nothing is sent to another process and no rand
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from lit_cifar.tools.replay.digests import Digest, Surroundings, digest
+from lit_cifar.tools.replay.exchange import Exchange, can_be_replayed, intercepted, observed
 
 Digests: TypeAlias = dict[str, Digest]
 Tensors: TypeAlias = dict[str, Tensor]
@@ -38,6 +39,7 @@ class Call:
     output_grads: list[Tensor | None] = field(default_factory=list)  # of the outputs that a backward pass began at
     buffers_after: Digests = field(default_factory=dict)
     has_drawn: bool = False  # random numbers
+    exchanges: list[Exchange] = field(default_factory=list)  # with other ranks, those of inner backward passes too
 
 
 @dataclass
@@ -50,6 +52,7 @@ class Backward:
     fresh: list[str]  # parameters that had no gradient before, or zeros
     grads: Digests  # of `.grad` afterwards
     values: Tensors  # those themselves, where synced and on rank 0
+    exchanges: list[Exchange]  # with other ranks
 
 
 @dataclass
@@ -101,6 +104,10 @@ class Recorder:
         self._synced = False
         self._grads: Digests = {}
         self._step: tuple[int, Step] | None = None
+        self._exchanges: list[Exchange] | None = None  # where the next one belongs; None between calls and backward
+        self._of_backward: list[Exchange] = []
+        self._interception = ExitStack()
+        self._interception.enter_context(intercepted(self._exchange))
         self._known = {name: digest(parameter) for parameter, name in self._names.items()}
         self._handles = [*self._hooks()]
 
@@ -118,6 +125,7 @@ class Recorder:
         """Remove all hooks and write what is open."""
         for handle in self._handles:
             handle.remove()
+        self._interception.close()
         self._flush()
         with suppress(OSError, RuntimeError):  # rank 0 misses the file, and says so
             torch.save(self._reasons, self.folder / f"{self.rank}.pt")
@@ -147,6 +155,7 @@ class Recorder:
             progress=self._progress(),
         )
         self._known = found
+        self._exchanges = call.exchanges
         self._open.append((self._number(), call))
 
     def end(self, outputs: Any) -> None:
@@ -156,9 +165,37 @@ class Recorder:
         call.output_grads = [None] * len(leaves)
         for place, leaf in enumerate(leaves):
             if leaf.requires_grad:
-                leaf.register_hook(partial(_keep, call.output_grads, place))  # type: ignore[no-untyped-call]
+                leaf.register_hook(partial(self._began, call.output_grads, place))  # type: ignore[no-untyped-call]
         call.buffers_after = {name: digest(buffer) for name, buffer in self.module.named_buffers()}
         call.has_drawn = call.surroundings.has_drawn(self._device)
+        self._exchanges = None
+
+    def unobserved(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, what it exchanges with other ranks not being written down."""
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            kept, self._exchanges = self._exchanges, None
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._exchanges = kept
+
+        return wrapper
+
+    def _exchange(self, name: str, real: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._exchanges is None:
+            return real(group, *args, **kwargs)
+        if not can_be_replayed(name):
+            self._reasons.append(f"ranks exchange data inside a step by {name}, which is not replayed")
+            return real(group, *args, **kwargs)
+        work, its = observed(name, real, group, *args, **kwargs)
+        self._exchanges.append(its)
+        return work
+
+    def _began(self, grads: list[Tensor | None], place: int, gradient: Tensor) -> None:
+        """A backward pass has begun at an output."""
+        grads[place] = gradient.detach().clone()
+        self._exchanges = self._of_backward
 
     def _on_gradient(self, name: str, parameter: Tensor, gradient: Tensor) -> None:
         if self._by_engine and not self._local:
@@ -182,9 +219,10 @@ class Recorder:
         self._grads = {name: digest(gradient) for name, gradient in grads.items()}
         values = {n: g.detach().clone() for n, g in grads.items()} if synced and self.rank == 0 else {}
         inside = self._depth > 0
-        self._write(Backward(inside, synced, self._local, self._fresh, self._grads, values))
+        self._write(Backward(inside, synced, self._local, self._fresh, self._grads, values, self._of_backward))
         self._local, self._fresh = {}, []
         if not inside:
+            self._exchanges, self._of_backward = None, []
             self._flush()
 
     def _before_step(self, number: int, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -252,10 +290,6 @@ class Recorder:
             torch.save(event, self.folder / f"{self.rank}-{place:06d}-{type(event).__name__}.pt")
         except Exception as error:  # pickle raises errors of many kinds
             self._reasons.append(f"a {type(event).__name__.lower()} cannot be written down: {error}")
-
-
-def _keep(grads: list[Tensor | None], place: int, gradient: Tensor) -> None:
-    grads[place] = gradient.detach().clone()
 
 
 def device_of(module: nn.Module) -> torch.device:

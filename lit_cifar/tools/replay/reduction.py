@@ -28,8 +28,8 @@ class ExactMean:
             self.totals[name] = self.totals.get(name, 0.0) + exact
             self.magnitudes[name] = self.magnitudes.get(name, 0.0) + exact.abs()
 
-    def share(self, name: str, reduced: Tensor) -> float:
-        """The largest distance of an element from the mean, as a share of its bound.
+    def share(self, name: str, reduced: Tensor, *, is_sum: bool = False) -> float:
+        """The largest distance of an element from the mean, or from the sum, as a share of its bound.
 
         The bound is gamma_N of the gradient's precision times the mean of the magnitudes, as each addend is divided
         once and takes part in at most N - 1 additions; gamma_N of float64, in which this mean is computed, likewise;
@@ -39,7 +39,8 @@ class ExactMean:
             return 0.0 if not reduced.any() else float("inf")
         info = torch.finfo(reduced.dtype)
         relative = gamma(self.num_ranks, reduced.dtype) + gamma(self.num_ranks, torch.float64)
-        bound = relative * self.magnitudes[name] / self.num_ranks
-        distance = (reduced.double() - self.totals[name] / self.num_ranks).abs()
+        divisor = 1 if is_sum else self.num_ranks
+        bound = relative * self.magnitudes[name] / divisor
+        distance = (reduced.double() - self.totals[name] / divisor).abs()
         shares = distance / (bound + self.num_ranks * info.tiny)
         return float("inf") if bool(shares.isnan().any()) else float(shares.max()) if shares.numel() else 0.0

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lit_cifar.tools.replay.digests import Digest, Surroundings, digest
+from lit_cifar.tools.replay.exchange import Done, Exchange, problem, received_by, sent_by
 from lit_cifar.tools.replay.record import Record
 from lit_cifar.tools.replay.recording import (
     Backward,
@@ -78,7 +79,7 @@ class Replayer:
         self._device = device_of(twin.module)
         self._names = names_of(twin.module, twin.optimizers)
         self._parameters = {name: parameter for parameter, name in self._names.items()}
-        self._rank = 0
+        self._rank = self._as_rank = 0
         self._events: deque[Event] = deque()
         self._outputs: list[tuple[list[Tensor], list[Tensor | None]]] = []
         self._local: dict[str, list[Digest]] = {}
@@ -87,6 +88,7 @@ class Replayer:
         self._means: dict[int, ExactMean] = {}
         self._wrong_locally: set[str] = set()  # parameters of which some rank's own gradient is another
         self._draws: dict[int, list[Surroundings]] = {}
+        self._exchanges: deque[Exchange] = deque()  # of the call or backward pass that is replayed
         for parameter, name in self._names.items():
             if parameter.requires_grad:
                 parameter.register_hook(partial(self._on_gradient, name))  # type: ignore[no-untyped-call]
@@ -97,7 +99,7 @@ class Replayer:
         if len({len(its) for its in segments}) > 1:
             steps = ", ".join(str(len(its)) for its in segments)
             self._found("data", "the ranks", f"have made {steps} steps: all that follows is of different steps")
-        with one_process():
+        with one_process(self._exchange, lambda: self._as_rank):
             try:
                 for of_ranks in zip(*segments, strict=False):
                     self._segment(of_ranks)
@@ -112,6 +114,7 @@ class Replayer:
         before = TwinState.of(self.twin)
         self._of_rank_0, self._means, self._draws, self._wrong_locally = [], {}, {}, set()
         data: dict[int, list[Call]] = {}
+        exchanges: dict[int, list[Exchange]] = {}
         wrong = False
         for rank, paths in enumerate(of_ranks):
             before.restore(self.twin)
@@ -119,12 +122,16 @@ class Replayer:
             self._outputs, self._local = [], {}
             events = [self.record.load(path) for path in paths]
             data[rank] = [event for event in events if isinstance(event, Call)]
+            exchanges[rank] = [its for event in events if not isinstance(event, Step) for its in event.exchanges]
             if rank == 0:
                 self._of_rank_0 = [e for e in events if isinstance(e, Step) or (isinstance(e, Backward) and e.synced)]
+            # Without an exchange of data there is no reason why a rank should compute otherwise than rank 0.
+            self._as_rank = rank if exchanges[rank] else 0
             self._events = deque(events)
             while self._events:
                 wrong |= self._replay(self._events.popleft())
         self._judge_reductions()
+        self._judge_exchanges(exchanges)
         self._judge_data(data)
         self.report.num_steps += 1
         if wrong:
@@ -183,12 +190,13 @@ class Replayer:
                 if name not in buffers or buffers[name].shape != value.shape:
                     raise UnjudgeableError(f"the buffer {name} appears or changes its size while training")
                 buffers[name].copy_(value)
-        self.twin.progress(call.progress)
+        self.twin.progress(call.progress | {"global_rank": self._as_rank})
 
     def _outputs_of(self, call: Call) -> tuple[list[Tensor], list[Digest], bool]:
         """Tensors that the call returns, their digests, and whether it made optimizer steps of its own."""
         waiting = len(self._events)
         args, kwargs = tree_map(_fresh_copy, call.inputs)
+        self._exchanges = deque(call.exchanges)
         with call.surroundings.entered(self._device):
             outputs = [leaf for leaf in tree_leaves(self.twin.call(*args, **kwargs)) if isinstance(leaf, Tensor)]
         if call.has_drawn:
@@ -209,6 +217,7 @@ class Replayer:
             if gradient is not None and leaf.requires_grad
         ]
         self._outputs = []
+        self._exchanges = deque(event.exchanges)
         if pairs:
             torch.autograd.backward([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
         self._after_backward(event)
@@ -236,6 +245,35 @@ class Replayer:
                 gradient = self._parameters[name].grad
                 assert gradient is not None
                 self._differs("local computation", name, its, digest(gradient), "(accumulated gradient)")
+
+    # Exchange
+
+    def _exchange(self, name: str, real: Any, group: Any, *args: Any, **kwargs: Any) -> Done:
+        """In place of a collective: what this rank sends is compared, what it received is received again."""
+        if not self._exchanges or self._exchanges[0].name != name:
+            raise UnjudgeableError(f"ranks exchange data by {name} in the replay, where the run did not")
+        its = self._exchanges.popleft()
+        tensors = sent_by(name, args)
+        if [tensor.shape for tensor in its.sent] != [tensor.shape for tensor in tensors]:
+            raise UnjudgeableError(f"ranks exchange other sizes by {name} in the replay than in the run")
+        for sent, mine in zip(its.sent, tensors, strict=True):
+            self._differs("local computation", f"what {name} sends", digest(sent), digest(mine))
+        with torch.no_grad():
+            for mine, received in zip(received_by(name, args), its.received, strict=True):
+                mine.copy_(received)
+        return Done()
+
+    def _judge_exchanges(self, of_ranks: Mapping[int, Sequence[Exchange]]) -> None:
+        """What ranks received, given what all of them sent."""
+        self._rank = -1
+        for group in dict.fromkeys(tuple(its.group) for exchanges in of_ranks.values() for its in exchanges):
+            its = [[one for one in of_ranks[rank] if tuple(one.group) == group] for rank in group]
+            if len({len(one) for one in its}) > 1:
+                self._found("exchange", f"ranks {group}", f"took part in {[*map(len, its)]} collectives")
+            for place, same in enumerate(zip(*its, strict=False)):
+                self._count("exchanges", len(same))
+                if text := problem(same):
+                    self._found("exchange", f"{same[0].name} {place}", text)
 
     # Reduction
 

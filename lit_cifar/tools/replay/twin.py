@@ -7,19 +7,14 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_cifar.tools.replay.digests import Surroundings
+from lit_cifar.tools.replay.exchange import Handler, intercepted
 from lit_cifar.tools.replay.recording import UnjudgeableError, names_of, parameters_of
 
 Module = TypeVar("Module", bound=nn.Module)
-_COLLECTIVES = (
-    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single"),
-    *("barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "recv", "reduce", "reduce_scatter"),
-    *("reduce_scatter_tensor", "scatter", "send"),
-)
 
 
 @dataclass
@@ -38,8 +33,6 @@ def what_cannot_be_judged(model: nn.Module | None, module: nn.Module) -> list[st
     """Reasons; `model` is what wraps the module, if anything does."""
     hooks = [getattr(hook, "__name__", str(hook)) for hook, _ in getattr(model, "_comm_hooks", ())]
     reasons = [f"the communication hook {name} changes gradients on their way" for name in hooks]
-    if any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
-        reasons.append("SyncBatchNorm computes with the batches of all ranks together")
     if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in module.parameters()):
         reasons.append("a lazy layer has no parameters yet")
     return reasons
@@ -104,24 +97,16 @@ def _states(optimizer: Optimizer) -> list[Any]:
 
 
 @contextmanager
-def one_process() -> Iterator[None]:
-    """Without other ranks, which wait for this one; and with everything put back that a replay touches."""
+def one_process(exchange: Handler, rank: Callable[[], int]) -> Iterator[None]:
+    """Without other ranks, which wait for this one: `exchange` answers in their place, to what has the rank `rank()`.
 
-    def refuse(name: str) -> Callable[..., Any]:
-        def called(*args: Any, **kwargs: Any) -> Any:
-            raise UnjudgeableError(f"training_step exchanges data with other ranks itself, by {name}")
-
-        return called
-
-    kept = {name: getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)}
+    Everything that a replay touches is put back.
+    """
     devices = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     own = [Surroundings.now(device) for device in (*devices, torch.device("cpu"))]
-    for name in kept:
-        setattr(dist, name, refuse(name))
     try:
-        yield
+        with intercepted(exchange, rank):
+            yield
     finally:
-        for name, function in kept.items():
-            setattr(dist, name, function)
         for surroundings, device in zip(own, (*devices, torch.device("cpu")), strict=True):
             surroundings.restore(device)

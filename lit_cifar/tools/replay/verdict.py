@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
-Part: TypeAlias = Literal["data", "parameters", "local computation", "reduction", "optimizer"]
+Part: TypeAlias = Literal["data", "parameters", "local computation", "exchange", "reduction", "optimizer"]
 Outcome: TypeAlias = Literal["pass", "fail", "abstain", "error"]
-COMPARED = ("batches", "samples", "outputs", "gradients", "buffers", "reduced", "steps", "states")
+COMPARED = ("batches", "samples", "outputs", "gradients", "buffers", "exchanges", "reduced", "steps", "states")
 _SHOWN = 5  # findings
 
 
@@ -63,6 +63,8 @@ class Report:
             f"  local computation  {counts['outputs']} outputs, {counts['gradients']} gradients, "
             f"{counts['buffers']} buffers, compared bit for bit"
         )
+        if counts["exchanges"]:
+            yield f"  exchange           {counts['exchanges']} messages between ranks inside the steps"
         if counts["reduced"]:
             share = f"at most {self.largest_share:.2f} of the bound from their mean"
             yield f"  reduction          {counts['reduced']} gradients averaged over ranks, {share}"
