@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch.distributed import all_reduce
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, default_collate
 
 from lit_cifar import Replay, replay
 from lit_cifar.strategies.sync_batchnorm import ProcessSyncBatchNorm
@@ -238,6 +239,24 @@ class Uncopyable(Task):
         self.file = (number for number in range(3))
 
 
+class Evaluated(Task):
+    """What it logs in an evaluation is of rank 0's samples, or of all."""
+
+    def __init__(self, sync_dist: bool) -> None:
+        super().__init__()
+        self.sync_dist = sync_dist
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self.log("val_loss", cross_entropy(self.net(batch["x"]), batch["y"]), sync_dist=self.sync_dist)
+
+
+class Frozen(DistributedSampler[dict[str, Any]]):
+    """The order of its first epoch for ever."""
+
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+
 CASES: dict[str, tuple[type[pl.LightningModule], dict[str, Any]]] = {
     "float32": (Task, {}),
     "float64": (Task, {"precision": "64-true"}),
@@ -317,6 +336,31 @@ def report_of(module: type[pl.LightningModule], options: dict[str, Any], folder:
     return watch.reports[0].as_json()
 
 
+def epoch_reports(*, sync_dist: bool, frozen: bool) -> dict[str, Any]:
+    """What is said of two epochs and of the first evaluation, by subject."""
+    watch = Replay(steps=1)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        strategy="ddp",
+        devices=2,
+        max_epochs=2,
+        callbacks=[watch],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=not frozen,
+        default_root_dir=Path(sys.argv[1]).parent,
+    )
+    data, some, rank = Pictures(), Subset(Pictures(), range(31)), int(os.environ["RANK"])
+    loader, of_evaluation = DataLoader(data, batch_size=4, shuffle=True), DataLoader(some, batch_size=7)
+    if frozen:
+        loader = DataLoader(data, batch_size=4, sampler=Frozen(data, 2, rank))
+        of_evaluation = DataLoader(some, batch_size=7, sampler=DistributedSampler(some, 2, rank, shuffle=False))
+    trainer.fit(Evaluated(sync_dist), loader, of_evaluation)
+    return {report.subject: report.as_json() for report in watch.reports}
+
+
 def plain_report(*, wrong: bool) -> dict[str, Any]:
     """A loop without Lightning, with accumulation and clipping."""
     torch.manual_seed(1)
@@ -344,6 +388,8 @@ def reports(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield name, report_of(module, options, folder)
     yield "plain", plain_report(wrong=False)
     yield "plain and wrong", plain_report(wrong=True)
+    yield "right epochs", epoch_reports(sync_dist=True, frozen=False)
+    yield "wrong epochs", epoch_reports(sync_dist=False, frozen=True)
 
 
 if __name__ == "__main__":

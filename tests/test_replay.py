@@ -1,9 +1,11 @@
 """`Replay` judges trainings of others: right ones pass, each mistake is found where it is, the rest abstains."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,16 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from replay_cases import CASES, Pictures, Task
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lit_cifar import Replay, ReplayError
 from lit_cifar.__main__ import main
 from lit_cifar.tools.replay.digests import digest
+from lit_cifar.tools.replay.epoch import judge_epoch
+from lit_cifar.tools.replay.exchange import Exchange, problem
 from lit_cifar.tools.replay.reduction import ExactMean, gamma
+from lit_cifar.tools.replay.verdict import COMPARED, Report
 
 # Part, step, rank and the tensor of the first finding.
 WRONG = {
@@ -89,6 +95,87 @@ def test_what_cannot_be_judged_never_passes(name: str, reports: dict[str, Any]) 
     report = reports[name]
     assert report["outcome"] == "abstain", report
     assert ABSTAINED[name] in " ".join(report["abstained"])
+
+
+@pytest.mark.timeout(360)
+@pytest.mark.xdist_group("replay")
+def test_whole_epochs_and_evaluations_are_judged(reports: dict[str, Any]) -> None:
+    subjects = {"", "data of epoch 0", "data of epoch 1", "evaluation after step 8"}
+    right, wrong = reports["right epochs"], reports["wrong epochs"]
+    assert set(right) == subjects
+    assert {report["outcome"] for report in right.values()} == {"pass"}
+    assert right["data of epoch 0"]["counts"]["samples"] == 64
+    assert right["evaluation after step 8"]["counts"] == dict.fromkeys(COMPARED, 0) | {"samples": 32, "metrics": 1}
+    assert "1 of 31 samples are evaluated again" in right["evaluation after step 8"]["notes"][0]
+    assert "rank 0's samples alone" in wrong["evaluation after step 8"]["findings"][0]["text"]
+    assert wrong["data of epoch 0"]["outcome"] == "pass"
+    assert "that of the epoch before" in wrong["data of epoch 1"]["findings"][0]["text"]
+
+
+@pytest.mark.parametrize(
+    ("ids", "before", "finding", "note"),
+    [
+        ([[3, 1], [2, 0]], [1, 3], "", ""),
+        ([[3, 1], [2, 0]], [3, 1], "call set_epoch", ""),
+        ([[0, 1], [2, 3]], [0, 1], "", "not shuffled"),
+        ([[3, 1, 2, 0], [3, 1, 2, 0]], [], "are read by several ranks", ""),
+        ([[3, 1], [2, 0, 3]], [], "", "1 of 4 samples are used again"),
+        ([[3, 1], [2]], [], "", "1 of 4 samples are left out"),
+        ([[3, 1], [2]], [], "", "ranks read 2, 1 samples"),
+    ],
+)
+def test_the_samples_of_an_epoch(ids: list[list[int]], before: list[int], finding: str, note: str) -> None:
+    report = Report("ddp", 2, "32-true", 0, subject="data of epoch 1")
+    judge_epoch(report, ids, num_samples=4, before=before)
+    assert [finding in its.text for its in report.findings] == [True] * bool(finding)
+    assert note in " ".join(report.notes)
+    assert report.outcome == ("fail" if finding else "pass")
+
+
+def test_a_replay_gives_each_collective_its_own_judgement() -> None:
+    """What a group of two receives: right, then with the first value of the second rank changed."""
+    a, b = torch.tensor([1.0, 2.5]), torch.tensor([0.1, 4.0])
+    both = torch.stack([a, b])
+    cases: dict[tuple[str, str], list[tuple[list[Tensor], list[Tensor]]]] = {
+        ("allreduce", "SUM"): [([a], [a + b]), ([b], [a + b])],
+        ("allreduce", "AVG"): [([a], [(a + b) / 2]), ([b], [(a + b) / 2])],
+        ("allreduce", "MAX"): [([a], [both.amax(0)]), ([b], [both.amax(0)])],
+        ("broadcast", "1"): [([a], [b]), ([b], [b])],
+        ("allgather", ""): [([a], [a, b]), ([b], [a, b])],
+        ("_allgather_base", ""): [([a], [both]), ([b], [both])],
+        ("reduce_scatter", "SUM"): [([a, b], [a + b]), ([b, a], [b + a])],
+        ("_reduce_scatter_base", "SUM"): [([both], [a + a]), ([both], [b + b])],
+        ("alltoall", ""): [([a, b], [a, a + 1]), ([a + 1, b + 1], [b, b + 1])],
+        ("scatter", "0"): [([a, b], [a]), ([], [b])],
+        ("gather", "1"): [([a], []), ([b], [a, b])],
+    }
+    for (name, option), ranks in cases.items():
+        exchanges = [
+            Exchange(name, [0, 1], option, sent, [tensor.clone() for tensor in received]) for sent, received in ranks
+        ]
+        assert problem(exchanges) == "", name
+        exchanges[1].received[0].view(-1)[0] += 1e-5
+        assert problem(exchanges), name
+
+
+def test_other_projects_get_a_fixture(tmp_path: Path) -> None:
+    assert "lit_cifar.tools.pytest_plugin" in [point.value for point in entry_points(group="pytest11")]
+    (tmp_path / "test_theirs.py").write_text(
+        "def test_right(replayed):\n"
+        "    assert replayed('replay_cases.WithData', '--steps=1')['outcome'] == 'pass'\n"
+        "def test_wrong(replayed):\n"
+        "    replayed('replay_cases.Sends', '--steps=1')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "lit_cifar.tools.pytest_plugin", "-q", "test_theirs.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    assert "exit status" in done.stdout
 
 
 def trained(folder: Path, *callbacks: pl.Callback) -> pl.LightningModule:

@@ -16,13 +16,16 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
+from lit_cifar.tools.replay.epoch import Evaluation, ReadIds, gathered, judge_epoch, judge_evaluation
 from lit_cifar.tools.replay.recording import Recorder, UnjudgeableError, device_of
 from lit_cifar.tools.replay.replaying import Replayer, judge
 from lit_cifar.tools.replay.twin import Twin, twin_of, what_cannot_be_judged
 from lit_cifar.tools.replay.verdict import Report
 
 RESULT = "replay.json"
+_KNOWN = (SingleDeviceStrategy, DDPStrategy)
 
 
 class ReplayError(RuntimeError):
@@ -51,6 +54,45 @@ class Replay(pl.Callback):
         self.reports: list[Report] = []
         self._window: _Window | None = None
         self._first: int | None = None
+        self._judged = 0  # windows
+        self._epochs: _Epochs | None = None
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if isinstance(trainer.strategy, _KNOWN):
+            self._epochs = _Epochs(trainer, partial(self._tell, trainer))
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._epochs is not None:
+            self._epochs.begin()
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._epochs is not None:
+            self._epochs.end()
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._epochs is not None and not trainer.sanity_checking:
+            self._epochs.begin_evaluation()
+
+    def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._epochs is not None:
+            self._epochs.evaluated()
+
+    def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
+        if self._epochs is not None and self._epochs.evaluation is not None:
+            self._epochs.evaluation.batch = batch
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if self._epochs is not None and self._epochs.evaluation is not None:
+            self._epochs.evaluation.batch = None
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._epochs is not None:
+            self._epochs.end_evaluation()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self._epochs is not None:
+            self._epochs.close()
+            self._epochs = None
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -64,6 +106,7 @@ class Replay(pl.Callback):
             folder = None if report.abstained else _folder_for_all(trainer, report)
             if folder is None:
                 self._tell(trainer, report)
+                self._stop_if_done(trainer)
             else:
                 self._window = _Window(trainer, pl_module, folder, report)
 
@@ -74,6 +117,8 @@ class Replay(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if self._epochs is not None:
+            self._epochs.num_batches += 1
         window = self._window
         if window is not None and trainer.global_step - window.first_step >= self.steps * window.steps_per_count:
             self._judge(trainer)
@@ -92,6 +137,7 @@ class Replay(pl.Callback):
         assert self._window is not None
         window, self._window = self._window, None
         self._tell(trainer, window.judged())
+        self._stop_if_done(trainer)
 
     def _tell(self, trainer: pl.Trainer, report: Report) -> None:
         """Print it and write it down; where that fails the training goes on."""
@@ -103,10 +149,13 @@ class Replay(pl.Callback):
                 path.write_text(json.dumps([its.as_json() for its in self.reports], indent=1))
             except OSError as error:
                 rank_zero_warn(f"{RESULT} cannot be written: {error}")
-        if self.stop and len(self.reports) == len(self.at):
-            trainer.should_stop = True
         if self.raises and report.outcome == "fail":
             raise ReplayError("\n".join(report.lines()))
+
+    def _stop_if_done(self, trainer: pl.Trainer) -> None:
+        self._judged += 1
+        if self.stop and self._judged == len(self.at):
+            trainer.should_stop = True
 
 
 class _Window:
@@ -165,15 +214,83 @@ class _Window:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _new_report(trainer: pl.Trainer, module: pl.LightningModule) -> Report:
-    strategy = trainer.strategy
-    report = Report(
-        strategy=type(strategy).__name__,
+class _Epochs:
+    """What is seen of the first two epochs and of the first evaluation."""
+
+    def __init__(self, trainer: pl.Trainer, tell: Callable[[Report], None]) -> None:
+        self.trainer, self._tell = trainer, tell
+        self.num_batches = 0  # of this epoch
+        self.evaluation: Evaluation | None = None
+        self._read = ReadIds()
+        self._before: list[int] = []  # what rank 0 read in the epoch before
+        self._epochs_left, self._evaluations_left = 2, 1
+
+    def begin(self) -> None:
+        self.num_batches = 0
+
+    def end(self) -> None:
+        loader = self.trainer.train_dataloader
+        if not (self._epochs_left and isinstance(loader, DataLoader)):
+            return
+        ids = self._read.take(loader)
+        if not ids or self.num_batches != len(loader):
+            return  # an iterable data set, or an epoch that was not trained whole
+        self._epochs_left -= 1
+        of_ranks = gathered(ids)
+        report = self._report(f"data of epoch {self.trainer.current_epoch}")
+        if of_ranks:
+            judge_epoch(report, of_ranks, num_samples=len(loader.dataset), before=self._before)  # type: ignore[arg-type]
+        self._before = ids
+        self._tell(self.trainer.strategy.broadcast(report))
+
+    def begin_evaluation(self) -> None:
+        if self._evaluations_left:
+            self._evaluations_left -= 1
+            self.evaluation = Evaluation(self.trainer.lightning_module)
+
+    def evaluated(self) -> list[int]:
+        """The samples that this process has read for evaluations since the last call."""
+        loaders = self.trainer.val_dataloaders
+        one = loaders[0] if isinstance(loaders, list) and len(loaders) == 1 else loaders
+        return self._read.take(one) if isinstance(one, DataLoader) else []
+
+    def end_evaluation(self) -> None:
+        if self.evaluation is None:
+            return
+        its, self.evaluation = self.evaluation, None
+        its.close()
+        read = gathered(self.evaluated())
+        of_ranks = gathered(its.logged)
+        report = self._report(f"evaluation after step {self.trainer.global_step}")
+        if of_ranks:
+            judge_evaluation(report, of_ranks, self.trainer.callback_metrics, read)
+        report = self.trainer.strategy.broadcast(report)
+        if report.counts["metrics"]:
+            self._tell(report)
+
+    def _report(self, subject: str) -> Report:
+        report = _empty_report(self.trainer)
+        report.subject = subject
+        return report
+
+    def close(self) -> None:
+        self._read.close()
+        if self.evaluation is not None:
+            self.evaluation.close()
+
+
+def _empty_report(trainer: pl.Trainer) -> Report:
+    return Report(
+        strategy=type(trainer.strategy).__name__,
         num_ranks=trainer.world_size,
         precision=str(trainer.precision),
         first_step=trainer.global_step,
     )
-    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
+
+
+def _new_report(trainer: pl.Trainer, module: pl.LightningModule) -> Report:
+    strategy, report = trainer.strategy, _empty_report(trainer)
+    if not isinstance(strategy, _KNOWN):
         report.abstained.append(f"{type(strategy).__name__} is not known here: one device and ddp are")
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         report.abstained.append("a GradScaler scales the loss: pass precision=bf16-mixed or 32-true")

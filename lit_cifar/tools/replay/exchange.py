@@ -172,7 +172,7 @@ def _problem_of_sum(sent: Sequence[Tensor], result: Tensor, reduction: str) -> s
         for its in sent:
             mean.add({"": its})
         share = mean.share("", result, is_sum=reduction == "SUM")
-        return "" if share <= 1 else f"has given another sum than that of what was sent: {share:.3g} times the bound away"
+        return "" if share <= 1 else f"has given another sum than of what was sent: {share:.3g} times the bound away"
     exact = {"SUM": stacked.sum(0), "MAX": stacked.amax(0), "MIN": stacked.amin(0)}
     return "" if reduction not in exact or torch.equal(exact[reduction], result) else "has given another result"
 
