@@ -43,7 +43,6 @@ WRONG = {
 ABSTAINED = {
     "compressed": "fp16_compress_hook",
     "sends": "exchange data inside a step by",
-    "odd batches": "a batch is not of tensors, numbers and words",
     "unrepeatable": "two replays of a step differ",
     "uncopyable": "cannot be copied",
 }

@@ -371,7 +371,8 @@ def _detach(module: nn.Module, view: _TrainerView, replayer: Replayer) -> None:
 
 def _clip(module: pl.LightningModule, trainer: pl.Trainer, optimizer: Optimizer) -> None:
     """What Lightning does between the backward pass and the optimizer's step."""
-    module.on_before_optimizer_step(optimizer)
+    if callable(module.on_before_optimizer_step):  # Lightning, too, takes None for no hook
+        module.on_before_optimizer_step(optimizer)
     if module.automatic_optimization:
         module.configure_gradient_clipping(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
 
