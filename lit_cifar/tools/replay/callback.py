@@ -143,10 +143,10 @@ class Replay(pl.Callback):
         """Print it and write it down; where that fails the training goes on."""
         self.reports.append(report)
         rank_zero_info("\n".join(report.lines()))
+        folder = _folder_of(trainer)
         if trainer.is_global_zero:
             try:
-                path = Path(trainer.default_root_dir, RESULT)
-                path.write_text(json.dumps([its.as_json() for its in self.reports], indent=1))
+                folder.joinpath(RESULT).write_text(json.dumps([its.as_json() for its in self.reports], indent=1))
             except OSError as error:
                 rank_zero_warn(f"{RESULT} cannot be written: {error}")
         if self.raises and report.outcome == "fail":
@@ -298,12 +298,16 @@ def _new_report(trainer: pl.Trainer, module: pl.LightningModule) -> Report:
     return report
 
 
+def _folder_of(trainer: pl.Trainer) -> Path:
+    """Where the run's logs are. Every rank must call this."""
+    return Path(trainer.log_dir or trainer.default_root_dir)
+
+
 def _folder_for_all(trainer: pl.Trainer, report: Report) -> Path | None:
     """A folder of rank 0 that only its owner can read; None, and the reason in the report, if it cannot be made."""
-    made = ""
+    made, root = "", _folder_of(trainer)
     if trainer.is_global_zero:
         try:
-            root = Path(trainer.default_root_dir)
             root.mkdir(parents=True, exist_ok=True)
             made = tempfile.mkdtemp(prefix="replay-", dir=root)
         except OSError as error:
