@@ -3,7 +3,7 @@
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,14 @@ class Task(pl.LightningModule):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Talkative(Task):
+    """Returns its loss, and what it has computed the loss from."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        outputs = self.net(batch["x"])
+        return {"outputs": outputs, "loss": cross_entropy(outputs, batch["y"]), "again": outputs}
 
 
 class WithData(Task):
@@ -241,6 +249,7 @@ class Uncopyable(Task):
 CASES: dict[str, tuple[type[pl.LightningModule], dict[str, Any]]] = {
     "float32": (Task, {}),
     "float64": (Task, {"precision": "64-true"}),
+    "talkative": (Talkative, {}),
     "bf16": (Task, {"precision": "bf16-mixed"}),
     "accumulated": (Task, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
     "by value": (Task, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
@@ -317,6 +326,20 @@ def report_of(module: type[pl.LightningModule], options: dict[str, Any], folder:
     return watch.reports[0].as_json()
 
 
+def report_of_unwrapped() -> dict[str, Any]:
+    """Each rank trains a model of its own."""
+    torch.manual_seed(1)
+    model = nn.Linear(16, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(dist.get_rank())
+    with replay(model, optimizer, steps=2) as its:
+        for _ in range(2):
+            optimizer.zero_grad()
+            cross_entropy(model(torch.randn(8, 16)), torch.randint(0, 5, (8,))).backward()
+            optimizer.step()
+    return its.report.as_json()
+
+
 def plain_report(*, wrong: bool) -> dict[str, Any]:
     """A loop without Lightning, with accumulation and clipping."""
     torch.manual_seed(1)
@@ -339,11 +362,58 @@ def plain_report(*, wrong: bool) -> dict[str, Any]:
     return its.report.as_json()
 
 
+class WithLoss(nn.Module):
+    """Gets its batch by name, and returns its loss too; a penalty depends on its output again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(16, 5)
+
+    def forward(self, *, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = self.net(x)
+        return cross_entropy(outputs, y), outputs
+
+
+class Wrapped(torch.optim.Optimizer):
+    """As accelerate wraps one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step(closure)
+
+
+PLAIN = {
+    "loss from inside": lambda model, loss, outputs: loss.backward(),
+    "trains nothing": lambda model, loss, outputs: (0 * loss).backward(),
+    "penalty on weights": lambda model, loss, outputs: (loss + model.module.net.weight.abs().sum()).backward(),
+    "penalty on an output": lambda model, loss, outputs: (loss + outputs.square().mean()).backward(),
+    "two passes": lambda model, loss, outputs: (loss.backward(retain_graph=True), outputs.square().mean().backward()),
+}
+
+
+def report_of_loss(backward: Callable[[Any, Tensor, Tensor], Any]) -> dict[str, Any]:
+    torch.manual_seed(1)
+    model = DistributedDataParallel(WithLoss())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(dist.get_rank())
+    with replay(model, Wrapped(optimizer), steps=2) as its:
+        for _ in range(3):
+            optimizer.zero_grad()
+            backward(model, *model(x=torch.randn(8, 16), y=torch.randint(0, 5, (8,))))
+            optimizer.step()
+    return its.report.as_json()
+
+
 def reports(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, (module, options) in CASES.items():
         yield name, report_of(module, options, folder)
     yield "plain", plain_report(wrong=False)
     yield "plain and wrong", plain_report(wrong=True)
+    yield "not wrapped", report_of_unwrapped()
+    for name, backward in PLAIN.items():
+        yield name, report_of_loss(backward)
 
 
 if __name__ == "__main__":
