@@ -88,7 +88,7 @@ class Adversarial(pl.LightningModule):
         self.critic = nn.Sequential(nn.Flatten(), nn.Linear(108, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
         self.register_buffer("average", torch.zeros(16, 4))
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+    def training_step(self, batch: dict[str, Any]) -> None:
         of_generator, of_critic = self.optimizers()
         made = self.generator(torch.randn(len(batch["x"]), 4))
         with of_critic.toggle_model():

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -136,8 +136,9 @@ class Recorder:
             torch.save(self._reasons, self.folder / f"{self.rank}.pt")
 
     def recorded(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, with its calls written down."""
+        """`function`, with its calls written down; a trainer passes it what its signature has."""
 
+        @wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             self.begin(args, kwargs)
             self._depth += 1
