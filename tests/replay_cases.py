@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,14 @@ class Task(pl.LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+class Talkative(Task):
+    """Returns its loss, and what it has computed the loss from."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        outputs = self.net(batch["x"])
+        return {"outputs": outputs, "loss": cross_entropy(outputs, batch["y"]), "again": outputs}
+
+
 class WithData(Task):
     """With an option for the command line."""
 
@@ -81,7 +89,7 @@ class Adversarial(pl.LightningModule):
         self.critic = nn.Sequential(nn.Flatten(), nn.Linear(108, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
         self.register_buffer("average", torch.zeros(16, 4))
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+    def training_step(self, batch: dict[str, Any]) -> None:
         of_generator, of_critic = self.optimizers()
         made = self.generator(torch.randn(len(batch["x"]), 4))
         with of_critic.toggle_model():
@@ -260,6 +268,7 @@ class Frozen(DistributedSampler[dict[str, Any]]):
 CASES: dict[str, tuple[type[pl.LightningModule], dict[str, Any]]] = {
     "float32": (Task, {}),
     "float64": (Task, {"precision": "64-true"}),
+    "talkative": (Talkative, {}),
     "bf16": (Task, {"precision": "bf16-mixed"}),
     "accumulated": (Task, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
     "by value": (Task, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
@@ -361,6 +370,20 @@ def epoch_reports(*, sync_dist: bool, frozen: bool) -> dict[str, Any]:
     return {report.subject: report.as_json() for report in watch.reports}
 
 
+def report_of_unwrapped() -> dict[str, Any]:
+    """Each rank trains a model of its own."""
+    torch.manual_seed(1)
+    model = nn.Linear(16, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(dist.get_rank())
+    with replay(model, optimizer, steps=2) as its:
+        for _ in range(2):
+            optimizer.zero_grad()
+            cross_entropy(model(torch.randn(8, 16)), torch.randint(0, 5, (8,))).backward()
+            optimizer.step()
+    return its.report.as_json()
+
+
 def plain_report(*, wrong: bool) -> dict[str, Any]:
     """A loop without Lightning, with accumulation and clipping."""
     torch.manual_seed(1)
@@ -383,6 +406,50 @@ def plain_report(*, wrong: bool) -> dict[str, Any]:
     return its.report.as_json()
 
 
+class WithLoss(nn.Module):
+    """Gets its batch by name, and returns its loss too; a penalty depends on its output again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(16, 5)
+
+    def forward(self, *, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = self.net(x)
+        return cross_entropy(outputs, y), outputs
+
+
+class Wrapped(torch.optim.Optimizer):
+    """As accelerate wraps one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step(closure)
+
+
+PLAIN = {
+    "loss from inside": lambda model, loss, outputs: loss.backward(),
+    "trains nothing": lambda model, loss, outputs: (0 * loss).backward(),
+    "penalty on weights": lambda model, loss, outputs: (loss + model.module.net.weight.abs().sum()).backward(),
+    "penalty on an output": lambda model, loss, outputs: (loss + outputs.square().mean()).backward(),
+    "two passes": lambda model, loss, outputs: (loss.backward(retain_graph=True), outputs.square().mean().backward()),
+}
+
+
+def report_of_loss(backward: Callable[[Any, Tensor, Tensor], Any]) -> dict[str, Any]:
+    torch.manual_seed(1)
+    model = DistributedDataParallel(WithLoss())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(dist.get_rank())
+    with replay(model, Wrapped(optimizer), steps=2) as its:
+        for _ in range(3):
+            optimizer.zero_grad()
+            backward(model, *model(x=torch.randn(8, 16), y=torch.randint(0, 5, (8,))))
+            optimizer.step()
+    return its.report.as_json()
+
+
 def reports(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, (module, options) in CASES.items():
         yield name, report_of(module, options, folder)
@@ -390,6 +457,9 @@ def reports(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "plain and wrong", plain_report(wrong=True)
     yield "right epochs", epoch_reports(sync_dist=True, frozen=False)
     yield "wrong epochs", epoch_reports(sync_dist=False, frozen=True)
+    yield "not wrapped", report_of_unwrapped()
+    for name, backward in PLAIN.items():
+        yield name, report_of_loss(backward)
 
 
 if __name__ == "__main__":

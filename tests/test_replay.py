@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from replay_cases import CASES, Pictures, Task
+from replay_cases import CASES, PLAIN, Pictures, Task
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -38,6 +38,7 @@ WRONG = {
     "wrong exchange": ("local computation", 0, 1, "what allgather sends"),
     "received otherwise": ("exchange", 0, None, "allreduce 0"),
     "same samples": ("data", 0, None, "4 of 4 samples"),
+    "not wrapped": ("reduction", 0, 1, "weight"),
     "plain and wrong": ("optimizer", 0, 1, "0.weight"),
 }
 ABSTAINED = {
@@ -45,8 +46,11 @@ ABSTAINED = {
     "sends": "exchange data inside a step by",
     "unrepeatable": "two replays of a step differ",
     "uncopyable": "cannot be copied",
+    "penalty on weights": "the loss depends on net.weight beside what calls return",
+    "penalty on an output": "on another one that the call computes from it",
+    "two passes": "a call that is older than the pass before it",
 }
-RIGHT = [*({*CASES, "plain"} - {*WRONG, *ABSTAINED})]
+RIGHT = [*({*CASES, *PLAIN, "plain"} - {*WRONG, *ABSTAINED})]
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +83,12 @@ def test_a_right_training_passes(name: str, reports: dict[str, Any]) -> None:
     assert report["num_steps"] == 2
     assert min(report["counts"][what] for what in ("samples", "gradients", "reduced", "steps", "states")) > 0
     assert report["largest_share"] <= 1
+
+
+@each_of(["trains nothing"])
+def test_gradients_that_are_all_zero_are_noted(name: str, reports: dict[str, Any]) -> None:
+    assert "every gradient is zero in these steps, so the loss trains nothing" in reports[name]["notes"]
+    assert "so the loss trains nothing" not in " ".join(reports["loss from inside"]["notes"])
 
 
 @each_of(WRONG)

@@ -7,18 +7,20 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from lit_cifar.tools.replay.digests import Digest, Surroundings, digest
 from lit_cifar.tools.replay.exchange import Exchange, can_be_replayed, intercepted, observed
+from lit_cifar.tools.replay.graph import Outputs, forget, observe
 
 Digests: TypeAlias = dict[str, Digest]
 Tensors: TypeAlias = dict[str, Tensor]
@@ -110,6 +112,8 @@ class Recorder:
         self._interception.enter_context(intercepted(self._exchange))
         self._known = {name: digest(parameter) for parameter, name in self._names.items()}
         self._handles = [*self._hooks()]
+        self._outputs = Outputs(self._names)
+        observe(self._before_backward)
 
     def _hooks(self) -> Iterator[RemovableHandle]:
         for parameter, name in self._names.items():
@@ -125,14 +129,16 @@ class Recorder:
         """Remove all hooks and write what is open."""
         for handle in self._handles:
             handle.remove()
+        forget(self._before_backward)
         self._interception.close()
         self._flush()
         with suppress(OSError, RuntimeError):  # rank 0 misses the file, and says so
             torch.save(self._reasons, self.folder / f"{self.rank}.pt")
 
     def recorded(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, with its calls written down."""
+        """`function`, with its calls written down; a trainer passes it what its signature has."""
 
+        @wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             self.begin(args, kwargs)
             self._depth += 1
@@ -163,9 +169,12 @@ class Recorder:
         leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
         call.outputs = [digest(leaf) for leaf in leaves]
         call.output_grads = [None] * len(leaves)
+        self._outputs.add(leaves)
         for place, leaf in enumerate(leaves):
-            if leaf.requires_grad:
-                leaf.register_hook(partial(self._began, call.output_grads, place))  # type: ignore[no-untyped-call]
+            if leaf.requires_grad and not any(leaf is other for other in leaves[:place]):
+                leaf.register_hook(  # type: ignore[no-untyped-call]
+                    partial(self._began, call.output_grads, place, leaf.grad_fn)
+                )
         call.buffers_after = {name: digest(buffer) for name, buffer in self.module.named_buffers()}
         call.has_drawn = call.surroundings.has_drawn(self._device)
         self._exchanges = None
@@ -192,9 +201,14 @@ class Recorder:
         self._exchanges.append(its)
         return work
 
-    def _began(self, grads: list[Tensor | None], place: int, gradient: Tensor) -> None:
-        """A backward pass has begun at an output."""
-        grads[place] = gradient.detach().clone()
+    def _before_backward(self, roots: list[Tensor]) -> None:
+        if not self._depth:  # what is inside of a call is repeated with it
+            self._reasons += self._outputs.begin(roots)
+
+    def _began(self, grads: list[Tensor | None], place: int, node: Node | None, gradient: Tensor) -> None:
+        """A backward pass has come to an output."""
+        if self._outputs.begun is None or node is None or node in self._outputs.begun:
+            grads[place] = gradient.detach().clone()
         self._exchanges = self._of_backward
 
     def _on_gradient(self, name: str, parameter: Tensor, gradient: Tensor) -> None:

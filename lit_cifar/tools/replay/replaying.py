@@ -83,6 +83,7 @@ class Replayer:
         self._events: deque[Event] = deque()
         self._outputs: list[tuple[list[Tensor], list[Tensor | None]]] = []
         self._local: dict[str, list[Digest]] = {}
+        self._has_gradients = False  # other than zero
         self._of_rank_0: list[Backward | Step] = []  # of the segment: those whose gradients all ranks share
         self._shared = 0  # how many of them have been reached
         self._means: dict[int, ExactMean] = {}
@@ -105,6 +106,8 @@ class Replayer:
                     self._segment(of_ranks)
             except StopReplay:
                 self.report.notes.append(f"steps after step {self._step_number} were not judged: nothing equals them")
+        if self.report.counts["gradients"] and not self._has_gradients:
+            self._note("every gradient is zero in these steps, so the loss trains nothing")
 
     @property
     def _step_number(self) -> int:
@@ -231,6 +234,7 @@ class Replayer:
         for name in dict.fromkeys([*event.local, *self._local]):
             pairs = zip(event.local.get(name, []), self._local.get(name, []), strict=False)
             self._count("gradients")
+            self._has_gradients |= any(its.norm for its in event.local.get(name, []))
             if len(event.local.get(name, [])) != len(self._local.get(name, [])):
                 self._wrong_locally.add(name)
                 self._found("local computation", name, "got a gradient in the run or in the replay, not in both")
@@ -437,7 +441,7 @@ def _norms(its: Digest, mine: Digest | None) -> str:
 
 def sample_digests(inputs: Any) -> Iterator[int]:
     """A digest of each sample, if all tensors of the batch have a common first dimension, and one has enough values."""
-    leaves = [leaf for leaf in tree_leaves(inputs[0][:1]) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    leaves = [leaf for leaf in tree_leaves(inputs[0][:1] or inputs[1]) if isinstance(leaf, Tensor) and leaf.dim() > 0]
     if len({len(leaf) for leaf in leaves}) != 1 or max(leaf[:1].numel() for leaf in leaves) < _ENOUGH:
         return
     for place in range(len(leaves[0])):
