@@ -1,7 +1,8 @@
 """Does `Replay` call wrong what is right? `python benchmarks/scripts/replay_clean.py OUTPUT`.
 
-Trainings as users write them, drawn at random by number: network, optimizer, schedule, precision, accumulation, clipping,
-kind of `ddp`, batch size. The trainer is taken to be right, so a FAIL would be a false alarm. On 1, 2 and 3 CPU processes.
+Trainings as users write them, on 1, 2 and 3 CPU processes. Network, optimizer, schedule, precision, accumulation,
+clipping, kind of `ddp` and batch size are drawn at random by number. The trainer is taken to be right, so a FAIL would
+be a false alarm.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lit_cifar import Replay
 from lit_cifar.tools.commands.terminal import about
 
-PROCESSES = {1: 4, 2: 6}
+PROCESSES = {1: 50, 2: 110, 3: 50}  # how many trainings each
 STEPS = 3
 NETWORKS = (
     "Plain",
@@ -42,9 +43,16 @@ NETWORKS = (
 )
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-3},
-    **dict.fromkeys(
-        ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop"), {}
-    ),
+    "Adam": {},
+    "AdamW": {},
+    "NAdam": {},
+    "RAdam": {},
+    "Adamax": {},
+    "Adagrad": {},
+    "Adadelta": {},
+    "RMSprop": {},
+    "ASGD": {},
+    "Rprop": {},
 }
 SCHEDULES = ("none", "step", "epoch", "OneCycleLR")
 KINDS: dict[str, dict[str, Any]] = {
