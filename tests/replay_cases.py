@@ -269,6 +269,7 @@ CASES: dict[str, tuple[type[pl.LightningModule], dict[str, Any]]] = {
     "float32": (Task, {}),
     "float64": (Task, {"precision": "64-true"}),
     "talkative": (Talkative, {}),
+    "talkative, unused": (Talkative, {"strategy": "ddp_find_unused_parameters_true"}),
     "bf16": (Task, {"precision": "bf16-mixed"}),
     "accumulated": (Task, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
     "by value": (Task, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),

@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_leaves
 Observer = Callable[[list[Tensor]], None]
 _backward = torch.autograd.backward
 _observers: list[Observer] = []
+# DDP passes all outputs through one node, with find_unused_parameters or a static graph: each comes out as it went in.
+_SINK = "_DDPSinkBackward"
 
 
 @wraps(_backward)
@@ -55,17 +57,22 @@ class Outputs:
         """Find `begun`; why the replay could not repeat this pass, if so."""
         call_of = {node: call for call, nodes in enumerate(self._calls) for node in nodes}
         self.begun, inside, beside = set(), set(), set()
-        waiting: list[tuple[Node, int | None]] = [(root.grad_fn, None) for root in roots if root.grad_fn is not None]
+        waiting: list[tuple[Node, int, int | None]] = [
+            (root.grad_fn, root.output_nr, None) for root in roots if root.grad_fn is not None
+        ]
         seen = set(waiting)
         while waiting:
-            node, call = waiting.pop()
+            node, place, call = waiting.pop()
             to = call_of.get(node)
             if to is not None:
                 (inside if to == call else self.begun).add(node)
                 call = to
             if call is None and (leaf := getattr(node, "variable", None)) in self._names:
                 beside.add(self._names[leaf])
-            news = {(its, call) for its, _ in node.next_functions if its is not None} - seen
+            following = node.next_functions
+            if node.name() == _SINK:
+                following = following[place : place + 1]
+            news = {(its, number, call) for its, number in following if its is not None} - seen
             seen |= news
             waiting += news
         if beside:
