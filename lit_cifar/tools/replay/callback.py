@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -25,7 +25,7 @@ from lit_cifar.tools.replay.twin import Twin, twin_of, what_cannot_be_judged
 from lit_cifar.tools.replay.verdict import Report
 
 RESULT = "replay.json"
-_KNOWN = (SingleDeviceStrategy, DDPStrategy)
+_KNOWN = ("SingleDeviceStrategy", "DDPStrategy")
 
 
 class ReplayError(RuntimeError):
@@ -58,7 +58,7 @@ class Replay(pl.Callback):
         self._epochs: _Epochs | None = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if isinstance(trainer.strategy, _KNOWN):
+        if _is_a(trainer.strategy, *_KNOWN):
             self._epochs = _Epochs(trainer, partial(self._tell, trainer))
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -279,6 +279,11 @@ class _Epochs:
             self.evaluation.close()
 
 
+def _is_a(its: Any, *names: str) -> bool:
+    """By its classes' names, as those of `lightning.pytorch` and of `pytorch_lightning` are not the same."""
+    return any(kind.__name__ in names for kind in type(its).__mro__)
+
+
 def _empty_report(trainer: pl.Trainer) -> Report:
     return Report(
         strategy=type(trainer.strategy).__name__,
@@ -290,7 +295,7 @@ def _empty_report(trainer: pl.Trainer) -> Report:
 
 def _new_report(trainer: pl.Trainer, module: pl.LightningModule) -> Report:
     strategy, report = trainer.strategy, _empty_report(trainer)
-    if not isinstance(strategy, _KNOWN):
+    if not _is_a(strategy, *_KNOWN):
         report.abstained.append(f"{type(strategy).__name__} is not known here: one device and ddp are")
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         report.abstained.append("a GradScaler scales the loss: pass precision=bf16-mixed or 32-true")
@@ -359,7 +364,7 @@ def _detach(module: nn.Module, view: _TrainerView, replayer: Replayer) -> None:
 
     schedule = SimpleNamespace(step=nothing, get_last_lr=lambda: [], state_dict=dict)
     for its in module.modules():
-        if isinstance(its, pl.LightningModule):
+        if _is_a(its, "LightningModule"):
             wrapped = [_OptimizerView(optimizer, replayer, its) for optimizer in view.optimizers]
             views = wrapped[0] if len(wrapped) == 1 else wrapped
             vars(its).update(
