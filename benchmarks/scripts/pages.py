@@ -109,6 +109,28 @@ def compared() -> Values:
     return values
 
 
+def replayed() -> Values:
+    """What `Replay` says of the training scripts of public projects."""
+    rows = read("replay/2026-11-24-projects/projects.json")
+    outcomes = Counter(row["outcome"] for row in rows)
+    return {
+        "projects": [
+            [
+                f"{row['repository']} {row['commit'][:7]}: `{row['script']}`",
+                f"{row['processes']}, {row['precision']}",
+                str(len(row["lines_added"])) + (f" + {changed}" if (changed := len(row["lines_changed"])) else ""),
+                row["outcome"],
+                *(str(row["counts"][what]) for what in ("steps", "samples", "gradients", "reduced", "states")),
+                f"{row['seconds']:.0f}",
+                f"{row['replay_seconds']:.1f}",
+                row["first_try"],
+            ]
+            for row in rows
+        ],
+        "projects-outcomes": ", ".join(f"{number} {outcome}" for outcome, number in outcomes.most_common()),
+    }
+
+
 def job(row: dict[str, Any]) -> list[str]:
     """What became of a job that `chaos` has killed and resized."""
     kinds = Counter(event["fault"]["kind"] for event in row["events"])
@@ -176,7 +198,7 @@ def filled(place: re.Match[str], values: Values) -> str:
 
 def main(*, check: bool) -> int:
     """Write the pages, or say what differs; the exit status."""
-    values = verified() | planted() | compared() | chaos() | trained()
+    values = verified() | planted() | compared() | replayed() | chaos() | trained()
     wrong = 0
     for page in [HERE.parent / "README.md", *HERE.parent.glob("docs/*.md"), *HERE.rglob("*.md")]:
         text = page.read_text(encoding="utf-8")
