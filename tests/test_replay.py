@@ -37,6 +37,8 @@ WRONG = {
     "forgotten": ("optimizer", 0, 1, "net.5.bias"),
     "wrong exchange": ("local computation", 0, 1, "what allgather sends"),
     "received otherwise": ("exchange", 0, None, "allreduce 0"),
+    "sharded, summed": ("reduction", 0, None, "net.5.weight"),
+    "sharded, clipped apart": ("optimizer", 0, 0, "net.0.weight"),
     "same samples": ("data", 0, None, "4 of 4 samples"),
     "not wrapped": ("reduction", 0, 1, "weight"),
     "plain and wrong": ("optimizer", 0, 1, "0.weight"),
@@ -44,6 +46,7 @@ WRONG = {
 ABSTAINED = {
     "compressed": "fp16_compress_hook",
     "sends": "exchange data inside a step by",
+    "tensor parallel": "tensor parallelism adds up",
     "unrepeatable": "two replays of a step differ",
     "uncopyable": "cannot be copied",
     "penalty on weights": "the loss depends on net.weight beside what calls return",

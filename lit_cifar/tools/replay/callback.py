@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,11 +21,11 @@ from torch.utils.data import DataLoader
 from lit_cifar.tools.replay.epoch import Evaluation, ReadIds, gathered, judge_epoch, judge_evaluation
 from lit_cifar.tools.replay.recording import Recorder, UnjudgeableError, device_of
 from lit_cifar.tools.replay.replaying import Replayer, judge
+from lit_cifar.tools.replay.sharded import is_sharded
 from lit_cifar.tools.replay.twin import Twin, twin_of, what_cannot_be_judged
 from lit_cifar.tools.replay.verdict import Report
 
 RESULT = "replay.json"
-_KNOWN = (SingleDeviceStrategy, DDPStrategy)
 
 
 class ReplayError(RuntimeError):
@@ -58,7 +58,7 @@ class Replay(pl.Callback):
         self._epochs: _Epochs | None = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if isinstance(trainer.strategy, _KNOWN):
+        if _is_known(trainer.strategy):
             self._epochs = _Epochs(trainer, partial(self._tell, trainer))
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -167,7 +167,7 @@ class _Window:
         # The trainer counts the steps of all optimizers that manual optimization calls.
         self.steps_per_count = 1 if module.automatic_optimization else max(len(trainer.optimizers), 1)
         self.twin: Twin | None = None
-        if trainer.is_global_zero:
+        if trainer.is_global_zero or is_sharded(module):
             self._make_twin()
         self.recorder = Recorder(
             folder,
@@ -187,7 +187,7 @@ class _Window:
             self.report.abstained.append(str(reason))
             return
         call: Callable[..., Any] = module.training_step
-        self.twin = Twin(module, optimizers, call, partial(_clip, module, self.trainer))
+        self.twin = Twin(module, optimizers, call, is_sharded(self.module), partial(_clip, module, self.trainer))
 
     def close(self) -> None:
         self.recorder.close()
@@ -279,6 +279,13 @@ class _Epochs:
             self.evaluation.close()
 
 
+def _is_known(strategy: Strategy) -> bool:
+    """One device, ddp or FSDP2, and no other strategy that starts its processes as they do."""
+    if isinstance(strategy, DDPStrategy):
+        return isinstance(strategy.model, DistributedDataParallel) and strategy.root_device == device_of(strategy.model)
+    return isinstance(strategy, SingleDeviceStrategy | ModelParallelStrategy)
+
+
 def _empty_report(trainer: pl.Trainer) -> Report:
     return Report(
         strategy=type(trainer.strategy).__name__,
@@ -290,8 +297,8 @@ def _empty_report(trainer: pl.Trainer) -> Report:
 
 def _new_report(trainer: pl.Trainer, module: pl.LightningModule) -> Report:
     strategy, report = trainer.strategy, _empty_report(trainer)
-    if not isinstance(strategy, _KNOWN):
-        report.abstained.append(f"{type(strategy).__name__} is not known here: one device and ddp are")
+    if not _is_known(strategy):
+        report.abstained.append(f"{type(strategy).__name__} is not known here: one device, ddp and FSDP2 are")
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         report.abstained.append("a GradScaler scales the loss: pass precision=bf16-mixed or 32-true")
     report.abstained += what_cannot_be_judged(strategy.model, module)
@@ -378,7 +385,11 @@ def _clip(module: pl.LightningModule, trainer: pl.Trainer, optimizer: Optimizer)
     if callable(module.on_before_optimizer_step):  # Lightning, too, takes None for no hook
         module.on_before_optimizer_step(optimizer)
     if module.automatic_optimization:
-        module.configure_gradient_clipping(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+        module.configure_gradient_clipping(
+            optimizer,
+            gradient_clip_val=trainer.gradient_clip_val,
+            gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+        )
 
 
 def _is_synced(strategy: Strategy) -> bool:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lit_cifar.tools.replay.sharded import whole
+
 
 class Digest(NamedTuple):
     """Two tensors have equal `bits` if they are equal bit for bit, +0.0 and -0.0 taken as one; `norm` is for people."""
@@ -20,10 +22,10 @@ class Digest(NamedTuple):
 
 
 def digest(value: Any) -> Digest:
-    """Of a tensor's values; of anything else, its `repr`."""
+    """Of a tensor's values, and of the whole of a tensor that is divided over ranks; of anything else, its `repr`."""
     if not isinstance(value, Tensor):
         return Digest(zlib.crc32(repr(value).encode()), 0.0)
-    plain = value.detach().contiguous()
+    plain = whole(value).detach().contiguous()
     if plain.is_floating_point():
         plain = plain + 0.0
     norm = float(torch.linalg.vector_norm(plain.double())) if not plain.is_complex() else 0.0

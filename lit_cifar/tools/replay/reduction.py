@@ -18,6 +18,7 @@ class ExactMean:
     """Sums gradients of ranks in float64; those of ranks that have none are zero."""
 
     num_ranks: int
+    more_roundings: int = 0  # than one for each rank
     totals: dict[str, Tensor] = field(default_factory=dict)
     magnitudes: dict[str, Tensor] = field(default_factory=dict)
 
@@ -38,7 +39,7 @@ class ExactMean:
         if name not in self.totals:
             return 0.0 if not reduced.any() else float("inf")
         info = torch.finfo(reduced.dtype)
-        relative = gamma(self.num_ranks, reduced.dtype) + gamma(self.num_ranks, torch.float64)
+        relative = gamma(self.num_ranks + self.more_roundings, reduced.dtype) + gamma(self.num_ranks, torch.float64)
         divisor = 1 if is_sum else self.num_ranks
         bound = relative * self.magnitudes[name] / divisor
         distance = (reduced.double() - self.totals[name] / divisor).abs()
