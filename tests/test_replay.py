@@ -220,6 +220,30 @@ def test_observing_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*num_workers:UserWarning")
+def test_a_module_of_the_older_package_is_judged(tmp_path: Path) -> None:
+    older = pytest.importorskip("pytorch_lightning")
+
+    class Logging(older.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Linear(108, 5)
+
+        def training_step(self, batch: dict[str, Any]) -> torch.Tensor:
+            loss = torch.nn.functional.cross_entropy(self.net(batch["x"].flatten(1)), batch["y"])
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    watch = Replay(2, stop=True)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = older.Trainer(accelerator="cpu", max_epochs=1, callbacks=[watch], default_root_dir=tmp_path, **quiet)
+    trainer.fit(Logging(), DataLoader(Pictures(), batch_size=4))
+    assert watch.reports[0].outcome == "pass", watch.reports
+
+
+@pytest.mark.filterwarnings("ignore:.*num_workers:UserWarning")
 def test_a_failure_can_end_the_training(tmp_path: Path) -> None:
     class Scaled(pl.Callback):
         def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -281,9 +281,14 @@ class _Epochs:
 
 def _is_known(strategy: Strategy) -> bool:
     """One device, ddp or FSDP2, and no other strategy that starts its processes as they do."""
-    if isinstance(strategy, DDPStrategy):
+    if _is_a(strategy, "DDPStrategy"):
         return isinstance(strategy.model, DistributedDataParallel) and strategy.root_device == device_of(strategy.model)
-    return isinstance(strategy, SingleDeviceStrategy | ModelParallelStrategy)
+    return _is_a(strategy, "SingleDeviceStrategy", "ModelParallelStrategy")
+
+
+def _is_a(its: Any, *names: str) -> bool:
+    """By its classes' names, as those of `lightning.pytorch` and of `pytorch_lightning` are not the same."""
+    return any(kind.__name__ in names for kind in type(its).__mro__)
 
 
 def _empty_report(trainer: pl.Trainer) -> Report:
@@ -366,7 +371,7 @@ def _detach(module: nn.Module, view: _TrainerView, replayer: Replayer) -> None:
 
     schedule = SimpleNamespace(step=nothing, get_last_lr=lambda: [], state_dict=dict)
     for its in module.modules():
-        if isinstance(its, pl.LightningModule):
+        if _is_a(its, "LightningModule"):
             wrapped = [_OptimizerView(optimizer, replayer, its) for optimizer in view.optimizers]
             views = wrapped[0] if len(wrapped) == 1 else wrapped
             vars(its).update(
