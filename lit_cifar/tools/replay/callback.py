@@ -345,7 +345,7 @@ class _TrainerView:
 class _OptimizerView:
     """What `self.optimizers()` returns in a replay."""
 
-    def __init__(self, optimizer: Optimizer, replayer: Replayer, module: pl.LightningModule) -> None:
+    def __init__(self, optimizer: Optimizer, replayer: Replayer, module: Any) -> None:
         self.optimizer, self._replayer, self._module = optimizer, replayer, module
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:
