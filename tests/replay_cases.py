@@ -426,6 +426,22 @@ def epoch_reports(*, sync_dist: bool, frozen: bool) -> dict[str, Any]:
     return {report.subject: report.as_json() for report in watch.reports}
 
 
+def report_of_plain_shards() -> dict[str, Any]:
+    """A loop around `fully_shard`, without Lightning."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(16, 21), nn.ReLU(), nn.Linear(21, 5))
+    for layer in (model[0], model):
+        fully_shard(layer)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    torch.manual_seed(dist.get_rank())
+    with replay(model, optimizer, steps=2) as its:
+        for _ in range(3):
+            optimizer.zero_grad()
+            cross_entropy(model(torch.randn(8, 16)), torch.randint(0, 5, (8,))).backward()
+            optimizer.step()
+    return its.report.as_json()
+
+
 def report_of_unwrapped() -> dict[str, Any]:
     """Each rank trains a model of its own."""
     torch.manual_seed(1)
@@ -513,6 +529,7 @@ def reports(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "plain and wrong", plain_report(wrong=True)
     yield "right epochs", epoch_reports(sync_dist=True, frozen=False)
     yield "wrong epochs", epoch_reports(sync_dist=False, frozen=True)
+    yield "plain and sharded", report_of_plain_shards()
     yield "not wrapped", report_of_unwrapped()
     for name, backward in PLAIN.items():
         yield name, report_of_loss(backward)

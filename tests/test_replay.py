@@ -53,7 +53,7 @@ ABSTAINED = {
     "penalty on an output": "on another one that the call computes from it",
     "two passes": "a call that is older than the pass before it",
 }
-RIGHT = [*({*CASES, *PLAIN, "plain"} - {*WRONG, *ABSTAINED})]
+RIGHT = [*({*CASES, *PLAIN, "plain", "plain and sharded"} - {*WRONG, *ABSTAINED})]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,8 @@ def test_a_right_training_passes(name: str, reports: dict[str, Any]) -> None:
     report = reports[name]
     assert report["outcome"] == "pass", report
     assert report["num_steps"] == 2
-    assert min(report["counts"][what] for what in ("samples", "gradients", "reduced", "steps", "states")) > 0
+    judged = ["samples", "reduced", "steps", "states", *["gradients"] * ("sharded" not in name)]
+    assert min(report["counts"][what] for what in judged) > 0
     assert report["largest_share"] <= 1
 
 
