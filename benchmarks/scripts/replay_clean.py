@@ -73,7 +73,8 @@ def drawn(number: int) -> dict[str, Any]:
     return {
         "number": number,
         "network": choose(NETWORKS),
-        "optimizer": choose([*OPTIMIZERS]),
+        # torch's Rprop writes into parts of tensors that are divided, which it refuses.
+        "optimizer": choose([name for name in OPTIMIZERS if kind != FSDP2 or name != "Rprop"]),
         "schedule": choose(SCHEDULES),
         # Lightning's strategy for FSDP2 refuses float64.
         "precision": choose(["32-true", "bf16-mixed", *["64-true"] * (kind != FSDP2)]),
