@@ -5,15 +5,20 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed import all_reduce
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, default_collate
@@ -265,6 +270,48 @@ class Frozen(DistributedSampler[dict[str, Any]]):
         pass
 
 
+class Sharded(Task):
+    """Divided by FSDP2, as Lightning's documentation shows it."""
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]
+        for layer in (self.net[0], self.net[5]):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.net, mesh=mesh)
+
+
+class SummedShards(Sharded):
+    """The gradient of a layer is summed over the ranks, not averaged."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.net[5].set_force_sum_reduction_for_comms(True)  # the other way of dividing needs NCCL
+        self.net[5].set_gradient_divide_factor(1.0)
+
+
+class ClipsByShard(Sharded):
+    """Each rank clips by the norm of its own shards."""
+
+    def configure_gradient_clipping(self, optimizer: Any, **kwargs: Any) -> None:
+        if isinstance(self.net[5].weight, DTensor):
+            shards = [parameter.grad.to_local() for parameter in self.parameters()]
+            norm = torch.stack([shard.norm() for shard in shards]).norm()
+            for shard in shards:
+                shard.mul_(0.1 / norm)
+        else:
+            super().configure_gradient_clipping(optimizer, 0.1, "norm")
+
+
+class Columns(Task):
+    def configure_model(self) -> None:
+        parallelize_module(
+            self.net, self.device_mesh["tensor_parallel"], {"5": ColwiseParallel(output_layouts=Replicate())}
+        )
+
+
+# Made anew for each trainer.
+FSDP: dict[str, Any] = {"strategy": partial(ModelParallelStrategy, data_parallel_size=2, tensor_parallel_size=1)}
+TP: dict[str, Any] = {"strategy": partial(ModelParallelStrategy, data_parallel_size=1, tensor_parallel_size=2)}
 CASES: dict[str, tuple[type[pl.LightningModule], dict[str, Any]]] = {
     "float32": (Task, {}),
     "float64": (Task, {"precision": "64-true"}),
@@ -275,6 +322,12 @@ CASES: dict[str, tuple[type[pl.LightningModule], dict[str, Any]]] = {
     "by value": (Task, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "manual": (Adversarial, {"strategy": "ddp_find_unused_parameters_true"}),
     "later": (Task, {"at": [5]}),
+    "sharded": (Sharded, FSDP),
+    "sharded in bf16, accumulated": (Sharded, FSDP | {"precision": "bf16-mixed", "accumulate_grad_batches": 2}),
+    "sharded and clipped": (Sharded, FSDP | {"gradient_clip_val": 0.05}),
+    "sharded, summed": (SummedShards, FSDP),
+    "sharded, clipped apart": (ClipsByShard, FSDP),
+    "tensor parallel": (Columns, TP),
     "wrong loss": (WrongLoss, {}),
     "wrong loss in bf16": (WrongLoss, {"precision": "bf16-mixed"}),
     "wrong gradient": (WrongGradient, {}),
@@ -325,6 +378,8 @@ class _Deaf:
 def report_of(module: type[pl.LightningModule], options: dict[str, Any], folder: Path) -> dict[str, Any]:
     pl.seed_everything(1, verbose=False)
     options = {"strategy": "ddp", "at": [0], **options}
+    if callable(options["strategy"]):
+        options["strategy"] = options["strategy"]()
     watch = Replay(steps=2, at=options.pop("at"))
     planted = {"never_synced": NeverSynced, "never_averaged": NeverAveraged}
     added = [make() for name, make in planted.items() if options.pop(name, False)] + options.pop("callbacks", [])
@@ -369,6 +424,22 @@ def epoch_reports(*, sync_dist: bool, frozen: bool) -> dict[str, Any]:
         of_evaluation = DataLoader(some, batch_size=7, sampler=DistributedSampler(some, 2, rank, shuffle=False))
     trainer.fit(Evaluated(sync_dist), loader, of_evaluation)
     return {report.subject: report.as_json() for report in watch.reports}
+
+
+def report_of_plain_shards() -> dict[str, Any]:
+    """A loop around `fully_shard`, without Lightning."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(16, 21), nn.ReLU(), nn.Linear(21, 5))
+    for layer in (model[0], model):
+        fully_shard(layer)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    torch.manual_seed(dist.get_rank())
+    with replay(model, optimizer, steps=2) as its:
+        for _ in range(3):
+            optimizer.zero_grad()
+            cross_entropy(model(torch.randn(8, 16)), torch.randint(0, 5, (8,))).backward()
+            optimizer.step()
+    return its.report.as_json()
 
 
 def report_of_unwrapped() -> dict[str, Any]:
@@ -458,6 +529,7 @@ def reports(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "plain and wrong", plain_report(wrong=True)
     yield "right epochs", epoch_reports(sync_dist=True, frozen=False)
     yield "wrong epochs", epoch_reports(sync_dist=False, frozen=True)
+    yield "plain and sharded", report_of_plain_shards()
     yield "not wrapped", report_of_unwrapped()
     for name, backward in PLAIN.items():
         yield name, report_of_loss(backward)

@@ -21,11 +21,11 @@ from torch.utils.data import DataLoader
 from lit_cifar.tools.replay.epoch import Evaluation, ReadIds, gathered, judge_epoch, judge_evaluation
 from lit_cifar.tools.replay.recording import Recorder, UnjudgeableError, device_of
 from lit_cifar.tools.replay.replaying import Replayer, judge
+from lit_cifar.tools.replay.sharded import is_sharded
 from lit_cifar.tools.replay.twin import Twin, twin_of, what_cannot_be_judged
 from lit_cifar.tools.replay.verdict import Report
 
 RESULT = "replay.json"
-_KNOWN = ("SingleDeviceStrategy", "DDPStrategy")
 
 
 class ReplayError(RuntimeError):
@@ -58,7 +58,7 @@ class Replay(pl.Callback):
         self._epochs: _Epochs | None = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if _is_a(trainer.strategy, *_KNOWN):
+        if _is_known(trainer.strategy):
             self._epochs = _Epochs(trainer, partial(self._tell, trainer))
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -167,7 +167,7 @@ class _Window:
         # The trainer counts the steps of all optimizers that manual optimization calls.
         self.steps_per_count = 1 if module.automatic_optimization else max(len(trainer.optimizers), 1)
         self.twin: Twin | None = None
-        if trainer.is_global_zero:
+        if trainer.is_global_zero or is_sharded(module):
             self._make_twin()
         self.recorder = Recorder(
             folder,
@@ -187,7 +187,7 @@ class _Window:
             self.report.abstained.append(str(reason))
             return
         call: Callable[..., Any] = module.training_step
-        self.twin = Twin(module, optimizers, call, partial(_clip, module, self.trainer))
+        self.twin = Twin(module, optimizers, call, is_sharded(self.module), partial(_clip, module, self.trainer))
 
     def close(self) -> None:
         self.recorder.close()
@@ -279,6 +279,13 @@ class _Epochs:
             self.evaluation.close()
 
 
+def _is_known(strategy: Strategy) -> bool:
+    """One device, ddp or FSDP2, and no other strategy that starts its processes as they do."""
+    if _is_a(strategy, "DDPStrategy"):
+        return isinstance(strategy.model, DistributedDataParallel) and strategy.root_device == device_of(strategy.model)
+    return _is_a(strategy, "SingleDeviceStrategy", "ModelParallelStrategy")
+
+
 def _is_a(its: Any, *names: str) -> bool:
     """By its classes' names, as those of `lightning.pytorch` and of `pytorch_lightning` are not the same."""
     return any(kind.__name__ in names for kind in type(its).__mro__)
@@ -295,8 +302,8 @@ def _empty_report(trainer: pl.Trainer) -> Report:
 
 def _new_report(trainer: pl.Trainer, module: pl.LightningModule) -> Report:
     strategy, report = trainer.strategy, _empty_report(trainer)
-    if not _is_a(strategy, *_KNOWN):
-        report.abstained.append(f"{type(strategy).__name__} is not known here: one device and ddp are")
+    if not _is_known(strategy):
+        report.abstained.append(f"{type(strategy).__name__} is not known here: one device, ddp and FSDP2 are")
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         report.abstained.append("a GradScaler scales the loss: pass precision=bf16-mixed or 32-true")
     report.abstained += what_cannot_be_judged(strategy.model, module)
@@ -338,7 +345,7 @@ class _TrainerView:
 class _OptimizerView:
     """What `self.optimizers()` returns in a replay."""
 
-    def __init__(self, optimizer: Optimizer, replayer: Replayer, module: pl.LightningModule) -> None:
+    def __init__(self, optimizer: Optimizer, replayer: Replayer, module: Any) -> None:
         self.optimizer, self._replayer, self._module = optimizer, replayer, module
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:
@@ -383,7 +390,11 @@ def _clip(module: pl.LightningModule, trainer: pl.Trainer, optimizer: Optimizer)
     if callable(module.on_before_optimizer_step):  # Lightning, too, takes None for no hook
         module.on_before_optimizer_step(optimizer)
     if module.automatic_optimization:
-        module.configure_gradient_clipping(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+        module.configure_gradient_clipping(
+            optimizer,
+            gradient_clip_val=trainer.gradient_clip_val,
+            gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+        )
 
 
 def _is_synced(strategy: Strategy) -> bool:

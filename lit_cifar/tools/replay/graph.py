@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
-Observer = Callable[[list[Tensor]], None]
+Observer = tuple[Callable[[list[Tensor]], None], Callable[[], None]]
 _backward = torch.autograd.backward
 _observers: list[Observer] = []
 # DDP passes all outputs through one node, with find_unused_parameters or a static graph: each comes out as it went in.
@@ -18,14 +18,17 @@ _SINK = "_DDPSinkBackward"
 
 @wraps(_backward)
 def _observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-    if torch._C._current_graph_task_id() == -1:  # one inside of another is a checkpoint's, a part of its call
-        for observer in _observers:
-            observer(tree_leaves(tensors))
+    outermost = torch._C._current_graph_task_id() == -1  # one inside of another is a checkpoint's, a part of its call
+    observers = [*_observers] if outermost else []
+    for before, _ in observers:
+        before(tree_leaves(tensors))
     _backward(tensors, *args, **kwargs)
+    for _, after in observers:
+        after()
 
 
 def observe(observer: Observer) -> None:
-    """Call it with the roots of each backward pass before it begins."""
+    """Call it with the roots of each backward pass before it begins, and when it has ended."""
     _observers.append(observer)
     torch.autograd.backward = _observed_backward
 
@@ -56,7 +59,9 @@ class Outputs:
     def begin(self, roots: Sequence[Tensor]) -> Iterator[str]:
         """Find `begun`; why the replay could not repeat this pass, if so."""
         call_of = {node: call for call, nodes in enumerate(self._calls) for node in nodes}
-        self.begun, inside, beside = set(), set(), set()
+        self.begun = set()
+        inside: set[Node] = set()
+        beside: set[str] = set()
         waiting: list[tuple[Node, int, int | None]] = [
             (root.grad_fn, root.output_nr, None) for root in roots if root.grad_fn is not None
         ]
@@ -67,7 +72,8 @@ class Outputs:
             if to is not None:
                 (inside if to == call else self.begun).add(node)
                 call = to
-            if call is None and (leaf := getattr(node, "variable", None)) in self._names:
+            leaf: Any = getattr(node, "variable", None)
+            if call is None and leaf in self._names:
                 beside.add(self._names[leaf])
             following = node.next_functions
             if node.name() == _SINK:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lit_cifar.tools.replay.recording import Recorder, UnjudgeableError, device_of
 from lit_cifar.tools.replay.replaying import judge
+from lit_cifar.tools.replay.sharded import is_sharded
 from lit_cifar.tools.replay.twin import Twin, twin_of, what_cannot_be_judged
 from lit_cifar.tools.replay.verdict import Report
 
@@ -55,7 +56,7 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
 
     def _record(self) -> None:
         self._folder = Path(_from_rank_0(tempfile.mkdtemp(prefix="replay-") if self._rank == 0 else None))
-        if self._rank == 0:
+        if self._rank == 0 or is_sharded(self.module):
             self._make_twin()
         self._recorder = Recorder(
             self._folder,
@@ -86,7 +87,7 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
     def _make_twin(self) -> None:
         try:
             module, optimizers = twin_of(self.module, self.optimizers)
-            self._twin = Twin(module, optimizers, module)
+            self._twin = Twin(module, optimizers, module, is_sharded(self.module))
         except UnjudgeableError as reason:
             self.report.abstained.append(str(reason))
 
@@ -119,11 +120,8 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
 
 
 def _is_parallel_in_another_way(model: nn.Module) -> bool:
-    """It wraps a module, or holds shards. A plain one is not: it trains on each rank by itself, which is a mistake."""
-    if isinstance(model, DistributedDataParallel):
-        return False
-    wraps = isinstance(getattr(model, "module", None), nn.Module)
-    return wraps or any(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
+    """It wraps a module. A plain one does not: it trains on each rank by itself, which is a mistake."""
+    return not isinstance(model, DistributedDataParallel) and isinstance(getattr(model, "module", None), nn.Module)
 
 
 def _unwrapped(optimizer: Optimizer) -> Optimizer:

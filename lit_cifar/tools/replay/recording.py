@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from lit_cifar.tools.replay.digests import Digest, Surroundings, digest
 from lit_cifar.tools.replay.exchange import Exchange, can_be_replayed, intercepted, observed
 from lit_cifar.tools.replay.graph import Outputs, forget, observe
+from lit_cifar.tools.replay.sharded import is_of_fsdp, is_sharded, whole
 
 Digests: TypeAlias = dict[str, Digest]
 Tensors: TypeAlias = dict[str, Tensor]
@@ -97,6 +98,7 @@ class Recorder:
         self._is_synced, self._progress, self._by_engine = is_synced, progress, by_engine
         self._device = device_of(module)
         self._names = names_of(module, self.optimizers)
+        self._sharded = is_sharded(module)  # then gradients appear when they have been averaged, with no hook before
         self._reasons: list[str] = []
         self._next = 0
         self._open: list[tuple[int, Call]] = []  # calls whose outputs may still get a gradient
@@ -113,7 +115,8 @@ class Recorder:
         self._known = {name: digest(parameter) for parameter, name in self._names.items()}
         self._handles = [*self._hooks()]
         self._outputs = Outputs(self._names)
-        observe(self._before_backward)
+        self._observer = (self._before_backward, self._after_backward)
+        observe(self._observer)
 
     def _hooks(self) -> Iterator[RemovableHandle]:
         for parameter, name in self._names.items():
@@ -129,7 +132,7 @@ class Recorder:
         """Remove all hooks and write what is open."""
         for handle in self._handles:
             handle.remove()
-        forget(self._before_backward)
+        forget(self._observer)
         self._interception.close()
         self._flush()
         with suppress(OSError, RuntimeError):  # rank 0 misses the file, and says so
@@ -155,7 +158,11 @@ class Recorder:
             inputs=self._copied((args, kwargs)),
             surroundings=Surroundings.now(self._device),
             parameters=found,
-            changed={n: p.detach().clone() for p, n in self._names.items() if found[n].bits != self._known[n].bits},
+            changed={
+                name: whole(parameter).detach().clone()
+                for parameter, name in self._names.items()
+                if found[name].bits != self._known[name].bits
+            },
             buffers={name: buffer.detach().clone() for name, buffer in self.module.named_buffers()},
             attributes=dict(plain_attributes(self.module)),
             progress=self._progress(),
@@ -192,7 +199,7 @@ class Recorder:
         return wrapper
 
     def _exchange(self, name: str, real: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._exchanges is None:
+        if self._exchanges is None or (self._sharded and is_of_fsdp()):
             return real(group, *args, **kwargs)
         if not can_be_replayed(name):
             self._reasons.append(f"ranks exchange data inside a step by {name}, which is not replayed")
@@ -204,6 +211,13 @@ class Recorder:
     def _before_backward(self, roots: list[Tensor]) -> None:
         if not self._depth:  # what is inside of a call is repeated with it
             self._reasons += self._outputs.begin(roots)
+        if self._sharded:
+            self._fresh = [name for parameter, name in self._names.items() if parameter.grad is None]
+            self._synced = True
+
+    def _after_backward(self) -> None:
+        if self._by_engine and (self._local or (self._sharded and self._outputs.begun)):
+            self.backward_ended()
 
     def _began(self, grads: list[Tensor | None], place: int, node: Node | None, gradient: Tensor) -> None:
         """A backward pass has come to an output."""
@@ -212,24 +226,16 @@ class Recorder:
         self._exchanges = self._of_backward
 
     def _on_gradient(self, name: str, parameter: Tensor, gradient: Tensor) -> None:
-        if self._by_engine and not self._local:
-            self._after_all_others(self.backward_ended)
         self._synced = self._is_synced()
         if name not in self._local and (parameter.grad is None or not parameter.grad.any()):
             self._fresh.append(name)
         self._local.setdefault(name, []).append(digest(gradient))
 
-    @staticmethod
-    def _after_all_others(function: Callable[[], None]) -> None:
-        """Call it when the backward pass and its callbacks have ended, DDP's too: a callback may queue another."""
-        queue = torch.autograd.Variable._execution_engine.queue_callback
-        queue(lambda: queue(function))
-
     @torch.no_grad()
     def backward_ended(self) -> None:
         """To be called after every backward pass, when gradients have been reduced."""
         synced = self._synced
-        grads = {name: p.grad for p, name in self._names.items() if p.grad is not None}
+        grads = {name: whole(p.grad) for p, name in self._names.items() if p.grad is not None}
         self._grads = {name: digest(gradient) for name, gradient in grads.items()}
         values = {n: g.detach().clone() for n, g in grads.items()} if synced and self.rank == 0 else {}
         inside = self._depth > 0
@@ -258,7 +264,7 @@ class Recorder:
         if self._step is not None:
             self._reasons.append(f"{type(optimizer).__name__} evaluates its closure several times in a step")
         groups = [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        grads = {self._names[p]: p.grad for p in parameters_of(optimizer) if p.grad is not None}
+        grads = {self._names[p]: whole(p.grad) for p in parameters_of(optimizer) if p.grad is not None}
         found = {name: digest(gradient) for name, gradient in grads.items()}
         changed = [name for name, its in found.items() if name not in self._grads or its.bits != self._grads[name].bits]
         values = {name: grads[name].detach().clone() for name in changed} if self.rank == 0 else {}

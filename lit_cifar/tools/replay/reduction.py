@@ -18,6 +18,7 @@ class ExactMean:
     """Sums gradients of ranks in float64; those of ranks that have none are zero."""
 
     num_ranks: int
+    before: dict[str, Tensor] = field(default_factory=dict)  # to which the mean is added, with a rounding of its own
     totals: dict[str, Tensor] = field(default_factory=dict)
     magnitudes: dict[str, Tensor] = field(default_factory=dict)
 
@@ -40,7 +41,10 @@ class ExactMean:
         info = torch.finfo(reduced.dtype)
         relative = gamma(self.num_ranks, reduced.dtype) + gamma(self.num_ranks, torch.float64)
         divisor = 1 if is_sum else self.num_ranks
-        bound = relative * self.magnitudes[name] / divisor
-        distance = (reduced.double() - self.totals[name] / divisor).abs()
+        bound, expected = relative * self.magnitudes[name] / divisor, self.totals[name] / divisor
+        if name in self.before:
+            expected = expected + self.before[name].double()
+            bound = bound + gamma(1, reduced.dtype) * reduced.double().abs()
+        distance = (reduced.double() - expected).abs()
         shares = distance / (bound + self.num_ranks * info.tiny)
         return float("inf") if bool(shares.isnan().any()) else float(shares.max()) if shares.numel() else 0.0

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lit_cifar.tools.replay.digests import Surroundings
 from lit_cifar.tools.replay.exchange import Handler, intercepted
 from lit_cifar.tools.replay.recording import UnjudgeableError, names_of, parameters_of
+from lit_cifar.tools.replay.sharded import is_sharded, what_is_not_replayed, whole, whole_copy
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -24,6 +25,7 @@ class Twin:
     module: nn.Module
     optimizers: list[Optimizer]
     call: Callable[..., Any]
+    sharded: bool = False  # in the run
     # What the trainer does between backward pass and step, as clipping; None if a script does it, which is not known.
     before_step: Callable[[Optimizer], None] | None = None
     progress: Callable[[dict[str, int]], None] = lambda progress: None
@@ -33,16 +35,20 @@ def what_cannot_be_judged(model: nn.Module | None, module: nn.Module) -> list[st
     """Reasons; `model` is what wraps the module, if anything does."""
     hooks = [getattr(hook, "__name__", str(hook)) for hook, _ in getattr(model, "_comm_hooks", ())]
     reasons = [f"the communication hook {name} changes gradients on their way" for name in hooks]
+    reasons += what_is_not_replayed(module)
     if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in module.parameters()):
         reasons.append("a lazy layer has no parameters yet")
     return reasons
 
 
 def twin_of(module: Module, optimizers: Sequence[Optimizer]) -> tuple[Module, list[Optimizer]]:
-    """Copies whose parameters are one another's as those of the originals are; `UnjudgeableError` if that cannot be."""
+    """Copies whose parameters are one another's as those of the originals are; `UnjudgeableError` if that cannot be.
+
+    Of a sharded module every rank must call this.
+    """
     memo: dict[int, Any] = {}
     try:
-        its = copy.deepcopy(module, memo)
+        its = whole_copy(module, memo) if is_sharded(module) else copy.deepcopy(module, memo)
         copies = [_optimizer_copy(optimizer, memo) for optimizer in optimizers]
     except Exception as error:  # of a stranger's code
         raise UnjudgeableError(f"{type(module).__name__} cannot be copied: {error}") from error
@@ -57,6 +63,8 @@ def _optimizer_copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     its = object.__new__(type(optimizer))
     own = {name: value for name, value in vars(optimizer).items() if name != "step" and not name.endswith("_hooks")}
     vars(its).update({name: copy.deepcopy(value, memo) for name, value in own.items()})
+    for state in its.state.values():
+        state.update({key: whole(value) for key, value in state.items() if isinstance(value, Tensor)})
     vars(its).update({name: type(value)() for name, value in vars(optimizer).items() if name.endswith("_hooks")})
     return its
 
