@@ -200,10 +200,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         """This process's part of every global batch, augmented, uint8."""
         sampler = self.train_sampler()
         sampler.check()
-        loader = BatchLoader(self._resident("train"), sampler, augmentation=self.augmentation)
-        if loader.images.images.device == self.sets["train"].images.device:
-            self.sets["train"] = loader.images  # which may be a copy: one is enough
-        return loader
+        return BatchLoader(self._resident("train"), sampler, augmentation=self.augmentation)
 
     def val_dataloader(self) -> BatchLoader | list[BatchLoader]:
         """The held-out images, each once over all processes; no loader at all when there are none."""

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lit_cifar.checkpoint import exact_resume
 from lit_cifar.checkpoint.callbacks import BestCheckpoint
 from lit_cifar.checkpoint.sample_audit import EMPTY, SampleAudit
-from lit_cifar.data.augment import Augmentation, AugmentedImages
+from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.images import Batch
 from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.samplers import BatchIds, EvaluationSampler, TrainSampler
@@ -435,7 +435,7 @@ def _as_if_full(site: Site) -> None:
 
 
 def _draws_of_first_epoch(site: Site) -> None:
-    site.replace(AugmentedImages, "draw", lambda draw, images, ids, epoch: draw(images, ids, epoch=0))
+    site.replace(Augmentation, "draw", lambda draw, augmentation, ids, size, epoch: draw(augmentation, ids, size, epoch=0))
 
 
 def _gradient_of_last_step(site: Site) -> None:
