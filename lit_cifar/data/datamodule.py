@@ -3,7 +3,7 @@
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import torch
@@ -16,10 +16,12 @@ from lit_cifar.data.counter_rng import Purpose, keyed_permutation
 from lit_cifar.data.dataset import Split
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.data.loader import BatchLoader
-from lit_cifar.data.pictures import FolderImages, read_folder
 from lit_cifar.data.samplers import EvaluationSampler, TrainSampler
 from lit_cifar.data.sources import open_dataset
 from lit_cifar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lit_cifar.data.pictures import FolderImages
 
 
 class CIFAR10DataModule(L.LightningDataModule):
@@ -158,6 +160,8 @@ class CIFAR10DataModule(L.LightningDataModule):
         if stage == "predict":
             if self.predict_dir is None:
                 raise ConfigError("predict classifies a folder of images", remedy="pass --data.predict_dir=FOLDER")
+            from lit_cifar.data.pictures import read_folder  # other commands read none
+
             self.folder = read_folder(self.predict_dir, classes=self.classes, size=self.image_size)
             self.sets["predict"] = self.folder.images
 

@@ -435,7 +435,9 @@ def _as_if_full(site: Site) -> None:
 
 
 def _draws_of_first_epoch(site: Site) -> None:
-    site.replace(Augmentation, "draw", lambda draw, augmentation, ids, size, epoch: draw(augmentation, ids, size, epoch=0))
+    site.replace(
+        Augmentation, "draw", lambda draw, augmentation, ids, size, epoch: draw(augmentation, ids, size, epoch=0)
+    )
 
 
 def _gradient_of_last_step(site: Site) -> None:
