@@ -46,12 +46,6 @@ def test_every_global_batch_is_the_same_for_any_number_of_processes(num_ranks: i
     assert sorted(i for batch in batches for i in batch) == list(range(1000))
 
 
-def test_replica_r_takes_positions_r_and_every_rth_after_it() -> None:
-    order = torch.cat([part.ids for (part,) in train_parts(1)])[:168]
-    for rank, part in enumerate(train_parts(4)[0]):
-        assert part.ids.equal(order[rank::4])
-
-
 @pytest.mark.parametrize("batch_size", [0, -3])
 @pytest.mark.parametrize(
     ("batch_split", "usual"), [(BatchSplit(), 128), (BatchSplit(dp_size=3, num_microbatches=2), 132)]

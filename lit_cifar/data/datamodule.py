@@ -238,11 +238,6 @@ class CIFAR10DataModule(L.LightningDataModule):
             return images
         return images.to(device)
 
-    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
-        """Nothing to do for images that are there; Lightning would look through the batch for tensors."""
-        there = batch.images.device == device
-        return batch if there else super().transfer_batch_to_device(batch, device, dataloader_idx)
-
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Normalise on the device: uint8 to float32 to the precision of the run."""
         device = batch.images.device
