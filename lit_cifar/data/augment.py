@@ -49,12 +49,14 @@ class Augmentation:
         """The `images` (uint8, (n, C, H, W)) after their `draws`, a new tensor of the same shape."""
         rows, columns, mirrored, *centres = draws
         cropped = crop(images, rows, columns, mirrored.bool(), padding=self.padding)
-        return cropped.masked_fill_(self._square(*centres, images.shape[2:])[:, None], 0) if centres else cropped
+        if centres:
+            cropped.masked_fill_(self._square(centres, images.shape[2:])[:, None], 0)
+        return cropped
 
-    def _square(self, rows: Tensor, columns: Tensor, size: Sequence[int]) -> Tensor:
+    def _square(self, centres: Sequence[Tensor], size: Sequence[int]) -> Tensor:
         """Which pixels cutout blackens, bool, (n, *size); a square may reach over the border."""
-        height, width = size
-        return self._side(rows, height)[:, :, None] & self._side(columns, width)[:, None, :]
+        rows, columns = map(self._side, centres, size)
+        return rows[:, :, None] & columns[:, None, :]
 
     def _side(self, centres: Tensor, length: int) -> Tensor:
         start = centres[:, None] - self.cutout // 2
