@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from torch.profiler import profile
 
 from lit_cifar.models import build_network
-from lit_cifar.tools.bench import step_figure
-from lit_cifar.tools.bench.step_events import STAGE, STEP, RankStep, chrome_trace, on_one_clock, union
+from lit_cifar.tools.bench.step_events import STAGE, STEP, RankStep, chrome_trace, draw, on_one_clock, union
 from lit_cifar.tools.bench.step_trace import SavedForBackward
 
 
@@ -114,7 +113,7 @@ def test_the_trace_has_a_process_for_each_rank_and_a_row_for_each_stage() -> Non
 
 
 def test_the_picture_has_a_row_for_each_rank() -> None:
-    figure = step_figure.draw(two_ranks(), title="a step")
+    figure = draw(two_ranks(), title="a step")
     (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1"]
     assert "F0" in [text.get_text() for text in axes.texts]

@@ -109,7 +109,6 @@ def _shuffled(items: Sequence[T], rng: random.Random) -> Iterator[T]:
 
 
 # A disk that takes no further checkpoint: a limit on the size of files, so that a save fails halfway.
-CAN_FILL = hasattr(psutil, "RLIMIT_FSIZE")
 LEAST_BYTES = 4 << 20  # of a checkpoint, so that there is room for a log and not for it
 _MAX_BYTES = 2 << 20
 
