@@ -309,12 +309,10 @@ def test_a_damaged_folder_is_refused(name: str, old: str | None, new: str, words
     ("args", "words"),
     [
         (["first/metrics.csv"], ["metrics.csv is a file, not the folder of a run", "fit"]),
-        (["no"], ["does not exist"]),
         (["first", "birds"], ["different data", "first has cats and dogs", "birds has birds"]),
         (["first", "pictures"], ["different classes", "has cat, dog", "has cat, bird"]),
         (["first", "birds/../first"], ["is given twice"]),
         (["first", "--output=first"], ["--output=first cannot be written", "another file"]),
-        ([], ["RUN", "report --help"]),
     ],
 )
 def test_what_cannot_be_a_page_is_refused(

@@ -159,21 +159,6 @@ def test_saved_bytes_of_a_network(arch: Any, autocast: torch.dtype | None) -> No
 # The command ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (["--mode=fsdp"], "with one of single, dp"),
-        (["--devices=-2"], "--devices=-2 is not from 1"),
-        (["--trainer.devices=4"], "--trainer.devices itself"),
-    ],
-)
-def test_a_mistake_has_a_remedy(tmp_path: Path, words: list[str], text: str) -> None:
-    done = run_here("bench", "trace", f"--out={tmp_path / 'out'}", *words)
-    assert done.status == 2
-    assert text in done.stderr
-    assert not (tmp_path / "out").exists()
-
-
 TINY = [
     "--model.arch=tiny",
     "--model.stem=imagenet",

@@ -584,34 +584,6 @@ def test_all_and_chosen_modes_come_in_the_order_of_the_table() -> None:
     assert [mode.name for mode in chosen(["all"], devices=2)] == list(variants(2))
 
 
-@pytest.mark.parametrize(
-    ("args", "word"),
-    [
-        (["--modes=dpp"], "dpp"),
-        (["--devices=1"], "--devices=1"),
-        (["--devices=two"], "two"),
-        ([f"--devices={10**12}"], "--devices 2"),
-        (["--steps=0"], "--steps=0"),
-        (["--steps=1"], "--steps=1"),
-        (["--trainer.strategy=ddp"], "--trainer.strategy"),
-        (["--trainer.max_epochs=1"], "--trainer.max_epochs"),
-        (["--ckpt_path=last.ckpt"], "--ckpt_path"),
-        (["--resume=auto"], "--resume"),
-        (["--trainer.precision=bf16-true"], "bf16-true"),
-        (["--json=/nowhere/at/all.json"], "--json"),
-        (["--self-test", "--virtual_replicas=4"], "in a clone of the repository: python -m tests.mutations"),
-        (["--modes=tp", "--devices=3", "--data.val_size=0"], "3"),
-        (["--modes=ddp", "--devices=3", *TINY, "--data.batch_size=16"], "3 replicas"),
-    ],
-)
-def test_bad_arguments_exit_2_with_a_remedy_before_anything_runs(args: list[str], word: str) -> None:
-    result = run_here("verify", *args)
-    assert result.status == 2
-    assert word in result.stderr
-    assert 2 <= len(result.stderr.splitlines()) <= 5
-    assert "reference" not in result.stdout + result.stderr
-
-
 @pytest.fixture(scope="module")
 def rows() -> dict[str, VerifiedMode]:
     """Of every mode, with gradients accumulated and clipped and a ragged last batch."""
