@@ -63,7 +63,7 @@ class Mutation:
     devices: int = 2  # devices of the mode; more than two if it needs several replicas of several devices
 
 
-STRATEGY, MODULE = attrgetter("trainer.strategy"), attrgetter("module")  # of a site
+STRATEGY, MODULE = "trainer.strategy", "module"  # of a site
 
 
 def planted(
@@ -73,6 +73,7 @@ def planted(
     owner: Any = None,
     method: str = "",
     *,
+    at: str = "",
     name: str | None = None,
     args: tuple[str, ...] = (),
     devices: int = 2,
@@ -80,19 +81,23 @@ def planted(
 ) -> Callable[[Wrong], Wrong]:
     """Add to `found` a mutation that the decorated function plants; its name is the function's, or `name`.
 
-    The function is given the site. With an `owner`, a class, a module, `STRATEGY` or `MODULE`, it is itself the wrong
-    code in place of the owner's `method`, and is also given the original and what that would be given. If `last`, only
-    the process of the last rank makes the mistake.
+    The function is given the site. With an `owner`, a class, a module or the path of one of the site's own objects, it
+    is itself the wrong code in place of the owner's `method`, and is also given the original and what that would be
+    given. With `at` it runs when Lightning calls that hook. If `last`, only the process of the last rank makes the
+    mistake.
     """
 
     def add(wrong: Wrong) -> Wrong:
         def plant(site: Site) -> None:
             if last and site.rank != site.trainer.world_size - 1:
                 return
-            if owner is None:
+            if at:
+                site.at(at, partial(wrong, site))
+            elif owner is None:
                 wrong(site)
             else:
-                site.replace(owner(site) if isinstance(owner, attrgetter) else owner, method, partial(wrong, site))
+                found_owner = attrgetter(owner)(site) if isinstance(owner, str) else owner
+                site.replace(found_owner, method, partial(wrong, site))
 
         own_name = name or wrong.__name__.removeprefix("_").replace("_", "-")
         found.append(Mutation(own_name, imitates, mode, plant, args, devices))

@@ -4,7 +4,7 @@ Each lets a training end normally and changes its weights, its results or its fi
 report of such a bug.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -245,14 +245,11 @@ def _normalises(site: Site) -> None:
     site.at("on_validation_end", lambda: train(False))
 
 
-@mutation("a pass after an evaluation moves the statistics", "single")
+@mutation("a pass after an evaluation moves the statistics", "single", at="on_validation_end")
 def _warm_up(site: Site) -> None:
-    def forward() -> None:
-        network, image = site.module.network.train(), torch.zeros(2, *site.module.image_shape)
-        with torch.no_grad():
-            network(image.to(network.fc.weight))
-
-    site.at("on_validation_end", forward)
+    network, image = site.module.network.train(), torch.zeros(2, *site.module.image_shape)
+    with torch.no_grad():
+        network(image.to(network.fc.weight))
 
 
 # Lightning-AI/pytorch-lightning#20177
@@ -286,23 +283,12 @@ def _counts_of_replica(site: Site) -> None:
     site.replace(MeshStrategy, "_count_along_data", lambda count, strategy, group: None)
 
 
-@mutation("val/loss lacks a sample", "fsdp2-tp", devices=4)
-def _last_without_loss(site: Site) -> None:
-    def without_last(update: Any, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
-        update(logits, labels, losses[:-1])
-
-    site.replace(site.module.val_metrics, "update", without_last)
+@mutation("val/loss lacks a sample", "fsdp2-tp", "module.val_metrics", "update", devices=4)
+def _last_without_loss(site: Site, update: Any, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
+    update(logits, labels, losses[:-1])
 
 
 # Checkpoint and resume
-
-
-def _after_optimizer_is_loaded(site: Site, wrong: Callable[[], None]) -> None:
-    def loaded(load: Any, checkpoint: Any) -> None:
-        load(checkpoint)
-        wrong()
-
-    site.replace(site.trainer.strategy, "load_optimizer_state_dict", loaded)
 
 
 # THUDM/slime#1547
@@ -327,32 +313,26 @@ def _first_draws(site: Site) -> None:
     site.replace(Augmentation, "draw", draw)
 
 
-@mutation("Adam's step is 0 on resume", "ddp", args=ADAM)
-def _adam_counts_again(site: Site) -> None:
-    def begin() -> None:
-        for state in _states(site):
-            state["step"].zero_()
-
-    _after_optimizer_is_loaded(site, begin)
+@mutation("Adam's step is 0 on resume", "ddp", STRATEGY, "load_optimizer_state_dict", args=ADAM)
+def _adam_counts_again(site: Site, load: Any, checkpoint: Any) -> None:
+    load(checkpoint)
+    for state in _states(site):
+        state["step"].zero_()
 
 
 # KempnerInstitute/KempnerForge#115
-@mutation("Adam's second moments are lost on resume", "fsdp2", args=ADAM)
-def _second_moments(site: Site) -> None:
-    def lose() -> None:
-        for state in _states(site):
-            local_part(state["exp_avg_sq"]).zero_()
-
-    _after_optimizer_is_loaded(site, lose)
+@mutation("Adam's second moments are lost on resume", "fsdp2", STRATEGY, "load_optimizer_state_dict", args=ADAM)
+def _second_moments(site: Site, load: Any, checkpoint: Any) -> None:
+    load(checkpoint)
+    for state in _states(site):
+        local_part(state["exp_avg_sq"]).zero_()
 
 
-@mutation("momentum resumes in float32", "ddp")
-def _narrow_momentum(site: Site) -> None:
-    def narrow() -> None:
-        for state in _states(site):
-            state["momentum_buffer"].copy_(state["momentum_buffer"].float())
-
-    _after_optimizer_is_loaded(site, narrow)
+@mutation("momentum resumes in float32", "ddp", STRATEGY, "load_optimizer_state_dict")
+def _narrow_momentum(site: Site, load: Any, checkpoint: Any) -> None:
+    load(checkpoint)
+    for state in _states(site):
+        state["momentum_buffer"].copy_(state["momentum_buffer"].float())
 
 
 # pytorch/pytorch#1489
@@ -455,13 +435,10 @@ def _decays_twice(site: Site, original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 # huggingface/accelerate#963
-@mutation("the schedule also steps between steps", "dp")
+@mutation("the schedule also steps between steps", "dp", at="on_train_batch_end")
 def _schedule_per_microbatch(site: Site) -> None:
-    def step() -> None:
-        if site.trainer.current_epoch and (_batch_idx(site) + 1) % site.trainer.accumulate_grad_batches:
-            site.trainer.lr_scheduler_configs[0].scheduler.step()
-
-    site.at("on_train_batch_end", step)
+    if site.trainer.current_epoch and (_batch_idx(site) + 1) % site.trainer.accumulate_grad_batches:
+        site.trainer.lr_scheduler_configs[0].scheduler.step()
 
 
 @mutation("one rank leaves out the odd sample of its part", "ddp", MODULE, "_train_on", last=True)
@@ -495,10 +472,6 @@ def _equal_microbatches(site: Site, train: Any, pipeline: Pipeline, images: Any,
 # Reduction
 
 
-def _before_step(site: Site, wrong: Callable[[], None]) -> None:
-    site.at("on_before_optimizer_step", wrong)
-
-
 @mutation("pipelines divide by all processes", "ddp_pp", STRATEGY, "post_backward", args=UNCUT, devices=4)
 def _over_all(site: Site, average: Any, loss: Tensor) -> None:
     average(loss)
@@ -506,14 +479,11 @@ def _over_all(site: Site, average: Any, loss: Tensor) -> None:
         parameter.grad.mul_(dist.get_world_size(site.trainer.strategy.data_group) / site.trainer.world_size)
 
 
-@mutation("a stage divides by devices", "ddp_mp", devices=4)
+@mutation("a stage divides by devices", "ddp_mp", at="on_before_optimizer_step", devices=4)
 def _stage_over_devices(site: Site) -> None:
-    def halve() -> None:
-        stage = site.trainer.strategy.partition.stages[1].module(site.module.network)
-        for parameter in stage.parameters():
-            parameter.grad.div_(site.trainer.strategy.num_stages)
-
-    _before_step(site, halve)
+    stage = site.trainer.strategy.partition.stages[1].module(site.module.network)
+    for parameter in stage.parameters():
+        parameter.grad.div_(site.trainer.strategy.num_stages)
 
 
 # pytorch/torchtitan#596
@@ -532,13 +502,10 @@ def _summed_weight(site: Site, backward: Any, ctx: Any, grad: Tensor) -> tuple[T
     return tuple(grads)
 
 
-@mutation("gradients are averaged in float32", "ddp")
+@mutation("gradients are averaged in float32", "ddp", at="on_before_optimizer_step")
 def _narrow_reduction(site: Site) -> None:
-    def narrow() -> None:
-        for parameter in site.module.network.parameters():
-            parameter.grad.copy_(parameter.grad.float())
-
-    _before_step(site, narrow)
+    for parameter in site.module.network.parameters():
+        parameter.grad.copy_(parameter.grad.float())
 
 
 # pytorch/pytorch#22192
@@ -563,12 +530,9 @@ def _own_count_backward(site: Site, original: Any, ctx: Any, x: Tensor, *args: A
     return output
 
 
-@mutation("a tensor's gradient is divided twice", "fsdp2")
+@mutation("a tensor's gradient is divided twice", "fsdp2", at="on_before_optimizer_step")
 def _divided_twice(site: Site) -> None:
-    def again() -> None:
-        local_part(site.module.network.fc.weight.grad).div_(site.trainer.world_size)
-
-    _before_step(site, again)
+    local_part(site.module.network.fc.weight.grad).div_(site.trainer.world_size)
 
 
 # huggingface/text-generation-inference#1036
@@ -604,21 +568,15 @@ def _mean_of_replicas(site: Site, original: Any, logits: Tensor, labels: Tensor)
 
 
 # huggingface/accelerate#1624
-@mutation("a new epoch begins without averages", "ddp_spawn")
+@mutation("a new epoch begins without averages", "ddp_spawn", at="on_train_batch_start")
 def _no_sync_leaks(site: Site) -> None:
-    def leak() -> None:
-        synchronises = site.trainer.current_epoch == 0 or _batch_idx(site) >= site.trainer.accumulate_grad_batches
-        site.set(site.trainer.strategy.model, "require_backward_grad_sync", synchronises)
-
-    site.at("on_train_batch_start", leak)
+    synchronises = site.trainer.current_epoch == 0 or _batch_idx(site) >= site.trainer.accumulate_grad_batches
+    site.set(site.trainer.strategy.model, "require_backward_grad_sync", synchronises)
 
 
-@mutation("tp's parts divide by all", "fsdp2-tp", devices=4)
+@mutation("tp's parts divide by all", "fsdp2-tp", at="on_before_optimizer_step", devices=4)
 def _parts_over_all(site: Site) -> None:
-    def halve() -> None:
-        for parameter in site.module.network.parameters():
-            if isinstance(parameter, DTensor) and len(parameter.placements) == 2 and parameter.placements[1].is_shard():
-                assert parameter.grad is not None
-                local_part(parameter.grad).div_(2)
-
-    _before_step(site, halve)
+    for parameter in site.module.network.parameters():
+        if isinstance(parameter, DTensor) and len(parameter.placements) == 2 and parameter.placements[1].is_shard():
+            assert parameter.grad is not None
+            local_part(parameter.grad).div_(2)
