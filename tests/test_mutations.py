@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from documents import ROOT
@@ -20,7 +21,7 @@ from tests.mutations import of_one_process, unseen
 from tests.mutations.__main__ import main, parser
 from tests.mutations.catalogue import BY_NAME, OF_MODES, OF_PARTS, on_python_path
 from tests.mutations.of_virtual_replicas import NO_PLACE
-from tests.mutations.planting import Mutation, Site, by_name
+from tests.mutations.planting import Mutation, Site, by_name, planted
 from tests.mutations.self_test import (
     ARGS,
     COMPARISON,
@@ -56,21 +57,33 @@ class Original:
         return value
 
 
-def site(folder: Path) -> Site:
-    return Site(SimpleNamespace(global_rank=1, callbacks=[]), None, folder)
+def site(folder: Path, *, rank: int = 1) -> Site:
+    return Site(SimpleNamespace(global_rank=rank, world_size=2, callbacks=[]), None, folder)
 
 
 def test_wrong_code_is_known_to_have_run_only_when_it_has(tmp_path: Path) -> None:
     class Owner(Original):
         pass
 
-    planted = site(tmp_path)
-    planted.replace(Owner, "method", lambda original, self: f"not {original(self)}")
-    planted.replace(Owner, "static", lambda original, value: f"not {original(value)}")
-    planted.at("on_train_end", lambda: None)
+    found: list[Mutation] = []
+
+    @planted(found, "", "ddp", Owner, "method")
+    @planted(found, "", "ddp", Owner, "static", name="static", last=True)
+    def _not_so(site: Site, original: Any, *args: Any) -> str:
+        return f"not {original(*args)}"
+
+    @planted(found, "", "ddp", at="on_train_end")
+    def _at_end(site: Site) -> None:
+        pass
+
+    assert [mutation.name for mutation in found] == ["static", "not-so", "at-end"]
+    for mutation in found:
+        mutation.plant(site(tmp_path, rank=0))
     assert not any(tmp_path.iterdir())
     assert Owner().method() == "not right"
-    assert [path.name for path in tmp_path.iterdir()] == ["acted1"]
+    assert [path.name for path in tmp_path.iterdir()] == ["acted0"]
+    assert Owner().static("right") == "right"
+    found[0].plant(site(tmp_path))
     assert Owner().static("right") == "not right"
 
 

@@ -602,23 +602,3 @@ def test_every_mode_trains_what_one_device_trains(name: str, rows: dict[str, Ver
     assert row.counts[1] == 15
     in_one_process = name in ("single", "dp", "mp", "mp-micro", "ddp_mp")  # two stages of two devices: one process
     assert row.processes == (1 if in_one_process else 2)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_every_mode_has_the_bits_of_one_device() -> None:
-    """In bfloat16, where a tolerance says little."""
-    args = ["--virtual_replicas=4", "--trainer.precision=bf16-mixed", "--model.arch=tiny"]
-    rows = verify(["all"], devices=4, args=args)
-    assert {row.mode: row.problems for row in rows if row.problems} == {}
-    assert [row.mode for row in rows] == ["single", "dp", "ddp", "ddp_spawn", "mp", "ddp_mp", "pp", "ddp_pp", "fsdp2"]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("arch", ["tiny_bottleneck", "vit_micro"])
-def test_every_mode_trains_every_kind_of_block(arch: str) -> None:
-    flags = [flag for flag in TINY if not flag.startswith(("--model.arch", "--model.stem"))]
-    rows = verify(list(variants(2)), devices=2, args=[*flags, f"--model.arch={arch}"])
-    assert {row.mode: row.problems for row in rows if row.problems} == {}
-    assert max(value for row in rows for value in row.differences.values()) <= EXACT_BOUND
