@@ -31,7 +31,6 @@ OPERATIONS = ("matmul", "convolution")
 # Side of the matrices, images and channels of the convolution: about a millisecond on a core, less on a GPU.
 _SIZES = {"cpu": (256, 4, 64), "cuda": (2048, 16, 256)}
 _IMAGE_SIDE = 32
-_LARGEST = 8
 _PERIOD = 251  # of the pattern; a prime, so that a block that arrives in the wrong place is seen
 _STEP = 7
 
@@ -72,16 +71,13 @@ def operations(device: torch.device) -> list[Operation]:
     side, num_images, channels = _SIZES[device.type]
     images, filters = (num_images, channels, _IMAGE_SIDE, _IMAGE_SIDE), (channels, channels, 3, 3)
     return [
-        Operation("matmul", _integers((side, side), salt=1), _integers((side, side), salt=2)).to(device),
-        Operation("convolution", _integers(images, salt=3), _integers(filters, salt=4)).to(device),
+        Operation("matmul", _integers((side, side), seed=1), _integers((side, side), seed=2)).to(device),
+        Operation("convolution", _integers(images, seed=3), _integers(filters, seed=4)).to(device),
     ]
 
 
-def _integers(shape: tuple[int, ...], *, salt: int) -> Tensor:
-    """Integers from -8 to 8 that look random, from a hash of their place (D. Knuth's multiplicative one)."""
-    place = torch.arange(torch.Size(shape).numel()) + (salt << 24)
-    mixed = (place * 2654435761) % 2**32 // 2**15
-    return (mixed % (2 * _LARGEST + 1) - _LARGEST).float().reshape(shape)
+def _integers(shape: tuple[int, ...], *, seed: int) -> Tensor:
+    return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
 def pattern(num_values: int, *, call: int, device: torch.device) -> Tensor:
