@@ -71,8 +71,8 @@ EXHAUSTIVE = {
     "tied weights": Case("mp dp ddp ddp_spawn", own("Tied")),
     "tied weights in no chain": Case("fsdp2", own("TiedWhole")),
     "hooks on gradients": Case("mp dp ddp", own("Hooked")),
-    "bottlenecks in every mode": Case(" ".join(variants(2)), [*CUT, "--model.arch=tiny_bottleneck"]),
-    "a transformer in every mode": Case(" ".join(variants(2)), [*CUT, "--model.arch=vit_micro"]),
+    "bottlenecks in every mode": Case(" ".join(variants(2)), [*CUT, "--model.arch=tiny_bottleneck"], steps=4),
+    "a transformer in every mode": Case(" ".join(variants(2)), [*CUT, "--model.arch=vit_micro"], steps=4),
 }
 ALL = [
     *(pytest.param(case, id=name) for name, case in CASES.items()),
