@@ -25,7 +25,6 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.strategies.modes import chosen, variants
 from lit_cifar.task.module import LitResNet
 from lit_cifar.tools.commands.verify import verify
-from lit_cifar.tools.verify.abstention import ROUNDING, other_weights
 from lit_cifar.tools.verify.checkpoint_check import _equal, checkpoint_problems
 from lit_cifar.tools.verify.comparison import (
     EXACT_BOUND,
@@ -41,6 +40,7 @@ from lit_cifar.tools.verify.comparison import (
 )
 from lit_cifar.tools.verify.configuration import Configuration, module_of
 from lit_cifar.tools.verify.evaluation import expected, logits_problems
+from lit_cifar.tools.verify.judge import ROUNDING, other_weights
 from lit_cifar.tools.verify.launcher import Launcher
 from lit_cifar.tools.verify.logged_metrics import counted, logged, logged_problems
 from lit_cifar.tools.verify.rank_state import (
