@@ -1,5 +1,6 @@
 """Compares the record of a mode with that of the single-device computation that it equals, or says why it cannot."""
 
+import json
 import math
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,6 +11,8 @@ from lit_cifar.checkpoint.lightning_io import DIGESTS
 from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.strategies.modes import Variant
 from lit_cifar.task.module import LitResNet
+from lit_cifar.tools.replay.callback import RESULT
+from lit_cifar.tools.replay.verdict import Finding
 from lit_cifar.tools.verify.checkpoint_check import (
     MAY_DIFFER,
     OF_ACCUMULATION,
@@ -17,7 +20,15 @@ from lit_cifar.tools.verify.checkpoint_check import (
     checkpoint_problems,
     entry_problems,
 )
-from lit_cifar.tools.verify.comparison import LOGITS, SAME_BITS, Bounds, differences, first_excess, largest
+from lit_cifar.tools.verify.comparison import (
+    LOGITS,
+    SAME_BITS,
+    Bounds,
+    and_more,
+    differences,
+    first_excess,
+    largest,
+)
 from lit_cifar.tools.verify.configuration import Configuration
 from lit_cifar.tools.verify.evaluation import Evaluated, expected, logits_problems
 from lit_cifar.tools.verify.logged_metrics import METRIC_BOUND, logged_problems
@@ -59,7 +70,7 @@ def judge(
         return row
     row.processes = record.about["world_size"]
     of_steps = _compare_steps(row, record, reference)
-    row.problems += [*of_steps, *record.sample_problems(reference.record)]
+    row.problems += [*of_steps, *replay_problems(record), *record.sample_problems(reference.record)]
     if (reason := other_weights(reference.record, settings.added_callbacks)) is not None:
         row.outcome = "failed" if row.problems else "crashed" if outcome.status else "abstained"
         row.problems.append(f"{RESUMED}: {outcome.last_words}" if outcome.status else reason)
@@ -74,6 +85,18 @@ def judge(
     rounded = {*of_steps, *of_metrics}
     row.may_be_rounding = not settings.is_exact and row.outcome == "failed" and rounded.issuperset(row.problems)
     return row
+
+
+def replay_problems(record: Record) -> list[str]:
+    """What a replay of the same steps, in the same precision, has found; nothing where the mode has none.
+
+    A replay that passes says nothing of the order of the data and their augmentation.
+    """
+    path = record.run / RESULT
+    if not path.exists():
+        return []
+    findings = [Finding(**finding) for report in json.loads(path.read_text()) for finding in report["findings"]]
+    return [f"replay: {findings[0]}" + and_more(len(findings) - 1)] if findings else []
 
 
 def _compare_metrics(row: VerifiedMode, record: Record, reference: Reference, settings: Configuration) -> list[str]:
