@@ -24,7 +24,7 @@ from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.errors import ConfigError
 from lit_cifar.strategies.modes import chosen, variants
 from lit_cifar.task.module import LitResNet
-from lit_cifar.tools.commands.verify import verify
+from lit_cifar.tools.commands.verify import _verify, verify, verify_parser
 from lit_cifar.tools.verify.checkpoint_check import _equal, checkpoint_problems
 from lit_cifar.tools.verify.comparison import (
     EXACT_BOUND,
@@ -38,8 +38,8 @@ from lit_cifar.tools.verify.comparison import (
     measured_bounds,
     sample_problems,
 )
-from lit_cifar.tools.verify.configuration import Configuration, module_of
-from lit_cifar.tools.verify.evaluation import expected, logits_problems
+from lit_cifar.tools.verify.configuration import DEFAULTS, Configuration, module_of
+from lit_cifar.tools.verify.evaluation import Evaluated, expected, logits_problems
 from lit_cifar.tools.verify.judge import ROUNDING, other_weights
 from lit_cifar.tools.verify.launcher import Launcher
 from lit_cifar.tools.verify.logged_metrics import counted, logged, logged_problems
@@ -546,6 +546,16 @@ def test_tied_weights_and_what_is_not_saved_are_no_mistakes(tf32: list[Any], tmp
     assert logits_problems("evaluation", 0, found.gaps(alone.evaluated), bound=0.0) == []
 
 
+def test_the_first_wrong_sample_of_an_evaluation_is_named_with_its_process() -> None:
+    ids, read = torch.tensor([3, 5, 7, 9]), torch.tensor([9, 7, 5])
+    wanted = Evaluated(ids, torch.zeros(4, dtype=torch.int64), ids[:, None].repeat(1, 10).double())
+    found = Evaluated(read, torch.tensor([0, 0, 1]), read[:, None].repeat(1, 10).double())
+    found.logits[1, 2] += 4.5
+    (problem,) = logits_problems("evaluation after step 2", 1, found.gaps(wanted), bound=1e-9)
+    assert problem.startswith("evaluation after step 2: logits of sample 7 of process 1 differ by 5.0e-01, allowed")
+    assert problem.endswith(", and 1 more")
+
+
 def test_where_a_callback_averages_weights_only_the_steps_are_judged(tf32: list[Any], tmp_path: Path) -> None:
     averaging = ["--trainer.callbacks+=lightning.pytorch.callbacks.EMAWeightAveraging"]
     record = recorded(tmp_path, *ODD, *averaging)
@@ -582,6 +592,27 @@ def test_one_process_holds_what_it_held_and_what_it_saved(tf32: list[Any], tmp_p
 def test_all_and_chosen_modes_come_in_the_order_of_the_table() -> None:
     assert [mode.name for mode in chosen(["ddp", "dp"], devices=2)] == ["dp", "ddp"]
     assert [mode.name for mode in chosen(["all"], devices=2)] == list(variants(2))
+
+
+def test_the_json_file_has_the_findings_that_are_not_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problems = [f"step {number}: wrong" for number in range(1, 8)]
+    row = VerifiedMode("ddp", "one device", outcome="failed", problems=problems)
+    monkeypatch.setattr("lit_cifar.tools.commands.verify.verify", lambda *args, **kwargs: [row])
+    content = _verify(verify_parser().parse_args([]), [])
+    assert content["rows"][0]["problems"] == problems
+    assert "ddp: step 5: wrong\nddp: 2 more findings: see --json FILE\n" in capsys.readouterr().out
+
+
+def test_default_sizes_are_hard_ones() -> None:
+    """Two epochs that end in a batch of unequal parts, and evaluation batches of unequal sizes."""
+    sizes = {name: int(value) for name, _, value in (flag[7:].partition("=") for flag in DEFAULTS) if value.isdecimal()}
+    steps, last = divmod(sizes["num_train"] - sizes["val_size"], sizes["batch_size"])
+    assert (2 * (steps + 1), last % 2, last % 4) == (4, 1, 1)
+    batches, left = divmod(sizes["val_size"], sizes["eval_batch_size"])
+    assert batches >= 2
+    assert left % 2 == 1
 
 
 @pytest.fixture(scope="module")
