@@ -339,6 +339,7 @@ def test_a_run_folder_holds_everything(trained: Path) -> None:
     assert {path.name for path in (trained / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
     config = yaml.safe_load((trained / "config.yaml").read_text())
     assert config["data"]["batch_size"] == 16
+    assert config["trainer"]["num_sanity_val_steps"] == 0  # no validation comes before the first step
     assert config["run_dir"] is None  # or a command that reads this file would write here
     assert environment_of(trained)["data"] == "synthetic"
     columns = (trained / "metrics.csv").read_text().splitlines()[0].split(",")

@@ -60,13 +60,11 @@ def test_lightning_logs_no_step_that_nobody_reads(tmp_path: Path, monkeypatch: p
         log(module, name, *args, **kwargs)
 
     monkeypatch.setattr(LightningModule, "log", noting)
-    fit(LitResNet("tiny", stem="imagenet"), tmp_path, log_every_n_steps=2)
+    module = LitResNet("tiny", stem="imagenet")
+    assert module.step_metrics() == {}
+    fit(module, tmp_path, log_every_n_steps=2)
     assert [name for name in names if name.endswith("_step")] == ["train/loss_step", "train/acc_step"]
     assert [name for name in names if name in ("train/loss", "train/acc")] == ["train/loss", "train/acc"]
-
-
-def test_step_metrics_before_the_first_step() -> None:
-    assert LitResNet("tiny").step_metrics() == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -87,8 +85,3 @@ def test_data_are_examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
     data.prepare_data()
     data.prepare_data()
     assert times == [True]
-
-
-def test_no_validation_comes_before_the_first_step(tmp_path: Path) -> None:
-    assert run_here("fit", *TINY, f"--run_dir={tmp_path}").status == 0
-    assert "num_sanity_val_steps: 0" in (tmp_path / "config.yaml").read_text()
