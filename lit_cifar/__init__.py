@@ -3,9 +3,10 @@
 `import lit_cifar.strategies` registers the names that `Trainer(strategy=...)` knows beside Lightning's own.
 """
 
-from contextlib import nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from lit_cifar.launch import startup as startup  # which notes the parent before the imports that take seconds
 
 if TYPE_CHECKING:
     from lit_cifar.data import CIFAR10DataModule
@@ -49,9 +50,5 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is used."""
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    place = _PLACES[name]
-    # The tools are for any training: they load none of our data, and leave its garbage collector alone.
-    pause = nullcontext() if ".tools." in place else import_module("lit_cifar.launch.startup").gc_paused()
-    with pause:
-        globals()[name] = getattr(import_module(place), name)
+    globals()[name] = getattr(import_module(_PLACES[name]), name)
     return globals()[name]

@@ -1,12 +1,9 @@
-"""The callbacks of every run, the order in which they are called, and less work between two training steps."""
+"""The callbacks of every run, and the order in which they are called."""
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor
-from lightning.pytorch.profilers import PassThroughProfiler
 
 from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
 from lit_cifar.checkpoint.exact_resume import ExactResume, SameStart
@@ -47,31 +44,3 @@ def place(callback: Callback) -> int:
     kinds: tuple[Any, ...] = (SameStart, StepBoundary, Watchdog, BestCheckpoint, LastCheckpoint, Checkpoint)
     places = (-1, 0, 1, 3, 4, 5)
     return next((place for place, kind in zip(places, kinds, strict=True) if isinstance(callback, kind)), 2)
-
-
-# In each step Lightning calls these of every callback, each in a context of its profiler, though most callbacks have
-# one of them or none. On a CPU that takes longer than what the callbacks do.
-_STEP_HOOKS = (
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-)
-_NOTHING: AbstractContextManager[Any] = nullcontext()
-
-
-class NoProfiler(PassThroughProfiler):
-    """Lightning's default, which measures nothing, without a generator for each of its contexts."""
-
-    def profile(self, action_name: str) -> AbstractContextManager[Any]:  # type: ignore[override]  # no generator
-        return _NOTHING
-
-
-def prune_hooks(callbacks: Iterable[Callback], module: LightningModule) -> None:
-    """Replace the hooks of a training step that are Lightning's own, and empty, by None, which it does not call."""
-    for owner, base in [*((callback, Callback) for callback in callbacks), (module, LightningModule)]:
-        for name in _STEP_HOOKS:
-            if getattr(getattr(owner, name), "__func__", None) is getattr(base, name):
-                setattr(owner, name, None)

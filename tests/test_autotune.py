@@ -117,15 +117,6 @@ def test_torchrun_s_processes_cannot_agree(monkeypatch: pytest.MonkeyPatch, tmp_
     assert "bench step" in done.stderr
 
 
-@pytest.mark.parametrize("where", ["flag", "file"])
-def test_its_former_name_is_answered_with_the_new_one(where: str, tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("kernels: auto\n")
-    given = "--kernels=auto" if where == "flag" else f"--config={tmp_path / 'config.yaml'}"
-    done = run_here("fit", *TINY, given)
-    assert done.status == 2
-    assert "did you mean --autotune=true? in the config.yaml of an earlier run delete the line" in done.stderr
-
-
 def test_an_unknown_choice_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(autotune.VARIABLE, "fp8")
     done = run_here("fit", *TINY, "--autotune=true", f"--run_dir={tmp_path / 'run'}")

@@ -20,17 +20,9 @@ def test_a_run_survives_the_death_of_either_process_five_times(tmp_path: Path) -
     """With torchrun's own store, the first or second restart hangs: processes find the addresses of dead ones."""
     kill = ["--trainer.callbacks+=elastic_callbacks.KillRanks", f"--trainer.callbacks.times={NUM_KILLS}"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    fit = ["-m", "lit_cifar", "fit", *TINY, "--trainer.strategy=ddp", *kill]
     done = subprocess.run(
-        [
-            *torchrun,
-            f"--max-restarts={NUM_KILLS}",
-            "-m",
-            "lit_cifar",
-            "fit",
-            *TINY,
-            "--trainer.strategy=ddp",
-            *kill,
-        ],
+        [*torchrun, f"--max-restarts={NUM_KILLS}", *fit],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path_of_this_checkout()},
         cwd=tmp_path,  # each start makes a run folder of its own
         capture_output=True,
@@ -56,6 +48,14 @@ def test_torchrun_sh_asks_for_the_interface() -> None:
     assert "INTERFACE: network interface over which the machines talk" in done.stderr
 
 
+def with_commands(folder: Path, commands: dict[str, str], **variables: str) -> dict[str, str]:
+    """An environment in which these commands are scripts of bash in `folder`."""
+    for name, body in commands.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    return {**os.environ, **variables, "PATH": f"{folder}:{os.environ['PATH']}"}
+
+
 @pytest.fixture
 def network(tmp_path: Path) -> dict[str, str]:
     """An environment in which this machine has two interfaces, and names are known; torchrun says how it is called."""
@@ -66,10 +66,7 @@ def network(tmp_path: Path) -> dict[str, str]:
         'myself) echo "127.0.1.1 STREAM";; node4) echo "10.0.0.4 STREAM";; *) exit 2;; esac',
         "torchrun": 'echo "$@" "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT"',
     }
-    for name, body in commands.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    return {**os.environ, "INTERFACE": "ib0", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    return with_commands(tmp_path, commands, INTERFACE="ib0")
 
 
 @pytest.mark.parametrize(
@@ -101,12 +98,9 @@ def slurm(tmp_path: Path) -> dict[str, str]:
         "scontrol": 'test "$1" = requeue || printf "%s\\n" node3 node4',
         "scancel": "kill -TERM $(cat srun.pid)",
     }
-    for name, body in commands.items():
-        file = tmp_path / name
-        file.write_text(f'#!/bin/bash\necho $$ > {name}.pid\necho "{name} $*" >> calls\n{body}\n')
-        file.chmod(0o755)
-    job = {"SLURM_JOB_NODELIST": "node[3-4]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "54321", "INTERFACE": "ib0"}
-    return {**os.environ, **job, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    noted = {name: f'echo $$ > {name}.pid\necho "{name} $*" >> calls\n{body}' for name, body in commands.items()}
+    job = {"SLURM_JOB_NODELIST": "node[3-4]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "54321"}
+    return with_commands(tmp_path, noted, INTERFACE="ib0", **job)
 
 
 def submit(slurm: dict[str, str], folder: Path, *, srun: str) -> subprocess.Popen[bytes]:

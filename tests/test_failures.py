@@ -105,7 +105,10 @@ class Run:
         """As of `Popen`."""
         return self._process.wait(5)
 
-    def end(self) -> None:
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Leave nothing, whatever happened."""
         for process in self._all or [psutil.Process(self._process.pid), *descendants(self._process)]:
             if is_running(process):
@@ -145,13 +148,10 @@ def test_a_rank_that_is_killed_or_stopped_is_named_and_the_others_end(
     number: signal.Signals, mode: str, rank: int, tmp_path: Path
 ) -> None:
     soon = [SOON] if number == signal.SIGSTOP else []
-    run = Run(tmp_path, *MODES[mode], *soon, num_ranks=4 if mode == "ddp_pp" else 2)
-    try:
+    with Run(tmp_path, *MODES[mode], *soon, num_ranks=4 if mode == "ddp_pp" else 2) as run:
         pid = run.pids()[rank]
         os.kill(pid, number)
         message = told(run.wait(30))
-    finally:
-        run.end()
     assert f"rank {rank} (pid {pid} on {socket.gethostname()})" in message
     assert re.search(r"after \d+ optimizer steps, phase: \w+", message)
     assert number.name in message
@@ -168,12 +168,9 @@ def test_a_rank_that_is_killed_or_stopped_is_named_and_the_others_end(
 )
 def test_a_main_thread_that_hangs_is_found_and_shown(mode: str, rank: int, tmp_path: Path) -> None:
     hanging = ["--trainer.callbacks+=recorder.HangOn", f"--trainer.callbacks.rank={rank}", "--trainer.callbacks.step=8"]
-    run = Run(tmp_path, *MODES[mode], SOON, *hanging, num_ranks=2)
-    try:
+    with Run(tmp_path, *MODES[mode], SOON, *hanging, num_ranks=2) as run:
         pid = run.pids()[rank]
         message = told(run.wait(60))
-    finally:
-        run.end()
     assert f"rank {rank} (pid {pid} on {socket.gethostname()}) hangs: no progress for" in message
     assert "after 8 optimizer steps, phase: training step" in message
     assert "recorder.py" in message
@@ -185,12 +182,9 @@ def test_a_main_thread_that_hangs_is_found_and_shown(mode: str, rank: int, tmp_p
 )
 def test_an_exception_is_told_once_and_by_its_own_traceback(mode: str, tmp_path: Path) -> None:
     failing = ["--trainer.callbacks+=recorder.FailOn", "--trainer.callbacks.rank=1", "--trainer.callbacks.step=3"]
-    run = Run(tmp_path, *MODES[mode], *failing, num_ranks=2)
-    try:
+    with Run(tmp_path, *MODES[mode], *failing, num_ranks=2) as run:
         run.pids()
         stderr = run.wait(30)
-    finally:
-        run.end()
     message = told(stderr)
     assert "rank 1 (pid" in message
     assert "failed; after 3 optimizer steps, phase: training step" in message

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.checkpoint.sample_audit import Tally
-from lit_cifar.data.augment import Augmentation, AugmentedImages
+from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.batch_split import BatchSplit, GhostBatches
 from lit_cifar.data.images import ImageSet
 from lit_cifar.data.loader import BatchLoader
@@ -57,12 +57,11 @@ def sampler_of(images: ImageSet) -> TrainSampler:
 
 
 def test_augmentation_gives_the_same_bytes() -> None:
-    images, places = images_of(64).images, torch.arange(64)
-    here, there = (AugmentedImages(found, Augmentation(seed=2**61, cutout=8)) for found in (images, images.to(DEVICE)))
-    draws = here.draw(places * 2**33 + 5, epoch=3)
-    drawn_there = there.draw((places * 2**33 + 5).to(DEVICE), epoch=3)
+    images, ids = images_of(64).images, torch.arange(64) * 2**33 + 5
+    augmentation = Augmentation(seed=2**61, cutout=8)
+    draws, drawn_there = (augmentation.draw(place, (32, 32), epoch=3) for place in (ids, ids.to(DEVICE)))
     assert drawn_there.cpu().equal(draws)
-    assert there(places.to(DEVICE), drawn_there).cpu().equal(here(places, draws))
+    assert augmentation(images.to(DEVICE), drawn_there).cpu().equal(augmentation(images, draws))
 
 
 def test_batches_made_on_the_device_are_those_of_the_host() -> None:

@@ -11,8 +11,6 @@ from analysis.interrupted_runs import (
     StepWatch,
     interruption,
     learning_rates,
-    plot_learning_rates,
-    plot_timelines,
     read_step_log,
     steps_in_log,
     steps_in_metrics,
@@ -82,22 +80,3 @@ def test_what_a_restart_repeats_and_how_long_it_takes() -> None:
     }
     just_after_saving = KILLED.drop(index=[5, 6, 7])
     assert [*interruption(just_after_saving)] == [3, 3, 0, 8.5]
-
-
-def test_timelines_show_the_kill_and_what_is_repeated(tmp_path: Path) -> None:
-    figure = plot_timelines({"ours": KILLED, "theirs": KILLED})
-    first, second = figure.axes
-    assert [line.get_label() for line in first.lines] == ["steps done", "rank 1 is killed"]
-    assert first.lines[0].get_ydata().tolist() == KILLED["step"].tolist()
-    assert first.lines[1].get_xydata().tolist() == [[3.5, 3.0]]
-    assert [text.get_text() for text in first.texts] == ["resumed from step 2:\n2 steps again"]
-    assert (second.get_title(), first.get_ylabel()) == ("theirs", "optimizer steps done")
-    figure.savefig(tmp_path / "figure.png")
-
-
-def test_learning_rates_have_a_line_for_each_start() -> None:
-    rates = pd.DataFrame({"step": [1, 2], "lr": [0.1, 0.05]})
-    (axes,) = plot_learning_rates({"loop": {"left alone": rates, "before": rates[:1], "after": rates}}).axes
-    assert [line.get_label() for line in axes.lines] == ["left alone", "before", "after"]
-    assert axes.lines[1].get_xydata().tolist() == [[1.0, 0.1]]
-    assert axes.get_ylabel() == "learning rate"

@@ -17,7 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 from lit_cifar import CIFAR10DataModule, LitResNet, WarmupDecay
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.data import Batch
-from lit_cifar.data.augment import Augmentation, AugmentedImages
+from lit_cifar.data.augment import Augmentation
 from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.task.metrics import EvaluationMetrics
 from lit_cifar.task.optim import NesterovSGD, keep_saved_types
@@ -99,14 +99,14 @@ def test_the_trainer_takes_the_steps_of_a_plain_loop(tmp_path: Path) -> None:
     trainer(tmp_path, precision="64-true", max_epochs=2).fit(module, datamodule=images)
 
     train, order = images.sets["train"], images.train_sampler()
-    augmented = AugmentedImages(train.images, Augmentation(seed=0))
+    augmentation = Augmentation(seed=0)
     mean, std = (torch.tensor(values)[:, None, None] for values in (images.source.mean, images.source.std))
     optimizer = SGD(plain.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
     for epoch, lr in enumerate((0.05, 0.005)):
         optimizer.param_groups[0]["lr"] = lr
         order.set_epoch(epoch)
         for ids, _ in order:
-            pixels = augmented(ids, augmented.draw(ids, epoch=epoch)).float()
+            pixels = augmentation(train.images[ids], augmentation.draw(ids, (32, 32), epoch=epoch)).float()
             logits = plain(((pixels - 255 * mean) / (255 * std)).double())
             optimizer.zero_grad()
             F.cross_entropy(logits, train.labels[ids]).backward()

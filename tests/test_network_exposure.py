@@ -114,21 +114,16 @@ def test_a_port_in_use_is_replaced_or_refused(taken_port: int) -> None:
         open_store(LOOPBACK, port=taken_port, only_there=True)
 
 
-def test_lightnings_processes_meet_at_another_port(taken_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lightnings_processes_meet_at_another_port_which_is_held(
+    taken_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From when it is chosen; one that was launched goes where it was told."""
     monkeypatch.setenv("MASTER_PORT", str(taken_port))
     environment = LocalEnvironment()
-    assert environment.main_port != taken_port
-    assert environment.main_port == environment.main_port
-
-
-def test_the_port_is_held_from_when_it_is_chosen() -> None:
-    environment = LocalEnvironment()
+    port = environment.main_port
+    assert taken_port != port == environment.main_port
     with pytest.raises(OSError, match="in use"):
-        socket.create_server((LOOPBACK, environment.main_port))
-
-
-def test_a_launched_process_goes_where_it_was_told(taken_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_PORT", str(taken_port))
+        socket.create_server((LOOPBACK, port))
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert LocalEnvironment().main_port == taken_port
 

@@ -79,20 +79,30 @@ def test_fast_steps_are_shown_twice_a_second(step_s: float, read: list[int], mon
     assert shown[-1] == 125
 
 
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")  # both fits write there
+def resumed(folder: Path, bar: ProgressBar, *, at: int, **settings: Any) -> Trainer:
+    """The second of two fits, which goes on after step `at`, in the middle of an epoch."""
+    checkpoint = ModelCheckpoint(dirpath=folder, filename="middle", every_n_train_steps=at)
+    settings = {"enable_checkpointing": True, "logger": False} | settings
+    first = tiny_trainer(folder, callbacks=[checkpoint], **settings | {"max_steps": at})
+    first.fit(TinyTask(), datamodule=TinyData())
+    second = tiny_trainer(folder, callbacks=[bar, checkpoint], **settings | {"enable_progress_bar": True})
+    second.fit(TinyTask(), datamodule=TinyData(), ckpt_path=folder / "middle.ckpt")
+    return second
+
+
+RESUMING = pytest.mark.filterwarnings(
+    "ignore:You're resuming from a checkpoint that ended before the epoch ended",
+    "ignore:Checkpoint directory .* exists and is not empty",  # both fits write there
+)
+
+
+@RESUMING
 def test_the_time_of_an_epoch_that_is_resumed_in_its_middle(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It begins with the run, not with the machine, on a clock as of one that has been up for long."""
     monkeypatch.setattr(progress, "perf_counter", lambda: 1e6 + perf_counter())
-    checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="middle", every_n_train_steps=2)
-    settings: dict[str, Any] = {"enable_checkpointing": True, "enable_progress_bar": True, "logger": False}
-    first = tiny_trainer(tmp_path, callbacks=[checkpoint, ProgressBar()], max_steps=2, **settings)
-    first.fit(TinyTask(), datamodule=TinyData())
-    capsys.readouterr()
-    second = tiny_trainer(tmp_path, callbacks=[checkpoint, ProgressBar()], **settings)
-    second.fit(TinyTask(), datamodule=TinyData(), ckpt_path=tmp_path / "middle.ckpt")
+    resumed(tmp_path, ProgressBar(), at=2)
     line = capsys.readouterr().out.splitlines()[0]
     assert line.startswith("epoch 1/1  done")
     assert float(line.split()[-2]) < 1000
@@ -112,24 +122,13 @@ def test_other_callbacks_can_print_when_no_bar_is_open(
     assert "heard me\n" in capsys.readouterr().out
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")  # both fits write there
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@RESUMING
 @pytest.mark.parametrize(("max_steps", "shown"), [(5, True), (4, False)])
 def test_resumed_in_the_middle_of_an_epoch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, max_steps: int, shown: bool
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    settings: dict[str, Any] = {"enable_progress_bar": True, "logger": False, "max_epochs": -1}
-    settings |= {"enable_checkpointing": True}
-    checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="middle", every_n_train_steps=4)
-    first = tiny_trainer(tmp_path, callbacks=[checkpoint], max_steps=6, **settings)
-    first.fit(TinyTask(), datamodule=TinyData())
-    capsys.readouterr()
-
-    callbacks = [ProgressBar(refresh_rate=1), checkpoint]
-    second = tiny_trainer(tmp_path, callbacks=callbacks, max_steps=max_steps, **settings)
-    second.fit(TinyTask(), datamodule=TinyData(), ckpt_path=tmp_path / "middle.ckpt")
-
+    second = resumed(tmp_path, ProgressBar(refresh_rate=1), at=4, max_steps=max_steps, max_epochs=-1)
     assert second.global_step == max_steps
     assert ("epoch 2 " in capsys.readouterr().out) == shown
 

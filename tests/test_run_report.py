@@ -2,7 +2,6 @@
 
 import json
 import platform
-import shlex
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,27 +48,6 @@ def test_environment_says_what_ran_and_not_where(tmp_path: Path) -> None:
     assert found["cpu"]["model"]
     assert platform.node() not in text
     assert str(Path.home()) not in text
-
-
-def test_fit_prints_result_and_commands(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    run = Path("my run")
-    run.mkdir()
-    (run / "config.yaml").touch()
-    fit(run)
-    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-
-    assert lines["result"].startswith("best val/acc 0.")
-    assert lines["run"] == "folder  'my run'"
-    command = shlex.split(lines["look"].removeprefix("at it").strip())
-    assert command == ["tensorboard", "--logdir", "my run", "--host", "localhost"]
-    assert shlex.split(lines["report"]) == ["python", "-m", "lit_cifar", "report", "my run"]
-    command = shlex.split(lines["test"].removeprefix("it").strip())
-    assert command[:6] == ["python", "-m", "lit_cifar", "test", "--config", "my run/config.yaml"]
-    assert command[6:] == ["--ckpt_path", "my run/checkpoints/best.ckpt"]
-    assert Path(command[-1]).is_file()
 
 
 def test_a_failed_fit_promises_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from counting import Operators
 
-from lit_cifar.data.augment import Augmentation, AugmentedImages
+from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.data.loader import _BLOCK_ON_DEVICE, BatchLoader
@@ -44,12 +44,6 @@ def test_every_global_batch_is_the_same_for_any_number_of_processes(num_ranks: i
     batches = global_batches(num_ranks, accumulation=accumulation, epoch=3)
     assert batches == global_batches(1, epoch=3)
     assert sorted(i for batch in batches for i in batch) == list(range(1000))
-
-
-def test_replica_r_takes_positions_r_and_every_rth_after_it() -> None:
-    order = torch.cat([part.ids for (part,) in train_parts(1)])[:168]
-    for rank, part in enumerate(train_parts(4)[0]):
-        assert part.ids.equal(order[rank::4])
 
 
 @pytest.mark.parametrize("batch_size", [0, -3])
@@ -144,9 +138,9 @@ def test_batches_that_are_made_together_are_those_made_one_by_one(
     images = torch.randint(0, 256, (50, 3, 32, 32), dtype=torch.uint8)
     labels, augmentation = torch.randint(0, 10, (50,)), Augmentation(seed=1)
     loader = BatchLoader(ImageSet(images, labels, ("a",), ""), sampler, augmentation=augmentation)
-    augmented = AugmentedImages(images, augmentation)
     for batch, (ids, weight) in zip(loader, sampler, strict=True):
-        assert batch.images.equal(augmented(ids, augmented.draw(ids, epoch=getattr(sampler, "epoch", 0))))
+        draws = augmentation.draw(ids, (32, 32), epoch=getattr(sampler, "epoch", 0))
+        assert batch.images.equal(augmentation(images[ids], draws))
         assert batch.labels.equal(labels[ids])
         assert batch.ids.equal(ids)
         assert batch.weight == weight

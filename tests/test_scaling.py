@@ -11,8 +11,6 @@ from commands import TINY, launch, mode_flags, run_here
 from analysis.scaling import (
     MIB,
     accuracy_over_time,
-    plot_accuracy_over_time,
-    plot_scaling,
     read_memory,
     read_speed,
     scaling_frame,
@@ -68,11 +66,6 @@ def test_modes_are_compared_with_one_device(tmp_path: Path) -> None:
     assert frame["highest"].tolist() == [1, 1.6]
     assert frame["efficiency"].tolist() == [1, 0.8]
     assert frame["state_mib"].tolist() == [6, 4]
-    speed, speedup, memory = plot_scaling(frame).axes
-    assert [bar.get_width() for bar in speed.patches] == [100, 160]
-    assert [bar.get_width() for bar in speedup.patches] == [1, 1.6]
-    assert [bar.get_width() for bar in memory.patches] == [6, 4]
-    assert [label.get_text() for label in speed.get_yticklabels()] == ["single, 1", "fsdp2, 2"]
 
 
 def test_a_kind_that_missed_a_round_is_named(tmp_path: Path) -> None:
@@ -89,10 +82,6 @@ def test_seconds_follow_from_the_speed_of_each_window(tmp_path: Path) -> None:
     assert time_to(frame, 0.3) == pytest.approx({"steps": 3, "seconds": 0.4})
     assert time_to(frame, 0.31) == time_to(frame, 0.3, in_a_row=2) == pytest.approx({"steps": 7, "seconds": 0.9})
     assert all(map(math.isnan, [*time_to(frame, 0.6).values(), *time_to(frame, 0.31, in_a_row=2).values()]))
-    steps, seconds = plot_accuracy_over_time({"a run": frame}, target=0.4).axes
-    assert steps.lines[0].get_xydata().tolist() == [[2, 30], [6, 50]]
-    assert seconds.lines[0].get_xdata().tolist() == pytest.approx([0.4, 0.9])
-    assert seconds.lines[1].get_ydata()[0] == 40
 
 
 def test_what_a_run_lacks_is_named_with_the_flag_that_adds_it(tmp_path: Path) -> None:

@@ -12,29 +12,21 @@ from short_fits import fit, short
 from torchmetrics import MeanMetric
 
 from lit_cifar import CIFAR10DataModule, LitResNet
-from lit_cifar.callbacks import NoProfiler, prune_hooks
 from lit_cifar.data.synthetic import Synthetic
 from lit_cifar.task.metrics import MeanLoss
 
-seen: dict[str, Any] = {}
 
+class StopAfter(Callback):
+    """Stops the run after `stop_after` steps."""
 
-class Notes(Callback):
-    """Notes which of its hooks are called, and stops the run after `stop_after` steps."""
-
-    def __init__(self, stop_after: int = -1) -> None:
+    def __init__(self, stop_after: int) -> None:
         self.stop_after = stop_after
-        seen.clear()
-
-    def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
-        seen["backward"] = seen.get("backward", 0) + 1
-        seen["profiler"] = type(trainer.profiler).__name__
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         trainer.should_stop = trainer.global_step == self.stop_after
 
 
-NOTES = f"--trainer.callbacks+={__name__}.Notes"
+STOPPING = f"--trainer.callbacks+={__name__}.StopAfter"
 
 
 def rows(run: Path) -> list[dict[str, str]]:
@@ -47,34 +39,10 @@ def step_losses(run: Path) -> dict[int, str]:
     return {int(row["step"]): row["train/loss_step"] for row in rows(run) if row["train/loss_step"]}
 
 
-def test_only_empty_hooks_are_left_out() -> None:
-    empty, own, patched, module = Callback(), Notes(), Callback(), LitResNet("tiny")
-    patched.on_train_batch_start = print
-    prune_hooks([empty, own, patched], module)
-    assert empty.on_train_batch_end is None
-    assert own.on_train_batch_start is None
-    assert callable(own.on_train_batch_end)
-    assert callable(own.on_before_backward)
-    assert patched.on_train_batch_start is print
-    assert module.on_before_zero_grad is None
-    assert callable(module.on_train_batch_end)
-    assert callable(module.on_validation_batch_start)  # whose signature Lightning reads
-
-
-def test_a_run_calls_the_hooks_that_a_callback_has(tmp_path: Path) -> None:
-    assert run_here("fit", *TINY, NOTES, f"--run_dir={tmp_path}").status == 0
-    assert seen == {"backward": 5, "profiler": NoProfiler.__name__}
-
-
-def test_a_profiler_that_is_asked_for_is_used(tmp_path: Path) -> None:
-    assert run_here("fit", *TINY, NOTES, f"--run_dir={tmp_path}", "--trainer.profiler=simple").status == 0
-    assert seen["profiler"] == "SimpleProfiler"
-
-
 def test_logs_are_the_same_at_fewer_log_points(tmp_path: Path) -> None:
     """Also in the step after which a callback stops the run: Lightning logs it out of turn."""
     for name, every in {"all": 1, "some": 2}.items():
-        flags = [NOTES, "--trainer.callbacks.stop_after=3", f"--trainer.log_every_n_steps={every}"]
+        flags = [STOPPING, "--trainer.callbacks.stop_after=3", f"--trainer.log_every_n_steps={every}"]
         assert run_here("fit", *TINY, *flags, f"--run_dir={tmp_path / name}").status == 0
     of_all, of_some = step_losses(tmp_path / "all"), step_losses(tmp_path / "some")
     assert [*of_all] == [0, 1, 2]
@@ -92,13 +60,11 @@ def test_lightning_logs_no_step_that_nobody_reads(tmp_path: Path, monkeypatch: p
         log(module, name, *args, **kwargs)
 
     monkeypatch.setattr(LightningModule, "log", noting)
-    fit(LitResNet("tiny", stem="imagenet"), tmp_path, log_every_n_steps=2)
+    module = LitResNet("tiny", stem="imagenet")
+    assert module.step_metrics() == {}
+    fit(module, tmp_path, log_every_n_steps=2)
     assert [name for name in names if name.endswith("_step")] == ["train/loss_step", "train/acc_step"]
     assert [name for name in names if name in ("train/loss", "train/acc")] == ["train/loss", "train/acc"]
-
-
-def test_step_metrics_before_the_first_step() -> None:
-    assert LitResNet("tiny").step_metrics() == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -119,8 +85,3 @@ def test_data_are_examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
     data.prepare_data()
     data.prepare_data()
     assert times == [True]
-
-
-def test_no_validation_comes_before_the_first_step(tmp_path: Path) -> None:
-    assert run_here("fit", *TINY, f"--run_dir={tmp_path}").status == 0
-    assert "num_sanity_val_steps: 0" in (tmp_path / "config.yaml").read_text()

@@ -10,12 +10,6 @@ from lit_cifar.data.synthetic import BLOCK, CLASSES, MAX_IMAGES, SHAPES, TEXTURE
 from lit_cifar.errors import ConfigError
 
 
-def test_images_and_labels_have_the_documented_form() -> None:
-    images, labels = draw("train", num_images=1234)
-    assert (images.dtype, tuple(images.shape), images.is_contiguous()) == (torch.uint8, (1234, 3, 32, 32), True)
-    assert (labels.dtype, tuple(labels.shape)) == (torch.int64, (1234,))
-
-
 def test_a_set_is_a_function_of_seed_and_split_and_begins_as_a_smaller_one() -> None:
     np_state, torch_state = np.random.get_state()[1].copy(), torch.get_rng_state()
     first, smaller = draw("train", num_images=700, seed=3), draw("train", num_images=BLOCK - 7, seed=3)

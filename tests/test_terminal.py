@@ -1,29 +1,19 @@
 """What a user sees of a run: our own lines and nothing of Lightning's, and a help that begins with what people use."""
 
-import logging
 import re
 from pathlib import Path
 
 import pytest
 import yaml
 from commands import TINY, launch, mode_flags, run_here
-from lightning.pytorch.utilities import rank_zero_info
 
 from lit_cifar.cli.help import COMMON
-from lit_cifar.reporting.output import without_banners
 
 # Each of these makes Lightning say something.
 TALKATIVE = ["--trainer.log_every_n_steps=50", "--trainer.limit_val_batches=1", "--seed_everything=1"]
 # What a line of a fit begins with.
 OURS = ("model ", "data ", "batch ", "mode ", "split ", "epoch ", "result ", "run folder ", "look at it ", "report ")
 OURS += ("test it ",)
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("runs") / "trained"
-    assert run_here("fit", *TINY, f"--run_dir={run}").status == 0
-    return run
 
 
 @pytest.mark.parametrize("mode", ["single", "ddp", pytest.param("ddp_spawn", marks=pytest.mark.slow), "pp"])
@@ -39,19 +29,17 @@ def test_a_fit_prints_our_lines_and_none_of_lightning(mode: str, tmp_path: Path)
     assert [line for line in lines if not line.startswith((*OURS, " " * 12))] == []
 
 
-def test_a_resumed_fit_says_from_where_and_nothing_else(trained: Path, tmp_path: Path) -> None:
+def test_a_resumed_fit_says_from_where_and_an_evaluation_begins_with_our_line(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    flags = ["fit", *TINY, *TALKATIVE, "--model.lr_scheduler=StepLR", "--model.lr_scheduler.step_size=9"]
-    launch(*flags, f"--run_dir={run}")
-    again = launch(*flags, f"--run_dir={run}", "--resume=auto", "--trainer.max_epochs=2")
+    flags = [*TINY, *TALKATIVE, "--model.lr_scheduler=StepLR", "--model.lr_scheduler.step_size=9"]
+    assert run_here("fit", *flags, f"--run_dir={run}").status == 0
+    again = launch("fit", *flags, f"--run_dir={run}", "--resume=auto", "--trainer.max_epochs=2")
     assert again.stderr == f"--resume=auto: resuming from {run}/checkpoints/last.ckpt\n"
-
-
-def test_an_evaluation_begins_with_our_line(trained: Path, tmp_path: Path) -> None:
-    flags = [f"--ckpt_path={trained / 'checkpoints' / 'best.ckpt'}", f"--run_dir={tmp_path / 'run'}"]
-    result = launch("test", *TINY, *TALKATIVE, *flags)
-    assert result.stderr == ""
-    assert result.stdout.startswith("mode ")
+    tested = launch(
+        "test", *flags, f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}", f"--run_dir={tmp_path / 'test'}"
+    )
+    assert tested.stderr == ""
+    assert tested.stdout.startswith("mode ")
 
 
 def test_our_warnings_and_what_lightning_is_asked_to_say_are_shown_in_a_line_each(tmp_path: Path) -> None:
@@ -60,16 +48,6 @@ def test_our_warnings_and_what_lightning_is_asked_to_say_are_shown_in_a_line_eac
     expected = "--trainer.sync_batchnorm=true has no effect with one process, which sees the whole batch"
     assert warning == f"lit_cifar: warning: {expected}"
     assert "Time limit reached" in said
-
-
-def test_loggers_are_put_back(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    before = (logger.level, [*logger.filters])
-    with caplog.at_level("INFO"), without_banners():
-        rank_zero_info("ours is shown")
-        logging.getLogger("lightning.fabric.utilities.seed").info("Seed set to 1")
-    assert caplog.messages == ["ours is shown"]
-    assert (logger.level, logger.filters) == before
 
 
 @pytest.mark.parametrize("subcommand", COMMON)

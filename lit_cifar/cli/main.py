@@ -17,7 +17,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from torch.distributed import is_torchelastic_launched
 
 from lit_cifar import __version__
-from lit_cifar.callbacks import NoProfiler, default_callbacks, place, prune_hooks
+from lit_cifar.callbacks import default_callbacks, place
 from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
 from lit_cifar.checkpoint.exact_resume import Fingerprint, SameStart
 from lit_cifar.checkpoint.files import reporting_disk
@@ -237,7 +237,6 @@ class CLI(LightningCLI):
             self._replicas = VirtualReplicas(num_parts)
             callbacks = [self._replicas, *callbacks]
         config["plugins"] = [*as_list(config["plugins"]), CheckpointFiles()]
-        config["profiler"] = config["profiler"] or NoProfiler()
         if config["sync_batchnorm"]:
             from lit_cifar.strategies import ProcessSyncBatchNorm
 
@@ -251,7 +250,6 @@ class CLI(LightningCLI):
             given = f"--trainer.devices={config['devices']}"
             raise ConfigError(f"{given}: {error}", remedy="pass the number of devices: --trainer.devices=2") from error
         trainer.callbacks.sort(key=place)  # type: ignore[attr-defined]  # Lightning's own omission
-        prune_hooks(trainer.callbacks, self.model)  # type: ignore[attr-defined]
         return trainer
 
     # The run.

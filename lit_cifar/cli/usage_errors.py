@@ -64,11 +64,7 @@ class Parser(LightningArgumentParser):
             # Options are long and begin alike, so the cutoff is higher than for single words.
             near = get_close_matches(found[1], self._option_string_actions, n=1, cutoff=0.75)
             guess = near[0] if near else None
-        if re.search(r"""--kernels\b|["']kernels["']""", message):  # its name in earlier versions
-            guess = "--autotune=true"
         help = f"see {_program()} --help"
-        if guess == "--autotune=true":
-            help = f"in the config.yaml of an earlier run delete the line `kernels`; {help}"
         refuse(problem, remedy=help if guess is None else f"did you mean {guess}? {help}")
 
     def parse_path(self, cfg_path: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,21 +1,17 @@
 """Pad-and-crop, flip and cutout of many uint8 images at once.
 
 What happens to a sample is a function of (seed, epoch, sample id) alone, never of its rank, batch or device, and is
-integer work throughout: the CPU and the GPU give the same bytes.
+integer work throughout: the CPU and the GPU give the same bytes, and the host waits for nothing.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from lit_cifar.data.counter_rng import Purpose, keyed_integers
-
-# Images that are mirrored at once, in memory that is used again: for all of them, getting it takes most of the time.
-_FEW = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +25,8 @@ class Augmentation:
 
     def draw(self, ids: Tensor, size: Sequence[int], *, epoch: int) -> Tensor:
         """What happens to the samples `ids` (int64, (n,)), of images of `size` (height, width), in `epoch`.
+
+        For a whole epoch at once it takes the least time.
 
         Returns:
             A column for each sample, int64, (3, n): the first row and column of its window in the padded image, and
@@ -47,103 +45,36 @@ class Augmentation:
         ]
         return torch.stack(draws)
 
-
-class AugmentedImages:
-    """The `images` of a whole set (uint8, (N, 3, H, W)) as `augmentation` changes them, where they lie.
-
-    Attributes:
-        images: The same images in the memory that is read; those that were handed in are used no more.
-    """
-
-    def __init__(self, images: Tensor, augmentation: Augmentation) -> None:
-        crop = CropByCopy if images.device.type == "cpu" else CropByIndex
-        self._crop: CropByCopy | CropByIndex = crop(images, augmentation.padding)
-        self.images = self._crop.images
-        self._size = images.shape[2:]
-        self.augmentation = augmentation
-
-    def draw(self, ids: Tensor, *, epoch: int) -> Tensor:
-        """As `Augmentation.draw`; for a whole epoch at once it takes the least time."""
-        return self.augmentation.draw(ids, self._size, epoch=epoch)
-
-    def __call__(self, ids: Tensor, draws: Tensor) -> Tensor:
-        """The images at positions `ids` (int64, (n,)) after their `draws`, a new uint8 tensor, (n, 3, H, W)."""
+    def __call__(self, images: Tensor, draws: Tensor) -> Tensor:
+        """The `images` (uint8, (n, C, H, W)) after their `draws`, a new tensor of the same shape."""
         rows, columns, mirrored, *centres = draws
-        cropped = self._crop(ids, rows, columns, mirrored.bool())
-        return cropped.masked_fill_(self._square(*centres)[:, None], 0) if centres else cropped
+        cropped = crop(images, rows, columns, mirrored.bool(), padding=self.padding)
+        if centres:
+            cropped.masked_fill_(self._square(centres, images.shape[2:])[:, None], 0)
+        return cropped
 
-    def _square(self, rows: Tensor, columns: Tensor) -> Tensor:
+    def _square(self, centres: Sequence[Tensor], size: Sequence[int]) -> Tensor:
         """Which pixels cutout blackens, bool, (n, *size); a square may reach over the border."""
-        height, width = self._size
-        return self._side(rows, height)[:, :, None] & self._side(columns, width)[:, None, :]
+        rows, columns = map(self._side, centres, size)
+        return rows[:, :, None] & columns[:, None, :]
 
     def _side(self, centres: Tensor, length: int) -> Tensor:
-        start = centres[:, None] - self.augmentation.cutout // 2
+        start = centres[:, None] - self.cutout // 2
         pixels = torch.arange(length, device=centres.device)
-        return (pixels >= start) & (pixels < start + self.augmentation.cutout)
+        return (pixels >= start) & (pixels < start + self.cutout)
 
 
-# Two ways to the same windows of padded images, uint8, (n, C, H, W). Both are called with the positions of the images,
-# the first row and column of each one's window in its padded image, int64, (n,), and whether the window is mirrored.
+def crop(images: Tensor, rows: Tensor, columns: Tensor, mirrored: Tensor, *, padding: int) -> Tensor:
+    """A window of each of the padded `images`, uint8, (n, C, H, W).
 
-
-@dataclass(frozen=True)
-class CropByIndex:
-    """All pixels at once, as a GPU does it; the host waits for nothing."""
-
-    images: Tensor
-    padding: int
-
-    def __call__(self, ids: Tensor, rows: Tensor, columns: Tensor, mirrored: Tensor) -> Tensor:
-        height, width = self.images.shape[2:]
-        padded = F.pad(self.images.index_select(0, ids), [self.padding] * 4)
-        windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # (n, C, rows, columns, H, W), a view
-        cropped = windows[torch.arange(len(ids), device=ids.device), :, rows, columns]
-        return torch.where(mirrored[:, None, None, None], cropped.flip(3), cropped)
-
-
-class CropByCopy:
-    """One copy of contiguous bytes for each window, ten times as fast on a CPU; nothing is padded.
-
-    A window that lies d rows lower and e columns further to the right than its image is what begins d * W + e bytes
-    behind the image in memory: row after row and plane after plane its own pixels, but for those beyond the image's
-    border, where it has some of the next row or the next image. These are blackened afterwards, by a mask for each of
-    the few places of a window.
-
-    The images are copied and their mirror images laid beside them, as to mirror a window would take as long as to copy
-    it. So they take twice their memory.
-
-    Attributes:
-        images: The copy, so that whoever handed them in can let go of them.
+    `rows` and `columns` (int64, (n,)) are where it begins in the padded image, `mirrored` (bool, (n,)) whether it is
+    mirrored left to right.
     """
-
-    def __init__(self, images: Tensor, padding: int) -> None:
-        self._shape, self._padding = images.shape[1:], padding
-        height, width = images.shape[2:]
-        margin = padding * (width + 1)  # what the windows of the first and the last image reach beyond them
-        # By numpy, which asks the system for large pages: an image is found faster.
-        self._memory = np.zeros(2 * images.numel() + 2 * margin, dtype=np.uint8)
-        stored = torch.from_numpy(self._memory)[margin : margin + 2 * images.numel()].view(2, *images.shape)
-        for some, copies, mirrored in zip(*(each.split(_FEW) for each in (images, *stored)), strict=True):
-            copies.copy_(some)
-            mirrored.copy_(some.flip(3))
-        self.images = stored[0]
-        inside = _inside(height, padding)[:, None, :, None] & _inside(width, padding)[None, :, None, :]
-        self._masks = inside.flatten(end_dim=1).to(torch.uint8) * 255
-
-    def __call__(self, ids: Tensor, rows: Tensor, columns: Tensor, mirrored: Tensor) -> Tensor:
-        size, width = self._shape.numel(), self._shape[-1]
-        # In the mirror image a window lies as far from the right as it lies from the left in the image.
-        columns = torch.where(mirrored, 2 * self._padding - columns, columns)
-        starts = (ids + mirrored * len(self.images)) * size + rows * width + columns
-        # Every run of `size` bytes as one element. A view as long as this one must not be kept: copies of it are huge.
-        windows = np.ndarray((self._memory.size - size + 1,), f"V{size}", self._memory, strides=(1,))
-        cropped = torch.from_numpy(windows[starts.numpy()].view(np.uint8)).view(len(ids), *self._shape)
-        masks = self._masks.index_select(0, rows * (2 * self._padding + 1) + columns)
-        return cropped.bitwise_and_(masks[:, None])
-
-
-def _inside(length: int, padding: int) -> Tensor:
-    """Which pixels of a window lie in the image, by the window's place along one axis, bool, (places, length)."""
-    pixels = torch.arange(2 * padding + 1)[:, None] - padding + torch.arange(length)
-    return (pixels >= 0) & (pixels < length)
+    height, width = images.shape[2:]
+    padded = F.pad(images, [padding] * 4)
+    down, across = (torch.arange(length, device=images.device) for length in (height, width))
+    across = torch.where(mirrored[:, None], width - 1 - across, across)
+    # The place of each pixel of a window in its padded image, the same in every channel.
+    places = (rows[:, None] + down)[:, :, None] * padded.shape[3] + (columns[:, None] + across)[:, None, :]
+    places = places.flatten(1)[:, None].expand(-1, images.shape[1], -1)
+    return padded.flatten(2).gather(2, places).view(images.shape)

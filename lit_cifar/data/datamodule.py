@@ -3,7 +3,7 @@
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import torch
@@ -16,10 +16,12 @@ from lit_cifar.data.counter_rng import Purpose, keyed_permutation
 from lit_cifar.data.dataset import Split
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.data.loader import BatchLoader
-from lit_cifar.data.pictures import FolderImages, read_folder
 from lit_cifar.data.samplers import EvaluationSampler, TrainSampler
 from lit_cifar.data.sources import open_dataset
 from lit_cifar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lit_cifar.data.pictures import FolderImages
 
 
 class CIFAR10DataModule(L.LightningDataModule):
@@ -158,6 +160,8 @@ class CIFAR10DataModule(L.LightningDataModule):
         if stage == "predict":
             if self.predict_dir is None:
                 raise ConfigError("predict classifies a folder of images", remedy="pass --data.predict_dir=FOLDER")
+            from lit_cifar.data.pictures import read_folder  # other commands read none
+
             self.folder = read_folder(self.predict_dir, classes=self.classes, size=self.image_size)
             self.sets["predict"] = self.folder.images
 
@@ -200,10 +204,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         """This process's part of every global batch, augmented, uint8."""
         sampler = self.train_sampler()
         sampler.check()
-        loader = BatchLoader(self._resident("train"), sampler, augmentation=self.augmentation)
-        if loader.images.images.device == self.sets["train"].images.device:
-            self.sets["train"] = loader.images  # which may be a copy: one is enough
-        return loader
+        return BatchLoader(self._resident("train"), sampler, augmentation=self.augmentation)
 
     def val_dataloader(self) -> BatchLoader | list[BatchLoader]:
         """The held-out images, each once over all processes; no loader at all when there are none."""
@@ -236,11 +237,6 @@ class CIFAR10DataModule(L.LightningDataModule):
         if self.resident == "host" or (self.resident == "auto" and not _has_room(images.images, device)):
             return images
         return images.to(device)
-
-    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
-        """Nothing to do for images that are there; Lightning would look through the batch for tensors."""
-        there = batch.images.device == device
-        return batch if there else super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Normalise on the device: uint8 to float32 to the precision of the run."""

@@ -5,13 +5,12 @@ gather below feeds a GPU without any worker, and Lightning leaves an iterable th
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lit_cifar.data.augment import Augmentation, AugmentedImages
+from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.data.samplers import EvaluationSampler, TrainSampler
 from lit_cifar.errors import CheckpointError
@@ -31,9 +30,7 @@ class BatchLoader:
     def __init__(
         self, images: ImageSet, sampler: TrainSampler | EvaluationSampler, *, augmentation: Augmentation | None = None
     ) -> None:
-        self._augmented = AugmentedImages(images.images, augmentation) if augmentation else None
-        self.images = replace(images, images=self._augmented.images) if self._augmented else images
-        self.sampler = sampler
+        self.images, self.sampler, self._augmentation = images, sampler, augmentation
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -57,9 +54,10 @@ class BatchLoader:
         blocks = [sizes[start : start + length] for start in range(0, len(sizes), length)]
         of_blocks = torch.split(ids, [sum(block) for block in blocks])
         made: Iterator[Tensor] = (self.images.images.index_select(0, part) for part in of_blocks)
-        if self._augmented is not None:
-            draws = self._augmented.draw(ids, epoch=getattr(self.sampler, "epoch", 0))
-            made = map(self._augmented, of_blocks, torch.split(draws, [len(part) for part in of_blocks], dim=1))
+        if self._augmentation is not None:
+            size, epoch = self.images.images.shape[2:], getattr(self.sampler, "epoch", 0)
+            draws = self._augmentation.draw(ids, size, epoch=epoch)
+            made = map(self._augmentation, made, torch.split(draws, [len(part) for part in of_blocks], dim=1))
         for block, images in zip(blocks, made, strict=True):
             yield from torch.split(images, block)
 

@@ -1,19 +1,17 @@
 """The data sets by name. A damaged one is an error: it is never repaired, or replaced by another in silence."""
 
+from importlib import import_module
 from pathlib import Path
 
-from lit_cifar.data.cifar10 import Cifar10
 from lit_cifar.data.dataset import Dataset
-from lit_cifar.data.fashion_mnist import Fashion
-from lit_cifar.data.pictures import OwnPictures
-from lit_cifar.data.synthetic import Synthetic
 from lit_cifar.errors import ConfigError, nearest
 
-DATASETS: dict[str, type[Dataset]] = {
-    "cifar10": Cifar10,
-    "fashion_mnist": Fashion,
-    "synthetic": Synthetic,
-    "folder": OwnPictures,
+# The class of each, which is imported when it is asked for.
+DATASETS = {
+    "cifar10": "cifar10.Cifar10",
+    "fashion_mnist": "fashion_mnist.Fashion",
+    "synthetic": "synthetic.Synthetic",
+    "folder": "pictures.OwnPictures",
 }
 
 
@@ -23,4 +21,6 @@ def open_dataset(name: str, root: str | Path, *, image_size: int | None = None, 
         meant = nearest(name, DATASETS)
         guess = "" if meant is None else f"did you mean --data.dataset={meant}? "
         raise ConfigError(f"there is no data set {name!r}", remedy=f"{guess}choose one of {', '.join(DATASETS)}")
-    return DATASETS[name](Path(root), image_size=image_size, seed=seed)
+    module, _, kind = DATASETS[name].partition(".")
+    dataset: type[Dataset] = getattr(import_module(f"lit_cifar.data.{module}"), kind)
+    return dataset(Path(root), image_size=image_size, seed=seed)

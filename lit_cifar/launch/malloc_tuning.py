@@ -5,8 +5,6 @@ zeros: for a ResNet34 some thousand page faults a step.
 """
 
 import ctypes
-from contextlib import suppress
-from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -26,11 +24,10 @@ class KeepFreedMemory(Callback):
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep what it frees until it ends; without glibc, do nothing.
+    """Let this process keep what it frees until it ends.
 
     Source: mallopt(3), M_TRIM_THRESHOLD and M_MMAP_MAX.
     """
-    libc: Any = ctypes.CDLL(None)
-    with suppress(AttributeError):  # another C library
-        libc.mallopt(_TRIM_THRESHOLD, _NEVER)
-        libc.mallopt(_MMAP_MAX, 0)
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_TRIM_THRESHOLD, _NEVER)
+    libc.mallopt(_MMAP_MAX, 0)

@@ -1,16 +1,13 @@
-"""The start of a process: who has started it, and imports without Python's garbage collector.
+"""The start of a process: who has started it.
 
-The parent is noted before the imports that take seconds, during which it may be killed.
+That is noted before the imports that take seconds, during which the parent may be killed.
 """
 
-import gc
 import multiprocessing
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 PARENT_PID = os.getppid()
 
@@ -38,22 +35,3 @@ def _follow(launcher: int) -> None:
     time.sleep(_GRACE_S)
     print(f"lit_cifar: pid {os.getpid()} stops: pid {launcher}, which started it, is gone", file=sys.stderr, flush=True)
     os._exit(1)
-
-
-@contextmanager
-def gc_paused() -> Iterator[None]:
-    """Let the collector wait while imports are made: they leave a million objects and no garbage.
-
-    Looking through these again and again takes a fifth of the imports. Afterwards they are in its oldest generation. As
-    young ones it would look through them twice within a second.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if gc.get_freeze_count() == 0:  # what somebody has frozen stays so
-            gc.freeze()
-            gc.unfreeze()  # into the oldest generation
-        if was_enabled:
-            gc.enable()

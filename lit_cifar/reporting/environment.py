@@ -72,9 +72,8 @@ def versions() -> dict[str, str]:
 
 
 def cpu_model() -> str:
-    """The processor's name; on Linux from /proc/cpuinfo, which has none on Arm."""
-    cpuinfo = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: *(.+)", cpuinfo.read_text(errors="replace") if cpuinfo.exists() else "")
+    """The processor's name; on Arm the kernel says none."""
+    found = re.search(r"model name\s*: *(.+)", Path("/proc/cpuinfo").read_text(errors="replace"))
     return found[1] if found else platform.processor() or platform.machine()
 
 

@@ -89,17 +89,12 @@ def log_chance(part: AccuracyCount, whole: AccuracyCount) -> float:
 
 def _log_upper_tail(hits: int, *, drawn: int, marked: int, population: int) -> float:
     """Log-probability of `hits` or more marked samples among `drawn` from a population that holds `marked` of them."""
-    log_first = (
-        _log_binomial(marked, hits)
-        + _log_binomial(population - marked, drawn - hits)
-        - _log_binomial(population, drawn)
-    )
-    term, terms = 1.0, 0.0  # in units of the first
-    while term > terms * 1e-17:  # the ratio of neighbouring terms reaches 0 where no more samples are marked or drawn
-        terms += term
-        term *= (marked - hits) * (drawn - hits) / ((hits + 1) * (population - marked - drawn + hits + 1))
-        hits += 1
-    return log_first + math.log(terms)
+    terms = [
+        _log_binomial(marked, k) + _log_binomial(population - marked, drawn - k)
+        for k in range(hits, min(marked, drawn) + 1)
+    ]
+    largest = max(terms)
+    return largest + math.log(sum(math.exp(term - largest) for term in terms)) - _log_binomial(population, drawn)
 
 
 def _log_binomial(n: int, k: int) -> float:

@@ -13,8 +13,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NamedTuple
 
-import psutil
-
 from lit_cifar.watchdog.activity import FIRST_TIME_S
 
 _NUM_FRAMES = 4
@@ -31,7 +29,7 @@ class Sight(NamedTuple):
 
 
 def start_time(pid: int) -> str:
-    """When the process was started, in the kernel's units; "" without /proc, or if there is no such process.
+    """When the process was started, in the kernel's units; "" if there is no such process.
 
     Together with the pid it identifies a process: pids are reused.
     """
@@ -40,8 +38,6 @@ def start_time(pid: int) -> str:
 
 
 def look_at(pid: int, started: str) -> Sight:
-    if not started:
-        return Sight("running" if psutil.pid_exists(pid) else "gone")
     fields = _stat(pid)
     if not fields or fields[_START_TIME] != started:
         return Sight("gone")
@@ -82,7 +78,7 @@ class Heartbeat:
 
     rank: int
     pid: int
-    started: str  # when the process was started, as returned by `start_time`; "" if unknown
+    started: str  # when the process was started, as returned by `start_time`
     host: str
     number: int = 0  # number of the heartbeat, from 0
     phase: str = "starting"
