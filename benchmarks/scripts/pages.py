@@ -8,6 +8,7 @@ import argparse
 import csv
 import json
 import re
+import statistics
 import sys
 from collections import Counter
 from pathlib import Path
@@ -144,18 +145,26 @@ def trained() -> Values:
     for n in (1, 2, 3, 4, 7):
         of_all = table(f"evaluation/2026-11-20/ddp{n}/per_rank.csv")[-1]
         values["evaluation"].append([str(n), f"{int(of_all['correct']):,}", f"{int(of_all['total']):,}"])
-    for name, record in {"fast94": "gpu", "fast95": "gpu", "fast96": "gpu", "cpu": "cpu"}.items():
-        (row,) = read(f"recipes/2026-11-23-{record}/{name}.json")
+    for record in ("cpu/cpu", "gpu/fast94", "gpu/fast95", "gpu/fast96"):
+        (row,) = read(f"recipes/2026-11-23-{record}.json")
+        name = "cpu" if record == "cpu/cpu" else f"muon_{row['epochs']}_epochs"
         cells = [f"{row['correct'] / 100:.2f} %", f"{row['correct_flipped'] / 100:.2f} %"]
         cells += [f"{row['train_s'] / 60:.1f} minutes" if name == "cpu" else f"{row['train_s']:.1f} s"]
-        values["recipes"].append([f"`{name}.yaml`", str(row["epochs"]), *cells])
-        values |= zip((name, f"{name}-mirrored", f"{name}-time"), cells, strict=True)
-    del values["recipes"][-1]  # that of a CPU has a page of its own
+        cells += [f"{row['seconds']:.1f} s"]
+        values |= zip((name, f"{name}-mirrored", f"{name}-time", f"{name}-command"), cells, strict=True)
+        values["recipes"].append([f"`{name}.yaml`", *cells])
+    del values["recipes"][0]  # that of a CPU has a page of its own
     (speed,) = (step["findings"] for step in read("gpu/2026-11-23/speed/results.json", "steps") if step["number"] == 9)
     for figures in (found for found in speed if "images_per_s" in found["figures"]):
         name = "gpu-" + re.sub(r"\W+", "-", figures["name"])
         values[name] = f"{figures['figures']['images_per_s']:,.0f}"
         values[f"{name}-ms"] = f"{512e3 / figures['figures']['images_per_s']:.1f}"
+    graphs = json.loads((HERE / "recipes/2026-11-23-gpu/sgd_epochs.json").read_text())
+    for name, part in {"gpu-graphs": "training_s", "gpu-graphs-epoch": "total_s"}.items():
+        values[name] = f"{graphs['images'] / graphs['median'][part]:,.0f}"
+    found = json.loads((HERE / "recipes/2026-11-23-gpu/search.json").read_text())
+    loops = [row["images"] / row["epoch_s"] for row in found if row["opt"] == "sgd"]
+    values["gpu-plain-loop-graphs"] = f"{statistics.median(loops):,.0f}"
     for name in ("2026-11-22/digests", "2026-11-23-epoch/digests", "2026-11-23-epoch/digests_bf16"):
         rows = read(f"same-bits/{name}.json")
         cells = [[row["precision"], row["mode"], str(row["devices"]), f"`{row['sha256'][:16]}`"] for row in rows]
