@@ -134,7 +134,7 @@ def chaos() -> Values:
 
 
 def trained() -> Values:
-    """Accuracies, speeds and digests of trainings."""
+    """Losses and accuracies of trainings."""
     runs = {"stem": "articles/2026-11-20/seed0", "plain": "articles/2026-11-23-plain-momentum/seed0"}
     runs |= {f"seed{seed}": f"articles/2026-11-20-torchvision-stem/seed{seed}" for seed in (0, 1)}
     values: Values = {"evaluation": [], "recipes": []}
@@ -154,6 +154,12 @@ def trained() -> Values:
         values |= zip((name, f"{name}-mirrored", f"{name}-time", f"{name}-command"), cells, strict=True)
         values["recipes"].append([f"`{name}.yaml`", *cells])
     del values["recipes"][0]  # that of a CPU has a page of its own
+    return values
+
+
+def on_one_gpu() -> Values:
+    """Images per second of `fit` and of plain loops."""
+    values: Values = {}
     (speed,) = (step["findings"] for step in read("gpu/2026-11-23/speed/results.json", "steps") if step["number"] == 9)
     for figures in (found for found in speed if "images_per_s" in found["figures"]):
         name = "gpu-" + re.sub(r"\W+", "-", figures["name"])
@@ -165,6 +171,12 @@ def trained() -> Values:
     found = json.loads((HERE / "recipes/2026-11-23-gpu/search.json").read_text())
     loops = [row["images"] / row["epoch_s"] for row in found if row["opt"] == "sgd"]
     values["gpu-plain-loop-graphs"] = f"{statistics.median(loops):,.0f}"
+    return values
+
+
+def same_bits() -> Values:
+    """Digests of what was trained."""
+    values: Values = {}
     for name in ("2026-11-22/digests", "2026-11-23-epoch/digests", "2026-11-23-epoch/digests_bf16"):
         rows = read(f"same-bits/{name}.json")
         cells = [[row["precision"], row["mode"], str(row["devices"]), f"`{row['sha256'][:16]}`"] for row in rows]
@@ -185,7 +197,7 @@ def filled(place: re.Match[str], values: Values) -> str:
 
 def main(*, check: bool) -> int:
     """Write the pages, or say what differs; the exit status."""
-    values = verified() | planted() | compared() | chaos() | trained()
+    values = verified() | planted() | compared() | chaos() | trained() | on_one_gpu() | same_bits()
     wrong = 0
     for page in [HERE.parent / "README.md", *HERE.parent.glob("docs/*.md"), *HERE.rglob("*.md")]:
         text = page.read_text(encoding="utf-8")
