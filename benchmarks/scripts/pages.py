@@ -142,6 +142,11 @@ def trained() -> Values:
         losses = [f"{float(row['train/loss']):.2f}" for row in table(f"{run}/fit/metrics.csv") if row["train/loss"]]
         values[f"articles-{name}-losses"] = " ".join(losses[:6])
         values[f"articles-{name}"] = f"{int(table(f'{run}/test/per_rank.csv')[-1]['correct']) / 100:.2f}"
+    values["default"] = f"{int(table('recipes/2026-11-20-default/test/per_rank.csv')[-1]['correct']) / 100:.1f}"
+    for mode in ("single", "ddp"):
+        rows = table(f"modes/2026-11-20-epoch/{mode}/fit/metrics.csv")
+        speeds = [float(row["train/images_per_s"]) for row in rows if row["train/images_per_s"]]
+        values[f"epoch-{mode}"] = f"{statistics.median(speeds):.0f}"
     for n in (1, 2, 3, 4, 7):
         of_all = table(f"evaluation/2026-11-20/ddp{n}/per_rank.csv")[-1]
         values["evaluation"].append([str(n), f"{int(of_all['correct']):,}", f"{int(of_all['total']):,}"])
@@ -175,8 +180,17 @@ def on_one_gpu() -> Values:
 
 
 def same_bits() -> Values:
-    """Digests of what was trained."""
-    values: Values = {}
+    """Digests of what was trained, and what virtual replicas cost."""
+    values: Values = {"same-bits-price": []}
+    peaks = {(row["processes"], row["parts"]): row["peak_mib"][0] for row in read("same-bits/2026-11-22/memory.json")}
+    for row in read("same-bits/2026-11-22/price.json"):
+        processes, parts, prices = row["processes"], row["parts"], row["price"]
+        price = f"{statistics.median(prices):.2f}" if parts else "1"
+        spread = f"{min(prices):.2f} to {max(prices):.2f}" if parts else ""
+        cells = [str(processes), str(parts or "none"), f"{statistics.median(row['step_s']):.2f}", price, spread]
+        values["same-bits-price"].append([*cells, f"{peaks[processes, parts]:.0f}"])
+        values[f"same-bits-price-{processes}-{parts or 0}"] = price
+        values[f"same-bits-peak-{processes}-{parts or 0}"] = f"{peaks[processes, parts]:.0f}"
     for name in ("2026-11-22/digests", "2026-11-23-epoch/digests", "2026-11-23-epoch/digests_bf16"):
         rows = read(f"same-bits/{name}.json")
         cells = [[row["precision"], row["mode"], str(row["devices"]), f"`{row['sha256'][:16]}`"] for row in rows]
