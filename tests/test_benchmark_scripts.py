@@ -186,7 +186,11 @@ def test_pairs_are_those_of_a_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     last = accuracy.summary(rows).splitlines()[-1]
     # Differences of -1, -3 and -2; Student's t with two degrees of freedom is 4.303 at 97.5 %.
     assert last == "| 62.00 +- 2.00 | 60.00 +- 1.00 | -2.00 | -4.48 to +0.48 | 0.074 | 3 |"
-    monkeypatch.setattr(accuracy, "trained", lambda flags, *, seed, parts: row(seed, parts, 600))
+
+    def trained(flags: list[str], *, seed: int, parts: int | None) -> dict[str, Any]:
+        return row(seed, parts, 600 + 10 * seed * (parts or 1))
+
+    monkeypatch.setattr(accuracy, "trained", trained)
     accuracy.main(tmp_path / "record.json", [], seeds=2)
     found = json.loads((tmp_path / "record.json").read_text())["rows"]
     assert [(each["seed"], each["parts"]) for each in found] == [(0, None), (0, 4), (1, None), (1, 4)]
