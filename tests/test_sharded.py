@@ -200,18 +200,6 @@ def test_the_plan_says_how_much_a_process_holds(mode: str, held: str) -> None:
 # ---------------------------------------------------------------- optimizers
 
 
-@pytest.mark.usefixtures("one_process")
-def test_the_optimizer_of_any_module_is_looked_at(tmp_path: Path) -> None:
-    class Other(Watched):
-        """Says nowhere but here what its optimizer is."""
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.network.parameters(), lr=0.1, fused=True)
-
-    with pytest.raises(ConfigError, match="fused SGD"):
-        fit(Other("resnet10", stem="imagenet"), tmp_path, strategy="fsdp2")
-
-
 @short
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("mode", ["fsdp2", "tp"])
