@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from commands import TINY, Result, launch, mode_flags, own_network, run_here
+from commands import TINY, Result, launch, mode_flags, own_network, refused, run_here
 from tiny_task import read_events
 
 from lit_cifar import LitResNet
@@ -35,6 +35,10 @@ EVERY_STEP = "--last_checkpoint.every_n_steps=1"
 
 def fit(run: Path, *flags: str) -> Result:
     return run_here("fit", *SETTINGS, f"--run_dir={run}", *flags)
+
+
+def refused_fit(run: Path, *flags: str) -> str:
+    return refused("fit", *SETTINGS, f"--run_dir={run}", *flags)
 
 
 def stop_after(step: int, *, rank: int = 0) -> list[str]:
@@ -163,9 +167,7 @@ def test_settings_that_have_had_no_effect_are_not_written_down(undisturbed: Path
     run = tmp_path / "stopped"
     assert fit(run, EVERY_STEP, *stop_after(2)).status == 143
     before = written(run)
-    refused = fit(run, EVERY_STEP, "--resume=auto", "--data.batch_size=8")
-    assert refused.status == 2
-    assert "--data.batch_size=16" in refused.stderr
+    assert "--data.batch_size=16" in refused_fit(run, EVERY_STEP, "--resume=auto", "--data.batch_size=8")
     assert written(run) == before
 
     done = shutil.copytree(undisturbed, tmp_path / "done")
@@ -235,9 +237,8 @@ def test_a_checkpoint_of_an_earlier_commit_is_resumed(undisturbed: Path, tmp_pat
         counts["update_count"] = torch.tensor([3, 0])
     write_checkpoint(content, last)
     for optimizer in ("AdamW", "lit_cifar.MuonSGD"):
-        refused = fit(tmp_path / "other", f"--ckpt_path={last}", f"--model.optimizer={optimizer}")
-        assert refused.status == 2
-        assert f"with another optimizer; this one has {optimizer}" in refused.stderr
+        said = refused_fit(tmp_path / "other", f"--ckpt_path={last}", f"--model.optimizer={optimizer}")
+        assert f"with another optimizer; this one has {optimizer}" in said
     assert fit(run, EVERY_STEP, "--resume=auto").status == 0
     assert_same_end(run, undisturbed)
 
@@ -257,10 +258,9 @@ def test_a_run_that_cannot_go_on_is_told_why(
 ) -> None:
     """And what it is told to pass instead works."""
     monkeypatch.setattr(CLI, "_run_subcommand", CLI._check)
-    refused = fit(tmp_path / "run", checkpoint_flag(undisturbed), *flags)
-    assert refused.status == 2
-    assert problem in refused.stderr
-    remedy = re.findall(r"--[\w.]+=[\w.]+", refused.stderr.splitlines()[-1])
+    said = refused_fit(tmp_path / "run", checkpoint_flag(undisturbed), *flags)
+    assert problem in said
+    remedy = re.findall(r"--[\w.]+=[\w.]+", said.splitlines()[-1])
     accepted = fit(tmp_path / "run", checkpoint_flag(undisturbed), *flags, *remedy)
     assert accepted.status == 0, accepted.stderr
 
@@ -317,10 +317,7 @@ def test_contradicting_flags_are_refused(
     flags: list[str], word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = run_here(*flags)
-    assert result.status == 2
-    assert word in result.stderr
-    assert len(result.stderr.splitlines()) <= 5
+    assert word in refused(*flags)
     assert not any(tmp_path.iterdir())
 
 
