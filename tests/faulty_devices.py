@@ -6,8 +6,7 @@ import time
 import torch
 from torch import Tensor
 
-from lit_cifar.tools.doctor.arithmetic import Operation
-from lit_cifar.tools.doctor.measurement import Device, main
+from lit_cifar.tools.doctor.measurement import Device, Operation, main
 
 PAUSE_S = 0.05  # beside operations of a millisecond or two
 

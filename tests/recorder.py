@@ -24,7 +24,6 @@ class RecordIds(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
-        """Write the ids down."""
         line = {"epoch": trainer.current_epoch, "step": trainer.global_step, "ids": batch.ids.tolist()}
         with (self.folder / f"rank{trainer.global_rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -37,7 +36,6 @@ class StopBefore(L.Callback):
         self.epoch = epoch
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Fail."""
         if trainer.current_epoch == self.epoch:
             raise RuntimeError(f"stopped before epoch {self.epoch}")
 
@@ -58,7 +56,6 @@ class KeepFirstWeights(L.Callback):
         self.path = path
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write them down."""
         torch.save(pl_module.network.state_dict(), self.path)
 
 
@@ -72,7 +69,6 @@ class FailOn(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
-        """Fail."""
         if (trainer.global_rank, trainer.global_step) == (self.rank, self.step):
             raise RuntimeError(f"rank {self.rank} fails at step {self.step}")
 
@@ -84,7 +80,6 @@ class WritePids(L.Callback):
         self.folder = Path(folder)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
-        """Write it."""
         if trainer.global_step == 1:
             draft = self.folder / f".rank{trainer.global_rank}"
             draft.write_text(str(os.getpid()))
@@ -99,7 +94,6 @@ class HangOn(L.Callback):
         self.step = step
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: object) -> None:
-        """Hang."""
         if (trainer.global_rank, trainer.global_step) == (self.rank, self.step):
             while True:
                 time.sleep(1)

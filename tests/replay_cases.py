@@ -2,21 +2,29 @@
 
 import contextlib
 import json
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed import all_reduce
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, default_collate
 
 from lit_cifar import Replay, replay
+from lit_cifar.strategies.sync_batchnorm import ProcessSyncBatchNorm
 
 
 class Pictures(Dataset[dict[str, Any]]):
@@ -54,6 +62,14 @@ class Task(pl.LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+class Talkative(Task):
+    """Returns its loss, and what it has computed the loss from."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        outputs = self.net(batch["x"])
+        return {"outputs": outputs, "loss": cross_entropy(outputs, batch["y"]), "again": outputs}
+
+
 class WithData(Task):
     """With an option for the command line."""
 
@@ -78,7 +94,7 @@ class Adversarial(pl.LightningModule):
         self.critic = nn.Sequential(nn.Flatten(), nn.Linear(108, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
         self.register_buffer("average", torch.zeros(16, 4))
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+    def training_step(self, batch: dict[str, Any]) -> None:
         of_generator, of_critic = self.optimizers()
         made = self.generator(torch.randn(len(batch["x"]), 4))
         with of_critic.toggle_model():
@@ -132,11 +148,45 @@ class Forgotten(Task):
             self.net[5].bias.grad[0] += 1e-6
 
 
-class Gathers(Task):
+class Contrastive(Task):
+    """Ranks exchange features and labels, with gradients, and a number that they agree on."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        features = self.all_gather(self.net(batch["x"]), sync_grads=True)
+        most = batch["x"].detach().abs().max()
+        all_reduce(most, op=dist.ReduceOp.MAX)  # imported by its name
+        labels = [torch.empty_like(batch["y"]) for _ in range(2)]
+        dist.all_gather(labels, batch["y"])
+        loss: Tensor = cross_entropy(features.flatten(0, 1) / most, torch.cat(labels))
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+
+class WrongExchange(Contrastive):
+    """One rank sends what it should not."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[5].register_forward_hook(lambda layer, inputs, output: output * (1 + 1e-6 * dist.get_rank()))
+
+
+class OwnExchange(Task):
+    """One rank changes what it received."""
+
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
         found = super().training_step(batch, batch_idx)
-        dist.all_reduce(found["loss"].detach().clone())
-        return found
+        total = found["loss"].detach().clone()
+        dist.all_reduce(total)
+        return found | {"loss": found["loss"] * total.detach()}
+
+
+class Sends(Task):
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        number = torch.ones(1)
+        if dist.get_rank():
+            dist.send(number, 0)
+        else:
+            dist.recv(number, 1)
+        return super().training_step(batch, batch_idx)
 
 
 class Unrepeatable(Task):
@@ -177,20 +227,107 @@ class Compressed(pl.Callback):
         trainer.strategy.model.register_comm_hook(None, fp16_compress_hook)
 
 
+class Torn(pl.Callback):
+    """The sum of one rank is another, as after a fault of the network."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        group: Any = dist.ProcessGroup
+        self.real, self.kept = group.allreduce, vars(group)["allreduce"]
+        group.allreduce = lambda *args: self.torn(*args)
+
+    def torn(self, group: Any, tensors: Any, options: Any) -> Any:
+        work = self.real(group, tensors, options)
+        if dist.get_rank():
+            work.wait()
+            tensors[0].view(-1)[:1] += 1e-5
+        return work
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        dist.ProcessGroup.allreduce = self.kept
+
+
 class Uncopyable(Task):
     def __init__(self) -> None:
         super().__init__()
         self.file = (number for number in range(3))
 
 
+class Evaluated(Task):
+    """What it logs in an evaluation is of rank 0's samples, or of all."""
+
+    def __init__(self, sync_dist: bool) -> None:
+        super().__init__()
+        self.sync_dist = sync_dist
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self.log("val_loss", cross_entropy(self.net(batch["x"]), batch["y"]), sync_dist=self.sync_dist)
+
+
+class Frozen(DistributedSampler[dict[str, Any]]):
+    """The order of its first epoch for ever."""
+
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+
+class Sharded(Task):
+    """Divided by FSDP2, as Lightning's documentation shows it."""
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]
+        for layer in (self.net[0], self.net[5]):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.net, mesh=mesh)
+
+
+class SummedShards(Sharded):
+    """The gradient of a layer is summed over the ranks, not averaged."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.net[5].set_force_sum_reduction_for_comms(True)  # the other way of dividing needs NCCL
+        self.net[5].set_gradient_divide_factor(1.0)
+
+
+class ClipsByShard(Sharded):
+    """Each rank clips by the norm of its own shards."""
+
+    def configure_gradient_clipping(self, optimizer: Any, **kwargs: Any) -> None:
+        if isinstance(self.net[5].weight, DTensor):
+            shards = [parameter.grad.to_local() for parameter in self.parameters()]
+            norm = torch.stack([shard.norm() for shard in shards]).norm()
+            for shard in shards:
+                shard.mul_(0.1 / norm)
+        else:
+            super().configure_gradient_clipping(optimizer, 0.1, "norm")
+
+
+class Columns(Task):
+    def configure_model(self) -> None:
+        parallelize_module(
+            self.net, self.device_mesh["tensor_parallel"], {"5": ColwiseParallel(output_layouts=Replicate())}
+        )
+
+
+# Made anew for each trainer.
+FSDP: dict[str, Any] = {"strategy": partial(ModelParallelStrategy, data_parallel_size=2, tensor_parallel_size=1)}
+TP: dict[str, Any] = {"strategy": partial(ModelParallelStrategy, data_parallel_size=1, tensor_parallel_size=2)}
 CASES: dict[str, tuple[type[pl.LightningModule], dict[str, Any]]] = {
     "float32": (Task, {}),
     "float64": (Task, {"precision": "64-true"}),
+    "talkative": (Talkative, {}),
+    "talkative, unused": (Talkative, {"strategy": "ddp_find_unused_parameters_true"}),
     "bf16": (Task, {"precision": "bf16-mixed"}),
     "accumulated": (Task, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
     "by value": (Task, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "manual": (Adversarial, {"strategy": "ddp_find_unused_parameters_true"}),
     "later": (Task, {"at": [5]}),
+    "sharded": (Sharded, FSDP),
+    "sharded in bf16, accumulated": (Sharded, FSDP | {"precision": "bf16-mixed", "accumulate_grad_batches": 2}),
+    "sharded and clipped": (Sharded, FSDP | {"gradient_clip_val": 0.05}),
+    "sharded, summed": (SummedShards, FSDP),
+    "sharded, clipped apart": (ClipsByShard, FSDP),
+    "tensor parallel": (Columns, TP),
     "wrong loss": (WrongLoss, {}),
     "wrong loss in bf16": (WrongLoss, {"precision": "bf16-mixed"}),
     "wrong gradient": (WrongGradient, {}),
@@ -202,7 +339,11 @@ CASES: dict[str, tuple[type[pl.LightningModule], dict[str, Any]]] = {
     "forgotten": (Forgotten, {}),
     "same samples": (Task, {"use_distributed_sampler": False}),
     "compressed": (Task, {"callbacks": [Compressed()]}),
-    "gathers": (Gathers, {}),
+    "contrastive": (Contrastive, {}),
+    "wrong exchange": (WrongExchange, {}),
+    "received otherwise": (OwnExchange, {"callbacks": [Torn()]}),
+    "sends": (Sends, {}),
+    "synchronised": (Task, {"plugins": [ProcessSyncBatchNorm()], "sync_batchnorm": True}),
     "odd batches": (OddBatches, {}),
     "unrepeatable": (Unrepeatable, {}),
     "uncopyable": (Uncopyable, {}),
@@ -237,6 +378,8 @@ class _Deaf:
 def report_of(module: type[pl.LightningModule], options: dict[str, Any], folder: Path) -> dict[str, Any]:
     pl.seed_everything(1, verbose=False)
     options = {"strategy": "ddp", "at": [0], **options}
+    if callable(options["strategy"]):
+        options["strategy"] = options["strategy"]()
     watch = Replay(steps=2, at=options.pop("at"))
     planted = {"never_synced": NeverSynced, "never_averaged": NeverAveraged}
     added = [make() for name, make in planted.items() if options.pop(name, False)] + options.pop("callbacks", [])
@@ -256,6 +399,61 @@ def report_of(module: type[pl.LightningModule], options: dict[str, Any], folder:
     trainer.fit(module(), **loaders)
     assert not [*folder.glob("replay-*")]
     return watch.reports[0].as_json()
+
+
+def epoch_reports(*, sync_dist: bool, frozen: bool) -> dict[str, Any]:
+    """What is said of two epochs and of the first evaluation, by subject."""
+    watch = Replay(steps=1)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        strategy="ddp",
+        devices=2,
+        max_epochs=2,
+        callbacks=[watch],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=not frozen,
+        default_root_dir=Path(sys.argv[1]).parent,
+    )
+    data, some, rank = Pictures(), Subset(Pictures(), range(31)), int(os.environ["RANK"])
+    loader, of_evaluation = DataLoader(data, batch_size=4, shuffle=True), DataLoader(some, batch_size=7)
+    if frozen:
+        loader = DataLoader(data, batch_size=4, sampler=Frozen(data, 2, rank))
+        of_evaluation = DataLoader(some, batch_size=7, sampler=DistributedSampler(some, 2, rank, shuffle=False))
+    trainer.fit(Evaluated(sync_dist), loader, of_evaluation)
+    return {report.subject: report.as_json() for report in watch.reports}
+
+
+def report_of_plain_shards() -> dict[str, Any]:
+    """A loop around `fully_shard`, without Lightning."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(16, 21), nn.ReLU(), nn.Linear(21, 5))
+    for layer in (model[0], model):
+        fully_shard(layer)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    torch.manual_seed(dist.get_rank())
+    with replay(model, optimizer, steps=2) as its:
+        for _ in range(3):
+            optimizer.zero_grad()
+            cross_entropy(model(torch.randn(8, 16)), torch.randint(0, 5, (8,))).backward()
+            optimizer.step()
+    return its.report.as_json()
+
+
+def report_of_unwrapped() -> dict[str, Any]:
+    """Each rank trains a model of its own."""
+    torch.manual_seed(1)
+    model = nn.Linear(16, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(dist.get_rank())
+    with replay(model, optimizer, steps=2) as its:
+        for _ in range(2):
+            optimizer.zero_grad()
+            cross_entropy(model(torch.randn(8, 16)), torch.randint(0, 5, (8,))).backward()
+            optimizer.step()
+    return its.report.as_json()
 
 
 def plain_report(*, wrong: bool) -> dict[str, Any]:
@@ -280,11 +478,61 @@ def plain_report(*, wrong: bool) -> dict[str, Any]:
     return its.report.as_json()
 
 
+class WithLoss(nn.Module):
+    """Gets its batch by name, and returns its loss too; a penalty depends on its output again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(16, 5)
+
+    def forward(self, *, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = self.net(x)
+        return cross_entropy(outputs, y), outputs
+
+
+class Wrapped(torch.optim.Optimizer):
+    """As accelerate wraps one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step(closure)
+
+
+PLAIN = {
+    "loss from inside": lambda model, loss, outputs: loss.backward(),
+    "trains nothing": lambda model, loss, outputs: (0 * loss).backward(),
+    "penalty on weights": lambda model, loss, outputs: (loss + model.module.net.weight.abs().sum()).backward(),
+    "penalty on an output": lambda model, loss, outputs: (loss + outputs.square().mean()).backward(),
+    "two passes": lambda model, loss, outputs: (loss.backward(retain_graph=True), outputs.square().mean().backward()),
+}
+
+
+def report_of_loss(backward: Callable[[Any, Tensor, Tensor], Any]) -> dict[str, Any]:
+    torch.manual_seed(1)
+    model = DistributedDataParallel(WithLoss())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(dist.get_rank())
+    with replay(model, Wrapped(optimizer), steps=2) as its:
+        for _ in range(3):
+            optimizer.zero_grad()
+            backward(model, *model(x=torch.randn(8, 16), y=torch.randint(0, 5, (8,))))
+            optimizer.step()
+    return its.report.as_json()
+
+
 def reports(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, (module, options) in CASES.items():
         yield name, report_of(module, options, folder)
     yield "plain", plain_report(wrong=False)
     yield "plain and wrong", plain_report(wrong=True)
+    yield "right epochs", epoch_reports(sync_dist=True, frozen=False)
+    yield "wrong epochs", epoch_reports(sync_dist=False, frozen=True)
+    yield "plain and sharded", report_of_plain_shards()
+    yield "not wrapped", report_of_unwrapped()
+    for name, backward in PLAIN.items():
+        yield name, report_of_loss(backward)
 
 
 if __name__ == "__main__":

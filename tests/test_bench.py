@@ -188,10 +188,3 @@ def test_the_command_prints_and_writes_what_was_measured(
     for row in content["rows"]:
         assert (row["low"], row["median"], row["high"], row["values"]) == (2.0, 3.0, 4.0, [5.0, 1.0, 2.0, 4.0, 3.0])
     assert {"versions", "cpu", "git", "command"} <= set(content)
-
-
-@pytest.mark.parametrize(("words", "text"), [(["speed"], "invalid choice: 'speed'"), (["--rounds=0"], "--rounds=0")])
-def test_a_mistake_has_a_remedy(words: list[str], text: str) -> None:
-    done = run_here("bench", *words)
-    assert done.status == 2
-    assert text in done.stderr

@@ -173,23 +173,6 @@ def test_onnx_without_its_packages_says_what_to_install(
     refused(result, "onnx, onnxscript, onnxruntime", "pip install 'lit-cifar[export]'", "--format torch")
 
 
-@pytest.mark.parametrize(
-    ("flags", "problem"),
-    [
-        ([], "CHECKPOINT"),
-        (["some.ckpt", "--format=onxx"], "choose from"),
-        (["some.ckpt", "--format=torch", "--model.network=no_such.Net"], "no_such"),
-        (["some.ckpt", "--format=torch", "--trainer.devices=2"], "trainer.devices"),
-        (["some.ckpt", "--format=torch", "--config=no_such.yaml"], "--config=no_such.yaml is not a run's"),
-    ],
-)
-def test_arguments_that_cannot_work(
-    flags: list[str], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    refused(run_here("export", *flags), problem)
-
-
 # ---------------------------------------------------------------- networks and pictures of one's own
 
 

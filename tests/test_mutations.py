@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from documents import ROOT
@@ -20,7 +21,7 @@ from tests.mutations import of_one_process, unseen
 from tests.mutations.__main__ import main, parser
 from tests.mutations.catalogue import BY_NAME, OF_MODES, OF_PARTS, on_python_path
 from tests.mutations.of_virtual_replicas import NO_PLACE
-from tests.mutations.planting import Mutation, Site, by_name
+from tests.mutations.planting import Mutation, Site, by_name, planted
 from tests.mutations.self_test import (
     ARGS,
     COMPARISON,
@@ -56,21 +57,33 @@ class Original:
         return value
 
 
-def site(folder: Path) -> Site:
-    return Site(SimpleNamespace(global_rank=1, callbacks=[]), None, folder)
+def site(folder: Path, *, rank: int = 1) -> Site:
+    return Site(SimpleNamespace(global_rank=rank, world_size=2, callbacks=[]), None, folder)
 
 
 def test_wrong_code_is_known_to_have_run_only_when_it_has(tmp_path: Path) -> None:
     class Owner(Original):
         pass
 
-    planted = site(tmp_path)
-    planted.replace(Owner, "method", lambda original, self: f"not {original(self)}")
-    planted.replace(Owner, "static", lambda original, value: f"not {original(value)}")
-    planted.at("on_train_end", lambda: None)
+    found: list[Mutation] = []
+
+    @planted(found, "", "ddp", Owner, "method")
+    @planted(found, "", "ddp", Owner, "static", name="static", last=True)
+    def _not_so(site: Site, original: Any, *args: Any) -> str:
+        return f"not {original(*args)}"
+
+    @planted(found, "", "ddp", at="on_train_end")
+    def _at_end(site: Site) -> None:
+        pass
+
+    assert [mutation.name for mutation in found] == ["static", "not-so", "at-end"]
+    for mutation in found:
+        mutation.plant(site(tmp_path, rank=0))
     assert not any(tmp_path.iterdir())
     assert Owner().method() == "not right"
-    assert [path.name for path in tmp_path.iterdir()] == ["acted1"]
+    assert [path.name for path in tmp_path.iterdir()] == ["acted0"]
+    assert Owner().static("right") == "right"
+    found[0].plant(site(tmp_path))
     assert Owner().static("right") == "not right"
 
 
@@ -136,15 +149,16 @@ def test_a_mistake_must_act_and_be_caught(finding: Finding, right: bool, word: s
     assert findings_table([finding]).row_count == 1
 
 
-def test_every_mode_has_mistakes_of_its_own() -> None:
+def test_every_mode_has_mistakes_of_its_own_and_unseen_ones() -> None:
+    """A mode of several processes also has one that one of them makes."""
     planted = {(mutation.mode, mutation.devices) for mutation in OF_MODES}
-    assert {mode for mode, _ in planted} == set(variants(4))
+    assert {mode for mode, _ in planted} == {mutation.mode for mutation in unseen.MUTATIONS} == set(variants(4))
     assert all(mode in variants(devices) for mode, devices in planted)
-
-
-def test_every_mode_of_several_processes_has_a_mistake_that_one_of_them_makes() -> None:
     of_one = {mutation.mode for mutation in of_one_process.MUTATIONS}
     assert of_one == {name for name, mode in variants(4).items() if mode.num_processes > 1}
+    assert len(unseen.MUTATIONS) >= 40
+    others = {mutation.imitates for mutation in (*OF_MODES, *OF_PARTS)}
+    assert not others & {mutation.imitates for mutation in unseen.MUTATIONS}
 
 
 @pytest.mark.usefixtures("on_path")
@@ -198,32 +212,19 @@ def assert_all_caught(findings: list[Finding], mutations: list[Mutation]) -> Non
 
 
 @pytest.mark.usefixtures("on_path")
-@pytest.mark.exhaustive
-@pytest.mark.timeout(3600)
-def test_the_whole_self_test_by_bits() -> None:
-    assert_all_caught(self_test(with_parts=True), [*OF_MODES, *OF_PARTS])
-
-
-@pytest.mark.usefixtures("on_path")
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_the_whole_self_test() -> None:
-    assert_all_caught(self_test(), OF_MODES)
-
-
-def test_the_unseen_leave_no_mode_out_and_are_none_of_the_others() -> None:
-    assert {mutation.mode for mutation in unseen.MUTATIONS} == set(variants(4))
-    assert len(unseen.MUTATIONS) >= 40
-    others = {mutation.imitates for mutation in (*OF_MODES, *OF_PARTS)}
-    assert not others & {mutation.imitates for mutation in unseen.MUTATIONS}
-
-
-@pytest.mark.usefixtures("on_path")
-@pytest.mark.exhaustive
 @pytest.mark.timeout(7200)
-def test_the_unseen_are_found() -> None:
-    """Their author had not seen how `verify` compares."""
-    assert_all_caught(self_test(unseen.MUTATIONS), unseen.MUTATIONS)
+@pytest.mark.parametrize(
+    ("planted", "with_parts"),
+    [
+        pytest.param(OF_MODES, False, marks=pytest.mark.slow),
+        pytest.param([*OF_MODES, *OF_PARTS], True, marks=pytest.mark.exhaustive),
+        # Their author had not seen how `verify` compares.
+        pytest.param(unseen.MUTATIONS, False, marks=pytest.mark.exhaustive),
+    ],
+    ids=["of modes", "by bits", "unseen"],
+)
+def test_the_whole_self_test(planted: list[Mutation], with_parts: bool) -> None:
+    assert_all_caught(self_test(planted, with_parts=with_parts), planted)
 
 
 def test_two_mutations_of_one_name_are_refused() -> None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 from data_files import draw_pictures
 
+from lit_cifar.strategies.modes import variants
 from lit_cifar.tools.verify import verify
 from lit_cifar.tools.verify.comparison import EXACT_BOUND
 
@@ -55,7 +56,7 @@ CASES = {
     "bits, random masks": Case("dp mp pp", DRAWING),
 }
 SLOW = {
-    "bits in bfloat16": Case("ddp ddp_mp pp ddp_pp fsdp2", [*TINY, *BITS, *BFLOAT16], devices=4),
+    "bits in bfloat16": Case("dp ddp ddp_spawn mp ddp_mp pp ddp_pp fsdp2", [*TINY, *BITS, *BFLOAT16], devices=4),
     "bits in bfloat16 on two devices": Case("ddp fsdp2", [*TINY, *BITS, *BFLOAT16]),
     "bits in float32": Case("dp ddp ddp_spawn mp", [*TINY, *BITS, "--trainer.precision=32-true"]),
     "bits in float64": Case("ddp", [*TINY, *BITS], devices=4),
@@ -72,6 +73,8 @@ EXHAUSTIVE = {
     "tied weights": Case("mp dp ddp ddp_spawn", own("Tied")),
     "tied weights in no chain": Case("fsdp2", own("TiedWhole")),
     "hooks on gradients": Case("mp dp ddp", own("Hooked")),
+    "bottlenecks in every mode": Case(" ".join(variants(2)), [*CUT, "--model.arch=tiny_bottleneck"], steps=4),
+    "a transformer in every mode": Case(" ".join(variants(2)), [*CUT, "--model.arch=vit_micro"], steps=4),
 }
 ALL = [
     *(pytest.param(case, id=name) for name, case in CASES.items()),

@@ -1,22 +1,28 @@
 """`Replay` judges trainings of others: right ones pass, each mistake is found where it is, the rest abstains."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from replay_cases import CASES, Pictures, Task
+from replay_cases import CASES, PLAIN, Pictures, Task
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lit_cifar import Replay, ReplayError
 from lit_cifar.__main__ import main
 from lit_cifar.tools.replay.digests import digest
+from lit_cifar.tools.replay.epoch import judge_epoch
+from lit_cifar.tools.replay.exchange import Exchange, problem
 from lit_cifar.tools.replay.reduction import ExactMean, gamma
+from lit_cifar.tools.replay.verdict import COMPARED, Report
 
 # Part, step, rank and the tensor of the first finding.
 WRONG = {
@@ -29,17 +35,25 @@ WRONG = {
     "never averaged": ("reduction", 0, 1, "net.0.weight"),
     "other rate": ("optimizer", 0, 1, "SGD"),
     "forgotten": ("optimizer", 0, 1, "net.5.bias"),
+    "wrong exchange": ("local computation", 0, 1, "what allgather sends"),
+    "received otherwise": ("exchange", 0, None, "allreduce 0"),
+    "sharded, summed": ("reduction", 0, None, "net.5.weight"),
+    "sharded, clipped apart": ("optimizer", 0, 0, "net.0.weight"),
     "same samples": ("data", 0, None, "4 of 4 samples"),
+    "not wrapped": ("reduction", 0, 1, "weight"),
     "plain and wrong": ("optimizer", 0, 1, "0.weight"),
 }
 ABSTAINED = {
     "compressed": "fp16_compress_hook",
-    "gathers": "all_reduce",
-    "odd batches": "a batch is not of tensors, numbers and words",
+    "sends": "exchange data inside a step by",
+    "tensor parallel": "tensor parallelism adds up",
     "unrepeatable": "two replays of a step differ",
     "uncopyable": "cannot be copied",
+    "penalty on weights": "the loss depends on net.weight beside what calls return",
+    "penalty on an output": "on another one that the call computes from it",
+    "two passes": "a call that is older than the pass before it",
 }
-RIGHT = [*({*CASES, "plain"} - {*WRONG, *ABSTAINED})]
+RIGHT = [*({*CASES, *PLAIN, "plain", "plain and sharded"} - {*WRONG, *ABSTAINED})]
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +84,15 @@ def test_a_right_training_passes(name: str, reports: dict[str, Any]) -> None:
     report = reports[name]
     assert report["outcome"] == "pass", report
     assert report["num_steps"] == 2
-    assert min(report["counts"][what] for what in ("samples", "gradients", "reduced", "steps", "states")) > 0
+    judged = ["samples", "reduced", "steps", "states", *["gradients"] * ("sharded" not in name)]
+    assert min(report["counts"][what] for what in judged) > 0
     assert report["largest_share"] <= 1
+
+
+@each_of(["trains nothing"])
+def test_gradients_that_are_all_zero_are_noted(name: str, reports: dict[str, Any]) -> None:
+    assert "every gradient is zero in these steps, so the loss trains nothing" in reports[name]["notes"]
+    assert "so the loss trains nothing" not in " ".join(reports["loss from inside"]["notes"])
 
 
 @each_of(WRONG)
@@ -87,6 +108,87 @@ def test_what_cannot_be_judged_never_passes(name: str, reports: dict[str, Any]) 
     report = reports[name]
     assert report["outcome"] == "abstain", report
     assert ABSTAINED[name] in " ".join(report["abstained"])
+
+
+@pytest.mark.timeout(360)
+@pytest.mark.xdist_group("replay")
+def test_whole_epochs_and_evaluations_are_judged(reports: dict[str, Any]) -> None:
+    subjects = {"", "data of epoch 0", "data of epoch 1", "evaluation after step 8"}
+    right, wrong = reports["right epochs"], reports["wrong epochs"]
+    assert set(right) == subjects
+    assert {report["outcome"] for report in right.values()} == {"pass"}
+    assert right["data of epoch 0"]["counts"]["samples"] == 64
+    assert right["evaluation after step 8"]["counts"] == dict.fromkeys(COMPARED, 0) | {"samples": 32, "metrics": 1}
+    assert "1 of 31 samples are evaluated again" in right["evaluation after step 8"]["notes"][0]
+    assert "rank 0's samples alone" in wrong["evaluation after step 8"]["findings"][0]["text"]
+    assert wrong["data of epoch 0"]["outcome"] == "pass"
+    assert "that of the epoch before" in wrong["data of epoch 1"]["findings"][0]["text"]
+
+
+@pytest.mark.parametrize(
+    ("ids", "before", "finding", "note"),
+    [
+        ([[3, 1], [2, 0]], [1, 3], "", ""),
+        ([[3, 1], [2, 0]], [3, 1], "call set_epoch", ""),
+        ([[0, 1], [2, 3]], [0, 1], "", "not shuffled"),
+        ([[3, 1, 2, 0], [3, 1, 2, 0]], [], "are read by several ranks", ""),
+        ([[3, 1], [2, 0, 3]], [], "", "1 of 4 samples are used again"),
+        ([[3, 1], [2]], [], "", "1 of 4 samples are left out"),
+        ([[3, 1], [2]], [], "", "ranks read 2, 1 samples"),
+    ],
+)
+def test_the_samples_of_an_epoch(ids: list[list[int]], before: list[int], finding: str, note: str) -> None:
+    report = Report("ddp", 2, "32-true", 0, subject="data of epoch 1")
+    judge_epoch(report, ids, num_samples=4, before=before)
+    assert [finding in its.text for its in report.findings] == [True] * bool(finding)
+    assert note in " ".join(report.notes)
+    assert report.outcome == ("fail" if finding else "pass")
+
+
+def test_a_replay_gives_each_collective_its_own_judgement() -> None:
+    """What a group of two receives: right, then with the first value of the second rank changed."""
+    a, b = torch.tensor([1.0, 2.5]), torch.tensor([0.1, 4.0])
+    both = torch.stack([a, b])
+    cases: dict[tuple[str, str], list[tuple[list[Tensor], list[Tensor]]]] = {
+        ("allreduce", "SUM"): [([a], [a + b]), ([b], [a + b])],
+        ("allreduce", "AVG"): [([a], [(a + b) / 2]), ([b], [(a + b) / 2])],
+        ("allreduce", "MAX"): [([a], [both.amax(0)]), ([b], [both.amax(0)])],
+        ("broadcast", "1"): [([a], [b]), ([b], [b])],
+        ("allgather", ""): [([a], [a, b]), ([b], [a, b])],
+        ("_allgather_base", ""): [([a], [both]), ([b], [both])],
+        ("reduce_scatter", "SUM"): [([a, b], [a + b]), ([b, a], [b + a])],
+        ("_reduce_scatter_base", "SUM"): [([both], [a + a]), ([both], [b + b])],
+        ("alltoall", ""): [([a, b], [a, a + 1]), ([a + 1, b + 1], [b, b + 1])],
+        ("scatter", "0"): [([a, b], [a]), ([], [b])],
+        ("gather", "1"): [([a], []), ([b], [a, b])],
+    }
+    for (name, option), ranks in cases.items():
+        exchanges = [
+            Exchange(name, [0, 1], option, sent, [tensor.clone() for tensor in received]) for sent, received in ranks
+        ]
+        assert problem(exchanges) == "", name
+        exchanges[1].received[0].view(-1)[0] += 1e-5
+        assert problem(exchanges), name
+
+
+def test_other_projects_get_a_fixture(tmp_path: Path) -> None:
+    assert "lit_cifar.tools.pytest_plugin" in [point.value for point in entry_points(group="pytest11")]
+    (tmp_path / "test_theirs.py").write_text(
+        "def test_right(replayed):\n"
+        "    assert replayed('replay_cases.WithData', '--steps=1')['outcome'] == 'pass'\n"
+        "def test_wrong(replayed):\n"
+        "    replayed('replay_cases.Sends', '--steps=1')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "lit_cifar.tools.pytest_plugin", "-q", "test_theirs.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    assert "exit status" in done.stdout
 
 
 def trained(folder: Path, *callbacks: pl.Callback) -> pl.LightningModule:
@@ -116,6 +218,30 @@ def test_observing_changes_nothing(tmp_path: Path) -> None:
     assert [report.outcome for report in watch.reports] == ["pass", "pass"]
     assert [report.first_step for report in watch.reports] == [0, 3]
     assert [path.name for path in tmp_path.iterdir()] == ["replay.json"]
+
+
+@pytest.mark.filterwarnings("ignore:.*num_workers:UserWarning")
+def test_a_module_of_the_older_package_is_judged(tmp_path: Path) -> None:
+    older = pytest.importorskip("pytorch_lightning")
+
+    class Logging(older.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Linear(108, 5)
+
+        def training_step(self, batch: dict[str, Any]) -> torch.Tensor:
+            loss = torch.nn.functional.cross_entropy(self.net(batch["x"].flatten(1)), batch["y"])
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    watch = Replay(2, stop=True)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = older.Trainer(accelerator="cpu", max_epochs=1, callbacks=[watch], default_root_dir=tmp_path, **quiet)
+    trainer.fit(Logging(), DataLoader(Pictures(), batch_size=4))
+    assert watch.reports[0].outcome == "pass", watch.reports
 
 
 @pytest.mark.filterwarnings("ignore:.*num_workers:UserWarning")

@@ -61,14 +61,14 @@ def test_only_empty_hooks_are_left_out() -> None:
     assert callable(module.on_validation_batch_start)  # whose signature Lightning reads
 
 
-def test_a_run_calls_the_hooks_that_a_callback_has(tmp_path: Path) -> None:
-    assert run_here("fit", *TINY, NOTES, f"--run_dir={tmp_path}").status == 0
-    assert seen == {"backward": 5, "profiler": NoProfiler.__name__}
-
-
-def test_a_profiler_that_is_asked_for_is_used(tmp_path: Path) -> None:
-    assert run_here("fit", *TINY, NOTES, f"--run_dir={tmp_path}", "--trainer.profiler=simple").status == 0
-    assert seen["profiler"] == "SimpleProfiler"
+@pytest.mark.parametrize(
+    ("flags", "profiler"), [([], NoProfiler.__name__), (["--trainer.profiler=simple"], "SimpleProfiler")]
+)
+def test_a_run_calls_the_hooks_that_a_callback_has(flags: list[str], profiler: str, tmp_path: Path) -> None:
+    """With the profiler that is asked for; and no validation comes before the first step."""
+    assert run_here("fit", *TINY, NOTES, *flags, f"--run_dir={tmp_path}").status == 0
+    assert seen == {"backward": 5, "profiler": profiler}
+    assert "num_sanity_val_steps: 0" in (tmp_path / "config.yaml").read_text()
 
 
 def test_logs_are_the_same_at_fewer_log_points(tmp_path: Path) -> None:
@@ -92,13 +92,11 @@ def test_lightning_logs_no_step_that_nobody_reads(tmp_path: Path, monkeypatch: p
         log(module, name, *args, **kwargs)
 
     monkeypatch.setattr(LightningModule, "log", noting)
-    fit(LitResNet("tiny", stem="imagenet"), tmp_path, log_every_n_steps=2)
+    module = LitResNet("tiny", stem="imagenet")
+    assert module.step_metrics() == {}
+    fit(module, tmp_path, log_every_n_steps=2)
     assert [name for name in names if name.endswith("_step")] == ["train/loss_step", "train/acc_step"]
     assert [name for name in names if name in ("train/loss", "train/acc")] == ["train/loss", "train/acc"]
-
-
-def test_step_metrics_before_the_first_step() -> None:
-    assert LitResNet("tiny").step_metrics() == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -119,8 +117,3 @@ def test_data_are_examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
     data.prepare_data()
     data.prepare_data()
     assert times == [True]
-
-
-def test_no_validation_comes_before_the_first_step(tmp_path: Path) -> None:
-    assert run_here("fit", *TINY, f"--run_dir={tmp_path}").status == 0
-    assert "num_sanity_val_steps: 0" in (tmp_path / "config.yaml").read_text()

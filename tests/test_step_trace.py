@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from torch.profiler import profile
 
 from lit_cifar.models import build_network
-from lit_cifar.tools.bench import step_figure
-from lit_cifar.tools.bench.step_events import STAGE, STEP, RankStep, chrome_trace, on_one_clock, union
+from lit_cifar.tools.bench.step_events import STAGE, STEP, RankStep, chrome_trace, draw, on_one_clock, union
 from lit_cifar.tools.bench.step_trace import SavedForBackward
 
 
@@ -114,7 +113,7 @@ def test_the_trace_has_a_process_for_each_rank_and_a_row_for_each_stage() -> Non
 
 
 def test_the_picture_has_a_row_for_each_rank() -> None:
-    figure = step_figure.draw(two_ranks(), title="a step")
+    figure = draw(two_ranks(), title="a step")
     (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1"]
     assert "F0" in [text.get_text() for text in axes.texts]
@@ -158,21 +157,6 @@ def test_saved_bytes_of_a_network(arch: Any, autocast: torch.dtype | None) -> No
 
 
 # The command ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (["--mode=fsdp"], "with one of single, dp"),
-        (["--devices=-2"], "--devices=-2 is not from 1"),
-        (["--trainer.devices=4"], "--trainer.devices itself"),
-    ],
-)
-def test_a_mistake_has_a_remedy(tmp_path: Path, words: list[str], text: str) -> None:
-    done = run_here("bench", "trace", f"--out={tmp_path / 'out'}", *words)
-    assert done.status == 2
-    assert text in done.stderr
-    assert not (tmp_path / "out").exists()
 
 
 TINY = [

@@ -22,10 +22,9 @@ from verifying import TINY, settings
 
 from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.errors import ConfigError
-from lit_cifar.strategies.modes import chosen, in_words, variants
+from lit_cifar.strategies.modes import chosen, variants
 from lit_cifar.task.module import LitResNet
-from lit_cifar.tools.commands.verify import verify
-from lit_cifar.tools.verify.abstention import ROUNDING, other_weights
+from lit_cifar.tools.commands.verify import _verify, verify, verify_parser
 from lit_cifar.tools.verify.checkpoint_check import _equal, checkpoint_problems
 from lit_cifar.tools.verify.comparison import (
     EXACT_BOUND,
@@ -39,8 +38,9 @@ from lit_cifar.tools.verify.comparison import (
     measured_bounds,
     sample_problems,
 )
-from lit_cifar.tools.verify.configuration import Configuration, module_of
-from lit_cifar.tools.verify.evaluation import expected, logits_problems
+from lit_cifar.tools.verify.configuration import DEFAULTS, Configuration, module_of
+from lit_cifar.tools.verify.evaluation import Evaluated, expected, logits_problems
+from lit_cifar.tools.verify.judge import ROUNDING, other_weights
 from lit_cifar.tools.verify.launcher import Launcher
 from lit_cifar.tools.verify.logged_metrics import counted, logged, logged_problems
 from lit_cifar.tools.verify.rank_state import (
@@ -56,7 +56,7 @@ from lit_cifar.tools.verify.record import Record
 from lit_cifar.tools.verify.recorder import Trace
 from lit_cifar.tools.verify.reference import Reference, References
 from lit_cifar.tools.verify.run_files import digest_problems
-from lit_cifar.tools.verify.runs import Outcome, quiet, run
+from lit_cifar.tools.verify.runs import Outcome, quiet
 from lit_cifar.tools.verify.verdict_table import Verdict, VerifiedMode, exit_status
 from lit_cifar.tools.verify.verifier import Verifier, _possible, verify_modes
 
@@ -93,6 +93,7 @@ def test_difference(found: Tensor, expected: Tensor, gap: float) -> None:
 @pytest.mark.parametrize(
     ("change", "kind", "name"),
     [
+        ({}, None, None),
         ({"loss": 2.1}, "loss", "loss"),
         ({"weight": 0.6}, "parameters", "conv.weight"),
         ({"mean": 0.2}, "buffers", "bn.running_mean"),
@@ -100,19 +101,13 @@ def test_difference(found: Tensor, expected: Tensor, gap: float) -> None:
         ({"lr": 0.2}, "optimizer", "group 0:lr"),
     ],
 )
-def test_a_change_of_each_kind_is_seen_and_named(change: dict[str, float], kind: str, name: str) -> None:
+def test_a_change_of_each_kind_is_seen_and_named(change: dict[str, float], kind: str | None, name: str | None) -> None:
     of_step = differences(step(**change), step())
-    assert [k for k, value in largest(of_step).items() if value] == [kind]
-    excess = first_excess(of_step, dict.fromkeys(KINDS, EXACT_BOUND), step=2)
-    assert excess is not None
-    assert (excess.step, excess.kind, excess.name) == (2, kind, name)
-    assert name in str(excess)
-
-
-def test_equal_steps_do_not_differ() -> None:
-    of_step = differences(step(), step())
-    assert largest(of_step) == dict.fromkeys(KINDS, 0.0)
-    assert first_excess(of_step, dict.fromkeys(KINDS, 0.0), step=1) is None
+    assert [*largest(of_step)] == [*KINDS]
+    assert [k for k, value in largest(of_step).items() if value] == [kind] * bool(change)
+    excess = first_excess(of_step, dict.fromkeys(KINDS, EXACT_BOUND if change else 0.0), step=2)
+    assert (excess and (excess.step, excess.kind, excess.name)) == ((2, kind, name) if change else None)
+    assert excess is None or str(name) in str(excess)
 
 
 @pytest.mark.parametrize(("kind", "lost"), [("parameters", "conv.weight"), ("buffers", "bn.running_mean")])
@@ -153,51 +148,24 @@ def test_samples_are_compared_as_sets_in_which_each_id_is_once(found: list[list[
     assert all(word in problem for word, problem in zip(words, problems, strict=True))
 
 
-def test_words_for_what_a_mode_equals() -> None:
-    assert in_words(GhostBatches(), batch_size=64) == "one device"
-    words = in_words(GhostBatches(num_shards=2, num_microbatches=2), batch_size=64)
-    assert words == "one device, 4 x 16 images normalised apart"
-
-
-@pytest.mark.parametrize("devices", [2, 4])
-def test_every_mode_has_a_layout_before_it_runs(devices: int) -> None:
-    for mode in variants(devices).values():
-        chunks = mode.ghost_batches(accumulation=2)
-        assert chunks.accumulation == 2
-        assert chunks.num_shards * chunks.replicas_per_shard <= devices
-
-
-def test_a_mode_that_cannot_run_on_so_many_devices_is_refused() -> None:
-    result = run_here("verify", "--modes=tp", "--devices=3", "--data.val_size=0")
-    assert result.status == 2
-    assert "3" in result.stderr
-
-
-def test_a_batch_that_a_mode_cannot_cut_is_refused_before_anything_runs() -> None:
-    result = run_here("verify", "--modes=ddp", "--devices=3", *TINY, "--data.batch_size=16")
-    assert result.status == 2
-    assert "3 replicas" in result.stderr
-    assert "reference" not in result.stdout + result.stderr
-
-
-def test_all_leaves_out_what_cannot_cut_the_batch_or_the_network() -> None:
+@pytest.mark.parametrize(
+    ("devices", "num_parts", "left_out"),
+    [
+        (2, None, {}),
+        (7, None, dict.fromkeys([*variants(7)][1:], "") | {"ddp": "7 replicas", "pp": "6 blocks"}),
+        (2, 4, dict.fromkeys(("ddp-sync", "mp-micro", "tp"), "")),
+    ],
+)
+def test_all_leaves_out_what_cannot_cut_batch_or_network_or_have_the_bits_of_one_device(
+    devices: int, num_parts: int | None, left_out: dict[str, str]
+) -> None:
     said: list[str] = []
-    kept = [mode.name for mode in _possible(chosen(["all"], devices=7), settings(), said.append, leave_out=True)]
-    assert kept == ["single"]
-    said_of = {line.split(":")[0].removeprefix("left out "): line for line in said}
-    assert "7 replicas" in said_of["ddp"]
-    assert "6 blocks" in said_of["pp"]
-    kept = [mode.name for mode in _possible(chosen(["all"], devices=2), settings(), said.append, leave_out=True)]
-    assert kept == list(variants(2))
-
-
-def test_all_leaves_out_what_cannot_have_the_bits_of_one_device() -> None:
-    said: list[str] = []
-    with_parts = settings(num_parts=4)
-    kept = [mode.name for mode in _possible(chosen(["all"], devices=2), with_parts, said.append, leave_out=True)]
-    left = {line.split(":")[0].removeprefix("left out ") for line in said}
-    assert left == {"ddp-sync", "mp-micro", "tp"}
-    assert kept == [name for name in variants(2) if name not in left]
+    all_modes = chosen(["all"], devices=devices)
+    kept = [mode.name for mode in _possible(all_modes, settings(num_parts=num_parts), said.append, leave_out=True)]
+    found = {line.split(":")[0].removeprefix("left out "): line for line in said}
+    assert found.keys() == left_out.keys()
+    assert all(words in found[name] for name, words in left_out.items())
+    assert kept == [name for name in variants(devices) if name not in left_out]
 
 
 def test_with_virtual_replicas_a_bit_is_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,6 +281,10 @@ def test_a_mode_beyond_measured_bounds_is_judged_in_float64(monkeypatch: pytest.
     assert row.outcome == "abstained"
     assert row.problems[0] == ROUNDING
     assert row.problems[1].startswith("step ")
+    said = [["step 1: fc.bias of process 1 is not that of process 0"]]  # in float32 alone, and yet no rounding
+    monkeypatch.setattr(Record, "own_problems", lambda self: said.pop() if said else [])
+    (row,) = verify(["dp"], steps=2, args=cheap)
+    assert row.outcome == "failed"
     monkeypatch.setattr("lit_cifar.tools.verify.reference.EXACT_BOUND", 0.0)
     (row,) = verify(["dp"], steps=2, args=cheap)
     assert row.outcome == "failed"
@@ -322,15 +294,6 @@ def test_a_mode_beyond_measured_bounds_is_judged_in_float64(monkeypatch: pytest.
 def test_entries_that_are_infinite_alike_are_equal(value: float, equal: bool) -> None:
     """As the best accuracy of a run without validation is."""
     assert _equal(torch.tensor(value), torch.tensor(-math.inf), bound=0.0) == equal
-
-
-def test_bits_that_differ_among_processes_are_no_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = [["step 1: fc.bias of process 1 is not that of process 0"]]  # of the run in float32 alone
-    monkeypatch.setattr(Record, "own_problems", lambda self: said.pop() if said else [])
-    monkeypatch.setattr("lit_cifar.tools.verify.comparison.FLOOR_ULP", 0.0)
-    monkeypatch.setattr("lit_cifar.tools.verify.comparison.NOISE_FACTOR", 0.0)
-    (row,) = verify(["dp"], steps=2, args=["--model.arch=tiny", "--data.val_size=0", "--trainer.precision=32-true"])
-    assert row.outcome == "failed"
 
 
 def test_a_reference_that_takes_too_long_is_none(tmp_path: Path) -> None:
@@ -357,13 +320,13 @@ def test_a_tolerance_is_measured_once_for_what_is_normalised_alike(tmp_path: Pat
     references = References(launcher)  # type: ignore[arg-type]
     with ThreadPoolExecutor(1) as pool:
         for chunks in (
-            GhostBatches(num_shards=2),
-            GhostBatches(num_microbatches=2),
+            GhostBatches(num_shards=2, num_microbatches=2),
+            GhostBatches(num_microbatches=4),
             GhostBatches(),
-            GhostBatches(num_shards=2),
+            GhostBatches(num_shards=2, num_microbatches=2),
         ):
             references.start(chunks, pool)
-    apart = "one device, 2 x 32 images normalised apart"
+    apart = "one device, 4 x 16 images normalised apart"
     assert titles == [
         f"reference: {apart}",
         f"tolerance: {apart}, reversed",
@@ -396,10 +359,6 @@ def test_threads_that_want_quiet_at_the_same_time_leave_none() -> None:
     assert not logger.filter(logger.makeRecord(logger.name, logging.INFO, "", 0, "GPU", (), None))
     second.__exit__(None, None, None)
     assert (logger.level, [*logger.filters]) == before
-
-
-def test_runs_are_as_long_as_their_steps_take() -> None:
-    assert "--trainer.max_epochs=-1" in settings().length_flags(steps=10, accumulation=1)
 
 
 @pytest.fixture
@@ -480,46 +439,32 @@ def trained() -> tuple[nn.Module, SimpleNamespace]:
     return module, SimpleNamespace(strategy=strategy, optimizers=[optimizer])
 
 
-def _no_momentum(module: Any, trainer: Any) -> None:
-    del trainer.optimizers[0].state[module[0].bias]
+def _with_a_stranger(module: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0]["params"][1] = nn.Parameter(module[0].bias.detach().clone())
 
 
-def _zero_momentum(module: Any, trainer: Any) -> None:
-    trainer.optimizers[0].state[module[1].bias]["momentum_buffer"].zero_()
-
-
-def _other_rate(module: Any, trainer: Any) -> None:
-    trainer.optimizers[0].param_groups[0]["lr"] = 0.2
-
-
-def _stranger(module: Any, trainer: Any) -> None:
-    trainer.optimizers[0].param_groups[0]["params"][1] = nn.Parameter(module[0].bias.detach().clone())
-
-
-def _last_bit(module: Any, trainer: Any) -> None:
+def _last_bit(module: Any, optimizer: Any) -> None:
     module[0].bias.data.copy_(torch.nextafter(module[0].bias.data, torch.tensor(math.inf)))
 
 
-def _one_batch_more(module: Any, trainer: Any) -> None:
-    module[1].num_batches_tracked.add_(1)
-
-
 @pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        (_last_bit, "0.bias (parameters)"),
-        (_one_batch_more, "1.num_batches_tracked (buffers)"),
-        (_zero_momentum, "1.bias:momentum_buffer (optimizer)"),
-        (_no_momentum, "0.bias:entries (optimizer)"),
-        (_other_rate, "group 0:lr (optimizer)"),
-        (_stranger, "group 0:params (optimizer)"),
-    ],
+    ("name", "change"),
+    {
+        "0.bias (parameters)": _last_bit,
+        "1.num_batches_tracked (buffers)": lambda module, optimizer: module[1].num_batches_tracked.add_(1),
+        "1.bias:momentum_buffer (optimizer)": lambda module, optimizer: optimizer.state[module[1].bias][
+            "momentum_buffer"
+        ].zero_(),
+        "0.bias:entries (optimizer)": lambda module, optimizer: optimizer.state.pop(module[0].bias),
+        "group 0:lr (optimizer)": lambda module, optimizer: optimizer.param_groups[0].update(lr=0.2),
+        "group 0:params (optimizer)": _with_a_stranger,
+    }.items(),
 )
-def test_a_change_in_one_process_is_seen(change: Any, name: str) -> None:
+def test_a_change_in_one_process_is_seen(name: str, change: Any) -> None:
     torch.manual_seed(0)
     module, trainer = trained()
     before: Any = own_state(trainer, module, one_model=False)
-    change(module, trainer)
+    change(module, trainer.optimizers[0])
     (problem,) = peer_problems(snapshots(before, own_state(trainer, module, one_model=False)))
     assert name in problem
 
@@ -601,6 +546,16 @@ def test_tied_weights_and_what_is_not_saved_are_no_mistakes(tf32: list[Any], tmp
     assert logits_problems("evaluation", 0, found.gaps(alone.evaluated), bound=0.0) == []
 
 
+def test_the_first_wrong_sample_of_an_evaluation_is_named_with_its_process() -> None:
+    ids, read = torch.tensor([3, 5, 7, 9]), torch.tensor([9, 7, 5])
+    wanted = Evaluated(ids, torch.zeros(4, dtype=torch.int64), ids[:, None].repeat(1, 10).double())
+    found = Evaluated(read, torch.tensor([0, 0, 1]), read[:, None].repeat(1, 10).double())
+    found.logits[1, 2] += 4.5
+    (problem,) = logits_problems("evaluation after step 2", 1, found.gaps(wanted), bound=1e-9)
+    assert problem.startswith("evaluation after step 2: logits of sample 7 of process 1 differ by 5.0e-01, allowed")
+    assert problem.endswith(", and 1 more")
+
+
 def test_where_a_callback_averages_weights_only_the_steps_are_judged(tf32: list[Any], tmp_path: Path) -> None:
     averaging = ["--trainer.callbacks+=lightning.pytorch.callbacks.EMAWeightAveraging"]
     record = recorded(tmp_path, *ODD, *averaging)
@@ -639,35 +594,25 @@ def test_all_and_chosen_modes_come_in_the_order_of_the_table() -> None:
     assert [mode.name for mode in chosen(["all"], devices=2)] == list(variants(2))
 
 
-@pytest.mark.parametrize(
-    ("args", "word"),
-    [
-        (["--modes=dpp"], "dpp"),
-        (["--devices=1"], "--devices=1"),
-        (["--devices=two"], "two"),
-        ([f"--devices={10**12}"], "--devices 2"),
-        (["--steps=0"], "--steps=0"),
-        (["--steps=1"], "--steps=1"),
-        (["--trainer.strategy=ddp"], "--trainer.strategy"),
-        (["--trainer.max_epochs=1"], "--trainer.max_epochs"),
-        (["--ckpt_path=last.ckpt"], "--ckpt_path"),
-        (["--resume=auto"], "--resume"),
-        (["--trainer.precision=bf16-true"], "bf16-true"),
-        (["--json=/nowhere/at/all.json"], "--json"),
-        (["--self-test", "--virtual_replicas=4"], "in a clone of the repository: python -m tests.mutations"),
-    ],
-)
-def test_bad_arguments_exit_2_with_a_remedy(args: list[str], word: str) -> None:
-    result = run_here("verify", *args)
-    assert result.status == 2
-    assert word in result.stderr
-    assert 2 <= len(result.stderr.splitlines()) <= 5
+def test_the_json_file_has_the_findings_that_are_not_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problems = [f"step {number}: wrong" for number in range(1, 8)]
+    row = VerifiedMode("ddp", "one device", outcome="failed", problems=problems)
+    monkeypatch.setattr("lit_cifar.tools.commands.verify.verify", lambda *args, **kwargs: [row])
+    content = _verify(verify_parser().parse_args([]), [])
+    assert content["rows"][0]["problems"] == problems
+    assert "ddp: step 5: wrong\nddp: 2 more findings: see --json FILE\n" in capsys.readouterr().out
 
 
-def test_what_takes_too_long_is_stopped(tmp_path: Path) -> None:
-    outcome = run("fit", "--help", folder=tmp_path, timeout_s=0.0)
-    assert outcome.status is None
-    assert "time limit" in outcome.last_words
+def test_default_sizes_are_hard_ones() -> None:
+    """Two epochs that end in a batch of unequal parts, and evaluation batches of unequal sizes."""
+    sizes = {name: int(value) for name, _, value in (flag[7:].partition("=") for flag in DEFAULTS) if value.isdecimal()}
+    steps, last = divmod(sizes["num_train"] - sizes["val_size"], sizes["batch_size"])
+    assert (2 * (steps + 1), last % 2, last % 4) == (4, 1, 1)
+    batches, left = divmod(sizes["val_size"], sizes["eval_batch_size"])
+    assert batches >= 2
+    assert left % 2 == 1
 
 
 @pytest.fixture(scope="module")
@@ -688,23 +633,3 @@ def test_every_mode_trains_what_one_device_trains(name: str, rows: dict[str, Ver
     assert row.counts[1] == 15
     in_one_process = name in ("single", "dp", "mp", "mp-micro", "ddp_mp")  # two stages of two devices: one process
     assert row.processes == (1 if in_one_process else 2)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_every_mode_has_the_bits_of_one_device() -> None:
-    """In bfloat16, where a tolerance says little."""
-    args = ["--virtual_replicas=4", "--trainer.precision=bf16-mixed", "--model.arch=tiny"]
-    rows = verify(["all"], devices=4, args=args)
-    assert {row.mode: row.problems for row in rows if row.problems} == {}
-    assert [row.mode for row in rows] == ["single", "dp", "ddp", "ddp_spawn", "mp", "ddp_mp", "pp", "ddp_pp", "fsdp2"]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("arch", ["tiny_bottleneck", "vit_micro"])
-def test_every_mode_trains_every_kind_of_block(arch: str) -> None:
-    flags = [flag for flag in TINY if not flag.startswith(("--model.arch", "--model.stem"))]
-    rows = verify(list(variants(2)), devices=2, args=[*flags, f"--model.arch={arch}"])
-    assert {row.mode: row.problems for row in rows if row.problems} == {}
-    assert max(value for row in rows for value in row.differences.values()) <= EXACT_BOUND

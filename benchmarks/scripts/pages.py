@@ -68,6 +68,8 @@ def planted() -> Values:
     of_seeds = read("mistakes/2026-11-22-gallery/gallery.json", "of_seeds")
     rows = {row["bug"]: row for row in read("mistakes/2026-11-22-gallery/gallery.json")}
     said = {it["bug"]: it for it in json.loads(PLANTED.read_text())["findings"] if it["bug"]}
+    parts = sorted((HERE / "mistakes/2026-11-24-unseen").glob("*.json"))
+    unseen = [it for part in parts for it in json.loads(part.read_text())["findings"] if it["bug"]]
     noise, finals = gallery.spread(of_seeds), [gallery.final(curves) for curves in of_seeds]
     widest = {kind: max(f[kind] for f in finals) - min(f[kind] for f in finals) for kind in noise}
     yardsticks = {"noise": noise, "widest": widest}
@@ -77,6 +79,11 @@ def planted() -> Values:
 
     return {
         "mistakes": [[f"`{bug}`", it["imitates"], f"`{it['mode']}`", it["caught_by"]] for bug, it in said.items()],
+        "unseen": [
+            [f"`{it['bug']}`", it["imitates"], f"`{it['mode']}`", it["problems"][0] if it["right"] else "not found"]
+            for it in unseen
+        ],
+        "unseen-found": f"{sum(it['right'] for it in unseen)} of {len(unseen)}",
         "mistakes-planted": str(len(said)),
         "mistakes-found": str(sum(it["right"] for it in said.values())),
         "mistakes-sized": str(sum(map(len, mistakes(PLANTED).values()))),

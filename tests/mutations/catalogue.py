@@ -20,11 +20,11 @@ class PlantMutation(L.Callback):
     """Plants the mutation of that name; a file in `folder` says that its wrong code has run."""
 
     def __init__(self, name: str, folder: str) -> None:
-        self.mutation, self.folder = BY_NAME[name], Path(folder)
+        self.name, self.folder = name, Path(folder)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Before the strategy has touched the network."""
-        self.mutation.plant(Site(trainer, pl_module, self.folder))
+        BY_NAME[self.name].plant(Site(trainer, pl_module, self.folder))
 
 
 def planting_flags(mutation: Mutation, folder: Path) -> tuple[str, ...]:

@@ -1,8 +1,9 @@
 """Mistakes that all processes of a run make, as they run the same wrong code."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -22,143 +23,139 @@ from lit_cifar.strategies.dp import EmulatedReplicas
 from lit_cifar.strategies.mesh import local_part
 from lit_cifar.strategies.mp import StagedRunner
 from lit_cifar.strategies.pipeline import Pipeline
+from lit_cifar.task.metrics import EvaluationMetrics
 from lit_cifar.task.optim import WarmupDecay
-from tests.mutations.of_one_process import metrics_twice, twice
-from tests.mutations.planting import PIPELINE, Mutation, Site
+from tests.mutations.planting import MODULE, PIPELINE, STRATEGY, Mutation, Site, planted
+
+MUTATIONS: list[Mutation] = []
+mutation = partial(planted, MUTATIONS)
 
 
-def _ddp_without(setting: str) -> Callable[[Site], None]:
-    """DistributedDataParallel with this attribute false."""
-
-    def plant_it(site: Site) -> None:
-        def configured(configure: Any, strategy: Any) -> None:
-            configure(strategy)
-            site.set(strategy.model, setting, False)
-
-        site.replace(DDPStrategy, "configure_ddp", configured)
-
-    return plant_it
+@mutation("gradients are never averaged", "ddp", DDPStrategy, "configure_ddp")
+def _no_all_reduce(site: Site, configure: Any, strategy: Any) -> None:
+    configure(strategy)
+    site.set(strategy.model, "require_backward_grad_sync", False)
 
 
-_no_all_reduce, _own_statistics = _ddp_without("require_backward_grad_sync"), _ddp_without("broadcast_buffers")
+@mutation("each process evaluates with its own running statistics", "ddp", DDPStrategy, "configure_ddp")
+def _own_statistics(site: Site, configure: Any, strategy: Any) -> None:
+    configure(strategy)
+    site.set(strategy.model, "broadcast_buffers", False)
 
 
-def _summed_gradients(site: Site) -> None:
-    def summed(backward: Any, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        backward(loss * site.trainer.world_size, *args, **kwargs)
+@mutation("gradients are summed, not averaged", "ddp", STRATEGY, "backward")
+@mutation("sharded gradients are summed, not averaged", "fsdp2", STRATEGY, "backward", name="summed-shards")
+def _summed_gradients(site: Site, backward: Any, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    backward(loss * site.trainer.world_size, *args, **kwargs)
 
-    site.replace(site.trainer.strategy, "backward", summed)
 
-
+@mutation("the loss is divided by the number of processes as well", "ddp")
 def _scaled_loss(site: Site) -> None:
     site.replace(site.module, "training_step", lambda step, *args: step(*args) / site.trainer.world_size)
 
 
+@mutation("accumulated gradients are summed, not averaged", "ddp")
 def _summed_accumulation(site: Site) -> None:
     times = site.trainer.accumulate_grad_batches
     site.replace(site.module, "training_step", lambda step, *args: step(*args) * times)
 
 
-def _lost_accumulation(site: Site) -> None:
-    def from_zero(backward: Any, loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        site.module.zero_grad()
-        backward(loss, optimizer, *args, **kwargs)
-
-    site.replace(site.trainer.strategy, "backward", from_zero)
+@mutation("gradients are zeroed between accumulation steps", "fsdp2", STRATEGY, "backward")
+def _lost_accumulation(site: Site, backward: Any, loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    site.module.zero_grad()
+    backward(loss, optimizer, *args, **kwargs)
 
 
-def _unweighted_ragged_batch(site: Site) -> None:
-    def unweighted(iterate: Any, sampler: TrainSampler) -> Iterator[BatchIds]:
-        for part in iterate(sampler):
-            yield part._replace(weight=1.0)
-
-    site.replace(TrainSampler, "__iter__", unweighted)
+@mutation("unequal parts of a ragged batch have equal weight", "ddp", TrainSampler, "__iter__")
+def _unweighted_batch(site: Site, iterate: Any, sampler: TrainSampler) -> Iterator[BatchIds]:
+    for part in iterate(sampler):
+        yield part._replace(weight=1.0)
 
 
-def _duplicated_part(site: Site) -> None:
-    def first_rank(make: Any, datamodule: CIFAR10DataModule) -> TrainSampler:
-        sampler: TrainSampler = make(datamodule)
-        return replace(sampler, batch_split=replace(sampler.batch_split, dp_rank=0))
-
-    site.replace(CIFAR10DataModule, "train_sampler", first_rank)
+@mutation("every process reads the first part of the data", "ddp", CIFAR10DataModule, "train_sampler")
+def _duplicated_shard(site: Site, make: Any, datamodule: CIFAR10DataModule) -> TrainSampler:
+    sampler: TrainSampler = make(datamodule)
+    return replace(sampler, batch_split=replace(sampler.batch_split, dp_rank=0))
 
 
-def _augmentation_by_rank(site: Site) -> None:
-    def of_rank(draw: Any, augmentation: Augmentation, *args: Any, **kwargs: Any) -> Tensor:
-        keyed_by_rank = replace(augmentation, seed=augmentation.seed + site.rank)
-        draws: Tensor = draw(keyed_by_rank, *args, **kwargs)
-        return draws
-
-    site.replace(Augmentation, "draw", of_rank)
+@mutation("each process augments with a seed of its own", "ddp", Augmentation, "draw")
+def _augmentation_by_rank(site: Site, draw: Any, augmentation: Augmentation, *args: Any, **kwargs: Any) -> Tensor:
+    keyed_by_rank = replace(augmentation, seed=augmentation.seed + site.rank)
+    draws: Tensor = draw(keyed_by_rank, *args, **kwargs)
+    return draws
 
 
+@mutation("set_epoch is forgotten", "ddp")
 def _frozen_order(site: Site) -> None:
     site.replace(TrainSampler, "set_epoch", lambda set_epoch, sampler, epoch: set_epoch(sampler, 0))
 
 
+@mutation("BatchNorm is not synchronised", "ddp-sync")
 def _no_batchnorm_sync(site: Site) -> None:
     site.replace(ProcessSyncBatchNorm, "apply", lambda apply, plugin, network: network)
 
 
-def _padded_evaluation(site: Site) -> None:
-    def padded(ids: Any, sampler: EvaluationSampler) -> Tensor:
-        order: Tensor = ids(sampler)
-        return torch.cat([order, order[: -len(order) % sampler.batch_split.dp_size]])
-
-    site.replace(EvaluationSampler, "_ids", padded)
+@mutation("evaluation is padded with repeated samples", "ddp", EvaluationSampler, "_ids")
+def _padded_evaluation(site: Site, ids: Any, sampler: EvaluationSampler) -> Tensor:
+    order: Tensor = ids(sampler)
+    return torch.cat([order, order[: -len(order) % sampler.batch_split.dp_size]])
 
 
-def _one_sample_twice(site: Site) -> None:
-    def first_in_place_of_last(ids: Any, sampler: EvaluationSampler) -> Tensor:
-        order: Tensor = ids(sampler)
-        return torch.cat([order[:-1], order[:1]])
-
-    site.replace(EvaluationSampler, "_ids", first_in_place_of_last)
+@mutation("one sample is evaluated twice, another never", "ddp", EvaluationSampler, "_ids")
+def _one_sample_twice(site: Site, ids: Any, sampler: EvaluationSampler) -> Tensor:
+    order: Tensor = ids(sampler)
+    return torch.cat([order[:-1], order[:1]])
 
 
-def _predictions_twice(site: Site) -> None:
-    site.replace(PerRankAccuracy, "_count", twice)
+@mutation("every prediction is counted twice", "ddp", PerRankAccuracy, "_count")
+def _predictions_twice(site: Site, count: Any, *args: Any) -> None:
+    count(*args)
+    count(*args)
 
 
+@mutation("every batch is counted twice in the logged val/ metrics", "ddp", EvaluationMetrics, "update")
+def _metrics_twice(site: Site, update: Any, *args: Any) -> None:
+    update(*args)
+    update(*args)
+
+
+@mutation("metrics are not summed over the processes", "ddp")
 def _metrics_of_each(site: Site) -> None:
     site.replace(Metric, "sync", lambda sync, metric, *args, **kwargs: None)
 
 
+@mutation("momentum is not restored on resume", "ddp")
 def _lost_optimizer_state(site: Site) -> None:
     site.replace(site.trainer.strategy, "load_optimizer_state_dict", lambda load, checkpoint: None)
 
 
+@mutation("the learning rate schedule restarts on resume", "single")
 def _lost_schedule(site: Site) -> None:
     site.replace(WarmupDecay, "load_state_dict", lambda load, schedule, state: None)
 
 
-def _schedule_per_process(site: Site) -> None:
-    def once_for_each_process(step: Any, schedule: WarmupDecay, *args: Any) -> None:
-        for _ in range(site.trainer.world_size):
-            step(schedule, *args)
-
-    site.replace(WarmupDecay, "step", once_for_each_process)
+@mutation("the schedule steps once for each process", "ddp", WarmupDecay, "step")
+def _schedule_per_process(site: Site, step: Any, schedule: WarmupDecay, *args: Any) -> None:
+    for _ in range(site.trainer.world_size):
+        step(schedule, *args)
 
 
-def _scaled_learning_rate(site: Site) -> None:
-    def scaled_once_more(scale: Any, optimizer: Any) -> None:
-        scale(optimizer)
-        for group in optimizer.param_groups:
-            group["lr"] *= site.trainer.world_size
-
-    site.replace(site.module, "_scale_lr", scaled_once_more)
+@mutation("the rate is multiplied by the world size", "ddp", MODULE, "_scale_lr")
+def _scaled_learning_rate(site: Site, scale: Any, optimizer: Any) -> None:
+    scale(optimizer)
+    for group in optimizer.param_groups:
+        group["lr"] *= site.trainer.world_size
 
 
-def _statistics_of_last_replica(site: Site) -> None:
-    def last_on_own_buffers(run: Any, replicas: EmulatedReplicas, images: Tensor) -> Tensor:
-        *others, last = images.chunk(replicas.num_replicas)
-        copies = [{name: buffer.clone() for name, buffer in replicas.network.named_buffers()} for _ in others]
-        outputs = [functional_call(replicas.network, copy, (part,)) for copy, part in zip(copies, others, strict=True)]
-        return torch.cat([*outputs, replicas.network(last)])
-
-    site.replace(EmulatedReplicas, "__call__", last_on_own_buffers)
+@mutation("running statistics are the last replica's", "dp", EmulatedReplicas, "__call__")
+def _last_replica(site: Site, run: Any, replicas: EmulatedReplicas, images: Tensor) -> Tensor:
+    *others, last = images.chunk(replicas.num_replicas)
+    copies = [{name: buffer.clone() for name, buffer in replicas.network.named_buffers()} for _ in others]
+    outputs = [functional_call(replicas.network, copy, (part,)) for copy, part in zip(copies, others, strict=True)]
+    return torch.cat([*outputs, replicas.network(last)])
 
 
+@mutation("a checkpoint has the initial running statistics", "dp")
 def _stale_buffers(site: Site) -> None:
     old = {name: buffer.clone() for name, buffer in site.module.network.named_buffers()}
 
@@ -169,47 +166,41 @@ def _stale_buffers(site: Site) -> None:
     site.replace(site.module, "on_save_checkpoint", with_old_buffers)
 
 
-def _dropped_microbatch(site: Site) -> None:
-    def without_last(run: Any, runner: StagedRunner, images: Tensor) -> Tensor:
-        output: Tensor = run(runner, images)
-        if not output.requires_grad:
-            return output
-        *others, last = output.tensor_split(runner.num_microbatches)
-        return torch.cat([*others, last.detach()])
-
-    site.replace(StagedRunner, "__call__", without_last)
+@mutation("the last microbatch has no gradient", "mp-micro", StagedRunner, "__call__", args=PIPELINE)
+def _dropped_microbatch(site: Site, run: Any, runner: StagedRunner, images: Tensor) -> Tensor:
+    output: Tensor = run(runner, images)
+    if not output.requires_grad:
+        return output
+    *others, last = output.tensor_split(runner.num_microbatches)
+    return torch.cat([*others, last.detach()])
 
 
-def _copied_stage(site: Site) -> None:
-    def with_copy(make: Any, runner: StagedRunner, stages: Any, *args: Any, **kwargs: Any) -> None:
-        *others, last = stages
-        make(runner, [*others, deepcopy(last)], *args, **kwargs)
-
-    site.replace(StagedRunner, "__init__", with_copy)
+@mutation("a device computes with a copy that is not trained", "mp", StagedRunner, "__init__")
+def _copied_stage(site: Site, make: Any, runner: StagedRunner, stages: Any, *args: Any, **kwargs: Any) -> None:
+    *others, last = stages
+    make(runner, [*others, deepcopy(last)], *args, **kwargs)
 
 
-def _unaveraged_stage(site: Site) -> None:
-    def without_last_stage(configure: Any, strategy: Any) -> None:
-        ddp: Any = DistributedDataParallel
-        ddp._set_params_and_buffers_to_ignore_for_model(site.module, ["network.fc.weight", "network.fc.bias"])
-        configure(strategy)
-
-    site.replace(DDPStrategy, "configure_ddp", without_last_stage)
+@mutation("the last layer's gradient is not averaged", "ddp_mp", DDPStrategy, "configure_ddp", devices=4)
+def _unaveraged_stage(site: Site, configure: Any, strategy: Any) -> None:
+    ddp: Any = DistributedDataParallel
+    ddp._set_params_and_buffers_to_ignore_for_model(site.module, ["network.fc.weight", "network.fc.bias"])
+    configure(strategy)
 
 
+@mutation("another stage's first weights are saved", "pp", args=PIPELINE)
 def _stale_stage(site: Site) -> None:
     site.replace(site.trainer.strategy, "_refresh_copies", lambda refresh: None)
 
 
-def _local_norm(site: Site) -> None:
-    def norm(of_all: Any, gradients: list[Tensor]) -> Tensor:
-        squares: Tensor = torch.stack([local_part(gradient).square().sum() for gradient in gradients])
-        return squares.sum().sqrt()
-
-    site.replace(site.trainer.strategy, "gradient_norm", norm)
+@mutation("each stage clips by its own norm", "pp", STRATEGY, "gradient_norm", args=PIPELINE)
+def _local_norm(site: Site, of_all: Any, gradients: list[Tensor]) -> Tensor:
+    squares: Tensor = torch.stack([local_part(gradient).square().sum() for gradient in gradients])
+    return squares.sum().sqrt()
 
 
-def _lost_microbatch_of_pipeline(site: Site) -> None:
+@mutation("every second is lost", "pp", args=PIPELINE)
+def _lost_microbatch(site: Site) -> None:
     calls = count()
 
     def without_every_second(loss: Any, pipeline: Pipeline, logits: Tensor, labels: Tensor) -> Tensor:
@@ -219,44 +210,11 @@ def _lost_microbatch_of_pipeline(site: Site) -> None:
     site.replace(Pipeline, "_scaled_loss", without_every_second)
 
 
-def _unaveraged_pipelines(site: Site) -> None:
+@mutation("pipelines do not average", "ddp_pp", args=PIPELINE, devices=4)
+def _lone_pipelines(site: Site) -> None:
     site.replace(site.trainer.strategy, "post_backward", lambda average, loss: None)
 
 
-def _unsummed_input_gradient(site: Site) -> None:
+@mutation("the input's gradient is not summed", "tp")
+def _partial_gradient(site: Site) -> None:
     site.replace(tp._SumGradients, "backward", lambda backward, ctx, grad: (grad, None))
-
-
-MUTATIONS = [
-    Mutation("lost-schedule", "the learning rate schedule restarts on resume", "single", _lost_schedule),
-    Mutation("last-replica", "running statistics are the last replica's", "dp", _statistics_of_last_replica),
-    Mutation("stale-buffers", "a checkpoint has the initial running statistics", "dp", _stale_buffers),
-    Mutation("no-all-reduce", "gradients are never averaged", "ddp", _no_all_reduce),
-    Mutation("summed-gradients", "gradients are summed, not averaged", "ddp", _summed_gradients),
-    Mutation("scaled-loss", "the loss is divided by the number of processes as well", "ddp", _scaled_loss),
-    Mutation("summed-accumulation", "accumulated gradients are summed, not averaged", "ddp", _summed_accumulation),
-    Mutation("unweighted-batch", "unequal parts of a ragged batch have equal weight", "ddp", _unweighted_ragged_batch),
-    Mutation("duplicated-shard", "every process reads the first part of the data", "ddp", _duplicated_part),
-    Mutation("augmentation-by-rank", "each process augments with a seed of its own", "ddp", _augmentation_by_rank),
-    Mutation("frozen-order", "set_epoch is forgotten", "ddp", _frozen_order),
-    Mutation("own-statistics", "each process evaluates with its own running statistics", "ddp", _own_statistics),
-    Mutation("padded-evaluation", "evaluation is padded with repeated samples", "ddp", _padded_evaluation),
-    Mutation("one-sample-twice", "one sample is evaluated twice, another never", "ddp", _one_sample_twice),
-    Mutation("predictions-twice", "every prediction is counted twice", "ddp", _predictions_twice),
-    Mutation("metrics-twice", "every batch is counted twice in the logged val/ metrics", "ddp", metrics_twice),
-    Mutation("metrics-of-each", "metrics are not summed over the processes", "ddp", _metrics_of_each),
-    Mutation("lost-optimizer-state", "momentum is not restored on resume", "ddp", _lost_optimizer_state),
-    Mutation("schedule-per-process", "the schedule steps once for each process", "ddp", _schedule_per_process),
-    Mutation("scaled-learning-rate", "the rate is multiplied by the world size", "ddp", _scaled_learning_rate),
-    Mutation("no-batchnorm-sync", "BatchNorm is not synchronised", "ddp-sync", _no_batchnorm_sync),
-    Mutation("copied-stage", "a device computes with a copy that is not trained", "mp", _copied_stage),
-    Mutation("dropped-microbatch", "the last microbatch has no gradient", "mp-micro", _dropped_microbatch, PIPELINE),
-    Mutation("unaveraged-stage", "the last layer's gradient is not averaged", "ddp_mp", _unaveraged_stage, devices=4),
-    Mutation("stale-stage", "another stage's first weights are saved", "pp", _stale_stage, PIPELINE),
-    Mutation("local-norm", "each stage clips by its own norm", "pp", _local_norm, PIPELINE),
-    Mutation("lost-microbatch", "every second is lost", "pp", _lost_microbatch_of_pipeline, PIPELINE),
-    Mutation("lone-pipelines", "pipelines do not average", "ddp_pp", _unaveraged_pipelines, PIPELINE, devices=4),
-    Mutation("summed-shards", "sharded gradients are summed, not averaged", "fsdp2", _summed_gradients),
-    Mutation("lost-accumulation", "gradients are zeroed between accumulation steps", "fsdp2", _lost_accumulation),
-    Mutation("partial-gradient", "the input's gradient is not summed", "tp", _unsummed_input_gradient),
-]

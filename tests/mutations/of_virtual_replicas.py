@@ -15,78 +15,82 @@ from lit_cifar.strategies.same_bits import tree_sum, virtual_replicas
 from lit_cifar.strategies.same_bits.parts import Parts
 from lit_cifar.strategies.same_bits.tree_sum import TreeAllReduce, TreeSum, tree_reduce_scatter
 from lit_cifar.task.metrics import MeanLoss
-from tests.mutations.planting import PIPELINE, Mutation, Site
+from tests.mutations.planting import PIPELINE, Mutation, Site, planted
+
+MUTATIONS: list[Mutation] = []
+mutation = partial(planted, MUTATIONS)
 
 
-def _order_of_arrival(site: Site) -> None:
-    def push(in_tree: Any, total: TreeSum, value: Tensor) -> None:
-        before = total._sums[0][1] if total._sums else torch.zeros_like(value)
-        total._sums = [(total.count + 1, before + value)]
-
-    site.replace(TreeSum, "push", push)
+@mutation("gradients are added one after the other", "dp", TreeSum, "push")
+def _order_of_arrival(site: Site, in_tree: Any, total: TreeSum, value: Tensor) -> None:
+    before = total._sums[0][1] if total._sums else torch.zeros_like(value)
+    total._sums = [(total.count + 1, before + value)]
 
 
+@mutation("processes are added by their ranks", "ddp", devices=4)
 def _order_of_ranks(site: Site) -> None:
     site.replace(tree_sum, "in_tree_order", lambda in_tree_order, count: range(count))
 
 
+@mutation("each process keeps the sum of its own parts", "ddp")
 def _no_exchange(site: Site) -> None:
     site.replace(TreeAllReduce, "add", lambda add, own: None)
     site.replace(TreeAllReduce, "take", lambda take, own: own._flat[: own._size])
 
 
-def _exchange_of_every_part(site: Site) -> None:
-    def reduce(
-        sums: Any, own: TreeReduceScatter, *, output_tensor: Tensor, input_tensor: Tensor, group: Any, **kwargs: Any
-    ) -> None:
-        output_tensor.zero_()
-        own._total.push(tree_reduce_scatter(input_tensor, group=group))
-        if own._total.count == own._parts.count:
-            torch.mul(own._total.take(), 1 / own._parts.num_parts, out=output_tensor)
-
-    site.replace(TreeReduceScatter, "__call__", reduce)
-
-
-def _part_for_each_process(site: Site) -> None:
-    def make(init: Any, own: Parts, num_parts: int, *, num_processes: int, **kwargs: Any) -> None:
-        init(own, num_processes, num_processes=num_processes, **kwargs)
-
-    site.replace(Parts, "__init__", make)
+@mutation("each part is summed over the processes", "fsdp2", TreeReduceScatter, "__call__")
+def _exchange_of_every_part(
+    site: Site,
+    sums: Any,
+    own: TreeReduceScatter,
+    *,
+    output_tensor: Tensor,
+    input_tensor: Tensor,
+    group: Any,
+    **kwargs: Any,
+) -> None:
+    output_tensor.zero_()
+    own._total.push(tree_reduce_scatter(input_tensor, group=group))
+    if own._total.count == own._parts.count:
+        torch.mul(own._total.take(), 1 / own._parts.num_parts, out=output_tensor)
 
 
-def _consecutive_samples(site: Site) -> None:
-    def consecutive(cut: Any, own: Parts, batch: Batch) -> list[Batch]:
-        order = torch.empty(len(batch.labels), dtype=torch.int64)
-        for place, samples in enumerate(torch.arange(len(order)).tensor_split(own.count)):
-            order[place :: own.count] = samples
-        batches: list[Batch] = cut(own, Batch(batch.images[order], batch.labels[order], batch.ids[order], batch.weight))
-        return batches
-
-    site.replace(Parts, "cut", consecutive)
+@mutation("there are as many parts as processes", "ddp", Parts, "__init__")
+def _part_for_each_process(
+    site: Site, init: Any, own: Parts, num_parts: int, *, num_processes: int, **kwargs: Any
+) -> None:
+    init(own, num_processes, num_processes=num_processes, **kwargs)
 
 
+@mutation("parts are consecutive samples of a process", "ddp", Parts, "cut")
+def _consecutive_samples(site: Site, cut: Any, own: Parts, batch: Batch) -> list[Batch]:
+    order = torch.empty(len(batch.labels), dtype=torch.int64)
+    for place, samples in enumerate(torch.arange(len(order)).tensor_split(own.count)):
+        order[place :: own.count] = samples
+    batches: list[Batch] = cut(own, Batch(batch.images[order], batch.labels[order], batch.ids[order], batch.weight))
+    return batches
+
+
+@mutation("unequal parts of a ragged batch have equal weight", "ddp")
 def _equal_weights(site: Site) -> None:
     site.replace(Parts, "cut", lambda cut, own, batch: [part._replace(weight=1.0) for part in cut(own, batch)])
 
 
-def _statistics_of_last_part(site: Site) -> None:
-    def without_buffers(average: Any, own: Parts) -> None:
-        last = {buffer: buffer.clone() for buffer in own._statistics}
-        average(own)
-        for buffer, value in last.items():
-            buffer.copy_(value)
-
-    site.replace(Parts, "average", without_buffers)
+@mutation("running statistics are the last part's", "ddp", Parts, "average")
+def _statistics_of_last_part(site: Site, average: Any, own: Parts) -> None:
+    last = {buffer: buffer.clone() for buffer in own._statistics}
+    average(own)
+    for buffer, value in last.items():
+        buffer.copy_(value)
 
 
-def _chained_statistics(site: Site) -> None:
-    def after_the_part_before(statistics: Any, own: Parts, *args: Any) -> Any:
-        own._before = {buffer: buffer.clone() for buffer in own._before}
-        return statistics(own, *args)
-
-    site.replace(Parts, "own_statistics", after_the_part_before)
+@mutation("each part continues the running statistics", "mp", Parts, "own_statistics")
+def _chained_statistics(site: Site, statistics: Any, own: Parts, *args: Any) -> Any:
+    own._before = {buffer: buffer.clone() for buffer in own._before}
+    return statistics(own, *args)
 
 
+@mutation("logged losses are added in float32", "ddp")
 def _losses_in_float(site: Site) -> None:
     def add(metric: MeanLoss, update: Any, losses: Tensor) -> None:
         before = metric.total.clone()
@@ -98,31 +102,15 @@ def _losses_in_float(site: Site) -> None:
             site.replace(metric, "update", partial(add, metric))
 
 
-def _norm_by_process(site: Site) -> None:
-    def clip(in_order: Any, *args: Any, group: Any) -> None:
-        site.module.virtual_replicas._clip(*args)
-
-    site.replace(virtual_replicas, "clip_in_order", clip)
+@mutation("each process adds its squares first", "pp", virtual_replicas, "clip_in_order", args=PIPELINE)
+def _norm_by_process(site: Site, in_order: Any, *args: Any, group: Any) -> None:
+    site.module.virtual_replicas._clip(*args)
 
 
+@mutation("each stage clips by its own norm", "pp", args=PIPELINE)
 def _norm_of_own_rows(site: Site) -> None:
     site.replace(virtual_replicas, "_with_whole_gradient", lambda group, strategy: None)
 
-
-MUTATIONS = [
-    Mutation("order-of-arrival", "gradients are added one after the other", "dp", _order_of_arrival),
-    Mutation("order-of-ranks", "processes are added by their ranks", "ddp", _order_of_ranks, devices=4),
-    Mutation("no-exchange", "each process keeps the sum of its own parts", "ddp", _no_exchange),
-    Mutation("part-for-each-process", "there are as many parts as processes", "ddp", _part_for_each_process),
-    Mutation("consecutive-samples", "parts are consecutive samples of a process", "ddp", _consecutive_samples),
-    Mutation("equal-weights", "unequal parts of a ragged batch have equal weight", "ddp", _equal_weights),
-    Mutation("statistics-of-last-part", "running statistics are the last part's", "ddp", _statistics_of_last_part),
-    Mutation("chained-statistics", "each part continues the running statistics", "mp", _chained_statistics),
-    Mutation("losses-in-float", "logged losses are added in float32", "ddp", _losses_in_float),
-    Mutation("exchange-of-every-part", "each part is summed over the processes", "fsdp2", _exchange_of_every_part),
-    Mutation("norm-by-process", "each process adds its squares first", "pp", _norm_by_process, PIPELINE),
-    Mutation("norm-of-own-rows", "each stage clips by its own norm", "pp", _norm_of_own_rows, PIPELINE),
-]
 
 # Why a mistake cannot be made with virtual replicas in a mode that accepts them.
 NO_PLACE = {

@@ -4,10 +4,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from inspect import getattr_static
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
+
+Wrong = TypeVar("Wrong", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -48,9 +51,6 @@ class Site:
         self.trainer.callbacks.append(callback)
 
 
-Plant = Callable[[Site], None]
-
-
 @dataclass(frozen=True)
 class Mutation:
     """A mistake, and how it is planted."""
@@ -58,9 +58,52 @@ class Mutation:
     name: str
     imitates: str  # what a programmer forgot or misunderstood
     mode: str  # the mode in which it is planted
-    plant: Plant
+    plant: Callable[[Site], None]
     args: tuple[str, ...] = ()  # further flags of `fit` without which it has no effect
     devices: int = 2  # devices of the mode; more than two if it needs several replicas of several devices
+
+
+STRATEGY, MODULE = "trainer.strategy", "module"  # of a site
+
+
+def planted(
+    found: list[Mutation],
+    imitates: str,
+    mode: str,
+    owner: Any = None,
+    method: str = "",
+    *,
+    at: str = "",
+    name: str | None = None,
+    args: tuple[str, ...] = (),
+    devices: int = 2,
+    last: bool = False,
+) -> Callable[[Wrong], Wrong]:
+    """Add to `found` a mutation that the decorated function plants; its name is the function's, or `name`.
+
+    The function is given the site. With an `owner`, a class, a module or the path of one of the site's own objects, it
+    is itself the wrong code in place of the owner's `method`, and is also given the original and what that would be
+    given. With `at` it runs when Lightning calls that hook. If `last`, only the process of the last rank makes the
+    mistake.
+    """
+
+    def add(wrong: Wrong) -> Wrong:
+        def plant(site: Site) -> None:
+            if last and site.rank != site.trainer.world_size - 1:
+                return
+            if at:
+                site.at(at, partial(wrong, site))
+            elif owner is None:
+                wrong(site)
+            else:
+                found_owner = attrgetter(owner)(site) if isinstance(owner, str) else owner
+                site.replace(found_owner, method, partial(wrong, site))
+
+        own_name = name or wrong.__name__.removeprefix("_").replace("_", "-")
+        found.append(Mutation(own_name, imitates, mode, plant, args, devices))
+        return wrong
+
+    return add
 
 
 def by_name(mutations: Iterable[Mutation]) -> dict[str, Mutation]:
@@ -71,16 +114,6 @@ def by_name(mutations: Iterable[Mutation]) -> dict[str, Mutation]:
             raise ValueError(f"two mutations have the name {mutation.name!r}")
         found[mutation.name] = mutation
     return found
-
-
-def in_last(plant: Plant) -> Plant:
-    """The mistake in the process of the last rank alone; `ddp_spawn` sends it to that process."""
-    return partial(_plant_in_last, plant)
-
-
-def _plant_in_last(plant: Plant, site: Site) -> None:
-    if site.rank == site.trainer.world_size - 1:
-        plant(site)
 
 
 # The ragged batch is too small for microbatches of two accumulated steps; clipped, so that the norm matters.

@@ -70,15 +70,6 @@ class Finding:
         return COMPARISON if self.finished and self.problems else self.guard
 
     @property
-    def right(self) -> bool:
-        """Whether a mutation was caught, or a run without one passed, or there was nothing to run."""
-        if self.no_place is not None:
-            return True
-        if self.mutation is None:
-            return self.finished and not self.problems
-        return self.acted and self.caught_by is not None
-
-    @property
     def verdict(self) -> str:
         """In a word or two."""
         if self.no_place is not None:
@@ -86,10 +77,15 @@ class Finding:
         if not self.finished and self.guard is None:
             return "broke"
         if self.mutation is None:
-            return "passed" if self.right else "FAIL"
+            return "passed" if self.finished and not self.problems else "FAIL"
         if not self.acted:
             return "did not act"
-        return "caught" if self.right else "missed"
+        return "missed" if self.caught_by is None else "caught"
+
+    @property
+    def right(self) -> bool:
+        """Whether a mutation was caught, or a run without one passed, or there was nothing to run."""
+        return self.verdict in ("caught", "passed", "no place")
 
 
 def self_test(
@@ -169,12 +165,9 @@ def _finding(mutation: Mutation | None, compared: Compared, folder: Path) -> Fin
     stderr = [] if finished else compared.outcome.stderr.splitlines()
     said = [(line, words) for line in stderr for words in GUARDS if words in line]
     guard = GUARDS[said[-1][1]] if said else None
-    seen = [said[-1][0].strip()] if said else compared.row.problems
-    return Finding(mutation, row.mode, seen, finished, acted=_has_acted(mutation, folder), guard=guard)
-
-
-def _has_acted(mutation: Mutation | None, folder: Path) -> bool:
-    return mutation is not None and any((folder / mutation.name).iterdir())
+    seen = [said[-1][0].strip()] if said else row.problems
+    acted = mutation is not None and any((folder / mutation.name).iterdir())
+    return Finding(mutation, row.mode, seen, finished, acted=acted, guard=guard)
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:

@@ -61,10 +61,6 @@ def interleaved(measurements: Mapping[str, Callable[[], float]], *, rounds: int)
 
 
 def shown(value: float, unit: Unit) -> str:
-    """With three significant digits, and the unit as one writes it behind a number.
-
-    >>> shown(0.9168, "x"), shown(34567.0, "img/s")
-    ('0.917x', '34,600 img/s')
-    """
+    """With three significant digits, and the unit as one writes it behind a number: 0.917x, 34,600 img/s."""
     digits = f"{value:#.3g}" if abs(value) < 1000 else f"{float(f'{value:.3g}'):,.0f}"
     return f"{digits.rstrip('.')}{unit if unit == 'x' else f' {unit}'}"

@@ -100,7 +100,7 @@ class InTurn(Callback):
         if batch_idx % self.steps == 0:
             fit = self._elapsed(pl_module.device)
             if self._plain is None:
-                self._plain = _copied(trainer, pl_module)
+                self._plain = PlainLoop.copying(trainer, pl_module)
             self._since = perf_counter()
             self._plain.run(self.steps)
             self._turns.append((fit, self._elapsed(pl_module.device)))
@@ -114,17 +114,6 @@ class InTurn(Callback):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return (perf_counter() - self._since) / self.steps
-
-
-def _copied(trainer: Any, module: Any) -> "PlainLoop":
-    """A plain loop that trains a copy of what the Trainer trains."""
-    return PlainLoop(
-        deepcopy(module.network),
-        module,
-        trainer.datamodule,
-        log_every_n_steps=trainer.log_every_n_steps,
-        precision=trainer.precision_plugin.forward_context,
-    )
 
 
 class PlainLoop:
@@ -160,6 +149,13 @@ class PlainLoop:
         self._loss = torch.zeros((), device=device)
         self._right = torch.zeros((), dtype=torch.int64, device=device)
         self._images = self._steps = 0
+
+    @classmethod
+    def copying(cls, trainer: Any, module: Any) -> "PlainLoop":
+        """One that trains a copy of what the Trainer trains, in the same precision."""
+        every, precision = trainer.log_every_n_steps, trainer.precision_plugin.forward_context
+        data = trainer.datamodule
+        return cls(deepcopy(module.network), module, data, log_every_n_steps=every, precision=precision)
 
     def run(self, steps: int) -> None:
         for _ in range(steps):

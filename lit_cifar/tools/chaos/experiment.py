@@ -10,7 +10,7 @@ from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.checkpoint.sample_audit import AuditRecord
 from lit_cifar.errors import ConfigError
 from lit_cifar.tools.chaos.audit import RESIZED_BOUND, audit, distance, effective, metric_problems
-from lit_cifar.tools.chaos.faults import CAN_FILL, LEAST_BYTES, shares
+from lit_cifar.tools.chaos.faults import LEAST_BYTES, shares
 from lit_cifar.tools.chaos.job import TorchrunJob, wait_until
 from lit_cifar.tools.chaos.sample_log import SampleLogReader
 from lit_cifar.tools.chaos.training import EVERY_N_STEPS, JobMode, Training, configured
@@ -65,7 +65,7 @@ def chaos(
 def _run(training: Training, folder: Path, *, seed: int, report: Report) -> JobResult:
     baseline = folder / "baseline"
     _train_baseline(training, baseline, report=report)
-    can_fill = CAN_FILL and (baseline / _LAST).stat().st_size > LEAST_BYTES
+    can_fill = (baseline / _LAST).stat().st_size > LEAST_BYTES
     faults, size = training.faults(seed=seed, full_disk=can_fill), training.mode.num_processes
     sizes = tuple(dict.fromkeys([size, *(fault.size for fault in faults)]))
     bound = 0.0 if training.has_same_bits else RESIZED_BOUND

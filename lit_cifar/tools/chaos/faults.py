@@ -62,15 +62,16 @@ def shares(num_faults: int) -> tuple[int, int]:
     return num_faults - of_resized, of_resized
 
 
-def equal_size_faults(num_faults: int, *, seed: int, full_disk: bool = True) -> list[Planned]:
-    """Kinds and aims for a job that keeps its size: all in a random order, then all in another one."""
+def planned_faults(num_faults: int, *, seed: int, resized: bool, full_disk: bool = True) -> list[Planned]:
+    """Kinds and aims.
+
+    A job that keeps its size gets all in a random order, then all in another one. One that is resized is so first of
+    all, and then every other time.
+    """
+    if resized:
+        return list(islice(cycle(RESIZED), num_faults))
     possible = [fault for fault in EQUAL_SIZE if full_disk or fault[0] != "disk"]
     return list(islice(_shuffled(possible, random.Random(seed)), num_faults))
-
-
-def resized_faults(num_faults: int) -> list[Planned]:
-    """Kinds and aims for a job that is resized: first of all that, and then every other time."""
-    return list(islice(cycle(RESIZED), num_faults))
 
 
 def schedule_faults(
@@ -109,7 +110,6 @@ def _shuffled(items: Sequence[T], rng: random.Random) -> Iterator[T]:
 
 
 # A disk that takes no further checkpoint: a limit on the size of files, so that a save fails halfway.
-CAN_FILL = hasattr(psutil, "RLIMIT_FSIZE")
 LEAST_BYTES = 4 << 20  # of a checkpoint, so that there is room for a log and not for it
 _MAX_BYTES = 2 << 20
 

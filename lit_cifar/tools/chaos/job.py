@@ -22,13 +22,7 @@ class TorchrunJob:
     the arguments of every rank for a number of processes.
     """
 
-    def __init__(
-        self,
-        command: Callable[[int], Sequence[str]],
-        *,
-        folder: Path,
-        max_restarts: int,
-    ) -> None:
+    def __init__(self, command: Callable[[int], Sequence[str]], *, folder: Path, max_restarts: int) -> None:
         self.command = command
         self.folder = folder
         self.max_restarts = max_restarts

@@ -9,7 +9,7 @@ import yaml  # type: ignore[import-untyped]
 from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.errors import ConfigError
 from lit_cifar.strategies.modes import Variant, variants
-from lit_cifar.tools.chaos.faults import Fault, equal_size_faults, resized_faults, schedule_faults
+from lit_cifar.tools.chaos.faults import Fault, planned_faults, schedule_faults
 from lit_cifar.tools.verify.runs import quiet, refuse_if_invalid, run
 
 EVERY_N_STEPS = 4
@@ -98,9 +98,8 @@ class Training:
 
     def faults(self, *, seed: int, full_disk: bool = True) -> list[Fault]:
         """What happens to it: from its second checkpoint on, and until shortly before its end."""
-        equal_size = equal_size_faults(self.num_faults, seed=seed, full_disk=full_disk)
         return schedule_faults(
-            resized_faults(self.num_faults) if self.resized else equal_size,
+            planned_faults(self.num_faults, seed=seed, resized=self.resized, full_disk=full_disk),
             seed=seed,
             sizes=[*self.mode.flags] if self.resized else [self.mode.num_processes],
             first_step=2 * EVERY_N_STEPS + 2,

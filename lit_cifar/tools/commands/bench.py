@@ -11,17 +11,7 @@ from rich.table import Table
 from lit_cifar.errors import ConfigError
 from lit_cifar.tools.bench import data_path, mode_speed, overhead, recovery
 from lit_cifar.tools.bench.measurements import Row, Settings, shown
-from lit_cifar.tools.commands import trace
-from lit_cifar.tools.commands.terminal import (
-    CommandParser,
-    about,
-    console,
-    exit_orderly_when_terminated,
-    say,
-    table,
-    writable,
-    write_json,
-)
+from lit_cifar.tools.commands import terminal, trace
 
 # By name, in the order in which `bench all` measures them.
 SECTIONS: dict[str, Callable[[Settings], list[Row]]] = {
@@ -42,25 +32,25 @@ def main(args: list[str]) -> int:
     options = bench_parser().parse_args(args)
     if options.rounds < 1:
         raise ConfigError(f"--rounds={options.rounds} would measure nothing", remedy="pass --rounds 5")
-    file = writable(options.json)
-    record = about()
-    exit_orderly_when_terminated()
-    say(f"{record['cpu']['model']}, {record['cpu']['cores']} cores; {', '.join(record['gpus']) or 'no GPU'}")
+    file = terminal.writable(options.json)
+    record = terminal.about()
+    terminal.exit_orderly_when_terminated()
+    terminal.say(f"{record['cpu']['model']}, {record['cpu']['cores']} cores; {', '.join(record['gpus']) or 'no GPU'}")
     found = []
     with tempfile.TemporaryDirectory(prefix="lit_cifar-bench-") as folder:
         settings = Settings(folder=Path(folder), rounds=options.rounds, small=options.small)
         for name in [name for name in SECTIONS if name in options.sections or "all" in options.sections]:
-            say(f"measuring {name}")
+            terminal.say(f"measuring {name}")
             rows = SECTIONS[name](settings)
-            console().print(_result_table(rows, title=name))
+            terminal.console().print(_result_table(rows, title=name))
             found += [{"section": name} | row.to_json() for row in rows]
-    write_json(file, record | {"rows": found})
+    terminal.write_json(file, record | {"rows": found})
     return 0
 
 
 def _result_table(rows: list[Row], *, title: str) -> Table:
     """A row for each measurement; below the median the middle half of the repeats and their number."""
-    found = table(title)
+    found = terminal.table(title)
     found.add_column("what is measured", ratio=1)
     found.add_column("measured", justify="right", no_wrap=True)
     for row in rows:
@@ -71,8 +61,7 @@ def _result_table(rows: list[Row], *, title: str) -> Table:
 
 
 def bench_parser() -> argparse.ArgumentParser:
-    """The command's options."""
-    parser = CommandParser("bench", description=_DESCRIPTION)
+    parser = terminal.CommandParser("bench", description=_DESCRIPTION)
     parser.add_argument("sections", nargs="*", default="all", choices=[*SECTIONS, "all"], help="What to measure.")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="How often each is timed (default: 5).")
     parser.add_argument("--json", metavar="FILE", help="Write every value, versions and hardware to it.")

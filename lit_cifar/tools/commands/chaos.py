@@ -4,8 +4,7 @@ import argparse
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
@@ -16,17 +15,7 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.tools.chaos.experiment import JobResult, chaos
 from lit_cifar.tools.chaos.faults import EQUAL_SIZE, shares
 from lit_cifar.tools.chaos.training import chosen_modes
-from lit_cifar.tools.commands.terminal import (
-    CommandParser,
-    about,
-    console,
-    empty_folder,
-    exit_orderly_when_terminated,
-    say,
-    table,
-    writable,
-    write_json,
-)
+from lit_cifar.tools.commands import terminal
 
 _ENOUGH = next(number for number in count(1) if shares(number)[0] >= len(EQUAL_SIZE))
 _DESCRIPTION = f"""\
@@ -49,23 +38,25 @@ def main(args: list[str]) -> int:
             remedy="the defaults are 20 and 0",
         )
     modes = chosen_modes(options.modes.split(","), devices=options.devices, num_parts=options.virtual_replicas)
-    target = writable(options.json)
-    record = about() | {"seed": options.seed, "faults": options.faults, "devices": options.devices}
+    target = terminal.writable(options.json)
+    record = terminal.about() | {"seed": options.seed, "faults": options.faults, "devices": options.devices}
     record |= {"virtual_replicas": options.virtual_replicas}
-    exit_orderly_when_terminated()
+    terminal.exit_orderly_when_terminated()
     begin = time.monotonic()
-    with _folder(options.dir) as folder:
-        rows = chaos(modes, rest, num_faults=options.faults, seed=options.seed, folder=folder, report=say)
+    kept = None if options.dir is None else terminal.empty_folder(options.dir, option="--dir").resolve()
+    with tempfile.TemporaryDirectory(prefix="lit_cifar-chaos-") as temporary:
+        asked = {"num_faults": options.faults, "seed": options.seed}
+        rows = chaos(modes, rest, **asked, folder=kept or Path(temporary), report=terminal.say)
     seconds = time.monotonic() - begin
     passed = all(row.passed for row in rows)
     _print(rows, options)
     found = [asdict(row) | {"passed": row.passed} for row in rows]
-    write_json(target, record | {"rows": found, "passed": passed, "seconds": seconds})
+    terminal.write_json(target, record | {"rows": found, "passed": passed, "seconds": seconds})
     return 0 if passed else 1
 
 
 def _print(rows: list[JobResult], options: argparse.Namespace) -> None:
-    out = console()
+    out = terminal.console()
     out.print(result_table(rows, title=f"{options.faults} faults for each mode, seed {options.seed}"))
     for row in rows:
         for problem in row.problems[:5]:
@@ -75,7 +66,7 @@ def _print(rows: list[JobResult], options: argparse.Namespace) -> None:
 
 
 def chaos_parser() -> argparse.ArgumentParser:
-    parser = CommandParser("chaos", description=_DESCRIPTION)
+    parser = terminal.CommandParser("chaos", description=_DESCRIPTION)
     parser.add_argument("--faults", type=int, default=20, metavar="K", help="Faults for each mode (default: 20).")
     parser.add_argument(
         "--seed", type=int, default=0, metavar="S", help="Seed of the kinds, moments and ranks of faults (default: 0)."
@@ -95,23 +86,13 @@ def chaos_parser() -> argparse.ArgumentParser:
     return parser
 
 
-@contextmanager
-def _folder(name: str | None) -> Iterator[Path]:
-    """An empty folder: the user's, which must be empty, or one that is removed afterwards."""
-    if name is None:
-        with tempfile.TemporaryDirectory(prefix="lit_cifar-chaos-") as temporary:
-            yield Path(temporary)
-        return
-    yield empty_folder(name, option="--dir").resolve()
-
-
 # The table ------------------------------------------------------------------------------------------------------------
 
 _NAMES = {"kill": "SIGKILL", "term": "SIGTERM", "stop": "SIGSTOP", "resize": "resized", "truncate": "truncated"}
 
 
 def result_table(rows: Sequence[JobResult], *, title: str) -> Table:
-    found = table(title)
+    found = terminal.table(title)
     found.add_column("mode", no_wrap=True)
     found.add_column("processes", no_wrap=True)
     found.add_column("faults")

@@ -3,15 +3,7 @@
 import argparse
 from pathlib import Path
 
-from lit_cifar.tools.commands.terminal import (
-    CommandParser,
-    about,
-    console,
-    exit_orderly_when_terminated,
-    say,
-    writable,
-    write_json,
-)
+from lit_cifar.tools.commands import terminal
 from lit_cifar.tools.doctor.examination import examine
 from lit_cifar.tools.doctor.page import print_page
 
@@ -23,24 +15,18 @@ Exit status: 0 if no fault was found, 1 if one was, 2 for arguments that cannot 
 
 
 def main(args: list[str]) -> int:
-    """Examine, print, and return 0 if no fault was found, else 1.
-
-    Raises:
-        ConfigError: Arguments that cannot work.
-        SystemExit: After --help; with status 143 when terminated.
-    """
+    """Examine, print, and return 0 if no fault was found, else 1."""
     options = doctor_parser().parse_args(args)
-    json_file = writable(options.json)
-    exit_orderly_when_terminated()
-    found = examine(options.devices, folder=Path(options.run_dir), report=lambda line: say(f"checking {line}"))
-    print_page(found, console())
-    write_json(json_file, about() | found.to_json())
+    json_file = terminal.writable(options.json)
+    terminal.exit_orderly_when_terminated()
+    found = examine(options.devices, folder=Path(options.run_dir), report=lambda line: terminal.say(f"checking {line}"))
+    print_page(found, terminal.console())
+    terminal.write_json(json_file, terminal.about() | found.to_json())
     return 1 if found.faults else 0
 
 
 def doctor_parser() -> argparse.ArgumentParser:
-    """The command's options."""
-    parser = CommandParser("doctor", description=_DESCRIPTION)
+    parser = terminal.CommandParser("doctor", description=_DESCRIPTION)
     parser.add_argument(
         "--devices",
         type=int,

@@ -23,12 +23,7 @@ compared, and a hash of each file."""
 
 
 def main(args: list[str]) -> int:
-    """Export; return 0, or 1 if a file computes something else than the checkpoint.
-
-    Raises:
-        ConfigError: Arguments, a checkpoint, data or a folder that cannot work.
-        SystemExit: After --help; with status 143 when terminated.
-    """
+    """Export; return 0, or 1 if a file computes something else than the checkpoint."""
     options, rest = export_parser().parse_known_args(args)
     formats = [*FORMATS.values()] if options.format == "both" else [FORMATS[options.format]]
     for form in formats:

@@ -13,12 +13,7 @@ loads nothing from the network. Several runs of the same data set are shown in t
 
 
 def main(args: list[str]) -> int:
-    """Write the page and return 0.
-
-    Raises:
-        ConfigError: Folders that cannot be read or compared, or a file that cannot be written.
-        SystemExit: After --help.
-    """
+    """Write the page and return 0."""
     options = report_parser().parse_args(args)
     from lit_cifar.tools.html_report.page import page_of  # its libraries draw: nothing else here needs them
 
@@ -35,7 +30,6 @@ def main(args: list[str]) -> int:
 
 
 def report_parser() -> argparse.ArgumentParser:
-    """The command's options."""
     parser = CommandParser("report", description=_DESCRIPTION)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="Run folders.")
     parser.add_argument(

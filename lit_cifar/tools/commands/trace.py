@@ -11,19 +11,9 @@ import torch
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.strategies.modes import Variant, variants
-from lit_cifar.tools.bench import step_figure
-from lit_cifar.tools.bench.step_events import RankStep, chrome_trace, read_ranks
+from lit_cifar.tools.bench.step_events import RankStep, chrome_trace, draw, read_ranks
 from lit_cifar.tools.bench.step_trace import NUM_STEPS
-from lit_cifar.tools.commands.terminal import (
-    CommandParser,
-    about,
-    console,
-    empty_folder,
-    exit_orderly_when_terminated,
-    say,
-    table,
-    write_json,
-)
+from lit_cifar.tools.commands import terminal
 from lit_cifar.tools.verify.runs import REFUSED, run
 
 _DESCRIPTION = """\
@@ -37,12 +27,7 @@ _LEFT_OUT = ("--trainer.enable_progress_bar=false", "--trainer.num_sanity_val_st
 
 
 def main(args: list[str]) -> int:
-    """Record, print and write; return 0.
-
-    Raises:
-        ConfigError: A mode that does not exist, a folder that is not empty, or flags that `fit` refuses.
-        RuntimeError: The run failed.
-    """
+    """Record, print and write; return 0."""
     options, rest = trace_parser().parse_known_args(args)
     known = variants(options.devices)
     if options.mode not in known:
@@ -51,22 +36,22 @@ def main(args: list[str]) -> int:
     if owned := [name for name in (arg.split("=")[0] for arg in rest) if name in _OWNED]:
         raise ConfigError(f"bench trace sets {owned[0]} itself", remedy="leave it out; see --mode and --devices")
     mode = known[options.mode]
-    out = empty_folder(options.out, option="--out")
-    record = about() | {"mode": mode.name, "devices": mode.devices}
-    exit_orderly_when_terminated()
+    out = terminal.empty_folder(options.out, option="--out")
+    record = terminal.about() | {"mode": mode.name, "devices": mode.devices}
+    terminal.exit_orderly_when_terminated()
     with tempfile.TemporaryDirectory(prefix="lit_cifar-trace-") as folder:
         _train(mode, rest, Path(folder))
         ranks = read_ranks(Path(folder))
     _print(ranks)
-    figure = step_figure.draw(ranks, title=f"one training step, {mode.name} on {mode.devices} devices")
-    figure.savefig(out / "trace.png", dpi=150)
-    (out / "trace.json").write_text(json.dumps(chrome_trace(ranks)))
+    trace, picture, summary = (out / name for name in ("trace.json", "trace.png", "summary.json"))
+    trace.write_text(json.dumps(chrome_trace(ranks)))
+    draw(ranks, title=f"one training step, {mode.name} on {mode.devices} devices").savefig(picture, dpi=150)
     facts = [
         {"rank": rank.rank, "plain_ms": rank.plain_ms, "memory_bytes": rank.memory_bytes, "ms": rank.shares_ms}
         for rank in ranks
     ]
-    write_json(out / "summary.json", record | {"ranks": facts})
-    say(f"wrote {out / 'trace.json'} for https://ui.perfetto.dev, {out / 'trace.png'} and {out / 'summary.json'}")
+    terminal.write_json(summary, record | {"ranks": facts})
+    terminal.say(f"wrote {trace} for https://ui.perfetto.dev, {picture} and {summary}")
     return 0
 
 
@@ -80,7 +65,7 @@ def _train(mode: Variant, flags: list[str], folder: Path) -> None:
         asked.append("--trainer.accelerator=cpu")
     asked += [f"--trainer.max_steps={NUM_STEPS}", "--trainer.max_epochs=-1", f"--run_dir={folder / 'run'}"]
     asked += ["--trainer.callbacks+=lit_cifar.tools.bench.step_trace.StepTrace", f"--trainer.callbacks.folder={folder}"]
-    say(f"training {NUM_STEPS} steps in the mode {mode.name}, of which the last is recorded")
+    terminal.say(f"training {NUM_STEPS} steps in the mode {mode.name}, of which the last is recorded")
     threads = max(1, (cpu_count() or 1) // mode.num_processes)
     outcome = run("fit", *asked, folder=folder, threads=threads, num_ranks=mode.num_ranks)
     if outcome.status == REFUSED:
@@ -91,31 +76,27 @@ def _train(mode: Variant, flags: list[str], folder: Path) -> None:
 
 def _print(ranks: list[RankStep]) -> None:
     parts = ("compute", "compute and communication", "waiting", "host")
-    times = (
-        [
-            *(f"{part:,.1f}  {part / sum(rank.shares_ms.values()):4.0%}" for part in rank.shares_ms.values()),
-            f"{sum(rank.shares_ms.values()):,.1f}",
-            f"{rank.plain_ms:,.1f}",
-        ]
-        for rank in ranks
-    )
+    times = []
+    for rank in ranks:
+        step = sum(rank.shares_ms.values())
+        shares = (f"{part:,.1f}  {part / step:4.0%}" for part in rank.shares_ms.values())
+        times.append([*shares, f"{step:,.1f}", f"{rank.plain_ms:,.1f}"])
     memory = ([f"{num_bytes / 2**20:,.2f}" for num_bytes in rank.memory_bytes.values()] for rank in ranks)
     _print_table("Time of the step, in ms and as a share", (*parts, "the step", "not recorded"), times)
     _print_table("Memory of a process, in MiB", ranks[0].memory_bytes, memory)
 
 
 def _print_table(title: str, columns: Iterable[str], cells: Iterable[list[str]]) -> None:
-    found = table(title)
+    found = terminal.table(title)
     for name in ("rank", *columns):
         found.add_column(name, justify="right")
     for rank, own in enumerate(cells):
         found.add_row(str(rank), *own)
-    console().print(found)
+    terminal.console().print(found)
 
 
 def trace_parser() -> argparse.ArgumentParser:
-    """The command's options; all others are `fit`'s."""
-    parser = CommandParser("bench trace", description=_DESCRIPTION)
+    parser = terminal.CommandParser("bench trace", description=_DESCRIPTION)
     parser.add_argument("--mode", default="ddp", metavar="NAME", help="A mode as `verify` calls it (default: ddp).")
     parser.add_argument("--devices", type=int, default=2, metavar="N", help="Devices of the mode (default: 2).")
     parser.add_argument("--out", required=True, metavar="FOLDER", help="Where to write; it must be empty.")

@@ -33,8 +33,3 @@ def size_of(num_bytes: float) -> str:
     """A size to read: 4 KiB, 64 MiB, 17.3 GiB."""
     power = 3 if num_bytes >= 2**30 else 2 if num_bytes >= 2**20 else 1
     return f"{num_bytes / 1024**power:.1f}".removesuffix(".0") + f" {'KMG'[power - 1]}iB"
-
-
-def counted(number: int, what: str) -> str:
-    """E.g. "1 GPU" or "2 GPUs"."""
-    return f"{number} {what}{'s' * (number != 1)}"

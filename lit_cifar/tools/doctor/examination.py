@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.tools.doctor import Check, Finding, counted
-from lit_cifar.tools.doctor.environment import look_at_environment
-from lit_cifar.tools.doctor.machine import ask_nvidia_smi, check_copies, look_at_machine
-from lit_cifar.tools.doctor.mode_table import LocalMachine, ModeRow, judge_modes, missing_from_torch, mode_table
+from lit_cifar.reporting.run_report import counted
+from lit_cifar.tools.doctor import Check, Finding
+from lit_cifar.tools.doctor.machine import ask_nvidia_smi, check_copies, look_at_environment, look_at_machine
+from lit_cifar.tools.doctor.mode_table import LocalMachine, ModeRow, judge_modes, mode_table
 from lit_cifar.tools.doctor.ranks import Ranks, examine_ranks
 
 
@@ -33,7 +33,6 @@ class Examination:
         return [finding for finding in self.findings if finding.modes]
 
     def to_json(self) -> dict[str, Any]:
-        """For a file."""
         verdicts = [row.to_json() for row in self.verdicts]
         return {"fit": not self.faults, **asdict(replace(self, verdicts=[])), "verdicts": verdicts}
 
@@ -45,7 +44,7 @@ def examine(num_devices: int | None, *, folder: Path, report: Callable[[str], No
         ConfigError: More processes than GPUs, or none.
     """
     here = LocalMachine.here()
-    num_ranks, accelerator = placed(num_devices, num_gpus=here.num_gpus, has_nccl="nccl" in here.backends)
+    num_ranks, accelerator = placed(num_devices, num_gpus=here.num_gpus)
     report("machine and environment")
     machine, environment = look_at_machine(folder=folder), look_at_environment()
     if here.num_gpus > 1:
@@ -54,9 +53,7 @@ def examine(num_devices: int | None, *, folder: Path, report: Callable[[str], No
     where = "GPUs" if accelerator == "cuda" else "the CPU"
     report(f"ranks: {num_ranks} on {where} calculate and send each other tensors")
     ranks, wrong = examine_ranks(num_ranks, accelerator)
-    rows = mode_table(here)
-    seen = [finding for check in (*machine, *environment, copies) for finding in check.findings]
-    findings = [*missing_from_torch(rows), *seen, *wrong]
+    findings = [*(finding for check in (*machine, *environment, copies) for finding in check.findings), *wrong]
     return Examination(
         machine=machine,
         environment=environment,
@@ -64,20 +61,19 @@ def examine(num_devices: int | None, *, folder: Path, report: Callable[[str], No
         copies=copies,
         ranks=ranks,
         findings=findings,
-        verdicts=judge_modes(rows, findings),
+        verdicts=judge_modes(mode_table(here), findings),
     )
 
 
-def placed(num_devices: int | None, *, num_gpus: int, has_nccl: bool) -> tuple[int, str]:
+def placed(num_devices: int | None, *, num_gpus: int) -> tuple[int, str]:
     """How many processes measure, by default one for each GPU or 2 on the CPU, and on what."""
-    on_gpus = num_gpus > 0 and has_nccl
     if num_devices is None:
-        num_devices = num_gpus if on_gpus else 2
+        num_devices = num_gpus or 2
     if not 1 <= num_devices <= 1024:
         raise ConfigError(f"--devices={num_devices} is not from 1 to 1024 processes", remedy="pass --devices 2")
-    if on_gpus and num_devices > num_gpus:
+    if 0 < num_gpus < num_devices:
         raise ConfigError(
             f"--devices={num_devices}, and torch sees {counted(num_gpus, 'GPU')}: each process needs its own",
             remedy=f"pass --devices {num_gpus}, or hide the GPUs: CUDA_VISIBLE_DEVICES= python -m lit_cifar doctor",
         )
-    return num_devices, "cuda" if on_gpus else "cpu"
+    return num_devices, "cuda" if num_gpus else "cpu"

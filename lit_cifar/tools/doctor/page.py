@@ -9,10 +9,10 @@ from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
-from lit_cifar.tools.doctor import Check, Finding, counted, size_of
-from lit_cifar.tools.doctor.arithmetic import OPERATIONS
+from lit_cifar.reporting.run_report import counted
+from lit_cifar.tools.doctor import Check, Finding, size_of
 from lit_cifar.tools.doctor.examination import Examination
-from lit_cifar.tools.doctor.measurement import SIZES, Measurement
+from lit_cifar.tools.doctor.measurement import OPERATIONS, SIZES, Measurement
 from lit_cifar.tools.doctor.ranks import Ranks
 
 

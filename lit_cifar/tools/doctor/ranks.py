@@ -11,8 +11,7 @@ import torch
 
 from lit_cifar.launch.forked import ForkedRun
 from lit_cifar.tools.doctor import ALL_MODES, PROCESS_MODES, Finding, size_of
-from lit_cifar.tools.doctor.arithmetic import OPERATIONS
-from lit_cifar.tools.doctor.measurement import NUM_CALLS, SIZES, Measurement
+from lit_cifar.tools.doctor.measurement import NUM_CALLS, OPERATIONS, SIZES, Measurement
 
 _PROBE = "lit_cifar.tools.doctor.measurement"
 _TIMEOUT_S = 90.0

@@ -73,16 +73,10 @@ def _load_torch(file: Path) -> Callable[[Tensor], Tensor]:
 
 
 def _onnx_content(program: ExportedProgram) -> bytes:
-    """A model with its weights inside. The number of images is "batch"; torch calls it "s34" or the like."""
-    made: Any = torch.onnx.export(program, dynamo=True, verbose=False, input_names=["images"], output_names=["logits"])
-    model = made.model_proto
-    graph = model.graph
-    name = graph.input[0].type.tensor_type.shape.dim[0].dim_param
-    for value in (*graph.input, *graph.output, *graph.value_info):
-        for dim in value.type.tensor_type.shape.dim:
-            if dim.dim_param == name:
-                dim.dim_param = "batch"
-    content: bytes = model.SerializeToString()
+    """A model with its weights inside; the number of images is called "batch"."""
+    names: Any = {"input_names": ["images"], "output_names": ["logits"], "dynamic_shapes": {"images": {0: "batch"}}}
+    made: Any = torch.onnx.export(program, dynamo=True, verbose=False, **names)
+    content: bytes = made.model_proto.SerializeToString()
     return content
 
 

@@ -111,7 +111,8 @@ def _classes(runs: Runs, split: Split) -> list[Figure]:
     }
     charts = [_bar_chart(f"Accuracy by class, {SPLIT_WORDS[split]}", groups, runs)]
     for _, name, confusion in counted:
-        title = f"Confusion matrix, {SPLIT_WORDS[split]}{f', {name[-40:]}' if len(runs) > 1 else ''}"
+        of_run = f"\n{name[-40:]}" if len(runs) > 1 else ""
+        title = f"Confusion matrix, {SPLIT_WORDS[split]}{of_run}"
         charts.append(confusion_figure(torch.tensor(confusion.counts), confusion.classes, title=title))
     return charts
 

@@ -11,14 +11,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
+from lit_cifar.tools.replay.epoch import Evaluation, ReadIds, gathered, judge_epoch, judge_evaluation
 from lit_cifar.tools.replay.recording import Recorder, UnjudgeableError, device_of
 from lit_cifar.tools.replay.replaying import Replayer, judge
+from lit_cifar.tools.replay.sharded import is_sharded
 from lit_cifar.tools.replay.twin import Twin, twin_of, what_cannot_be_judged
 from lit_cifar.tools.replay.verdict import Report
 
@@ -51,6 +54,45 @@ class Replay(pl.Callback):
         self.reports: list[Report] = []
         self._window: _Window | None = None
         self._first: int | None = None
+        self._judged = 0  # windows
+        self._epochs: _Epochs | None = None
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if _is_known(trainer.strategy):
+            self._epochs = _Epochs(trainer, partial(self._tell, trainer))
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._epochs is not None:
+            self._epochs.begin()
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._epochs is not None:
+            self._epochs.end()
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._epochs is not None and not trainer.sanity_checking:
+            self._epochs.begin_evaluation()
+
+    def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._epochs is not None:
+            self._epochs.evaluated()
+
+    def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
+        if self._epochs is not None and self._epochs.evaluation is not None:
+            self._epochs.evaluation.batch = batch
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if self._epochs is not None and self._epochs.evaluation is not None:
+            self._epochs.evaluation.batch = None
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._epochs is not None:
+            self._epochs.end_evaluation()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self._epochs is not None:
+            self._epochs.close()
+            self._epochs = None
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -64,6 +106,7 @@ class Replay(pl.Callback):
             folder = None if report.abstained else _folder_for_all(trainer, report)
             if folder is None:
                 self._tell(trainer, report)
+                self._stop_if_done(trainer)
             else:
                 self._window = _Window(trainer, pl_module, folder, report)
 
@@ -74,6 +117,8 @@ class Replay(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if self._epochs is not None:
+            self._epochs.num_batches += 1
         window = self._window
         if window is not None and trainer.global_step - window.first_step >= self.steps * window.steps_per_count:
             self._judge(trainer)
@@ -92,21 +137,25 @@ class Replay(pl.Callback):
         assert self._window is not None
         window, self._window = self._window, None
         self._tell(trainer, window.judged())
+        self._stop_if_done(trainer)
 
     def _tell(self, trainer: pl.Trainer, report: Report) -> None:
         """Print it and write it down; where that fails the training goes on."""
         self.reports.append(report)
         rank_zero_info("\n".join(report.lines()))
+        folder = _folder_of(trainer)
         if trainer.is_global_zero:
             try:
-                path = Path(trainer.default_root_dir, RESULT)
-                path.write_text(json.dumps([its.as_json() for its in self.reports], indent=1))
+                folder.joinpath(RESULT).write_text(json.dumps([its.as_json() for its in self.reports], indent=1))
             except OSError as error:
                 rank_zero_warn(f"{RESULT} cannot be written: {error}")
-        if self.stop and len(self.reports) == len(self.at):
-            trainer.should_stop = True
         if self.raises and report.outcome == "fail":
             raise ReplayError("\n".join(report.lines()))
+
+    def _stop_if_done(self, trainer: pl.Trainer) -> None:
+        self._judged += 1
+        if self.stop and self._judged == len(self.at):
+            trainer.should_stop = True
 
 
 class _Window:
@@ -118,7 +167,7 @@ class _Window:
         # The trainer counts the steps of all optimizers that manual optimization calls.
         self.steps_per_count = 1 if module.automatic_optimization else max(len(trainer.optimizers), 1)
         self.twin: Twin | None = None
-        if trainer.is_global_zero:
+        if trainer.is_global_zero or is_sharded(module):
             self._make_twin()
         self.recorder = Recorder(
             folder,
@@ -129,6 +178,7 @@ class _Window:
             progress=lambda: {"current_epoch": trainer.current_epoch, "global_step": trainer.global_step},
         )
         module.training_step = self.recorder.recorded(module.training_step)  # type: ignore[method-assign]
+        module.log = self.recorder.unobserved(module.log)  # type: ignore[method-assign]
 
     def _make_twin(self) -> None:
         try:
@@ -137,11 +187,11 @@ class _Window:
             self.report.abstained.append(str(reason))
             return
         call: Callable[..., Any] = module.training_step
-        self.twin = Twin(module, optimizers, call, partial(_clip, module, self.trainer))
+        self.twin = Twin(module, optimizers, call, is_sharded(self.module), partial(_clip, module, self.trainer))
 
     def close(self) -> None:
         self.recorder.close()
-        del self.module.training_step
+        del self.module.training_step, self.module.log
 
     def judged(self) -> Report:
         """The same report on every rank; the record is removed."""
@@ -164,28 +214,112 @@ class _Window:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _new_report(trainer: pl.Trainer, module: pl.LightningModule) -> Report:
-    strategy = trainer.strategy
-    report = Report(
-        strategy=type(strategy).__name__,
+class _Epochs:
+    """What is seen of the first two epochs and of the first evaluation."""
+
+    def __init__(self, trainer: pl.Trainer, tell: Callable[[Report], None]) -> None:
+        self.trainer, self._tell = trainer, tell
+        self.num_batches = 0  # of this epoch
+        self.evaluation: Evaluation | None = None
+        self._read = ReadIds()
+        self._before: list[int] = []  # what rank 0 read in the epoch before
+        self._epochs_left, self._evaluations_left = 2, 1
+
+    def begin(self) -> None:
+        self.num_batches = 0
+
+    def end(self) -> None:
+        loader = self.trainer.train_dataloader
+        if not (self._epochs_left and isinstance(loader, DataLoader)):
+            return
+        ids = self._read.take(loader)
+        if not ids or self.num_batches != len(loader):
+            return  # an iterable data set, or an epoch that was not trained whole
+        self._epochs_left -= 1
+        of_ranks = gathered(ids)
+        report = self._report(f"data of epoch {self.trainer.current_epoch}")
+        if of_ranks:
+            judge_epoch(report, of_ranks, num_samples=len(loader.dataset), before=self._before)  # type: ignore[arg-type]
+        self._before = ids
+        self._tell(self.trainer.strategy.broadcast(report))
+
+    def begin_evaluation(self) -> None:
+        if self._evaluations_left:
+            self._evaluations_left -= 1
+            self.evaluation = Evaluation(self.trainer.lightning_module)
+
+    def evaluated(self) -> list[int]:
+        """The samples that this process has read for evaluations since the last call."""
+        loaders = self.trainer.val_dataloaders
+        one = loaders[0] if isinstance(loaders, list) and len(loaders) == 1 else loaders
+        return self._read.take(one) if isinstance(one, DataLoader) else []
+
+    def end_evaluation(self) -> None:
+        if self.evaluation is None:
+            return
+        its, self.evaluation = self.evaluation, None
+        its.close()
+        read = gathered(self.evaluated())
+        of_ranks = gathered(its.logged)
+        report = self._report(f"evaluation after step {self.trainer.global_step}")
+        if of_ranks:
+            judge_evaluation(report, of_ranks, self.trainer.callback_metrics, read)
+        report = self.trainer.strategy.broadcast(report)
+        if report.counts["metrics"]:
+            self._tell(report)
+
+    def _report(self, subject: str) -> Report:
+        report = _empty_report(self.trainer)
+        report.subject = subject
+        return report
+
+    def close(self) -> None:
+        self._read.close()
+        if self.evaluation is not None:
+            self.evaluation.close()
+
+
+def _is_known(strategy: Strategy) -> bool:
+    """One device, ddp or FSDP2, and no other strategy that starts its processes as they do."""
+    if _is_a(strategy, "DDPStrategy"):
+        return isinstance(strategy.model, DistributedDataParallel) and strategy.root_device == device_of(strategy.model)
+    return _is_a(strategy, "SingleDeviceStrategy", "ModelParallelStrategy")
+
+
+def _is_a(its: Any, *names: str) -> bool:
+    """By its classes' names, as those of `lightning.pytorch` and of `pytorch_lightning` are not the same."""
+    return any(kind.__name__ in names for kind in type(its).__mro__)
+
+
+def _empty_report(trainer: pl.Trainer) -> Report:
+    return Report(
+        strategy=type(trainer.strategy).__name__,
         num_ranks=trainer.world_size,
         precision=str(trainer.precision),
         first_step=trainer.global_step,
     )
-    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
-        report.abstained.append(f"{type(strategy).__name__} is not known here: one device and ddp are")
+
+
+def _new_report(trainer: pl.Trainer, module: pl.LightningModule) -> Report:
+    strategy, report = trainer.strategy, _empty_report(trainer)
+    if not _is_known(strategy):
+        report.abstained.append(f"{type(strategy).__name__} is not known here: one device, ddp and FSDP2 are")
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         report.abstained.append("a GradScaler scales the loss: pass precision=bf16-mixed or 32-true")
     report.abstained += what_cannot_be_judged(strategy.model, module)
     return report
 
 
+def _folder_of(trainer: pl.Trainer) -> Path:
+    """Where the run's logs are. Every rank must call this."""
+    return Path(trainer.log_dir or trainer.default_root_dir)
+
+
 def _folder_for_all(trainer: pl.Trainer, report: Report) -> Path | None:
     """A folder of rank 0 that only its owner can read; None, and the reason in the report, if it cannot be made."""
-    made = ""
+    made, root = "", _folder_of(trainer)
     if trainer.is_global_zero:
         try:
-            root = Path(trainer.default_root_dir)
             root.mkdir(parents=True, exist_ok=True)
             made = tempfile.mkdtemp(prefix="replay-", dir=root)
         except OSError as error:
@@ -211,7 +345,7 @@ class _TrainerView:
 class _OptimizerView:
     """What `self.optimizers()` returns in a replay."""
 
-    def __init__(self, optimizer: Optimizer, replayer: Replayer, module: pl.LightningModule) -> None:
+    def __init__(self, optimizer: Optimizer, replayer: Replayer, module: Any) -> None:
         self.optimizer, self._replayer, self._module = optimizer, replayer, module
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:
@@ -235,12 +369,9 @@ def _detach(module: nn.Module, view: _TrainerView, replayer: Replayer) -> None:
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
 
-    def gather(*args: Any, **kwargs: Any) -> None:
-        raise UnjudgeableError("training_step exchanges data with other ranks itself, by all_gather")
-
     schedule = SimpleNamespace(step=nothing, get_last_lr=lambda: [], state_dict=dict)
     for its in module.modules():
-        if isinstance(its, pl.LightningModule):
+        if _is_a(its, "LightningModule"):
             wrapped = [_OptimizerView(optimizer, replayer, its) for optimizer in view.optimizers]
             views = wrapped[0] if len(wrapped) == 1 else wrapped
             vars(its).update(
@@ -248,7 +379,6 @@ def _detach(module: nn.Module, view: _TrainerView, replayer: Replayer) -> None:
                 log=nothing,
                 log_dict=nothing,
                 print=nothing,
-                all_gather=gather,
                 manual_backward=replayer.backward_inside,
                 optimizers=lambda use_pl_optimizer=True, views=views: views,
                 lr_schedulers=lambda: schedule,
@@ -257,9 +387,14 @@ def _detach(module: nn.Module, view: _TrainerView, replayer: Replayer) -> None:
 
 def _clip(module: pl.LightningModule, trainer: pl.Trainer, optimizer: Optimizer) -> None:
     """What Lightning does between the backward pass and the optimizer's step."""
-    module.on_before_optimizer_step(optimizer)
+    if callable(module.on_before_optimizer_step):  # Lightning, too, takes None for no hook
+        module.on_before_optimizer_step(optimizer)
     if module.automatic_optimization:
-        module.configure_gradient_clipping(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+        module.configure_gradient_clipping(
+            optimizer,
+            gradient_clip_val=trainer.gradient_clip_val,
+            gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+        )
 
 
 def _is_synced(strategy: Strategy) -> bool:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lit_cifar.tools.replay.sharded import whole
+
 
 class Digest(NamedTuple):
     """Two tensors have equal `bits` if they are equal bit for bit, +0.0 and -0.0 taken as one; `norm` is for people."""
@@ -20,10 +22,10 @@ class Digest(NamedTuple):
 
 
 def digest(value: Any) -> Digest:
-    """Of a tensor's values; of anything else, its `repr`."""
+    """Of a tensor's values, and of the whole of a tensor that is divided over ranks; of anything else, its `repr`."""
     if not isinstance(value, Tensor):
         return Digest(zlib.crc32(repr(value).encode()), 0.0)
-    plain = value.detach().contiguous()
+    plain = whole(value).detach().contiguous()
     if plain.is_floating_point():
         plain = plain + 0.0
     norm = float(torch.linalg.vector_norm(plain.double())) if not plain.is_complex() else 0.0
@@ -45,7 +47,7 @@ class Surroundings:
     numpy: Any
     cpu: Tensor
     accelerator: Tensor | None
-    autocast: tuple[bool, torch.dtype]
+    autocast: tuple[bool, torch.dtype, bool]  # whether it is on, its dtype, and whether it keeps casts of weights
     default_dtype: torch.dtype
     num_threads: int
 
@@ -58,7 +60,11 @@ class Surroundings:
             numpy=_numpy_state() if "numpy" in sys.modules else None,
             cpu=torch.get_rng_state(),
             accelerator=torch.cuda.get_rng_state(device) if kind == "cuda" else None,
-            autocast=(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+            autocast=(
+                torch.is_autocast_enabled(kind),
+                torch.get_autocast_dtype(kind),
+                torch.is_autocast_cache_enabled(),
+            ),
             default_dtype=torch.get_default_dtype(),
             num_threads=torch.get_num_threads(),
         )
@@ -85,9 +91,9 @@ class Surroundings:
         """As they were; only the default dtype is put back, as the caller restores the rest of its own at the end."""
         default_dtype = torch.get_default_dtype()
         self.restore(device)
-        enabled, dtype = self.autocast
+        enabled, dtype, cached = self.autocast
         try:
-            with torch.enable_grad(), torch.autocast(self.device, dtype=dtype, enabled=enabled):
+            with torch.enable_grad(), torch.autocast(self.device, dtype, enabled, cached):
                 yield
         finally:
             torch.set_default_dtype(default_dtype)

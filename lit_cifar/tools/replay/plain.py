@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lit_cifar.tools.replay.recording import Recorder, UnjudgeableError, device_of
 from lit_cifar.tools.replay.replaying import judge
+from lit_cifar.tools.replay.sharded import is_sharded
 from lit_cifar.tools.replay.twin import Twin, twin_of, what_cannot_be_judged
 from lit_cifar.tools.replay.verdict import Report
 
@@ -22,7 +23,8 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
     """Replays the first steps of a loop in plain PyTorch; `report` holds the result on every rank.
 
     What the script computes beside the module, its loss, is taken as it is: the replay begins its backward pass at the
-    gradients of the module's outputs. So is what it does to gradients between backward pass and step, as clipping.
+    gradients of the module's outputs. So is what it does to gradients between backward pass and step, as clipping. A
+    loss that depends on parameters in another way too, as by a penalty, cannot be judged.
 
     Args:
         model: A module, or one that `DistributedDataParallel` wraps.
@@ -33,7 +35,8 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
     report: Report
 
     def __init__(self, model: nn.Module, *optimizers: Optimizer, steps: int = 4) -> None:
-        self.model, self.optimizers, self.steps = model, optimizers, steps
+        self.model, self.steps = model, steps
+        self.optimizers = [*map(_unwrapped, optimizers)]
         self.module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         self._is_open = False
         self._folder: Path | None = None
@@ -45,7 +48,7 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
         enabled = torch.is_autocast_enabled(device_of(self.module).type)
         self.report = Report(type(self.model).__name__, world_size, "autocast" if enabled else _dtype(self.module), 0)
         self.report.abstained += what_cannot_be_judged(self.model, self.module)
-        if world_size > 1 and not isinstance(self.model, DistributedDataParallel):
+        if world_size > 1 and _is_parallel_in_another_way(self.model):
             self.report.abstained.append(f"{type(self.model).__name__} is not known here: DistributedDataParallel is")
         if not self.report.abstained:
             self._record()
@@ -53,7 +56,7 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
 
     def _record(self) -> None:
         self._folder = Path(_from_rank_0(tempfile.mkdtemp(prefix="replay-") if self._rank == 0 else None))
-        if self._rank == 0:
+        if self._rank == 0 or is_sharded(self.module):
             self._make_twin()
         self._recorder = Recorder(
             self._folder,
@@ -84,7 +87,7 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
     def _make_twin(self) -> None:
         try:
             module, optimizers = twin_of(self.module, self.optimizers)
-            self._twin = Twin(module, optimizers, module)
+            self._twin = Twin(module, optimizers, module, is_sharded(self.module))
         except UnjudgeableError as reason:
             self.report.abstained.append(str(reason))
 
@@ -114,6 +117,18 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
         if self._rank == 0:
             judge(folder, self._twin, self.report, device=device_of(self.module), prepare=lambda replayer: None)
         self.report = _from_rank_0(self.report)
+
+
+def _is_parallel_in_another_way(model: nn.Module) -> bool:
+    """It wraps a module. A plain one does not: it trains on each rank by itself, which is a mistake."""
+    return not isinstance(model, DistributedDataParallel) and isinstance(getattr(model, "module", None), nn.Module)
+
+
+def _unwrapped(optimizer: Optimizer) -> Optimizer:
+    """The one that makes the steps: that of accelerate holds another, and has no hooks."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
 
 
 def _from_rank_0(value: Any) -> Any:

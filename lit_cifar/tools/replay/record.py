@@ -4,10 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.serialization import safe_globals
 
-from lit_cifar.tools.replay.digests import Digest, Surroundings
-from lit_cifar.tools.replay.recording import Backward, Call, Event, Step, UnjudgeableError
+from lit_cifar.tools.replay.recording import Call, Event, Step
 
 
 @dataclass
@@ -41,14 +39,8 @@ class Record:
         return found
 
     def load(self, path: Path) -> Event:
-        try:
-            with safe_globals([Call, Backward, Step, Surroundings, Digest]):
-                event: Event = torch.load(path, map_location=self.device, weights_only=True)
-        except Exception as error:  # torch names none of its own
-            raise UnjudgeableError(
-                "a batch is not of tensors, numbers and words in lists and dictionaries, and no other object is read "
-                f"back: {str(error).splitlines()[0]}"
-            ) from None
+        """Batches may hold any objects. The ranks of this very run have written them, where nobody else can write."""
+        event: Event = torch.load(path, map_location=self.device, weights_only=False)
         return event
 
     @property

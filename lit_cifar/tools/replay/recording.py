@@ -5,19 +5,23 @@ Nothing is written into a tensor, nothing is sent to another process and no rand
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from lit_cifar.tools.replay.digests import Digest, Surroundings, digest
+from lit_cifar.tools.replay.exchange import Exchange, can_be_replayed, intercepted, observed
+from lit_cifar.tools.replay.graph import Outputs, forget, observe
+from lit_cifar.tools.replay.sharded import is_of_fsdp, is_sharded, whole
 
 Digests: TypeAlias = dict[str, Digest]
 Tensors: TypeAlias = dict[str, Tensor]
@@ -38,6 +42,7 @@ class Call:
     output_grads: list[Tensor | None] = field(default_factory=list)  # of the outputs that a backward pass began at
     buffers_after: Digests = field(default_factory=dict)
     has_drawn: bool = False  # random numbers
+    exchanges: list[Exchange] = field(default_factory=list)  # with other ranks, those of inner backward passes too
 
 
 @dataclass
@@ -50,6 +55,7 @@ class Backward:
     fresh: list[str]  # parameters that had no gradient before, or zeros
     grads: Digests  # of `.grad` afterwards
     values: Tensors  # those themselves, where synced and on rank 0
+    exchanges: list[Exchange]  # with other ranks
 
 
 @dataclass
@@ -92,6 +98,7 @@ class Recorder:
         self._is_synced, self._progress, self._by_engine = is_synced, progress, by_engine
         self._device = device_of(module)
         self._names = names_of(module, self.optimizers)
+        self._sharded = is_sharded(module)  # then gradients appear when they have been averaged, with no hook before
         self._reasons: list[str] = []
         self._next = 0
         self._open: list[tuple[int, Call]] = []  # calls whose outputs may still get a gradient
@@ -101,8 +108,15 @@ class Recorder:
         self._synced = False
         self._grads: Digests = {}
         self._step: tuple[int, Step] | None = None
+        self._exchanges: list[Exchange] | None = None  # where the next one belongs; None between calls and backward
+        self._of_backward: list[Exchange] = []
+        self._interception = ExitStack()
+        self._interception.enter_context(intercepted(self._exchange))
         self._known = {name: digest(parameter) for parameter, name in self._names.items()}
         self._handles = [*self._hooks()]
+        self._outputs = Outputs(self._names)
+        self._observer = (self._before_backward, self._after_backward)
+        observe(self._observer)
 
     def _hooks(self) -> Iterator[RemovableHandle]:
         for parameter, name in self._names.items():
@@ -118,13 +132,16 @@ class Recorder:
         """Remove all hooks and write what is open."""
         for handle in self._handles:
             handle.remove()
+        forget(self._observer)
+        self._interception.close()
         self._flush()
         with suppress(OSError, RuntimeError):  # rank 0 misses the file, and says so
             torch.save(self._reasons, self.folder / f"{self.rank}.pt")
 
     def recorded(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, with its calls written down."""
+        """`function`, with its calls written down; a trainer passes it what its signature has."""
 
+        @wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             self.begin(args, kwargs)
             self._depth += 1
@@ -141,12 +158,17 @@ class Recorder:
             inputs=self._copied((args, kwargs)),
             surroundings=Surroundings.now(self._device),
             parameters=found,
-            changed={n: p.detach().clone() for p, n in self._names.items() if found[n].bits != self._known[n].bits},
+            changed={
+                name: whole(parameter).detach().clone()
+                for parameter, name in self._names.items()
+                if found[name].bits != self._known[name].bits
+            },
             buffers={name: buffer.detach().clone() for name, buffer in self.module.named_buffers()},
             attributes=dict(plain_attributes(self.module)),
             progress=self._progress(),
         )
         self._known = found
+        self._exchanges = call.exchanges
         self._open.append((self._number(), call))
 
     def end(self, outputs: Any) -> None:
@@ -154,37 +176,73 @@ class Recorder:
         leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
         call.outputs = [digest(leaf) for leaf in leaves]
         call.output_grads = [None] * len(leaves)
+        self._outputs.add(leaves)
         for place, leaf in enumerate(leaves):
-            if leaf.requires_grad:
-                leaf.register_hook(partial(_keep, call.output_grads, place))  # type: ignore[no-untyped-call]
+            if leaf.requires_grad and not any(leaf is other for other in leaves[:place]):
+                leaf.register_hook(  # type: ignore[no-untyped-call]
+                    partial(self._began, call.output_grads, place, leaf.grad_fn)
+                )
         call.buffers_after = {name: digest(buffer) for name, buffer in self.module.named_buffers()}
         call.has_drawn = call.surroundings.has_drawn(self._device)
+        self._exchanges = None
+
+    def unobserved(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, what it exchanges with other ranks not being written down."""
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            kept, self._exchanges = self._exchanges, None
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._exchanges = kept
+
+        return wrapper
+
+    def _exchange(self, name: str, real: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._exchanges is None or (self._sharded and is_of_fsdp()):
+            return real(group, *args, **kwargs)
+        if not can_be_replayed(name):
+            self._reasons.append(f"ranks exchange data inside a step by {name}, which is not replayed")
+            return real(group, *args, **kwargs)
+        work, its = observed(name, real, group, *args, **kwargs)
+        self._exchanges.append(its)
+        return work
+
+    def _before_backward(self, roots: list[Tensor]) -> None:
+        if not self._depth:  # what is inside of a call is repeated with it
+            self._reasons += self._outputs.begin(roots)
+        if self._sharded:
+            self._fresh = [name for parameter, name in self._names.items() if parameter.grad is None]
+            self._synced = True
+
+    def _after_backward(self) -> None:
+        if self._by_engine and (self._local or (self._sharded and self._outputs.begun)):
+            self.backward_ended()
+
+    def _began(self, grads: list[Tensor | None], place: int, node: Node | None, gradient: Tensor) -> None:
+        """A backward pass has come to an output."""
+        if self._outputs.begun is None or node is None or node in self._outputs.begun:
+            grads[place] = gradient.detach().clone()
+        self._exchanges = self._of_backward
 
     def _on_gradient(self, name: str, parameter: Tensor, gradient: Tensor) -> None:
-        if self._by_engine and not self._local:
-            self._after_all_others(self.backward_ended)
         self._synced = self._is_synced()
         if name not in self._local and (parameter.grad is None or not parameter.grad.any()):
             self._fresh.append(name)
         self._local.setdefault(name, []).append(digest(gradient))
 
-    @staticmethod
-    def _after_all_others(function: Callable[[], None]) -> None:
-        """Call it when the backward pass and its callbacks have ended, DDP's too: a callback may queue another."""
-        queue = torch.autograd.Variable._execution_engine.queue_callback
-        queue(lambda: queue(function))
-
     @torch.no_grad()
     def backward_ended(self) -> None:
         """To be called after every backward pass, when gradients have been reduced."""
         synced = self._synced
-        grads = {name: p.grad for p, name in self._names.items() if p.grad is not None}
+        grads = {name: whole(p.grad) for p, name in self._names.items() if p.grad is not None}
         self._grads = {name: digest(gradient) for name, gradient in grads.items()}
         values = {n: g.detach().clone() for n, g in grads.items()} if synced and self.rank == 0 else {}
         inside = self._depth > 0
-        self._write(Backward(inside, synced, self._local, self._fresh, self._grads, values))
+        self._write(Backward(inside, synced, self._local, self._fresh, self._grads, values, self._of_backward))
         self._local, self._fresh = {}, []
         if not inside:
+            self._exchanges, self._of_backward = None, []
             self._flush()
 
     def _before_step(self, number: int, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -206,7 +264,7 @@ class Recorder:
         if self._step is not None:
             self._reasons.append(f"{type(optimizer).__name__} evaluates its closure several times in a step")
         groups = [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        grads = {self._names[p]: p.grad for p in parameters_of(optimizer) if p.grad is not None}
+        grads = {self._names[p]: whole(p.grad) for p in parameters_of(optimizer) if p.grad is not None}
         found = {name: digest(gradient) for name, gradient in grads.items()}
         changed = [name for name, its in found.items() if name not in self._grads or its.bits != self._grads[name].bits]
         values = {name: grads[name].detach().clone() for name in changed} if self.rank == 0 else {}
@@ -252,10 +310,6 @@ class Recorder:
             torch.save(event, self.folder / f"{self.rank}-{place:06d}-{type(event).__name__}.pt")
         except Exception as error:  # pickle raises errors of many kinds
             self._reasons.append(f"a {type(event).__name__.lower()} cannot be written down: {error}")
-
-
-def _keep(grads: list[Tensor | None], place: int, gradient: Tensor) -> None:
-    grads[place] = gradient.detach().clone()
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -18,6 +18,7 @@ class ExactMean:
     """Sums gradients of ranks in float64; those of ranks that have none are zero."""
 
     num_ranks: int
+    before: dict[str, Tensor] = field(default_factory=dict)  # to which the mean is added, with a rounding of its own
     totals: dict[str, Tensor] = field(default_factory=dict)
     magnitudes: dict[str, Tensor] = field(default_factory=dict)
 
@@ -28,8 +29,8 @@ class ExactMean:
             self.totals[name] = self.totals.get(name, 0.0) + exact
             self.magnitudes[name] = self.magnitudes.get(name, 0.0) + exact.abs()
 
-    def share(self, name: str, reduced: Tensor) -> float:
-        """The largest distance of an element from the mean, as a share of its bound.
+    def share(self, name: str, reduced: Tensor, *, is_sum: bool = False) -> float:
+        """The largest distance of an element from the mean, or from the sum, as a share of its bound.
 
         The bound is gamma_N of the gradient's precision times the mean of the magnitudes, as each addend is divided
         once and takes part in at most N - 1 additions; gamma_N of float64, in which this mean is computed, likewise;
@@ -39,7 +40,11 @@ class ExactMean:
             return 0.0 if not reduced.any() else float("inf")
         info = torch.finfo(reduced.dtype)
         relative = gamma(self.num_ranks, reduced.dtype) + gamma(self.num_ranks, torch.float64)
-        bound = relative * self.magnitudes[name] / self.num_ranks
-        distance = (reduced.double() - self.totals[name] / self.num_ranks).abs()
+        divisor = 1 if is_sum else self.num_ranks
+        bound, expected = relative * self.magnitudes[name] / divisor, self.totals[name] / divisor
+        if name in self.before:
+            expected = expected + self.before[name].double()
+            bound = bound + gamma(1, reduced.dtype) * reduced.double().abs()
+        distance = (reduced.double() - expected).abs()
         shares = distance / (bound + self.num_ranks * info.tiny)
         return float("inf") if bool(shares.isnan().any()) else float(shares.max()) if shares.numel() else 0.0

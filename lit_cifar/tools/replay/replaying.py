@@ -14,12 +14,14 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lit_cifar.tools.replay.digests import Digest, Surroundings, digest
+from lit_cifar.tools.replay.exchange import Done, Exchange, problem, received_by, sent_by
 from lit_cifar.tools.replay.record import Record
 from lit_cifar.tools.replay.recording import (
     Backward,
     Call,
     Event,
     Step,
+    Tensors,
     UnjudgeableError,
     device_of,
     names_of,
@@ -78,15 +80,19 @@ class Replayer:
         self._device = device_of(twin.module)
         self._names = names_of(twin.module, twin.optimizers)
         self._parameters = {name: parameter for parameter, name in self._names.items()}
-        self._rank = 0
+        self._rank = self._as_rank = 0
         self._events: deque[Event] = deque()
         self._outputs: list[tuple[list[Tensor], list[Tensor | None]]] = []
         self._local: dict[str, list[Digest]] = {}
+        self._has_gradients = False  # other than zero
         self._of_rank_0: list[Backward | Step] = []  # of the segment: those whose gradients all ranks share
         self._shared = 0  # how many of them have been reached
         self._means: dict[int, ExactMean] = {}
+        self._of_run: Tensors = {}  # of a sharded run: gradients as they were after the last reduction,
+        self._before: Tensors = {}  # and those of them to which the next one is added
         self._wrong_locally: set[str] = set()  # parameters of which some rank's own gradient is another
         self._draws: dict[int, list[Surroundings]] = {}
+        self._exchanges: deque[Exchange] = deque()  # of the call or backward pass that is replayed
         for parameter, name in self._names.items():
             if parameter.requires_grad:
                 parameter.register_hook(partial(self._on_gradient, name))  # type: ignore[no-untyped-call]
@@ -97,12 +103,14 @@ class Replayer:
         if len({len(its) for its in segments}) > 1:
             steps = ", ".join(str(len(its)) for its in segments)
             self._found("data", "the ranks", f"have made {steps} steps: all that follows is of different steps")
-        with one_process():
+        with one_process(self._exchange, lambda: self._as_rank):
             try:
                 for of_ranks in zip(*segments, strict=False):
                     self._segment(of_ranks)
             except StopReplay:
                 self.report.notes.append(f"steps after step {self._step_number} were not judged: nothing equals them")
+        if self.report.counts["gradients"] and not self._has_gradients:
+            self._note("every gradient is zero in these steps, so the loss trains nothing")
 
     @property
     def _step_number(self) -> int:
@@ -112,19 +120,25 @@ class Replayer:
         before = TwinState.of(self.twin)
         self._of_rank_0, self._means, self._draws, self._wrong_locally = [], {}, {}, set()
         data: dict[int, list[Call]] = {}
+        exchanges: dict[int, list[Exchange]] = {}
         wrong = False
         for rank, paths in enumerate(of_ranks):
             before.restore(self.twin)
             self._rank, self._shared = rank, 0
             self._outputs, self._local = [], {}
+            self._of_run = {n: p.grad for n, p in self._parameters.items() if self.twin.sharded and p.grad is not None}
             events = [self.record.load(path) for path in paths]
             data[rank] = [event for event in events if isinstance(event, Call)]
+            exchanges[rank] = [its for event in events if not isinstance(event, Step) for its in event.exchanges]
             if rank == 0:
                 self._of_rank_0 = [e for e in events if isinstance(e, Step) or (isinstance(e, Backward) and e.synced)]
+            # Without an exchange of data there is no reason why a rank should compute otherwise than rank 0.
+            self._as_rank = rank if exchanges[rank] else 0
             self._events = deque(events)
             while self._events:
                 wrong |= self._replay(self._events.popleft())
         self._judge_reductions()
+        self._judge_exchanges(exchanges)
         self._judge_data(data)
         self.report.num_steps += 1
         if wrong:
@@ -183,12 +197,13 @@ class Replayer:
                 if name not in buffers or buffers[name].shape != value.shape:
                     raise UnjudgeableError(f"the buffer {name} appears or changes its size while training")
                 buffers[name].copy_(value)
-        self.twin.progress(call.progress)
+        self.twin.progress(call.progress | {"global_rank": self._as_rank})
 
     def _outputs_of(self, call: Call) -> tuple[list[Tensor], list[Digest], bool]:
         """Tensors that the call returns, their digests, and whether it made optimizer steps of its own."""
         waiting = len(self._events)
         args, kwargs = tree_map(_fresh_copy, call.inputs)
+        self._exchanges = deque(call.exchanges)
         with call.surroundings.entered(self._device):
             outputs = [leaf for leaf in tree_leaves(self.twin.call(*args, **kwargs)) if isinstance(leaf, Tensor)]
         if call.has_drawn:
@@ -200,8 +215,15 @@ class Replayer:
 
     def _backward(self, event: Backward) -> None:
         """From the gradients of the outputs, as the run's own backward pass began."""
-        for name in event.fresh:
-            self._parameters[name].grad = None
+        if self.twin.sharded:
+            # The run averages the gradients of this pass alone, and adds the mean to what it had.
+            self._before = {name: value for name, value in self._of_run.items() if name not in event.fresh}
+            for name in self._of_run:
+                self._parameters[name].grad = None
+            self._of_run = {}
+        else:
+            for name in event.fresh:
+                self._parameters[name].grad = None
         pairs = [
             (leaf, gradient)
             for leaves, gradients in self._outputs
@@ -209,6 +231,7 @@ class Replayer:
             if gradient is not None and leaf.requires_grad
         ]
         self._outputs = []
+        self._exchanges = deque(event.exchanges)
         if pairs:
             torch.autograd.backward([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
         self._after_backward(event)
@@ -219,9 +242,11 @@ class Replayer:
         self._after_backward(self._expected(Backward))
 
     def _after_backward(self, event: Backward) -> None:
-        for name in dict.fromkeys([*event.local, *self._local]):
+        # Of sharded parameters the run shows no gradients of single ranks: their mean is judged alone.
+        for name in dict.fromkeys([] if self.twin.sharded else [*event.local, *self._local]):
             pairs = zip(event.local.get(name, []), self._local.get(name, []), strict=False)
             self._count("gradients")
+            self._has_gradients |= any(its.norm for its in event.local.get(name, []))
             if len(event.local.get(name, [])) != len(self._local.get(name, [])):
                 self._wrong_locally.add(name)
                 self._found("local computation", name, "got a gradient in the run or in the replay, not in both")
@@ -237,18 +262,49 @@ class Replayer:
                 assert gradient is not None
                 self._differs("local computation", name, its, digest(gradient), "(accumulated gradient)")
 
+    # Exchange
+
+    def _exchange(self, name: str, real: Any, group: Any, *args: Any, **kwargs: Any) -> Done:
+        """In place of a collective: what this rank sends is compared, what it received is received again."""
+        if not self._exchanges or self._exchanges[0].name != name:
+            raise UnjudgeableError(f"ranks exchange data by {name} in the replay, where the run did not")
+        its = self._exchanges.popleft()
+        tensors = sent_by(name, args)
+        if [tensor.shape for tensor in its.sent] != [tensor.shape for tensor in tensors]:
+            raise UnjudgeableError(f"ranks exchange other sizes by {name} in the replay than in the run")
+        for sent, mine in zip(its.sent, tensors, strict=True):
+            self._differs("local computation", f"what {name} sends", digest(sent), digest(mine))
+        with torch.no_grad():
+            for mine, received in zip(received_by(name, args), its.received, strict=True):
+                mine.copy_(received)
+        return Done()
+
+    def _judge_exchanges(self, of_ranks: Mapping[int, Sequence[Exchange]]) -> None:
+        """What ranks received, given what all of them sent."""
+        self._rank = -1
+        for group in dict.fromkeys(tuple(its.group) for exchanges in of_ranks.values() for its in exchanges):
+            its = [[one for one in of_ranks[rank] if tuple(one.group) == group] for rank in group]
+            if len({len(one) for one in its}) > 1:
+                self._found("exchange", f"ranks {group}", f"took part in {[*map(len, its)]} collectives")
+            for place, same in enumerate(zip(*its, strict=False)):
+                self._count("exchanges", len(same))
+                if text := problem(same):
+                    self._found("exchange", f"{same[0].name} {place}", text)
+
     # Reduction
 
     def _reduced(self, event: Backward) -> None:
         """Add this rank's gradients to the exact mean, and go on with those of the run."""
         place, first = self._next_shared(Backward)
         mine = {name: self._parameters[name].grad for name in event.grads}
-        mean = self._means.setdefault(place, ExactMean(self.record.num_ranks))
+        mean = self._means.setdefault(place, ExactMean(self.record.num_ranks, self._before))
         mean.add({name: gradient for name, gradient in mine.items() if gradient is not None})
         for name, its in event.grads.items():
             self._is_not_of_rank_0(name, its, first.grads.get(name))
             if name in first.values:
                 self._parameters[name].grad = first.values[name].clone()
+        if self.twin.sharded:
+            self._of_run = {name: value.clone() for name, value in first.values.items()}
 
     def _is_not_of_rank_0(self, name: str, its: Digest, first: Digest | None) -> bool:
         if first is not None and its.bits == first.bits:
@@ -297,10 +353,10 @@ class Replayer:
             self._note("something changes gradients between backward pass and step, as clipping does: taken as it is")
         unlike = False
         for name, its in event.grads.items():
-            if self.twin.before_step is None and name in first.values:
+            gradient = self._parameters[name].grad
+            if name in first.values and (self.twin.before_step is None or self._is_scaled_alike(gradient, first, name)):
                 mine = first.grads[name]
             else:
-                gradient = self._parameters[name].grad
                 mine = digest(torch.zeros(()) if gradient is None else gradient)
             if not self._differs("optimizer", name, its, mine, "(gradient that the optimizer used)"):
                 unlike |= self._is_not_of_rank_0(name, its, first.grads.get(name))
@@ -318,6 +374,18 @@ class Replayer:
         self._count("steps", int(self._rank == 0))
         wrong = [self._differs("optimizer", name, its, after.get(name)) for name, its in event.after.items()]
         return unlike or any(wrong)
+
+    def _is_scaled_alike(self, gradient: Tensor | None, first: Step, name: str) -> bool:
+        """Whether a sharded gradient was clipped by the norm of all, whose n squares ranks add in another order.
+
+        A sum of n rounded numbers is rarely more than a few sqrt(n) u off: N. Higham and T. Mary, A new approach to
+        probabilistic rounding error analysis, 2019.
+        """
+        if not self.twin.sharded or gradient is None:
+            return False
+        number = sum(parameter.numel() for parameter in self._parameters.values())
+        bound = 8 * number**0.5 * torch.finfo(gradient.dtype).eps / 2 * gradient.abs()
+        return bool(((first.values[name] - gradient).abs() <= bound).all())
 
     # Data
 
@@ -399,7 +467,7 @@ def _norms(its: Digest, mine: Digest | None) -> str:
 
 def sample_digests(inputs: Any) -> Iterator[int]:
     """A digest of each sample, if all tensors of the batch have a common first dimension, and one has enough values."""
-    leaves = [leaf for leaf in tree_leaves(inputs[0][:1]) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    leaves = [leaf for leaf in tree_leaves(inputs[0][:1] or inputs[1]) if isinstance(leaf, Tensor) and leaf.dim() > 0]
     if len({len(leaf) for leaf in leaves}) != 1 or max(leaf[:1].numel() for leaf in leaves) < _ENOUGH:
         return
     for place in range(len(leaves[0])):

@@ -7,19 +7,15 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_cifar.tools.replay.digests import Surroundings
+from lit_cifar.tools.replay.exchange import Handler, intercepted
 from lit_cifar.tools.replay.recording import UnjudgeableError, names_of, parameters_of
+from lit_cifar.tools.replay.sharded import is_sharded, what_is_not_replayed, whole, whole_copy
 
 Module = TypeVar("Module", bound=nn.Module)
-_COLLECTIVES = (
-    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single"),
-    *("barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "recv", "reduce", "reduce_scatter"),
-    *("reduce_scatter_tensor", "scatter", "send"),
-)
 
 
 @dataclass
@@ -29,6 +25,7 @@ class Twin:
     module: nn.Module
     optimizers: list[Optimizer]
     call: Callable[..., Any]
+    sharded: bool = False  # in the run
     # What the trainer does between backward pass and step, as clipping; None if a script does it, which is not known.
     before_step: Callable[[Optimizer], None] | None = None
     progress: Callable[[dict[str, int]], None] = lambda progress: None
@@ -38,18 +35,20 @@ def what_cannot_be_judged(model: nn.Module | None, module: nn.Module) -> list[st
     """Reasons; `model` is what wraps the module, if anything does."""
     hooks = [getattr(hook, "__name__", str(hook)) for hook, _ in getattr(model, "_comm_hooks", ())]
     reasons = [f"the communication hook {name} changes gradients on their way" for name in hooks]
-    if any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
-        reasons.append("SyncBatchNorm computes with the batches of all ranks together")
+    reasons += what_is_not_replayed(module)
     if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in module.parameters()):
         reasons.append("a lazy layer has no parameters yet")
     return reasons
 
 
 def twin_of(module: Module, optimizers: Sequence[Optimizer]) -> tuple[Module, list[Optimizer]]:
-    """Copies whose parameters are one another's as those of the originals are; `UnjudgeableError` if that cannot be."""
+    """Copies whose parameters are one another's as those of the originals are; `UnjudgeableError` if that cannot be.
+
+    Of a sharded module every rank must call this.
+    """
     memo: dict[int, Any] = {}
     try:
-        its = copy.deepcopy(module, memo)
+        its = whole_copy(module, memo) if is_sharded(module) else copy.deepcopy(module, memo)
         copies = [_optimizer_copy(optimizer, memo) for optimizer in optimizers]
     except Exception as error:  # of a stranger's code
         raise UnjudgeableError(f"{type(module).__name__} cannot be copied: {error}") from error
@@ -64,6 +63,8 @@ def _optimizer_copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     its = object.__new__(type(optimizer))
     own = {name: value for name, value in vars(optimizer).items() if name != "step" and not name.endswith("_hooks")}
     vars(its).update({name: copy.deepcopy(value, memo) for name, value in own.items()})
+    for state in its.state.values():
+        state.update({key: whole(value) for key, value in state.items() if isinstance(value, Tensor)})
     vars(its).update({name: type(value)() for name, value in vars(optimizer).items() if name.endswith("_hooks")})
     return its
 
@@ -104,24 +105,16 @@ def _states(optimizer: Optimizer) -> list[Any]:
 
 
 @contextmanager
-def one_process() -> Iterator[None]:
-    """Without other ranks, which wait for this one; and with everything put back that a replay touches."""
+def one_process(exchange: Handler, rank: Callable[[], int]) -> Iterator[None]:
+    """Without other ranks, which wait for this one: `exchange` answers in their place, to what has the rank `rank()`.
 
-    def refuse(name: str) -> Callable[..., Any]:
-        def called(*args: Any, **kwargs: Any) -> Any:
-            raise UnjudgeableError(f"training_step exchanges data with other ranks itself, by {name}")
-
-        return called
-
-    kept = {name: getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)}
+    Everything that a replay touches is put back.
+    """
     devices = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     own = [Surroundings.now(device) for device in (*devices, torch.device("cpu"))]
-    for name in kept:
-        setattr(dist, name, refuse(name))
     try:
-        yield
+        with intercepted(exchange, rank):
+            yield
     finally:
-        for name, function in kept.items():
-            setattr(dist, name, function)
         for surroundings, device in zip(own, (*devices, torch.device("cpu")), strict=True):
             surroundings.restore(device)

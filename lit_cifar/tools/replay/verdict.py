@@ -4,9 +4,20 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
-Part: TypeAlias = Literal["data", "parameters", "local computation", "reduction", "optimizer"]
+Part: TypeAlias = Literal["data", "parameters", "local computation", "exchange", "reduction", "optimizer", "evaluation"]
 Outcome: TypeAlias = Literal["pass", "fail", "abstain", "error"]
-COMPARED = ("batches", "samples", "outputs", "gradients", "buffers", "reduced", "steps", "states")
+COMPARED = (
+    "batches",
+    "samples",
+    "outputs",
+    "gradients",
+    "buffers",
+    "exchanges",
+    "reduced",
+    "steps",
+    "states",
+    "metrics",
+)
 _SHOWN = 5  # findings
 
 
@@ -27,12 +38,13 @@ class Finding:
 
 @dataclass
 class Report:
-    """The replay of some steps."""
+    """The replay of some steps; or, with a `subject`, what was seen of an epoch."""
 
     strategy: str
     num_ranks: int
     precision: str
     first_step: int
+    subject: str = ""
     num_steps: int = 0  # that were judged
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # true, and no mistake
@@ -50,24 +62,14 @@ class Report:
             return "error"
         if self.findings:
             return "fail"
-        return "abstain" if self.abstained or not self.num_steps else "pass"
+        return "abstain" if self.abstained or not any(self.counts.values()) else "pass"
 
     def lines(self) -> Iterator[str]:
         """What was judged, a line for each part; then the first findings."""
-        of = f"replay of {self.num_steps} steps from step {self.first_step}, {self.strategy}"
+        of = self.subject or f"replay of {self.num_steps} steps from step {self.first_step}"
         ranks = "1 process" if self.num_ranks == 1 else f"{self.num_ranks} processes"
-        yield f"{of} on {ranks}, {self.precision}: {self.outcome.upper()}"
-        counts = self.counts
-        yield f"  data               {counts['batches']} batches, {counts['samples']} samples"
-        yield (
-            f"  local computation  {counts['outputs']} outputs, {counts['gradients']} gradients, "
-            f"{counts['buffers']} buffers, compared bit for bit"
-        )
-        if counts["reduced"]:
-            share = f"at most {self.largest_share:.2f} of the bound from their mean"
-            yield f"  reduction          {counts['reduced']} gradients averaged over ranks, {share}"
-        yield f"  optimizer          {counts['steps']} steps, {counts['states']} tensors, compared bit for bit"
-        yield f"  cost               {self.seconds:.1f} s, {self.mebibytes:.0f} MiB on the disk for a moment"
+        yield f"{of}, {self.strategy} on {ranks}, {self.precision}: {self.outcome.upper()}"
+        yield from self._lines_of_epoch() if self.subject else self._lines_of_steps()
         yield from (f"  note: {note}" for note in self.notes)
         yield from (f"  not judged: {reason}" for reason in self.abstained)
         yield from (f"  {finding}" for finding in self.findings[:_SHOWN])
@@ -75,6 +77,25 @@ class Report:
             yield f"  and {len(self.findings) - _SHOWN} more findings"
         if self.error is not None:
             yield f"  {self.error}"
+
+    def _lines_of_epoch(self) -> Iterator[str]:
+        metrics = f", {self.counts['metrics']} logged means" if self.counts["metrics"] else ""
+        yield f"  {self.counts['samples']} samples{metrics}"
+
+    def _lines_of_steps(self) -> Iterator[str]:
+        counts = self.counts
+        yield f"  data               {counts['batches']} batches, {counts['samples']} samples"
+        yield (
+            f"  local computation  {counts['outputs']} outputs, {counts['gradients']} gradients, "
+            f"{counts['buffers']} buffers, compared bit for bit"
+        )
+        if counts["exchanges"]:
+            yield f"  exchange           {counts['exchanges']} messages between ranks inside the steps"
+        if counts["reduced"]:
+            share = f"at most {self.largest_share:.2f} of the bound from their mean"
+            yield f"  reduction          {counts['reduced']} gradients averaged over ranks, {share}"
+        yield f"  optimizer          {counts['steps']} steps, {counts['states']} tensors, compared bit for bit"
+        yield f"  cost               {self.seconds:.1f} s, {self.mebibytes:.0f} MiB on the disk for a moment"
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {"outcome": self.outcome}

@@ -49,11 +49,7 @@ _OWNED = (
 _MAX_AT_ONCE = 8  # each holds some copies of the network on disk
 
 # Outputs that are not used here; each of them takes longer than a step.
-_LEFT_OUT = (
-    "--trainer.enable_progress_bar=false",
-    "--trainer.num_sanity_val_steps=0",
-    "--figures.every_n_epochs=0",
-)
+_LEFT_OUT = ("--trainer.enable_progress_bar=false", "--trainer.num_sanity_val_steps=0", "--figures.every_n_epochs=0")
 
 # Precisions in which rounding does not cancel a whole step.
 _PRECISIONS = {"32": "32-true", "64": EXACT, "bf16": "bf16-mixed"}

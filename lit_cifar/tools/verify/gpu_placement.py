@@ -1,5 +1,6 @@
 """On which GPUs a mode is verified: each part on its own GPU, or several parts on one."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from lit_cifar.errors import ConfigError
@@ -13,6 +14,20 @@ _NOT_SHARED = {
     "fsdp2-tp": "averages parts of gradients",
 }
 
+# The class that stands for a mode on one GPU, and its sizes for so many devices. All others are `ddp` with its samples.
+_Sizes = Callable[[int], dict[str, int | str]]
+_SHARED: dict[str, tuple[str, _Sizes]] = {
+    "dp": ("DataParallelStrategy", lambda n: {"num_replicas": n}),
+    "mp": ("LayerParallelStrategy", lambda n: {"num_stages": n, "num_microbatches": 1}),
+    "mp-micro": ("LayerParallelStrategy", lambda n: {"num_stages": n}),
+    "ddp_mp": ("OneDeviceDDPLayerParallelStrategy", lambda n: {"num_devices": n}),
+    "ddp_spawn": ("OneDeviceDDPStrategy", lambda n: {"num_devices": n, "start_method": "spawn"}),
+    "tp": (
+        "OneDeviceShardedStrategy",
+        lambda n: {"num_devices": n, "data_parallel_size": 1, "tensor_parallel_size": n},
+    ),
+}
+
 
 def placed(mode: Variant, *, num_gpus: int) -> Variant:
     """`mode` on at most `num_gpus` GPUs; as it is on the CPU, where there are 0, and where they suffice."""
@@ -24,26 +39,5 @@ def placed(mode: Variant, *, num_gpus: int) -> Variant:
             f"GPUs here: {num_gpus}",
             remedy="leave it out, or pass --trainer.accelerator=cpu",
         )
-    if mode.name == "dp":
-        return replace(mode, strategy="DataParallelStrategy", sizes={"num_replicas": mode.devices}, devices=1)
-    if mode.name in ("mp", "mp-micro"):
-        sizes = {"num_stages": mode.devices, "num_microbatches": 1} | mode.sizes
-        return replace(mode, strategy="LayerParallelStrategy", sizes=sizes, devices=1)
-    return _of_processes(mode)
-
-
-def _of_processes(mode: Variant) -> Variant:
-    sizes = {"num_devices": mode.devices} | mode.sizes
-    match mode.name:
-        case "tp":
-            strategy, sizes = (
-                "OneDeviceShardedStrategy",
-                sizes | {"data_parallel_size": 1, "tensor_parallel_size": mode.devices},
-            )
-        case "ddp_mp":
-            strategy = "OneDeviceDDPLayerParallelStrategy"
-        case "ddp_spawn":
-            strategy, sizes = "OneDeviceDDPStrategy", sizes | {"start_method": "spawn"}
-        case _:
-            strategy = "OneDeviceDDPStrategy"
-    return replace(mode, strategy=strategy, sizes=sizes, devices=1)
+    strategy, sizes = _SHARED.get(mode.name, ("OneDeviceDDPStrategy", lambda n: {"num_devices": n}))
+    return replace(mode, strategy=strategy, sizes=sizes(mode.devices) | mode.sizes, devices=1)

@@ -1,9 +1,18 @@
-"""Compares the record of a mode with that of the single-device computation that it equals."""
+"""Compares the record of a mode with that of the single-device computation that it equals, or says why it cannot."""
 
+import json
 import math
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
 
 from lit_cifar.checkpoint.lightning_io import DIGESTS
-from lit_cifar.tools.verify.abstention import other_weights
+from lit_cifar.data.batch_split import GhostBatches
+from lit_cifar.strategies.modes import Variant
+from lit_cifar.task.module import LitResNet
+from lit_cifar.tools.replay.callback import RESULT
+from lit_cifar.tools.replay.verdict import Finding
 from lit_cifar.tools.verify.checkpoint_check import (
     MAY_DIFFER,
     OF_ACCUMULATION,
@@ -11,7 +20,15 @@ from lit_cifar.tools.verify.checkpoint_check import (
     checkpoint_problems,
     entry_problems,
 )
-from lit_cifar.tools.verify.comparison import LOGITS, SAME_BITS, Bounds, differences, first_excess, largest
+from lit_cifar.tools.verify.comparison import (
+    LOGITS,
+    SAME_BITS,
+    Bounds,
+    and_more,
+    differences,
+    first_excess,
+    largest,
+)
 from lit_cifar.tools.verify.configuration import Configuration
 from lit_cifar.tools.verify.evaluation import Evaluated, expected, logits_problems
 from lit_cifar.tools.verify.logged_metrics import METRIC_BOUND, logged_problems
@@ -24,6 +41,16 @@ from lit_cifar.tools.verify.verdict_table import VerifiedMode
 ONE_DEVICE, SAME_WEIGHTS, FIRST_RUN = "one device", "one device with the same weights", "the undisturbed run"
 
 RESUMED = "resumed"
+
+RANDOM = (
+    "not judged: the network draws random numbers in training, as dropout does, and with several parts of a batch it "
+    "draws others than one device; pass --virtual_replicas=2 or more, with which all modes draw the same"
+)
+
+ROUNDING = (
+    "not judged: it is further from one device than measured rounding, but not in float64, so this is rounding or a "
+    "mistake of this precision alone; pass --virtual_replicas=2 or more, with which no bit may differ"
+)
 
 
 def judge(
@@ -43,7 +70,7 @@ def judge(
         return row
     row.processes = record.about["world_size"]
     of_steps = _compare_steps(row, record, reference)
-    row.problems += [*of_steps, *record.sample_problems(reference.record)]
+    row.problems += [*of_steps, *replay_problems(record), *record.sample_problems(reference.record)]
     if (reason := other_weights(reference.record, settings.added_callbacks)) is not None:
         row.outcome = "failed" if row.problems else "crashed" if outcome.status else "abstained"
         row.problems.append(f"{RESUMED}: {outcome.last_words}" if outcome.status else reason)
@@ -58,6 +85,18 @@ def judge(
     rounded = {*of_steps, *of_metrics}
     row.may_be_rounding = not settings.is_exact and row.outcome == "failed" and rounded.issuperset(row.problems)
     return row
+
+
+def replay_problems(record: Record) -> list[str]:
+    """What a replay of the same steps, in the same precision, has found; nothing where the mode has none.
+
+    A replay that passes says nothing of the order of the data and their augmentation.
+    """
+    path = record.run / RESULT
+    if not path.exists():
+        return []
+    findings = [Finding(**finding) for report in json.loads(path.read_text()) for finding in report["findings"]]
+    return [f"replay: {findings[0]}" + and_more(len(findings) - 1)] if findings else []
 
 
 def _compare_metrics(row: VerifiedMode, record: Record, reference: Reference, settings: Configuration) -> list[str]:
@@ -165,3 +204,36 @@ def _bounds_of_metrics(reference: Reference, settings: Configuration) -> Bounds:
         "lr-": 0.0,
         "epoch": 0.0,
     }
+
+
+# Why a mode cannot be judged, though nothing need be wrong with it ---------------------------------------------------
+
+
+def other_weights(alone: Record, added_callbacks: Sequence[str]) -> str | None:
+    """Why evaluations and checkpoints cannot be judged by the steps of a run; None if they can.
+
+    With a callback that averages weights, as EMA does, one device itself evaluates or saves others than it trains.
+    Without any callback of the user's, that would be a mistake.
+    """
+    problems = alone.own_problems() if added_callbacks else []
+    if not problems:
+        return None
+    return (
+        f"not judged beyond its steps: with {', '.join(added_callbacks)} one device itself evaluates or saves other "
+        f"weights than those of its steps ({problems[0]}); leave the callback out to have the rest judged"
+    )
+
+
+@torch.no_grad()
+def draws_random_numbers(module: LitResNet) -> bool:
+    """Whether a pass in training advances torch's generator: dropout does, and so does any code that samples."""
+    with torch.random.fork_rng(devices=[]):
+        before = torch.get_rng_state()
+        with suppress(Exception):  # of the user's own code; `fit` says in words what is wrong
+            module.network.train()(torch.zeros(4, *module.image_shape))
+        return not torch.equal(before, torch.get_rng_state())
+
+
+def masks_of_one_device(mode: Variant, *, accumulation: int) -> bool:
+    """Whether one process passes a batch as a whole, so that it draws what one device does."""
+    return mode.num_processes == 1 and mode.batch_split().ghost_batches(accumulation=accumulation) == GhostBatches()

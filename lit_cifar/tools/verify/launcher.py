@@ -17,6 +17,7 @@ from lit_cifar.tools.verify.record import Record
 from lit_cifar.tools.verify.runs import REFUSED, TIMEOUT_S, Outcome, quiet, run
 
 TRACE = "lit_cifar.tools.verify.recorder.Trace"
+REPLAYED = ("auto", "ddp", "ddp_spawn")  # strategies whose runs `Replay` judges too
 
 Report = Callable[[str], None]
 
@@ -45,7 +46,10 @@ class Launcher:
         with quiet():
             processes, ranks = mode.num_processes, mode.num_ranks
         fit = partial(self._fit, processes=processes, ranks=ranks)
-        first = fit(title, folder, flags)
+        replay = []
+        if not self.settings.is_exact and mode.strategy in REPLAYED:  # where bounds are measured, and wide
+            replay = ["--trainer.callbacks+=lit_cifar.Replay", f"--trainer.callbacks.steps={self.steps}"]
+        first = fit(title, folder, [*flags, *replay])
         if first.status != 0:
             return first
         again = _with_checkpoint_before_last_step(Record(folder))

@@ -1,0 +1,155 @@
+"""Findings about whole epochs: which samples the ranks read, and whether a logged metric is that of the whole set."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from lit_cifar.tools.replay.reduction import gamma
+from lit_cifar.tools.replay.verdict import Finding, Report
+
+
+class ReadIds:
+    """Which samples the loaders of this process ask their data sets for, by the loader's sampler, in their order."""
+
+    def __init__(self) -> None:
+        self._ids: dict[int, list[int]] = {}
+        self._real: Any = vars(_BaseDataLoaderIter)["_next_index"]  # all loaders ask by it, also those with workers
+        ids, real = self._ids, self._real
+
+        def next_index(iterator: Any) -> Any:
+            index = real(iterator)
+            its = index if isinstance(index, list) else [index]
+            if all(isinstance(number, int) for number in its):
+                ids.setdefault(id(iterator._index_sampler), []).extend(its)
+            return index
+
+        self._observed = next_index
+        _BaseDataLoaderIter._next_index = next_index  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        if vars(_BaseDataLoaderIter)["_next_index"] is self._observed:
+            _BaseDataLoaderIter._next_index = self._real  # type: ignore[method-assign]
+
+    def take(self, loader: DataLoader[Any]) -> list[int]:
+        """Those since the last time."""
+        return self._ids.pop(id(loader._index_sampler), [])
+
+
+def gathered(value: Any) -> list[Any]:
+    """The values of all ranks on rank 0; elsewhere an empty list."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, found)
+    return found or []
+
+
+def judge_epoch(report: Report, of_ranks: Sequence[Sequence[int]], *, num_samples: int, before: Sequence[int]) -> None:
+    """What is wrong with the samples that ranks have read in an epoch; `before`: those of rank 0 in the last one."""
+    times = Counter(sample for ids in of_ranks for sample in ids)
+    readers = Counter(sample for ids in of_ranks for sample in set(ids))
+    shared = sum(number > 1 for number in readers.values())
+    repeated, left_out = sum(times.values()) - len(times), num_samples - len(times)
+    report.counts["samples"] = len(times)
+    if len(of_ranks) > 1 and shared >= len(times) / 2:
+        _found(report, f"{shared} of {len(times)} samples", "are read by several ranks, each of which needs its own")
+    elif repeated:
+        report.notes.append(f"{repeated} of {len(times)} samples are used again: padding, or a sampler's choice")
+    if left_out:
+        report.notes.append(f"{left_out} of {num_samples} samples are left out")
+    if before and [*of_ranks[0]] == [*before]:
+        if [*before] == sorted(before):
+            report.notes.append("the data are not shuffled")
+        else:
+            _found(report, "the order", "is that of the epoch before: call set_epoch on the sampler")
+    if len({len(ids) for ids in of_ranks}) > 1:
+        sizes = ", ".join(str(len(ids)) for ids in of_ranks)
+        report.notes.append(f"ranks read {sizes} samples; the mean over ranks weighs the ranks alike")
+
+
+@dataclass
+class Logged:
+    """What this process has logged under a name in an evaluation, weighted by the sizes of its batches."""
+
+    total: float = 0.0
+    magnitude: float = 0.0
+    num_samples: int = 0
+    num_batches: int = 0
+
+    def add(self, value: float, size: int) -> None:
+        self.total += value * size
+        self.magnitude += abs(value) * size
+        self.num_samples += size
+        self.num_batches += 1
+
+
+@dataclass
+class Evaluation:
+    """The means that one evaluation logs."""
+
+    module: pl.LightningModule
+    logged: dict[str, Logged] = field(default_factory=dict)
+    batch: Any = None  # that is being evaluated
+
+    def __post_init__(self) -> None:
+        self._own = vars(self.module).get("log")
+        self.module.log = partial(self._log, self.module.log)  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        del self.module.log
+        if self._own is not None:
+            self.module.log = self._own  # type: ignore[method-assign]
+
+    def _log(self, log: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        plain = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+        if plain and self.batch is not None and kwargs.get("reduce_fx", "mean") in ("mean", torch.mean):
+            size = kwargs.get("batch_size") or extract_batch_size(self.batch)
+            self.logged.setdefault(name, Logged()).add(float(value), size)
+        log(name, value, *args, **kwargs)
+
+
+def judge_evaluation(
+    report: Report,
+    of_ranks: Sequence[dict[str, Logged]],
+    metrics: Mapping[str, Any],
+    read: Sequence[Sequence[int]],
+) -> None:
+    """Compare each logged mean with the mean over all samples of all ranks; `read`: ids of the samples by rank.
+
+    The bound is that of its own sums in float32: each batch is added once, so is each rank.
+    """
+    for name in of_ranks[0]:
+        its = [of_rank[name] for of_rank in of_ranks if name in of_rank]
+        if name not in metrics:
+            continue
+        num_samples = sum(one.num_samples for one in its)
+        true, logged = sum(one.total for one in its) / num_samples, float(metrics[name])
+        roundings = max(one.num_batches for one in its) + len(its) + 3
+        bound = gamma(roundings, torch.float32) * sum(one.magnitude for one in its) / num_samples
+        report.counts["samples"] = max(report.counts["samples"], num_samples)
+        report.counts["metrics"] += 1
+        if not abs(true - logged) <= bound:
+            own = its[0].total / its[0].num_samples
+            why = "ranks or batches of unequal size weigh alike"
+            if abs(own - logged) <= bound:
+                why = "it is that of rank 0's samples alone, pass sync_dist=True"
+            text = f"is logged as {logged:.9g}, the mean over all {num_samples} samples is {true:.9g}: {why}"
+            _found(report, name, text)
+    distinct = {sample for ids in read for sample in ids}
+    if repeated := sum(map(len, read)) - len(distinct):
+        report.notes.append(f"{repeated} of {len(distinct)} samples are evaluated again: a sampler's padding")
+
+
+def _found(report: Report, what: str, text: str) -> None:
+    part: Any = "evaluation" if report.counts["metrics"] else "data"
+    report.findings.append(Finding(part, report.first_step, None, what, text))

@@ -1,0 +1,90 @@
+"""Where a backward pass begins at the outputs of recorded calls, as the graph of autograd says."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves
+
+Observer = tuple[Callable[[list[Tensor]], None], Callable[[], None]]
+_backward = torch.autograd.backward
+_observers: list[Observer] = []
+# DDP passes all outputs through one node, with find_unused_parameters or a static graph: each comes out as it went in.
+_SINK = "_DDPSinkBackward"
+
+
+@wraps(_backward)
+def _observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+    outermost = torch._C._current_graph_task_id() == -1  # one inside of another is a checkpoint's, a part of its call
+    observers = [*_observers] if outermost else []
+    for before, _ in observers:
+        before(tree_leaves(tensors))
+    _backward(tensors, *args, **kwargs)
+    for _, after in observers:
+        after()
+
+
+def observe(observer: Observer) -> None:
+    """Call it with the roots of each backward pass before it begins, and when it has ended."""
+    _observers.append(observer)
+    torch.autograd.backward = _observed_backward
+
+
+def forget(observer: Observer) -> None:
+    _observers.remove(observer)
+    if not _observers:
+        torch.autograd.backward = _backward
+
+
+class Outputs:
+    """The outputs of calls, as nodes of the graph.
+
+    A gradient that comes to an output from outside of its call is what a replay has to begin with. One that comes from
+    inside, as to the logits of a call that returns its loss too, the replay finds by itself.
+    """
+
+    def __init__(self, names: Mapping[Tensor, str]) -> None:
+        self.begun: set[Node] | None = None  # outputs at which the last backward pass begins; None before the first
+        self._names = names
+        self._calls: list[set[Node]] = []
+        self._num_old = 0  # calls before the last backward pass
+
+    def add(self, leaves: Sequence[Tensor]) -> None:
+        """The outputs of one more call."""
+        self._calls.append({leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None})
+
+    def begin(self, roots: Sequence[Tensor]) -> Iterator[str]:
+        """Find `begun`; why the replay could not repeat this pass, if so."""
+        call_of = {node: call for call, nodes in enumerate(self._calls) for node in nodes}
+        self.begun = set()
+        inside: set[Node] = set()
+        beside: set[str] = set()
+        waiting: list[tuple[Node, int, int | None]] = [
+            (root.grad_fn, root.output_nr, None) for root in roots if root.grad_fn is not None
+        ]
+        seen = set(waiting)
+        while waiting:
+            node, place, call = waiting.pop()
+            to = call_of.get(node)
+            if to is not None:
+                (inside if to == call else self.begun).add(node)
+                call = to
+            leaf: Any = getattr(node, "variable", None)
+            if call is None and leaf in self._names:
+                beside.add(self._names[leaf])
+            following = node.next_functions
+            if node.name() == _SINK:
+                following = following[place : place + 1]
+            news = {(its, number, call) for its, number in following if its is not None} - seen
+            seen |= news
+            waiting += news
+        if beside:
+            yield f"the loss depends on {min(beside)} beside what calls return, as by a penalty or a part called alone"
+        if inside & self.begun:
+            yield "the loss depends on an output of a call, and on another one that the call computes from it"
+        if any(call_of[node] < self._num_old for node in self.begun):
+            yield "a backward pass begins at the outputs of a call that is older than the pass before it"
+        self._num_old = len(self._calls)

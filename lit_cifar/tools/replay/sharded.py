@@ -1,0 +1,77 @@
+"""Modules whose parameters `fully_shard` (FSDP2) has divided: their whole tensors, and a copy that holds them whole."""
+
+import copy
+import sys
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+Module = TypeVar("Module", bound=nn.Module)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that is divided over ranks, all of which must call this; any other tensor as it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.full_tensor()
+
+
+def is_sharded(module: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+def what_is_not_replayed(module: nn.Module) -> Iterator[str]:
+    """Reasons why the ranks of a sharded module do not each compute what one device computes."""
+    divided = [parameter for parameter in module.parameters() if isinstance(parameter, DTensor)]
+    by_fsdp = {id(its) for part in module.modules() if isinstance(part, FSDPModule) for its in part.parameters()}
+    if any(id(its) not in by_fsdp or sum(place.is_shard() for place in its.placements) > 1 for its in divided):
+        yield "tensor parallelism adds up parts of each layer in an order of its own"
+    for part in module.modules():
+        group = part._get_fsdp_state()._fsdp_param_group if isinstance(part, FSDPModule) else None
+        if group is not None and group.mp_policy.param_dtype is not None:
+            yield "fully_shard has a precision of its own (mp_policy): pass precision=bf16-mixed to the trainer"
+            return
+
+
+def is_of_fsdp() -> bool:
+    """Whether a collective that has just been called is one of FSDP's own."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def whole_copy(module: Module, memo: dict[int, Any]) -> Module:
+    """A copy with whole parameters that one process can train; every rank must call this.
+
+    FSDP's modules refuse `copy.deepcopy`. `memo` is as of `copy.deepcopy`: the copies of parameters are in it.
+    """
+    parts = [*module.modules()]
+    for part in parts:
+        kind: Any = type(part).__bases__[1] if isinstance(part, FSDPModule) else type(part)
+        memo[id(part)] = object.__new__(kind)
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(whole(parameter).clone(), requires_grad=parameter.requires_grad)
+    for part in parts:
+        own = memo[id(part)]
+        for name, value in vars(part).items():
+            if name in ("_trainer", "_fabric", "_device_mesh"):
+                value = None
+            elif name in _HOOKS:
+                value = type(value)((key, hook) for key, hook in value.items() if not _is_a_library_hook(hook))
+            if not name.startswith("__composable"):
+                vars(own)[name] = copy.deepcopy(value, memo)
+    copied: Module = memo[id(module)]
+    return copied
+
+
+def _is_a_library_hook(hook: Any) -> bool:
+    return type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp")
