@@ -48,6 +48,14 @@ def run_here(*args: str | Path) -> Result:
     return Result(status, out.getvalue(), err.getvalue())
 
 
+def refused(*args: str | Path) -> str:
+    """What is said of a command that cannot work, in few lines, by `run_here`."""
+    result = run_here(*args)
+    assert result.status == 2, result.stderr
+    assert len(result.stderr.splitlines()) <= 5
+    return result.stderr
+
+
 def launch(*args: str | Path, timeout_s: float = 110, check: bool = True, ranks: int = 1) -> Result:
     """`python -m lit_cifar *args` in a process of its own, with this folder on the path for the tests' callbacks.
 

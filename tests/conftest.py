@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -98,3 +99,12 @@ def nothing_is_left_behind() -> Iterator[None]:
     assert not left, f"processes are left running: {left}"
     assert not altered, f"left as the test has set them: {altered}"
     assert left_rank == rank, f"later tests would take this process for rank {left_rank}"
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    """For a mode with processes in this one: its strategy makes a process group, and Lightning leaves that."""
+    with mock.patch.dict(os.environ):
+        yield
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -142,12 +142,6 @@ class FakeAccelerator(CPUAccelerator):
         return [torch.device("meta", index) for index in range(int(devices))]
 
 
-class _Replicas(DataParallelStrategy):
-    """`dp` on devices that are neither the CPU nor CUDA, all replicas on the first, as the CPU has them."""
-
-    def check(self) -> None: ...
-
-
 class _Processes(DDPLayerParallelStrategy):
     """`ddp_mp` in one process; the group of torch's tests hands no gradients back to DistributedDataParallel."""
 
@@ -168,7 +162,7 @@ def _reduced(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tenso
 # "single" is what Lightning chooses where a Trainer has one device.
 MODES: dict[str, Any] = {
     "single": lambda: SingleDeviceStrategy(torch.device("meta", 0)),
-    "dp": _Replicas,
+    "dp": DataParallelStrategy,  # here all replicas are on the first device, as on the CPU
     "mp": LayerParallelStrategy,
     "mp with microbatches": lambda: LayerParallelStrategy(num_stages=4, num_microbatches=2),
     "ddp_mp": lambda: _Processes(num_microbatches=2),

@@ -12,22 +12,22 @@ from lit_cifar import CIFAR10DataModule, LitResNet
 short = pytest.mark.filterwarnings("ignore:.*(does not have many workers|smaller than the logging interval|LeafSpec)")
 
 
-def data() -> CIFAR10DataModule:
-    return CIFAR10DataModule(dataset="synthetic", num_train=40, num_test=1, val_size=8, batch_size=16)
+def data(**settings: Any) -> CIFAR10DataModule:
+    sizes: dict[str, Any] = {"num_train": 40, "num_test": 1, "val_size": 8, "batch_size": 16}
+    return CIFAR10DataModule(dataset="synthetic", **sizes | settings)
 
 
-def fit(model: LitResNet, folder: Path, **settings: Any) -> L.Trainer:
+def fit(model: LitResNet, folder: Path, datamodule: CIFAR10DataModule | None = None, **settings: Any) -> L.Trainer:
     trainer = L.Trainer(
         accelerator="cpu",
         logger=False,
-        max_epochs=1,
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
         default_root_dir=folder,
-        **{"devices": 1} | settings,
+        **{"devices": 1, "max_epochs": 1} | settings,
     )
-    trainer.fit(model, data())
+    trainer.fit(model, datamodule or data())
     return trainer
 
 

@@ -6,17 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from commands import TINY, launch, mode_flags, run_here
+from commands import TINY, launch, mode_flags, refused, run_here
 from torch import nn
 
 from lit_cifar.models import autotune, build_network
-from lit_cifar.models.autotune import (
-    CANDIDATES,
-    Candidate,
-    exported,
-    from_environment,
-    time_candidates,
-)
+from lit_cifar.models.autotune import CANDIDATES, Candidate, exported, from_environment, time_candidates
 
 BF16 = Candidate("bf16-mixed", channels_last=True)
 
@@ -110,23 +104,26 @@ def test_a_resumed_run_keeps_what_it_had(
     assert settings_of(tmp_path / "run") == BF16
 
 
-def test_torchrun_s_processes_cannot_agree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    done = run_here("fit", *TINY, "--autotune=true", f"--run_dir={tmp_path / 'run'}")
-    assert done.status == 2
-    assert "bench step" in done.stderr
-
-
-def test_an_unknown_choice_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(autotune.VARIABLE, "fp8")
-    done = run_here("fit", *TINY, "--autotune=true", f"--run_dir={tmp_path / 'run'}")
-    assert done.status == 2
-    assert "LIT_CIFAR_AUTOTUNE='fp8' in the environment is none of 32-true, " in done.stderr
-
-
-def test_it_is_for_training(tmp_path: Path) -> None:
-    done = run_here("test", *TINY, "--autotune=true", "--ckpt_path=none.ckpt", f"--run_dir={tmp_path / 'run'}")
-    assert done.status == 2
+@pytest.mark.parametrize(
+    ("words", "variables", "problem"),
+    [
+        (["fit", "--autotune=true"], {"WORLD_SIZE": "2"}, "bench step"),  # processes of torchrun cannot agree
+        (
+            ["fit", "--autotune=true"],
+            {autotune.VARIABLE: "fp8"},
+            "LIT_CIFAR_AUTOTUNE='fp8' in the environment is none of 32-true, ",
+        ),
+        (["test", "--autotune=true", "--ckpt_path=given.pth"], {}, "--autotune=true is for training"),
+    ],
+)
+def test_what_is_refused(
+    words: list[str], variables: dict[str, str], problem: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save(build_network("tiny", stem="imagenet", num_classes=10, image_size=32).state_dict(), "given.pth")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert problem in refused(words[0], *TINY, *words[1:], "--run_dir=run")
 
 
 @pytest.mark.slow

@@ -8,14 +8,13 @@ import pytest
 import torch
 from commands import TINY, launch, mode_flags
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from tiny_task import TinyData, TinyTask, tiny_trainer
 
 from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
 from lit_cifar.checkpoint.files import BEST, LAST, PREVIOUS, newest_valid, verify_checkpoint
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.checkpoint.lightning_io import CheckpointFiles
-from lit_cifar.errors import CheckpointError, ConfigError
+from lit_cifar.errors import ConfigError
 
 STEPS = 3  # of an epoch of TinyData
 
@@ -154,41 +153,6 @@ def test_a_run_that_begins_with_anothers_checkpoint_ranks_its_own(tmp_path: Path
     fit(tmp_path / "other", scores=(0.9, 0.5), ckpt_path=tmp_path / "run" / "checkpoints" / LAST)
     assert steps_in(tmp_path / "other")[BEST] == 2 * STEPS
     assert steps_in(tmp_path / "run")[BEST] == STEPS
-
-
-class LosesFolder(Callback):
-    """A file takes the place of the checkpoints' folder at the end of an epoch, or of training."""
-
-    def __init__(self, folder: Path, *, at: str) -> None:
-        self.folder = folder / "checkpoints"
-        self.at = at
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.at == "epoch":
-            self._lose()
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.at == "end":
-            self._lose()
-
-    def _lose(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.touch()
-
-
-@pytest.mark.parametrize("at", ["epoch", "end"])
-def test_a_save_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
-    """Of the best or of the last; the other processes, of which there are none here, are told first."""
-    told: list[Any] = []
-
-    def tell(strategy: SingleDeviceStrategy, content: Any, src: int = 0) -> Any:
-        told.append(content)
-        return content
-
-    monkeypatch.setattr(SingleDeviceStrategy, "broadcast", tell)
-    with pytest.raises(CheckpointError, match=r"could not be saved: (Not a directory|File exists|No such file)"):
-        fit(tmp_path, callbacks=(LosesFolder(tmp_path, at=at),))
-    assert isinstance(told[-1], CheckpointError)
 
 
 @pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.slow)])

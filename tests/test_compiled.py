@@ -1,6 +1,5 @@
 """`--model.compile`: what is compiled, and what stays as it is."""
 
-import os
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 from commands import TINY, launch
 from short_fits import fit, losses, short
 from torch import Tensor, nn
@@ -75,6 +73,7 @@ def test_a_compiled_network_keeps_its_names_can_be_copied_and_is_plain_after_the
 
 
 @short
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(
     ("strategy", "parts"),
     [
@@ -101,10 +100,7 @@ def test_a_mode_compiles_its_parts(
             return self.call(images)
 
     monkeypatch.setattr(torch, "compile", Noting)
-    monkeypatch.setattr(os, "environ", {**os.environ})
     fit(LitResNet("tiny", stem="imagenet", compile=True), tmp_path, strategy=strategy, max_steps=1)
-    if dist.is_initialized():
-        dist.destroy_process_group()
     assert sorted(type(module).__name__.removeprefix("FSDP") for module in ran) == parts
 
 

@@ -1,12 +1,10 @@
 """Do copies between devices arrive: faults are found and named, and a training refuses what is found."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from commands import TINY, run_here
 from torch import Tensor
 
 from lit_cifar.errors import ConfigError
@@ -85,44 +83,3 @@ def test_modes_that_copy_between_cuda_devices_try_them(monkeypatch: pytest.Monke
 def test_the_cpu_and_one_device_are_not_tried(devices: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
     assert tried(monkeypatch, DataParallelStrategy(num_replicas=2, parallel_devices=devices)) == []
     assert tried(monkeypatch, LayerParallelStrategy(num_stages=2, parallel_devices=devices)) == []
-
-
-def test_only_a_mode_of_one_process_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With several processes the others would wait, and the watchdog would end them."""
-    four = [torch.device("cuda", index) for index in range(4)]
-    monkeypatch.setattr("lit_cifar.strategies.base.copy_faults", lambda devices: devices)
-    for strategy in (DataParallelStrategy, LayerParallelStrategy):
-        faulty, found = strategy(parallel_devices=CUDA).examine_copies()
-        assert faulty
-        assert found.endswith("may be the cause: cuda:0")
-    ddp_mp = DDPLayerParallelStrategy(parallel_devices=four)
-    environment: Any = SimpleNamespace(world_size=lambda: 2)
-    ddp_mp.cluster_environment = environment
-    faulty, found = ddp_mp.examine_copies()
-    assert not faulty
-    assert "python -m lit_cifar doctor" in found
-    assert DataParallelStrategy(parallel_devices=[CPU, CPU]).examine_copies() == (False, "")
-
-
-@pytest.mark.parametrize(
-    ("step", "cause"),
-    [
-        (2, "the optimisation has diverged: try a lower --model.optimizer.lr"),
-        (0, "no step had been taken before: look at the images and labels"),
-    ],
-)
-def test_without_copies_a_loss_that_is_not_finite_has_another_cause(step: int, cause: str, tmp_path: Path) -> None:
-    spoiled = ["--trainer.callbacks+=stopping.NotANumber", f"--trainer.callbacks.step={step}"]
-    result = run_here("fit", *TINY, "--trainer.devices=1", *spoiled, f"--run_dir={tmp_path / 'run'}")
-    assert result.status == 1
-    assert cause in result.stderr
-    assert "copies" not in result.stderr
-
-
-def test_too_little_memory_does_not_stop_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(devices: Any) -> Any:
-        raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(device_copies, "copy_faults", fails)
-    with pytest.warns(UserWarning, match="out of memory"):
-        refuse_faulty_copies(CUDA, strategy="dp")

@@ -1,7 +1,6 @@
 """A run that is stopped and resumed ends where the undisturbed one ends, bit for bit on as many processes."""
 
 import csv
-import math
 import os
 import re
 import shutil
@@ -12,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from commands import TINY, Result, launch, mode_flags, own_network, run_here
-from comparing import assert_same_checkpoint
+from commands import TINY, Result, launch, mode_flags, own_network, refused, run_here
 from tiny_task import read_events
 
 from lit_cifar import LitResNet
@@ -37,6 +35,10 @@ EVERY_STEP = "--last_checkpoint.every_n_steps=1"
 
 def fit(run: Path, *flags: str) -> Result:
     return run_here("fit", *SETTINGS, f"--run_dir={run}", *flags)
+
+
+def refused_fit(run: Path, *flags: str) -> str:
+    return refused("fit", *SETTINGS, f"--run_dir={run}", *flags)
 
 
 def stop_after(step: int, *, rank: int = 0) -> list[str]:
@@ -165,9 +167,7 @@ def test_settings_that_have_had_no_effect_are_not_written_down(undisturbed: Path
     run = tmp_path / "stopped"
     assert fit(run, EVERY_STEP, *stop_after(2)).status == 143
     before = written(run)
-    refused = fit(run, EVERY_STEP, "--resume=auto", "--data.batch_size=8")
-    assert refused.status == 2
-    assert "--data.batch_size=16" in refused.stderr
+    assert "--data.batch_size=16" in refused_fit(run, EVERY_STEP, "--resume=auto", "--data.batch_size=8")
     assert written(run) == before
 
     done = shutil.copytree(undisturbed, tmp_path / "done")
@@ -236,27 +236,11 @@ def test_a_checkpoint_of_an_earlier_commit_is_resumed(undisturbed: Path, tmp_pat
         counts |= {key: torch.stack([count - 1, torch.ones_like(count)]) for key, count in counts.items()}
         counts["update_count"] = torch.tensor([3, 0])
     write_checkpoint(content, last)
+    for optimizer in ("AdamW", "lit_cifar.MuonSGD"):
+        said = refused_fit(tmp_path / "other", f"--ckpt_path={last}", f"--model.optimizer={optimizer}")
+        assert f"with another optimizer; this one has {optimizer}" in said
     assert fit(run, EVERY_STEP, "--resume=auto").status == 0
     assert_same_end(run, undisturbed)
-
-
-@pytest.mark.parametrize(
-    ("flags", "problem"),
-    [
-        (["--model.optimizer=AdamW"], "with another optimizer; this one has AdamW"),
-        (["--model.optimizer=lit_cifar.MuonSGD"], "with another optimizer; this one has lit_cifar.MuonSGD"),
-        ([], None),
-    ],
-)
-def test_an_earlier_checkpoint_does_not_name_its_optimizer(
-    flags: list[str], problem: str | None, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(CLI, "_run_subcommand", CLI._check)
-    content = read_checkpoint(undisturbed / "checkpoints" / "last.ckpt")
-    del content["optimizer"]
-    torch.save(content, tmp_path / "last.ckpt")
-    result = fit(tmp_path / "run", f"--ckpt_path={tmp_path / 'last.ckpt'}", *flags)
-    assert (result.status, (problem or "") in result.stderr) == (2 if problem else 0, True)
 
 
 @pytest.mark.parametrize(
@@ -274,10 +258,9 @@ def test_a_run_that_cannot_go_on_is_told_why(
 ) -> None:
     """And what it is told to pass instead works."""
     monkeypatch.setattr(CLI, "_run_subcommand", CLI._check)
-    refused = fit(tmp_path / "run", checkpoint_flag(undisturbed), *flags)
-    assert refused.status == 2
-    assert problem in refused.stderr
-    remedy = re.findall(r"--[\w.]+=[\w.]+", refused.stderr.splitlines()[-1])
+    said = refused_fit(tmp_path / "run", checkpoint_flag(undisturbed), *flags)
+    assert problem in said
+    remedy = re.findall(r"--[\w.]+=[\w.]+", said.splitlines()[-1])
     accepted = fit(tmp_path / "run", checkpoint_flag(undisturbed), *flags, *remedy)
     assert accepted.status == 0, accepted.stderr
 
@@ -334,10 +317,7 @@ def test_contradicting_flags_are_refused(
     flags: list[str], word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = run_here(*flags)
-    assert result.status == 2
-    assert word in result.stderr
-    assert len(result.stderr.splitlines()) <= 5
+    assert word in refused(*flags)
     assert not any(tmp_path.iterdir())
 
 
@@ -365,59 +345,8 @@ def test_as_many_processes_agree_bit_for_bit(flags: list[str], ranks: int, tmp_p
     assert_same_end(tmp_path / "run", tmp_path / "undisturbed")
 
 
-# Each normalises the whole batch together.
-MODES = {
-    "ddp": [*mode_flags("ddp"), "--trainer.sync_batchnorm=true"],
-    "pp": [
-        *mode_flags("PipelineStrategy"),
-        "--trainer.strategy.num_microbatches=1",
-        "--trainer.strategy.schedule=GPipe",
-    ],
-    "fsdp2": [*mode_flags("fsdp2"), "--trainer.sync_batchnorm=true"],
-    "tp": mode_flags("tp"),
-}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(300)
-def test_any_mode_goes_on_from_the_middle_of_an_epoch(tmp_path: Path) -> None:
-    """Each stops in the middle of the second epoch, and every other one and one device end where one device ends."""
-    settings = [*SETTINGS, EVERY_STEP, "--trainer.precision=64-true", "--model.optimizer.lr=0.01"]
-    stops = [["fit", *settings, *MODES[mode], f"--run_dir={tmp_path}/{mode}", *stop_after(7, rank=1)] for mode in MODES]
-    reads = [
-        [
-            "fit",
-            *settings,
-            *MODES[reader],
-            f"--run_dir={tmp_path}/{writer}-{reader}",
-            checkpoint_flag(tmp_path / writer),
-        ]
-        for writer in MODES
-        for reader in MODES
-    ]
-    for command in [*stops, *reads]:
-        launch(*command, check=False, ranks=2)
-    assert run_here("fit", *settings, f"--run_dir={tmp_path}/alone").status == 0
-    expected = read_checkpoint(tmp_path / "alone" / "checkpoints" / "last.ckpt")
-    for writer in MODES:
-        name = f"{writer}-alone"
-        assert fit(tmp_path / name, *settings, checkpoint_flag(tmp_path / writer)).status == 0
-        for end in (name, *(f"{writer}-{reader}" for reader in MODES)):
-            found = read_checkpoint(tmp_path / end / "checkpoints" / "last.ckpt")
-            assert_same_checkpoint(found, expected, tolerance=1e-9)
-            assert found["position"] | {"rows": 0} == expected["position"] | {"rows": 0}
-            assert_same_metrics(tmp_path / end, tmp_path / "alone")
-
-
 def checkpoint_flag(run: Path) -> str:
     return f"--ckpt_path={run / 'checkpoints' / 'last.ckpt'}"
-
-
-def assert_same_metrics(run: Path, undisturbed: Path) -> None:
-    """Of the second epoch, which the run has in part from the one before it."""
-    found, expected = ([row for row in metrics(folder) if "train/loss" in row][-1] for folder in (run, undisturbed))
-    for name in ("train/loss", "train/acc"):
-        assert math.isclose(float(found[name]), float(expected[name]), rel_tol=1e-6)  # logged in float32
 
 
 @pytest.mark.slow

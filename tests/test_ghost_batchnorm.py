@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.ghost_batchnorm import GhostBatchNorm2d, normalise_apart
-from lit_cifar.models.resnet import build_resnet
 
 CUTS = [
     GhostBatches(),
@@ -85,21 +84,6 @@ def test_chunks_of_one_pixel_are_refused_as_batchnorm_does() -> None:
     layer = GhostBatchNorm2d(3, chunks=GhostBatches(num_shards=4))
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         layer(torch.randn(4, 3, 1, 1))
-
-
-def test_a_network_computes_what_its_replicas_compute() -> None:
-    """With the same names and weights."""
-    torch.manual_seed(0)
-    plain = build_resnet("tiny", stem="imagenet").double()
-    chunks = GhostBatches(num_shards=2)
-    chunked = normalise_apart(deepcopy(plain), chunks)
-    assert list(chunked.state_dict()) == list(plain.state_dict())
-    replicas = [plain, deepcopy(plain)]
-    images = torch.randn(9, 3, 32, 32, dtype=torch.float64)
-    logits = chunked(images)
-    for replica, (chunk,) in zip(replicas, chunks.positions(9), strict=True):
-        torch.testing.assert_close(logits[chunk], replica(images[chunk]))
-    torch.testing.assert_close(chunked.state_dict(), plain.state_dict())
 
 
 def test_another_batchnorm_is_refused() -> None:

@@ -1,12 +1,10 @@
 """channels_last: what lies how in memory, in the run, in messages and in checkpoints."""
 
-import os
 from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 from short_fits import fit, short
 from torch import Tensor, nn
 
@@ -29,19 +27,15 @@ class Seen(LitResNet):
 
 
 @short
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(
     ("mode", "asked", "weights"),
     [("auto", False, False), ("auto", True, True), ("dp", True, True), ("mp", True, True), ("fsdp2", True, False)],
 )
-def test_activations_and_weights_lie_as_asked(
-    mode: str, asked: bool, weights: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_activations_and_weights_lie_as_asked(mode: str, asked: bool, weights: bool, tmp_path: Path) -> None:
     """Where the weights cannot, the activations follow the images."""
-    monkeypatch.setattr(os, "environ", {**os.environ})
     model = Seen("tiny", stem="imagenet", channels_last=asked)
     fit(model, tmp_path, strategy=mode)
-    if dist.is_initialized():
-        dist.destroy_process_group()
     assert (model.output, model.weight) == (asked, weights)
 
 

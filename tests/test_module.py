@@ -2,19 +2,20 @@
 
 import copy
 import pickle
+from functools import partial
 from pathlib import Path
 
-import lightning as L
 import pytest
 import torch
 from counting import Operators
+from short_fits import data, fit, short
 from torch.nn import functional as F
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
-from lit_cifar import CIFAR10DataModule, LitResNet, WarmupDecay
+from lit_cifar import LitResNet, WarmupDecay
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.data import Batch
 from lit_cifar.data.augment import Augmentation
@@ -22,18 +23,8 @@ from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.task.metrics import EvaluationMetrics
 from lit_cifar.task.optim import NesterovSGD, keep_saved_types
 
-
-def data(**settings: object) -> CIFAR10DataModule:
-    """A few synthetic images."""
-    return CIFAR10DataModule(
-        **({"dataset": "synthetic", "num_train": 96, "num_test": 40, "val_size": 16, "batch_size": 16} | settings)
-    )
-
-
-def trainer(folder: Path, **settings: object) -> L.Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    usual = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "enable_checkpointing": False, "log_every_n_steps": 1}
-    return L.Trainer(default_root_dir=folder, **quiet | usual | settings)
+pytestmark = short
+images_of = partial(data, num_train=96, num_test=40, val_size=16)
 
 
 @pytest.mark.parametrize("num_classes", [3, 10])
@@ -74,15 +65,15 @@ def test_learning_rate_follows_the_global_batch_and_the_schedule_ends_with_the_r
     tmp_path: Path, scaling: str, factor: float
 ) -> None:
     module = LitResNet("tiny", stem="imagenet", lr_scaling=scaling, base_batch_size=4)
-    run = trainer(tmp_path, max_epochs=2, accumulate_grad_batches=2, limit_val_batches=0)
-    run.fit(module, datamodule=data())
+    settings = {"max_epochs": 2, "accumulate_grad_batches": 2, "limit_val_batches": 0}
+    run = fit(module, tmp_path, images_of(), **settings)
     assert run.lr_scheduler_configs[0].scheduler.base_lrs == [pytest.approx(0.1 * factor)]
     assert run.global_step == run.lr_scheduler_configs[0].scheduler.total_steps == 10
 
 
 def test_a_run_without_end_has_no_plan(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no end"):
-        trainer(tmp_path, max_epochs=-1).fit(LitResNet("tiny", stem="imagenet"), datamodule=data())
+        fit(LitResNet("tiny", stem="imagenet"), tmp_path, max_epochs=-1)
 
 
 def test_the_trainer_takes_the_steps_of_a_plain_loop(tmp_path: Path) -> None:
@@ -95,8 +86,8 @@ def test_the_trainer_takes_the_steps_of_a_plain_loop(tmp_path: Path) -> None:
         lr_scheduler=lambda optimizer: StepLR(optimizer, step_size=1),
     )
     plain = copy.deepcopy(module.network).double()
-    images = data(batch_size=32)
-    trainer(tmp_path, precision="64-true", max_epochs=2).fit(module, datamodule=images)
+    images = images_of(batch_size=32)
+    fit(module, tmp_path, images, precision="64-true", max_epochs=2)
 
     train, order = images.sets["train"], images.train_sampler()
     augmentation = Augmentation(seed=0)
@@ -116,9 +107,8 @@ def test_the_trainer_takes_the_steps_of_a_plain_loop(tmp_path: Path) -> None:
 
 
 def test_checkpoints_load_by_python_too(tmp_path: Path) -> None:
-    module, run = LitResNet("tiny", stem="imagenet"), trainer(tmp_path)
-    run.fit(module, datamodule=data())
-    run.save_checkpoint(tmp_path / "a.ckpt")
+    module = LitResNet("tiny", stem="imagenet")
+    fit(module, tmp_path).save_checkpoint(tmp_path / "a.ckpt")
     restored = LitResNet.load_from_checkpoint(tmp_path / "a.ckpt", label_smoothing=0.1, weights_only=False)
     assert restored.header == module.header
     assert restored.label_smoothing == 0.1
@@ -147,7 +137,7 @@ def test_contradicting_data_settings_are_refused(settings: dict[str, object]) ->
 
 def test_the_split_is_seeded_and_disjoint() -> None:
     def ids(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        module = data(seed=seed)
+        module = images_of(seed=seed)
         module.setup("fit")
         return module.sets["train"].images, module.sets["val"].images
 
@@ -176,11 +166,11 @@ def test_what_is_sent_to_spawned_processes() -> None:
 
 def test_the_data_are_read_without_a_trainer(tmp_path: Path) -> None:
     """As a notebook does; the batches are those of a run on one device."""
-    alone, of_run = data(), data()
+    alone, of_run = images_of(), images_of()
     alone.prepare_data()
     for stage in ("fit", "test"):
         alone.setup(stage)
-    trainer(tmp_path).fit(LitResNet("tiny", stem="imagenet"), of_run)
+    fit(LitResNet("tiny", stem="imagenet"), tmp_path, of_run)
     before, loader = alone.sets["train"].images, alone.train_dataloader()
     assert alone.sets["train"].images.equal(before)
     assert alone.sets["train"].images.data_ptr() == loader.images.images.data_ptr()  # which has copied them

@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.launch.signals import EXIT_STOPPED
 from lit_cifar.models import build_resnet
-from lit_cifar.models.ghost_batchnorm import normalise_apart
 from lit_cifar.models.partition import Partition
 from lit_cifar.strategies import LayerParallelStrategy
 from lit_cifar.strategies.mp import StagedRunner, gpipe_order
@@ -29,22 +27,13 @@ META = torch.device("meta")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def network_of(chunks: GhostBatches | None = None) -> nn.Module:
+def network_of() -> nn.Module:
     torch.manual_seed(0)
-    network = build_resnet("tiny", stem="imagenet").double()
-    return network if chunks is None else normalise_apart(network, chunks)
+    return build_resnet("tiny", stem="imagenet").double()
 
 
-def batch_of(num: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
-    # From 33 x 33 the last blocks see 2 x 2 values, so that a microbatch of one sample still has a variance.
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(num, 3, 33, 33, dtype=torch.float64, generator=generator), torch.arange(num) % 10
-
-
-def staged(network: nn.Module, *, num_stages: int, num_microbatches: int, device: torch.device = CPU) -> StagedRunner:
-    partition = Partition.of(network, IMAGE, num_stages=num_stages)
-    stages = [stage.module(network) for stage in partition.stages]
-    return StagedRunner(stages, [device] * num_stages, num_microbatches=num_microbatches)
+def images_of(num: int) -> Tensor:
+    return torch.randn(num, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
 # ---------------------------------------------------------------- the order of work
@@ -66,42 +55,12 @@ def test_every_microbatch_passes_every_stage_once_and_in_order(num_microbatches:
 # ---------------------------------------------------------------- what is computed
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 6])
-def test_one_microbatch_is_the_plain_network_bit_for_bit(num_stages: int) -> None:
-    plain, divided = network_of().train(), network_of().train()
-    images, labels = batch_of(6)
-    outputs = [plain(images), staged(divided, num_stages=num_stages, num_microbatches=1)(images)]
-    for output in outputs:
-        F.cross_entropy(output, labels).backward()
-    assert torch.equal(*outputs)
-    gradients = [[parameter.grad for parameter in network.parameters()] for network in (plain, divided)]
-    torch.testing.assert_close(*gradients, rtol=0, atol=0)
-    torch.testing.assert_close(plain.state_dict(), divided.state_dict(), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(("num_samples", "num_stages", "num_microbatches"), [(8, 2, 4), (7, 3, 3), (2, 2, 4)])
-def test_several_microbatches_are_one_device_with_chunked_batchnorm(
-    num_samples: int, num_stages: int, num_microbatches: int
-) -> None:
-    """Four steps with momentum; 7 samples in 3 microbatches are 3, 2 and 2; 2 samples in 4 are two of one."""
-    networks = [network_of(GhostBatches(num_microbatches=num_microbatches)), network_of()]
-    runners = [networks[0], staged(networks[1], num_stages=num_stages, num_microbatches=num_microbatches)]
-    optimizers = [torch.optim.SGD(network.train().parameters(), lr=0.01, momentum=0.9) for network in networks]
-    for step in range(4):
-        images, labels = batch_of(num_samples, seed=step)
-        for runner, optimizer in zip(runners, optimizers, strict=True):
-            optimizer.zero_grad()
-            F.cross_entropy(runner(images), labels).backward()
-            optimizer.step()
-    for pair in (networks, optimizers):
-        torch.testing.assert_close(*(each.state_dict() for each in pair), rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("num_samples", [0, 1, 3, 5])
 def test_evaluation_of_any_batch_size(num_samples: int) -> None:
     network = network_of().eval()
-    images, _ = batch_of(num_samples)
-    runner = staged(network, num_stages=2, num_microbatches=4)
+    images = images_of(num_samples)
+    stages = Partition.of(network, IMAGE, num_stages=2).modules(network)
+    runner = StagedRunner(stages, [CPU] * 2, num_microbatches=4)
     with torch.inference_mode():
         output = runner(images)
         torch.testing.assert_close(output, network(images), rtol=1e-12, atol=1e-12)
@@ -204,7 +163,7 @@ def test_stages_on_the_cpu_and_a_gpu_are_the_plain_network() -> None:
     plain, divided = network_of().train(), network_of().train()
     partition = Partition.of(divided, IMAGE, num_stages=2)
     stages = [stage.module(divided).to(device) for stage, device in zip(partition.stages, devices, strict=True)]
-    images, labels = batch_of(6)
+    images, labels = images_of(6), torch.arange(6)
     F.cross_entropy(plain(images), labels).backward()
     output = StagedRunner(stages, devices)(images.to(devices[0]))
     assert output.device == devices[0]

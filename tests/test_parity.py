@@ -48,7 +48,7 @@ def own(name: str) -> list[str]:
 
 CASES = {
     "clipped and accumulated": Case("dp mp mp-micro", [*TINY, *CUT]),
-    "bottlenecks": Case("mp pp", ["--model.arch=tiny_bottleneck"]),
+    "bottlenecks": Case("mp pp tp", ["--model.arch=tiny_bottleneck"]),
     "a transformer": Case("mp tp", ["--model.arch=vit_micro"]),
     "a chain of one's own": Case("pp", own("Chain")),
     "a network of one's own": Case("fsdp2", own("Opaque")),
@@ -61,6 +61,8 @@ SLOW = {
     "bits in float32": Case("dp ddp ddp_spawn mp", [*TINY, *BITS, "--trainer.precision=32-true"]),
     "bits in float64": Case("ddp", [*TINY, *BITS], devices=4),
     "bits, random masks in other modes": Case("ddp ddp_mp ddp_pp fsdp2", DRAWING, devices=4),
+    "tensors in four parts": Case("tp", [*TINY, *CUT], devices=4),
+    "heads in four parts": Case("tp", ["--model.arch=vit_micro"], devices=4),
     "MuonSGD": Case("dp ddp mp pp", [*TINY, *FAST]),
     "two epochs": Case("ddp-sync", [*TINY, *LONG, "--model.optimizer.lr=0.02"], devices=4, steps=20),
 }

@@ -98,6 +98,7 @@ class WatchesGroups(L.Callback):
 
 
 @short
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
 def test_a_pipeline_of_one_process_fits_as_one_device_does(name: ScheduleName, tmp_path: Path) -> None:
     watch, modules = WatchesGroups(), []
@@ -106,9 +107,7 @@ def test_a_pipeline_of_one_process_fits_as_one_device_does(name: ScheduleName, t
         L.seed_everything(0, verbose=False)
         modules.append(LitResNet("resnet10", stem="imagenet", ghost_batchnorm=chunks))
         callbacks = [watch] if chunks is None else []
-        with mock.patch.dict(os.environ):
-            fit(modules[-1], tmp_path, strategy=strategy, callbacks=callbacks, precision="64-true")
-    dist.destroy_process_group()
+        fit(modules[-1], tmp_path, strategy=strategy, callbacks=callbacks, precision="64-true")
     theirs, ours = modules
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-9, atol=1e-9)
     # Not over all processes: those of one replica have counted the same samples. Afterwards they are plain again.

@@ -423,17 +423,10 @@ def test_evaluation_needs_no_audit(saved: Path, tmp_path: Path) -> None:
 # The command line.
 
 
-def test_the_command_line_writes_the_audit_and_refuses_another_order_at_once(tmp_path: Path) -> None:
+def test_the_command_line_writes_the_audit(tmp_path: Path) -> None:
+    """`test_exact_resume` has a run that is refused."""
     run = tmp_path / "run"
     assert run_here("fit", *TINY, "--trainer.accumulate_grad_batches=2", f"--run_dir={run}").status == 0
     assert lines(run) == expected_lines(1)
     checkpoint = run / "checkpoints" / "last.ckpt"
     assert record_of(checkpoint).digest == lines(run)[-1][3]
-    assert run_here("fit", *TINY, "--trainer.max_steps=2", f"--run_dir={tmp_path / 'short'}").status == 0
-    checkpoint = tmp_path / "short" / "checkpoints" / "last.ckpt"
-    refused = run_here(
-        "fit", *TINY, "--data.batch_size=20", f"--ckpt_path={checkpoint}", f"--run_dir={tmp_path / 'new'}"
-    )
-    assert refused.status == 2
-    assert f"{checkpoint}: " in refused.stderr
-    assert "--data.batch_size=16" in refused.stderr

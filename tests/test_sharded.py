@@ -1,17 +1,13 @@
 """`fsdp2`, `tp` and both: processes that hold parts of every parameter train what one device trains."""
 
-import os
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 from commands import TINY, launch, run_here
 from comparing import assert_same_checkpoint
 from short_fits import data, fit, short
@@ -49,15 +45,6 @@ def test_parts_along_both_axes_go_on_from_one_device_as_it_does(tmp_path: Path) 
 # ---------------------------------------------------------------- one process, which takes the same path
 
 
-@pytest.fixture
-def _one_process() -> Iterator[None]:
-    """A process group is made by the strategy, and Lightning leaves it and its address."""
-    with mock.patch.dict(os.environ):
-        yield
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
 trainer = partial(L.Trainer, accelerator="cpu", logger=False, enable_checkpointing=False)
 
 
@@ -79,7 +66,7 @@ def module() -> Watched:
 
 
 @short
-@pytest.mark.usefixtures("_one_process")
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("mode", ["fsdp2", "tp"])
 @pytest.mark.parametrize(("precision", "steps"), [("32-true", -1), ("bf16-mixed", 1)])
 def test_the_module_has_its_plain_network_back_with_the_trained_values(
@@ -118,7 +105,7 @@ class Narrow(LitResNet):
 
 
 @short
-@pytest.mark.usefixtures("_one_process")
+@pytest.mark.usefixtures("one_process")
 def test_what_computes_in_bfloat16_is_gathered_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients are summed in float32, which one process cannot show, and a ViT's blocks get float32."""
     policies: list[dict[str, Any]] = []
@@ -137,7 +124,7 @@ def test_what_computes_in_bfloat16_is_gathered_so(tmp_path: Path, monkeypatch: p
 
 
 @short
-@pytest.mark.usefixtures("_one_process")
+@pytest.mark.usefixtures("one_process")
 def test_a_failure_gives_the_plain_network_back(tmp_path: Path) -> None:
     model = module()
     network, model.fail = model.network, True
@@ -213,20 +200,8 @@ def test_the_plan_says_how_much_a_process_holds(mode: str, held: str) -> None:
 # ---------------------------------------------------------------- optimizers
 
 
-@pytest.mark.usefixtures("_one_process")
-def test_the_optimizer_of_any_module_is_looked_at(tmp_path: Path) -> None:
-    class Other(Watched):
-        """Says nowhere but here what its optimizer is."""
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.network.parameters(), lr=0.1, fused=True)
-
-    with pytest.raises(ConfigError, match="fused SGD"):
-        fit(Other("resnet10", stem="imagenet"), tmp_path, strategy="fsdp2")
-
-
 @short
-@pytest.mark.usefixtures("_one_process")
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("mode", ["fsdp2", "tp"])
 @pytest.mark.parametrize(
     "make", [partial(torch.optim.AdamW, lr=1e-3, fused=True), partial(torch.optim.Adagrad, lr=1e-3)]

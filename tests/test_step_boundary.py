@@ -33,16 +33,21 @@ def spoil(step: int, *, rank: int = 0) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(("step", "newest"), [(2, 2), (4, 4), (9, 9)])
-def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(step: int, newest: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", [0, 2, 4, 9])
+def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(step: int, tmp_path: Path) -> None:
     """Steps 4 and 9 are the last of their epochs: neither is validated and called the best, nor saved as the end."""
     run = tmp_path / "run"
     result = run_here("fit", *SETTINGS, "--last_checkpoint.every_n_steps=1", f"--run_dir={run}", *spoil(step))
     assert result.status == 1
     assert f"rank 0 is not finite in optimizer step {step} (counted from 0)" in result.stderr
     assert len(result.stderr.splitlines()) <= 5
+    if step == 0:
+        assert "no step had been taken before: look at the images and labels" in result.stderr
+        assert not (run / "checkpoints").exists()
+        return
+    assert "the optimisation has diverged: try a lower --model.optimizer.lr" in result.stderr
     checkpoint = read_checkpoint(run / "checkpoints" / "last.ckpt")
-    assert checkpoint["global_step"] == newest
+    assert checkpoint["global_step"] == step
     assert all(tensor.isfinite().all() for tensor in checkpoint["state_dict"].values())
 
 

@@ -1,17 +1,13 @@
 """Synchronised BatchNorm: processes that hold parts of a batch compute what one process computes from the whole."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from commands import TINY, launch, run_here
-from comparing import assert_same_checkpoint
 from torch import Tensor, nn
 from torch import multiprocessing as mp
 
-from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.strategies import ProcessSyncBatchNorm
 
 Results = dict[str, dict[str, Tensor]]
@@ -149,13 +145,3 @@ def test_a_batchnorm_with_a_forward_of_its_own_is_refused() -> None:
 
     with pytest.raises(TypeError, match="cannot synchronise a Odd"):
         ProcessSyncBatchNorm().apply(nn.Sequential(Odd(3)))
-
-
-def test_ddp_spawn_equals_one_device(tmp_path: Path) -> None:
-    """Of the last batch one process has 8 samples and the other 7."""
-    flags = [*TINY, "--trainer.precision=64-true", "--model.optimizer.lr=0.01", "--data.num_train=95"]
-    processes = ["--trainer.strategy=ddp_spawn", "--trainer.devices=2", "--trainer.sync_batchnorm=true"]
-    launch("fit", *flags, *processes, f"--run_dir={tmp_path / 'ddp_spawn'}")
-    assert run_here("fit", *flags, f"--run_dir={tmp_path / 'alone'}").status == 0
-    found, expected = (read_checkpoint(tmp_path / run / "checkpoints" / "last.ckpt") for run in ("ddp_spawn", "alone"))
-    assert_same_checkpoint(found, expected, tolerance=1e-9)

@@ -3,7 +3,6 @@
 import csv
 import shutil
 import warnings
-from copy import deepcopy
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from commands import TINY, launch, mode_flags, run_here
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from commands import TINY, launch, mode_flags, refused, run_here
 from torch import Tensor, nn
 
 from lit_cifar.checkpoint import exact_resume
@@ -19,10 +20,9 @@ from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.environment import cpu_model
 from lit_cifar.strategies import LayerParallelStrategy, PipelineStrategy
-from lit_cifar.strategies.dp import RoundRobinReplicas
 from lit_cifar.strategies.modes import SILENT
 from lit_cifar.strategies.same_bits import parts
-from lit_cifar.strategies.same_bits.parts import Parts
+from lit_cifar.strategies.same_bits.parts import Parts, _buckets
 from lit_cifar.strategies.same_bits.tree_sum import in_tree_order, tree_sum
 from lit_cifar.strategies.same_bits.virtual_replicas import clip_in_order, squares_of_rows
 from lit_cifar.task.metrics import MeanLoss
@@ -67,6 +67,61 @@ def test_the_parts_of_a_process_are_a_subtree(count: int) -> None:
     assert tree_sum(sums[rank] for rank in in_tree_order(count)).equal(whole)
     if count < 8:
         assert not sum(values[1:], values[0]).equal(whole)  # the order matters
+
+
+# ---------------------------------------------------------------- the sums of a step, in several buckets
+
+
+def averages_of(world_size: int, rank: int) -> list[Tensor]:
+    """Of every step, in which another parameter than in the one before gets no gradient."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(7, 31), nn.BatchNorm1d(31), nn.ReLU(), nn.Linear(31, 3))
+    own, found = Parts(4, num_processes=world_size), []
+    own.watch(network.parameters())
+    for step in range(3):
+        for index, parameter in enumerate(network.parameters()):
+            parameter.requires_grad_(index != step)
+        own.begin(network.buffers())
+        for place in own.places:
+            generator = torch.Generator().manual_seed(100 * step + rank + place * world_size)
+            with own.own_statistics():
+                loss = network(torch.randn(5, 7, generator=generator)).square().sum()
+            loss.backward()
+        own.average()
+        gradients = [parameter.grad for parameter in network.parameters() if parameter.requires_grad]
+        assert None not in gradients
+        found.append(torch.cat([tensor.flatten() for tensor in (*gradients, *network.buffers())]))
+    return found
+
+
+def run_rank(rank: int, world_size: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "BUCKET_BYTES", 700)
+        torch.save(averages_of(world_size, rank), Path(folder) / f"rank{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_four_processes_have_the_averages_of_one(tmp_path: Path) -> None:
+    alone = averages_of(1, 0)
+    mp.start_processes(run_rank, (4, str(tmp_path)), nprocs=4, start_method="forkserver")
+    for rank in range(4):
+        found = torch.load(tmp_path / f"rank{rank}.pt")
+        assert [step.equal(expected) for step, expected in zip(found, alone, strict=True)] == [True] * 3
+
+
+def test_buckets_hold_neighbours_of_a_device_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "BUCKET_BYTES", 40)
+    small, large, meta = torch.ones(5), torch.ones(100), torch.ones(5, device="meta")
+    double = torch.ones(2, dtype=torch.float64)
+    tensors = [small, small, small, large, small, meta, double]
+    sizes = [[tensor.nbytes for tensor in bucket] for bucket in _buckets(tensors)]
+    assert sizes == [[20, 20], [20], [400], [20], [20], [16]]
+
+
+# ---------------------------------------------------------------- what else must not depend on the processes
 
 
 def test_losses_are_added_in_any_order() -> None:
@@ -117,9 +172,7 @@ def test_gradients_are_clipped_as_torch_clips_them(clip_val: float) -> None:
     ],
 )
 def test_what_would_change_the_bits_is_refused(flags: list[str], text: str, tmp_path: Path) -> None:
-    done = run_here("fit", *FLAGS, *flags, f"--run_dir={tmp_path / 'run'}")
-    assert done.status == 2, done.stderr
-    assert text in done.stderr
+    assert text in refused("fit", *FLAGS, *flags, f"--run_dir={tmp_path / 'run'}")
 
 
 @pytest.mark.parametrize(
@@ -138,19 +191,6 @@ def test_a_mode_refuses_parts_that_it_cannot_have(strategy: Any, devices: int, t
     parts = Parts(4, num_processes=BatchSplit.of(trainer.strategy).dp_size)
     with pytest.raises(ConfigError, match=text):
         trainer.strategy.use_parts(parts)  # type: ignore[attr-defined]
-
-
-def test_dp_deals_parts_to_its_replicas() -> None:
-    """The values are those of the network itself."""
-    network, images = nn.BatchNorm2d(3), torch.randn(4, 3, 2, 2)
-    expected = deepcopy(network)
-    dealt = RoundRobinReplicas(network, [torch.device("cpu")] * 2)
-    for part in images.split(2):
-        dealt(part).square().sum().backward()
-        expected(part).square().sum().backward()
-    assert all(buffer.equal(other) for buffer, other in zip(network.buffers(), expected.buffers(), strict=True))
-    for parameter, other in zip(network.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(parameter.grad, other.grad, rtol=0, atol=0)
 
 
 @pytest.fixture(scope="module")

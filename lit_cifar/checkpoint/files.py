@@ -147,8 +147,7 @@ def _write_synced(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-        if hasattr(os, "posix_fadvise"):  # or reading back would show the memory, not the disk
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # or reading back would show the memory
 
 
 def _read_back(draft: Path, path: Path) -> None:

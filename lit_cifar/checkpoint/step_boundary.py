@@ -182,18 +182,11 @@ def _local(parameter: Tensor) -> Tensor:
 
 
 def _cause(trainer: Trainer, num_steps: int) -> str:
-    """Why numbers are not finite after `num_steps` optimizer steps, for rank 0 to print."""
-    if not trainer.is_global_zero:
-        return ""
+    """Why numbers are not finite after `num_steps` optimizer steps."""
     if not num_steps:
         return "no step had been taken before: look at the images and labels"
-    examine = getattr(trainer.strategy, "examine_copies", None)
-    faulty, found = examine() if examine is not None else (False, "")
-    if faulty:
-        return str(found)
     rate = trainer.optimizers[0].param_groups[0]["lr"]
-    diverged = f"the optimisation has diverged: try a lower --model.optimizer.lr (the learning rate was {rate:.3g})"
-    return f"{found}; so {diverged}" if found else diverged
+    return f"the optimisation has diverged: try a lower --model.optimizer.lr (the learning rate was {rate:.3g})"
 
 
 def end_together(trainer: Trainer, message: str, *, status: int) -> NoReturn:

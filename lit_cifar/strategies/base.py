@@ -15,7 +15,7 @@ from typing_extensions import override
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.blocks import blocks_of
 from lit_cifar.models.partition import Partition
-from lit_cifar.strategies.device_copies import copy_faults, refuse_faulty_copies
+from lit_cifar.strategies.device_copies import refuse_faulty_copies
 from lit_cifar.strategies.same_bits.parts import Parts, WholeBatch
 
 Runner = Callable[[Tensor], Tensor]
@@ -115,29 +115,16 @@ class CustomForwardStrategy(ParallelStrategy, ABC):
         """Of each process on this machine, the devices between which it copies tensors; none of most modes."""
         return []
 
-    def _copying_gpus(self) -> list[list[torch.device]]:
-        groups = [[*dict.fromkeys(devices)] for devices in self.copying_devices]
-        return [devices for devices in groups if len(devices) > 1 and devices[0].type == "cuda"]
-
     @override
     def setup_environment(self) -> None:
         """Refuse devices between which copies are lost."""
         environment = self.cluster_environment
         if environment is None or environment.local_rank() == 0:
-            for devices in self._copying_gpus():
-                refuse_faulty_copies(devices, strategy=self.strategy_name)
+            for group in self.copying_devices:
+                devices = [*dict.fromkeys(group)]
+                if len(devices) > 1 and devices[0].type == "cuda":
+                    refuse_faulty_copies(devices, strategy=self.strategy_name)
         super().setup_environment()
-
-    def examine_copies(self) -> tuple[bool, str]:
-        """Whether copies between devices are to blame for a loss that is not finite, and what was found."""
-        groups = self._copying_gpus()
-        if not groups:
-            return False, ""
-        if self.world_size > 1:  # the others would wait for this process longer than the watchdog lets them
-            return False, "copies between the devices arrived before the run; python -m lit_cifar doctor tries again"
-        if faults := copy_faults(groups[0]):
-            return True, f"copies between the devices do not arrive, and may be the cause: {faults[0]}"
-        return False, "copies between the devices arrive, they were tried again"
 
     def check(self) -> None:
         """Raise a `ConfigError` if sizes and flags contradict each other; subclasses extend this."""

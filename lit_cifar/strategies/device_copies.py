@@ -4,7 +4,6 @@ Under an IOMMU or with PCIe Access Control Services, copies between GPUs over PC
 peer-to-peer copies there (CUDA C++ programming guide, "IOMMU on Linux"; pytorch/pytorch#84803).
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -78,12 +77,7 @@ def _pattern(num_words: int, number: int, device: torch.device) -> Tensor:
 
 def refuse_faulty_copies(devices: Sequence[torch.device], *, strategy: str) -> None:
     """Raise a `ConfigError` if a copy between `devices` does not arrive."""
-    try:
-        faults = copy_faults(devices)
-    except torch.OutOfMemoryError as error:
-        warnings.warn(f"the copies between devices could not be tried: {str(error).splitlines()[0]}", stacklevel=2)
-        return
-    if faults:
+    if faults := copy_faults(devices):
         raise ConfigError(
             f"--trainer.strategy={strategy} copies tensors between devices, but not all of them arrive:\n{faults[0]}.",
             remedy=f"NCCL_P2P_DISABLE=1 with --trainer.strategy=ddp --trainer.devices={len(devices)} avoids such "

@@ -200,8 +200,3 @@ class DataParallelStrategy(SingleProcessStrategy):
                 remedy=f"pass --trainer.strategy.num_replicas={nearest}, or leave it out",
             )
         self.refuse_sync_batchnorm("each replica normalises its own chunk of the batch")
-        if self.root_device.type not in ("cpu", "cuda"):
-            raise ConfigError(
-                f"--trainer.strategy=dp has replicas on cpu and cuda, not on {self.root_device.type}.",
-                remedy="Use --trainer.accelerator=cpu, or drop --trainer.strategy.",
-            )

@@ -143,13 +143,6 @@ class ShardedStrategy(MeshStrategy):
             )
         super().use_parts(parts)
 
-    @override
-    def setup_optimizers(self, trainer: L.Trainer) -> None:
-        """Look at those of any module; LitResNet's has been seen before any process was started."""
-        super().setup_optimizers(trainer)
-        for optimizer in self.optimizers:
-            self._check_optimizer(optimizer)
-
     def _check_optimizer(self, optimizer: Optimizer) -> None:
         if getattr(optimizer, "steps_matrices", False):
             raise ConfigError(

@@ -127,16 +127,6 @@ class LitResNet(L.LightningModule):
         self.val_metrics = EvaluationMetrics("val", num_classes)
         self.test_metrics = EvaluationMetrics("test", num_classes)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """As torch's, which looks for parameters and modules of this name first, even for a text.
-
-        Lightning notes the name of the current hook here before and after each, some thirty times a step.
-        """
-        if isinstance(value, str | None) and name in self.__dict__:
-            self.__dict__[name] = value
-        else:
-            super().__setattr__(name, value)
-
     def setup(self, stage: str) -> None:
         """Reset the metrics, so that they count in this process's own memory.
 

@@ -4,11 +4,9 @@ Part v of V has the positions v, v + V, ... of a global batch. Process r of R re
 holds the parts r, r + R, ..., which are a subtree.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import groupby
-from threading import Lock
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +17,7 @@ from typing_extensions import override
 from lit_cifar.data.images import Batch
 from lit_cifar.strategies.same_bits.tree_sum import TreeAllReduce, TreeSum, in_tree_order
 
+BUCKET_BYTES = 25 << 20  # DistributedDataParallel's
 Microbatches = tuple[Tensor, Tensor, list[int], list[float]]  # images, labels, the size of each, its factor of the loss
 
 
@@ -65,7 +64,9 @@ class Parts(WholeBatch):
         self.num_parts = num_parts
         self.count = num_parts // num_processes  # those of this process
         self.places = in_tree_order(self.count)  # which of them passes first, second and so on
-        self.sums = PartSums(self.count, group=group, is_alone=num_processes == 1)
+        self._group, self._is_alone = group, num_processes == 1
+        self._gradients: dict[Tensor, TreeSum] = {}  # by parameter
+        self._handles: list[RemovableHandle] = []
         self._before: dict[Tensor, Tensor] = {}
         self._statistics: dict[Tensor, TreeSum] = {}
         self._others: list[TreeSum] = []
@@ -94,12 +95,29 @@ class Parts(WholeBatch):
     def place(self, number: int) -> int:
         return self.places[number]
 
+    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        """From now on take every gradient as soon as it is there, until `unwatch`."""
+        self._gradients = {parameter: TreeSum() for parameter in parameters if parameter.requires_grad}
+        self._handles = [p.register_post_accumulate_grad_hook(self._take) for p in self._gradients]  # type: ignore[no-untyped-call]
+
+    def unwatch(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._gradients, self._handles = {}, []
+
+    def _take(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:  # a pipeline hands over nothing in the backward of Lightning
+            self._gradients[parameter].push(parameter.grad)
+            parameter.grad = None
+
     # A step: `begin`, then every part, then `average`.
 
     @override
     def begin(self, buffers: Iterable[Tensor]) -> None:
         """Forget the step before, and remember from which buffers the parts start."""
-        self.sums.begin()
+        for parameter, gradient in self._gradients.items():
+            parameter.grad = None  # Lightning forgets it only after the first parts
+            gradient.clear()  # of what a run that is resumed does before its first step
         for total in self._others:
             total.clear()
         self._before = {buffer: buffer.clone() for buffer in buffers}
@@ -120,7 +138,7 @@ class Parts(WholeBatch):
     def average(self) -> None:
         """Give parameters and buffers the mean over all parts of all processes."""
         moved = {buffer: total for buffer, total in self._statistics.items() if buffer.is_floating_point()}
-        sums = self.sums.finish(moved)
+        sums = self._summed({key: total for key, total in self._gradients.items() if total.count} | moved)
         scale = 1 / self.num_parts  # a power of two: nothing is rounded
         for tensor, total in sums.items():
             if tensor in moved:
@@ -128,86 +146,27 @@ class Parts(WholeBatch):
             else:
                 tensor.grad = total * scale
 
+    def _summed(self, parts: dict[Tensor, TreeSum]) -> dict[Tensor, Tensor]:
+        """The sum over all processes for each key, exchanged bucket by bucket."""
+        if self._is_alone:
+            return {key: total.take() for key, total in parts.items()}
+        buckets = _buckets(parts)
+        exchanges = []
+        for bucket in buckets:
+            flat = torch.cat([parts[key].take().flatten() for key in bucket])
+            exchanges.append(TreeAllReduce(flat, group=self._group))
+        for exchange in exchanges:
+            exchange.add()
+        sums: dict[Tensor, Tensor] = {}
+        for bucket, exchange in zip(buckets, exchanges, strict=True):
+            totals = torch.split(exchange.take(), [key.numel() for key in bucket])
+            sums |= {key: total.view(key.shape) for key, total in zip(bucket, totals, strict=True)}
+        return sums
+
     def new_sum(self) -> TreeSum:
         """A sum that the caller fills, and that is cleared when a step begins."""
         self._others.append(TreeSum())
         return self._others[-1]
-
-
-BUCKET_BYTES = 25 << 20  # DistributedDataParallel's
-
-
-class PartSums:
-    """Sums over all parts, in the order of the tree.
-
-    Gradients are exchanged bucket by bucket during the backward of a process's last part: those of the last layers
-    travel while those of the first are computed. Which parameters get a gradient in this process is known after one
-    step, so the first step exchanges all at its end. If the process `is_alone`, it has all parts.
-    """
-
-    def __init__(self, num_parts: int, *, group: dist.ProcessGroup | None, is_alone: bool) -> None:
-        self._num_parts, self._group, self._is_alone = num_parts, group, is_alone
-        self._gradients: dict[Tensor, TreeSum] = {}  # by parameter
-        self._handles: list[RemovableHandle] = []
-        self._buckets: list[list[Tensor]] = []
-        self._waiting: list[list[Tensor]] = []  # buckets of this step that are not full yet
-        self._exchanges: list[tuple[list[Tensor], TreeAllReduce]] = []
-        self._lock: AbstractContextManager[Any] = nullcontext()  # a lock cannot be sent to spawned processes
-
-    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """From now on take every gradient as soon as it is there, until `unwatch`."""
-        self._lock = Lock()  # each GPU of a process has a thread of its own for backward
-        self._gradients = {parameter: TreeSum() for parameter in parameters if parameter.requires_grad}
-        self._handles = [p.register_post_accumulate_grad_hook(self._take) for p in self._gradients]  # type: ignore[no-untyped-call]
-
-    def unwatch(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._gradients, self._handles, self._buckets = {}, [], []
-
-    def begin(self) -> None:
-        """Forget the step before."""
-        for parameter, total in self._gradients.items():
-            parameter.grad = None  # Lightning forgets it only after the first parts
-            total.clear()  # of what a run that is resumed does before its first step
-        self._waiting, self._exchanges = [*self._buckets], []
-
-    def finish(self, others: Mapping[Tensor, TreeSum]) -> dict[Tensor, Tensor]:
-        """The sum for each parameter that got a gradient, and for each key of `others`."""
-        self._waiting = []
-        late = {key: total for key, total in reversed(self._gradients.items()) if total.count}
-        rest: dict[Tensor, TreeSum] = {**late, **others}
-        if self._is_alone:
-            return {key: total.take() for key, total in rest.items()}
-        for bucket in _buckets(rest):
-            self._start(bucket, rest)
-        for _, exchange in self._exchanges:
-            exchange.add()
-        sums: dict[Tensor, Tensor] = {}
-        for bucket, exchange in self._exchanges:
-            totals = torch.split(exchange.take(), [key.numel() for key in bucket])
-            sums |= {key: total.view(key.shape) for key, total in zip(bucket, totals, strict=True)}
-        self._exchanges = []  # frees what was sent and received, before the optimizer steps
-        if late:
-            self._buckets = _buckets(key for key in reversed(self._gradients) if key in sums)
-        return sums
-
-    def _take(self, parameter: Tensor) -> None:
-        if parameter.grad is None:  # a pipeline hands over nothing in the backward of Lightning
-            return
-        self._gradients[parameter].push(parameter.grad)
-        parameter.grad = None
-        with self._lock:
-            while self._waiting and self._is_full(self._waiting[0]):  # all processes start buckets in the same order
-                self._start(self._waiting.pop(0), self._gradients)
-
-    def _is_full(self, bucket: list[Tensor]) -> bool:
-        # The last one comes last, so that nearly every bucket that is not full is seen at once.
-        return all(self._gradients[key].count == self._num_parts for key in reversed(bucket))
-
-    def _start(self, bucket: list[Tensor], totals: Mapping[Tensor, TreeSum]) -> None:
-        flat = torch.cat([totals[key].take().flatten() for key in bucket])
-        self._exchanges.append((bucket, TreeAllReduce(flat, group=self._group)))
 
 
 def _buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -110,7 +110,7 @@ class VirtualReplicas(Callback):
         if isinstance(trainer.strategy, ShardedStrategy):
             reduce_in_tree(pl_module.network, self._parts)  # type: ignore[arg-type]
         else:
-            self._parts.sums.watch(pl_module.parameters())
+            self._parts.watch(pl_module.parameters())
         self._clip = trainer.precision_plugin.clip_grad_by_norm
         whole = _with_whole_gradient(trainer.strategy)
         trainer.precision_plugin.clip_grad_by_norm = partial(clip_in_order, group=whole)  # type: ignore[method-assign]
@@ -119,7 +119,7 @@ class VirtualReplicas(Callback):
         self._parts.average()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._parts.sums.unwatch()
+        self._parts.unwatch()
         trainer.precision_plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
