@@ -12,6 +12,7 @@ import statistics
 import sys
 from collections import Counter
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeAlias
 
 import gallery
@@ -118,10 +119,33 @@ def compared() -> Values:
 
 
 def replayed() -> Values:
-    """What `Replay` says of the training scripts of public projects."""
+    """What `Replay` says of the training scripts of public projects, and of trainings that are right."""
     rows = read("replay/2026-11-24-projects/projects.json")
     outcomes = Counter(row["outcome"] for row in rows)
+    clean = read("replay/2026-11-24-clean/clean.json")
+    seconds = [row["seconds"] / row["num_steps"] for row in clean if row["num_steps"]]
+    sizes = [row["mebibytes"] / row["num_steps"] for row in clean if row["num_steps"]]
+    kinds = ("one device", "`ddp`", "FSDP2")
+    groups: dict[str, list[dict[str, Any]]] = {
+        f"{kind}, {precision}": [] for kind in kinds for precision in ("64-true", "32-true", "bf16-mixed")
+    }
+    for row in clean:
+        kind = kinds[0] if row["num_ranks"] == 1 else kinds[2] if row["kind"] == "fsdp2" else kinds[1]
+        groups[f"{kind}, {row['precision']}"].append(row)
     return {
+        "replays-clean": [
+            [
+                name,
+                str(len(its)),
+                str(sum(row["outcome"] == "pass" for row in its)),
+                f"{max(row['largest_share'] for row in its):.2f}" if its[0]["num_ranks"] > 1 else "-",
+            ]
+            for name, its in groups.items()
+            if its
+        ],
+        "replays-clean-passed": f"{sum(row['outcome'] == 'pass' for row in clean)} of {len(clean)}",
+        "replays-clean-seconds": f"{median(seconds):.2f} to {max(seconds):.1f} s",
+        "replays-clean-mebibytes": f"{median(sizes):.1f} to {max(sizes):.1f} MiB",
         "projects": [
             [
                 f"{row['repository']} {row['commit'][:7]}: `{row['script']}`",
