@@ -43,6 +43,8 @@ multiprocessing.set_forkserver_preload(["lit_cifar.cli.main", "lit_cifar.strateg
 # Several processes run the tests, and those of a run share the cores as well: more threads only wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+# `caplog` hears the root logger, and Lightning tells it nothing if it had no handler at import, as with pytest 9.0.
+logging.getLogger("lightning.pytorch").propagate = True
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

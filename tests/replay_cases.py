@@ -434,12 +434,12 @@ def report_of_plain_shards() -> dict[str, Any]:
         fully_shard(layer)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     torch.manual_seed(dist.get_rank())
-    with replay(model, optimizer, steps=2) as its:
-        for _ in range(3):
-            optimizer.zero_grad()
-            cross_entropy(model(torch.randn(8, 16)), torch.randint(0, 5, (8,))).backward()
-            optimizer.step()
-    return its.report.as_json()
+    its = replay(model, optimizer, steps=2).start()
+    while not its.done:
+        optimizer.zero_grad()
+        cross_entropy(model(torch.randn(8, 16)), torch.randint(0, 5, (8,))).backward()
+        optimizer.step()
+    return its.finish().as_json()
 
 
 def report_of_unwrapped() -> dict[str, Any]:

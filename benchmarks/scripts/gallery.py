@@ -1,7 +1,7 @@
 """Train with each planted mistake and without: `python benchmarks/scripts/gallery.py OUTPUT [FLAGS]`.
 
 What would a user see of it in the curves of a training? FLAGS go to `fit`, e.g. `--data.root=/datasets`. Writes the
-losses as JSON. `pages.py` fills docs/gallery.md from them, and `figures.py` draws its figure.
+losses as JSON. `pages.py` fills the page of the record from them, and `figures.py` draws its figure.
 """
 
 import argparse

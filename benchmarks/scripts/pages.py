@@ -8,6 +8,7 @@ import argparse
 import csv
 import json
 import re
+import statistics
 import sys
 from collections import Counter
 from pathlib import Path
@@ -162,7 +163,7 @@ def chaos() -> Values:
 
 
 def trained() -> Values:
-    """Accuracies, speeds and digests of trainings."""
+    """Losses and accuracies of trainings."""
     runs = {"stem": "articles/2026-11-20/seed0", "plain": "articles/2026-11-23-plain-momentum/seed0"}
     runs |= {f"seed{seed}": f"articles/2026-11-20-torchvision-stem/seed{seed}" for seed in (0, 1)}
     values: Values = {"evaluation": [], "recipes": []}
@@ -170,21 +171,55 @@ def trained() -> Values:
         losses = [f"{float(row['train/loss']):.2f}" for row in table(f"{run}/fit/metrics.csv") if row["train/loss"]]
         values[f"articles-{name}-losses"] = " ".join(losses[:6])
         values[f"articles-{name}"] = f"{int(table(f'{run}/test/per_rank.csv')[-1]['correct']) / 100:.2f}"
+    values["default"] = f"{int(table('recipes/2026-11-20-default/test/per_rank.csv')[-1]['correct']) / 100:.1f}"
+    for mode in ("single", "ddp"):
+        rows = table(f"modes/2026-11-20-epoch/{mode}/fit/metrics.csv")
+        speeds = [float(row["train/images_per_s"]) for row in rows if row["train/images_per_s"]]
+        values[f"epoch-{mode}"] = f"{statistics.median(speeds):.0f}"
     for n in (1, 2, 3, 4, 7):
         of_all = table(f"evaluation/2026-11-20/ddp{n}/per_rank.csv")[-1]
         values["evaluation"].append([str(n), f"{int(of_all['correct']):,}", f"{int(of_all['total']):,}"])
-    for name, record in {"fast94": "gpu", "fast95": "gpu", "fast96": "gpu", "cpu": "cpu"}.items():
-        (row,) = read(f"recipes/2026-11-23-{record}/{name}.json")
+    for record in ("cpu/cpu", "gpu/fast94", "gpu/fast95", "gpu/fast96"):
+        (row,) = read(f"recipes/2026-11-23-{record}.json")
+        name = "cpu" if record == "cpu/cpu" else f"muon_{row['epochs']}_epochs"
         cells = [f"{row['correct'] / 100:.2f} %", f"{row['correct_flipped'] / 100:.2f} %"]
         cells += [f"{row['train_s'] / 60:.1f} minutes" if name == "cpu" else f"{row['train_s']:.1f} s"]
-        values["recipes"].append([f"`{name}.yaml`", str(row["epochs"]), *cells])
-        values |= zip((name, f"{name}-mirrored", f"{name}-time"), cells, strict=True)
-    del values["recipes"][-1]  # that of a CPU has a page of its own
+        cells += [f"{row['seconds']:.1f} s"]
+        values |= zip((name, f"{name}-mirrored", f"{name}-time", f"{name}-command"), cells, strict=True)
+        values["recipes"].append([f"`{name}.yaml`", *cells])
+    del values["recipes"][0]  # that of a CPU has a page of its own
+    return values
+
+
+def on_one_gpu() -> Values:
+    """Images per second of `fit` and of plain loops."""
+    values: Values = {}
     (speed,) = (step["findings"] for step in read("gpu/2026-11-23/speed/results.json", "steps") if step["number"] == 9)
     for figures in (found for found in speed if "images_per_s" in found["figures"]):
         name = "gpu-" + re.sub(r"\W+", "-", figures["name"])
         values[name] = f"{figures['figures']['images_per_s']:,.0f}"
         values[f"{name}-ms"] = f"{512e3 / figures['figures']['images_per_s']:.1f}"
+    graphs = json.loads((HERE / "recipes/2026-11-23-gpu/sgd_epochs.json").read_text())
+    for name, part in {"gpu-graphs": "training_s", "gpu-graphs-epoch": "total_s"}.items():
+        values[name] = f"{graphs['images'] / graphs['median'][part]:,.0f}"
+    found = json.loads((HERE / "recipes/2026-11-23-gpu/search.json").read_text())
+    loops = [row["images"] / row["epoch_s"] for row in found if row["opt"] == "sgd"]
+    values["gpu-plain-loop-graphs"] = f"{statistics.median(loops):,.0f}"
+    return values
+
+
+def same_bits() -> Values:
+    """Digests of what was trained, and what virtual replicas cost."""
+    values: Values = {"same-bits-price": []}
+    peaks = {(row["processes"], row["parts"]): row["peak_mib"][0] for row in read("same-bits/2026-11-22/memory.json")}
+    for row in read("same-bits/2026-11-22/price.json"):
+        processes, parts, prices = row["processes"], row["parts"], row["price"]
+        price = f"{statistics.median(prices):.2f}" if parts else "1"
+        spread = f"{min(prices):.2f} to {max(prices):.2f}" if parts else ""
+        cells = [str(processes), str(parts or "none"), f"{statistics.median(row['step_s']):.2f}", price, spread]
+        values["same-bits-price"].append([*cells, f"{peaks[processes, parts]:.0f}"])
+        values[f"same-bits-price-{processes}-{parts or 0}"] = price
+        values[f"same-bits-peak-{processes}-{parts or 0}"] = f"{peaks[processes, parts]:.0f}"
     for name in ("2026-11-22/digests", "2026-11-23-epoch/digests", "2026-11-23-epoch/digests_bf16"):
         rows = read(f"same-bits/{name}.json")
         cells = [[row["precision"], row["mode"], str(row["devices"]), f"`{row['sha256'][:16]}`"] for row in rows]
@@ -205,7 +240,7 @@ def filled(place: re.Match[str], values: Values) -> str:
 
 def main(*, check: bool) -> int:
     """Write the pages, or say what differs; the exit status."""
-    values = verified() | planted() | compared() | replayed() | chaos() | trained()
+    values = verified() | planted() | compared() | replayed() | chaos() | trained() | on_one_gpu() | same_bits()
     wrong = 0
     for page in [HERE.parent / "README.md", *HERE.parent.glob("docs/*.md"), *HERE.rglob("*.md")]:
         text = page.read_text(encoding="utf-8")

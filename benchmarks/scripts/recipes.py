@@ -1,4 +1,4 @@
-"""Train a recipe with several seeds and test each run: `python benchmarks/scripts/recipes.py fast94 OUTPUT [FLAGS]`.
+"""Train a recipe with several seeds and test each run: `python benchmarks/scripts/recipes.py RECIPE OUTPUT [FLAGS]`.
 
 FLAGS go to `fit`, e.g. `--data.root=/datasets`. All training images are trained on, and the test images are counted
 twice after the last epoch: as they are, and with their mirror images. The results are written as JSON after every run;

@@ -20,10 +20,10 @@ from lit_cifar.tools.commands import terminal
 _ENOUGH = next(number for number in count(1) if shares(number)[0] >= len(EQUAL_SIZE))
 _DESCRIPTION = f"""\
 Train under torchrun without faults, and then again while ranks are killed, terminated and stopped, the newest
-checkpoint is truncated, files cannot grow and the job is resized, at random moments and during saves. In the end every
-sample must have counted as in the uninterrupted run, and parameters and optimizer state must be the same: bitwise where
-the job kept its size, within 1e-5, in float64, where it was resized. With --virtual_replicas=V the resized job goes to
-one process and to twice as many in another mode, and must end bitwise too. All on the CPU.
+checkpoint is truncated, a full disk is simulated and the job is resized, at random moments and during saves. In the end
+every sample must have counted as in the uninterrupted run, and parameters and optimizer state must be the same: bitwise
+where the job kept its size, within 1e-5, in float64, where it was resized. With --virtual_replicas=V the resized job
+goes to one process and to twice as many in another mode, and must end bitwise too. All on the CPU.
 Every other argument is passed on to `fit`, e.g. --config FILE. Without --config a small ResNet trains on synthetic
 images. The training is as long as its faults need.
 {_ENOUGH} faults or more include every kind."""

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import file_digest
@@ -69,7 +70,9 @@ def _torch_content(program: ExportedProgram) -> bytes:
 
 def _load_torch(file: Path) -> Callable[[Tensor], Tensor]:
     """Loading can run code from the file, so only what this process wrote may be passed."""
-    return torch.export.load(file).module()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")  # by torch 2.11, which copies it
+        return torch.export.load(file).module()
 
 
 def _onnx_content(program: ExportedProgram) -> bytes:

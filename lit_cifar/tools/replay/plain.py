@@ -43,6 +43,10 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
         self._twin: Twin | None = None
 
     def __enter__(self) -> "replay":
+        return self.start()
+
+    def start(self) -> "replay":
+        """For a loop that no `with` can enclose: begin here, and call `finish` behind it."""
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._rank = rank
         enabled = torch.is_autocast_enabled(device_of(self.module).type)
@@ -75,14 +79,30 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if kind is None:
+            self.finish()
+        else:
+            self._close()
+            self._remove()
+
+    @property
+    def done(self) -> bool:
+        """Whether all steps have been recorded, so that a loop of its own may end."""
+        return not self._is_open or self._recorder.num_steps >= self.steps
+
+    def finish(self) -> Report:
+        """Judge what was recorded, and print it. All ranks must call this."""
         self._close()
         if self._folder is not None:
-            if kind is None:
-                self._judge(self._folder)
-            if self._rank == 0:
-                shutil.rmtree(self._folder, ignore_errors=True)
-        if self._rank == 0 and kind is None:
+            self._judge(self._folder)
+            self._remove()
+        if self._rank == 0:
             print("\n".join(self.report.lines()), flush=True)
+        return self.report
+
+    def _remove(self) -> None:
+        if self._rank == 0 and self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _make_twin(self) -> None:
         try:

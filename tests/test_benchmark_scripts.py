@@ -1,0 +1,196 @@
+"""`benchmarks/scripts`: runs are trained with each seed or in each mode, and a record is continued where it ends."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from commands import TINY
+from documents import SCRIPTS, parser_of
+
+from lit_cifar.errors import ConfigError
+from lit_cifar.strategies.modes import Variant
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+
+@pytest.fixture
+def run_record() -> ModuleType:
+    import run_record
+
+    return run_record
+
+
+@pytest.fixture
+def recipes() -> ModuleType:
+    import recipes
+
+    return recipes
+
+
+@pytest.fixture
+def articles() -> ModuleType:
+    import articles
+
+    return articles
+
+
+def test_a_record_is_continued_with_the_cases_that_it_lacks(run_record: ModuleType, tmp_path: Path) -> None:
+    output, settings = tmp_path / "record.json", {"flags": ["--data.batch_size=8"]}
+    tried: list[int] = []
+    told: list[dict[str, Any]] = []
+
+    def train(case: int) -> dict[str, Any]:
+        tried.append(case)
+        if tried == [1, 2]:
+            raise KeyboardInterrupt
+        return {"case": case}
+
+    with pytest.raises(KeyboardInterrupt):
+        run_record.complete(output, [1, 2], train, settings=settings, tell=told.append)
+    assert json.loads(output.read_text())["rows"] == [{"case": 1}]
+    rows = run_record.complete(output, [1, 2, 3], train, settings=settings, tell=told.append, at_once=2)
+    assert sorted(tried) == [1, 2, 2, 3]
+    assert rows == told == json.loads(output.read_text())["rows"] == [{"case": 1}, {"case": 2}, {"case": 3}]
+    assert json.loads(output.read_text())["flags"] == settings["flags"]
+
+
+def test_a_record_with_other_settings_is_refused(run_record: ModuleType, tmp_path: Path) -> None:
+    output = tmp_path / "record.json"
+    run_record.complete(output, [1], lambda case: {"case": case}, settings={"flags": []}, tell=print)
+    before = output.read_text()
+    with pytest.raises(ConfigError, match=r"record\.json has been made with other flags\n.*name a new file"):
+        run_record.complete(output, [1, 2], lambda case: {"case": case}, settings={"flags": ["--x"]}, tell=print)
+    assert output.read_text() == before
+
+
+@pytest.mark.parametrize("script", ["articles", "shuffling", "virtual_replicas_accuracy"])
+def test_a_script_refuses_in_words(script: str, tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    record.write_text('{"flags": [], "rows": []}')
+    command = [sys.executable, str(SCRIPTS / f"{script}.py"), str(record), "--data.batch_size=8"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"lit_cifar: error: {record} has been made with other flags\n")
+    assert len(done.stderr.splitlines()) <= 5
+
+
+def recipe_row(seed: int, correct: int, *, at_once: int = 1) -> dict[str, float]:
+    found = {"seed": seed, "correct": correct, "correct_flipped": correct + 1, "total": 100}
+    return found | {"train_s": 3.0, "at_once": at_once}
+
+
+def test_a_recipe_s_mean_over_the_seeds(recipes: ModuleType) -> None:
+    both = recipes.summary([recipe_row(0, 94), recipe_row(1, 96, at_once=2) | {"train_s": 9.0}])
+    assert both == "95.00 +- 1.41 %, with flips 96.00 +- 1.41 %, n = 2, 3.0 s of training"
+    assert recipes.summary([recipe_row(0, 94, at_once=2)]) == "94.00 %, with flips 95.00 %, n = 1"
+
+
+def test_the_first_seed_of_a_recipe_is_trained_alone(
+    recipes: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that its time is its own."""
+    asked: list[tuple[int, int]] = []
+
+    def trained(recipe: str, flags: list[str], *, seed: int, at_once: int) -> dict[str, float]:
+        asked.append((seed, at_once))
+        return recipe_row(seed, 90, at_once=at_once)
+
+    monkeypatch.setattr(recipes, "trained", trained)
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    recipes.main("muon_12_epochs", tmp_path / "record.json", [], seeds=3, at_once=2)
+    assert sorted(asked) == [(0, 1), (1, 2), (2, 2)]
+
+
+@pytest.mark.slow
+def test_a_recipe_is_trained_and_tested(recipes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(SCRIPTS))
+    found = recipes.trained("muon_12_epochs", [*TINY, "--model.compile=false", "--trainer.max_epochs=3"], seed=3)
+    assert (found["seed"], found["total"], found["epochs"]) == (3, 100, 3)
+    # The first epoch and the last count as usual ones.
+    assert found["train_s"] == pytest.approx(3 * found["epoch_s"], abs=0.01)
+
+
+def test_every_run_of_the_articles_is_trained_with_each_seed(
+    articles: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def trained(case: Any, flags: list[str], *, seed: int, at_once: int) -> dict[str, Any]:
+        asked.append((case.name, seed))
+        counts = {"correct": 70 + 2 * seed, "total": 100, "seconds": 1}
+        return {"name": case.name, "seed": seed, "losses": [2.0, 0.5]} | counts
+
+    monkeypatch.setattr(articles, "trained", trained)
+    output = tmp_path / "record.json"
+    articles.main(output, [], seeds=2)
+    assert asked == [(case.name, seed) for seed in range(2) for case in articles.CASES]
+    table = articles.summary(json.loads(output.read_text())["rows"])
+    assert "| dp, 2 GPUs | 74.79 | 71.00 +- 1.41 | 0.500 | 2 |" in table
+
+
+def test_the_cases_are_the_configurations_of_the_articles(articles: ModuleType) -> None:
+    """On one device: global batch, parts of BatchNorm, order and momentum."""
+    found = {}
+    for case in articles.CASES:
+        config = parser_of("fit").parse_args(["fit", *case.flags]).fit
+        settings = config.model.optimizer.init_args
+        parts = config.model.ghost_batchnorm.num_shards if config.model.ghost_batchnorm else 1
+        order = "frozen" if config.data.frozen_order else "new"
+        found[case.name] = (config.data.batch_size, parts, order, settings.nesterov, settings.weight_decay)
+    assert found == {
+        "one device": (128, 1, "new", False, 0.0),
+        "one device, Nesterov momentum, weight decay 5e-4": (128, 1, "new", True, 5e-4),
+        "dp, 2 GPUs": (128, 2, "new", False, 0.0),
+        "ddp, 2 GPUs": (256, 2, "new", False, 0.0),
+        "ddp, 2 GPUs, without set_epoch": (256, 2, "frozen", False, 0.0),
+        "ddp, 4 GPUs": (512, 4, "new", False, 0.0),
+        "ddp, 4 GPUs, without set_epoch": (512, 4, "frozen", False, 0.0),
+    }
+
+
+@pytest.mark.slow
+def test_a_case_is_trained_and_tested(articles: ModuleType) -> None:
+    found = articles.trained(articles.CASES[4], [*TINY, "--trainer.max_epochs=2"], seed=1)
+    assert (found["num_gpus"], found["seed"], found["total"], len(found["losses"])) == (2, 1, 100, 2)
+
+
+def test_every_mode_is_trained_once_in_each_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import same_bits
+
+    found: list[tuple[str, str, int]] = []
+
+    def train(mode: Variant, precision: str, flags: list[str]) -> dict[str, Any]:
+        found.append((precision, mode.name, mode.devices))
+        return {"precision": precision, "mode": mode.name, "devices": mode.devices, "sha256": "0" * 64, "seconds": 1.0}
+
+    monkeypatch.setattr(same_bits, "trained", train)
+    same_bits.main(tmp_path / "digests.json", [], precisions=["32-true", "bf16-mixed"])
+    assert len(found) == len(set(found)) == 30
+
+
+def test_pairs_are_those_of_a_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import virtual_replicas_accuracy as accuracy
+
+    def row(seed: int, parts: int | None, correct: int) -> dict[str, Any]:
+        return {"seed": seed, "parts": parts, "correct": correct, "total": 1000, "seconds": 3}
+
+    rows = [row(0, None, 600), row(0, 4, 590), row(1, 4, 610), row(1, None, 640), row(2, None, 620), row(2, 4, 600)]
+    last = accuracy.summary(rows).splitlines()[-1]
+    # Differences of -1, -3 and -2; Student's t with two degrees of freedom is 4.303 at 97.5 %.
+    assert last == "| 62.00 +- 2.00 | 60.00 +- 1.00 | -2.00 | -4.48 to +0.48 | 0.074 | 3 |"
+
+    def trained(flags: list[str], *, seed: int, parts: int | None) -> dict[str, Any]:
+        return row(seed, parts, 600 + 10 * seed * (parts or 1))
+
+    monkeypatch.setattr(accuracy, "trained", trained)
+    accuracy.main(tmp_path / "record.json", [], seeds=2)
+    found = json.loads((tmp_path / "record.json").read_text())["rows"]
+    assert [(each["seed"], each["parts"]) for each in found] == [(0, None), (0, 4), (1, None), (1, 4)]
