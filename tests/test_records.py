@@ -11,10 +11,11 @@ from documents import BENCHMARKS, PAGES, RECORDS, ROOT, SCRIPTS, blocks, is_in_h
 from PIL import Image
 
 FIGURES = ROOT / "docs" / "figures"
-# Written before these commands noted commit and machine; their pages say so.
+# Written before these commands noted commit and machine, or with a commit in each row; their pages say so.
 WITHOUT_COMMIT = {
     *(f"verify/2026-11-20/devices{n}_float{bits}.json" for n in (2, 4) for bits in (32, 64)),
     "agreement/2026-11-20/agreement.json",
+    "replay/2026-11-24-projects/projects.json",
     *(f"modes/2026-11-21-steps/losses{name}.json" for name in ("", "_float32")),
     *(f"gpu/2026-11-23/{name}/results.json" for name in ("checks", "speed")),
     *(f"recipes/2026-11-23-gpu/{name}.json" for name in ("search", "search_sgd", "sgd_epochs", "steps")),
