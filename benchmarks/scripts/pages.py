@@ -144,6 +144,7 @@ def replayed() -> Values:
             if its
         ],
         "replays-clean-passed": f"{sum(row['outcome'] == 'pass' for row in clean)} of {len(clean)}",
+        "replays-clean-wrong": f"{sum(row['outcome'] == 'fail' for row in clean) or 'none'} of {len(clean)}",
         "replays-clean-seconds": f"{median(seconds):.2f} to {max(seconds):.1f} s",
         "replays-clean-mebibytes": f"{median(sizes):.1f} to {max(sizes):.1f} MiB",
         "projects": [

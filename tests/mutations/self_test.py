@@ -11,7 +11,7 @@ from rich.table import Table
 from lit_cifar.errors import ConfigError
 from lit_cifar.strategies.modes import Variant, variants
 from lit_cifar.tools.commands import terminal
-from lit_cifar.tools.verify.configuration import Configuration
+from lit_cifar.tools.verify.configuration import EXACT, Configuration
 from lit_cifar.tools.verify.judge import RESUMED
 from lit_cifar.tools.verify.launcher import Launcher, Report
 from lit_cifar.tools.verify.runs import quiet
@@ -35,7 +35,6 @@ ARGS = (
     "--data.batch_size=16",
     "--data.eval_batch_size=8",
     "--trainer.accumulate_grad_batches=2",
-    "--trainer.precision=64-true",
     "--trainer.accelerator=cpu",
 )
 
@@ -89,7 +88,11 @@ class Finding:
 
 
 def self_test(
-    mutations: Sequence[Mutation] | None = None, *, with_parts: bool = False, report: Report = lambda line: None
+    mutations: Sequence[Mutation] | None = None,
+    *,
+    with_parts: bool = False,
+    precision: str = EXACT,
+    report: Report = lambda line: None,
 ) -> list[Finding]:
     """Plant these mutations, by default all of the catalogue but the unseen, and compare each run as `verify` does.
 
@@ -102,7 +105,7 @@ def self_test(
     findings = []
     with TemporaryDirectory(prefix="lit_cifar-verify-") as folder:
         for args in dict.fromkeys(mutation.args for mutation in mutations):
-            flags = [*ARGS, *args, *(WITH_PARTS if with_parts else ())]
+            flags = [*ARGS, *args, f"--trainer.precision={precision}", *(WITH_PARTS if with_parts else ())]
             settings = Configuration.of(flags, devices=DEVICES, folder=Path(folder))
             launcher = Launcher(settings, STEPS, Path(folder), report, timeout_s=TIMEOUT_S)
             findings += _findings(Verifier(launcher), [mutation for mutation in mutations if mutation.args == args])
