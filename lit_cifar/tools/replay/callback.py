@@ -4,22 +4,19 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
-from lit_cifar.tools.replay.epoch import Evaluation, ReadIds, gathered, judge_epoch, judge_evaluation
-from lit_cifar.tools.replay.recording import Recorder, UnjudgeableError, device_of
+from lit_cifar.tools.replay.epoch import Epochs
+from lit_cifar.tools.replay.events import UnjudgeableError
+from lit_cifar.tools.replay.lightning_view import TrainerView, before_step, detach, empty_report, is_a
+from lit_cifar.tools.replay.recording import Recorder, device_of
 from lit_cifar.tools.replay.replaying import Replayer, judge
 from lit_cifar.tools.replay.sharded import is_sharded
 from lit_cifar.tools.replay.twin import Twin, twin_of, what_cannot_be_judged
@@ -55,11 +52,11 @@ class Replay(pl.Callback):
         self._window: _Window | None = None
         self._first: int | None = None
         self._judged = 0  # windows
-        self._epochs: _Epochs | None = None
+        self._epochs: Epochs | None = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if _is_known(trainer.strategy):
-            self._epochs = _Epochs(trainer, partial(self._tell, trainer))
+            self._epochs = Epochs(trainer, partial(self._tell, trainer))
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._epochs is not None:
@@ -187,7 +184,7 @@ class _Window:
             self.report.abstained.append(str(reason))
             return
         call: Callable[..., Any] = module.training_step
-        self.twin = Twin(module, optimizers, call, is_sharded(self.module), partial(_clip, module, self.trainer))
+        self.twin = Twin(module, optimizers, call, is_sharded(self.module), partial(before_step, module, self.trainer))
 
     def close(self) -> None:
         self.recorder.close()
@@ -205,103 +202,24 @@ class _Window:
 
     def _prepare(self, replayer: Replayer) -> None:
         twin = replayer.twin
-        view = _TrainerView(self.trainer, twin.optimizers)
+        view = TrainerView(self.trainer, twin.optimizers)
         twin.progress = view.follow
-        _detach(twin.module, view, replayer)
+        detach(twin.module, view, replayer)
 
     def remove(self) -> None:
         if self.trainer.is_global_zero:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-class _Epochs:
-    """What is seen of the first two epochs and of the first evaluation."""
-
-    def __init__(self, trainer: pl.Trainer, tell: Callable[[Report], None]) -> None:
-        self.trainer, self._tell = trainer, tell
-        self.num_batches = 0  # of this epoch
-        self.evaluation: Evaluation | None = None
-        self._read = ReadIds()
-        self._before: list[int] = []  # what rank 0 read in the epoch before
-        self._epochs_left, self._evaluations_left = 2, 1
-
-    def begin(self) -> None:
-        self.num_batches = 0
-
-    def end(self) -> None:
-        loader = self.trainer.train_dataloader
-        if not (self._epochs_left and isinstance(loader, DataLoader)):
-            return
-        ids = self._read.take(loader)
-        if not ids or self.num_batches != len(loader):
-            return  # an iterable data set, or an epoch that was not trained whole
-        self._epochs_left -= 1
-        of_ranks = gathered(ids)
-        report = self._report(f"data of epoch {self.trainer.current_epoch}")
-        if of_ranks:
-            judge_epoch(report, of_ranks, num_samples=len(loader.dataset), before=self._before)  # type: ignore[arg-type]
-        self._before = ids
-        self._tell(self.trainer.strategy.broadcast(report))
-
-    def begin_evaluation(self) -> None:
-        if self._evaluations_left:
-            self._evaluations_left -= 1
-            self.evaluation = Evaluation(self.trainer.lightning_module)
-
-    def evaluated(self) -> list[int]:
-        """The samples that this process has read for evaluations since the last call."""
-        loaders = self.trainer.val_dataloaders
-        one = loaders[0] if isinstance(loaders, list) and len(loaders) == 1 else loaders
-        return self._read.take(one) if isinstance(one, DataLoader) else []
-
-    def end_evaluation(self) -> None:
-        if self.evaluation is None:
-            return
-        its, self.evaluation = self.evaluation, None
-        its.close()
-        read = gathered(self.evaluated())
-        of_ranks = gathered(its.logged)
-        report = self._report(f"evaluation after step {self.trainer.global_step}")
-        if of_ranks:
-            judge_evaluation(report, of_ranks, self.trainer.callback_metrics, read)
-        report = self.trainer.strategy.broadcast(report)
-        if report.counts["metrics"]:
-            self._tell(report)
-
-    def _report(self, subject: str) -> Report:
-        report = _empty_report(self.trainer)
-        report.subject = subject
-        return report
-
-    def close(self) -> None:
-        self._read.close()
-        if self.evaluation is not None:
-            self.evaluation.close()
-
-
 def _is_known(strategy: Strategy) -> bool:
     """One device, ddp or FSDP2, and no other strategy that starts its processes as they do."""
-    if _is_a(strategy, "DDPStrategy"):
+    if is_a(strategy, "DDPStrategy"):
         return isinstance(strategy.model, DistributedDataParallel) and strategy.root_device == device_of(strategy.model)
-    return _is_a(strategy, "SingleDeviceStrategy", "ModelParallelStrategy")
-
-
-def _is_a(its: Any, *names: str) -> bool:
-    """By its classes' names, as those of `lightning.pytorch` and of `pytorch_lightning` are not the same."""
-    return any(kind.__name__ in names for kind in type(its).__mro__)
-
-
-def _empty_report(trainer: pl.Trainer) -> Report:
-    return Report(
-        strategy=type(trainer.strategy).__name__,
-        num_ranks=trainer.world_size,
-        precision=str(trainer.precision),
-        first_step=trainer.global_step,
-    )
+    return is_a(strategy, "SingleDeviceStrategy", "ModelParallelStrategy")
 
 
 def _new_report(trainer: pl.Trainer, module: pl.LightningModule) -> Report:
-    strategy, report = trainer.strategy, _empty_report(trainer)
+    strategy, report = trainer.strategy, empty_report(trainer)
     if not _is_known(strategy):
         report.abstained.append(f"{type(strategy).__name__} is not known here: one device, ddp and FSDP2 are")
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
@@ -326,75 +244,6 @@ def _folder_for_all(trainer: pl.Trainer, report: Report) -> Path | None:
             report.abstained.append(f"there is no place for the record: {error}")
     made, report.abstained = trainer.strategy.broadcast((made, report.abstained))
     return Path(made) if made else None
-
-
-class _TrainerView:
-    """The trainer as `training_step` sees it in a replay: to be read, with the counters of the step."""
-
-    def __init__(self, trainer: pl.Trainer, optimizers: list[Optimizer]) -> None:
-        self.optimizers, self._trainer = optimizers, trainer
-        self.current_epoch = self.global_step = 0
-
-    def follow(self, progress: dict[str, int]) -> None:
-        vars(self).update(progress)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._trainer, name)
-
-
-class _OptimizerView:
-    """What `self.optimizers()` returns in a replay."""
-
-    def __init__(self, optimizer: Optimizer, replayer: Replayer, module: Any) -> None:
-        self.optimizer, self._replayer, self._module = optimizer, replayer, module
-
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:
-        if closure is not None:
-            closure()
-        self._replayer.step_inside(self.optimizer)
-
-    @contextmanager
-    def toggle_model(self, sync_grad: bool = True) -> Any:
-        self._module.toggle_optimizer(self.optimizer)
-        yield
-        self._module.untoggle_optimizer(self.optimizer)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.optimizer, name)
-
-
-def _detach(module: nn.Module, view: _TrainerView, replayer: Replayer) -> None:
-    """Let a copy of a LightningModule compute without logging anything and without its trainer's optimizers."""
-
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        return None
-
-    schedule = SimpleNamespace(step=nothing, get_last_lr=lambda: [], state_dict=dict)
-    for its in module.modules():
-        if _is_a(its, "LightningModule"):
-            wrapped = [_OptimizerView(optimizer, replayer, its) for optimizer in view.optimizers]
-            views = wrapped[0] if len(wrapped) == 1 else wrapped
-            vars(its).update(
-                _trainer=view,
-                log=nothing,
-                log_dict=nothing,
-                print=nothing,
-                manual_backward=replayer.backward_inside,
-                optimizers=lambda use_pl_optimizer=True, views=views: views,
-                lr_schedulers=lambda: schedule,
-            )
-
-
-def _clip(module: pl.LightningModule, trainer: pl.Trainer, optimizer: Optimizer) -> None:
-    """What Lightning does between the backward pass and the optimizer's step."""
-    if callable(module.on_before_optimizer_step):  # Lightning, too, takes None for no hook
-        module.on_before_optimizer_step(optimizer)
-    if module.automatic_optimization:
-        module.configure_gradient_clipping(
-            optimizer,
-            gradient_clip_val=trainer.gradient_clip_val,
-            gradient_clip_algorithm=trainer.gradient_clip_algorithm,
-        )
 
 
 def _is_synced(strategy: Strategy) -> bool:

@@ -1,7 +1,7 @@
 """Findings about whole epochs: which samples the ranks read, and whether a logged metric is that of the whole set."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from lit_cifar.tools.replay.lightning_view import empty_report
 from lit_cifar.tools.replay.reduction import gamma
 from lit_cifar.tools.replay.verdict import Finding, Report
 
@@ -153,3 +154,68 @@ def judge_evaluation(
 def _found(report: Report, what: str, text: str) -> None:
     part: Any = "evaluation" if report.counts["metrics"] else "data"
     report.findings.append(Finding(part, report.first_step, None, what, text))
+
+
+class Epochs:
+    """What is seen of the first two epochs and of the first evaluation."""
+
+    def __init__(self, trainer: pl.Trainer, tell: Callable[[Report], None]) -> None:
+        self.trainer, self._tell = trainer, tell
+        self.num_batches = 0  # of this epoch
+        self.evaluation: Evaluation | None = None
+        self._read = ReadIds()
+        self._before: list[int] = []  # what rank 0 read in the epoch before
+        self._epochs_left, self._evaluations_left = 2, 1
+
+    def begin(self) -> None:
+        self.num_batches = 0
+
+    def end(self) -> None:
+        loader = self.trainer.train_dataloader
+        if not (self._epochs_left and isinstance(loader, DataLoader)):
+            return
+        ids = self._read.take(loader)
+        if not ids or self.num_batches != len(loader):
+            return  # an iterable data set, or an epoch that was not trained whole
+        self._epochs_left -= 1
+        of_ranks = gathered(ids)
+        report = self._report(f"data of epoch {self.trainer.current_epoch}")
+        if of_ranks:
+            judge_epoch(report, of_ranks, num_samples=len(loader.dataset), before=self._before)  # type: ignore[arg-type]
+        self._before = ids
+        self._tell(self.trainer.strategy.broadcast(report))
+
+    def begin_evaluation(self) -> None:
+        if self._evaluations_left:
+            self._evaluations_left -= 1
+            self.evaluation = Evaluation(self.trainer.lightning_module)
+
+    def evaluated(self) -> list[int]:
+        """The samples that this process has read for evaluations since the last call."""
+        loaders = self.trainer.val_dataloaders
+        one = loaders[0] if isinstance(loaders, list) and len(loaders) == 1 else loaders
+        return self._read.take(one) if isinstance(one, DataLoader) else []
+
+    def end_evaluation(self) -> None:
+        if self.evaluation is None:
+            return
+        its, self.evaluation = self.evaluation, None
+        its.close()
+        read = gathered(self.evaluated())
+        of_ranks = gathered(its.logged)
+        report = self._report(f"evaluation after step {self.trainer.global_step}")
+        if of_ranks:
+            judge_evaluation(report, of_ranks, self.trainer.callback_metrics, read)
+        report = self.trainer.strategy.broadcast(report)
+        if report.counts["metrics"]:
+            self._tell(report)
+
+    def _report(self, subject: str) -> Report:
+        report = empty_report(self.trainer)
+        report.subject = subject
+        return report
+
+    def close(self) -> None:
+        self._read.close()
+        if self.evaluation is not None:
+            self.evaluation.close()

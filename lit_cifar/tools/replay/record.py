@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from lit_cifar.tools.replay.recording import Call, Event, Step
+from lit_cifar.tools.replay.events import Call, Event, Step
 
 
 @dataclass

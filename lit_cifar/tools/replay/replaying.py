@@ -2,7 +2,7 @@
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -14,24 +14,14 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lit_cifar.tools.replay.digests import Digest, Surroundings, digest
+from lit_cifar.tools.replay.events import Backward, Call, Event, Step, Tensors, UnjudgeableError
 from lit_cifar.tools.replay.exchange import Done, Exchange, problem, received_by, sent_by
 from lit_cifar.tools.replay.record import Record
-from lit_cifar.tools.replay.recording import (
-    Backward,
-    Call,
-    Event,
-    Step,
-    Tensors,
-    UnjudgeableError,
-    device_of,
-    names_of,
-    state_digests,
-)
+from lit_cifar.tools.replay.recording import device_of, names_of, state_digests
 from lit_cifar.tools.replay.reduction import ExactMean
+from lit_cifar.tools.replay.step_data import judge_batches, judge_draws
 from lit_cifar.tools.replay.twin import Twin, TwinState, one_process
 from lit_cifar.tools.replay.verdict import Finding, Part, Report
-
-_ENOUGH = 16  # values of a sample: fewer are easily equal by chance
 
 
 class StopReplay(Exception):  # noqa: N818  # it is no error
@@ -110,7 +100,7 @@ class Replayer:
             except StopReplay:
                 self.report.notes.append(f"steps after step {self._step_number} were not judged: nothing equals them")
         if self.report.counts["gradients"] and not self._has_gradients:
-            self._note("every gradient is zero in these steps, so the loss trains nothing")
+            self.report.note("every gradient is zero in these steps, so the loss trains nothing")
 
     @property
     def _step_number(self) -> int:
@@ -139,7 +129,8 @@ class Replayer:
                 wrong |= self._replay(self._events.popleft())
         self._judge_reductions()
         self._judge_exchanges(exchanges)
-        self._judge_data(data)
+        judge_batches(self.report, self._step_number, data)
+        judge_draws(self.report, self._draws)
         self.report.num_steps += 1
         if wrong:
             raise StopReplay
@@ -350,7 +341,7 @@ class Replayer:
         if self.twin.before_step is not None and not event.inside:
             self.twin.before_step(optimizer)
         if self.twin.before_step is None and first.values:
-            self._note("something changes gradients between backward pass and step, as clipping does: taken as it is")
+            self.report.note("gradients change between backward pass and step, as by clipping: taken as they are")
         unlike = False
         for name, its in event.grads.items():
             gradient = self._parameters[name].grad
@@ -387,39 +378,10 @@ class Replayer:
         bound = 8 * number**0.5 * torch.finfo(gradient.dtype).eps / 2 * gradient.abs()
         return bool(((first.values[name] - gradient).abs() <= bound).all())
 
-    # Data
-
     def _note_changes(self, call: Call) -> None:
         if call.changed:
             names = ", ".join([*call.changed][:2]) + (" ..." if len(call.changed) > 2 else "")
-            self._note(f"something beside the optimizer changes {names} between steps: its result is taken as it is")
-
-    def _judge_data(self, calls: Mapping[int, Sequence[Call]]) -> None:
-        """The same samples or random numbers on several ranks, and batches of different sizes."""
-        readers: dict[int, set[int]] = {}
-        sizes = []
-        for rank, its in calls.items():
-            samples = [sample for call in its for sample in sample_digests(call.inputs)]
-            self._count("batches", len(its))
-            self._count("samples", len(samples))
-            sizes.append(len(samples))
-            for sample in samples:
-                readers.setdefault(sample, set()).add(rank)
-        shared = sum(len(ranks) > 1 for ranks in readers.values())
-        self._rank = -1
-        if readers and shared >= len(readers) / 2 and len(calls) > 1:
-            self._found("data", f"{shared} of {len(readers)} samples", "were read by several ranks in the same step")
-        elif shared:
-            self._note(f"step {self._step_number}: {shared} samples were read by several ranks, so they count twice")
-        if len(set(sizes)) > 1:
-            self._note(
-                f"step {self._step_number}: ranks have {', '.join(map(str, sizes))} samples; the mean over ranks "
-                "weighs the ranks alike, so samples differ in weight"
-            )
-        for rank, drawn in self._draws.items():
-            first = self._draws.get(0, [])
-            if rank and any(torch.equal(a.cpu, b.cpu) for a, b in zip(first, drawn, strict=False)):
-                self._note("several ranks draw the same random numbers, so dropout has the same masks on them")
+            self.report.note(f"something beside the optimizer changes {names} between steps: taken as it is")
 
     # Helpers
 
@@ -447,10 +409,6 @@ class Replayer:
         self._found(part, name, f"{what} differs: {_norms(its, mine)}".strip())
         return True
 
-    def _note(self, text: str) -> None:
-        if text not in self.report.notes:
-            self.report.notes.append(text)
-
     def _found(self, part: Part, tensor: str, text: str) -> None:
         rank = self._rank if self._rank >= 0 else None
         self.report.findings.append(Finding(part, self._step_number, rank, tensor, text))
@@ -463,15 +421,6 @@ def _norms(its: Digest, mine: Digest | None) -> str:
         return "it is another value"
     same = "" if f"{its.norm:.9g}" != f"{mine.norm:.9g}" else ", elements differ"
     return f"its norm is {its.norm:.9g}, in the replay {mine.norm:.9g}{same}"
-
-
-def sample_digests(inputs: Any) -> Iterator[int]:
-    """A digest of each sample, if all tensors of the batch have a common first dimension, and one has enough values."""
-    leaves = [leaf for leaf in tree_leaves(inputs[0][:1] or inputs[1]) if isinstance(leaf, Tensor) and leaf.dim() > 0]
-    if len({len(leaf) for leaf in leaves}) != 1 or max(leaf[:1].numel() for leaf in leaves) < _ENOUGH:
-        return
-    for place in range(len(leaves[0])):
-        yield hash(tuple(digest(leaf[place]).bits for leaf in leaves))
 
 
 def _fresh_copy(leaf: Any) -> Any:

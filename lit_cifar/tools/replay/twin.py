@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_cifar.tools.replay.digests import Surroundings
+from lit_cifar.tools.replay.events import UnjudgeableError
 from lit_cifar.tools.replay.exchange import Handler, intercepted
-from lit_cifar.tools.replay.recording import UnjudgeableError, names_of, parameters_of
+from lit_cifar.tools.replay.recording import names_of, parameters_of
 from lit_cifar.tools.replay.sharded import is_sharded, what_is_not_replayed, whole, whole_copy
 
 Module = TypeVar("Module", bound=nn.Module)

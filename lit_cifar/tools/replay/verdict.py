@@ -55,6 +55,11 @@ class Report:
     seconds: float = 0.0
     mebibytes: float = 0.0  # of the record on the disk
 
+    def note(self, text: str) -> None:
+        """Say it once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
     @property
     def outcome(self) -> Outcome:
         """A pass only if every part was judged."""

@@ -1,0 +1,96 @@
+"""What the copy of a LightningModule sees of its trainer in a replay, and what Lightning does around a step."""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import nn
+from torch.optim import Optimizer
+
+from lit_cifar.tools.replay.replaying import Replayer
+from lit_cifar.tools.replay.verdict import Report
+
+
+def is_a(its: Any, *names: str) -> bool:
+    """By its classes' names, as those of `lightning.pytorch` and of `pytorch_lightning` are not the same."""
+    return any(kind.__name__ in names for kind in type(its).__mro__)
+
+
+def empty_report(trainer: pl.Trainer) -> Report:
+    return Report(
+        strategy=type(trainer.strategy).__name__,
+        num_ranks=trainer.world_size,
+        precision=str(trainer.precision),
+        first_step=trainer.global_step,
+    )
+
+
+class TrainerView:
+    """The trainer as `training_step` sees it in a replay: to be read, with the counters of the step."""
+
+    def __init__(self, trainer: pl.Trainer, optimizers: list[Optimizer]) -> None:
+        self.optimizers, self._trainer = optimizers, trainer
+        self.current_epoch = self.global_step = 0
+
+    def follow(self, progress: dict[str, int]) -> None:
+        vars(self).update(progress)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+
+class _OptimizerView:
+    """What `self.optimizers()` returns in a replay."""
+
+    def __init__(self, optimizer: Optimizer, replayer: Replayer, module: Any) -> None:
+        self.optimizer, self._replayer, self._module = optimizer, replayer, module
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:
+        if closure is not None:
+            closure()
+        self._replayer.step_inside(self.optimizer)
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Any:
+        self._module.toggle_optimizer(self.optimizer)
+        yield
+        self._module.untoggle_optimizer(self.optimizer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+def detach(module: nn.Module, view: TrainerView, replayer: Replayer) -> None:
+    """Let a copy of a LightningModule compute without logging anything and without its trainer's optimizers."""
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    schedule = SimpleNamespace(step=nothing, get_last_lr=lambda: [], state_dict=dict)
+    for its in module.modules():
+        if is_a(its, "LightningModule"):
+            wrapped = [_OptimizerView(optimizer, replayer, its) for optimizer in view.optimizers]
+            views = wrapped[0] if len(wrapped) == 1 else wrapped
+            vars(its).update(
+                _trainer=view,
+                log=nothing,
+                log_dict=nothing,
+                print=nothing,
+                manual_backward=replayer.backward_inside,
+                optimizers=lambda use_pl_optimizer=True, views=views: views,
+                lr_schedulers=lambda: schedule,
+            )
+
+
+def before_step(module: pl.LightningModule, trainer: pl.Trainer, optimizer: Optimizer) -> None:
+    """What Lightning does between the backward pass and the optimizer's step."""
+    if callable(module.on_before_optimizer_step):  # Lightning, too, takes None for no hook
+        module.on_before_optimizer_step(optimizer)
+    if module.automatic_optimization:
+        module.configure_gradient_clipping(
+            optimizer,
+            gradient_clip_val=trainer.gradient_clip_val,
+            gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+        )
