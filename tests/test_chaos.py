@@ -386,7 +386,7 @@ def test_nothing_is_lost(tmp_path: Path) -> None:
         "--faults=6",
         "--seed=154",  # which stops a process, kills one twice, truncates a checkpoint and fills the disk
         f"--json={tmp_path / 'record.json'}",
-        f"--dir={tmp_path / 'kept'}",
+        f"--output={tmp_path / 'kept'}",
         timeout_s=600,
     )
     record = json.loads((tmp_path / "record.json").read_text())
@@ -406,7 +406,7 @@ def test_nothing_is_lost(tmp_path: Path) -> None:
     [pytest.param(signal.SIGINT, marks=pytest.mark.slow), pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)],
 )
 def test_an_interrupted_run_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lit_cifar", "chaos", f"--dir={tmp_path / 'kept'}"]
+    command = [sys.executable, "-m", "lit_cifar", "chaos", f"--output={tmp_path / 'kept'}"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
         assert wait_until(lambda: len(marked(tmp_path)) >= 3, limit_s=60, poll_s=0.1)
         time.sleep(1.0)

@@ -172,7 +172,7 @@ TINY = [
 @pytest.mark.parametrize(("mode", "stages"), [("ddp", False), ("pp", True)])
 def test_a_step_on_two_processes(tmp_path: Path, mode: str, stages: bool) -> None:
     sizes = ["--trainer.strategy.num_microbatches=4"] if stages else []
-    done = run_here("bench", "trace", f"--mode={mode}", f"--out={tmp_path}", *TINY, *sizes)
+    done = run_here("bench", "trace", f"--mode={mode}", f"--output={tmp_path}", *TINY, *sizes)
     assert done.status == 0, done.stderr
     assert "waiting" in done.stdout
     ranks = json.loads((tmp_path / "summary.json").read_text())["ranks"]
@@ -194,6 +194,6 @@ def test_a_step_on_two_processes(tmp_path: Path, mode: str, stages: bool) -> Non
 
 @pytest.mark.slow
 def test_an_epoch_that_is_too_short_has_a_remedy(tmp_path: Path) -> None:
-    done = run_here("bench", "trace", "--mode=single", f"--out={tmp_path}", *TINY, "--data.num_train=32")
+    done = run_here("bench", "trace", "--mode=single", f"--output={tmp_path}", *TINY, "--data.num_train=32")
     assert done.status == 2
     assert "--data.num_train" in done.stderr

@@ -56,7 +56,7 @@ def _fit(step: Step, name: str, flags: Sequence[str]) -> tuple[str, dict[str, An
 
 def _trace(step: Step) -> tuple[str, dict[str, Any]]:
     folder, kind = step.work / "trace", step.visit.accelerator
-    words = ["--mode=single", f"--out={folder}", f"--trainer.accelerator={kind}", *_SIZES[kind], _CHANNELS_LAST]
+    words = ["--mode=single", f"--output={folder}", f"--trainer.accelerator={kind}", *_SIZES[kind], _CHANNELS_LAST]
     words += [] if step.visit.on_gpu else ["--model.arch=tiny"]
     step.output_of("trace", "lit_cifar", "bench", "trace", *words)
     (step.visit.out / "trace.json.gz").write_bytes(gzip.compress((folder / "trace.json").read_bytes()))

@@ -43,7 +43,7 @@ def main(args: list[str]) -> int:
     record |= {"virtual_replicas": options.virtual_replicas}
     terminal.exit_orderly_when_terminated()
     begin = time.monotonic()
-    kept = None if options.dir is None else terminal.empty_folder(options.dir, option="--dir").resolve()
+    kept = None if options.output is None else terminal.empty_folder(options.output, option="--output").resolve()
     with tempfile.TemporaryDirectory(prefix="lit_cifar-chaos-") as temporary:
         asked = {"num_faults": options.faults, "seed": options.seed}
         rows = chaos(modes, rest, **asked, folder=kept or Path(temporary), report=terminal.say)
@@ -61,8 +61,8 @@ def _print(rows: list[JobResult], options: argparse.Namespace) -> None:
     for row in rows:
         for problem in row.problems[:5]:
             out.print(f"{row.mode} on {', '.join(map(str, row.sizes))}: {problem}", markup=False)
-    if options.dir is None and not all(row.passed for row in rows):
-        out.print(f"to keep the logs, run it again with --seed {options.seed} --dir FOLDER", markup=False)
+    if options.output is None and not all(row.passed for row in rows):
+        out.print(f"to keep the logs, run it again with --seed {options.seed} --output FOLDER", markup=False)
 
 
 def chaos_parser() -> argparse.ArgumentParser:
@@ -81,7 +81,7 @@ def chaos_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", metavar="FILE", help="Write all faults, results, versions and hardware to this file.")
     parser.add_argument(
-        "--dir", metavar="FOLDER", help="Keep logs, sample logs and checkpoints there. Without it nothing is kept."
+        "--output", metavar="FOLDER", help="Keep logs, sample logs and checkpoints there. Without it nothing is kept."
     )
     return parser
 

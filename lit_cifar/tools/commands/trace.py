@@ -36,7 +36,7 @@ def main(args: list[str]) -> int:
     if owned := [name for name in (arg.split("=")[0] for arg in rest) if name in _OWNED]:
         raise ConfigError(f"bench trace sets {owned[0]} itself", remedy="leave it out; see --mode and --devices")
     mode = known[options.mode]
-    out = terminal.empty_folder(options.out, option="--out")
+    out = terminal.empty_folder(options.output, option="--output")
     record = terminal.about() | {"mode": mode.name, "devices": mode.devices}
     terminal.exit_orderly_when_terminated()
     with tempfile.TemporaryDirectory(prefix="lit_cifar-trace-") as folder:
@@ -99,5 +99,5 @@ def trace_parser() -> argparse.ArgumentParser:
     parser = terminal.CommandParser("bench trace", description=_DESCRIPTION)
     parser.add_argument("--mode", default="ddp", metavar="NAME", help="A mode as `verify` calls it (default: ddp).")
     parser.add_argument("--devices", type=int, default=2, metavar="N", help="Devices of the mode (default: 2).")
-    parser.add_argument("--out", required=True, metavar="FOLDER", help="Where to write; it must be empty.")
+    parser.add_argument("--output", required=True, metavar="FOLDER", help="Where to write; it must be empty.")
     return parser
