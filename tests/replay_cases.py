@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed import all_reduce
@@ -309,6 +310,11 @@ class Columns(Task):
         )
 
 
+def scaled(scale: float = 1000.0) -> Any:
+    """Losses are multiplied, so that gradients in float16 do not vanish."""
+    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=scale))
+
+
 # Made anew for each trainer.
 FSDP: dict[str, Any] = {"strategy": partial(ModelParallelStrategy, data_parallel_size=2, tensor_parallel_size=1)}
 TP: dict[str, Any] = {"strategy": partial(ModelParallelStrategy, data_parallel_size=1, tensor_parallel_size=2)}
@@ -318,6 +324,8 @@ CASES: dict[str, tuple[type[pl.LightningModule], dict[str, Any]]] = {
     "talkative": (Talkative, {}),
     "talkative, unused": (Talkative, {"strategy": "ddp_find_unused_parameters_true"}),
     "bf16": (Task, {"precision": "bf16-mixed"}),
+    "scaled": (Task, {"plugins": scaled, "gradient_clip_val": 0.05, "accumulate_grad_batches": 2}),
+    "overflowed": (Task, {"plugins": partial(scaled, 2.0**60)}),
     "accumulated": (Task, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
     "by value": (Task, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "manual": (Adversarial, {"strategy": "ddp_find_unused_parameters_true"}),
@@ -378,8 +386,7 @@ class _Deaf:
 def report_of(module: type[pl.LightningModule], options: dict[str, Any], folder: Path) -> dict[str, Any]:
     pl.seed_everything(1, verbose=False)
     options = {"strategy": "ddp", "at": [0], **options}
-    if callable(options["strategy"]):
-        options["strategy"] = options["strategy"]()
+    options |= {name: value() for name, value in options.items() if callable(value)}
     watch = Replay(steps=2, at=options.pop("at"))
     planted = {"never_synced": NeverSynced, "never_averaged": NeverAveraged}
     added = [make() for name, make in planted.items() if options.pop(name, False)] + options.pop("callbacks", [])

@@ -47,6 +47,7 @@ ABSTAINED = {
     "compressed": "fp16_compress_hook",
     "sends": "exchange data inside a step by",
     "tensor parallel": "tensor parallelism adds up",
+    "overflowed": "no optimizer made a step",
     "unrepeatable": "two replays of a step differ",
     "uncopyable": "cannot be copied",
     "penalty on weights": "the loss depends on net.weight beside what calls return",

@@ -172,7 +172,7 @@ class _Window:
             module=module,
             optimizers=trainer.optimizers,
             is_synced=partial(_is_synced, trainer.strategy),
-            progress=lambda: {"current_epoch": trainer.current_epoch, "global_step": trainer.global_step},
+            progress=partial(_progress, trainer),
         )
         module.training_step = self.recorder.recorded(module.training_step)  # type: ignore[method-assign]
         module.log = self.recorder.unobserved(module.log)  # type: ignore[method-assign]
@@ -222,10 +222,15 @@ def _new_report(trainer: pl.Trainer, module: pl.LightningModule) -> Report:
     strategy, report = trainer.strategy, empty_report(trainer)
     if not _is_known(strategy):
         report.abstained.append(f"{type(strategy).__name__} is not known here: one device, ddp and FSDP2 are")
-    if getattr(trainer.precision_plugin, "scaler", None) is not None:
-        report.abstained.append("a GradScaler scales the loss: pass precision=bf16-mixed or 32-true")
     report.abstained += what_cannot_be_judged(strategy.model, module)
     return report
+
+
+def _progress(trainer: pl.Trainer) -> dict[str, Any]:
+    """What a replayed step sees of its trainer, and by what its loss is multiplied."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    scale = 1.0 if scaler is None else scaler.get_scale()
+    return {"current_epoch": trainer.current_epoch, "global_step": trainer.global_step, "loss_scale": scale}
 
 
 def _folder_of(trainer: pl.Trainer) -> Path:

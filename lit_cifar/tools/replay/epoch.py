@@ -178,6 +178,8 @@ class Epochs:
         if not ids or self.num_batches != len(loader):
             return  # an iterable data set, or an epoch that was not trained whole
         self._epochs_left -= 1
+        if not self._epochs_left:
+            self._read.close()
         of_ranks = gathered(ids)
         report = self._report(f"data of epoch {self.trainer.current_epoch}")
         if of_ranks:

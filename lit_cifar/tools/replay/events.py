@@ -22,7 +22,7 @@ class Call:
     changed: Tensors  # parameters that something else than an optimizer has changed since the last event
     buffers: Tensors
     attributes: dict[tuple[str, str], Any]  # plain values by submodule and name
-    progress: dict[str, int]  # the trainer's counters
+    progress: dict[str, Any]  # the trainer's counters
     outputs: list[Digest] = field(default_factory=list)
     output_grads: list[Tensor | None] = field(default_factory=list)  # of the outputs that a backward pass began at
     buffers_after: Digests = field(default_factory=dict)

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lit_cifar.tools.replay.recording import parameters_of
 from lit_cifar.tools.replay.replaying import Replayer
 from lit_cifar.tools.replay.verdict import Report
 
@@ -33,8 +35,9 @@ class TrainerView:
     def __init__(self, trainer: pl.Trainer, optimizers: list[Optimizer]) -> None:
         self.optimizers, self._trainer = optimizers, trainer
         self.current_epoch = self.global_step = 0
+        self.loss_scale = 1.0
 
-    def follow(self, progress: dict[str, int]) -> None:
+    def follow(self, progress: dict[str, Any]) -> None:
         vars(self).update(progress)
 
     def __getattr__(self, name: str) -> Any:
@@ -86,6 +89,12 @@ def detach(module: nn.Module, view: TrainerView, replayer: Replayer) -> None:
 
 def before_step(module: pl.LightningModule, trainer: pl.Trainer, optimizer: Optimizer) -> None:
     """What Lightning does between the backward pass and the optimizer's step."""
+    scale = module.trainer.loss_scale  # type: ignore[attr-defined]  # of a `TrainerView`
+    if scale != 1:
+        inverse = torch.tensor(scale).double().reciprocal().float()  # as a GradScaler computes it
+        for parameter in parameters_of(optimizer):
+            if parameter.grad is not None:
+                parameter.grad.mul_(inverse)
     if callable(module.on_before_optimizer_step):  # Lightning, too, takes None for no hook
         module.on_before_optimizer_step(optimizer)
     if module.automatic_optimization:

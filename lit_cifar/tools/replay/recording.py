@@ -35,7 +35,7 @@ class Recorder:
         module: nn.Module,
         optimizers: Sequence[Optimizer],
         is_synced: Callable[[], bool],
-        progress: Callable[[], dict[str, int]] = dict,
+        progress: Callable[[], dict[str, Any]] = dict,
         by_engine: bool = False,
     ) -> None:
         """`by_engine`: the end of a backward pass is seen by itself; else `backward_ended` is called."""

@@ -45,6 +45,9 @@ class ExactMean:
         if name in self.before:
             expected = expected + self.before[name].double()
             bound = bound + gamma(1, reduced.dtype) * reduced.double().abs()
-        distance = (reduced.double() - expected).abs()
+        # What has overflowed on both sides is as it should be: a GradScaler then skips the step.
+        overflowed = ~reduced.isfinite() & ~expected.to(reduced.dtype).isfinite()
+        distance = (reduced.double() - expected).abs().masked_fill(overflowed, 0.0)
+        bound = bound.masked_fill(overflowed, 0.0)
         shares = distance / (bound + self.num_ranks * info.tiny)
         return float("inf") if bool(shares.isnan().any()) else float(shares.max()) if shares.numel() else 0.0

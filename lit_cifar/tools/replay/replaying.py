@@ -60,6 +60,8 @@ def _abstain_where_it_may_be_chance(report: Report, device: torch.device) -> Non
         report.findings = [finding for finding in report.findings if finding not in local]
     if report.num_ranks > 1 and not report.counts["reduced"] and not report.findings and not report.abstained:
         report.abstained.append("no gradient was averaged over the ranks in these steps")
+    if report.num_steps and not report.counts["steps"] and not report.findings and not report.abstained:
+        report.abstained.append("no optimizer made a step, as where gradients overflow: replay later ones")
 
 
 class Replayer:

@@ -29,7 +29,7 @@ class Twin:
     sharded: bool = False  # in the run
     # What the trainer does between backward pass and step, as clipping; None if a script does it, which is not known.
     before_step: Callable[[Optimizer], None] | None = None
-    progress: Callable[[dict[str, int]], None] = lambda progress: None
+    progress: Callable[[dict[str, Any]], None] = lambda progress: None
 
 
 def what_cannot_be_judged(model: nn.Module | None, module: nn.Module) -> list[str]:
