@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed import all_reduce
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -271,6 +271,13 @@ class Frozen(DistributedSampler[dict[str, Any]]):
         pass
 
 
+class Summing(DDPStrategy):
+    """Gradients are summed over the ranks, as DDP's mean is multiplied by their number."""
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(closure_loss * 2, *args, **kwargs)
+
+
 class Sharded(Task):
     """Divided by FSDP2, as Lightning's documentation shows it."""
 
@@ -336,6 +343,7 @@ CASES: dict[str, tuple[type[pl.LightningModule], dict[str, Any]]] = {
     "sharded, summed": (SummedShards, FSDP),
     "sharded, clipped apart": (ClipsByShard, FSDP),
     "tensor parallel": (Columns, TP),
+    "summed": (Task, {"strategy": Summing, "accumulate_grad_batches": 3}),
     "wrong loss": (WrongLoss, {}),
     "wrong loss in bf16": (WrongLoss, {"precision": "bf16-mixed"}),
     "wrong gradient": (WrongGradient, {}),

@@ -26,6 +26,7 @@ from lit_cifar.tools.replay.verdict import COMPARED, Report
 
 # Part, step, rank and the tensor of the first finding.
 WRONG = {
+    "summed": ("local computation", 0, 0, "the loss"),
     "wrong loss": ("local computation", 0, 1, "the loss"),
     "wrong loss in bf16": ("local computation", 0, 1, "the loss"),
     "wrong gradient": ("local computation", 0, 1, "net.0.weight"),

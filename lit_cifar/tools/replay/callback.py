@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lit_cifar.tools.replay.epoch import Epochs
 from lit_cifar.tools.replay.events import UnjudgeableError
-from lit_cifar.tools.replay.lightning_view import TrainerView, before_step, detach, empty_report, is_a
+from lit_cifar.tools.replay.lightning_view import TrainerView, before_step, detach, empty_report, has_own_backward, is_a
 from lit_cifar.tools.replay.recording import Recorder, device_of
 from lit_cifar.tools.replay.replaying import Replayer, judge
 from lit_cifar.tools.replay.sharded import is_sharded
@@ -196,14 +196,16 @@ class _Window:
         self.trainer.strategy.barrier("replay")
         if self.trainer.is_global_zero:
             judge(self.folder, self.twin, self.report, device=device_of(self.module), prepare=self._prepare)
+        self.remove()  # before other ranks go on
         report: Report = self.trainer.strategy.broadcast(self.report)
-        self.remove()
         return report
 
     def _prepare(self, replayer: Replayer) -> None:
         twin = replayer.twin
         view = TrainerView(self.trainer, twin.optimizers)
         twin.progress = view.follow
+        if self.module.automatic_optimization and not has_own_backward(self.module):
+            twin.loss_gradient = lambda: view.loss_scale / self.trainer.accumulate_grad_batches
         detach(twin.module, view, replayer)
 
     def remove(self) -> None:

@@ -87,6 +87,11 @@ def detach(module: nn.Module, view: TrainerView, replayer: Replayer) -> None:
             )
 
 
+def has_own_backward(module: pl.LightningModule) -> bool:
+    """Whether it overrides Lightning's `backward`, and so may multiply the loss."""
+    return next(kind for kind in type(module).__mro__ if "backward" in vars(kind)).__name__ != "LightningModule"
+
+
 def before_step(module: pl.LightningModule, trainer: pl.Trainer, optimizer: Optimizer) -> None:
     """What Lightning does between the backward pass and the optimizer's step."""
     scale = module.trainer.loss_scale  # type: ignore[attr-defined]  # of a `TrainerView`

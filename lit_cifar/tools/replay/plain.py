@@ -96,7 +96,6 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
         self._close()
         if self._folder is not None:
             self._judge(self._folder)
-            self._remove()
         if self._rank == 0:
             print("\n".join(self.report.lines()), flush=True)
         return self.report
@@ -137,6 +136,7 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
             dist.barrier()
         if self._rank == 0:
             judge(folder, self._twin, self.report, device=device_of(self.module), prepare=lambda replayer: None)
+        self._remove()
         self.report = _from_rank_0(self.report)
 
 

@@ -18,7 +18,7 @@ from lit_cifar.tools.replay.events import Backward, Call, Event, Step, Tensors, 
 from lit_cifar.tools.replay.exchange import Done, Exchange, problem, received_by, sent_by
 from lit_cifar.tools.replay.record import Record
 from lit_cifar.tools.replay.recording import device_of, names_of, state_digests
-from lit_cifar.tools.replay.reduction import ExactMean
+from lit_cifar.tools.replay.reduction import ExactMean, gamma
 from lit_cifar.tools.replay.step_data import judge_batches, judge_draws
 from lit_cifar.tools.replay.twin import Twin, TwinState, one_process
 from lit_cifar.tools.replay.verdict import Finding, Part, Report
@@ -225,9 +225,18 @@ class Replayer:
         ]
         self._outputs = []
         self._exchanges = deque(event.exchanges)
+        self._judge_beginning([gradient for _, gradient in pairs])
         if pairs:
             torch.autograd.backward([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
         self._after_backward(event)
+
+    def _judge_beginning(self, gradients: Sequence[Tensor]) -> None:
+        """What the trainer multiplies the loss by before the backward pass: two roundings are allowed."""
+        expected = None if self.twin.loss_gradient is None else self.twin.loss_gradient()
+        for gradient in gradients:
+            if expected and not abs(float(gradient.sum()) / expected - 1) <= gamma(3, gradient.dtype):
+                text = f"enters the backward pass multiplied by {float(gradient.sum()):.9g}, not by {expected:.9g}"
+                self._found("local computation", "the loss", text)
 
     def backward_inside(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """In place of `manual_backward`."""

@@ -29,6 +29,7 @@ class Twin:
     sharded: bool = False  # in the run
     # What the trainer does between backward pass and step, as clipping; None if a script does it, which is not known.
     before_step: Callable[[Optimizer], None] | None = None
+    loss_gradient: Callable[[], float] | None = None  # with which a backward pass begins, where that is known
     progress: Callable[[dict[str, Any]], None] = lambda progress: None
 
 
