@@ -98,6 +98,32 @@ def planted() -> Values:
     }
 
 
+def in_precisions() -> Values:
+    """Planted mistakes that `verify` finds in float32 and bfloat16, by a replay or without one."""
+    found: dict[str, dict[str, Any]] = {"32-true": {}, "bf16-mixed": {}}
+    for name, its in found.items():
+        rows = json.loads((HERE / f"mistakes/2026-11-24-precisions/{name}.json").read_text())["findings"]
+        its |= {row["bug"]: row for row in rows if row["bug"]}
+
+    def word(row: dict[str, Any]) -> str:
+        replayed = any(problem.startswith("replay: ") for problem in row["problems"])
+        alone = replayed and all(problem.startswith("replay: ") for problem in row["problems"])
+        return "missed" if not row["right"] else "by the replay alone" if alone else "found"
+
+    counted = [
+        sum(any(problem.startswith("replay: ") for problem in row["problems"]) for row in its.values())
+        for its in found.values()
+    ]
+    return {
+        "precisions": [
+            [f"`{bug}`: {row['imitates']}", f"`{row['mode']}`", *(word(its[bug]) for its in found.values())]
+            for bug, row in found["32-true"].items()
+        ],
+        "precisions-replayed": " and ".join(map(str, counted)),
+        **{f"precisions-{n}": f"{sum(r['right'] for r in its.values())} of {len(its)}" for n, its in found.items()},
+    }
+
+
 def compared() -> Values:
     """Losses beside those of one device, and stock Lightning's on 2 and 4 processes and with another seed."""
     curves, ends, gaps = read("modes/2026-11-21-steps/losses.json"), [], []
@@ -265,7 +291,17 @@ def filled(place: re.Match[str], values: Values) -> str:
 
 def main(*, check: bool) -> int:
     """Write the pages, or say what differs; the exit status."""
-    values = verified() | planted() | compared() | replayed() | chaos() | trained() | on_one_gpu() | same_bits()
+    values = (
+        verified()
+        | planted()
+        | in_precisions()
+        | compared()
+        | replayed()
+        | chaos()
+        | trained()
+        | on_one_gpu()
+        | same_bits()
+    )
     wrong = 0
     for page in [HERE.parent / "README.md", *HERE.parent.glob("docs/*.md"), *HERE.rglob("*.md")]:
         text = page.read_text(encoding="utf-8")
