@@ -441,6 +441,32 @@ def epoch_reports(*, sync_dist: bool, frozen: bool) -> dict[str, Any]:
     return {report.subject: report.as_json() for report in watch.reports}
 
 
+def report_of_the_older_package(folder: Path) -> dict[str, Any]:
+    """Classes of `pytorch_lightning` are others than those of `lightning.pytorch`. Both write to one logger."""
+    import pytorch_lightning as older
+
+    class Logging(older.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(108, 5)
+
+        def training_step(self, batch: dict[str, Any]) -> Tensor:
+            loss = cross_entropy(self.net(batch["x"].flatten(1)), batch["y"])
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    watch = Replay(2, stop=True)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = older.Trainer(
+        accelerator="cpu", strategy="ddp", devices=2, callbacks=[watch], default_root_dir=folder, **quiet
+    )
+    trainer.fit(Logging(), DataLoader(Pictures(), batch_size=4))
+    return watch.reports[0].as_json()
+
+
 def report_of_plain_shards() -> dict[str, Any]:
     """A loop around `fully_shard`, without Lightning."""
     torch.manual_seed(1)
@@ -544,6 +570,7 @@ def reports(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "plain and wrong", plain_report(wrong=True)
     yield "right epochs", epoch_reports(sync_dist=True, frozen=False)
     yield "wrong epochs", epoch_reports(sync_dist=False, frozen=True)
+    yield "older package", report_of_the_older_package(folder)
     yield "plain and sharded", report_of_plain_shards()
     yield "not wrapped", report_of_unwrapped()
     for name, backward in PLAIN.items():

@@ -55,7 +55,7 @@ ABSTAINED = {
     "penalty on an output": "on another one that the call computes from it",
     "two passes": "a call that is older than the pass before it",
 }
-RIGHT = [*({*CASES, *PLAIN, "plain", "plain and sharded"} - {*WRONG, *ABSTAINED})]
+RIGHT = [*({*CASES, *PLAIN, "plain", "plain and sharded", "older package"} - {*WRONG, *ABSTAINED})]
 
 
 @pytest.fixture(scope="module")
@@ -220,30 +220,6 @@ def test_observing_changes_nothing(tmp_path: Path) -> None:
     assert [report.outcome for report in watch.reports] == ["pass", "pass"]
     assert [report.first_step for report in watch.reports] == [0, 3]
     assert [path.name for path in tmp_path.iterdir()] == ["replay.json"]
-
-
-@pytest.mark.filterwarnings("ignore:.*num_workers:UserWarning")
-def test_a_module_of_the_older_package_is_judged(tmp_path: Path) -> None:
-    older = pytest.importorskip("pytorch_lightning")
-
-    class Logging(older.LightningModule):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = torch.nn.Linear(108, 5)
-
-        def training_step(self, batch: dict[str, Any]) -> torch.Tensor:
-            loss = torch.nn.functional.cross_entropy(self.net(batch["x"].flatten(1)), batch["y"])
-            self.log("loss", loss)
-            return loss
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    watch = Replay(2, stop=True)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = older.Trainer(accelerator="cpu", max_epochs=1, callbacks=[watch], default_root_dir=tmp_path, **quiet)
-    trainer.fit(Logging(), DataLoader(Pictures(), batch_size=4))
-    assert watch.reports[0].outcome == "pass", watch.reports
 
 
 @pytest.mark.filterwarnings("ignore:.*num_workers:UserWarning")
