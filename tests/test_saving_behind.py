@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_states import state, step_of
 from commands import TINY, run_here
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import CSVLogger
 from test_checkpoint_callbacks import Score
 from tiny_task import TinyData, tiny_trainer
-from torn_writes import state, step_of
 
 from lit_cifar.checkpoint import lightning_io as checkpoint_io
 from lit_cifar.checkpoint import step_boundary as boundary
 from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
-from lit_cifar.checkpoint.files import BEST, LAST, PREVIOUS, save_error, verify_checkpoint, write_checkpoint
+from lit_cifar.checkpoint.files import BEST, LAST, PREVIOUS, save_error, write_checkpoint
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.checkpoint.lightning_io import CheckpointFiles
 from lit_cifar.checkpoint.step_boundary import StepBoundary
@@ -78,16 +78,20 @@ def helpers() -> list[threading.Thread]:
 
 
 def test_what_happens_after_a_save_is_not_in_the_file(disk: Disk, tmp_path: Path) -> None:
+    """Nor is what it replaces removed before the file is there."""
     weights, best, files = torch.zeros(2, 3), {"best.ckpt": torch.tensor(0.5)}, CheckpointFiles()
+    (tmp_path / "old.ckpt").touch()
     checkpoint = {"state_dict": {"weights": weights}, "callbacks": {"best": best}, "rates": [0.1]}
     save_behind(files, checkpoint, tmp_path / LAST)
+    files.remove_checkpoint(tmp_path / "old.ckpt")
     weights.fill_(1)
     best.clear()
     checkpoint["rates"].append(0.2)
     checkpoint["state_dict"].clear()
-    assert not (tmp_path / LAST).exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["old.ckpt"]
     disk.allow()
     files.settle()
+    assert [path.name for path in tmp_path.iterdir()] == [LAST]
     found = read_checkpoint(tmp_path / LAST)
     assert not found["state_dict"]["weights"].any()
     assert (found["callbacks"], found["rates"]) == ({"best": {"best.ckpt": 0.5}}, [0.1])
@@ -123,19 +127,15 @@ def test_after_a_failure_nothing_is_done_until_it_is_told(disk: Disk, tmp_path: 
     assert step_of(tmp_path / LAST) == 4
 
 
-def save_now(files: CheckpointFiles, folder: Path) -> None:
-    files.save_checkpoint(state(3), folder / "mine.ckpt")
-
-
-def load(files: CheckpointFiles, folder: Path) -> None:
-    assert files.load_checkpoint(folder / LAST)["global_step"] == 2
-
-
-def tear_down(files: CheckpointFiles, folder: Path) -> None:
-    files.teardown()
-
-
-@pytest.mark.parametrize("do", [save_now, load, tear_down])
+@pytest.mark.parametrize(
+    "do",
+    [
+        lambda files, folder: files.save_checkpoint(state(3), folder / "mine.ckpt"),
+        lambda files, folder: files.load_checkpoint(folder / LAST),
+        lambda files, folder: files.teardown(),
+    ],
+    ids=["save", "load", "tear down"],
+)
 def test_what_needs_the_file_waits_for_it(
     do: Callable[[CheckpointFiles, Path], None], disk: Disk, tmp_path: Path
 ) -> None:
@@ -148,17 +148,6 @@ def test_what_needs_the_file_waits_for_it(
     assert disk.written[0] == LAST
     assert step_of(tmp_path / LAST) == 2
     assert not helpers()
-
-
-def test_what_is_to_be_removed_stays_until_what_replaces_it_is_there(disk: Disk, tmp_path: Path) -> None:
-    files, old = CheckpointFiles(), tmp_path / "old.ckpt"
-    old.touch()
-    save_behind(files, state(1), tmp_path / BEST)
-    files.remove_checkpoint(old)
-    assert old.exists()
-    disk.allow()
-    files.settle()
-    assert [path.name for path in tmp_path.iterdir()] == [BEST]
 
 
 def test_a_failure_that_nobody_has_told_is_in_the_end_and_hides_no_other_exception(
@@ -208,24 +197,9 @@ def fit(folder: Path, *callbacks: Callback, scores: tuple[float, ...] = (0.5,), 
 
 def test_training_goes_on_while_a_file_is_written(disk: Disk, tmp_path: Path) -> None:
     """What was saved before the third step is written after it."""
-    last, before = LastCheckpoint(every_n_steps=2), {}
-
-    class Saved(Callback):
-        def on_save_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
-            before.setdefault(trainer.global_step, module.network.scale.item())
-
-    scale: list[float] = []
-
-    def note(trainer: Trainer) -> None:
-        scale.append(trainer.lightning_module.network.scale.item())
-        disk.allow()
-
-    fit(tmp_path, StepBoundary(agree_every_s=0), Saved(), At(3, note), last)
+    fit(tmp_path, StepBoundary(agree_every_s=0), At(3, lambda trainer: disk.allow()), LastCheckpoint(every_n_steps=2))
     assert disk.written == [LAST, LAST]
-    found = read_checkpoint(tmp_path / "checkpoints" / PREVIOUS)
-    assert found["global_step"] == 2
-    assert found["state_dict"]["network.scale"].item() == before[2] != scale[0]
-    assert found["optimizer_states"][0]["state"][0]["momentum_buffer"].item() != 0
+    assert read_checkpoint(tmp_path / "checkpoints" / PREVIOUS)["global_step"] == 2
 
 
 class Unfinished(CSVLogger):
@@ -248,11 +222,6 @@ def test_a_run_that_fails_leaves_what_it_had_saved(disk: Disk, tmp_path: Path) -
         fit(tmp_path, At(1, last.save), At(2, fail), last, loggers=[Unfinished(tmp_path, name="", version="")])
     assert disk.written == [LAST]
     runs[0]._teardown()
-
-
-def step_of_run(folder: Path) -> int:
-    verify_checkpoint(folder / "checkpoints" / LAST)
-    return int(read_checkpoint(folder / "checkpoints" / LAST)["global_step"])
 
 
 def test_a_failed_write_ends_the_run_long_before_the_next_one(disk: Disk, tmp_path: Path) -> None:
@@ -298,29 +267,22 @@ def test_a_logger_that_uploads_checkpoints_finds_them(disk: Disk, tmp_path: Path
     assert uploads.uploaded == [3, 6]
 
 
-END = {
-    "signal": ["--trainer.callbacks+=stopping.SignalAfter", "--trainer.callbacks.step=3"],
-    "loss": ["--trainer.callbacks+=stopping.NotANumber", "--trainer.callbacks.step=3"],
-    "weights": ["--trainer.callbacks+=stopping.SpoilWeights", "--trainer.callbacks.step=5"],
-}
-
-
 @pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize(("cause", "status"), [("signal", 143), ("loss", 1), ("weights", 1)])
 def test_what_is_said_in_the_end_is_true(
-    cause: str, status: int, full: bool, disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    full: bool, disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The newest checkpoint is named when it is there; until it is waited for, the disk does nothing."""
     settle, disk.full = boundary.settle, full
+    last = tmp_path / "run" / "checkpoints" / LAST
 
     def wait(trainer: Trainer) -> None:
         disk.allow()
         settle(trainer)
-        assert step_of_run(tmp_path / "run") == 3
+        assert read_checkpoint(last)["global_step"] == 3
 
     monkeypatch.setattr(boundary, "settle", wait)
-    flags = [*TINY, "--last_checkpoint.every_n_steps=3", *END[cause], f"--run_dir={tmp_path / 'run'}"]
-    result = run_here("fit", *flags)
-    assert result.status == (1 if full else status)
-    newest = f"the newest checkpoint is {tmp_path / 'run' / 'checkpoints' / LAST}"
+    stop = ["--trainer.callbacks+=stopping.SignalAfter", "--trainer.callbacks.step=3"]
+    result = run_here("fit", *TINY, "--last_checkpoint.every_n_steps=3", *stop, f"--run_dir={tmp_path / 'run'}")
+    assert result.status == (1 if full else 143)
+    newest = f"the newest checkpoint is {last}"
     assert (newest in result.stderr, "last.ckpt could not be saved" in result.stderr) == (not full, full)

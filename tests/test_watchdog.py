@@ -28,7 +28,7 @@ from lit_cifar.watchdog import monitor as watch_module
 from lit_cifar.watchdog.activity import FACTOR, FIRST_TIME_S, PhaseTimer
 from lit_cifar.watchdog.callback import PHASES, Watchdog
 from lit_cifar.watchdog.diagnosis import Peer, Verdict, diagnose, diagnose_judge, updated
-from lit_cifar.watchdog.heartbeat import Heartbeat, Sight, first_heartbeat, stack_of
+from lit_cifar.watchdog.heartbeat import Heartbeat, Mates, Sight, first_heartbeat
 from lit_cifar.watchdog.monitor import BEAT_S, Monitor
 from lit_cifar.watchdog.store import HeartbeatStore, News, prepare
 
@@ -57,7 +57,6 @@ def verdict_of(*peers: Peer) -> Verdict | None:
 
 
 NOBODY = [
-    (peer(0), peer(1)),
     (peer(0), peer(1, heard_at=80.5)),  # silent, but not for long
     (peer(0), peer(1, state="stopped")),  # it may go on
     (peer(0), gone(1, over=True)),  # finished earlier
@@ -66,8 +65,7 @@ NOBODY = [
     (peer(0, idle_s=90), peer(1, idle_s=90, patience_s=600.0)),  # which compiles, or writes its first checkpoint
     # One that is behind, or in the same phase, computes for longer than ever: compiles again, has a slow disk.
     (peer(0, idle_s=90, events=8, waits=True), peer(1, idle_s=90, events=7, works=True)),
-    (peer(0, idle_s=90, waits=True), peer(1, idle_s=90, works=True), peer(2, idle_s=90, waits=True)),
-    (peer(0, idle_s=599, waits=True), peer(1, idle_s=599, works=True)),
+    (peer(0, idle_s=599, waits=True), peer(1, idle_s=599, works=True), peer(2, idle_s=599, waits=True)),
     # Aborted, perhaps because of another process: what has become of the others is not known yet.
     (peer(0), gone(1, "SIGABRT"), peer(2, heard_at=95, state="unseen")),
     (peer(0, failure="E", order=1), peer(1)),  # the other has not answered yet: it may be the cause
@@ -90,7 +88,6 @@ CULPRITS = [
     # A broken connection is the consequence of a death, and not its cause.
     (1, "killed", peer(0, failure="closed by peer", order=1), gone(1)),
     (0, "failed", peer(0, failure="E", order=1), gone(1, failure="closed", order=2)),
-    (1, "silent", peer(0), peer(1, heard_at=79)),
     (1, "silent", peer(0), peer(1, heard_at=79, state="stopped")),
     (2, "silent", peer(0), peer(1, heard_at=78, state="unseen"), peer(2, heard_at=79, state="stopped")),
     # After a failure a machine that is silent was lost before; the patience for it is short.
@@ -101,7 +98,6 @@ CULPRITS = [
     # The one that is behind; of equals the one that does not wait for others; the first.
     (1, "hung", peer(0, idle_s=30, events=8), peer(1, idle_s=21, events=7)),
     (1, "hung", peer(0, idle_s=30, events=8, waits=True), peer(1, idle_s=21, events=8)),
-    (0, "hung", peer(0, idle_s=30), peer(1, idle_s=30)),
     # What spins while it waits, or sleeps where others work, or works for more than ten minutes.
     (1, "hung", peer(0, idle_s=30, events=8, works=True), peer(1, idle_s=21, events=7)),
     (1, "hung", peer(0, idle_s=30, works=True), peer(1, idle_s=21), peer(2, idle_s=30, waits=True)),
@@ -129,7 +125,6 @@ def test_the_judge_says_who_is_to_blame(rank: int, kind: str, peers: list[Peer])
         ((peer(0, heard_at=80.5), peer(1, heard_at=0, idle_s=99), peer(2)), None),
         ((peer(0, state="stopped"), peer(1, failure="closed"), peer(2)), None),
         ((gone(0, over=True), peer(1), peer(2)), None),
-        ((peer(0, heard_at=0, over=True), peer(1), peer(2)), None),
         ((gone(0), peer(1), peer(2)), (0, "killed", 1)),
         ((gone(0), peer(1, state="stopped"), peer(2)), (0, "killed", 2)),
         ((gone(0, "SIGABRT"), gone(1, "SIGKILL"), peer(2)), (1, "killed", 2)),
@@ -149,14 +144,10 @@ def test_the_others_judge_the_judge(peers: tuple[Peer, ...], expected: tuple[int
 @pytest.mark.parametrize(
     ("culprit", "words"),
     [
-        (gone(1, "SIGKILL"), "SIGKILL, as by kill -9"),
-        (gone(1, "SIGSEGV"), "without a traceback, by SIGSEGV"),
         (gone(1), "as after SIGKILL"),
-        (peer(1, heard_at=70), "silent, no heartbeat for 30 s"),
         (peer(1, heard_at=70, state="stopped"), "stopped, as by SIGSTOP, no heartbeat for 30 s"),
         (peer(1, failure="Traceback\n  ...\nValueError: bad", order=1), "\n  ValueError: bad\n"),
-        (peer(1, idle_s=30), "hangs: no progress for 30 s"),
-        (peer(1, idle_s=30, stack="File x, line 1"), "rank 0: forward"),  # where the others are
+        (peer(1, idle_s=30, stack="File x, line 1"), "rank 0: forward)"),  # where the others are
         (peer(1, idle_s=30, stack="File x, line 1"), "\n  File x, line 1\n"),
     ],
 )
@@ -205,30 +196,22 @@ class Clock:
 def test_patience_is_five_times_the_longest_of_the_phase() -> None:
     clock = Clock()
     progress = PhaseTimer(timeout_s=TIMEOUT_S, clock=clock)
-
-    def pass_through(*durations: float) -> None:
-        for duration in durations:
-            progress.enter("step")
-            clock.now += duration
-            progress.enter("between")
-
     progress.enter("step")
     assert progress.patience_s() == FIRST_TIME_S  # nothing is known yet
     clock.now += 60
     assert progress.idle_s() == 60
+    for duration_s, patience_s in ((1, 300), (1, 300), (2, 300), (10, TIMEOUT_S), (0, 50)):  # the first was warming up
+        progress.enter("between")
+        progress.enter("step")
+        assert progress.patience_s() == patience_s
+        clock.now += duration_s
+    clock.now += 1000
+    progress.forgive()  # it was suspended
+    clock.now += 2
+    assert progress.idle_s() == 2
     progress.enter("between")
-    progress.enter("step")
-    assert progress.patience_s() == 300
-    clock.now += 1
-    progress.enter("between")
-    pass_through(1, 2)
-    progress.enter("step")
-    assert progress.patience_s() == TIMEOUT_S  # the first was warming up
-    clock.now += 10
-    progress.enter("between", step=7)
     progress.enter("step")
     assert progress.patience_s() == 50
-    assert progress.moment.step == 7
 
 
 def test_a_batch_of_another_shape_has_a_first_time_of_its_own() -> None:
@@ -239,30 +222,10 @@ def test_a_batch_of_another_shape_has_a_first_time_of_its_own() -> None:
         for phase in ("step", "backward"):
             progress.enter(phase, shape=shape if phase == "step" else None)
             clock.now += 100 if shape == 20 else 1
-    progress.enter("step", shape=32)
-    assert progress.patience_s() == TIMEOUT_S
-    progress.enter("backward")
-    assert progress.patience_s() == TIMEOUT_S
-    progress.enter("step", shape=20)
-    progress.enter("backward")
-    assert progress.patience_s() == 500
-    progress.enter("step", shape=7)
-    assert progress.patience_s() == FIRST_TIME_S
-    progress.enter("backward")
-    assert progress.patience_s() == FIRST_TIME_S
-    assert progress.moment.shape == 7
-
-
-def test_a_suspended_process_has_not_been_idle() -> None:
-    clock = Clock()
-    progress = PhaseTimer(timeout_s=TIMEOUT_S, clock=clock)
-    clock.now = 1000.0
-    progress.forgive()
-    clock.now += 2
-    assert progress.idle_s() == 2
-    progress.enter("step")
-    progress.enter("starting")
-    assert progress.patience_s() == TIMEOUT_S  # five times 2 s, not 1002 s
+    for shape, patience_s in ((32, TIMEOUT_S), (20, 500), (7, FIRST_TIME_S)):
+        for phase in ("step", "backward"):
+            progress.enter(phase, shape=shape if phase == "step" else None)
+            assert progress.patience_s() == patience_s
 
 
 @pytest.fixture
@@ -279,7 +242,7 @@ def beat_of(child: subprocess.Popen[bytes]) -> Heartbeat:
 
 def test_processes_are_seen_to_stop_and_to_end(child: subprocess.Popen[bytes]) -> None:
     started = process.start_time(child.pid)
-    assert started
+    mates = Mates([first_heartbeat(0), beat_of(child)], first_heartbeat(0))
     assert process.look_at(child.pid, started).state == "running"
     assert process.look_at(child.pid, started + "0") == Sight("gone")  # another one with the same pid
     child.send_signal(signal.SIGSTOP)
@@ -293,7 +256,9 @@ def test_processes_are_seen_to_stop_and_to_end(child: subprocess.Popen[bytes]) -
     assert process.look_at(child.pid, started) == Sight("gone", "SIGKILL")
     child.wait()
     assert process.look_at(child.pid, started) == Sight("gone")
-    assert [process.ending(code) for code in (3, -11, -99)] == ["exit status 3", "SIGSEGV", "signal 99"]
+    mates.exit_codes = lambda: {child.pid: child.returncode}  # which its parent knows
+    assert mates.look() == {1: Sight("gone", "SIGKILL")}
+    assert [process.ending(code) for code in (3, -99)] == ["exit status 3", "signal 99"]
 
 
 class CountingStore:
@@ -368,7 +333,7 @@ class Cluster:
         return None
 
 
-@pytest.mark.parametrize("num_ranks", [8, 64, 1024])
+@pytest.mark.parametrize("num_ranks", [8, 1024])
 def test_the_stores_work_grows_with_the_number_of_ranks(num_ranks: int) -> None:
     """Every rank writes a key and reads one, and rank 0 reads them all."""
     cluster = Cluster(num_ranks)
@@ -494,7 +459,6 @@ class Pair:
 
 def test_of_two_failures_both_processes_blame_the_first_and_one_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     pair = Pair().start()
-    time.sleep(2.5)
     failing = threading.Thread(target=pair.watches[1].fail, args=("ValueError: first",))
     failing.start()
     while not pair.watches[1]._board._order:  # has it told?
@@ -510,25 +474,7 @@ def test_of_two_failures_both_processes_blame_the_first_and_one_says_so(capsys: 
     assert capsys.readouterr().err == f"{verdict.message}\n"
 
 
-def test_processes_that_leave_end_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    before = set(threading.enumerate())
-    pair = Pair().start()
-    leaving = threading.Thread(target=pair.watches[0].leave)
-    leaving.start()
-    time.sleep(2.5)
-    assert leaving.is_alive()  # it serves the store for the other
-    pair.watches[1].leave()
-    leaving.join(2)
-    assert not leaving.is_alive()
-    pair.join()
-    for thread in set(threading.enumerate()) - before:
-        thread.join(1)
-        assert not thread.is_alive()
-    assert not pair.ended
-    assert not capsys.readouterr().err
-
-
-def test_who_leaves_waits_until_its_last_beat_has_arrived() -> None:
+def test_who_leaves_waits_until_its_last_beat_has_arrived(capsys: pytest.CaptureFixture[str]) -> None:
     """The store of a crowded machine answers late; a process that ends before would be taken for killed."""
     pair = Pair().start()
     board = pair.watches[1]._board
@@ -546,6 +492,7 @@ def test_who_leaves_waits_until_its_last_beat_has_arrived() -> None:
     pair.watches[0].leave()
     pair.join()
     assert not pair.ended
+    assert not capsys.readouterr().err
 
 
 def test_the_one_that_does_not_get_on_is_found(capsys: pytest.CaptureFixture[str]) -> None:
@@ -585,23 +532,12 @@ def test_a_stopped_process_is_named_and_killed(
     assert pair.ended == [1]
 
 
-def test_the_parent_knows_how_a_process_ended(
-    child: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
-) -> None:
-    pair = Pair(everyone=[first_heartbeat(0), beat_of(child)])
-    child.kill()
-    pair.watches[0].mates.exit_codes = lambda: {child.pid: child.wait()}
-    pair.start(0).join()
-    assert "was ended by SIGKILL" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("other", "culprit", "waits"),
     [
         (Sight("gone"), gone(1), False),
         (Sight("stopped"), peer(1, heard_at=79, state="stopped"), False),
         (Sight("running"), peer(1, failure="E", order=1), True),  # the culprit itself wants to know
-        (Sight("running"), peer(0, failure="E", order=1), True),
     ],
 )
 def test_who_ends_waits_for_those_that_have_yet_to_read_why(
@@ -609,13 +545,12 @@ def test_who_ends_waits_for_those_that_have_yet_to_read_why(
 ) -> None:
     watch, slept = Pair().watches[0], []
     watch._peers[1] = replace(watch._peers[1], sight=other)
-    monkeypatch.setattr(watch_module, "time", SimpleNamespace(sleep=slept.append, monotonic=time.monotonic))
+    monkeypatch.setattr(watch_module, "time", SimpleNamespace(sleep=slept.append))
     monkeypatch.setattr(process, "kill", lambda pid, started: None)
-    peers = {0: peer(0), 1: peer(1, answered=True)} | {culprit.beat.rank: culprit}
-    verdict = verdict_of(*peers.values())
+    verdict = verdict_of(peer(0), culprit if other.state != "running" else replace(culprit, answered=True))
     assert verdict is not None
     watch._conclude(verdict)
-    assert (2 * watch_module.BEAT_S in slept) == waits
+    assert (2 * BEAT_S in slept) == waits
 
 
 def test_a_board_does_not_wait_for_a_store_that_does_not_answer() -> None:
@@ -635,40 +570,6 @@ def test_a_board_does_not_wait_for_a_store_that_does_not_answer() -> None:
     release.set()
 
 
-def test_a_threads_innermost_frames_and_their_module_are_found() -> None:
-    frames, module = stack_of(threading.get_ident())
-    assert __file__ in frames
-    assert module == stack_of.__module__  # the innermost is its own
-    assert stack_of(-1) == ("", "")
-
-
-def activity_of(clock: Clock, *, memory_s: float = 10.0) -> activity.Activity:
-    return activity.Activity(peers=(), memory_s=memory_s, clock=clock)
-
-
-def test_who_uses_a_processor_or_waits_for_a_disk_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    found = activity_of(clock)
-
-    def works_after(seconds: float, used_s: float, *, on_disk: bool = False) -> bool:
-        clock.now += seconds
-        monkeypatch.setattr(activity, "effort", lambda peers: (used_s, on_disk))
-        found.look("lit_cifar.task.module")
-        assert not found.waits
-        return found.works
-
-    assert not works_after(0, 50.0)  # what was used before counts for nothing
-    assert not works_after(1, 50.04)
-    assert works_after(1, 50.1)
-    assert works_after(10, 50.1)
-    assert not works_after(1, 40.0)  # a process that it had started has ended
-    assert works_after(1, 40.1)
-    assert not works_after(11, 40.1)
-    assert works_after(1, 40.1, on_disk=True)
-    found.forget()
-    assert not found.works
-
-
 @pytest.mark.parametrize(
     ("module", "busy", "waits", "works"),
     [
@@ -684,41 +585,38 @@ def test_a_thread_that_waits_for_other_processes_is_told_from_one_that_works_or_
     module: str, busy: bool, waits: bool, works: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    found = activity_of(clock)
-    monkeypatch.setattr(activity, "effort", lambda peers: (clock.now * busy, False))
-    for _ in range(2):
-        clock.now += 1
+    found = activity.Activity(peers=(), memory_s=10.0, clock=clock)
+
+    def look(module: str, *, after_s: float, used_s: float) -> tuple[bool, bool]:
+        clock.now += after_s
+        monkeypatch.setattr(activity, "effort", lambda peers: (used_s, False))
         found.look(module)
-    assert (found.waits, found.works) == (waits, works)
-    monkeypatch.setattr(activity, "effort", lambda peers: (0.0, False))
-    clock.now += 1
-    found.look("lit_cifar.task.module")  # it has just got on, and has used nothing yet
-    assert (found.waits, found.works) == (waits, works)
-    clock.now += 10
-    found.look("lit_cifar.task.module")
-    assert (found.waits, found.works) == (False, False)
+        return found.waits, found.works
+
+    assert not look("lit_cifar.data.loader", after_s=0, used_s=50)[1]  # what was used before counts for nothing
+    assert look(module, after_s=1, used_s=50.1 if busy else 50.04) == (waits, works)
+    # It has just got on, and the process that it had started has ended.
+    assert look("lit_cifar.task.module", after_s=1, used_s=40) == (waits, works)
+    assert look("lit_cifar.task.module", after_s=10, used_s=40) == (False, False)
 
 
 def test_effort_is_of_the_main_thread_its_helpers_and_children_without_peers() -> None:
     """A helper writes a checkpoint, say; other threads spin while they wait."""
-    spin = [sys.executable, "-c", "while True: pass"]
-    with subprocess.Popen(spin) as child:
-        try:
-            first_s, _ = activity.effort(())
-            while activity.effort(())[0] < first_s + 0.2:
-                time.sleep(0.05)
-            assert activity.effort({child.pid})[0] < activity.effort(())[0] - 0.1
-        finally:
-            child.kill()
+    begin_s, _ = activity.effort(())
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
+        while activity.effort(())[0] < begin_s + 0.2:
+            time.sleep(0.05)
+        with_child_s, without_s = activity.effort(())[0], activity.effort({child.pid})[0]
+        child.kill()
+    assert without_s < with_child_s - 0.1
     for name, counts in ((f"{HELPER}_0", True), ("another", False)):
         over = threading.Event()
         thread = threading.Thread(target=lambda over=over: [None for _ in iter(over.is_set, True)], name=name)
-        before_s = activity.effort(())[0]
+        before_s, begin = activity.effort(())[0], time.process_time()
         thread.start()
-        while counts and activity.effort(())[0] < before_s + 0.1:
+        while time.process_time() < begin + 0.3:
             time.sleep(0.05)
-        time.sleep(0.3)
-        assert counts or activity.effort(())[0] < before_s + 0.1
+        assert (activity.effort(())[0] > before_s + 0.15) == counts
         over.set()
         thread.join()
     before_s, begin = activity.effort(())[0], time.thread_time()
@@ -728,6 +626,7 @@ def test_effort_is_of_the_main_thread_its_helpers_and_children_without_peers() -
 
 
 def test_the_hooks_note_phase_step_and_shape() -> None:
+    assert all(callable(getattr(L.Callback, name)) for name in PHASES)
     callback, trainer = Watchdog(), SimpleNamespace(global_step=3)
     progress = PhaseTimer(timeout_s=TIMEOUT_S)
     callback._watch = cast(Any, SimpleNamespace(progress=progress))
@@ -741,31 +640,26 @@ def test_the_hooks_note_phase_step_and_shape() -> None:
     assert progress.moment.shape == (1, 3, 2, 2)
 
 
-def test_every_phase_begins_with_a_hook_of_lightning() -> None:
-    assert all(callable(getattr(L.Callback, name)) for name in PHASES)
-    assert all(name in vars(Watchdog) for name in PHASES)
-
-
 def test_with_a_time_of_zero_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    callback, trainer = Watchdog(timeout_s=0), SimpleNamespace(world_size=2)
-    callback.setup(trainer, L.LightningModule(), "fit")  # type: ignore[arg-type]
+    callback = Watchdog(timeout_s=0)
+    callback.setup(cast(Any, SimpleNamespace(world_size=2)), L.LightningModule(), "fit")
     assert callback._watch is None
 
 
 @pytest.mark.parametrize("timeout_s", [-1.0, 1.0, math.nan])
 def test_a_time_in_which_there_may_be_no_beat_is_refused(timeout_s: float) -> None:
-    with pytest.raises(ConfigError, match=rf"watchdog\.timeout_s={timeout_s:g} is too short"):
+    with pytest.raises(ConfigError, match="is too short"):
         Watchdog(timeout_s=timeout_s)
 
 
 def test_a_process_ends_after_the_one_that_started_it(tmp_path: Path) -> None:
     """Who started it is noted before torch is imported, which takes long."""
     follower = (
-        "import sys, time; from lit_cifar import LitResNet; from lit_cifar.launch import startup as l; "
-        "modules = list(sys.modules); "
-        "assert modules.index('lit_cifar.launch.startup') < modules.index('torch'); "
-        "l._GRACE_S = 0; l.exit_with_parent(); print(0, flush=True); time.sleep(60)"
+        "import sys, time; from lit_cifar import LitResNet; from lit_cifar.launch import startup; "
+        "startup._GRACE_S = 0; startup.exit_with_parent(); "
+        "print([*sys.modules].index('lit_cifar.launch.startup') < [*sys.modules].index('torch'), flush=True); "
+        "time.sleep(60)"
     )
     starter = (
         f"import subprocess, sys, time; child = subprocess.Popen([sys.executable, '-c', {follower!r}]); "
@@ -775,7 +669,7 @@ def test_a_process_ends_after_the_one_that_started_it(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", starter], stdout=pipe, stderr=pipe, text=True) as run:
         assert run.stdout is not None
         assert run.stderr is not None
-        assert run.stdout.readline()
+        assert run.stdout.readline() == "True\n"
         child = psutil.Process(int((tmp_path / "pid").read_text()))
         run.kill()
         assert f"pid {child.pid} stops: pid {run.pid}, which started it, is gone" in run.stderr.readline()
@@ -790,8 +684,8 @@ def test_only_a_rank_whose_launcher_waits_ends_at_once(launched: bool, monkeypat
     monkeypatch.setattr("atexit.register", at_exit.append)
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr("sys.excepthook", None)
-    monkeypatch.setattr("lit_cifar.watchdog.callback._was_launched", lambda trainer: launched)
-    watchdog, trainer = Watchdog(), cast(Any, SimpleNamespace(global_rank=0))
+    monkeypatch.setattr("torch.distributed.is_torchelastic_launched", lambda: launched)
+    watchdog, trainer = Watchdog(), cast(Any, SimpleNamespace(global_rank=0, strategy=SimpleNamespace(launcher=None)))
     watchdog._watch = cast(Any, SimpleNamespace(fail=lambda failure, quiet: SimpleNamespace(rank=1)))
     watchdog.on_exception(trainer, cast(Any, None), RuntimeError("another rank has closed its connection"))
     assert len(at_exit) == launched
