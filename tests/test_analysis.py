@@ -1,36 +1,82 @@
-"""Frames and figures from run folders written by hand."""
+"""What the notebooks read from run folders and draw: mostly folders written by hand."""
 
+import json
 import math
+import mmap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
+from commands import TINY, launch, mode_flags, run_here
 
-from analysis.run_frames import (
-    per_rank_frame,
-    read_digests,
-    read_metrics,
-    read_per_rank,
+from analysis import interrupted_runs
+from analysis.interrupted_runs import (
+    StepWatch,
+    interruption,
+    learning_rates,
+    read_step_log,
+    steps_in_log,
+    steps_in_metrics,
+    uses_per_epoch,
+)
+from analysis.run_frames import per_rank_frame, read_digests, read_metrics, read_per_rank
+from analysis.scaling import MIB, accuracy_over_time, read_memory, read_speed, scaling_frame, time_to
+from analysis.stage_timeline import read_timeline
+from analysis.training_differences import (
+    largest_differences,
+    plot_distances,
+    plot_losses,
+    plot_side_by_side,
+    read_losses,
+    read_weights,
 )
 from lit_cifar.checkpoint.format import POSITION
 from lit_cifar.checkpoint.lightning_io import digest, note_epoch
 from lit_cifar.errors import ConfigError
+from lit_cifar.reporting import memory
 from lit_cifar.reporting.evaluation_tables import write_per_rank
 from lit_cifar.reporting.rank_statistics import AccuracyCount
 
-ONE_BAD = [AccuracyCount(900, 1000), AccuracyCount(895, 1000), AccuracyCount(800, 1000), AccuracyCount(910, 1000)]
+# ---------------------------------------------------------------- files of a run folder
+
+
+@pytest.mark.parametrize(
+    ("read", "text"),
+    [
+        (read_metrics, r"no metrics\.csv in the run folder .*\n.*lit_cifar fit"),
+        (read_digests, r"no weights\.sha256 in the run folder .*\n.*lit_cifar fit"),
+        (lambda run: read_per_rank(run, split="test"), r"no per_rank\.csv in the run folder .*\n.*lit_cifar test"),
+        (read_weights, r"no checkpoints/last\.ckpt in the run folder .*\n.*lit_cifar fit"),
+        (read_step_log, r"no steps_rank\*\.csv in"),
+        (read_memory, r"no memory-rank.*\n.*TrainingMemory"),
+        (read_timeline, r"no timeline\.json in the run folder .*\n.*timeline\.Timeline"),
+    ],
+)
+def test_what_a_folder_lacks_is_named_with_what_writes_it(
+    read: Callable[[Path], object], text: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        read(tmp_path)
 
 
 def test_metrics_have_one_row_for_each_step(tmp_path: Path) -> None:
+    """A run without its last checkpoint has ended with a loss that was not finite."""
     (tmp_path / "metrics.csv").write_text(
-        "epoch,lr-SGD,step,train/loss,val/acc\n,0.1,3,,\n0,,3,,0.5\n0,,3,1.5,\n,0.1,7,,\n1,,7,1.25,\n"
+        "epoch,lr-SGD,step,train/loss_step,val/acc\n,0.1,3,,\n0,,3,,0.5\n0,,3,1.5,\n,0.05,7,,\n1,,7,1.25,\n"
     )
     frame = read_metrics(tmp_path)
-    assert frame["step"].tolist() == [3, 7]
-    assert frame["epoch"].tolist() == [0, 1]
-    assert frame["train/loss"].tolist() == [1.5, 1.25]
+    assert frame[["step", "epoch", "train/loss_step"]].values.tolist() == [[3, 0, 1.5], [7, 1, 1.25]]
     assert frame["val/acc"][0] == 0.5
     assert math.isnan(frame["val/acc"][1])
+    assert learning_rates(tmp_path).values.tolist() == [[4, 0.1], [8, 0.05]]
+    losses = read_losses(tmp_path)
+    assert losses[:2] == [1.5, 1.25]
+    assert math.isnan(losses[2])
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "last.ckpt").touch()
+    assert read_losses(tmp_path) == [1.5, 1.25]
 
 
 def test_digests_are_those_of_the_run_folder(tmp_path: Path) -> None:
@@ -41,26 +87,195 @@ def test_digests_are_those_of_the_run_folder(tmp_path: Path) -> None:
 
 
 def test_per_rank_rows_come_back_with_intervals_and_flags(tmp_path: Path) -> None:
-    write_per_rank(tmp_path, "val", [AccuracyCount(1, 2)])
-    write_per_rank(tmp_path, "test", ONE_BAD)
+    one_bad = [AccuracyCount(correct, 1000) for correct in (900, 895, 800, 910)]
+    write_per_rank(tmp_path, "test", one_bad)
+    with pytest.raises(ConfigError, match=r"no rows of split=val\n.*lit_cifar validate"):
+        read_per_rank(tmp_path, split="val")
     frame = read_per_rank(str(tmp_path), split="test")
     assert frame["rank"].tolist() == ["0", "1", "2", "3", "all"]
     assert frame["correct"].tolist() == [900, 895, 800, 910, 3505]
     assert frame["deviates"].tolist() == [False, False, True, False, False]
-    assert (frame["low"][2], frame["high"][2]) == ONE_BAD[2].interval()
+    assert (frame["low"][2], frame["high"][2]) == one_bad[2].interval()
     assert frame["accuracy"][4] == pytest.approx(3505 / 4000)
-    assert read_per_rank(tmp_path, split="val")["total"].tolist() == [2, 2]
-    assert per_rank_frame(ONE_BAD, split="test").equals(frame[frame["rank"] != "all"])
+    assert per_rank_frame(one_bad, split="test").equals(frame[frame["rank"] != "all"])
 
 
-def test_missing_files_and_splits_name_the_folder_and_the_command(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no metrics\.csv in the run folder .*\n.*lit_cifar fit") as caught:
-        read_metrics(tmp_path)
-    assert str(tmp_path) in caught.value.problem
-    with pytest.raises(ConfigError, match=r"no weights\.sha256 in the run folder .*\n.*lit_cifar fit"):
-        read_digests(tmp_path)
-    with pytest.raises(ConfigError, match=r"no per_rank\.csv in the run folder .*\n.*lit_cifar test"):
-        read_per_rank(tmp_path, split="test")
-    write_per_rank(tmp_path, "test", [AccuracyCount(1, 2)])
-    with pytest.raises(ConfigError, match=r"no rows of split=val\n.*lit_cifar validate"):
-        read_per_rank(tmp_path, split="val")
+# ---------------------------------------------------------------- how trainings differ
+
+
+def test_parameters_and_running_statistics_of_last_checkpoints_are_compared_apart(tmp_path: Path) -> None:
+    weights = {}
+    for name, weight, mean in (("a", 1.0, 0.5), ("b", 3.0, 0.25)):
+        content = {
+            "network.bn1.weight": torch.tensor([1.0, weight]),
+            "network.bn1.running_mean": torch.tensor([mean], dtype=torch.float64),
+            "network.bn1.num_batches_tracked": torch.tensor(round(1000 * mean)),
+        }
+        (tmp_path / name / "checkpoints").mkdir(parents=True)
+        torch.save({"state_dict": content}, tmp_path / name / "checkpoints" / "last.ckpt")
+        weights[name] = read_weights(tmp_path / name)
+    trained, running = (largest_differences(weights, running=running) for running in (False, True))
+    assert trained.to_dict() == {"a": {"a": 0.0, "b": 2.0}, "b": {"a": 2.0, "b": 0.0}}
+    assert running.to_dict() == {"a": {"a": 0.0, "b": 0.25}, "b": {"a": 0.25, "b": 0.0}}
+
+
+def test_a_loss_that_becomes_nan_is_crossed() -> None:
+    curves = {"one": {"a": [1.0, 10.0, math.nan, math.nan]}, "other": {"b": [2.0, 1.0]}}
+    one, other = plot_losses(curves, xlabels=["x", "y"]).axes
+    assert [line.get_xydata().tolist() for line in one.lines] == [[[0, 1], [1, 10]], [[2, 10]]]
+    assert [line.get_xydata().tolist() for line in other.lines] == [[[0, 2], [1, 1]]]
+
+
+def test_equal_curves_are_all_seen() -> None:
+    """Each is narrower than the one below it, or has points alone."""
+    curve = pd.Series([2.0, 1.0], index=[8, 16])
+    (axes,) = plot_side_by_side({"": dict.fromkeys("abcde", curve)}, xlabel="x", ylabel="y").axes
+    widths = [line.get_linewidth() for line in axes.lines if line.get_linestyle() != "None"]
+    assert widths == sorted(widths, reverse=True)
+    assert len({(line.get_linestyle(), line.get_marker(), line.get_linewidth()) for line in axes.lines}) == 5
+
+
+@pytest.mark.parametrize(("values", "floor"), [([0.0, 3e-6, 0.2], 1e-6), ([0.0, 0.0, 0.0], 1.0)])
+def test_no_distance_has_a_place_below_the_smallest_one(values: list[float], floor: float) -> None:
+    (axes,) = plot_distances({"a": pd.Series(values)}, xlabel="x", ylabel="y").axes
+    heights = axes.transData.transform([[0, value] for value in (0.0, floor, 10 * floor)])[:, 1]
+    assert 0 < heights[1] - heights[0] <= heights[2] - heights[1]
+    assert axes.get_ylim()[0] == 0
+
+
+# ---------------------------------------------------------------- what a killed process costs
+
+
+@pytest.mark.parametrize(
+    ("lines", "steps"),
+    [(None, 0), ("", 0), ("0,0,2.5\n,9,\n", 10), ("0,0,2.5\n,9,\n0,1", 10)],  # the last one is being written
+)
+def test_steps_of_a_run_in_progress(lines: str | None, steps: int, tmp_path: Path) -> None:
+    if lines is not None:
+        (tmp_path / "metrics.csv").write_text("epoch,step,train/loss\n" + lines)
+    assert steps_in_metrics(tmp_path) == steps
+
+
+def test_steps_of_a_loop_of_two_ranks_that_was_killed_in_its_second_epoch(tmp_path: Path) -> None:
+    assert steps_in_log(tmp_path) == 0
+    for rank in (0, 1):
+        rows = ["start,epoch,step,lr,loss,ids", "0,0,0,,,", f"0,0,1,0.1,2.5,{rank} 2", f"0,1,2,0.1,2.0,{rank}"]
+        rows += ["1,0,0,,,", f"1,0,1,0.1,1.5,{rank} 2", f"1,1,2,0.1,1.25,{rank}"]
+        (tmp_path / f"steps_rank{rank}.csv").write_text("\n".join(rows) + "\n")
+    assert steps_in_log(tmp_path) == 2
+    log = read_step_log(tmp_path)
+    assert log[log["rank"] == 1]["ids"].tolist() == [[1, 2], [1], [1, 2], [1]]
+    assert log["start"].tolist() == [0, 0, 1, 1] * 2
+    assert uses_per_epoch(log).to_dict() == {0: 8, 1: 4}
+
+
+def test_what_a_restart_repeats_and_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock: Iterator[float] = iter([0.0, 0.0, 1.0, 2.0, 3.0, 3.5, 3.6, 9.0, 11.0, 12.0])
+    monkeypatch.setattr(interrupted_runs, "perf_counter", lambda: next(clock))
+    steps = iter([0, 1, 2, 3, 3, 3, 4, 2, 3, 5])
+    watch = StepWatch(lambda: next(steps))
+    for event in ("", "", "", "", "", "rank 1 is killed", "", "", "", ""):
+        watch.look(event)
+    assert watch.frame["step"].tolist() == [0, 1, 2, 3, 3, 4, 2, 3, 5]  # changes and the event
+    assert interruption(watch.frame).to_dict() == {
+        "killed_after_step": 4,  # one more was done before the process was gone
+        "resumed_from_step": 2,
+        "steps_repeated": 2,
+        "seconds_to_next_step": 7.5,
+    }
+    just_after_saving = watch.frame.drop(index=[5, 6, 7])
+    assert [*interruption(just_after_saving)] == [3, 3, 0, 8.5]
+
+
+# ---------------------------------------------------------------- speed, memory and time to an accuracy
+
+
+def write_run(folder: Path, *, speeds: tuple[int, ...], state_mib: tuple[int, ...] = (3,)) -> Path:
+    folder.mkdir(parents=True)
+    rows = [f"0,{step},{speed}" for step, speed in enumerate(speeds)]
+    (folder / "metrics.csv").write_text("\n".join(["epoch,step,train/images_per_s", *rows, ""]))
+    for rank, size in enumerate(state_mib):
+        content = {"rank": rank, "state_bytes": size * MIB, "gpu_peak_bytes": None}
+        (folder / f"memory-rank{rank}.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_modes_are_compared_with_one_device(tmp_path: Path) -> None:
+    speeds = {("single", 1): (90, 100, 400), ("fsdp2", 2): (135, 160, 640)}
+    states = {("single", 1): (6,), ("fsdp2", 2): (2, 4)}
+    runs = {
+        kind: [write_run(tmp_path / f"{kind[0]}{speed}", speeds=(speed, speed), state_mib=states[kind]) for speed in of]
+        for kind, of in speeds.items()
+    }
+    single, double = scaling_frame(runs).to_dict("records")
+    assert (single["repeats"], single["images_per_s"], single["slowest"], single["fastest"]) == (3, 100, 90, 400)
+    assert (double["repeats"], double["images_per_s"], double["slowest"], double["fastest"]) == (3, 160, 135, 640)
+    assert (single["speedup"], single["efficiency"], single["state_mib"]) == (1, 1, 6)
+    # Round by round 1.5, 1.6 and 1.6: the last round is fast for both.
+    assert (double["speedup"], double["lowest"], double["highest"]) == (1.6, 1.5, 1.6)
+    assert (double["efficiency"], double["state_mib"]) == (0.8, 4)
+    runs["fsdp2", 2].pop()
+    with pytest.raises(ConfigError, match=r"\('fsdp2', 2\): 2.*\n.*every round"):
+        scaling_frame(runs)
+
+
+def test_seconds_follow_from_the_speed_of_each_window(tmp_path: Path) -> None:
+    """Steps 0 and 1 took 0.1 s each, 2 and 3 took 0.2 s each, 4 and 5 again 0.1 s; step 6 is taken to be like them."""
+    (tmp_path / "config.yaml").write_text("data: {batch_size: 10}\n")
+    rows = ["epoch,step,train/loss,val/acc", "0,2,2.0,0.3", "1,6,1.5,0.5", ""]
+    (tmp_path / "metrics.csv").write_text("\n".join(rows))
+    with pytest.raises(ConfigError, match=r"has logged no train/images_per_s.*\n.*log_every_n_steps"):
+        read_speed(tmp_path)
+    # A window of 2 steps is logged at its end. Epochs end with step 2, in a window, and with step 6, after the last.
+    rows = ["epoch,step,train/images_per_s,val/acc", "0,1,100,", "0,2,,0.3", "1,3,50,", "1,5,100,", "1,6,,0.5", ""]
+    (tmp_path / "metrics.csv").write_text("\n".join(rows))
+    frame = accuracy_over_time(tmp_path)
+    assert frame["accuracy"].tolist() == [0.3, 0.5]
+    assert frame["seconds"].tolist() == pytest.approx([0.4, 0.9])
+    assert time_to(frame, 0.3) == pytest.approx({"steps": 3, "seconds": 0.4})
+    assert time_to(frame, 0.31) == time_to(frame, 0.3, in_a_row=2) == pytest.approx({"steps": 7, "seconds": 0.9})
+    assert all(map(math.isnan, [*time_to(frame, 0.6).values(), *time_to(frame, 0.31, in_a_row=2).values()]))
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux says what is resident")
+def test_the_peak_is_that_since_it_was_forgotten() -> None:
+    before = memory.forget_resident_peak()
+    assert before is not None
+    with mmap.mmap(-1, 64 * MIB) as pages:  # new ones: what is allocated may be memory that has been freed before
+        for place in range(0, 64 * MIB, mmap.PAGESIZE):
+            pages[place] = 1
+    highest = memory.resident_peak()
+    assert highest - before > 60 * MIB
+    assert highest - (memory.forget_resident_peak() or highest) > 30 * MIB
+
+
+MEMORY = "--trainer.callbacks+=lit_cifar.reporting.memory.TrainingMemory"
+STATE_BYTES = 3 * 4 * 91_866  # weights, gradients and momentum of the tiny network
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_what_one_device_holds(known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a system that does not say what is resident."""
+    if not known:
+        monkeypatch.setattr(memory, "_PROCESS", tmp_path / "none")
+    assert run_here("fit", *TINY, MEMORY, f"--run_dir={tmp_path / 'run'}").status == 0
+    found = read_memory(tmp_path / "run")
+    assert found["state_mib"].tolist() == [STATE_BYTES / MIB]
+    assert math.isnan(found["resident_peak_mib"][0]) != known
+    assert read_speed(tmp_path / "run") > 0
+    assert accuracy_over_time(tmp_path / "run")["step"].tolist() == [4]
+
+
+@pytest.mark.parametrize("mode", ["fsdp2", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("ddp", "pp"))])
+def test_what_a_process_holds_of_it(mode: str, tmp_path: Path) -> None:
+    launch("fit", *TINY, MEMORY, *mode_flags(mode), f"--run_dir={tmp_path / 'run'}", ranks=2)
+    first, second = read_memory(tmp_path / "run")["state_mib"] * MIB / STATE_BYTES
+    if mode == "ddp":
+        assert first == second == 1
+    elif mode == "fsdp2":
+        assert (first, second) == pytest.approx((0.5, 0.5), abs=0.01)
+        peaks = read_memory(tmp_path / "run")["resident_peak_mib"]
+        assert (peaks > STATE_BYTES / 3 / MIB).all(), "gradients and momentum come after the start"
+    else:  # the later layers have most of the weights
+        assert first + second == pytest.approx(1)
+        assert 0 < first < second

@@ -60,7 +60,6 @@ def test_torchs_old_format_is_read(tmp_path: Path) -> None:
     ("arch", "num_classes", "problem"),
     [
         ("resnet34", 10, "layer1.2"),
-        ("resnet50", 10, "layer1.0.conv1"),
         ("resnet18", 1000, None),
         ("resnet18", 10, "fc.weight"),
     ],

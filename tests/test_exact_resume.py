@@ -19,6 +19,7 @@ from lit_cifar import LitResNet
 from lit_cifar.checkpoint.exact_resume import _collect
 from lit_cifar.checkpoint.files import write_checkpoint
 from lit_cifar.checkpoint.format import read_checkpoint
+from lit_cifar.checkpoint.lightning_io import DIGESTS, digest
 from lit_cifar.cli.main import CLI
 from lit_cifar.launch.forked import ForkedRun, _rank_environments
 from lit_cifar.reporting.run_folder import LOCK
@@ -67,6 +68,9 @@ def assert_same_end(run: Path, undisturbed: Path) -> None:
         assert found.get(key) == expected.get(key), key
     torch.testing.assert_close(found["metrics"], expected["metrics"], rtol=0, atol=0)
     assert metrics(run) == metrics(undisturbed)
+    *_, line = (run / DIGESTS).read_text().splitlines()
+    assert line == f"{digest(found['state_dict'])}  epoch {found['position']['epoch'] - 1}"
+    assert (run / DIGESTS).read_text() == (undisturbed / DIGESTS).read_text()
 
 
 def test_processes_that_see_different_checkpoints_end_in_words(

@@ -4,10 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import TINY, run_here
 
 from lit_cifar.checkpoint import lightning_io
-from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.checkpoint.lightning_io import DIGESTS, CheckpointFiles, digest, note_epoch
 from lit_cifar.errors import SaveError
 
@@ -54,13 +52,3 @@ def test_a_damaged_line_is_dropped_and_an_error_names_this_file(tmp_path: Path) 
     (tmp_path / f"{DIGESTS}.part").mkdir()
     with pytest.raises(SaveError, match=rf"{DIGESTS} could not be saved: Is a directory"):
         CheckpointFiles().save_checkpoint(checkpoint, tmp_path / "checkpoints" / "last.ckpt")
-
-
-def test_a_run_writes_them(tmp_path: Path) -> None:
-    flags = ["fit", *TINY, "--trainer.max_epochs=2", f"--run_dir={tmp_path}"]
-    assert run_here(*flags, "--trainer.max_steps=7").status == 0
-    (first,) = (tmp_path / DIGESTS).read_text().splitlines()
-    with pytest.warns(UserWarning, match="has 7 optimizer steps, this run has 10"):
-        assert run_here(*flags, "--resume=auto").status == 0
-    last = read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["state_dict"]
-    assert (tmp_path / DIGESTS).read_text().splitlines() == [first, f"{digest(last)}  epoch 1"]

@@ -1,0 +1,306 @@
+"""`per_rank.csv`, its intervals and flags, and `predictions.csv`: on one process, on replicas, on several processes."""
+
+import csv
+import math
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from tiny_task import CLASSES, Batches, TinyData, TinyTask, fake_trainer, read_events, tiny_trainer
+from torch import Tensor
+
+from lit_cifar.data.batch_split import BatchSplit
+from lit_cifar.data.images import Batch
+from lit_cifar.data.pictures import FolderImages
+from lit_cifar.reporting.evaluation_tables import PerRankAccuracy, PredictionWriter, write_per_rank
+from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates, log_chance, pooled
+
+# ---------------------------------------------------------------- accuracy of every rank
+
+
+def batch_of(correct: int, total: int) -> Batch:
+    """A batch whose "images" are the logits that `Echo` returns; the first `correct` of them are right."""
+    labels = torch.arange(total) % 3
+    answers = torch.where(torch.arange(total) < correct, labels, (labels + 1) % 3)
+    return Batch(torch.eye(3)[answers], labels, torch.arange(total), 1.0)
+
+
+class Echo(LightningModule):
+    """Returns the logits it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return (self.scale * batch.images).sum()
+
+    def test_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return batch.images
+
+    validation_step = test_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class Given(LightningDataModule):
+    """The same batches in every loader. (Lightning takes a plain list of tuples for a collection of loaders.)"""
+
+    name = "three classes"
+
+    def __init__(self, *batches: Batch) -> None:
+        super().__init__()
+        self.loader = torch.utils.data.DataLoader(batches, batch_size=None)
+
+    def train_dataloader(self) -> Any:
+        return self.loader
+
+    val_dataloader = test_dataloader = train_dataloader
+
+
+def trainer_for(run: Path, **options: Any) -> Trainer:
+    return tiny_trainer(run, **{"callbacks": [PerRankAccuracy()], "max_epochs": None} | options)
+
+
+def counts(trainer: Trainer, split: str) -> list[AccuracyCount]:
+    (callback,) = (callback for callback in trainer.callbacks if isinstance(callback, PerRankAccuracy))
+    return callback.counts[split]
+
+
+def scalars(run: Path, tag: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in read_events(run).Scalars(tag)]
+
+
+def rows_of_table(text: str) -> dict[str, list[str]]:
+    """By rank, the cells of the table that is printed."""
+    lines = [line.split("│")[1:-1] for line in text.splitlines() if line.startswith("│")]
+    return {first.strip(): [cell.strip() for cell in rest] for first, *rest in lines}
+
+
+def test_one_process_counts_every_batch_and_reports_everywhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = trainer_for(tmp_path)
+    trainer.test(Echo(), datamodule=Given(batch_of(3, 4), batch_of(0, 0), batch_of(2, 5)))
+    assert counts(trainer, "test") == [AccuracyCount(5, 9)]
+    assert (tmp_path / "per_rank.csv").read_text() == (
+        "split,rank,correct,total,accuracy\ntest,0,5,9,0.555556\ntest,all,5,9,0.555556\n"
+    )
+    assert scalars(tmp_path, "test/acc_rank0") == [(0, pytest.approx(5 / 9))]
+    printed = capsys.readouterr().out
+    assert "Accuracy per rank, test, three classes" in printed
+    # Wilson's interval of 5 in 9, as in Wilson's formula by hand
+    assert rows_of_table(printed)["all"] == ["5", "9", "55.56%", "26.67% to 81.12%", ""]
+
+
+def test_fit_counts_each_validation_afresh_without_the_sanity_check_or_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = trainer_for(tmp_path, max_epochs=2, num_sanity_val_steps=1)
+    trainer.fit(Echo(), datamodule=Given(batch_of(3, 4), batch_of(2, 5)))
+    assert counts(trainer, "val") == [AccuracyCount(5, 9)]
+    assert scalars(tmp_path, "val/acc_rank0") == [(2, pytest.approx(5 / 9)), (4, pytest.approx(5 / 9))]
+    assert "Accuracy per rank" not in capsys.readouterr().out
+    trainer.validate(Echo(), datamodule=Given(batch_of(1, 2)))
+    assert "Accuracy per rank, val, three classes" in capsys.readouterr().out
+    assert "val,all,1,2,0.500000\n" in (tmp_path / "per_rank.csv").read_text()
+
+
+@pytest.mark.parametrize("options", [{"logger": False}, {"fast_dev_run": True}], ids=str)
+def test_a_run_without_a_folder_still_prints_its_table(
+    options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer_for(tmp_path, default_root_dir=tmp_path, **options).test(Echo(), datamodule=Given(batch_of(1, 2)))
+    assert "Accuracy per rank, test, three classes" in capsys.readouterr().out
+    assert list(tmp_path.rglob("per_rank.csv*")) == []
+
+
+class Replicas(SingleDeviceStrategy):
+    """One process that pretends to compute each batch in chunks on three devices, as `dp` does."""
+
+    replicas_per_rank = 3
+
+    def replica_of(self, num_samples: int) -> Tensor:
+        sizes = [len(chunk) for chunk in torch.arange(num_samples).chunk(3)]
+        return torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+
+
+class SecondProcess(Replicas):
+    """One of two."""
+
+    distributed_sampler_kwargs = {"num_replicas": 2, "rank": 1}  # noqa: RUF012
+
+
+def test_a_rank_is_a_replica_where_one_process_holds_several(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = trainer_for(tmp_path, strategy=Replicas(torch.device("cpu")))
+    trainer.test(Echo(), datamodule=Given(batch_of(400, 600), batch_of(1, 2), batch_of(0, 0)))
+    # chunks of 200, 200, 200 and of 1, 1, none
+    assert counts(trainer, "test") == [AccuracyCount(201, 201), AccuracyCount(200, 201), AccuracyCount(0, 200)]
+    flags = {rank: cells[-1] for rank, cells in rows_of_table(capsys.readouterr().out).items()}
+    assert flags == {"0": "", "1": "", "2": "yes", "all": ""}
+    trainer = trainer_for(tmp_path, strategy=SecondProcess(torch.device("cpu")))
+    trainer.test(Echo(), datamodule=Given(batch_of(4, 6)))
+    seen = [(count.correct, count.total) for count in counts(trainer, "test")]
+    assert seen == [(0, 0), (0, 0), (0, 0), (2, 2), (2, 2), (0, 2)]
+
+
+def test_a_split_replaces_its_own_rows_only_and_a_write_that_fails_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_per_rank(tmp_path, "val", [AccuracyCount(1, 2), AccuracyCount(2, 2)])
+    write_per_rank(tmp_path, "test", [AccuracyCount(3, 4)])
+    write_per_rank(tmp_path, "val", [AccuracyCount(0, 0)])
+    monkeypatch.setattr(csv, "writer", Mock(side_effect=OSError("No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        write_per_rank(tmp_path, "val", [AccuracyCount(2, 2)])
+    assert (tmp_path / "per_rank.csv").read_text().splitlines()[1:] == [
+        "test,0,3,4,0.750000",
+        "test,all,3,4,0.750000",
+        "val,0,0,0,nan",
+        "val,all,0,0,nan",
+    ]
+
+
+# ---------------------------------------------------------------- intervals and flags
+
+
+@pytest.mark.parametrize(
+    ("correct", "total", "low", "high"),
+    [  # R. G. Newcombe, Statistics in Medicine 17 (1998), 857-872, table I, method 3
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0000, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ],
+)
+def test_wilson_interval_equals_the_published_values(correct: int, total: int, low: float, high: float) -> None:
+    assert AccuracyCount(correct, total).interval() == pytest.approx((low, high), abs=5e-5)
+
+
+def brute_force(part: AccuracyCount, whole: AccuracyCount) -> float:
+    """The probability of `log_chance` from binomial coefficients, as exact integers."""
+    ways = {
+        k: math.comb(whole.correct, k) * math.comb(whole.total - whole.correct, part.total - k)
+        for k in range(part.total + 1)
+    }
+    above = part.correct * whole.total >= whole.correct * part.total
+    tail = sum(way for k, way in ways.items() if (k >= part.correct if above else k <= part.correct))
+    return min(1.0, 2 * tail / math.comb(whole.total, part.total))
+
+
+def test_chance_probability_equals_a_count_with_whole_numbers() -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        part = AccuracyCount(draw.randint(0, n := draw.randint(0, 60)), n)
+        rest = AccuracyCount(draw.randint(0, m := draw.randint(0, 200)), m)
+        assert math.exp(log_chance(part, part + rest)) == pytest.approx(brute_force(part, part + rest), rel=1e-9)
+    part, whole = AccuracyCount(1215, 1429), AccuracyCount(8937, 10000)  # of a test set
+    assert math.exp(log_chance(part, whole)) == pytest.approx(brute_force(part, whole), rel=1e-6)
+
+
+HONEST_AT_7_RANKS = [1290, 1276, 1301, 1268, 1294, 1283]
+
+
+@pytest.mark.parametrize(
+    ("correct", "total", "flagged"),
+    [
+        ([*HONEST_AT_7_RANKS, 1280], 1429, []),
+        ([*HONEST_AT_7_RANKS, 1180], 1429, [6]),
+        ([900, 800], 1000, [0, 1]),  # of two both or none
+        ([900, 890], 1000, []),
+        ([900, 895, 910, 800], 1000, [3]),  # without the bad one the third does not look too good
+        ([9000, 8990, 9010, 500], 10000, [3]),  # with probabilities too small for a float
+        ([7], 10, []),
+        ([0] * 3, 0, []),
+        ([5000] * 2, 5000, []),
+        ([], 0, []),
+    ],
+)
+def test_only_ranks_beyond_chance_are_flagged(correct: list[int], total: int, flagged: list[int]) -> None:
+    found = [AccuracyCount(each, total) for each in correct]
+    assert deviates(found) == [rank in flagged for rank in range(len(found))]
+    assert all(math.isnan(count.accuracy) and count.interval() == (0.0, 1.0) for count in found if not count.total)
+
+
+def test_ranks_with_hardly_any_samples_are_not_flagged_and_the_level_is_shared_among_the_ranks() -> None:
+    """3 of 3 wrong against 9 of 9 right has probability 2/220 = 0.0091: enough alone, not with a second comparison."""
+    assert deviates([AccuracyCount(0, 5000), AccuracyCount(0, 1)]) == [False, False]
+    assert deviates([AccuracyCount(4000, 5000), AccuracyCount(0, 0)]) == [False, False]
+    few = [AccuracyCount(0, 3), AccuracyCount(9, 9)]
+    assert math.exp(log_chance(few[0], pooled(few))) == pytest.approx(2 / 220)
+    assert deviates(few) == [False, False]
+    assert deviates(few, level=0.02) == [True, True]
+
+
+# ---------------------------------------------------------------- predictions
+
+NAMES = ("b.png", 'odd, "name".png', "broken.png", "sub/a.jpg", "notes.txt", "z.png")
+ERRORS = (None, None, "truncated, at byte 7", None, "not an image", None)
+
+
+def folder_data() -> TinyData:
+    data = TinyData(num_images=4, batch_size=2)
+    data.folder = FolderImages(tuple(map(Path, NAMES)), ERRORS, data.sets["predict"])
+    return data
+
+
+def predict(folder: Path, **settings: Any) -> list[list[str]]:
+    trainer = tiny_trainer(folder, callbacks=[PredictionWriter()], **settings)
+    trainer.predict(TinyTask(), datamodule=folder_data(), return_predictions=False)
+    with (folder / "predictions.csv").open(newline="") as file:
+        return list(csv.reader(file))
+
+
+def expected_rows() -> list[list[str]]:
+    images = folder_data().sets["predict"].images
+    results = iter(TinyTask()(images.float()).detach().softmax(dim=1))
+    rows = []
+    for name, error in zip(NAMES, ERRORS, strict=True):
+        if error is None:
+            confidence, label = next(results).max(dim=0)
+            rows.append([name, CLASSES[label], f"{float(confidence):.6f}", ""])
+        else:
+            rows.append([name, "", "", error])
+    return rows
+
+
+def test_every_file_has_a_row_in_input_order(tmp_path: Path) -> None:
+    header, *rows = predict(tmp_path)
+    assert header == ["file", "class", "confidence", "error"]
+    assert rows == expected_rows()
+    _, *rows = predict(tmp_path, limit_predict_batches=1)
+    assert rows[:3] == expected_rows()[:3]
+    unreached = "not classified: the run was limited to fewer batches"
+    assert [row[3] for row in rows[3:]] == [unreached, "not an image", unreached]
+
+
+@pytest.mark.parametrize("ranks", [[0, 1, 2], [0, 0, 1, 1, 2, 2]], ids=["each once", "each on two processes"])
+def test_tables_of_several_processes_add_up_and_rank_0_writes(tmp_path: Path, ranks: list[int]) -> None:
+    data, task, tables = folder_data(), TinyTask(), []
+    for rank in reversed(ranks):
+        trainer = fake_trainer(datamodule=data, is_global_zero=not rank, log_dir=str(tmp_path), loggers=["some"])
+        trainer.strategy.reduce = lambda table, reduce_op: tables.append(table) or sum(tables)
+        writer = PredictionWriter()
+        writer.on_predict_epoch_start(trainer, task)
+        for index, batch in enumerate(Batches(data.sets["predict"], 3, BatchSplit(dp_size=3, dp_rank=rank))):
+            own = batch._replace(images=batch.images.float())
+            writer.on_predict_batch_end(trainer, task, task.predict_step(own, index), batch, index)
+        assert not list(tmp_path.iterdir())
+        if len(tables) + 1 < len(ranks):
+            trainer.is_global_zero = False
+        writer.on_predict_epoch_end(trainer, task)
+    assert [list(row) for row in writer.rows] == expected_rows()
+    (tmp_path / "predictions.csv").unlink()
+    trainer = SimpleNamespace(**vars(trainer) | {"loggers": []})
+    trainer.strategy.reduce = lambda table, reduce_op: table
+    writer.on_predict_epoch_end(trainer, task)  # nothing without a run folder
+    assert not list(tmp_path.iterdir())
