@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ def test_a_run_survives_the_death_of_either_process_five_times(tmp_path: Path) -
     fit = ["-m", "lit_cifar", "fit", *TINY, "--trainer.strategy=ddp", *kill]
     done = subprocess.run(
         [*torchrun, f"--max-restarts={NUM_KILLS}", *fit],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path_of_this_checkout()},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{CLUSTER.parents[1]}:{Path(__file__).parent}"},
         cwd=tmp_path,  # each start makes a run folder of its own
         capture_output=True,
         text=True,
@@ -33,19 +34,6 @@ def test_a_run_survives_the_death_of_either_process_five_times(tmp_path: Path) -
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("2 processes") == NUM_KILLS + 1
     assert done.stdout.count("result") == 1
-
-
-def path_of_this_checkout() -> str:
-    tests = Path(__file__).parent
-    return f"{tests.parent}:{tests}"
-
-
-def test_torchrun_sh_asks_for_the_interface() -> None:
-    done = subprocess.run(
-        [str(CLUSTER / "torchrun.sh")], env={**os.environ, "RDZV_HOST": "127.0.0.1"}, capture_output=True, text=True
-    )
-    assert done.returncode != 0
-    assert "INTERFACE: network interface over which the machines talk" in done.stderr
 
 
 def with_commands(folder: Path, commands: dict[str, str], **variables: str) -> dict[str, str]:
@@ -82,12 +70,18 @@ def test_one_machine_keeps_the_rendezvous_whatever_its_interface(
     assert done.stdout.split()[-1] == "100"  # seconds to save in
 
 
-@pytest.mark.parametrize("wrong", [{"RDZV_HOST": "nowhere"}, {"RDZV_HOST": "node3", "INTERFACE": "eth7"}])
-def test_a_name_without_an_address_is_refused(wrong: dict[str, str], network: dict[str, str]) -> None:
-    done = subprocess.run([str(CLUSTER / "torchrun.sh")], env={**network, **wrong}, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith("torchrun.sh: ")
-    assert "has no IPv4 address" in done.stderr
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"RDZV_HOST": "nowhere"}, "has no IPv4 address"),
+        ({"RDZV_HOST": "node3", "INTERFACE": "eth7"}, "has no IPv4 address"),
+        ({"RDZV_HOST": "node3", "INTERFACE": ""}, "INTERFACE: network interface over which the machines talk"),
+    ],
+)
+def test_torchrun_sh_refuses_what_has_no_address(given: dict[str, str], problem: str, network: dict[str, str]) -> None:
+    done = subprocess.run([str(CLUSTER / "torchrun.sh")], env={**network, **given}, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert problem in done.stderr
 
 
 @pytest.fixture
@@ -104,30 +98,21 @@ def slurm(tmp_path: Path) -> dict[str, str]:
 
 
 def submit(slurm: dict[str, str], folder: Path, *, srun: str) -> subprocess.Popen[bytes]:
-    """Start the script as SLURM would, with `srun` in place of the training."""
+    """Start the script as SLURM would, with `srun` in place of the training, and return when that has begun."""
     script = [str(CLUSTER / "slurm.sh"), "--trainer.strategy=ddp", "--run_dir=/shared/a run"]
-    return subprocess.Popen(script, env={**slurm, "SRUN": srun}, cwd=folder)
-
-
-def submit_and_wait(slurm: dict[str, str], folder: Path) -> subprocess.Popen[bytes]:
-    """Start a job, which then takes long."""
-    job = submit(slurm, folder, srun="exec sleep 60")
+    job = subprocess.Popen(script, env={**slurm, "SRUN": srun}, cwd=folder)
     while not (folder / "variables").exists():
         assert job.poll() is None
         time.sleep(0.05)
     return job
 
 
-def calls(folder: Path) -> list[str]:
-    return (folder / "calls").read_text().splitlines()
-
-
 @pytest.mark.parametrize("status", [0, 3])
 def test_slurm_runs_torchrun_on_every_machine_and_reports_its_status(
     status: int, slurm: dict[str, str], tmp_path: Path
 ) -> None:
-    assert submit(slurm, tmp_path, srun=f"exit {status}").wait(20) == status
-    assert calls(tmp_path) == [
+    assert submit(slurm, tmp_path, srun=f"sleep 0.2; exit {status}").wait(20) == status
+    assert (tmp_path / "calls").read_text().splitlines() == [
         "scontrol show hostnames node[3-4]",
         "srun --no-kill --kill-on-bad-exit=0 bash configs/cluster/torchrun.sh --resume=auto --trainer.strategy=ddp "
         "--run_dir=/shared/a run",
@@ -141,16 +126,19 @@ def test_slurm_runs_torchrun_on_every_machine_and_reports_its_status(
     ]
 
 
-def test_slurm_queues_the_job_again_when_its_time_is_up(slurm: dict[str, str], tmp_path: Path) -> None:
-    job = submit_and_wait(slurm, tmp_path)
-    job.send_signal(signal.SIGUSR1)
-    assert job.wait(20) == 143
-    assert calls(tmp_path)[2:] == ["scancel --signal=TERM 54321", "scontrol requeue 54321"]
-
-
-def test_slurm_does_not_queue_a_cancelled_job_again(slurm: dict[str, str], tmp_path: Path) -> None:
-    job = submit_and_wait(slurm, tmp_path)
-    job.send_signal(signal.SIGTERM)
-    assert job.wait(20) == -signal.SIGTERM
-    os.kill(int((tmp_path / "srun.pid").read_text()), signal.SIGTERM)
-    assert len(calls(tmp_path)) == 2
+@pytest.mark.parametrize(
+    ("sent", "status", "then"),
+    [
+        (signal.SIGUSR1, 143, ["scancel --signal=TERM 54321", "scontrol requeue 54321"]),
+        (signal.SIGTERM, -signal.SIGTERM, []),
+    ],
+)
+def test_slurm_queues_a_job_again_when_its_time_is_up_and_not_when_it_is_cancelled(
+    sent: signal.Signals, status: int, then: list[str], slurm: dict[str, str], tmp_path: Path
+) -> None:
+    job = submit(slurm, tmp_path, srun="exec sleep 60")
+    job.send_signal(sent)
+    assert job.wait(20) == status
+    assert (tmp_path / "calls").read_text().splitlines()[2:] == then
+    with suppress(ProcessLookupError):
+        os.kill(int((tmp_path / "srun.pid").read_text()), signal.SIGTERM)

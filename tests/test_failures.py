@@ -29,24 +29,20 @@ def descendants(process: subprocess.Popen) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_one_failing_stage_ends_the_whole_pipeline(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_one_failing_stage_ends_the_whole_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    failing = ["--trainer.callbacks+=recorder.FailOn", f"--trainer.callbacks.rank={rank}"]
-    pipeline = ["--trainer.strategy=pp", "--trainer.devices=2", f"--run_dir={tmp_path / 'run'}"]
-    result = launch("fit", *TINY, *pipeline, *failing, check=False)
+    failing = ["--trainer.callbacks+=recorder.FailOn", "--trainer.callbacks.rank=1"]
+    result = launch("fit", *TINY, *MODES["pp"], f"--run_dir={tmp_path / 'run'}", *failing, check=False)
     assert result.status == 1
-    assert f"rank {rank} fails at step 1" in result.stderr
+    assert "rank 1 fails at step 1" in result.stderr
     assert not list((tmp_path / "tmp").iterdir())
     assert wait_until(lambda: not marked(tmp_path), limit_s=10, poll_s=0.1)  # and so no open port
 
 
-@pytest.mark.parametrize(
-    "number",
-    [pytest.param(signal.SIGINT, marks=pytest.mark.slow), pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)],
-)
-def test_a_verification_that_is_stopped_takes_its_runs_with_it(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_verification_that_is_stopped_takes_its_runs_with_it(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lit_cifar", "verify", "--modes", "ddp", "--model.arch=resnet10"]
     environment = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     verify = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -55,8 +51,8 @@ def test_a_verification_that_is_stopped_takes_its_runs_with_it(number: signal.Si
             assert verify.poll() is None
             time.sleep(0.1)
         runs = descendants(verify)
-        verify.send_signal(number)
-        assert verify.wait(30) == 128 + number
+        verify.send_signal(signal.SIGINT)
+        assert verify.wait(30) == 128 + signal.SIGINT
     finally:
         verify.kill()
         verify.wait()
@@ -125,7 +121,6 @@ def told(stderr: str) -> str:
     return str(messages[0])
 
 
-SLOW, EXHAUSTIVE = pytest.mark.slow, pytest.mark.exhaustive
 # A third of the usual time for those that do not die by themselves.
 SOON = "--watchdog.timeout_s=6"
 
@@ -134,14 +129,10 @@ SOON = "--watchdog.timeout_s=6"
     ("number", "mode", "rank"),
     [
         (signal.SIGKILL, "ddp", 0),
-        pytest.param(signal.SIGKILL, "ddp", 1, marks=SLOW),
-        *(
-            pytest.param(signal.SIGKILL, mode, rank, marks=SLOW if rank == 1 else EXHAUSTIVE)
-            for mode in ("ddp_spawn", "pp", "ddp_pp")
-            for rank in range(4 if mode == "ddp_pp" else 2)
-        ),
-        pytest.param(signal.SIGSTOP, "ddp", 0, marks=SLOW),
-        pytest.param(signal.SIGSTOP, "ddp", 1, marks=EXHAUSTIVE),
+        *(pytest.param(signal.SIGKILL, mode, 1, marks=pytest.mark.slow) for mode in ("ddp", "ddp_spawn", "pp")),
+        pytest.param(signal.SIGSTOP, "ddp", 0, marks=pytest.mark.slow),
+        *(pytest.param(signal.SIGKILL, mode, 0, marks=pytest.mark.exhaustive) for mode in ("ddp_spawn", "pp")),
+        *(pytest.param(signal.SIGKILL, "ddp_pp", rank, marks=pytest.mark.exhaustive) for rank in range(4)),
     ],
 )
 def test_a_rank_that_is_killed_or_stopped_is_named_and_the_others_end(

@@ -1,6 +1,5 @@
 """Figures of an evaluation: the right images, the right counts, on every number of processes."""
 
-import json
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -32,43 +31,32 @@ def batch_of(ids: Tensor, labels: Tensor) -> Batch:
     return Batch(torch.zeros(len(ids), 3, 32, 32), labels, ids, 1.0)
 
 
-def brute_force(logits: Tensor, labels: Tensor, k: int) -> list[int]:
-    """Ids of the k most confident mistakes, ties by id."""
-    confidence, predictions = logits.softmax(dim=1).max(dim=1)
-    wrong = [int(i) for i in (predictions != labels).nonzero()]
-    return sorted(wrong, key=lambda i: (-float(confidence[i]), i))[:k]
-
-
 @pytest.mark.parametrize("k", [1, 4, 100])
-@pytest.mark.parametrize("batch_size", [1, 7, 50])
-def test_mistakes_equal_a_sort_of_all_samples(k: int, batch_size: int) -> None:
+def test_mistakes_equal_a_sort_of_all_samples(k: int) -> None:
+    """The most confident ones, ties by id, however the samples are cut into batches."""
     generator = torch.Generator().manual_seed(k)
     # Whole numbers, so that many confidences are equal.
     logits = torch.randint(0, 4, (50, 3), generator=generator).float()
     labels = torch.randint(0, 3, (50,), generator=generator)
-    worst = MostConfidentMistakes(k)
-    for ids in torch.arange(50).split(batch_size):
-        worst.update(logits[ids], batch_of(ids, labels[ids]))
-        worst.update(torch.zeros(0, 3), batch_of(ids[:0], labels[:0]))
-
-    confidences, ids, predictions = worst.gather(fake_trainer())
-    assert ids == brute_force(logits, labels, k)
-    assert predictions == logits[ids].argmax(dim=1).tolist()
-    assert confidences == pytest.approx(logits[ids].softmax(dim=1).amax(dim=1).tolist())
+    confidence, predictions = logits.softmax(dim=1).max(dim=1)
+    wrong = [int(i) for i in (predictions != labels).nonzero()]
+    expected = sorted(wrong, key=lambda i: (-float(confidence[i]), i))[:k]
+    for batch_size in (1, 7, 50):
+        worst = MostConfidentMistakes(k)
+        for ids in torch.arange(50).split(batch_size):
+            worst.update(logits[ids], batch_of(ids, labels[ids]))
+            worst.update(torch.zeros(0, 3), batch_of(ids[:0], labels[:0]))
+        found = worst.gather(fake_trainer())
+        assert found == (pytest.approx(confidence[expected].tolist()), expected, predictions[expected].tolist())
 
 
 def test_mistakes_of_two_processes_count_a_padded_sample_once() -> None:
-    logits = torch.tensor([[2.0, 0.0], [3.0, 0.0], [0.0, 4.0]])
     worst = MostConfidentMistakes(4)
+    logits = torch.tensor([[2.0, 0.0], [3.0, 0.0], [0.0, 4.0]])
     worst.update(logits, batch_of(torch.arange(3), torch.tensor([1, 1, 1])))
     trainer = fake_trainer()
     trainer.strategy.all_gather = lambda tensor: torch.stack([tensor, tensor])
-
-    confidences, ids, predictions = worst.gather(trainer)
-
-    assert ids == [1, 0]
-    assert predictions == [0, 0]
-    assert confidences == pytest.approx(logits[ids].softmax(dim=1).amax(dim=1).tolist())
+    assert worst.gather(trainer)[1:] == ([1, 0], [0, 0])
 
 
 def test_confusion_figure_shows_names_and_counts() -> None:
@@ -89,19 +77,18 @@ def test_confusion_figure_shows_names_and_counts() -> None:
     assert axes.images[0].get_array().tolist() == [[30 / 31, 1 / 31, 0], [0, 0.5, 0.5], [0, 0, 0]]
 
 
-@pytest.mark.parametrize("split", ["val", "test"])
-def test_an_evaluation_writes_accuracies_and_figures(tmp_path: Path, split: str) -> None:
+def test_an_evaluation_writes_accuracies_and_figures(tmp_path: Path) -> None:
     trainer = tiny_trainer(tmp_path, callbacks=[EvaluationFigures()])
-    evaluate = trainer.validate if split == "val" else trainer.test
-    evaluate(TinyTask(), datamodule=TinyData(), verbose=False)
+    trainer.test(TinyTask(), datamodule=TinyData(), verbose=False)
     events = read_events(tmp_path)
-    data = TinyData().sets[split]
+    data = TinyData().sets["test"]
     right = data.images[:, 0, 0, 0].long() == data.labels
     for label, tag in ((0, "T-shirt_top"), (1, "disc_plain")):
-        (scalar,) = events.Scalars(f"{split}/acc_class/{tag}")
+        (scalar,) = events.Scalars(f"test/acc_class/{tag}")
         assert scalar.value == pytest.approx(float(right[data.labels == label].float().mean()))
-    assert f"{split}/acc_class/cat" not in events.Tags()["scalars"]
-    assert events.Tags()["images"] == [f"{split}/confusion", f"{split}/wrong"]
+    assert "test/acc_class/cat" not in events.Tags()["scalars"]
+    assert events.Tags()["images"] == ["test/confusion", "test/wrong"]
+    assert class_accuracies(torch.eye(2), ["C++", "C#"]) == {"C_.0": 1, "C_.1": 1}
 
 
 @pytest.mark.slow
@@ -113,36 +100,22 @@ def test_two_processes_draw_the_same_figures_as_one(tmp_path: Path) -> None:
         trainer = tiny_trainer(tmp_path / folder, **settings)
         trainer.fit(TinyTask(), datamodule=TinyData(num_images=22))
     one, two = read_events(tmp_path / "one"), read_events(tmp_path / "two")
-
     assert one.Tags()["images"] == two.Tags()["images"] == ["val/confusion", "val/wrong"]
     for tag in one.Tags()["images"]:
-        assert [image.encoded_image_string for image in one.Images(tag)] == [
-            image.encoded_image_string for image in two.Images(tag)
-        ]
-        assert len(one.Images(tag)) == 2
-    environments = [json.loads((tmp_path / folder / "environment.json").read_text()) for folder in ("one", "two")]
-    assert [(found["strategy"], found["world_size"]) for found in environments] == [
-        ("single_device", 1),
-        ("ddp_spawn", 2),
-    ]
+        drawn, expected = ([image.encoded_image_string for image in events.Images(tag)] for events in (two, one))
+        assert len(drawn) == 2
+        assert drawn == expected
 
 
-@pytest.mark.parametrize(("every_n_epochs", "steps"), [(1, [3, 6, 9]), (2, [6, 9])])
-def test_fit_draws_due_epochs_and_no_sanity_check(tmp_path: Path, every_n_epochs: int, steps: list[int]) -> None:
-    figures = EvaluationFigures(every_n_epochs=every_n_epochs)
+def test_fit_draws_due_epochs_and_no_sanity_check(tmp_path: Path) -> None:
+    figures = EvaluationFigures(every_n_epochs=2)
     trainer = tiny_trainer(tmp_path, callbacks=[figures], max_epochs=3, num_sanity_val_steps=2)
     trainer.fit(TinyTask(), datamodule=TinyData())
     # Three batches an epoch; the last epoch always has figures.
-    assert [image.step for image in read_events(tmp_path).Images("val/wrong")] == steps
+    assert [image.step for image in read_events(tmp_path).Images("val/wrong")] == [6, 9]
 
 
-def test_class_accuracies_have_tags_and_leave_out_empty_classes() -> None:
-    confusion = torch.tensor([[3, 1, 0], [0, 2, 2], [0, 0, 0]])
-    assert class_accuracies(confusion, CLASSES) == {"T-shirt_top": 0.75, "disc_plain": 0.5}
-    assert class_accuracies(confusion, ["C++", "C#", "C"]) == {"C_.0": 0.75, "C_.1": 0.5}
-
-
-@pytest.mark.parametrize(("num_classes", "numbers", "names"), [(20, 400, 20), (21, 0, 11), (100, 0, 20)])
+@pytest.mark.parametrize(("num_classes", "numbers", "names"), [(20, 400, 20), (100, 0, 20)])
 def test_confusion_figure_of_many_classes_is_no_larger(num_classes: int, numbers: int, names: int) -> None:
     classes = [f"$\\frac{{ {label} {'x' * 200}" for label in range(num_classes)]
     figure = confusion_figure(torch.eye(num_classes, dtype=torch.int64), classes, title="tiny\ntwo lines")
@@ -153,7 +126,7 @@ def test_confusion_figure_of_many_classes_is_no_larger(num_classes: int, numbers
     assert len(figure.axes[0].get_xticklabels()) == len(figure.axes[0].get_yticklabels()) == names
 
 
-@pytest.mark.parametrize("side", [1, 32, 640])
+@pytest.mark.parametrize("side", [32, 640])
 def test_wrong_images_figure_shows_the_pixels_it_was_given(side: int) -> None:
     image = torch.randint(0, 256, (3, side, side), dtype=torch.uint8)
     figure = wrong_images_figure([WrongImage(image, "$0_$5", "dog", 0.987)] * 5, title="tiny")

@@ -9,16 +9,21 @@ from pathlib import Path
 from threading import Thread
 
 import psutil
-from commands import TINY, launch, mode_flags
+import pytest
+from commands import launch
+from processes import is_running
 
 from lit_cifar import __version__
 from lit_cifar.launch import forked
 from lit_cifar.launch.forked import ForkedRun, _rank_environments
 
 
-def start(words: list[str], folder: Path, *, num_ranks: int = 1) -> ForkedRun:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
-    return ForkedRun(words, environment=environment, stdout=folder / "out", stderr=folder / "err", num_ranks=num_ranks)
+def start(folder: Path, program: str, *words: str, num_ranks: int = 1) -> ForkedRun:
+    """Run `program`, text of Python, with its output in the files `out` and `err`."""
+    (folder / "program.py").write_text(program)
+    streams = {"stdout": folder / "out", "stderr": folder / "err"}
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    return ForkedRun(words, environment=environment, num_ranks=num_ranks, module="program", **streams)
 
 
 def test_status_and_streams_are_those_of_the_command_line() -> None:
@@ -30,7 +35,7 @@ def test_status_and_streams_are_those_of_the_command_line() -> None:
 
 def test_an_exit_status_is_not_read_while_another_process_starts(tmp_path: Path) -> None:
     """To start one asks for the exit codes of all, and each can be read once: who comes second would find 255."""
-    run, statuses = start(["--version"], tmp_path), []
+    run, statuses = start(tmp_path, ""), []
     waiting = Thread(target=lambda: statuses.append(run.wait(100)))
     with forked._starting:
         waiting.start()
@@ -41,34 +46,30 @@ def test_an_exit_status_is_not_read_while_another_process_starts(tmp_path: Path)
     assert statuses == [0]
 
 
-def test_one_failing_rank_ends_the_others_with_its_status(tmp_path: Path) -> None:
-    """Rank 0 hangs in the second step, where nobody watches it."""
-    words = ["fit", *TINY, *mode_flags("ddp"), "--watchdog.timeout_s=0", f"--run_dir={tmp_path / 'run'}"]
-    words += ["--trainer.callbacks+=recorder.HangOn", "--trainer.callbacks.rank=0", "--trainer.callbacks.step=1"]
-    words += ["--trainer.callbacks+=recorder.FailOn", "--trainer.callbacks.rank=1", "--trainer.callbacks.step=1"]
-    run = start(words, tmp_path, num_ranks=2)
+def test_one_failing_rank_ends_the_others_with_its_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 hangs, where nobody watches it."""
+    monkeypatch.setattr(forked, "_FAREWELL_S", 0.5)
+    program = "import os, time\nif os.environ['RANK'] == '1': raise RuntimeError('of rank 1')\ntime.sleep(600)\n"
+    run = start(tmp_path, program, num_ranks=2)
     status = run.wait(100)
     run.kill()
     assert status == 1
-    assert "rank 1 fails at step 1" in (tmp_path / "err").read_text()
+    assert "RuntimeError: of rank 1" in (tmp_path / "err").read_text()
 
 
 def test_a_run_past_its_time_has_no_status_and_is_ended_with_all_that_it_has_started(tmp_path: Path) -> None:
-    """It launches its second rank itself, which belongs to its session."""
-    (tmp_path / "pids").mkdir()
-    words = ["fit", *TINY, *mode_flags("ddp"), f"--run_dir={tmp_path / 'run'}"]
-    words += ["--trainer.callbacks+=recorder.WritePids", f"--trainer.callbacks.folder={tmp_path / 'pids'}"]
-    words += ["--trainer.callbacks+=recorder.HangOn", "--trainer.callbacks.rank=0", "--trainer.callbacks.step=2"]
-    run = start(words, tmp_path)
-    deadline = time.monotonic() + 100
-    while len(list((tmp_path / "pids").glob("rank*"))) < 2 and time.monotonic() < deadline:
-        time.sleep(0.1)
+    program = (
+        "import subprocess, sys, time\nsleep = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
+        "print(subprocess.Popen(sleep).pid, flush=True)\ntime.sleep(600)\n"
+    )
+    run = start(tmp_path, program)
+    while not (tmp_path / "out").exists() or not (tmp_path / "out").read_text().endswith("\n"):
+        time.sleep(0.05)
+    processes = [psutil.Process(pid) for pid in (*run.pids, int((tmp_path / "out").read_text()))]
     assert run.wait(0.1) is None
-    processes = [psutil.Process(int(path.read_text())) for path in (tmp_path / "pids").glob("rank*")]
     run.kill()
-    assert len(processes) == 2
-    _, alive = psutil.wait_procs(processes, timeout=10)
-    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    psutil.wait_procs(processes, timeout=10)
+    assert not [process for process in processes if is_running(process)]
 
 
 def test_ranks_meet_at_a_port_that_nobody_else_gets() -> None:
@@ -78,6 +79,7 @@ def test_ranks_meet_at_a_port_that_nobody_else_gets() -> None:
         assert all(own["A"] == "1" and own["WORLD_SIZE"] == "2" for own in first)
 
 
+@pytest.mark.slow
 def test_temporary_files_may_lie_deep(tmp_path: Path) -> None:
     """Deeper than the path of a socket may be long; in a process of its own, as a fork server stays."""
     folder = tmp_path / ("d" * 100)

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import signal
 import socket
 import subprocess
 import sys
@@ -49,16 +48,6 @@ def addresses(process: psutil.Process) -> set[str]:
     return {port.laddr.ip for port in found if port.status == psutil.CONN_LISTEN}
 
 
-def end(process: psutil.Process) -> None:
-    """Kill a process and all below it, if it still runs."""
-    with suppress(psutil.NoSuchProcess):
-        everyone = [*process.children(recursive=True), process]
-        for one in everyone:
-            with suppress(psutil.NoSuchProcess):
-                one.send_signal(signal.SIGKILL)
-        psutil.wait_procs(everyone, timeout=10)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STARTS)
 def test_a_running_job_listens_on_the_loopback_interface_only(name: str, taken_port: int, tmp_path: Path) -> None:
@@ -85,7 +74,9 @@ def test_a_running_job_listens_on_the_loopback_interface_only(name: str, taken_p
         below = {process.pid: addresses(process) for process in first.children(recursive=True)}
         own = addresses(first)
     finally:
-        end(first)
+        for process in (*first.children(recursive=True), first):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         job.wait()
     listening = [found for found in below.values() if found]
     assert listening
@@ -98,14 +89,9 @@ def test_a_store_listens_where_it_is_told() -> None:
     before = addresses(psutil.Process())
     store = open_store(LOOPBACK)
     assert addresses(psutil.Process()) - before <= {LOOPBACK}
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((own_address(), store.port), timeout=1)
+    with pytest.raises(ConnectionRefusedError):  # at another address of this machine: all of 127/8 are its own
+        socket.create_connection(("127.0.0.2", store.port), timeout=1)
     socket.create_connection((LOOPBACK, store.port), timeout=1).close()
-
-
-def own_address() -> str:
-    """An address of this machine other than that of most connections to it; all of 127/8 are its own."""
-    return "127.0.0.2"
 
 
 def test_a_port_in_use_is_replaced_or_refused(taken_port: int) -> None:
@@ -188,11 +174,7 @@ def test_without_the_agents_store_rank_0_opens_one_at_the_chosen_port(
     monkeypatch.setenv("MASTER_ADDR", "a-name-that-torchrun-gives")
     with pytest.raises(ConfigError, match="start them again"):
         _ = TorchrunEnvironment().main_port
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    with socket.create_server((LOOPBACK, 0)) as probe:  # which is free a moment later
+        monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
     environment = TorchrunEnvironment()
     assert (environment.main_address, str(environment.main_port)) == (LOOPBACK, os.environ["MASTER_PORT"])
-
-
-def free_port() -> int:
-    with socket.create_server((LOOPBACK, 0)) as probe:
-        return int(probe.getsockname()[1])

@@ -1,10 +1,22 @@
-"""Executes the notebooks as they are, with small sizes in place of those in the cell tagged "parameters"."""
+"""Executes the notebooks as they are, with small sizes in place of those in the cell tagged "parameters"; and how they
+start runs.
+"""
 
+import os
+import re
+import signal
+import sys
+import time
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+
+from analysis import notebook as runs
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = ROOT / "notebooks"
@@ -167,3 +179,107 @@ def test_notebook_runs_from_top_to_bottom(name: str, tmp_path: Path, monkeypatch
     notebook.cells.append(nbformat.v4.new_code_cell(CHECKS[name]))
     resources = {"metadata": {"path": tmp_path}}
     NotebookClient(notebook, timeout=280, startup_timeout=120, kernel_name="python3", resources=resources).execute()
+
+
+# ---------------------------------------------------------------- runs that a notebook starts
+
+COMMANDS = {
+    "modes": "print('ddp_spawn')",
+    "fit": "import time; print('begun', flush=True); time.sleep(60)",
+    "fail": "raise SystemExit('--model.arch')",
+}
+
+
+@pytest.fixture
+def short_commands(monkeypatch: pytest.MonkeyPatch) -> list[runs.Run]:
+    """What is started: a command of Python's own in the place of ours, which imports for seconds."""
+    started: list[runs.Run] = []
+
+    def start(command: str, **kwargs: object) -> runs.Run:
+        words = [sys.executable, "-c", COMMANDS[command]]
+        started.append(runs.Run(words, title=f"lit_cifar {command}", environment=os.environ))
+        return started[-1]
+
+    monkeypatch.setattr(runs, "start", start)
+    return started
+
+
+@pytest.mark.usefixtures("short_commands")
+def test_a_run_returns_what_the_command_printed_or_raises_with_its_last_lines(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    import_module("ipykernel")  # as another test may have done: that makes no notebook
+    done = runs.start("modes").wait()
+    assert (done.process.returncode, done.output) == (0, "ddp_spawn\n")
+    assert capfd.readouterr().out.startswith("lit_cifar modes: done after ")
+    with pytest.raises(RuntimeError, match=r"(?s)lit_cifar fail: exit status 1\n.*--model.arch"):
+        runs.start("fail").wait()
+
+
+@pytest.mark.usefixtures("short_commands")
+def test_an_interrupted_cell_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = runs.start("fit")
+
+    def interrupt(self: runs.Run) -> bool:
+        while not self.output:
+            time.sleep(0.1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs.Run, "_has_ended", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        started.wait()
+    assert started.process.returncode == -signal.SIGTERM
+
+
+def test_many_runs_show_one_line_and_one_that_fails_ends_those_beside_it(
+    short_commands: list[runs.Run], capfd: pytest.CaptureFixture[str]
+) -> None:
+    runs.run_all([["modes"], ["modes"], ["modes"]], at_once=2)
+    assert re.fullmatch(r"lit_cifar: 3 runs done after \d+ s\n", capfd.readouterr().out)
+    short_commands.clear()
+    with pytest.raises(RuntimeError, match=r"exit status 1\n(?s:.*)--model.arch"):
+        runs.run_all([["fail"], ["fit"], ["modes"]], at_once=2)
+    assert len(short_commands) == 2
+    assert short_commands[1].process.returncode == -signal.SIGTERM
+
+
+def test_a_command_may_be_started_by_torchrun_and_have_its_own_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "Run", lambda command, **_: command)
+    ours = ["-m", "lit_cifar", "fit", "--a=1"]
+    assert runs.start("fit", "--a=1") == [sys.executable, *ours]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
+    assert runs.start("fit", "--a=1", torchrun=["--nproc_per_node=2"]) == [*torchrun, *ours]
+    started = Mock()
+    monkeypatch.setattr(runs, "start", started)
+    runs.run_all([["fit"], ["test"]], env=[{"OMP_NUM_THREADS": "1"}, {}])
+    assert started.mock_calls[0] == call("fit", env={"OMP_NUM_THREADS": "1"})
+    assert call("test", env={}) in started.mock_calls
+
+
+def test_a_rank_is_found_and_can_be_killed() -> None:
+    """`fault_tolerance.ipynb` does it below torchrun."""
+    program = (
+        "import os, subprocess, sys; sleep = [sys.executable, '-c', 'import time; time.sleep(60)']; "
+        "ranks = [subprocess.Popen(sleep, env={**os.environ, 'RANK': str(rank)}) for rank in (0, 1)]; "
+        "ranks[1].wait(); ranks[0].kill(); ranks[0].wait(); sys.exit(1)"
+    )
+    run = runs.Run([sys.executable, "-c", program], title="torchrun", environment=os.environ)
+    while True:
+        with suppress(RuntimeError):  # not started yet
+            run.rank(1).kill()
+            break
+        time.sleep(0.05)
+    with pytest.raises(RuntimeError, match="torchrun: exit status 1"):
+        run.wait()
+    with pytest.raises(RuntimeError, match="no process of rank 1"):
+        run.rank(1)
+
+
+def test_a_notebook_shows_one_line_for_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(NOTEBOOKS))
+    code = "import os, sys\nfrom analysis import notebook\n"
+    code += "run = notebook.Run([sys.executable, '-c', ''], title='nothing', environment=os.environ).wait()"
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    NotebookClient(book, timeout=100, kernel_name="python3").execute()
+    (output,) = book.cells[0]["outputs"]
+    assert output["data"]["text/plain"].startswith("nothing: done after ")

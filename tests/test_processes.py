@@ -58,42 +58,32 @@ def test_devices_named_one_by_one_stay(devices: Any) -> None:
         ({"devices": 3, "strategy": "ddp_mp"}, "which makes 6"),
         ({"num_nodes": 3}, r"--trainer.num_nodes=3, but torchrun started 2 machine\(s\)"),
         ({"strategy": "ddp_spawn"}, "--trainer.strategy=ddp_spawn starts processes itself"),
+        ({"WORLD_SIZE": "5"}, "5 processes on 2 machines, but 3 on this one"),
+        ({"GLOO_SOCKET_IFNAME": ""}, "export GLOO_SOCKET_IFNAME=NAME on every machine"),
+        ({"GLOO_SOCKET_IFNAME": "nowhere0"}, "GLOO_SOCKET_IFNAME=nowhere0 is not an interface of this machine"),
     ],
 )
-def test_contradictions_are_refused(given: dict[str, Any], problem: str) -> None:
+def test_contradictions_are_refused(given: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in filter(str.isupper, given):
+        monkeypatch.setenv(name, given[name])
     with pytest.raises(ConfigError, match=problem):
-        resolve_world_size(trainer(**given))
+        resolve_world_size(trainer(**{name: value for name, value in given.items() if name.islower()}))
 
 
-@pytest.mark.usefixtures("torchrun")
-def test_machines_with_different_numbers_of_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "5")
-    with pytest.raises(ConfigError, match="5 processes on 2 machines, but 3 on this one"):
-        resolve_world_size(trainer())
-
-
-@pytest.mark.usefixtures("torchrun")
-def test_several_machines_need_the_name_of_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    with pytest.raises(ConfigError, match="export GLOO_SOCKET_IFNAME=NAME on every machine"):
-        resolve_world_size(trainer())
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
-    with pytest.raises(ConfigError, match="GLOO_SOCKET_IFNAME=nowhere0 is not an interface of this machine"):
-        resolve_world_size(trainer())
-
-
-def test_several_machines_need_torchrun() -> None:
+def test_several_machines_or_tasks_of_a_cluster_need_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"--trainer.num_nodes=2.*\n.*configs/cluster/torchrun.sh"):
         resolve_world_size(trainer(num_nodes=2))
-
-
-def test_several_processes_of_a_cluster_need_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_NTASKS", "4")
     monkeypatch.setenv("SLURM_JOB_NAME", "training")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
     with pytest.raises(ConfigError, match=r"a cluster has 4 tasks(.|\n)*configs/cluster/slurm.sh"):
         resolve_world_size(trainer())
     monkeypatch.setenv("SLURM_NTASKS", "1")
-    resolve_world_size(trainer())
+    norm = ProcessSyncBatchNorm()
+    config = trainer(devices=2, plugins=norm)
+    resolve_world_size(config)  # then only the meeting place is added
+    assert (config["devices"], config["num_nodes"]) == (2, 1)
+    assert config["plugins"][0] is norm
+    assert type(config["plugins"][1]) is LocalEnvironment
 
 
 @pytest.mark.usefixtures("torchrun")
@@ -102,15 +92,6 @@ def test_modes_of_one_process_are_left_to_refuse_others_themselves(mode: str) ->
     config = trainer(strategy=mode, num_nodes=2)
     resolve_world_size(config)
     assert config == trainer(strategy=mode, num_nodes=2)
-
-
-def test_without_torchrun_only_the_meeting_place_is_added() -> None:
-    norm = ProcessSyncBatchNorm()
-    config = trainer(devices=2, plugins=norm)
-    resolve_world_size(config)
-    assert (config["devices"], config["num_nodes"]) == (2, 1)
-    assert config["plugins"][0] is norm
-    assert type(config["plugins"][1]) is LocalEnvironment
 
 
 @pytest.mark.parametrize("where", ["plugins", "strategy"])

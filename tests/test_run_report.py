@@ -75,7 +75,7 @@ def lines_of(*, batch_size: int, accumulation: int = 1, **strategy: Any) -> list
 
 
 def test_plan_divides_the_global_batch_and_ends_with_what_the_mode_splits() -> None:
-    table = Partition.of(build_resnet("resnet34"), IMAGE, num_stages=2).table(["process 0", "process 1"])
+    table = Partition.of(build_resnet("resnet10"), IMAGE, num_stages=2).table(["process 0", "process 1"])
     lines = lines_of(batch_size=128, accumulation=4, replicas_per_rank=2, split_lines=lambda: table)
     assert lines == [
         "model       resnet10, imagenet stem, 4.91 M parameters",
