@@ -88,7 +88,7 @@ def test_torchrun_sh_refuses_what_has_no_address(given: dict[str, str], problem:
 def slurm(tmp_path: Path) -> dict[str, str]:
     """An environment with SLURM's commands, which write down what they are called with; srun also its variables."""
     commands = {
-        "srun": 'env | grep -E "^(RDZV|NNODES|INTERFACE)" | sort > variables; $SRUN',
+        "srun": 'env | grep -E "^(RDZV|NNODES|INTERFACE)" | sort > variables; eval "$SRUN"',
         "scontrol": 'test "$1" = requeue || printf "%s\\n" node3 node4',
         "scancel": "kill -TERM $(cat srun.pid)",
     }
