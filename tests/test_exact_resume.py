@@ -330,12 +330,3 @@ def test_as_many_processes_agree_bit_for_bit(flags: list[str], ranks: int, tmp_p
 
 def checkpoint_flag(run: Path) -> str:
     return f"--ckpt_path={run / 'checkpoints' / 'last.ckpt'}"
-
-
-@pytest.mark.slow
-def test_ddp_spawn_stops_and_goes_on(tmp_path: Path) -> None:
-    """The exit status of the spawned processes becomes that of the one that the user has started."""
-    settings = [*SETTINGS, EVERY_STEP, *mode_flags("ddp_spawn"), f"--run_dir={tmp_path / 'run'}"]
-    assert launch("fit", *settings, *stop_after(3, rank=1), check=False).status == 143
-    result = launch("fit", *settings, "--resume=auto")
-    assert "resuming from" in result.stderr

@@ -49,18 +49,15 @@ VALIDATION = {"epoch": 0, "val/acc": 0.5, "step": 3}
 NEXT = {"epoch": 1, "train/loss_step": 1.25, "step": 4}
 
 
-def test_what_is_logged_of_a_step_is_one_row(tmp_path: Path) -> None:
-    write(tmp_path, {"lr-SGD": 0.1, "step": 3}, STEP, VALIDATION, {"lr-SGD": 0.05, "step": 4}, NEXT)
+def test_what_is_logged_of_a_step_is_one_row_and_a_learning_rate_alone_is_none(tmp_path: Path) -> None:
+    """As of a run that ends in the middle of a step, before its loss is known."""
+    rates = [{"lr-SGD": rate, "step": step} for step, rate in ((1, 0.2), (3, 0.1), (4, 0.05), (5, 0.01))]
+    write(tmp_path, rates[0], {"mine": 7, "step": 2}, rates[1], STEP, VALIDATION, rates[2], NEXT, rates[3])
     assert rows(tmp_path) == [
+        {"mine": "7", "step": "2"},
         {"epoch": "0", "lr-SGD": "0.1", "step": "3", "train/loss_step": "1.5", "val/acc": "0.5"},
         {"epoch": "1", "lr-SGD": "0.05", "step": "4", "train/loss_step": "1.25"},
     ]
-
-
-def test_a_learning_rate_alone_is_no_row_and_other_numbers_are(tmp_path: Path) -> None:
-    """Of a run that ends in the middle of a step, before its loss is known."""
-    write(tmp_path, {"lr-SGD": 0.1, "step": 1}, {"mine": 7, "step": 2}, STEP, {"lr-SGD": 0.05, "step": 4})
-    assert rows(tmp_path) == [{"mine": "7", "step": "2"}, {"epoch": "0", "step": "3", "train/loss_step": "1.5"}]
 
 
 @pytest.mark.parametrize("killed_after", [1, 2, 3])

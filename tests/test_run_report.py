@@ -122,9 +122,10 @@ def test_strategy_has_the_name_of_its_flag(start_method: Any, name: str) -> None
 
 
 def test_git_state_is_that_of_the_package_s_own_repository(tmp_path: Path) -> None:
-    package = tmp_path / "lit_cifar"
-    package.mkdir()
-    (package / "code.py").touch()
+    package, installed = tmp_path / "lit_cifar", tmp_path / "venv" / "lit_cifar"
+    for folder in (package, installed):
+        folder.mkdir(parents=True)
+        (folder / "code.py").touch()
     assert git_state(package) is None
 
     def git(*args: str) -> str:
@@ -132,13 +133,10 @@ def test_git_state_is_that_of_the_package_s_own_repository(tmp_path: Path) -> No
         return subprocess.run(["git", *who, *args], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
 
     git("init", "--quiet")
-    git("add", ".")
+    git("add", "lit_cifar")
     git("commit", "--quiet", "--no-verify", "-m", "first")
     commit = git("rev-parse", "HEAD").strip()
     assert git_state(package) == {"commit": commit, "modified": False}
+    assert git_state(installed) is None
     (package / "code.py").write_text("x = 1\n")
     assert git_state(package) == {"commit": commit, "modified": True}
-
-    installed = tmp_path / "venv" / "lit_cifar"
-    installed.mkdir(parents=True)
-    assert git_state(installed) is None

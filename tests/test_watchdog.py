@@ -141,25 +141,6 @@ def test_the_others_judge_the_judge(peers: tuple[Peer, ...], expected: tuple[int
     assert (verdict and (verdict.rank, verdict.kind, verdict.reporter)) == expected
 
 
-@pytest.mark.parametrize(
-    ("culprit", "words"),
-    [
-        (gone(1), "as after SIGKILL"),
-        (peer(1, heard_at=70, state="stopped"), "stopped, as by SIGSTOP, no heartbeat for 30 s"),
-        (peer(1, failure="Traceback\n  ...\nValueError: bad", order=1), "\n  ValueError: bad\n"),
-        (peer(1, idle_s=30, stack="File x, line 1"), "rank 0: forward)"),  # where the others are
-        (peer(1, idle_s=30, stack="File x, line 1"), "\n  File x, line 1\n"),
-    ],
-)
-def test_the_message_says_who_when_and_why(culprit: Peer, words: str) -> None:
-    culprit = replace(culprit, beat=replace(culprit.beat, step=7, phase="backward"))
-    verdict = verdict_of(peer(0, answered=True, idle_s=30, events=9, phase="forward"), culprit)
-    message = verdict.message if verdict else ""
-    assert message.startswith("lit_cifar: rank 1 (pid 1001 on a) ")
-    assert "after 7 optimizer steps, phase: backward" in message
-    assert words in message
-
-
 def test_the_page_shows_the_message_and_the_times_as_they_are() -> None:
     page = (Path(__file__).parents[1] / "docs" / "checkpoints.md").read_text()
     culprit = gone(1, "SIGKILL")
