@@ -1,6 +1,7 @@
-"""Callbacks for tests of runs that are stopped, named on the command line as `--trainer.callbacks+=stopping.NAME`."""
+"""Callbacks that stop runs or slow them down, named on the command line as `--trainer.callbacks+=stopping.NAME`."""
 
 import os
+import time
 from typing import Any
 
 import lightning as L
@@ -55,3 +56,16 @@ class SpoilWeights(L.Callback):
         """Spoil it."""
         if trainer.global_step == self.step:
             pl_module.network.fc.weight.data[0, 0] = torch.inf
+
+
+class SlowSteps(L.Callback):
+    """Every step takes at least `seconds`: time for a test to do something to the run."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Wait."""
+        time.sleep(self.seconds)

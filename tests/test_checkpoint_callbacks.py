@@ -1,22 +1,42 @@
-"""When `best.ckpt` and `last.ckpt` are written, and who hears of it when they cannot be."""
+"""When `best.ckpt` and `last.ckpt` are written, by a thread while training goes on, and who hears of a failure."""
 
+import errno
 import shutil
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from commands import TINY, launch, mode_flags
+from checkpoint_states import state, step_of
+from commands import TINY, launch, mode_flags, run_here
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loggers import CSVLogger
 from tiny_task import TinyData, TinyTask, tiny_trainer
 
+from lit_cifar.checkpoint import lightning_io as checkpoint_io
+from lit_cifar.checkpoint import step_boundary as boundary
 from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
-from lit_cifar.checkpoint.files import BEST, LAST, PREVIOUS, newest_valid, verify_checkpoint
+from lit_cifar.checkpoint.files import (
+    BEST,
+    LAST,
+    PREVIOUS,
+    newest_valid,
+    save_error,
+    verify_checkpoint,
+    write_checkpoint,
+)
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.checkpoint.lightning_io import CheckpointFiles
-from lit_cifar.errors import ConfigError
+from lit_cifar.checkpoint.step_boundary import StepBoundary
+from lit_cifar.errors import ConfigError, SaveError
+from lit_cifar.watchdog import HELPER
 
 STEPS = 3  # of an epoch of TinyData
+_LIMIT_S = 30.0
 
 
 class Boundary(Callback):
@@ -45,25 +65,23 @@ class Score(TinyTask):
 
 def fit(
     folder: Path,
-    *,
-    last: LastCheckpoint | None = None,
+    *callbacks: Callback,
     scores: tuple[float, ...] = (0.5,),
-    callbacks: tuple[Callback, ...] = (),
     ckpt_path: Path | None = None,
     **settings: Any,
-) -> tuple[Trainer, list[int]]:
-    """Train for as many epochs as there are scores; the trainer, and the steps before which it saved."""
+) -> Trainer:
+    """Train for as many epochs as there are scores."""
+    settings = {"enable_checkpointing": True, "plugins": [CheckpointFiles()], "max_epochs": len(scores)} | settings
+    trainer = tiny_trainer(folder, callbacks=[*callbacks], **settings)
+    trainer.fit(Score(*scores), TinyData(), ckpt_path=ckpt_path, weights_only=True)
+    return trainer
+
+
+def fit_and_save(folder: Path, *, last: LastCheckpoint | None = None, **settings: Any) -> tuple[Trainer, list[int]]:
+    """The trainer, and the steps before which it saved."""
     last = last or LastCheckpoint()
     boundary = Boundary(last)
-    trainer = tiny_trainer(
-        folder,
-        enable_checkpointing=True,
-        callbacks=[*callbacks, boundary, BestCheckpoint(), last],
-        plugins=[CheckpointFiles()],
-        **{"max_epochs": len(scores)} | settings,
-    )
-    trainer.fit(Score(*scores), TinyData(), ckpt_path=ckpt_path, weights_only=True)
-    return trainer, boundary.steps
+    return fit(folder, boundary, BestCheckpoint(), last, **settings), boundary.steps
 
 
 def steps_in(folder: Path) -> dict[str, int]:
@@ -76,14 +94,16 @@ def steps_in(folder: Path) -> dict[str, int]:
 
 
 def test_the_best_the_last_and_the_previous(tmp_path: Path) -> None:
-    trainer, _ = fit(tmp_path, scores=(0.2, 0.9, 0.4))
+    trainer, _ = fit_and_save(tmp_path, scores=(0.2, 0.9, 0.4))
     assert steps_in(tmp_path) == {BEST: 2 * STEPS, LAST: 3 * STEPS, PREVIOUS: 2 * STEPS}
     checkpoint: Any = trainer.checkpoint_callback
     assert Path(checkpoint.best_model_path) == tmp_path / "checkpoints" / BEST
 
 
 def test_without_validation_there_is_no_best(tmp_path: Path) -> None:
-    _, steps = fit(tmp_path, limit_val_batches=0, accumulate_grad_batches=2, last=LastCheckpoint(every_n_steps=1))
+    _, steps = fit_and_save(
+        tmp_path, limit_val_batches=0, accumulate_grad_batches=2, last=LastCheckpoint(every_n_steps=1)
+    )
     assert steps == [1]  # accumulated batches are one step
     assert steps_in(tmp_path) == {LAST: 2, PREVIOUS: 1}
 
@@ -98,7 +118,7 @@ def test_without_validation_there_is_no_best(tmp_path: Path) -> None:
 )
 def test_what_is_due_by_the_step(tmp_path: Path, settings: dict[str, int], steps: list[int]) -> None:
     """The end of the last epoch is no start of a step: it is saved at the end of training."""
-    _, found = fit(tmp_path, last=LastCheckpoint(**settings), scores=(0.1,) * 4)
+    _, found = fit_and_save(tmp_path, last=LastCheckpoint(**settings), scores=(0.1,) * 4)
     assert found == steps
     assert steps_in(tmp_path)[LAST] == 4 * STEPS
 
@@ -116,10 +136,10 @@ def test_impossible_intervals_are_refused(name: str, value: float) -> None:
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_a_run_that_goes_on_where_another_was_replaces_its_best(tmp_path: Path) -> None:
     """Killed after the best was saved, it does not know of that file."""
-    fit(tmp_path, scores=(0.5,))
+    fit_and_save(tmp_path, scores=(0.5,))
     shutil.copy(tmp_path / "checkpoints" / LAST, tmp_path / "after one epoch.ckpt")
-    fit(tmp_path, scores=(0.5, 0.9))
-    _, steps = fit(tmp_path, scores=(0.5, 0.9), ckpt_path=tmp_path / "after one epoch.ckpt")
+    fit_and_save(tmp_path, scores=(0.5, 0.9))
+    _, steps = fit_and_save(tmp_path, scores=(0.5, 0.9), ckpt_path=tmp_path / "after one epoch.ckpt")
     assert steps == []  # what it begins with is not saved once more
     assert steps_in(tmp_path) == {BEST: 2 * STEPS, LAST: 2 * STEPS, PREVIOUS: 2 * STEPS}
 
@@ -128,10 +148,10 @@ def test_a_run_that_goes_on_where_another_was_replaces_its_best(tmp_path: Path) 
 @pytest.mark.parametrize("best", [0.9, 0.3])
 def test_a_run_whose_folder_was_moved_knows_its_best(tmp_path: Path, best: float) -> None:
     """A worse epoch does not replace it, a better one does."""
-    fit(tmp_path / "run", scores=(best,))
+    fit_and_save(tmp_path / "run", scores=(best,))
     (tmp_path / "run").rename(tmp_path / "moved")
     last = tmp_path / "moved" / "checkpoints" / LAST
-    trainer, _ = fit(tmp_path / "moved", scores=(best, 0.5), ckpt_path=last)
+    trainer, _ = fit_and_save(tmp_path / "moved", scores=(best, 0.5), ckpt_path=last)
     assert steps_in(tmp_path / "moved")[BEST] == (STEPS if best > 0.5 else 2 * STEPS)
     assert not (tmp_path / "run").exists()
     checkpoint: Any = trainer.checkpoint_callback
@@ -141,8 +161,8 @@ def test_a_run_whose_folder_was_moved_knows_its_best(tmp_path: Path, best: float
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed from")
 def test_a_run_that_begins_with_anothers_checkpoint_ranks_its_own(tmp_path: Path) -> None:
-    fit(tmp_path / "run", scores=(0.9,))
-    fit(tmp_path / "other", scores=(0.9, 0.5), ckpt_path=tmp_path / "run" / "checkpoints" / LAST)
+    fit_and_save(tmp_path / "run", scores=(0.9,))
+    fit_and_save(tmp_path / "other", scores=(0.9, 0.5), ckpt_path=tmp_path / "run" / "checkpoints" / LAST)
     assert steps_in(tmp_path / "other")[BEST] == 2 * STEPS
     assert steps_in(tmp_path / "run")[BEST] == STEPS
 
@@ -184,3 +204,250 @@ def test_a_run_that_cannot_save_fails_in_every_process(tmp_path: Path, mode: str
     assert ".ckpt could not be saved" in result.stderr
     assert "Traceback" not in result.stderr
     assert not newest_valid(tmp_path / "run" / "checkpoints")[0]
+
+
+# ---------------------------------------------------------------- saving while training goes on
+
+
+class Disk:
+    """Stands before the disk: writes a file when it is told to, or refuses to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.written: list[str] = []
+        self.seen: list[int] = []
+        self.full = False
+        self._turns = threading.Semaphore(0)
+        self._snapshot = checkpoint_io.snapshot
+        monkeypatch.setattr(checkpoint_io, "write_checkpoint", self._write)
+        monkeypatch.setattr(checkpoint_io, "snapshot", self._copy)
+
+    def allow(self, num_files: int = 100) -> None:
+        """Let so many more be written."""
+        self._turns.release(num_files)
+
+    def allow_soon(self, num_files: int = 100) -> None:
+        """When this thread waits for them, most likely."""
+        threading.Timer(0.2, self.allow, (num_files,)).start()
+
+    def _write(self, checkpoint: dict[str, Any], path: Path, **settings: Any) -> None:
+        assert self._turns.acquire(timeout=_LIMIT_S), "nobody went on"
+        if self.full:
+            raise save_error(OSError(errno.ENOSPC, "No space left on device"), path, checkpoints=path.parent)
+        write_checkpoint(checkpoint, path, **settings)
+        self.written.append(path.name)
+
+    def _copy(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        self.seen.append(len(self.written))
+        return self._snapshot(checkpoint)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+def save_behind(files: CheckpointFiles, checkpoint: dict[str, Any], path: Path) -> None:
+    files.behind = True
+    files.save_checkpoint(checkpoint, path)
+    files.behind = False
+
+
+def helpers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith(HELPER)]
+
+
+def test_what_happens_after_a_save_is_not_in_the_file(disk: Disk, tmp_path: Path) -> None:
+    """Nor is what it replaces removed before the file is there."""
+    weights, best, files = torch.zeros(2, 3), {"best.ckpt": torch.tensor(0.5)}, CheckpointFiles()
+    (tmp_path / "old.ckpt").touch()
+    checkpoint = {"state_dict": {"weights": weights}, "callbacks": {"best": best}, "rates": [0.1]}
+    save_behind(files, checkpoint, tmp_path / LAST)
+    files.remove_checkpoint(tmp_path / "old.ckpt")
+    weights.fill_(1)
+    best.clear()
+    checkpoint["rates"].append(0.2)
+    checkpoint["state_dict"].clear()
+    assert [path.name for path in tmp_path.iterdir()] == ["old.ckpt"]
+    disk.allow()
+    files.settle()
+    assert [path.name for path in tmp_path.iterdir()] == [LAST]
+    found = read_checkpoint(tmp_path / LAST)
+    assert not found["state_dict"]["weights"].any()
+    assert (found["callbacks"], found["rates"]) == ({"best": {"best.ckpt": 0.5}}, [0.1])
+
+
+def test_a_save_waits_for_the_one_before_it_of_the_same_name(disk: Disk, tmp_path: Path) -> None:
+    """No copy is made before: so much memory, and so many steps that a kill may cost."""
+    files = CheckpointFiles()
+    disk.allow_soon()
+    for step, name in enumerate([BEST, LAST, LAST]):
+        save_behind(files, state(step), tmp_path / name)
+    files.settle()
+    assert disk.seen == [0, 0, 2]
+    assert disk.written == [BEST, LAST, LAST]
+    assert step_of(tmp_path / LAST) == 2
+
+
+def test_after_a_failure_nothing_is_done_until_it_is_told(disk: Disk, tmp_path: Path) -> None:
+    write_checkpoint(state(1), tmp_path / "old.ckpt")
+    files, disk.full = CheckpointFiles(), True
+    save_behind(files, state(2), tmp_path / BEST)
+    save_behind(files, state(2), tmp_path / LAST)
+    files.remove_checkpoint(tmp_path / "old.ckpt")
+    disk.allow()
+    files.wait()
+    disk.full = False
+    save_behind(files, state(3), tmp_path / LAST)
+    with pytest.raises(SaveError, match=f"{BEST} could not be saved: No space left"):
+        files.settle()
+    assert [path.name for path in tmp_path.iterdir()] == ["old.ckpt"]
+    save_behind(files, state(4), tmp_path / LAST)
+    files.settle()
+    assert step_of(tmp_path / LAST) == 4
+
+
+@pytest.mark.parametrize(
+    "do",
+    [
+        lambda files, folder: files.save_checkpoint(state(3), folder / "mine.ckpt"),
+        lambda files, folder: files.load_checkpoint(folder / LAST),
+        lambda files, folder: files.teardown(),
+    ],
+    ids=["save", "load", "tear down"],
+)
+def test_what_needs_the_file_waits_for_it(
+    do: Callable[[CheckpointFiles, Path], None], disk: Disk, tmp_path: Path
+) -> None:
+    files = CheckpointFiles()
+    save_behind(files, state(2), tmp_path / LAST)
+    (thread,) = helpers()
+    assert not thread.daemon  # so that the end of the program waits for it
+    disk.allow_soon()
+    do(files, tmp_path)
+    assert disk.written[0] == LAST
+    assert step_of(tmp_path / LAST) == 2
+    assert not helpers()
+
+
+def test_a_failure_that_nobody_has_told_is_in_the_end_and_hides_no_other_exception(
+    disk: Disk, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files, disk.full = CheckpointFiles(), True
+    disk.allow()
+    save_behind(files, state(1), tmp_path / LAST)
+    with pytest.raises(SaveError, match="No space left"):
+        files.teardown()
+    save_behind(files, state(1), tmp_path / LAST)
+    try:
+        raise RuntimeError("of the training")
+    except RuntimeError:
+        files.teardown()
+    assert "No space left" in capsys.readouterr().err
+
+
+class At(Checkpoint):
+    """Does something after a step, or at the end of training; Lightning lets none but checkpoints come after these."""
+
+    def __init__(self, step: int | None, do: Callable[[Trainer], object]) -> None:
+        self.step, self.do = step, do
+
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
+        if trainer.global_step == self.step:
+            self.do(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.step is None:
+            self.do(trainer)
+
+
+def test_training_goes_on_while_a_file_is_written(disk: Disk, tmp_path: Path) -> None:
+    """What was saved before the third step is written after it."""
+    fit(tmp_path, StepBoundary(agree_every_s=0), At(3, lambda trainer: disk.allow()), LastCheckpoint(every_n_steps=2))
+    assert disk.written == [LAST, LAST]
+    assert read_checkpoint(tmp_path / "checkpoints" / PREVIOUS)["global_step"] == 2
+
+
+class Unfinished(CSVLogger):
+    """Fails once more when the run has failed."""
+
+    def finalize(self, status: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_run_that_fails_leaves_what_it_had_saved(disk: Disk, tmp_path: Path) -> None:
+    """Also where a logger fails as well: Lightning then tears nothing down, and the command line says what is left."""
+    last, runs = LastCheckpoint(), []
+
+    def fail(trainer: Trainer) -> None:
+        runs.append(trainer)
+        disk.allow_soon()
+        raise RuntimeError("of the training")
+
+    with pytest.raises(OSError, match="No space left"):
+        fit(tmp_path, At(1, last.save), At(2, fail), last, logger=[Unfinished(tmp_path, name="", version="")])
+    assert disk.written == [LAST]
+    runs[0]._teardown()
+
+
+def test_a_failed_write_ends_the_run_long_before_the_next_one(disk: Disk, tmp_path: Path) -> None:
+    disk.full = True
+    disk.allow()
+    reached: list[int] = []
+
+    def await_failure(trainer: Trainer) -> None:
+        deadline = time.monotonic() + _LIMIT_S
+        while trainer.strategy.checkpoint_io.failure is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    note = [At(step, lambda trainer: reached.append(trainer.global_step)) for step in range(10)]
+    last = LastCheckpoint(every_n_epochs=0, every_n_steps=4)
+    with pytest.raises(SaveError, match=r"last\.ckpt could not be saved"):
+        fit(tmp_path, StepBoundary(agree_every_s=0), *note, At(5, await_failure), last, scores=(0.1,) * 3)
+    assert reached == [1, 2, 3, 4, 5]
+
+
+def test_names_do_not_depend_on_the_disk(disk: Disk, tmp_path: Path) -> None:
+    """Of several that are kept, each new one gets a name that is free when all before it are there."""
+    disk.allow_soon()
+    trainer = fit(tmp_path, BestCheckpoint(save_top_k=2), scores=(0.1, 0.2, 0.3))
+    names = {path.name: read_checkpoint(path)["global_step"] for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {"best.ckpt": 9, "best-v1.ckpt": 6}
+    checkpoint: Any = trainer.checkpoint_callback
+    assert Path(checkpoint.best_model_path).name == "best.ckpt"
+
+
+class Uploads(CSVLogger):
+    """Takes every best checkpoint elsewhere."""
+
+    uploaded: list[int] = []  # noqa: RUF012  # replaced, never changed
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        self.uploaded = [*self.uploaded, read_checkpoint(Path(checkpoint_callback.best_model_path))["global_step"]]
+
+
+def test_a_logger_that_uploads_checkpoints_finds_them(disk: Disk, tmp_path: Path) -> None:
+    disk.allow()
+    uploads = Uploads(tmp_path)
+    fit(tmp_path, BestCheckpoint(), scores=(0.1, 0.2), logger=[uploads])
+    assert uploads.uploaded == [3, 6]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_what_is_said_in_the_end_is_true(
+    full: bool, disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest checkpoint is named when it is there; until it is waited for, the disk does nothing."""
+    settle, disk.full = boundary.settle, full
+    last = tmp_path / "run" / "checkpoints" / LAST
+
+    def wait(trainer: Trainer) -> None:
+        disk.allow()
+        settle(trainer)
+        assert read_checkpoint(last)["global_step"] == 3
+
+    monkeypatch.setattr(boundary, "settle", wait)
+    stop = ["--trainer.callbacks+=stopping.SignalAfter", "--trainer.callbacks.step=3"]
+    result = run_here("fit", *TINY, "--last_checkpoint.every_n_steps=3", *stop, f"--run_dir={tmp_path / 'run'}")
+    assert result.status == (1 if full else 143)
+    newest = f"the newest checkpoint is {last}"
+    assert (newest in result.stderr, "last.ckpt could not be saved" in result.stderr) == (not full, full)

@@ -54,7 +54,7 @@ def test_a_running_job_listens_on_the_loopback_interface_only(name: str, taken_p
     """All of its processes; but for torchrun itself, of which the last case shows how to have it listen nowhere."""
     command, flags = STARTS[name]
     record = ["--trainer.callbacks+=recorder.RecordIds", f"--trainer.callbacks.folder={tmp_path}"]
-    slow = ["--trainer.callbacks+=elastic_callbacks.SlowSteps", "--trainer.callbacks.seconds=1"]
+    slow = ["--trainer.callbacks+=stopping.SlowSteps", "--trainer.callbacks.seconds=1"]
     settings = {"MASTER_PORT": str(taken_port), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "nowhere0"}
     if name == "torchrun with a file":
         settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

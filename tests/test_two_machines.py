@@ -65,7 +65,7 @@ def is_torchrun(words: list[str]) -> bool:
 def test_a_run_over_both(
     mode: str, processes: int, readers: int, machines: tuple[Machine, Machine], tmp_path: Path
 ) -> None:
-    slow = ["--trainer.callbacks+=elastic_callbacks.SlowSteps", "--trainer.callbacks.seconds=0.3"]
+    slow = ["--trainer.callbacks+=stopping.SlowSteps", "--trainer.callbacks.seconds=0.3"]
     start(machines, tmp_path, f"--trainer.strategy={mode}", *slow, NPROC=str(processes))
     wait_for(tmp_path, step=1)
     sockets = [listening(machine) for machine in machines]
@@ -95,7 +95,7 @@ def test_the_rest_goes_on_when_a_machine_is_lost(machines: tuple[Machine, Machin
         "--resume=auto",
         f"--run_dir={tmp_path / 'run'}",
         "--last_checkpoint.every_n_steps=2",
-        "--trainer.callbacks+=elastic_callbacks.SlowSteps",
+        "--trainer.callbacks+=stopping.SlowSteps",
         "--trainer.callbacks.seconds=0.3",
         NNODES="1:2",
         NPROC="1",

@@ -1,6 +1,7 @@
 """The watchdog's verdicts as a table; two watches in one process; and the notes of the main thread."""
 
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -20,8 +21,10 @@ import torch
 from processes import is_running
 from torch.distributed import HashStore
 
+import lit_cifar
 from lit_cifar.data import Batch
 from lit_cifar.errors import ConfigError
+from lit_cifar.launch import startup
 from lit_cifar.watchdog import HELPER, activity
 from lit_cifar.watchdog import heartbeat as process
 from lit_cifar.watchdog import monitor as watch_module
@@ -634,24 +637,21 @@ def test_a_time_in_which_there_may_be_no_beat_is_refused(timeout_s: float) -> No
         Watchdog(timeout_s=timeout_s)
 
 
-def test_a_process_ends_after_the_one_that_started_it(tmp_path: Path) -> None:
+def test_a_process_ends_after_the_one_that_started_it() -> None:
     """Who started it is noted before torch is imported, which takes long."""
+    imports = re.findall(r"^(?:from|import) (\w+)\S*", Path(lit_cifar.__file__).read_text(), flags=re.MULTILINE)
+    assert not {"torch", "lightning"} & set(imports)
     follower = (
-        "import sys, time; from lit_cifar import LitResNet; from lit_cifar.launch import startup; "
-        "startup._GRACE_S = 0; startup.exit_with_parent(); "
-        "print([*sys.modules].index('lit_cifar.launch.startup') < [*sys.modules].index('torch'), flush=True); "
-        "time.sleep(60)"
+        f"import os, runpy, time; startup = runpy.run_path({startup.__file__!r}); "
+        "follow = startup['exit_with_parent']; follow.__globals__['_GRACE_S'] = 0; follow(); "
+        "print(os.getpid(), flush=True); time.sleep(60)"
     )
-    starter = (
-        f"import subprocess, sys, time; child = subprocess.Popen([sys.executable, '-c', {follower!r}]); "
-        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid)); time.sleep(60)"
-    )
+    starter = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {follower!r}])"
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", starter], stdout=pipe, stderr=pipe, text=True) as run:
         assert run.stdout is not None
         assert run.stderr is not None
-        assert run.stdout.readline() == "True\n"
-        child = psutil.Process(int((tmp_path / "pid").read_text()))
+        child = psutil.Process(int(run.stdout.readline()))
         run.kill()
         assert f"pid {child.pid} stops: pid {run.pid}, which started it, is gone" in run.stderr.readline()
         psutil.wait_procs([child], timeout=5)

@@ -1,39 +1,15 @@
-"""torchrun starts a run again whose processes die, every time; and what configs/cluster/slurm.sh does with SLURM."""
+"""What the scripts of configs/cluster do with torchrun and SLURM, which are scripts of a line here."""
 
 import os
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from commands import TINY
 
 CLUSTER = Path(__file__).parents[1] / "configs" / "cluster"
-NUM_KILLS = 5
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-def test_a_run_survives_the_death_of_either_process_five_times(tmp_path: Path) -> None:
-    """With torchrun's own store, the first or second restart hangs: processes find the addresses of dead ones."""
-    kill = ["--trainer.callbacks+=elastic_callbacks.KillRanks", f"--trainer.callbacks.times={NUM_KILLS}"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    fit = ["-m", "lit_cifar", "fit", *TINY, "--trainer.strategy=ddp", *kill]
-    done = subprocess.run(
-        [*torchrun, f"--max-restarts={NUM_KILLS}", *fit],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{CLUSTER.parents[1]}:{Path(__file__).parent}"},
-        cwd=tmp_path,  # each start makes a run folder of its own
-        capture_output=True,
-        text=True,
-        timeout=220,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("2 processes") == NUM_KILLS + 1
-    assert done.stdout.count("result") == 1
 
 
 def with_commands(folder: Path, commands: dict[str, str], **variables: str) -> dict[str, str]:
