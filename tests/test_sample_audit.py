@@ -13,8 +13,8 @@ import pytest
 import torch
 from counting import Operators
 from lightning.pytorch.loggers import CSVLogger
+from tiny_task import TinyTask, tiny_trainer
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lit_cifar.checkpoint.exact_resume import ExactResume
 from lit_cifar.checkpoint.sample_audit import (
@@ -193,26 +193,15 @@ def test_an_epoch_that_is_proven_again_replaces_its_line_and_those_after_it(tmp_
 # Whole runs with Lightning's own loops, of a network that costs nothing.
 
 
-class Colours(L.LightningModule):
+class Colours(TinyTask):
     """Classifies images by their mean colour."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.image_shape = nn.Linear(3, 10), (3, 32, 32)
+        self.network = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 10))
 
-    def forward(self, images: Tensor) -> Tensor:
-        return self.layer(images.mean(dim=(2, 3)))
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return F.cross_entropy(self(batch.images), batch.labels)
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Nothing to see."""
-
-    test_step = validation_step
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class SaveAt(L.Callback):
@@ -239,13 +228,8 @@ def fit(
     run: Path, *callbacks: L.Callback, resume: Path | None = None, of: CIFAR10DataModule | None = None, **options: Any
 ) -> L.Trainer:
     """A run with an audit in a folder of its own."""
-    defaults = {"max_epochs": 2, "limit_val_batches": 0, "log_every_n_steps": 1, "accelerator": "cpu", "devices": 1}
-    quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = L.Trainer(
-        **(defaults | quiet | options),
-        logger=CSVLogger(run, name="", version=""),
-        callbacks=[*callbacks, ExactResume(), SampleAudit()],
-    )
+    options = {"max_epochs": 2, "limit_val_batches": 0, "logger": CSVLogger(run, name="", version="")} | options
+    trainer = tiny_trainer(run, callbacks=[*callbacks, ExactResume(), SampleAudit()], **options)
     trainer.fit(Colours(), datamodule=of or data(), ckpt_path=resume, weights_only=True)
     return trainer
 
@@ -340,13 +324,13 @@ def test_a_run_whose_sampler_loses_samples_is_stopped(
         TrainSampler, "__iter__", lambda self: iterate(replace(self, batch_split=BatchSplit(dp_size=2)))
     )
     with pytest.raises(SampleAuditError, match=r"of epoch 0 fails after 5 of 5 optimizer steps\nmissing: 40 samples"):
-        fit(tmp_path, max_epochs=1)
+        fit(tmp_path / "first", max_epochs=1)
     monkeypatch.setattr(TrainSampler, "__iter__", lambda self: iterate(replace(self, start=0)))
     with pytest.raises(SampleAuditError, match=r"of epoch 1 fails after 5 of 5 .*\nmissing: 32 .*\nused more than"):
-        fit(tmp_path, resume=saved / "2.ckpt")
-    assert not (tmp_path / "sample_audit.csv").exists()
+        fit(tmp_path / "resumed", resume=saved / "2.ckpt")
+    assert not (tmp_path / "resumed" / "sample_audit.csv").exists()
     with pytest.raises(SampleAuditError, match="of epoch 1 fails after 3 of 5 optimizer steps"):
-        fit(tmp_path, SaveAt(tmp_path / "late.ckpt", epoch=1, step=3), resume=saved / "2.ckpt")
+        fit(tmp_path / "saves", SaveAt(tmp_path / "late.ckpt", epoch=1, step=3), resume=saved / "2.ckpt")
     assert not (tmp_path / "late.ckpt").exists()
 
 
@@ -363,7 +347,5 @@ def test_a_checkpoint_without_an_audit_leaves_its_epoch_unproven(saved: Path, tm
 
 def test_evaluation_needs_no_audit(saved: Path, tmp_path: Path) -> None:
     """Neither a warning nor a check: its settings may be others."""
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, logger=False, callbacks=[SampleAudit()], enable_progress_bar=False
-    )
+    trainer = tiny_trainer(tmp_path, logger=False, callbacks=[SampleAudit()])
     trainer.test(Colours(), datamodule=data(seed=1), ckpt_path=saved / "2.ckpt", weights_only=True, verbose=False)

@@ -641,6 +641,7 @@ def test_a_process_ends_after_the_one_that_started_it() -> None:
     """Who started it is noted before torch is imported, which takes long."""
     imports = re.findall(r"^(?:from|import) (\w+)\S*", Path(lit_cifar.__file__).read_text(), flags=re.MULTILINE)
     assert not {"torch", "lightning"} & set(imports)
+    assert lit_cifar.startup is startup
     follower = (
         f"import os, runpy, time; startup = runpy.run_path({startup.__file__!r}); "
         "follow = startup['exit_with_parent']; follow.__globals__['_GRACE_S'] = 0; follow(); "
