@@ -14,6 +14,7 @@ import pytest
 from commands import TINY, launch
 from processes import is_running, marked
 
+from lit_cifar.launch.forked import ForkedRun
 from lit_cifar.tools.chaos.job import wait_until
 
 LONG = ["--trainer.max_epochs=1000", "--trainer.check_val_every_n_epoch=1000"]
@@ -23,10 +24,6 @@ MODES = {
     "pp": ["--trainer.strategy=pp", "--trainer.devices=2"],
     "ddp_pp": ["--trainer.strategy=PipelineStrategy", "--trainer.strategy.num_stages=2", "--trainer.devices=4"],
 }
-
-
-def descendants(process: subprocess.Popen) -> list[psutil.Process]:
-    return psutil.Process(process.pid).children(recursive=True)
 
 
 @pytest.mark.slow
@@ -50,7 +47,7 @@ def test_a_verification_that_is_stopped_takes_its_runs_with_it(tmp_path: Path) -
         while not list(tmp_path.glob("lit_cifar-verify-*/reference-*")):  # the settings are read, the first run begins
             assert verify.poll() is None
             time.sleep(0.1)
-        runs = descendants(verify)
+        runs = psutil.Process(verify.pid).children(recursive=True)
         verify.send_signal(signal.SIGINT)
         assert verify.wait(30) == 128 + signal.SIGINT
     finally:
@@ -71,11 +68,10 @@ class Run:
 
     def __init__(self, folder: Path, *flags: str, num_ranks: int) -> None:
         pids = ["--trainer.callbacks+=recorder.WritePids", f"--trainer.callbacks.folder={folder}"]
-        command = [sys.executable, "-m", "lit_cifar", "fit", *TINY, *LONG, f"--run_dir={folder / 'run'}", *flags, *pids]
+        words = ["fit", *TINY, *LONG, f"--run_dir={folder / 'run'}", *flags, *pids]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
         self._stderr = folder / "stderr"
-        with self._stderr.open("w") as stderr:
-            self._process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=stderr)
+        self._run = ForkedRun(words, environment=environment, stdout=folder / "stdout", stderr=self._stderr)
         self._folder, self._num_ranks = folder, num_ranks
         self._all: list[psutil.Process] = []
 
@@ -83,33 +79,27 @@ class Run:
         """Of the ranks, once each has done a step."""
         files = [self._folder / f"rank{rank}" for rank in range(self._num_ranks)]
         while not all(file.exists() for file in files):
-            assert self._process.poll() is None, self._stderr.read_text()
-            time.sleep(0.1)
-        self._all = [psutil.Process(self._process.pid), *descendants(self._process)]
+            assert self._run.wait(0.1) is None, self._stderr.read_text()
+        (first,) = map(psutil.Process, self._run.pids)
+        self._all = [first, *first.children(recursive=True)]
         return [int(file.read_text()) for file in files]
 
     def wait(self, timeout_s: float) -> str:
         """What it has written on stderr, once nothing of it is running, which must come about in time."""
-        deadline = time.monotonic() + timeout_s
-        while left := [process for process in self._all if is_running(process)]:
-            assert time.monotonic() < deadline, f"still running: {left}\n{self._stderr.read_text()}"
-            time.sleep(0.1)
-            self._process.poll()
+        ended = wait_until(lambda: not any(map(is_running, self._all)), limit_s=timeout_s, poll_s=0.1)
+        assert ended, f"still running: {self._all}\n{self._stderr.read_text()}"
         return self._stderr.read_text()
 
-    def status(self) -> int:
-        """As of `Popen`."""
-        return self._process.wait(5)
+    def status(self) -> int | None:
+        """The exit status of the process that the user has started."""
+        return self._run.wait(5)
 
     def __enter__(self) -> "Run":
         return self
 
     def __exit__(self, *_: object) -> None:
         """Leave nothing, whatever happened."""
-        for process in self._all or [psutil.Process(self._process.pid), *descendants(self._process)]:
-            if is_running(process):
-                process.kill()
-        self._process.wait()
+        self._run.kill()
 
 
 def told(stderr: str) -> str:
