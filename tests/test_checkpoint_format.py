@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself, and that none can run code."""
+"""What a checkpoint says of itself, weights alone, and the digests of weights that are written beside checkpoints."""
 
 import pickle
 from contextlib import nullcontext
@@ -9,8 +9,10 @@ import torch
 import torchvision
 from commands import TINY, counts, refused, run_here
 
+from lit_cifar.checkpoint import lightning_io
 from lit_cifar.checkpoint.format import Header, holds_weights_alone, load_weights, read_checkpoint
-from lit_cifar.errors import CheckpointError
+from lit_cifar.checkpoint.lightning_io import DIGESTS, CheckpointFiles, digest, note_epoch
+from lit_cifar.errors import CheckpointError, SaveError
 from lit_cifar.models import build_resnet
 
 HEADER = Header(arch="resnet34", stem="cifar", num_classes=10)
@@ -94,3 +96,50 @@ def test_given_weights_are_tested(tmp_path: Path) -> None:
     result = run_here("test", *TINY, f"--ckpt_path={tmp_path / 'given.pth'}", f"--run_dir={tmp_path / 'run'}")
     assert result.status == 0, result.stderr
     assert counts(tmp_path / "run")["all"][1] == 100
+
+
+# ---------------------------------------------------------------- `weights.sha256`, a line for every epoch that ended
+
+WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(7)}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"a": WEIGHTS["a"], "c": WEIGHTS["b"]},
+        {"a": WEIGHTS["a"].view(3, 2), "b": WEIGHTS["b"]},
+        {"a": WEIGHTS["a"].double(), "b": WEIGHTS["b"]},
+        {"a": WEIGHTS["a"].nextafter(torch.tensor(9.0)), "b": WEIGHTS["b"]},
+        {"a": WEIGHTS["a"]},
+    ],
+    ids=["name", "shape", "dtype", "last bit", "missing"],
+)
+def test_every_difference_changes_the_digest(other: dict[str, torch.Tensor]) -> None:
+    assert digest(other) != digest(WEIGHTS)
+    assert digest({"b": WEIGHTS["b"], "a": WEIGHTS["a"].t().contiguous().t()}) == digest(WEIGHTS)
+
+
+def test_a_line_replaces_those_of_later_epochs(tmp_path: Path) -> None:
+    for epoch, step in [(0, 3), (1, 0), (2, 0), (2, 5), (3, 0), (2, 0)]:  # the last one is of a run that was resumed
+        note_epoch({"position": {"epoch": epoch, "step": step}, "state_dict": WEIGHTS}, tmp_path)
+    assert (tmp_path / DIGESTS).read_text() == "".join(f"{digest(WEIGHTS)}  epoch {epoch}\n" for epoch in (0, 1))
+    assert [path.name for path in tmp_path.iterdir()] == [DIGESTS]
+
+
+def test_a_checkpoint_is_never_there_before_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is killed between the two would go on without it."""
+    lines: list[str] = []
+    monkeypatch.setattr(lightning_io, "write_checkpoint", lambda *_: lines.append((tmp_path / DIGESTS).read_text()))
+    checkpoint = {"position": {"epoch": 1, "step": 0}, "state_dict": WEIGHTS}
+    CheckpointFiles().save_checkpoint(checkpoint, tmp_path / "checkpoints" / "last.ckpt")
+    assert lines == [f"{digest(WEIGHTS)}  epoch 0\n"]
+
+
+def test_a_damaged_line_is_dropped_and_an_error_names_this_file(tmp_path: Path) -> None:
+    (tmp_path / DIGESTS).write_bytes(f"{digest(WEIGHTS)}  epoch 0\n".encode() + bytes(9))
+    checkpoint = {"position": {"epoch": 2, "step": 0}, "state_dict": WEIGHTS}
+    note_epoch(checkpoint, tmp_path)
+    assert (tmp_path / DIGESTS).read_text().splitlines() == [f"{digest(WEIGHTS)}  epoch {epoch}" for epoch in (0, 1)]
+    (tmp_path / f"{DIGESTS}.part").mkdir()
+    with pytest.raises(SaveError, match=rf"{DIGESTS} could not be saved: Is a directory"):
+        CheckpointFiles().save_checkpoint(checkpoint, tmp_path / "checkpoints" / "last.ckpt")

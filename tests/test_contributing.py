@@ -49,6 +49,7 @@ def test_what_is_added_is_verified(title: str, modes: int, tmp_path: Path) -> No
     assert [row["passed"] for row in rows] == [True] * modes
 
 
+@pytest.mark.slow
 def test_an_added_data_set_is_trained_on(tmp_path: Path) -> None:
     command = added("A data set", tmp_path)
     # A full data set has 10,000 records a file.
