@@ -3,6 +3,7 @@
 import csv
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,13 +11,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from tiny_task import CLASSES, Batches, TinyData, TinyTask, fake_trainer, read_events, tiny_trainer
 from torch import Tensor
 
 from lit_cifar.data.batch_split import BatchSplit
-from lit_cifar.data.images import Batch
 from lit_cifar.data.pictures import FolderImages
 from lit_cifar.reporting.evaluation_tables import PerRankAccuracy, PredictionWriter, write_per_rank
 from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates, log_chance, pooled
@@ -24,45 +24,14 @@ from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates, log_cha
 # ---------------------------------------------------------------- accuracy of every rank
 
 
-def batch_of(correct: int, total: int) -> Batch:
-    """A batch whose "images" are the logits that `Echo` returns; the first `correct` of them are right."""
-    labels = torch.arange(total) % 3
+def data_of(correct: int, total: int, *, batch_size: int) -> TinyData:
+    """The first `correct` of its images are right, in every split."""
+    data, labels = TinyData(num_images=total, batch_size=batch_size), torch.arange(total) % 3
     answers = torch.where(torch.arange(total) < correct, labels, (labels + 1) % 3)
-    return Batch(torch.eye(3)[answers], labels, torch.arange(total), 1.0)
-
-
-class Echo(LightningModule):
-    """Returns the logits it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.ones(()))
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return (self.scale * batch.images).sum()
-
-    def test_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return batch.images
-
-    validation_step = test_step
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
-class Given(LightningDataModule):
-    """The same batches in every loader. (Lightning takes a plain list of tuples for a collection of loaders.)"""
-
-    name = "three classes"
-
-    def __init__(self, *batches: Batch) -> None:
-        super().__init__()
-        self.loader = torch.utils.data.DataLoader(batches, batch_size=None)
-
-    def train_dataloader(self) -> Any:
-        return self.loader
-
-    val_dataloader = test_dataloader = train_dataloader
+    for split, own in data.sets.items():
+        own.images[:, 0, 0, 0], own.images[:, 0, 0, 1] = answers.to(torch.uint8), 64
+        data.sets[split] = replace(own, labels=labels)
+    return data
 
 
 def trainer_for(run: Path, **options: Any) -> Trainer:
@@ -88,14 +57,14 @@ def test_one_process_counts_every_batch_and_reports_everywhere(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = trainer_for(tmp_path)
-    trainer.test(Echo(), datamodule=Given(batch_of(3, 4), batch_of(0, 0), batch_of(2, 5)))
+    trainer.test(TinyTask(), datamodule=data_of(5, 9, batch_size=4))
     assert counts(trainer, "test") == [AccuracyCount(5, 9)]
     assert (tmp_path / "per_rank.csv").read_text() == (
         "split,rank,correct,total,accuracy\ntest,0,5,9,0.555556\ntest,all,5,9,0.555556\n"
     )
     assert scalars(tmp_path, "test/acc_rank0") == [(0, pytest.approx(5 / 9))]
     printed = capsys.readouterr().out
-    assert "Accuracy per rank, test, three classes" in printed
+    assert "Accuracy per rank, test, tiny" in printed
     # Wilson's interval of 5 in 9, as in Wilson's formula by hand
     assert rows_of_table(printed)["all"] == ["5", "9", "55.56%", "26.67% to 81.12%", ""]
 
@@ -104,12 +73,12 @@ def test_fit_counts_each_validation_afresh_without_the_sanity_check_or_a_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = trainer_for(tmp_path, max_epochs=2, num_sanity_val_steps=1)
-    trainer.fit(Echo(), datamodule=Given(batch_of(3, 4), batch_of(2, 5)))
+    trainer.fit(TinyTask(), datamodule=data_of(5, 9, batch_size=5))
     assert counts(trainer, "val") == [AccuracyCount(5, 9)]
     assert scalars(tmp_path, "val/acc_rank0") == [(2, pytest.approx(5 / 9)), (4, pytest.approx(5 / 9))]
     assert "Accuracy per rank" not in capsys.readouterr().out
-    trainer.validate(Echo(), datamodule=Given(batch_of(1, 2)))
-    assert "Accuracy per rank, val, three classes" in capsys.readouterr().out
+    trainer.validate(TinyTask(), datamodule=data_of(1, 2, batch_size=2))
+    assert "Accuracy per rank, val, tiny" in capsys.readouterr().out
     assert "val,all,1,2,0.500000\n" in (tmp_path / "per_rank.csv").read_text()
 
 
@@ -117,9 +86,17 @@ def test_fit_counts_each_validation_afresh_without_the_sanity_check_or_a_table(
 def test_a_run_without_a_folder_still_prints_its_table(
     options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainer_for(tmp_path, default_root_dir=tmp_path, **options).test(Echo(), datamodule=Given(batch_of(1, 2)))
-    assert "Accuracy per rank, test, three classes" in capsys.readouterr().out
+    trainer = trainer_for(tmp_path, default_root_dir=tmp_path, **options)
+    trainer.test(TinyTask(), datamodule=data_of(1, 2, batch_size=2))
+    assert "Accuracy per rank, test, tiny" in capsys.readouterr().out
     assert list(tmp_path.rglob("per_rank.csv*")) == []
+
+
+class Plain(TinyTask):
+    """Without metrics of its own, which take no empty batch."""
+
+    def test_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch.images)
 
 
 class Replicas(SingleDeviceStrategy):
@@ -142,13 +119,13 @@ def test_a_rank_is_a_replica_where_one_process_holds_several(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = trainer_for(tmp_path, strategy=Replicas(torch.device("cpu")))
-    trainer.test(Echo(), datamodule=Given(batch_of(400, 600), batch_of(1, 2), batch_of(0, 0)))
+    trainer.test(TinyTask(), datamodule=data_of(400, 602, batch_size=600))
     # chunks of 200, 200, 200 and of 1, 1, none
-    assert counts(trainer, "test") == [AccuracyCount(201, 201), AccuracyCount(200, 201), AccuracyCount(0, 200)]
+    assert counts(trainer, "test") == [AccuracyCount(200, 201), AccuracyCount(200, 201), AccuracyCount(0, 200)]
     flags = {rank: cells[-1] for rank, cells in rows_of_table(capsys.readouterr().out).items()}
     assert flags == {"0": "", "1": "", "2": "yes", "all": ""}
     trainer = trainer_for(tmp_path, strategy=SecondProcess(torch.device("cpu")))
-    trainer.test(Echo(), datamodule=Given(batch_of(4, 6)))
+    trainer.test(Plain(), datamodule=data_of(8, 13, batch_size=12))  # every second one, then none
     seen = [(count.correct, count.total) for count in counts(trainer, "test")]
     assert seen == [(0, 0), (0, 0), (0, 0), (2, 2), (2, 2), (0, 2)]
 
