@@ -11,9 +11,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from tiny_task import TinyData, TinyTask, tiny_trainer
 
 from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
-from lit_cifar.checkpoint.files import BEST, LAST, PREVIOUS, newest_valid, verify_checkpoint
+from lit_cifar.checkpoint.files import BEST, LAST, PREVIOUS, CheckpointFiles, newest_valid, verify_checkpoint
 from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.checkpoint.lightning_io import CheckpointFiles
 from lit_cifar.errors import ConfigError
 
 STEPS = 3  # of an epoch of TinyData

@@ -18,8 +18,8 @@ from data_files import cifar10_records, load, pack, prepare, served, write_binar
 from torchvision.datasets import CIFAR10, FashionMNIST
 
 from lit_cifar.data import CIFAR10DataModule, cifar10, download, fashion_mnist
+from lit_cifar.data.datamodule import open_dataset
 from lit_cifar.data.download import installing
-from lit_cifar.data.sources import open_dataset
 from lit_cifar.errors import ConfigError, DataError
 
 PER_FILE = 20

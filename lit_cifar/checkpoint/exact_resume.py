@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
 from lit_cifar.checkpoint.format import METRICS, POSITION
-from lit_cifar.checkpoint.step_boundary import end_together
 from lit_cifar.data.batch_split import BatchSplit
+from lit_cifar.launch.signals import end_together
 from lit_cifar.reporting.environment import cpu_model
 
 

@@ -20,14 +20,13 @@ from lit_cifar import __version__
 from lit_cifar.callbacks import default_callbacks, place
 from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
 from lit_cifar.checkpoint.exact_resume import Fingerprint, SameStart
-from lit_cifar.checkpoint.files import reporting_disk
-from lit_cifar.checkpoint.lightning_io import CheckpointFiles
+from lit_cifar.checkpoint.files import CheckpointFiles, reporting_disk
 from lit_cifar.cli.checkpoint_selection import StartingCheckpoint
 from lit_cifar.cli.help import COMMON, DESCRIPTION, EPILOG, SUBCOMMANDS, HelpFormatter, replace_texts
 from lit_cifar.cli.preflight import check_arguments, check_bounds, check_run, check_sizes
 from lit_cifar.cli.usage_errors import PROGRAM, Parser, as_config_error, check_command, cli_exit
 from lit_cifar.data import CIFAR10DataModule
-from lit_cifar.data.sources import open_dataset
+from lit_cifar.data.datamodule import open_dataset
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.processes import as_list, check_processes, resolve_world_size
 from lit_cifar.launch.signals import handlers_put_back, signals_to_spawned

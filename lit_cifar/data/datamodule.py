@@ -1,7 +1,11 @@
-"""A data set as a LightningDataModule whose batch size is the global one."""
+"""The data sets by name, and one of them as a LightningDataModule whose batch size is the global one.
+
+A damaged data set is an error: it is never repaired, or replaced by another in silence.
+"""
 
 from contextlib import suppress
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,15 +17,33 @@ from torch import Tensor
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.counter_rng import Purpose, keyed_permutation
-from lit_cifar.data.dataset import Split
+from lit_cifar.data.dataset import Dataset, Split
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.samplers import EvaluationSampler, TrainSampler
-from lit_cifar.data.sources import open_dataset
-from lit_cifar.errors import ConfigError
+from lit_cifar.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from lit_cifar.data.pictures import FolderImages
+
+# The class of each, which is imported when it is asked for.
+DATASETS = {
+    "cifar10": "cifar10.Cifar10",
+    "fashion_mnist": "fashion_mnist.Fashion",
+    "synthetic": "synthetic.Synthetic",
+    "folder": "pictures.OwnPictures",
+}
+
+
+def open_dataset(name: str, root: str | Path, *, image_size: int | None = None, seed: int = 0) -> Dataset:
+    """The data set called `name`, with `Dataset`'s arguments."""
+    if name not in DATASETS:
+        meant = nearest(name, DATASETS)
+        guess = "" if meant is None else f"did you mean --data.dataset={meant}? "
+        raise ConfigError(f"there is no data set {name!r}", remedy=f"{guess}choose one of {', '.join(DATASETS)}")
+    module, _, kind = DATASETS[name].partition(".")
+    dataset: type[Dataset] = getattr(import_module(f"lit_cifar.data.{module}"), kind)
+    return dataset(Path(root), image_size=image_size, seed=seed)
 
 
 class CIFAR10DataModule(L.LightningDataModule):

@@ -1,4 +1,4 @@
-"""What a data set says of itself, and how it is read; each is a class in a file of its own, and a line in `sources`."""
+"""What a data set says of itself, and how it is read; each is a class in a file and a line in `datamodule`."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path

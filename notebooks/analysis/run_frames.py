@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lit_cifar.checkpoint.lightning_io import DIGESTS
+from lit_cifar.checkpoint.files import DIGESTS
 from lit_cifar.errors import ConfigError
 from lit_cifar.reporting import run_reader
 from lit_cifar.reporting.evaluation_tables import PER_RANK

@@ -7,7 +7,7 @@ from itertools import zip_longest
 import torch
 from torch import nn
 
-from lit_cifar.checkpoint.lightning_io import DIGESTS, digest
+from lit_cifar.checkpoint.files import DIGESTS, digest
 from lit_cifar.reporting.evaluation_tables import CONFUSION, PER_RANK
 from lit_cifar.tools.verify.comparison import and_more
 from lit_cifar.tools.verify.evaluation import Evaluated
