@@ -23,11 +23,11 @@ from analysis.stage_timeline import (
 from lit_cifar.errors import ConfigError
 from lit_cifar.models import build_resnet
 from lit_cifar.models.partition import Partition
-from lit_cifar.reporting.timeline import Recorder, write_trace
 from lit_cifar.strategies.mp import StagedRunner, gpipe_order
+from lit_cifar.tools.bench.timeline import Recorder, write_trace
 
 CPU = torch.device("cpu")
-RECORD = ["--trainer.callbacks+=lit_cifar.reporting.timeline.Timeline", "--trainer.callbacks.first_step=1"]
+RECORD = ["--trainer.callbacks+=lit_cifar.tools.bench.timeline.Timeline", "--trainer.callbacks.first_step=1"]
 
 
 def trained(recorder: Recorder | None, *, num_microbatches: int) -> tuple[nn.Module, Tensor]:
@@ -35,7 +35,7 @@ def trained(recorder: Recorder | None, *, num_microbatches: int) -> tuple[nn.Mod
     torch.manual_seed(0)
     network = build_resnet("tiny", stem="strided")
     stages = [stage.module(network) for stage in Partition.of(network, (3, 32, 32), num_stages=2).stages]
-    runner = StagedRunner(stages, [CPU, CPU], num_microbatches=num_microbatches, recorder=recorder)
+    runner = StagedRunner(stages, [CPU, CPU], num_microbatches=num_microbatches, observer=recorder)
     if recorder is not None:
         recorder.begin(0, network)
     logits = runner(torch.randn(8, 3, 32, 32))
