@@ -25,7 +25,7 @@ from torch.nn.utils import get_total_norm
 
 from lit_cifar.checkpoint.files import BEST, LAST, CheckpointFiles
 from lit_cifar.data.images import Batch
-from lit_cifar.errors import CheckpointError, ConfigError
+from lit_cifar.errors import CheckpointError
 from lit_cifar.launch.signals import EXIT_STOPPED, Keystrokes, end_together
 from lit_cifar.reporting.run_folder import run_folder
 
@@ -152,9 +152,6 @@ class LastCheckpoint(callbacks.Checkpoint):
         self, *, every_n_epochs: int = 1, every_n_steps: int | None = None, every_n_seconds: float | None = None
     ) -> None:
         super().__init__()
-        _check_interval("every_n_epochs", every_n_epochs, least=0)
-        _check_interval("every_n_steps", every_n_steps, least=1)
-        _check_interval("every_n_seconds", every_n_seconds, least=0)
         self.every_n_epochs = every_n_epochs
         self.every_n_steps = every_n_steps
         self.every_n_seconds = every_n_seconds
@@ -210,14 +207,6 @@ class LastCheckpoint(callbacks.Checkpoint):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Wait for the files, before an error lists them. Lightning skips the teardown if a logger fails as well."""
         files_of(trainer).wait()
-
-
-def _check_interval(name: str, value: float | None, *, least: int) -> None:
-    if value is not None and not value >= least:
-        raise ConfigError(
-            f"--last_checkpoint.{name}={value} is less than {least}",
-            remedy=f"pass --last_checkpoint.{name}={max(least, 1)} or more, or leave it out",
-        )
 
 
 class StepBoundary(Callback):

@@ -75,7 +75,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         resident: Where the uint8 images are kept: in "host" memory, or on the "device", where the GPU makes its batches
             itself. With "auto" they are on the GPU if it has room for four copies of them.
         download: Download the data set if it is missing.
-        seed: Seed of order, augmentation, split and synthetic images, and of dropout, in [0, 2**62).
+        seed: Seed of order, augmentation, split and synthetic images, and of dropout; not negative.
         predict_dir: Folder of the images that `predict` classifies.
 
     Attributes:
@@ -145,12 +145,6 @@ class CIFAR10DataModule(L.LightningDataModule):
             raise ConfigError(
                 "--data.frozen_order=true repeats one shuffled order, and --data.shuffle=false has none",
                 remedy="leave one of the two out",
-            )
-        if self.val_size < 0 or eval_batch_size < 1 or not 0 <= seed < 2**62:
-            raise ConfigError(
-                f"--data.val_size={self.val_size} --data.eval_batch_size={eval_batch_size} --data.seed={seed}: "
-                "sizes and seeds are not negative",
-                remedy="the defaults are 5000, 500 and 0",
             )
 
     def __getstate__(self) -> dict[str, Any]:
