@@ -168,7 +168,7 @@ def run_schedule(name: ScheduleName, rank: int) -> dict[str, object]:
         loss=loss_of,
         group=group,
         device=torch.device("cpu"),
-        observer=recorder,
+        recorder=recorder,
     )
     logits, spans = [], []
     for num_samples in TRAINED:

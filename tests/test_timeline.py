@@ -35,7 +35,7 @@ def trained(recorder: Recorder | None, *, num_microbatches: int) -> tuple[nn.Mod
     torch.manual_seed(0)
     network = build_resnet("tiny", stem="strided")
     stages = [stage.module(network) for stage in Partition.of(network, (3, 32, 32), num_stages=2).stages]
-    runner = StagedRunner(stages, [CPU, CPU], num_microbatches=num_microbatches, observer=recorder)
+    runner = StagedRunner(stages, [CPU, CPU], num_microbatches=num_microbatches, recorder=recorder)
     if recorder is not None:
         recorder.begin(0, network)
     logits = runner(torch.randn(8, 3, 32, 32))

@@ -49,8 +49,8 @@ from lit_cifar.task.module import LitResNet
 from lit_cifar.tools.commands import COMMANDS
 from lit_cifar.watchdog.callback import Watchdog
 
-# Words by which a run may ask for a strategy, itself or in a file: for one device none is imported.
-MAY_NAME_STRATEGY = re.compile(r"strategy|config|^-c|^--trainer(=|$)", flags=re.IGNORECASE)
+# Words by which a run may ask for one of our strategies, itself or in a file; `ddp` and `ddp_spawn` are Lightning's.
+MAY_NAME_STRATEGY = re.compile(r"strategy(?!=ddp(_spawn)?$)|config|^-c|^--trainer(=|$)", flags=re.IGNORECASE)
 
 
 def main(args: Sequence[str] | None = None) -> None:

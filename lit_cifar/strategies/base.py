@@ -39,8 +39,8 @@ class RunsNetwork(Protocol):
 WorkKind = Literal["forward", "backward", "backward_input", "backward_weight"]
 
 
-class StageObserver:
-    """What stages tell of their work. This one forgets it; `lit_cifar.tools.bench.timeline` has one that writes."""
+class NoRecorder:
+    """What stages report their work to. This one keeps nothing; that of `lit_cifar.tools.bench.timeline` does."""
 
     def span(self, kind: WorkKind, **what: Any) -> AbstractContextManager[None]:
         """Around some work; `what` are stage, microbatch, worker and device."""

@@ -19,7 +19,7 @@ from typing_extensions import override
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.random_streams import begin_part, begin_stage
-from lit_cifar.strategies.base import CutStrategy, Runner, SingleProcessStrategy, StageObserver, at_least_one, compiles
+from lit_cifar.strategies.base import CutStrategy, NoRecorder, Runner, SingleProcessStrategy, at_least_one, compiles
 from lit_cifar.strategies.same_bits.parts import Parts
 
 
@@ -28,7 +28,7 @@ class StagedRunner:
 
     Kernels on CUDA are queued, and the host returns at once: while a device works on one microbatch, the host issues
     the next device's work on another. In backward, autograd does so by itself, with a thread for each device. The
-    `observer` is told which stage works when.
+    `recorder` is told which stage works when.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class StagedRunner:
         devices: Sequence[torch.device],
         *,
         num_microbatches: int = 1,
-        observer: StageObserver | None = None,
+        recorder: NoRecorder | None = None,
     ) -> None:
         self.stages = list(zip(stages, devices, strict=True))
         self.num_microbatches = num_microbatches
-        self._observer = observer or StageObserver()
+        self._recorder = recorder or NoRecorder()
         self._names = device_names(devices)
 
     def __call__(self, images: Tensor) -> Tensor:
@@ -59,9 +59,9 @@ class StagedRunner:
             begin_part(microbatch)
         begin_stage(index)
         what: Any = {"stage": index, "microbatch": microbatch, "worker": self._names[index], "device": device}
-        with self._observer.span("forward", **what):
+        with self._recorder.span("forward", **what):
             output = stage(here)
-        self._observer.follow_backward(output, here, **what)
+        self._recorder.follow_backward(output, here, **what)
         return output
 
 
@@ -104,7 +104,7 @@ class StagedStrategy(CutStrategy, ABC):
         super().__init__(**kwargs)
         self.num_microbatches = num_microbatches
         self.cuts = cuts
-        self.observer = StageObserver()
+        self.recorder = NoRecorder()
         self._num_stages = num_stages
 
     @property
@@ -166,7 +166,7 @@ class StagedStrategy(CutStrategy, ABC):
             [Compiled(stage) for stage in stages] if compiles(self.lightning_module) else stages,
             self.stage_devices,
             num_microbatches=self.num_microbatches,
-            observer=self.observer,
+            recorder=self.recorder,
         )
 
     @override

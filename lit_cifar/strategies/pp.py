@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.strategies.base import CutStrategy, Runner, StageObserver, compiles
+from lit_cifar.strategies.base import CutStrategy, NoRecorder, Runner, compiles
 from lit_cifar.strategies.mesh import MeshStrategy, loss_scale
 from lit_cifar.strategies.pipeline import Pipeline, PrecomputedGradients, Schedule, ScheduleName, stages_per_process
 from lit_cifar.strategies.same_bits.parts import Parts
@@ -59,7 +59,7 @@ class PipelineStrategy(CutStrategy, MeshStrategy):
         self._num_microbatches = num_microbatches
         self.schedule_name: ScheduleName = schedule
         self.cuts = cuts
-        self.observer = StageObserver()
+        self.recorder = NoRecorder()
         self._average = True
 
     @property
@@ -138,7 +138,7 @@ class PipelineStrategy(CutStrategy, MeshStrategy):
             group=self.model_group,
             device=self.root_device,
             compiles=compiles(self.lightning_module),
-            observer=self.observer,
+            recorder=self.recorder,
             parts=self.parts,
         )
         for index, stage in enumerate(self.partition.stages):

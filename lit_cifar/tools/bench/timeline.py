@@ -19,7 +19,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.strategies.base import StageObserver, WorkKind
+from lit_cifar.strategies.base import NoRecorder, WorkKind
 
 FILE = "timeline.json"
 _LETTERS: dict[WorkKind, str] = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W"}
@@ -64,7 +64,7 @@ class _Work:
     end: Any = None
 
 
-class Recorder(StageObserver):
+class Recorder(NoRecorder):
     """What stages report their work to; it does nothing while `step` is None.
 
     Attributes:
@@ -212,11 +212,11 @@ class Timeline(Callback):
             write_trace([span for part in gathered for span in part], Path(log_dir) / FILE)
 
 
-def observe_stages(trainer: Trainer, observer: StageObserver) -> bool:
-    """Let the stages of the trainer's strategy, which it makes later, report to `observer`; False if it has none."""
-    if not hasattr(trainer.strategy, "observer"):
+def observe_stages(trainer: Trainer, recorder: NoRecorder) -> bool:
+    """Let the stages of the trainer's strategy, which it makes later, report to `recorder`; False if it has none."""
+    if not hasattr(trainer.strategy, "recorder"):
         return False
-    trainer.strategy.observer = observer
+    trainer.strategy.recorder = recorder
     return True
 
 
