@@ -162,8 +162,7 @@ class LastCheckpoint(callbacks.Checkpoint):
         self._end_of_epochs: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        folder = run_folder(trainer) or Path(trainer.default_root_dir)
-        self._folder = Path(trainer.strategy.broadcast(str(folder))) / "checkpoints"
+        self._folder = (run_folder(trainer) or Path(trainer.default_root_dir)) / "checkpoints"
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start counting: at the start of a run, resumed or not, there is nothing new to save."""
