@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import torch
 
-from lit_cifar.checkpoint.lightning_io import DIGESTS
+from lit_cifar.checkpoint.files import DIGESTS
 from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.strategies.modes import Variant
 from lit_cifar.task.module import LitResNet

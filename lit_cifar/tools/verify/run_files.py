@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lit_cifar.checkpoint.files import BEST
+from lit_cifar.checkpoint.files import BEST, DIGESTS, digest
 from lit_cifar.checkpoint.format import POSITION, read_checkpoint
-from lit_cifar.checkpoint.lightning_io import DIGESTS, digest
 from lit_cifar.errors import CheckpointError
 from lit_cifar.reporting.evaluation_tables import CONFUSION, PER_RANK
 from lit_cifar.task.module import LitResNet
