@@ -32,12 +32,12 @@ from analysis.training_differences import (
     read_losses,
     read_weights,
 )
+from lit_cifar.checkpoint.files import digest, note_epoch
 from lit_cifar.checkpoint.format import POSITION
-from lit_cifar.checkpoint.lightning_io import digest, note_epoch
 from lit_cifar.errors import ConfigError
-from lit_cifar.reporting import memory
 from lit_cifar.reporting.evaluation_tables import write_per_rank
 from lit_cifar.reporting.rank_statistics import AccuracyCount
+from lit_cifar.tools.bench import memory
 
 # ---------------------------------------------------------------- files of a run folder
 
@@ -249,7 +249,7 @@ def test_the_peak_is_that_since_it_was_forgotten() -> None:
     assert highest - (memory.forget_resident_peak() or highest) > 30 * MIB
 
 
-MEMORY = "--trainer.callbacks+=lit_cifar.reporting.memory.TrainingMemory"
+MEMORY = "--trainer.callbacks+=lit_cifar.tools.bench.memory.TrainingMemory"
 STATE_BYTES = 3 * 4 * 91_866  # weights, gradients and momentum of the tiny network
 
 

@@ -14,8 +14,8 @@ import pytest
 from commands import TINY
 from processes import is_running, marked
 
-from lit_cifar.launch.forked import ForkedRun
 from lit_cifar.tools.chaos.job import wait_until
+from lit_cifar.tools.forked import ForkedRun
 
 LONG = ["--trainer.max_epochs=1000", "--trainer.check_val_every_n_epoch=1000"]
 MODES = {
