@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from time import perf_counter
 
 from lit_cifar.errors import ConfigError
@@ -18,6 +19,7 @@ _SHOWN = 3  # lines of a run that has failed: the error of a user has five, with
 _ERROR = "lit_cifar: error: "
 REFUSED = 2  # the exit status of the command line after a user's mistake
 _running: set[ForkedRun] = set()
+_ended = Event()  # no run is wanted, not even one that is being started
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ def run(
     forked = ForkedRun([subcommand, *flags], environment=environment, stdout=out, stderr=err, num_ranks=num_ranks)
     _running.add(forked)
     try:
+        if _ended.is_set():
+            forked.kill()
         status = forked.wait(timeout_s)
     finally:
         forked.kill()
@@ -77,10 +81,12 @@ def workers(num_at_once: int) -> Iterator[ThreadPoolExecutor]:
     try:
         yield pool
     finally:
+        _ended.set()
         pool.shutdown(wait=False, cancel_futures=True)
         for forked in list(_running):
             forked.kill()
         pool.shutdown(wait=True)
+        _ended.clear()
 
 
 def refuse_if_invalid(outcome: Outcome) -> None:
