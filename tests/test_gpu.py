@@ -24,8 +24,8 @@ from lit_cifar.data.images import ImageSet
 from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.models import build_resnet
+from lit_cifar.models.blocks import Partition
 from lit_cifar.models.ghost_batchnorm import normalise_apart
-from lit_cifar.models.partition import Partition
 from lit_cifar.strategies.dp import replicate
 from lit_cifar.strategies.mp import StagedRunner
 from lit_cifar.task.module import EvaluationMetrics

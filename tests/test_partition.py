@@ -7,8 +7,8 @@ import torch
 
 from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.errors import ConfigError
+from lit_cifar.models.blocks import Partition, balanced, measure
 from lit_cifar.models.ghost_batchnorm import normalise_apart
-from lit_cifar.models.partition import Partition, balanced, measure
 from lit_cifar.models.resnet import Stem, build_resnet
 
 IMAGE = (3, 32, 32)

@@ -22,7 +22,7 @@ from analysis.stage_timeline import (
 )
 from lit_cifar.errors import ConfigError
 from lit_cifar.models import build_resnet
-from lit_cifar.models.partition import Partition
+from lit_cifar.models.blocks import Partition
 from lit_cifar.reporting.timeline import Recorder, write_trace
 from lit_cifar.strategies.mp import StagedRunner, gpipe_order
 

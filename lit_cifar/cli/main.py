@@ -29,7 +29,7 @@ from lit_cifar.cli.usage_errors import PROGRAM, Parser, as_config_error, check_c
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.sources import open_dataset
 from lit_cifar.errors import ConfigError
-from lit_cifar.launch.processes import as_list, check_processes, resolve_world_size
+from lit_cifar.launch.rendezvous import as_list, check_processes, resolve_world_size
 from lit_cifar.launch.signals import handlers_put_back, signals_to_spawned
 from lit_cifar.launch.startup import exit_with_parent
 from lit_cifar.models import DEFAULT_ARCH

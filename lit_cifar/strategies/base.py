@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.models.blocks import blocks_of
-from lit_cifar.models.partition import Partition
+from lit_cifar.models.blocks import Partition, blocks_of
 from lit_cifar.strategies.device_copies import refuse_faulty_copies
 from lit_cifar.strategies.same_bits.parts import Parts, WholeBatch
 

@@ -19,9 +19,9 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.func import functional_call
 
 from lit_cifar.errors import ConfigError
+from lit_cifar.models.blocks import Partition
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.memory_format import PlainGradient, PlainOutput
-from lit_cifar.models.partition import Partition
 from lit_cifar.models.random_streams import begin_part, begin_stage
 from lit_cifar.reporting.timeline import Kind, Recorder
 from lit_cifar.strategies.same_bits.parts import Parts, WholeBatch
