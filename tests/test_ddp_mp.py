@@ -12,7 +12,7 @@ from comparing import assert_same_checkpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities import rank_zero_only
 
-import lit_cifar.strategies.ddp_mp
+import lit_cifar.strategies.mp
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.errors import ConfigError
@@ -82,9 +82,7 @@ def test_nccl_is_tied_to_none_of_the_devices_and_waits_on_the_first(monkeypatch:
     """Once tied to one it refuses every other device of the process."""
     monkeypatch.setattr(rank_zero_only, "rank", 0)  # which the strategy is about to change
     calls: list[Any] = []
-    monkeypatch.setattr(
-        lit_cifar.strategies.ddp_mp, "_init_dist_connection", lambda *_, **names: calls.append([*names])
-    )
+    monkeypatch.setattr(lit_cifar.strategies.mp, "_init_dist_connection", lambda *_, **names: calls.append([*names]))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     monkeypatch.setattr(dist, "barrier", lambda device_ids: calls.append(device_ids))

@@ -8,10 +8,9 @@ the CPU too.
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lit_cifar.launch import signals as _signals  # a process leaves its groups at exit
-from lit_cifar.strategies.ddp_mp import DDPLayerParallelStrategy
 from lit_cifar.strategies.dp import DataParallelStrategy
 from lit_cifar.strategies.fsdp2 import ShardedStrategy
-from lit_cifar.strategies.mp import LayerParallelStrategy
+from lit_cifar.strategies.mp import DDPLayerParallelStrategy, LayerParallelStrategy
 from lit_cifar.strategies.one_device import (
     OneDeviceDDPLayerParallelStrategy,
     OneDeviceDDPStrategy,

@@ -230,6 +230,16 @@ class SingleProcessStrategy(CustomForwardStrategy, ABC):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": 1, "rank": 0}
 
+    def check_divides(self, name: str, size: int) -> None:
+        """Raise a `ConfigError` unless the devices share `size` replicas or stages evenly."""
+        num_devices = len(self.devices)
+        if size < 1 or size % num_devices:
+            nearest = max(1, round(size / num_devices)) * num_devices
+            raise ConfigError(
+                f"--trainer.strategy.{name}={size} do not divide over --trainer.devices={num_devices}",
+                remedy=f"pass --trainer.strategy.{name}={nearest}, or leave it out",
+            )
+
     @override
     def check(self) -> None:
         """Refuse other processes: each would train a model of its own."""

@@ -191,12 +191,5 @@ class DataParallelStrategy(SingleProcessStrategy):
     @override
     def check(self) -> None:
         super().check()
-        num_devices = len(self.devices)
-        if self.replicas_per_rank < 1 or self.replicas_per_rank % num_devices:
-            nearest = max(1, round(self.replicas_per_rank / num_devices)) * num_devices
-            raise ConfigError(
-                f"--trainer.strategy.num_replicas={self.num_replicas} do not divide over "
-                f"--trainer.devices={num_devices}",
-                remedy=f"pass --trainer.strategy.num_replicas={nearest}, or leave it out",
-            )
+        self.check_divides("num_replicas", self.replicas_per_rank)
         self.refuse_sync_batchnorm("each replica normalises its own chunk of the batch")

@@ -29,7 +29,7 @@ from lit_cifar.models.compiled import Compiled
 from lit_cifar.strategies.base import Runner, at_least_one, check_untied, compiles
 from lit_cifar.strategies.mesh import MeshStrategy, local_part
 from lit_cifar.strategies.same_bits.parts import Parts
-from lit_cifar.strategies.same_bits.tree_sum import tree_reduce_scatter
+from lit_cifar.strategies.same_bits.tree_sum import TreeSum, tree_reduce_scatter
 from lit_cifar.strategies.state_dicts import full_optimizer_state, full_state, load_full_state, split_optimizer_state
 from lit_cifar.strategies.sync_batchnorm import synchronise_along
 from lit_cifar.strategies.tp import check_divisible, placements, split_tensors
@@ -279,7 +279,7 @@ class TreeReduceScatter:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._total = parts.new_sum()
+        self._total = TreeSum()
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
