@@ -108,7 +108,7 @@ def test_two_processes_equal_one_device_that_normalises_each_part(tmp_path: Path
     settings = [*TINY, "--trainer.precision=64-true", "--model.optimizer.lr=0.02", "--trainer.limit_val_batches=0"]
     flags = ["--trainer.strategy=DDPLayerParallelStrategy", "--trainer.strategy.num_microbatches=2"]
     launch("fit", *settings, *flags, "--trainer.devices=4", f"--run_dir={tmp_path / 'ddp_mp'}", ranks=2)
-    chunks = ["--model.ghost_batchnorm.num_shards=2", "--model.ghost_batchnorm.num_microbatches=2"]
+    chunks = ["--model.ghost_batchnorm.dp_size=2", "--model.ghost_batchnorm.num_microbatches=2"]
     alone = run_here("fit", *settings, *chunks, "--trainer.devices=1", f"--run_dir={tmp_path / 'alone'}")
     assert alone.status == 0, alone.stderr
     found, expected = (read_checkpoint(tmp_path / run / "checkpoints" / "last.ckpt") for run in ("ddp_mp", "alone"))

@@ -115,7 +115,7 @@ def trained(network: nn.Module, run: Callable[[Tensor], Tensor], device: torch.d
     [
         pytest.param(GhostBatches(), lambda network: network, id="single"),
         pytest.param(
-            GhostBatches(replicas_per_shard=2), lambda network: replicate(network, [DEVICE] * 2), id="two replicas"
+            GhostBatches(replicas_per_rank=2), lambda network: replicate(network, [DEVICE] * 2), id="two replicas"
         ),
         pytest.param(
             GhostBatches(num_microbatches=2),

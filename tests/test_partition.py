@@ -67,7 +67,7 @@ def test_flop_of_a_block_by_hand() -> None:
         lambda: build_resnet("resnet10", stem="imagenet").double(),
         lambda: build_resnet("resnet10", stem="imagenet").eval(),
         lambda: build_resnet("resnet10", stem="imagenet").requires_grad_(False),
-        lambda: normalise_apart(build_resnet("resnet10", stem="imagenet"), GhostBatches(num_shards=2)),
+        lambda: normalise_apart(build_resnet("resnet10", stem="imagenet"), GhostBatches(dp_size=2)),
     ],
     ids=["float64", "evaluating", "frozen", "chunked"],
 )

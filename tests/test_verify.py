@@ -320,10 +320,10 @@ def test_a_tolerance_is_measured_once_for_what_is_normalised_alike(tmp_path: Pat
     references = References(launcher)  # type: ignore[arg-type]
     with ThreadPoolExecutor(1) as pool:
         for chunks in (
-            GhostBatches(num_shards=2, num_microbatches=2),
+            GhostBatches(dp_size=2, num_microbatches=2),
             GhostBatches(num_microbatches=4),
             GhostBatches(),
-            GhostBatches(num_shards=2, num_microbatches=2),
+            GhostBatches(dp_size=2, num_microbatches=2),
         ):
             references.start(chunks, pool)
     apart = "one device, 4 x 16 images normalised apart"

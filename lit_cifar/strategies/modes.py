@@ -192,7 +192,7 @@ def in_words(chunks: GhostBatches, *, batch_size: int) -> str:
     """The single-device computation, e.g. "one device, 2 x 16 images normalised apart"."""
     num_chunks = chunks.accumulation
     if not chunks.synchronised:
-        num_chunks *= chunks.num_shards * chunks.replicas_per_shard * chunks.num_microbatches
+        num_chunks *= chunks.dp_size * chunks.replicas_per_rank * chunks.num_microbatches
     if num_chunks == 1:
         return "one device"
     return f"one device, {num_chunks} x {batch_size // num_chunks} images normalised apart"
