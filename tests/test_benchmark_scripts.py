@@ -12,7 +12,7 @@ from commands import TINY
 from documents import SCRIPTS, parser_of
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.strategies.modes import Variant
+from lit_cifar.tools.modes import Variant
 
 
 @pytest.fixture(autouse=True)

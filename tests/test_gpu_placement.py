@@ -10,7 +10,7 @@ from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.errors import ConfigError
 from lit_cifar.models import build_resnet
 from lit_cifar.strategies import DataParallelStrategy, OneDeviceDDPStrategy
-from lit_cifar.strategies.modes import Variant, variants
+from lit_cifar.tools.modes import Variant, variants
 from lit_cifar.tools.verify.comparison import EXACT_BOUND
 from lit_cifar.tools.verify.configuration import Configuration
 from lit_cifar.tools.verify.gpu_placement import placed

@@ -10,7 +10,7 @@ import pytest
 from documents import ROOT
 from verifying import settings
 
-from lit_cifar.strategies.modes import variants
+from lit_cifar.tools.modes import variants
 from lit_cifar.tools.verify.launcher import Launcher
 from lit_cifar.tools.verify.record import Record
 from lit_cifar.tools.verify.reference import Reference, References

@@ -14,7 +14,7 @@ from short_fits import losses
 
 from lit_cifar.cli.main import CLI
 from lit_cifar.data.batch_split import GhostBatches
-from lit_cifar.strategies.modes import Variant, variants
+from lit_cifar.tools.modes import Variant, variants
 from lit_cifar.tools.verify import evaluation
 from lit_cifar.tools.verify.comparison import EXACT_BOUND, LOGITS
 from lit_cifar.tools.verify.configuration import Configuration

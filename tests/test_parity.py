@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 from data_files import draw_pictures
 
-from lit_cifar.strategies.modes import variants
+from lit_cifar.tools.modes import variants
 from lit_cifar.tools.verify import verify
 from lit_cifar.tools.verify.comparison import EXACT_BOUND
 

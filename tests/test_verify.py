@@ -22,9 +22,9 @@ from verifying import TINY, settings
 
 from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.errors import ConfigError
-from lit_cifar.strategies.modes import chosen, variants
 from lit_cifar.task.module import LitResNet
 from lit_cifar.tools.commands.verify import _verify, verify, verify_parser
+from lit_cifar.tools.modes import chosen, variants
 from lit_cifar.tools.verify.checkpoint_check import _equal, checkpoint_problems
 from lit_cifar.tools.verify.comparison import (
     EXACT_BOUND,

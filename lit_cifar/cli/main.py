@@ -232,7 +232,7 @@ class CLI(LightningCLI):
         num_parts = self._arguments.virtual_replicas
         callbacks = [SameStart(self._start.start), Fingerprint(num_parts), *callbacks]
         if num_parts is not None:
-            from lit_cifar.strategies.same_bits.virtual_replicas import VirtualReplicas
+            from lit_cifar.strategies.virtual_replicas import VirtualReplicas
 
             self._replicas = VirtualReplicas(num_parts)
             callbacks = [self._replicas, *callbacks]

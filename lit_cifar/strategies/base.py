@@ -15,7 +15,7 @@ from typing_extensions import override
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.blocks import Partition, blocks_of
 from lit_cifar.strategies.device_copies import refuse_faulty_copies
-from lit_cifar.strategies.same_bits.parts import Parts, WholeBatch
+from lit_cifar.strategies.parts import Parts, WholeBatch
 
 Runner = Callable[[Tensor], Tensor]
 

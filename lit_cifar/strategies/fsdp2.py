@@ -28,11 +28,11 @@ from lit_cifar.models.blocks import blocks_of
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.strategies.base import Runner, at_least_one, check_untied, compiles
 from lit_cifar.strategies.mesh import MeshStrategy, local_part
-from lit_cifar.strategies.same_bits.parts import Parts
-from lit_cifar.strategies.same_bits.tree_sum import TreeSum, tree_reduce_scatter
+from lit_cifar.strategies.parts import Parts
 from lit_cifar.strategies.state_dicts import full_optimizer_state, full_state, load_full_state, split_optimizer_state
 from lit_cifar.strategies.sync_batchnorm import synchronise_along
 from lit_cifar.strategies.tp import check_divisible, placements, split_tensors
+from lit_cifar.strategies.tree_sum import TreeSum, tree_reduce_scatter
 
 
 class ShardedStrategy(MeshStrategy):

@@ -25,7 +25,7 @@ from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.random_streams import begin_part, begin_stage
 from lit_cifar.reporting.timeline import Recorder
 from lit_cifar.strategies.base import CutStrategy, Runner, SingleProcessStrategy, at_least_one, compiles
-from lit_cifar.strategies.same_bits.parts import Parts
+from lit_cifar.strategies.parts import Parts
 
 
 class StagedRunner:

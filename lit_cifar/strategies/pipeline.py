@@ -24,7 +24,7 @@ from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.memory_format import PlainGradient, PlainOutput
 from lit_cifar.models.random_streams import begin_part, begin_stage
 from lit_cifar.reporting.timeline import Kind, Recorder
-from lit_cifar.strategies.same_bits.parts import Parts, WholeBatch
+from lit_cifar.strategies.parts import Parts, WholeBatch
 
 ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
 Passed = dict[int, tuple[Tensor, Tensor]]  # what each stage of a process has got and returned of a microbatch

@@ -15,8 +15,8 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.timeline import Recorder
 from lit_cifar.strategies.base import CutStrategy, Runner, compiles
 from lit_cifar.strategies.mesh import MeshStrategy, loss_scale
+from lit_cifar.strategies.parts import Parts
 from lit_cifar.strategies.pipeline import Pipeline, PrecomputedGradients, Schedule, ScheduleName, stages_per_process
-from lit_cifar.strategies.same_bits.parts import Parts
 from lit_cifar.strategies.state_dicts import merge_optimizer_states, only_parameters
 
 

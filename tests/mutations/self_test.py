@@ -9,8 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.strategies.modes import Variant, variants
 from lit_cifar.tools.commands import terminal
+from lit_cifar.tools.modes import Variant, variants
 from lit_cifar.tools.verify.configuration import EXACT, Configuration
 from lit_cifar.tools.verify.judge import RESUMED
 from lit_cifar.tools.verify.launcher import Launcher, Report

@@ -8,8 +8,8 @@ import yaml  # type: ignore[import-untyped]
 
 from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.errors import ConfigError
-from lit_cifar.strategies.modes import Variant, variants
 from lit_cifar.tools.chaos.faults import Fault, planned_faults, schedule_faults
+from lit_cifar.tools.modes import Variant, variants
 from lit_cifar.tools.verify.runs import quiet, refuse_if_invalid, run
 
 EVERY_N_STEPS = 4

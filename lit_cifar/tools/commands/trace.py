@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.strategies.modes import Variant, variants
 from lit_cifar.tools.bench.step_events import RankStep, chrome_trace, draw, read_ranks
 from lit_cifar.tools.bench.step_trace import NUM_STEPS
 from lit_cifar.tools.commands import terminal
+from lit_cifar.tools.modes import Variant, variants
 from lit_cifar.tools.verify.runs import REFUSED, run
 
 _DESCRIPTION = """\

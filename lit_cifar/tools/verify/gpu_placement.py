@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.strategies.modes import Variant
+from lit_cifar.tools.modes import Variant
 
 # Communication that a mode needs and gloo lacks for tensors on a GPU; NCCL refuses two processes on one GPU.
 _NOT_SHARED = {

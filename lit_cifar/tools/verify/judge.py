@@ -9,8 +9,8 @@ import torch
 
 from lit_cifar.checkpoint.lightning_io import DIGESTS
 from lit_cifar.data.batch_split import GhostBatches
-from lit_cifar.strategies.modes import Variant
 from lit_cifar.task.module import LitResNet
+from lit_cifar.tools.modes import Variant
 from lit_cifar.tools.replay.callback import RESULT
 from lit_cifar.tools.replay.verdict import Finding
 from lit_cifar.tools.verify.checkpoint_check import (

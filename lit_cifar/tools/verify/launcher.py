@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.errors import ConfigError
-from lit_cifar.strategies.modes import Variant
+from lit_cifar.tools.modes import Variant
 from lit_cifar.tools.verify.configuration import Configuration
 from lit_cifar.tools.verify.record import Record
 from lit_cifar.tools.verify.runs import REFUSED, TIMEOUT_S, Outcome, quiet, run

@@ -13,7 +13,7 @@ from threading import Lock
 from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.ghost_batchnorm import normalises_batches
-from lit_cifar.strategies.modes import Variant, chosen
+from lit_cifar.tools.modes import Variant, chosen
 from lit_cifar.tools.verify.configuration import EXACT, Configuration
 from lit_cifar.tools.verify.gpu_placement import placed
 from lit_cifar.tools.verify.judge import RANDOM, ROUNDING, draws_random_numbers, judge, masks_of_one_device

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lit_cifar.data.images import Batch
-from lit_cifar.strategies.same_bits.tree_sum import TreeAllReduce, TreeSum, in_tree_order
+from lit_cifar.strategies.tree_sum import TreeAllReduce, TreeSum, in_tree_order
 
 BUCKET_BYTES = 25 << 20  # DistributedDataParallel's
 Microbatches = tuple[Tensor, Tensor, list[int], list[float]]  # images, labels, the size of each, its factor of the loss

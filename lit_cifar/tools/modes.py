@@ -12,7 +12,7 @@ from lit_cifar.data.batch_split import BatchSplit, GhostBatches
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.rendezvous import cluster_environment
-from lit_cifar.strategies.same_bits.virtual_replicas import VirtualReplicas
+from lit_cifar.strategies.virtual_replicas import VirtualReplicas
 from lit_cifar.task.module import LitResNet
 
 Sizes = dict[str, int | str]
