@@ -12,7 +12,7 @@ from commands import TINY
 from documents import SCRIPTS, parser_of
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.tools.modes import Variant
+from lit_cifar.tools.modes import SizedMode
 
 
 @pytest.fixture(autouse=True)
@@ -167,7 +167,7 @@ def test_every_mode_is_trained_once_in_each_precision(tmp_path: Path, monkeypatc
 
     found: list[tuple[str, str, int]] = []
 
-    def train(mode: Variant, precision: str, flags: list[str]) -> dict[str, Any]:
+    def train(mode: SizedMode, precision: str, flags: list[str]) -> dict[str, Any]:
         found.append((precision, mode.name, mode.devices))
         return {"precision": precision, "mode": mode.name, "devices": mode.devices, "sha256": "0" * 64, "seconds": 1.0}
 

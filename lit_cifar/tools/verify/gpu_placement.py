@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.tools.modes import Variant
+from lit_cifar.tools.modes import SizedMode
 
 # Communication that a mode needs and gloo lacks for tensors on a GPU; NCCL refuses two processes on one GPU.
 _NOT_SHARED = {
@@ -29,7 +29,7 @@ _SHARED: dict[str, tuple[str, _Sizes]] = {
 }
 
 
-def placed(mode: Variant, *, num_gpus: int) -> Variant:
+def placed(mode: SizedMode, *, num_gpus: int) -> SizedMode:
     """`mode` on at most `num_gpus` GPUs; as it is on the CPU, where there are 0, and where they suffice."""
     if num_gpus == 0 or mode.devices <= num_gpus:
         return mode
