@@ -7,7 +7,7 @@ the CPU too.
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lit_cifar.launch import signals as _signals  # a process leaves its groups at exit
+from lit_cifar.launch import signals as signals  # a process leaves its groups at exit
 from lit_cifar.strategies.dp import DataParallelStrategy
 from lit_cifar.strategies.fsdp2 import ShardedStrategy
 from lit_cifar.strategies.mp import DDPLayerParallelStrategy, LayerParallelStrategy
@@ -39,5 +39,3 @@ for _strategy in (
     ShardedStrategy,
 ):
     _strategy.register_strategies(StrategyRegistry)
-
-del _signals

@@ -17,6 +17,8 @@ from lit_cifar.models.blocks import Partition, blocks_of
 from lit_cifar.strategies.device_copies import refuse_faulty_copies
 from lit_cifar.strategies.parts import Parts, WholeBatch
 
+# What takes the network's place. Not an `nn.Module`: as an attribute of one it would become its child, and every name
+# in a checkpoint would change.
 Runner = Callable[[Tensor], Tensor]
 
 

@@ -241,17 +241,12 @@ class Pipeline:
         return self._narrow(dtype) if narrows else [dtype] * len(self.partition.stages)
 
     def _prepare(self, num_samples: int, dtype: torch.dtype) -> Any:
-        """The schedule for microbatches of this size."""
-        stages: Any = list(self._torch_stages(num_samples, dtype))
-        kind: Any = get_schedule_class(self.schedule.name)
-        one_or_all = stages if len(stages) > 1 else stages[0]
-        return kind(one_or_all, self.num_microbatches, loss_fn=self._scaled_loss, scale_grads=False)
-
-    def _torch_stages(self, num_samples: int, dtype: torch.dtype) -> Iterator[PipelineStage]:
+        """Torch's schedule for microbatches of this size."""
+        stages: list[Any] = []
         # With all shapes given torch makes no trial run to infer them, which would move BatchNorm's running statistics.
         for index in self.stages:
             images = torch.empty(num_samples, *self.partition.image_shape, dtype=dtype, device=self.device)
-            yield Stage(
+            stage = Stage(
                 self._callable(index, num_samples),
                 index,
                 self.schedule.num_stages,
@@ -261,6 +256,10 @@ class Pipeline:
                 group=self.group,
                 pipeline=self,
             )
+            stages.append(stage)
+        kind: Any = get_schedule_class(self.schedule.name)
+        one_or_all = stages if len(stages) > 1 else stages[0]
+        return kind(one_or_all, self.num_microbatches, loss_fn=self._scaled_loss, scale_grads=False)
 
     def _scaled_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return self.parts.reduced(self.loss(logits, labels)) * self._scale
