@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.blocks import Partition, blocks_of
+from lit_cifar.reporting.timeline import Recorder
 from lit_cifar.strategies.device_copies import refuse_faulty_copies
 from lit_cifar.strategies.parts import Parts, WholeBatch
 
@@ -174,10 +175,20 @@ class CustomForwardStrategy(ParallelStrategy, ABC):
 
 
 class CutStrategy(CustomForwardStrategy, ABC):
-    """A mode that cuts the network between its blocks into stages."""
+    """A mode that cuts the network between its blocks into stages.
 
-    cuts: list[str] | None
+    Args:
+        cuts: The blocks with which the second and later stages begin, e.g. ["layer3.1"]; by default stages of about
+            equal FLOP.
+        **kwargs: As of the Lightning strategy that a subclass also derives from.
+    """
+
     partition: Partition  # which blocks make a stage; known from `connect` on
+
+    def __init__(self, *, cuts: list[str] | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.cuts = cuts
+        self.recorder = Recorder()
 
     def cut(self, num_stages: int, *, may_share: bool = False) -> None:
         """Cut the network of the module; `may_share` if stages may have a tensor together.

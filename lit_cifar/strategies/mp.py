@@ -93,23 +93,12 @@ class StagedStrategy(CutStrategy, ABC):
     Args:
         num_stages: Into how many the network is cut, a multiple of the number of devices; None for one for each.
         num_microbatches: Into how many pieces a replica cuts its part of the batch.
-        cuts: The blocks with which the second and later stages begin, e.g. ["layer3.1"]; by default stages of about
-            equal FLOP.
-        **kwargs: As of the Lightning strategy that a subclass also derives from.
+        **kwargs: As of `CutStrategy`: `cuts`; and of the Lightning strategy that a subclass also derives from.
     """
 
-    def __init__(
-        self,
-        *,
-        num_stages: int | None = None,
-        num_microbatches: int = 1,
-        cuts: list[str] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *, num_stages: int | None = None, num_microbatches: int = 1, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.num_microbatches = num_microbatches
-        self.cuts = cuts
-        self.recorder = Recorder()
         self._num_stages = num_stages
 
     @property
