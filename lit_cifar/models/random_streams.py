@@ -62,7 +62,7 @@ class RandomStreams(Callback):
 
     def step_state(self) -> dict[str, Any]:
         """What the draws of a step follow from: `Replay` writes it down, and puts it back to repeat the step."""
-        return {name: value for name, value in vars(_now).items() if name != "seed_devices"}
+        return dict(vars(_now))
 
     def load_step_state(self, state: dict[str, Any]) -> None:
         vars(_now).update(state)
