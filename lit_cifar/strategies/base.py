@@ -112,8 +112,8 @@ class CustomForwardStrategy(ParallelStrategy, ABC):
         """
         self.parts = parts
 
-    # In a mode whose steps one device can repeat bit for bit: `on_one_device(network)` returns what that device runs, with
-    # a whole copy of the network, in place of the runner. `Replay` compares with it.
+    # `on_one_device(network)` returns what one device runs in place of the runner, with a whole copy of the network.
+    # `Replay` compares with it. None in modes whose steps one device cannot repeat bit for bit.
     on_one_device: Callable[[nn.Module], Runner] | None = None
 
     @property
