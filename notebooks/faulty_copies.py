@@ -33,7 +33,7 @@ class FaultyCopies(L.Callback):
         self.num_copies = 0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        dp.functional_call = self.run_replica  # type: ignore[assignment]
+        dp.functional_call = self.run_replica  # type: ignore[assignment, attr-defined]
 
     def run_replica(self, network: nn.Module, buffers: dict[str, Tensor], images: tuple[Tensor]) -> Tensor:
         state = {**dict(network.named_parameters()), **buffers}
