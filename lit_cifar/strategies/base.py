@@ -2,8 +2,9 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, Literal, Protocol, cast
 
 import lightning as L
 import torch
@@ -14,7 +15,6 @@ from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.blocks import Partition, blocks_of
-from lit_cifar.reporting.timeline import Recorder
 from lit_cifar.strategies.device_copies import refuse_faulty_copies
 from lit_cifar.strategies.parts import Parts, WholeBatch
 
@@ -34,6 +34,21 @@ class RunsNetwork(Protocol):
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The loss of each sample, (n,), from `logits` (n, C) and `labels` (n,); `pp` alone asks for it."""
+
+
+# "backward_input" and "backward_weight" are the two halves into which zero-bubble schedules cut backward.
+WorkKind = Literal["forward", "backward", "backward_input", "backward_weight"]
+
+
+class NoRecorder:
+    """What stages report their work to. This one keeps nothing; that of `lit_cifar.tools.bench.timeline` does."""
+
+    def span(self, kind: WorkKind, **what: Any) -> AbstractContextManager[None]:
+        """Around some work; `what` are stage, microbatch, worker and device."""
+        return nullcontext()
+
+    def follow_backward(self, output: Tensor, given: Tensor, **what: Any) -> None:
+        """Autograd will work from `output` of a stage back to what it was `given`."""
 
 
 def compiles(module: object) -> bool:
@@ -192,7 +207,7 @@ class CutStrategy(CustomForwardStrategy, ABC):
     def __init__(self, *, cuts: list[str] | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.cuts = cuts
-        self.recorder = Recorder()
+        self.recorder = NoRecorder()
 
     def cut(self, num_stages: int, *, may_share: bool = False) -> None:
         """Cut the network of the module; `may_share` if stages may have a tensor together.

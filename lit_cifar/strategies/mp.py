@@ -23,8 +23,7 @@ from typing_extensions import override
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.random_streams import begin_part, begin_stage
-from lit_cifar.reporting.timeline import Recorder
-from lit_cifar.strategies.base import CutStrategy, Runner, SingleProcessStrategy, at_least_one, compiles
+from lit_cifar.strategies.base import CutStrategy, NoRecorder, Runner, SingleProcessStrategy, at_least_one, compiles
 from lit_cifar.strategies.parts import Parts
 
 
@@ -42,11 +41,11 @@ class StagedRunner:
         devices: Sequence[torch.device],
         *,
         num_microbatches: int = 1,
-        recorder: Recorder | None = None,
+        recorder: NoRecorder | None = None,
     ) -> None:
         self.stages = list(zip(stages, devices, strict=True))
         self.num_microbatches = num_microbatches
-        self._recorder = recorder or Recorder()
+        self._recorder = recorder or NoRecorder()
         self._names = device_names(devices)
 
     def __call__(self, images: Tensor) -> Tensor:
