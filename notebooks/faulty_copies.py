@@ -1,14 +1,13 @@
 """Loses copies between the virtual devices of `dp` on a CPU, to see what becomes of a training."""
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import lightning as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
-from lit_cifar.strategies.dp import EmulatedReplicas
+from lit_cifar.strategies import dp
 
 _ALIGNMENT_BYTES = 64
 
@@ -34,15 +33,12 @@ class FaultyCopies(L.Callback):
         self.num_copies = 0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        EmulatedReplicas.run_replica = self.replica()  # type: ignore[method-assign]
+        dp.functional_call = self.run_replica  # type: ignore[assignment, attr-defined]
 
-    def replica(self) -> Callable[..., Tensor]:
-        def run(replicas: EmulatedReplicas, buffers: dict[str, Tensor], chunk: Tensor) -> Tensor:
-            state = {**dict(replicas.network.named_parameters()), **buffers}
-            arrived = {name: self.send(tensor, 0, 1) for name, tensor in state.items()}
-            return self.send(functional_call(replicas.network, arrived, (self.send(chunk, 0, 1),)), 1, 0)
-
-        return run
+    def run_replica(self, network: nn.Module, buffers: dict[str, Tensor], images: tuple[Tensor]) -> Tensor:
+        state = {**dict(network.named_parameters()), **buffers}
+        arrived = {name: self.send(tensor, 0, 1) for name, tensor in state.items()}
+        return self.send(functional_call(network, arrived, (self.send(images[0], 0, 1),)), 1, 0)
 
     def send(self, tensor: Tensor, sender: int, receiver: int) -> Tensor:
         """`tensor` as it arrives; its gradient is sent the other way."""

@@ -63,7 +63,7 @@ class FakeDevices(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = tree_leaves((args, kwargs))
-        if not any(map(_is_fake, leaves)):  # `measure` of lit_cifar.models.partition uses the plain meta device
+        if not any(map(_is_fake, leaves)):  # `measure` of lit_cifar.models.blocks uses the plain meta device
             return func(*args, **(kwargs or {}))
         if torch.is_inference_mode_enabled() and _is_composite(func):  # elsewhere torch takes it apart before
             with self:

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import lit_cifar.strategies.ddp_mp
+import lit_cifar.strategies.mp
 
 Label = torch.device | None  # None: the host
 
@@ -212,7 +212,7 @@ def _install() -> None:
         lambda devices: [torch.device("cpu", index) for index in range(int(devices))]
     )
     _replace(CPUAccelerator, "setup_device", _set_device)
-    for module in (sys.modules[DDPStrategy.__module__], lit_cifar.strategies.ddp_mp):
+    for module in (sys.modules[DDPStrategy.__module__], lit_cifar.strategies.mp):
         _replace(module, "_init_dist_connection", _connect)
     for module in (dist, distributed_c10d):  # each has the functions by name
         _replace(module, "barrier", _barrier)

@@ -34,11 +34,11 @@ def test_replicas_multiply_and_microbatches_are_pieces_of_them() -> None:
     assert batch_split.num_replicas == 6
     assert BatchSplit.of(SimpleNamespace()) == BatchSplit()
     assert batch_split.ghost_batches(accumulation=5) == GhostBatches(
-        num_shards=3, accumulation=5, replicas_per_shard=2, num_microbatches=4
+        dp_size=3, accumulation=5, replicas_per_rank=2, num_microbatches=4
     )
 
 
-@pytest.mark.parametrize("field", ["num_shards", "accumulation", "replicas_per_shard", "num_microbatches"])
+@pytest.mark.parametrize("field", ["dp_size", "accumulation", "replicas_per_rank", "num_microbatches"])
 def test_impossible_cuts_are_refused(field: str) -> None:
     with pytest.raises(ValueError, match=f"{field}=0"):
         GhostBatches(**{field: 0})
@@ -49,24 +49,24 @@ def test_impossible_cuts_are_refused(field: str) -> None:
     [
         ({}, 4, [[[0, 1, 2, 3]]]),
         # Shards are interleaved.
-        ({"num_shards": 2}, 5, [[[0, 2, 4]], [[1, 3]]]),
-        ({"num_shards": 4}, 3, [[[0]], [[1]], [[2]]]),
+        ({"dp_size": 2}, 5, [[[0, 2, 4]], [[1, 3]]]),
+        ({"dp_size": 4}, 3, [[[0]], [[1]], [[2]]]),
         # Accumulation steps take turns around the shards, and come one after the other.
         ({"accumulation": 2}, 5, [[[0, 2, 4], [1, 3]]]),
-        ({"num_shards": 2, "accumulation": 2}, 6, [[[0, 4], [2]], [[1, 5], [3]]]),
+        ({"dp_size": 2, "accumulation": 2}, 6, [[[0, 4], [2]], [[1, 5], [3]]]),
         # Replicas of one process get neighbours, as many each as `Tensor.chunk` gives: 5 over 4 leave the last without.
-        ({"replicas_per_shard": 4}, 5, [[[0, 1]], [[2, 3]], [[4]]]),
-        ({"replicas_per_shard": 2, "num_shards": 2}, 8, [[[0, 2]], [[4, 6]], [[1, 3]], [[5, 7]]]),
-        ({"replicas_per_shard": 2, "accumulation": 2}, 8, [[[0, 2], [1, 3]], [[4, 6], [5, 7]]]),
+        ({"replicas_per_rank": 4}, 5, [[[0, 1]], [[2, 3]], [[4]]]),
+        ({"replicas_per_rank": 2, "dp_size": 2}, 8, [[[0, 2]], [[4, 6]], [[1, 3]], [[5, 7]]]),
+        ({"replicas_per_rank": 2, "accumulation": 2}, 8, [[[0, 2], [1, 3]], [[4, 6], [5, 7]]]),
         # Microbatches get neighbours, as many each as `Tensor.tensor_split` gives.
         ({"num_microbatches": 4}, 5, [[[0, 1], [2], [3], [4]]]),
         ({"num_microbatches": 4}, 2, [[[0], [1]]]),
-        ({"num_microbatches": 2, "num_shards": 2}, 8, [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]),
+        ({"num_microbatches": 2, "dp_size": 2}, 8, [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]),
         ({"num_microbatches": 2, "accumulation": 2}, 8, [[[0, 2], [4, 6], [1, 3], [5, 7]]]),
-        ({"num_microbatches": 2, "replicas_per_shard": 2}, 8, [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]),
-        ({"num_shards": 2, "replicas_per_shard": 2, "num_microbatches": 2, "accumulation": 2}, 0, []),
+        ({"num_microbatches": 2, "replicas_per_rank": 2}, 8, [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]),
+        ({"dp_size": 2, "replicas_per_rank": 2, "num_microbatches": 2, "accumulation": 2}, 0, []),
         # Synchronised ranks share a chunk for each accumulation step.
-        ({"num_shards": 2, "accumulation": 2, "synchronised": True}, 7, [[[0, 1, 4, 5], [2, 3, 6]]]),
+        ({"dp_size": 2, "accumulation": 2, "synchronised": True}, 7, [[[0, 1, 4, 5], [2, 3, 6]]]),
     ],
 )
 def test_chunks(cut: dict[str, int], num_samples: int, positions: list[list[list[int]]]) -> None:
@@ -75,7 +75,7 @@ def test_chunks(cut: dict[str, int], num_samples: int, positions: list[list[list
 
 
 CUTS = [
-    GhostBatches(num_shards=shards, accumulation=steps, replicas_per_shard=replicas, num_microbatches=microbatches)
+    GhostBatches(dp_size=shards, accumulation=steps, replicas_per_rank=replicas, num_microbatches=microbatches)
     for shards in (1, 3)
     for steps in (1, 2)
     for replicas in (1, 4)
@@ -93,10 +93,10 @@ def test_every_position_is_in_one_chunk_that_is_not_empty(cut: GhostBatches) -> 
 
 @pytest.mark.parametrize("num_samples", [24, 23, 13])
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("num_shards", [1, 2, 3])
-def test_chunks_are_the_parts_that_the_sampler_loads(num_shards: int, accumulation: int, num_samples: int) -> None:
+@pytest.mark.parametrize("dp_size", [1, 2, 3])
+def test_chunks_are_the_parts_that_the_sampler_loads(dp_size: int, accumulation: int, num_samples: int) -> None:
     """One global batch: the ids that every rank loads, step by step, are the chunks of its only replica."""
-    splits = [BatchSplit(dp_size=num_shards, dp_rank=rank) for rank in range(num_shards)]
+    splits = [BatchSplit(dp_size=dp_size, dp_rank=rank) for rank in range(dp_size)]
     settings = {"num_samples": num_samples, "batch_size": 24, "accumulation": accumulation, "shuffle": False}
     loaded = [[part.ids.tolist() for part in TrainSampler(batch_split=split, **settings)] for split in splits]
     chunks = splits[0].ghost_batches(accumulation=accumulation).positions(num_samples)

@@ -12,7 +12,7 @@ from commands import TINY
 from documents import SCRIPTS, parser_of
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.strategies.modes import Variant
+from lit_cifar.tools.modes import SizedMode
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +142,7 @@ def test_the_cases_are_the_configurations_of_the_articles(articles: ModuleType) 
     for case in articles.CASES:
         config = parser_of("fit").parse_args(["fit", *case.flags]).fit
         settings = config.model.optimizer.init_args
-        parts = config.model.ghost_batchnorm.num_shards if config.model.ghost_batchnorm else 1
+        parts = config.model.ghost_batchnorm.dp_size if config.model.ghost_batchnorm else 1
         order = "frozen" if config.data.frozen_order else "new"
         found[case.name] = (config.data.batch_size, parts, order, settings.nesterov, settings.weight_decay)
     assert found == {
@@ -167,7 +167,7 @@ def test_every_mode_is_trained_once_in_each_precision(tmp_path: Path, monkeypatc
 
     found: list[tuple[str, str, int]] = []
 
-    def train(mode: Variant, precision: str, flags: list[str]) -> dict[str, Any]:
+    def train(mode: SizedMode, precision: str, flags: list[str]) -> dict[str, Any]:
         found.append((precision, mode.name, mode.devices))
         return {"precision": precision, "mode": mode.name, "devices": mode.devices, "sha256": "0" * 64, "seconds": 1.0}
 

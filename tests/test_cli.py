@@ -92,7 +92,7 @@ REFUSED = {
         ["['layer9.0'] do not make 2 stages"],
     ),
     "chunks of one device in a mode": (
-        ["--trainer.strategy=dp", "--trainer.devices=2", "--model.ghost_batchnorm.num_shards=2"],
+        ["--trainer.strategy=dp", "--trainer.devices=2", "--model.ghost_batchnorm.dp_size=2"],
         ["ghost_batchnorm", "--trainer.devices=1"],
     ),
     "too few devices for microbatches": (

@@ -12,7 +12,7 @@ from comparing import assert_same_checkpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities import rank_zero_only
 
-import lit_cifar.strategies.ddp_mp
+import lit_cifar.strategies.mp
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.errors import ConfigError
@@ -82,9 +82,7 @@ def test_nccl_is_tied_to_none_of_the_devices_and_waits_on_the_first(monkeypatch:
     """Once tied to one it refuses every other device of the process."""
     monkeypatch.setattr(rank_zero_only, "rank", 0)  # which the strategy is about to change
     calls: list[Any] = []
-    monkeypatch.setattr(
-        lit_cifar.strategies.ddp_mp, "_init_dist_connection", lambda *_, **names: calls.append([*names])
-    )
+    monkeypatch.setattr(lit_cifar.strategies.mp, "_init_dist_connection", lambda *_, **names: calls.append([*names]))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     monkeypatch.setattr(dist, "barrier", lambda device_ids: calls.append(device_ids))
@@ -110,7 +108,7 @@ def test_two_processes_equal_one_device_that_normalises_each_part(tmp_path: Path
     settings = [*TINY, "--trainer.precision=64-true", "--model.optimizer.lr=0.02", "--trainer.limit_val_batches=0"]
     flags = ["--trainer.strategy=DDPLayerParallelStrategy", "--trainer.strategy.num_microbatches=2"]
     launch("fit", *settings, *flags, "--trainer.devices=4", f"--run_dir={tmp_path / 'ddp_mp'}", ranks=2)
-    chunks = ["--model.ghost_batchnorm.num_shards=2", "--model.ghost_batchnorm.num_microbatches=2"]
+    chunks = ["--model.ghost_batchnorm.dp_size=2", "--model.ghost_batchnorm.num_microbatches=2"]
     alone = run_here("fit", *settings, *chunks, "--trainer.devices=1", f"--run_dir={tmp_path / 'alone'}")
     assert alone.status == 0, alone.stderr
     found, expected = (read_checkpoint(tmp_path / run / "checkpoints" / "last.ckpt") for run in ("ddp_mp", "alone"))

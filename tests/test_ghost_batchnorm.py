@@ -12,11 +12,11 @@ from lit_cifar.models.ghost_batchnorm import GhostBatchNorm2d, normalise_apart
 
 CUTS = [
     GhostBatches(),
-    GhostBatches(num_shards=2),
+    GhostBatches(dp_size=2),
     GhostBatches(num_microbatches=3),
-    GhostBatches(replicas_per_shard=4),
-    GhostBatches(num_shards=2, accumulation=2),
-    GhostBatches(num_shards=2, replicas_per_shard=2, num_microbatches=2),
+    GhostBatches(replicas_per_rank=4),
+    GhostBatches(dp_size=2, accumulation=2),
+    GhostBatches(dp_size=2, replicas_per_rank=2, num_microbatches=2),
 ]
 # One that divides by all parts, and one that leaves the parts unequal.
 SIZES = [24, 17]
@@ -81,11 +81,11 @@ def test_evaluation_is_that_of_batchnorm(chunks: GhostBatches) -> None:
 
 
 def test_chunks_of_one_pixel_are_refused_as_batchnorm_does() -> None:
-    layer = GhostBatchNorm2d(3, chunks=GhostBatches(num_shards=4))
+    layer = GhostBatchNorm2d(3, chunks=GhostBatches(dp_size=4))
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         layer(torch.randn(4, 3, 1, 1))
 
 
 def test_another_batchnorm_is_refused() -> None:
     with pytest.raises(ConfigError, match="and Sequential has a BatchNorm1d"):
-        normalise_apart(nn.Sequential(nn.BatchNorm1d(2)), GhostBatches(num_shards=2))
+        normalise_apart(nn.Sequential(nn.BatchNorm1d(2)), GhostBatches(dp_size=2))

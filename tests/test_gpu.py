@@ -24,8 +24,8 @@ from lit_cifar.data.images import ImageSet
 from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.models import build_resnet
+from lit_cifar.models.blocks import Partition
 from lit_cifar.models.ghost_batchnorm import normalise_apart
-from lit_cifar.models.partition import Partition
 from lit_cifar.strategies.dp import replicate
 from lit_cifar.strategies.mp import StagedRunner
 from lit_cifar.task.module import EvaluationMetrics
@@ -115,7 +115,7 @@ def trained(network: nn.Module, run: Callable[[Tensor], Tensor], device: torch.d
     [
         pytest.param(GhostBatches(), lambda network: network, id="single"),
         pytest.param(
-            GhostBatches(replicas_per_shard=2), lambda network: replicate(network, [DEVICE] * 2), id="two replicas"
+            GhostBatches(replicas_per_rank=2), lambda network: replicate(network, [DEVICE] * 2), id="two replicas"
         ),
         pytest.param(
             GhostBatches(num_microbatches=2),

@@ -10,7 +10,7 @@ from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.errors import ConfigError
 from lit_cifar.models import build_resnet
 from lit_cifar.strategies import DataParallelStrategy, OneDeviceDDPStrategy
-from lit_cifar.strategies.modes import Variant, variants
+from lit_cifar.tools.modes import SizedMode, sized_modes
 from lit_cifar.tools.verify.comparison import EXACT_BOUND
 from lit_cifar.tools.verify.configuration import Configuration
 from lit_cifar.tools.verify.launcher import Launcher, placed
@@ -21,7 +21,7 @@ from tests.mutations.self_test import ARGS
 def places(num_gpus: int, devices: int = 2) -> dict[str, tuple[str, int] | None]:
     """What every mode is started as, and on how many GPUs; None where it is left out."""
     found: dict[str, tuple[str, int] | None] = {}
-    for name, mode in variants(devices).items():
+    for name, mode in sized_modes(devices).items():
         try:
             on = placed(mode, num_gpus=num_gpus)
             found[name] = on.strategy, on.devices
@@ -31,7 +31,7 @@ def places(num_gpus: int, devices: int = 2) -> dict[str, tuple[str, int] | None]
 
 
 def test_enough_gpus_and_the_cpu_leave_every_mode_as_it_is() -> None:
-    usual = {name: (mode.strategy, mode.devices) for name, mode in variants(2).items()}
+    usual = {name: (mode.strategy, mode.devices) for name, mode in sized_modes(2).items()}
     assert places(0) == places(2) == places(8) == usual
 
 
@@ -57,7 +57,7 @@ def test_on_one_gpu_parts_share_it() -> None:
 @pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize("name", [name for name, place in places(1).items() if place])
 def test_a_mode_that_shares_a_gpu_computes_the_same(name: str, devices: int) -> None:
-    mode = variants(devices)[name]
+    mode = sized_modes(devices)[name]
     on = placed(mode, num_gpus=1)
     assert (on.num_processes, on.batch_split()) == (mode.num_processes, mode.batch_split())
     assert on.sync_batchnorm == mode.sync_batchnorm
@@ -65,18 +65,18 @@ def test_a_mode_that_shares_a_gpu_computes_the_same(name: str, devices: int) -> 
 
 def test_what_cannot_share_a_gpu_is_refused_by_its_name() -> None:
     with pytest.raises(ConfigError, match=r"pp on 2 devices sends activations.*\n.*--trainer\.accelerator=cpu"):
-        placed(variants(2)["pp"], num_gpus=1)
+        placed(sized_modes(2)["pp"], num_gpus=1)
 
 
 def test_verify_puts_the_parts_of_a_mode_on_the_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for name in ("module", "data", "train_sampler"):
         monkeypatch.setattr(Configuration, name, lambda *args: None)
-    monkeypatch.setattr(Variant, "check", lambda *args, num_parts: None)
+    monkeypatch.setattr(SizedMode, "check", lambda *args, num_parts: None)
     found: dict[str, list[str]] = {}
     for accelerator in ("gpu", "cpu"):
         settings, said = Configuration((), {"trainer": {"accelerator": accelerator}}), []
-        wanted = [variants(2)[name] for name in ("single", "dp", "pp")]
+        wanted = [sized_modes(2)[name] for name in ("single", "dp", "pp")]
         found[accelerator] = [mode.strategy for mode in _possible(wanted, settings, said.append, leave_out=True)] + said
     assert found["cpu"] == ["auto", "dp", "PipelineStrategy"]
     *places, on, left = found["gpu"]
@@ -105,7 +105,7 @@ def test_one_device_stands_for_several() -> None:
 @pytest.mark.timeout(300)
 def test_parts_on_one_device_train_what_one_device_trains(tmp_path: Path) -> None:
     """On the CPU in place of the GPU, with everything else as it is there."""
-    on_one = [placed(variants(2)[name], num_gpus=1) for name, place in places(1).items() if place]
+    on_one = [placed(sized_modes(2)[name], num_gpus=1) for name, place in places(1).items() if place]
     launcher = Launcher(
         Configuration.of([*ARGS, "--data.drop_last=true"], devices=2, folder=tmp_path), 3, tmp_path, print
     )

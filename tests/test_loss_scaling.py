@@ -69,7 +69,7 @@ def test_a_pipeline_scales_the_loss_of_its_own_backward(tmp_path: Path, monkeypa
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("mode", "chunks"), [("pp", "num_microbatches=4"), ("fsdp2", "num_shards=2"), ("tp", "")])
+@pytest.mark.parametrize(("mode", "chunks"), [("pp", "num_microbatches=4"), ("fsdp2", "dp_size=2"), ("tp", "")])
 def test_all_processes_leave_out_a_step_in_which_one_has_overflowed(mode: str, chunks: str, tmp_path: Path) -> None:
     """And otherwise train what one device trains in 16-mixed; on the CPU, where torch scales too, but Lightning not."""
     flags = [*TINY, "--model.optimizer.lr=0.01", "--trainer.plugins=lightning.pytorch.plugins.MixedPrecision"]

@@ -11,8 +11,8 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lit_cifar import LitResNet, strategies
 from lit_cifar.errors import ConfigError
-from lit_cifar.strategies.modes import MODES, Mode
 from lit_cifar.tools.doctor.mode_table import LocalMachine, ModeRow, mode_table
+from lit_cifar.tools.modes import MODES, Mode
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "modes"
 NAMES = ["single", "dp", "ddp", "ddp_spawn", "mp", "ddp_mp", "pp", "ddp_pp", "fsdp2", "tp"]

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.launch.signals import EXIT_STOPPED
 from lit_cifar.models import build_resnet
-from lit_cifar.models.partition import Partition
+from lit_cifar.models.blocks import Partition
 from lit_cifar.strategies import LayerParallelStrategy
 from lit_cifar.strategies.mp import StagedRunner, gpipe_order
 from lit_cifar.task.module import LitResNet

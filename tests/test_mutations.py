@@ -10,7 +10,7 @@ import pytest
 from documents import ROOT
 from verifying import settings
 
-from lit_cifar.strategies.modes import variants
+from lit_cifar.tools.modes import sized_modes
 from lit_cifar.tools.verify.launcher import Launcher
 from lit_cifar.tools.verify.record import Record
 from lit_cifar.tools.verify.reference import Reference, References
@@ -152,10 +152,10 @@ def test_a_mistake_must_act_and_be_caught(finding: Finding, right: bool, word: s
 def test_every_mode_has_mistakes_of_its_own_and_unseen_ones() -> None:
     """A mode of several processes also has one that one of them makes."""
     planted = {(mutation.mode, mutation.devices) for mutation in OF_MODES}
-    assert {mode for mode, _ in planted} == {mutation.mode for mutation in unseen.MUTATIONS} == set(variants(4))
-    assert all(mode in variants(devices) for mode, devices in planted)
+    assert {mode for mode, _ in planted} == {mutation.mode for mutation in unseen.MUTATIONS} == set(sized_modes(4))
+    assert all(mode in sized_modes(devices) for mode, devices in planted)
     of_one = {mutation.mode for mutation in of_one_process.MUTATIONS}
-    assert of_one == {name for name, mode in variants(4).items() if mode.num_processes > 1}
+    assert of_one == {name for name, mode in sized_modes(4).items() if mode.num_processes > 1}
     assert len(unseen.MUTATIONS) >= 40
     others = {mutation.imitates for mutation in (*OF_MODES, *OF_PARTS)}
     assert not others & {mutation.imitates for mutation in unseen.MUTATIONS}
@@ -178,7 +178,7 @@ def test_virtual_replicas_leave_no_place_for_some_mistakes() -> None:
     evaluated = next(arg for arg in ARGS if arg.startswith("--data.eval_batch_size="))
     with_parts = settings(num_parts=4, eval_batch_size=int(evaluated.rpartition("=")[2]))
     found = {
-        it.name: _reasons(variants(it.devices)[it.mode].with_parts(), [it], with_parts).get(it.name)
+        it.name: _reasons(sized_modes(it.devices)[it.mode].with_parts(), [it], with_parts).get(it.name)
         for it in (*OF_MODES, *OF_PARTS)
     }
     refused = {"ddp-sync", "mp-micro", "tp", "fsdp2-tp"}

@@ -9,7 +9,7 @@ from torch import nn
 
 from lit_cifar import LitResNet
 from lit_cifar.models import Stem, build_resnet
-from lit_cifar.models.partition import Partition
+from lit_cifar.models.blocks import Partition
 from lit_cifar.models.vit import Attention
 from lit_cifar.strategies.pipeline import output_dtypes
 

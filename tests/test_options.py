@@ -14,7 +14,7 @@ from short_fits import losses
 
 from lit_cifar.cli.main import CLI
 from lit_cifar.data.batch_split import GhostBatches
-from lit_cifar.strategies.modes import Variant, variants
+from lit_cifar.tools.modes import SizedMode, sized_modes
 from lit_cifar.tools.verify import evaluation
 from lit_cifar.tools.verify.comparison import EXACT_BOUND, LOGITS
 from lit_cifar.tools.verify.configuration import Configuration
@@ -163,7 +163,7 @@ class Verifiers:
         return self._found[option]
 
 
-def compared(verifier: Verifier, mode: Variant) -> VerifiedMode:
+def compared(verifier: Verifier, mode: SizedMode) -> VerifiedMode:
     (row,) = [compared.row for compared in verifier.compare([Case(mode)])]
     return row
 
@@ -181,7 +181,7 @@ def test_a_mode_with_an_option_trains_what_one_device_trains_without(
     option: str, mode: str, verifiers: Verifiers
 ) -> None:
     """In bfloat16 it rounds as one device does."""
-    row = compared(verifiers.of(option), variants(max(2, DEVICES.get(mode, 2)))[mode])
+    row = compared(verifiers.of(option), sized_modes(max(2, DEVICES.get(mode, 2)))[mode])
     assert row.problems == []
     assert "bf16" in option or max(row.differences.values()) <= EXACT_BOUND
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 from data_files import draw_pictures
 
-from lit_cifar.strategies.modes import variants
+from lit_cifar.tools.modes import sized_modes
 from lit_cifar.tools.verify import verify
 from lit_cifar.tools.verify.comparison import EXACT_BOUND
 
@@ -73,8 +73,8 @@ EXHAUSTIVE = {
     "tied weights": Case("mp dp ddp ddp_spawn", own("Tied")),
     "tied weights in no chain": Case("fsdp2", own("TiedWhole")),
     "hooks on gradients": Case("mp dp ddp", own("Hooked")),
-    "bottlenecks in every mode": Case(" ".join(variants(2)), [*CUT, "--model.arch=tiny_bottleneck"], steps=4),
-    "a transformer in every mode": Case(" ".join(variants(2)), [*CUT, "--model.arch=vit_micro"], steps=4),
+    "bottlenecks in every mode": Case(" ".join(sized_modes(2)), [*CUT, "--model.arch=tiny_bottleneck"], steps=4),
+    "a transformer in every mode": Case(" ".join(sized_modes(2)), [*CUT, "--model.arch=vit_micro"], steps=4),
 }
 ALL = [
     *(pytest.param(case, id=name) for name, case in CASES.items()),

@@ -7,8 +7,8 @@ import torch
 
 from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.errors import ConfigError
+from lit_cifar.models.blocks import Partition, balanced, measure
 from lit_cifar.models.ghost_batchnorm import normalise_apart
-from lit_cifar.models.partition import Partition, balanced, measure
 from lit_cifar.models.resnet import Stem, build_resnet
 
 IMAGE = (3, 32, 32)
@@ -67,7 +67,7 @@ def test_flop_of_a_block_by_hand() -> None:
         lambda: build_resnet("resnet10", stem="imagenet").double(),
         lambda: build_resnet("resnet10", stem="imagenet").eval(),
         lambda: build_resnet("resnet10", stem="imagenet").requires_grad_(False),
-        lambda: normalise_apart(build_resnet("resnet10", stem="imagenet"), GhostBatches(num_shards=2)),
+        lambda: normalise_apart(build_resnet("resnet10", stem="imagenet"), GhostBatches(dp_size=2)),
     ],
     ids=["float64", "evaluating", "frozen", "chunked"],
 )

@@ -21,8 +21,8 @@ from torchmetrics import Metric
 from analysis.stage_timeline import bubble_formula, bubbles, read_timeline, replay
 from lit_cifar.data.batch_split import BatchSplit, GhostBatches
 from lit_cifar.models import build_resnet
+from lit_cifar.models.blocks import Partition
 from lit_cifar.models.ghost_batchnorm import normalise_apart
-from lit_cifar.models.partition import Partition
 from lit_cifar.strategies import PipelineStrategy, mesh
 from lit_cifar.strategies.mesh import make_mesh
 from lit_cifar.strategies.pipeline import Pipeline, PrecomputedGradients, Schedule, ScheduleName

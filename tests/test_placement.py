@@ -11,7 +11,7 @@ from torch.optim import Adagrad, Adam
 from torchmetrics import MeanMetric
 
 import lit_cifar.strategies.mp
-from lit_cifar.models.partition import Partition
+from lit_cifar.models.blocks import Partition
 from lit_cifar.strategies.mp import StagedRunner, StagedStrategy
 from lit_cifar.task.module import LitResNet
 

@@ -7,8 +7,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.launch.processes import resolve_world_size
-from lit_cifar.launch.rendezvous import LocalEnvironment, TorchrunEnvironment
+from lit_cifar.launch.rendezvous import LocalEnvironment, TorchrunEnvironment, resolve_world_size
 from lit_cifar.strategies import DDPLayerParallelStrategy, ProcessSyncBatchNorm
 
 

@@ -18,7 +18,6 @@ from parts import in_part
 from torch.distributed.run import get_args_parser
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.strategies.modes import variants
 from lit_cifar.tools.commands.bench import bench_parser
 from lit_cifar.tools.commands.chaos import chaos_parser
 from lit_cifar.tools.commands.doctor import doctor_parser
@@ -26,6 +25,7 @@ from lit_cifar.tools.commands.export import export_parser
 from lit_cifar.tools.commands.report import report_parser
 from lit_cifar.tools.commands.trace import trace_parser
 from lit_cifar.tools.commands.verify import verify_parser
+from lit_cifar.tools.modes import sized_modes
 from tests.mutations.__main__ import parser as mutations_parser
 
 OF_TODAY = sorted(
@@ -78,7 +78,7 @@ def check_program(args: list[str]) -> None:
             assert args == ["modes"]
         case "bench" if args[1:2] == ["trace"]:
             options, rest = trace_parser().parse_known_args(args[2:])
-            parser_of("fit").parse_args(["fit", *variants(options.devices)[options.mode].flags, *rest])
+            parser_of("fit").parse_args(["fit", *sized_modes(options.devices)[options.mode].flags, *rest])
         case "bench":
             bench_parser().parse_args(args[1:])
         case "doctor":

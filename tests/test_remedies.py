@@ -59,7 +59,7 @@ REFUSED = BEYOND | {
     "less than a pixel": ["--model.image_size=-1"],
     "more chunks than images": [
         "--model.ghost_batchnorm.accumulation=2",
-        f"--model.ghost_batchnorm.num_shards={10**12}",
+        f"--model.ghost_batchnorm.dp_size={10**12}",
     ],
     "another product": [
         *("strategy=ShardedStrategy", "devices=2"),

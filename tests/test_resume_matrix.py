@@ -39,12 +39,12 @@ SETTINGS = [
     "--last_checkpoint.every_n_steps=1",
     "--trainer.enable_progress_bar=false",
 ]
-SHARDS, MICROBATCHES = "--model.ghost_batchnorm.num_shards=2", "--model.ghost_batchnorm.num_microbatches=2"
+SHARDS, MICROBATCHES = "--model.ghost_batchnorm.dp_size=2", "--model.ghost_batchnorm.num_microbatches=2"
 PIPELINE = ["--trainer.strategy=PipelineStrategy", "--trainer.strategy.num_microbatches=2"]
 # Flags of a mode, processes it needs (0: it runs in this one, 1: it starts its own), and flags of what it equals.
 MODES: dict[str, tuple[list[str], int, list[str]]] = {
     "single": (["--trainer.devices=1"], 0, []),
-    "dp": (["--trainer.strategy=dp", "--trainer.devices=2"], 0, ["--model.ghost_batchnorm.replicas_per_shard=2"]),
+    "dp": (["--trainer.strategy=dp", "--trainer.devices=2"], 0, ["--model.ghost_batchnorm.replicas_per_rank=2"]),
     "mp": (["--trainer.strategy=mp", "--trainer.devices=2"], 0, []),
     "ddp": (["--trainer.strategy=ddp", "--trainer.devices=2"], 2, [SHARDS]),
     "ddp_spawn": (["--trainer.strategy=ddp_spawn", "--trainer.devices=2"], 1, [SHARDS]),

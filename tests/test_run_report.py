@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from tiny_task import TinyData, TinyTask, tiny_trainer
 
-from lit_cifar.models.partition import Partition
+from lit_cifar.models.blocks import Partition
 from lit_cifar.models.resnet import build_resnet
 from lit_cifar.reporting.environment import command_line, git_state, strategy_name
 from lit_cifar.reporting.run_report import RunReport, next_steps, opening_lines

@@ -177,7 +177,6 @@ def test_sizes(sizes: tuple[int | None, int | None], devices: int, num_replicas:
     [
         ((2, 1), 4, r"data_parallel_size=2 x tensor_parallel_size=1 is not 4 processes\n.*--trainer.devices=2"),
         ((3, None), 4, r"data_parallel_size=3 does not divide 4 processes\n.*--trainer.devices=3"),
-        ((None, None), 4, "both are null"),
     ],
 )
 def test_sizes_that_cannot_work(sizes: tuple[int | None, int | None], devices: int, message: str) -> None:

@@ -21,7 +21,7 @@ from analysis.stage_timeline import (
     stored_mib,
 )
 from lit_cifar.models import build_resnet
-from lit_cifar.models.partition import Partition
+from lit_cifar.models.blocks import Partition
 from lit_cifar.strategies.mp import StagedRunner, gpipe_order
 from lit_cifar.tools.bench.timeline import Recorder, write_trace
 

@@ -22,9 +22,9 @@ from verifying import TINY, settings
 
 from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.errors import ConfigError
-from lit_cifar.strategies.modes import chosen, variants
 from lit_cifar.task.module import LitResNet
 from lit_cifar.tools.commands.verify import _verify, verify, verify_parser
+from lit_cifar.tools.modes import chosen, sized_modes
 from lit_cifar.tools.verify.comparison import (
     EXACT_BOUND,
     KINDS,
@@ -150,7 +150,7 @@ def test_samples_are_compared_as_sets_in_which_each_id_is_once(found: list[list[
     ("devices", "num_parts", "left_out"),
     [
         (2, None, {}),
-        (7, None, dict.fromkeys([*variants(7)][1:], "") | {"ddp": "7 replicas", "pp": "6 blocks"}),
+        (7, None, dict.fromkeys([*sized_modes(7)][1:], "") | {"ddp": "7 replicas", "pp": "6 blocks"}),
         (2, 4, dict.fromkeys(("ddp-sync", "mp-micro", "tp"), "")),
     ],
 )
@@ -163,7 +163,7 @@ def test_all_leaves_out_what_cannot_cut_batch_or_network_or_have_the_bits_of_one
     found = {line.split(":")[0].removeprefix("left out "): line for line in said}
     assert found.keys() == left_out.keys()
     assert all(words in found[name] for name, words in left_out.items())
-    assert kept == [name for name in variants(devices) if name not in left_out]
+    assert kept == [name for name in sized_modes(devices) if name not in left_out]
 
 
 def test_with_virtual_replicas_a_bit_is_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,10 +194,10 @@ def test_what_only_a_run_of_the_mode_finds_is_refused_too(tmp_path: Path, monkey
     said: list[str] = []
     verifier = Verifier(Launcher(settings(), 2, tmp_path, said.append))
     with pytest.raises(ConfigError, match="no such thing") as raised:
-        verify_modes(verifier, [variants(2)["mp"]])
+        verify_modes(verifier, [sized_modes(2)["mp"]])
     assert (raised.value.problem, raised.value.remedy) == ("no such thing", "pass another")
     verifier = Verifier(Launcher(settings(), 2, tmp_path, said.append))
-    assert verify_modes(verifier, [variants(2)["mp"]], leave_out=True) == []
+    assert verify_modes(verifier, [sized_modes(2)["mp"]], leave_out=True) == []
     assert said == ["left out mp: no such thing"]
 
 
@@ -220,14 +220,14 @@ def test_a_run_that_crashed_is_not_called_wrong(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(Launcher, "run_alone", lambda *args: None)
     monkeypatch.setattr(References, "get", lambda self, chunks: Reference(Record(tmp_path), [{}]))
     monkeypatch.setattr(Launcher, "run_mode", lambda *args, **kwargs: Outcome(1, "", "OSError: disk full", 1.0))
-    (row,) = verify_modes(Verifier(Launcher(settings(), 3, tmp_path, print)), [variants(2)["ddp"]])
+    (row,) = verify_modes(Verifier(Launcher(settings(), 3, tmp_path, print)), [sized_modes(2)["ddp"]])
     assert (row.outcome, row.problems) == ("crashed", ["exit status 1 after 1 s\n  OSError: disk full"])
 
 
 @pytest.mark.parametrize(
     ("layer", "accumulation", "judged"),
     [
-        (nn.Identity(), 1, set(variants(2))),
+        (nn.Identity(), 1, set(sized_modes(2))),
         (nn.Dropout(0.5), 1, {"single", "mp", "ddp_mp"}),
         (nn.Dropout(0.5), 2, set()),
     ],
@@ -239,11 +239,11 @@ def test_random_networks_are_judged_where_one_device_draws_the_same(
     monkeypatch.setattr(Configuration, "module", lambda self: LitResNet(network=network))
     monkeypatch.setattr(Configuration, "accumulation", accumulation)
     verifier = Verifier(Launcher(settings(), 3, tmp_path, print))
-    rows = {name: verifier.abstained(mode) for name, mode in variants(2).items()}
+    rows = {name: verifier.abstained(mode) for name, mode in sized_modes(2).items()}
     assert {name for name, row in rows.items() if row is None} == judged
     assert {row.outcome for row in rows.values() if row is not None} <= {"abstained"}
     verifier = Verifier(Launcher(settings(num_parts=4), 3, tmp_path, print))
-    assert verifier.abstained(variants(2)["ddp"]) is None
+    assert verifier.abstained(sized_modes(2)["ddp"]) is None
 
 
 @pytest.mark.parametrize(
@@ -318,10 +318,10 @@ def test_a_tolerance_is_measured_once_for_what_is_normalised_alike(tmp_path: Pat
     references = References(launcher)  # type: ignore[arg-type]
     with ThreadPoolExecutor(1) as pool:
         for chunks in (
-            GhostBatches(num_shards=2, num_microbatches=2),
+            GhostBatches(dp_size=2, num_microbatches=2),
             GhostBatches(num_microbatches=4),
             GhostBatches(),
-            GhostBatches(num_shards=2, num_microbatches=2),
+            GhostBatches(dp_size=2, num_microbatches=2),
         ):
             references.start(chunks, pool)
     apart = "one device, 4 x 16 images normalised apart"
@@ -601,7 +601,7 @@ def test_one_process_holds_what_it_held_and_what_it_saved(tf32: list[Any], tmp_p
 
 def test_all_and_chosen_modes_come_in_the_order_of_the_table() -> None:
     assert [mode.name for mode in chosen(["ddp", "dp"], devices=2)] == ["dp", "ddp"]
-    assert [mode.name for mode in chosen(["all"], devices=2)] == list(variants(2))
+    assert [mode.name for mode in chosen(["all"], devices=2)] == list(sized_modes(2))
 
 
 def test_the_json_file_has_the_findings_that_are_not_printed(
@@ -628,12 +628,12 @@ def test_default_sizes_are_hard_ones() -> None:
 @pytest.fixture(scope="module")
 def rows() -> dict[str, VerifiedMode]:
     """Of every mode, with gradients accumulated and clipped and a ragged last batch."""
-    return {row.mode: row for row in verify(list(variants(2)), devices=2, args=TINY)}
+    return {row.mode: row for row in verify(list(sized_modes(2)), devices=2, args=TINY)}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", variants(2))
+@pytest.mark.parametrize("name", sized_modes(2))
 def test_every_mode_trains_what_one_device_trains(name: str, rows: dict[str, VerifiedMode]) -> None:
     row = rows[name]
     assert row.problems == []

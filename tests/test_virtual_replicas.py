@@ -19,13 +19,12 @@ from lit_cifar.checkpoint import exact_resume
 from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.environment import cpu_model
-from lit_cifar.strategies import LayerParallelStrategy, PipelineStrategy
-from lit_cifar.strategies.modes import SILENT
-from lit_cifar.strategies.same_bits import parts
-from lit_cifar.strategies.same_bits.parts import Parts, _buckets
-from lit_cifar.strategies.same_bits.tree_sum import in_tree_order, tree_sum
-from lit_cifar.strategies.same_bits.virtual_replicas import clip_in_order, squares_of_rows
+from lit_cifar.strategies import LayerParallelStrategy, PipelineStrategy, parts
+from lit_cifar.strategies.parts import Parts, _buckets
+from lit_cifar.strategies.tree_sum import in_tree_order, tree_sum
+from lit_cifar.strategies.virtual_replicas import clip_in_order, squares_of_rows
 from lit_cifar.task.metrics import MeanLoss
+from lit_cifar.tools.modes import SILENT
 
 # The last flag of a name counts. Of 58 images the last batch has 10, which are parts of 3, 3, 2 and 2.
 FLAGS = [*TINY, "--virtual_replicas=4", "--data.num_train=74", "--data.eval_batch_size=8"]

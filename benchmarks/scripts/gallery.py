@@ -24,8 +24,8 @@ import torch
 from matplotlib.figure import Figure
 
 from analysis.run_frames import RED
-from lit_cifar.strategies.modes import variants
 from lit_cifar.tools.commands.terminal import about
+from lit_cifar.tools.modes import sized_modes
 from lit_cifar.tools.verify.runs import quiet, run
 from tests.mutations.catalogue import OF_MODES, on_python_path, planting_flags
 from tests.mutations.planting import Mutation
@@ -100,7 +100,7 @@ def main(output: Path, flags: list[str]) -> None:
         def start(
             mode: str, devices: int, more: tuple[str, ...], what: str, mutation: Mutation | None = None
         ) -> Future[Curves | None]:
-            chosen = variants(devices)[mode]
+            chosen = sized_modes(devices)[mode]
             with quiet():
                 num_ranks = chosen.num_ranks
             words = [*flags, *chosen.flags, *more]

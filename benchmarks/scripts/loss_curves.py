@@ -32,14 +32,14 @@ CHUNKS = "--model.ghost_batchnorm."
 # What each overlay of configs/modes equals.
 EQUALS = {
     "single": [],
-    "dp": [CHUNKS + "replicas_per_shard=2"],
-    "ddp": [CHUNKS + "num_shards=2"],
-    "ddp_spawn": [CHUNKS + "num_shards=2"],
+    "dp": [CHUNKS + "replicas_per_rank=2"],
+    "ddp": [CHUNKS + "dp_size=2"],
+    "ddp_spawn": [CHUNKS + "dp_size=2"],
     "mp": [],
-    "ddp_mp": [CHUNKS + "num_shards=2"],
+    "ddp_mp": [CHUNKS + "dp_size=2"],
     "pp": [CHUNKS + "num_microbatches=4"],
-    "ddp_pp": [CHUNKS + "num_shards=2", CHUNKS + "num_microbatches=4"],
-    "fsdp2": [CHUNKS + "num_shards=2"],
+    "ddp_pp": [CHUNKS + "dp_size=2", CHUNKS + "num_microbatches=4"],
+    "fsdp2": [CHUNKS + "dp_size=2"],
     "tp": [],
 }
 HERE = Path(__file__).parent

@@ -13,8 +13,8 @@ from typing import Any
 from lit_cifar.checkpoint.files import DIGESTS
 from lit_cifar.cli.usage_errors import cli_exit
 from lit_cifar.errors import ConfigError
-from lit_cifar.strategies.modes import Variant, variants
 from lit_cifar.tools.commands.terminal import about, say
+from lit_cifar.tools.modes import SizedMode, sized_modes
 from lit_cifar.tools.verify.runs import quiet, refuse_if_invalid, run, workers
 
 PARTS = 4
@@ -37,7 +37,7 @@ FLAGS = (
 TIMEOUT_S = 3600.0
 
 
-def trained(mode: Variant, precision: str, flags: list[str]) -> dict[str, Any]:
+def trained(mode: SizedMode, precision: str, flags: list[str]) -> dict[str, Any]:
     """Train once; the digest is that of all parameters and buffers after the last epoch."""
     with tempfile.TemporaryDirectory(prefix="same-bits-") as name, quiet():
         folder = Path(name)
@@ -77,7 +77,7 @@ def main(output: Path, flags: list[str], *, precisions: list[str], at_once: int 
         (mode, precision)
         for precision in precisions
         for devices, names in MODES.items()
-        for mode in (variants(devices)[name].with_parts() for name in names)
+        for mode in (sized_modes(devices)[name].with_parts() for name in names)
         if (precision, mode.name, mode.devices) not in finished
     ]
     with workers(at_once) as pool:

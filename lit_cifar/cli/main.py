@@ -28,7 +28,7 @@ from lit_cifar.cli.usage_errors import PROGRAM, Parser, as_config_error, check_c
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.datamodule import open_dataset
 from lit_cifar.errors import ConfigError
-from lit_cifar.launch.processes import as_list, check_processes, resolve_world_size
+from lit_cifar.launch.rendezvous import as_list, check_processes, resolve_world_size
 from lit_cifar.launch.signals import handlers_put_back, signals_to_spawned
 from lit_cifar.launch.startup import exit_with_parent
 from lit_cifar.models import DEFAULT_ARCH
@@ -231,7 +231,7 @@ class CLI(LightningCLI):
         num_parts = self._arguments.virtual_replicas
         callbacks = [SameStart(self._start.start), Fingerprint(num_parts), *callbacks]
         if num_parts is not None:
-            from lit_cifar.strategies.same_bits.virtual_replicas import VirtualReplicas
+            from lit_cifar.strategies.virtual_replicas import VirtualReplicas
 
             self._replicas = VirtualReplicas(num_parts)
             callbacks = [self._replicas, *callbacks]

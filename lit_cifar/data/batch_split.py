@@ -55,9 +55,9 @@ class BatchSplit:
     def ghost_batches(self, *, accumulation: int = 1) -> "GhostBatches":
         """How a global batch is cut that is accumulated over `accumulation` steps."""
         return GhostBatches(
-            num_shards=self.dp_size,
+            dp_size=self.dp_size,
             accumulation=accumulation,
-            replicas_per_shard=self.replicas_per_rank,
+            replicas_per_rank=self.replicas_per_rank,
             num_microbatches=self.num_microbatches,
         )
 
@@ -69,40 +69,40 @@ class GhostBatches:
     The fields are flags of `--model.ghost_batchnorm`.
 
     Attributes:
-        num_shards: The data-parallel size R: rank r takes the positions r, r + R, ... of what is left to cut.
+        dp_size: The data-parallel size R: rank r takes the positions r, r + R, ... of what is left to cut.
         accumulation: Steps over which a batch is accumulated; step `a` comes before step `a + 1`.
-        replicas_per_shard: Into how many the replicas of one rank then divide it, by `Tensor.chunk`.
+        replicas_per_rank: Into how many the replicas of one rank then divide it, by `Tensor.chunk`.
         num_microbatches: Into how many a replica then divides its part, by `Tensor.tensor_split`.
         synchronised: Whether the ranks of an accumulation step are normalised together.
     """
 
-    num_shards: int = 1
+    dp_size: int = 1
     accumulation: int = 1
-    replicas_per_shard: int = 1
+    replicas_per_rank: int = 1
     num_microbatches: int = 1
     synchronised: bool = False
 
     def __post_init__(self) -> None:
-        if min(self.num_shards, self.accumulation, self.replicas_per_shard, self.num_microbatches) < 1:
+        if min(self.dp_size, self.accumulation, self.replicas_per_rank, self.num_microbatches) < 1:
             raise ValueError(f"not a way to cut a batch: {self}")
 
     def positions(self, num_samples: int) -> list[list[Tensor]]:
         """For each replica the chunks that it normalises, in their order; positions in the batch, int64, not empty."""
         if self.synchronised:
-            step_of = torch.arange(num_samples) // self.num_shards % self.accumulation
+            step_of = torch.arange(num_samples) // self.dp_size % self.accumulation
             steps = [(step_of == step).nonzero().flatten() for step in range(self.accumulation)]
             return [[step for step in steps if len(step)]]
         replicas = [
             list(self._of_replica(torch.arange(num_samples), rank, replica))
-            for rank in range(self.num_shards)
-            for replica in range(self.replicas_per_shard)
+            for rank in range(self.dp_size)
+            for replica in range(self.replicas_per_rank)
         ]
         return [chunks for chunks in replicas if chunks]
 
     def _of_replica(self, batch: Tensor, rank: int, replica: int) -> Iterator[Tensor]:
         for step in range(self.accumulation):
-            part = batch[step * self.num_shards + rank :: self.accumulation * self.num_shards]
+            part = batch[step * self.dp_size + rank :: self.accumulation * self.dp_size]
             # `chunk` may return fewer than asked for, the last replicas then have no samples.
-            own = part.chunk(self.replicas_per_shard)[replica : replica + 1]
+            own = part.chunk(self.replicas_per_rank)[replica : replica + 1]
             for samples in own:
                 yield from (piece for piece in samples.tensor_split(self.num_microbatches) if len(piece))

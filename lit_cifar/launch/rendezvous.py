@@ -1,4 +1,7 @@
-"""Where the processes of a run meet, and on which network interface they listen for each other.
+"""How many processes a run has, where they meet, and on which network interface they listen for each other.
+
+torchrun may start another number after a restart. `--trainer.devices` and `--trainer.num_nodes` need not be repeated on
+the command line, and cannot be if the number of machines changes.
 
 A process group opens up to three kinds of ports: the store of rank 0, through which the processes find each other, and
 the listeners of gloo and NCCL. None asks who is calling, and torch opens the first on every interface. Here all are on
@@ -21,6 +24,8 @@ from lightning.fabric.plugins.environments.lsf import LSFEnvironment
 from lightning.fabric.plugins.environments.mpi import MPIEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from typing_extensions import override
@@ -37,8 +42,91 @@ from lit_cifar.launch.network_interfaces import (
 _PLACE = "lit_cifar/place"  # key in the store of torchrun's agent: where rank 0 listens
 _MEETING_TIMEOUT_S = 300.0
 _LAST_PORT = 65535
+_UNSET = ("auto", 1, "1")
+_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")  # where Lightning looks, in this order
 # Stores of this process under torchrun: the process group that uses one outlives the Trainer that has opened it.
 _KEPT: list[TCPStore] = []
+
+
+def resolve_world_size(config: dict[str, Any]) -> None:
+    """Take `devices` and `num_nodes` from torchrun, if it started this process, and say where processes meet.
+
+    `config`, the arguments of a Trainer, is changed in place. Its strategy is made, or a registered name.
+    """
+    strategy = _made(config["strategy"])
+    if getattr(strategy, "is_single_process", False):  # it refuses others itself
+        return
+    if TorchElasticEnvironment.detect():
+        _follow_torchrun(config, strategy)
+    plugins = as_list(config["plugins"])
+    given = [*plugins, getattr(strategy, "cluster_environment", None)]
+    if not any(isinstance(plugin, ClusterEnvironment) for plugin in given):
+        config["plugins"] = [*plugins, cluster_environment(num_nodes=config["num_nodes"])]
+
+
+def check_processes(trainer: Trainer, *, rank: int) -> None:
+    """Refuse a rank other than 0 without other processes, and processes that do not know where they meet."""
+    if rank and trainer.world_size == 1:
+        given = [name for name in _RANKS if os.environ.get(name) == str(rank)]
+        raise ConfigError(
+            f"{' '.join(f'{name}={rank}' for name in given) or f'rank {rank}'} in the environment, and this run has "
+            "one process, which is rank 0",
+            remedy=f"unset {' '.join(given or _RANKS)}, or pass --trainer.strategy=ddp and --trainer.devices=N",
+        )
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    if trainer.world_size > 1 and isinstance(environment, LocalEnvironment):
+        environment.check()
+
+
+def _follow_torchrun(config: dict[str, Any], strategy: Strategy | None) -> None:
+    if isinstance(strategy, DDPStrategy) and strategy._start_method != "popen":
+        raise ConfigError(
+            f"--trainer.strategy={config['strategy']} starts processes itself, and torchrun has already started them",
+            remedy="pass --trainer.strategy=ddp, or start it with python in place of torchrun",
+        )
+    processes, machines, total = (int(os.environ[f"{name}WORLD_SIZE"]) for name in ("LOCAL_", "GROUP_", ""))
+    if processes * machines != total:
+        raise ConfigError(
+            f"{total} processes on {machines} machines, but {processes} on this one: machines must have equally many",
+            remedy="start torchrun with the same --nproc-per-node on every machine",
+        )
+    each = getattr(strategy, "devices_per_process", 1)
+    _follow(config, "devices", processes * each, started=f"--nproc-per-node={processes}")
+    _follow(config, "num_nodes", machines, started=f"{machines} machine(s)")
+
+
+def _made(strategy: Any) -> Strategy | None:
+    """The strategy itself, None where Lightning will choose or refuse."""
+    if isinstance(strategy, str):
+        return StrategyRegistry.get(strategy) if strategy in StrategyRegistry.available_strategies() else None
+    return strategy if isinstance(strategy, Strategy) else None
+
+
+def _follow(config: dict[str, Any], name: str, value: int, *, started: str) -> None:
+    given = config[name]
+    if given in _UNSET:
+        config[name] = value
+    elif _count(given) not in (None, value):
+        raise ConfigError(
+            f"--trainer.{name}={given}, but torchrun started {started}, which makes {value}",
+            remedy=f"leave out --trainer.{name}, torchrun decides it",
+        )
+
+
+def _count(given: Any) -> int | None:
+    """How many devices or machines are asked for; None for what only the accelerator can count, as -1."""
+    if isinstance(given, str):
+        given = [part for part in given.split(",") if part] if "," in given else int(given)
+    if isinstance(given, int):
+        return None if given < 0 else given
+    return len(given)
+
+
+def as_list(plugins: Any) -> list[Any]:
+    """A Trainer's `plugins` as a new list: they may be none, one or several."""
+    if plugins is None:
+        return []
+    return list(plugins) if isinstance(plugins, list | tuple) else [plugins]
 
 
 def cluster_environment(*, num_nodes: int = 1) -> ClusterEnvironment:

@@ -141,9 +141,12 @@ def _time_each(
     seconds = dict.fromkeys(candidates, float("inf"))
     for turn in range(1 + _STEPS):
         for each, step in steps.items():
-            found = _time(step, device)
+            start = perf_counter()
+            step()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             if turn:
-                seconds[each] = min(seconds[each], found)
+                seconds[each] = min(seconds[each], perf_counter() - start)
     return seconds
 
 
@@ -163,14 +166,6 @@ def _step(
         loss.backward()  # type: ignore[no-untyped-call]
 
     return step
-
-
-def _time(step: Callable[[], None], device: torch.device) -> float:
-    start = perf_counter()
-    step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return perf_counter() - start
 
 
 @contextmanager

@@ -6,7 +6,7 @@ whichever process it is. Parts are what processes, accumulation steps, virtual r
 `dp` get. The first three take every P-th sample alike, so that there it does not matter which of them P parts are.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ class _Now:
     first: int = 0  # number of this process's first part in its accumulation step; the others follow at equal distance
     distance: int = 1
     part: int = 0  # key of the part
-    seed_devices: Callable[[int], object] | None = None  # the generators of all devices of the accelerator, if any
+    on_cuda: bool = False
 
 
 _now = _Now()
@@ -43,7 +43,7 @@ class RandomStreams(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._split = BatchSplit.of(trainer.strategy)
-        _now.seed_devices = _seed_devices(trainer.strategy.root_device)
+        _now.on_cuda = trainer.strategy.root_device.type == "cuda"
         # Networks of this package draw nothing, replicas of `dp` pass in threads, and torch.compile traces no seeding.
         in_turn = self._split.replicas_per_rank == 1 or pl_module.virtual_replicas is not None
         if pl_module.header.network is not None and in_turn and not pl_module.compiles:  # type: ignore[union-attr]
@@ -62,7 +62,7 @@ class RandomStreams(Callback):
 
     def step_state(self) -> dict[str, Any]:
         """What the draws of a step follow from: `Replay` writes it down, and puts it back to repeat the step."""
-        return {name: value for name, value in vars(_now).items() if name != "seed_devices"}
+        return dict(vars(_now))
 
     def load_step_state(self, state: dict[str, Any]) -> None:
         vars(_now).update(state)
@@ -99,16 +99,8 @@ def _seed(seed: int, device: torch.device | None = None) -> None:
     torch.default_generator.manual_seed(seed)
     if device is not None and device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(seed)
-    elif _now.seed_devices is not None:
-        _now.seed_devices(seed)
-
-
-def _seed_devices(device: torch.device) -> Callable[[int], object] | None:
-    module: Any = getattr(torch, device.type, None)
-    if device.type == "cpu" or module is None:  # as of devices without values
-        return None
-    seed_devices: Callable[[int], object] = getattr(module, "manual_seed_all", module.manual_seed)
-    return seed_devices
+    elif _now.on_cuda:
+        torch.cuda.manual_seed_all(seed)
 
 
 def _in_blocks(network: nn.Module) -> Iterator[nn.Module]:

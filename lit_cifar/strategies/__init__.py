@@ -6,11 +6,10 @@ Importing this package makes `Trainer(strategy="dp")` work. The command line doe
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lit_cifar.launch import signals as _signals  # a process leaves its groups at exit
-from lit_cifar.strategies.ddp_mp import DDPLayerParallelStrategy
+from lit_cifar.launch import signals as signals  # a process leaves its groups at exit
 from lit_cifar.strategies.dp import DataParallelStrategy
 from lit_cifar.strategies.fsdp2 import ShardedStrategy
-from lit_cifar.strategies.mp import LayerParallelStrategy
+from lit_cifar.strategies.mp import DDPLayerParallelStrategy, LayerParallelStrategy
 from lit_cifar.strategies.one_device import (
     OneDeviceDDPLayerParallelStrategy,
     OneDeviceDDPStrategy,
@@ -39,5 +38,3 @@ for _strategy in (
     ShardedStrategy,
 ):
     _strategy.register_strategies(StrategyRegistry)
-
-del _signals

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.models.blocks import blocks_of
-from lit_cifar.models.partition import Partition
+from lit_cifar.models.blocks import Partition, blocks_of
 from lit_cifar.strategies.device_copies import refuse_faulty_copies
-from lit_cifar.strategies.same_bits.parts import Parts, WholeBatch
+from lit_cifar.strategies.parts import Parts, WholeBatch
 
+# What takes the network's place. Not an `nn.Module`: as an attribute of one it would become its child, and every name
+# in a checkpoint would change.
 Runner = Callable[[Tensor], Tensor]
 
 
@@ -193,10 +194,20 @@ class CustomForwardStrategy(ParallelStrategy, ABC):
 
 
 class CutStrategy(CustomForwardStrategy, ABC):
-    """A mode that cuts the network between its blocks into stages."""
+    """A mode that cuts the network between its blocks into stages.
 
-    cuts: list[str] | None
+    Args:
+        cuts: The blocks with which the second and later stages begin, e.g. ["layer3.1"]; by default stages of about
+            equal FLOP.
+        **kwargs: As of the Lightning strategy that a subclass also derives from.
+    """
+
     partition: Partition  # which blocks make a stage; known from `connect` on
+
+    def __init__(self, *, cuts: list[str] | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.cuts = cuts
+        self.recorder = NoRecorder()
 
     def cut(self, num_stages: int, *, may_share: bool = False) -> None:
         """Cut the network of the module; `may_share` if stages may have a tensor together.
@@ -250,6 +261,16 @@ class SingleProcessStrategy(CustomForwardStrategy, ABC):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": 1, "rank": 0}
+
+    def check_divides(self, name: str, size: int) -> None:
+        """Raise a `ConfigError` unless the devices share `size` replicas or stages evenly."""
+        num_devices = len(self.devices)
+        if size < 1 or size % num_devices:
+            nearest = max(1, round(size / num_devices)) * num_devices
+            raise ConfigError(
+                f"--trainer.strategy.{name}={size} do not divide over --trainer.devices={num_devices}",
+                remedy=f"pass --trainer.strategy.{name}={nearest}, or leave it out",
+            )
 
     @override
     def check(self) -> None:

@@ -15,7 +15,6 @@ from lit_cifar.errors import ConfigError
 SIZES = (2**12, 2**20, 2**24)  # bytes of a copy
 _SENTINEL = 0x5A5AA5A55A5AA5A5  # what each word of a destination holds before a copy
 _WORD_BYTES = 8
-_ROUNDS = 2  # with other patterns, so that an old one is no right one
 
 Copy = Callable[[Tensor, Tensor], object]
 
@@ -48,8 +47,7 @@ def copy_faults(
     names = [str(device) if device.type == "cuda" else f"{device.type}:{i}" for i, device in enumerate(devices)]
     pairs = [(a, b) for a in range(len(devices)) for b in range(len(devices)) if a != b]
     faults: dict[tuple[int, int], CopyFault] = {}
-    for number in range(_ROUNDS * len(SIZES)):
-        num_bytes = SIZES[number % len(SIZES)]
+    for number, num_bytes in enumerate(SIZES * 2):  # each time with another pattern, so that an old one is no right one
         sent = [_pattern(num_bytes // _WORD_BYTES, number * len(devices) + i, on) for i, on in enumerate(devices)]
         outs = {pair: torch.full_like(sent[pair[1]], _SENTINEL) for pair in pairs}
         for (source, _), out in outs.items():

@@ -35,15 +35,9 @@ def replica_of(num_samples: int, *, num_replicas: int) -> Tensor:
 
 
 def replicate(network: nn.Module, devices: Sequence[torch.device]) -> Runner:
-    """The callable to use in place of `network` so that a batch is divided over `devices`.
+    """Divide batches (n, ...) over `devices`, one for each replica; `network`, batches and outputs are on the first.
 
-    Args:
-        network: Takes (n, ...) and returns (n, ...); already on `devices[0]`.
-        devices: One for each replica; CUDA devices, which several may share, or the CPU for all of them.
-
-    Returns:
-        A plain callable, never an `nn.Module`: set as an attribute of one, it must not become its child, or every name
-        in a checkpoint would change. Input and output live on `devices[0]`.
+    CUDA devices, which several replicas may share, or the CPU for all of them.
     """
     if devices[0].type != "cuda" or len(devices) == 1:
         return EmulatedReplicas(network, num_replicas=len(devices))
@@ -77,13 +71,8 @@ class EmulatedReplicas:
         outputs = [self.network(first)]
         for replica, (copy, chunk) in enumerate(zip(copies, others, strict=True), start=1):
             begin_part(replica)
-            outputs.append(self.run_replica(copy, chunk))
+            outputs.append(functional_call(self.network, copy, (chunk,)))
         return torch.cat(outputs)
-
-    def run_replica(self, buffers: dict[str, Tensor], chunk: Tensor) -> Tensor:
-        """The output (n, ...) of a replica with these `buffers`, which it moves, for its chunk (n, ...)."""
-        output: Tensor = functional_call(self.network, buffers, (chunk,))
-        return output
 
 
 class RoundRobinReplicas:
@@ -206,12 +195,5 @@ class DataParallelStrategy(SingleProcessStrategy):
     @override
     def check(self) -> None:
         super().check()
-        num_devices = len(self.devices)
-        if self.replicas_per_rank < 1 or self.replicas_per_rank % num_devices:
-            nearest = max(1, round(self.replicas_per_rank / num_devices)) * num_devices
-            raise ConfigError(
-                f"--trainer.strategy.num_replicas={self.num_replicas} do not divide over "
-                f"--trainer.devices={num_devices}",
-                remedy=f"pass --trainer.strategy.num_replicas={nearest}, or leave it out",
-            )
+        self.check_divides("num_replicas", self.replicas_per_rank)
         self.refuse_sync_batchnorm("each replica normalises its own chunk of the batch")

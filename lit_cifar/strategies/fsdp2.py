@@ -28,11 +28,11 @@ from lit_cifar.models.blocks import blocks_of
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.strategies.base import Runner, at_least_one, check_untied, compiles
 from lit_cifar.strategies.mesh import MeshStrategy, local_part
-from lit_cifar.strategies.same_bits.parts import Parts
-from lit_cifar.strategies.same_bits.tree_sum import tree_reduce_scatter
+from lit_cifar.strategies.parts import Parts
 from lit_cifar.strategies.state_dicts import full_optimizer_state, full_state, load_full_state, split_optimizer_state
 from lit_cifar.strategies.sync_batchnorm import synchronise_along
 from lit_cifar.strategies.tp import check_divisible, placements, split_tensors
+from lit_cifar.strategies.tree_sum import TreeSum, tree_reduce_scatter
 
 
 class ShardedStrategy(MeshStrategy):
@@ -86,11 +86,6 @@ class ShardedStrategy(MeshStrategy):
         sizes = {"data_parallel_size": self.data_parallel_size, "tensor_parallel_size": self.tensor_parallel_size}
         at_least_one(**sizes)
         given = {name: size for name, size in sizes.items() if size is not None}
-        if not given:
-            raise ConfigError(
-                "--trainer.strategy=ShardedStrategy finds one of its sizes from the other, and both are null",
-                remedy="pass --trainer.strategy.tensor_parallel_size=1 or another size",
-            )
         product = math.prod(given.values())
         if self.all_processes % product or (len(given) == 2 and product != self.all_processes):
             formula = " x ".join(f"{name}={size}" for name, size in given.items())
@@ -173,7 +168,9 @@ class ShardedStrategy(MeshStrategy):
         if self.data_parallel_size != 1:
             shard(parts, self.mesh["data"], dtype=autocast_dtype(self.precision_plugin))
         if compiles(self.lightning_module):
-            for block in whole_blocks(parts):  # without the hooks that gather its parameters
+            modules = set(parts.modules())
+            blocks = [block for block in (blocks_of(parts) or {}).values() if block in modules]
+            for block in blocks or [parts]:  # without the hooks that gather its parameters
                 block.forward = Compiled(block, block.forward)
         self.module.network = parts
 
@@ -283,7 +280,7 @@ class TreeReduceScatter:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._total = parts.new_sum()
+        self._total = TreeSum()
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -307,12 +304,6 @@ def reduce_in_tree(network: nn.Module, parts: Parts) -> None:
             module.set_custom_reduce_scatter(cast(Any, TreeReduceScatter(parts)))
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
-
-
-def whole_blocks(network: nn.Module) -> list[nn.Module]:
-    """The blocks that are modules of the network; without any, the network itself."""
-    modules = set(network.modules())
-    return [block for block in (blocks_of(network) or {}).values() if block in modules] or [network]
 
 
 def _wide_layers(block: nn.Module) -> Iterator[nn.Module]:

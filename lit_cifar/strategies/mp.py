@@ -1,4 +1,4 @@
-"""`mp`: the layers divided over the local devices of one process; `ddp_mp` has the same stages in each of several.
+"""`mp` and `ddp_mp`: the layers over the local devices of a process; with several processes, the batch over these.
 
 The network's own blocks are moved, each stage's to its device, and nothing is copied or wrapped: names, optimizer and
 checkpoints are those of one device. The order in which microbatches pass is GPipe's (Huang et al. 2019,
@@ -11,7 +11,11 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.fabric.utilities.distributed import _init_dist_connection
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -20,7 +24,7 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.random_streams import begin_part, begin_stage
 from lit_cifar.strategies.base import CutStrategy, NoRecorder, Runner, SingleProcessStrategy, at_least_one, compiles
-from lit_cifar.strategies.same_bits.parts import Parts
+from lit_cifar.strategies.parts import Parts
 
 
 class StagedRunner:
@@ -88,23 +92,12 @@ class StagedStrategy(CutStrategy, ABC):
     Args:
         num_stages: Into how many the network is cut, a multiple of the number of devices; None for one for each.
         num_microbatches: Into how many pieces a replica cuts its part of the batch.
-        cuts: The blocks with which the second and later stages begin, e.g. ["layer3.1"]; by default stages of about
-            equal FLOP.
-        **kwargs: As of the Lightning strategy that a subclass also derives from.
+        **kwargs: As of `CutStrategy`: `cuts`; and of the Lightning strategy that a subclass also derives from.
     """
 
-    def __init__(
-        self,
-        *,
-        num_stages: int | None = None,
-        num_microbatches: int = 1,
-        cuts: list[str] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *, num_stages: int | None = None, num_microbatches: int = 1, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.num_microbatches = num_microbatches
-        self.cuts = cuts
-        self.recorder = NoRecorder()
         self._num_stages = num_stages
 
     @property
@@ -239,14 +232,105 @@ class LayerParallelStrategy(StagedStrategy, SingleProcessStrategy):
     @override
     def check(self) -> None:
         super().check()
-        num_devices = len(self.devices)
-        if self.num_stages % num_devices:
-            nearest = max(1, round(self.num_stages / num_devices)) * num_devices
-            raise ConfigError(
-                f"--trainer.strategy.num_stages={self.num_stages} do not divide over --trainer.devices={num_devices}",
-                remedy=f"pass --trainer.strategy.num_stages={nearest} or --trainer.devices={self.num_stages}",
-            )
+        self.check_divides("num_stages", self.num_stages)
 
     def split_lines(self) -> list[str]:
         names = device_names(self.devices)
         return self.partition.table([names[index] for index in self._device_indices])
+
+
+class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
+    """Starts processes as Lightning's `ddp` does, each with a replica of the network on `num_stages` devices.
+
+    `--trainer.devices` counts the devices of a machine, as always. Equal to `ddp` with as many processes; with several
+    microbatches to one device that normalises each microbatch of each replica separately.
+
+    Args:
+        num_stages: Number of stages, and of devices of a process.
+        **kwargs: As of `StagedStrategy`: `num_microbatches`, `cuts`; and of Lightning's `DDPStrategy`:
+            `process_group_backend`, `timeout`, `start_method`.
+    """
+
+    strategy_name = "ddp_mp"
+
+    def __init__(self, *, num_stages: int = 2, **kwargs: Any) -> None:
+        super().__init__(num_stages=num_stages, **kwargs)
+
+    @property
+    def devices_per_process(self) -> int:
+        return self.num_stages
+
+    @property
+    @override
+    def num_processes(self) -> int:
+        # At least 1, as Lightning asks before `check` can refuse fewer stages.
+        return len(self.parallel_devices or ()) // max(1, self.num_stages)
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return self.stage_devices[0]
+
+    @property
+    @override
+    def stage_devices(self) -> list[torch.device]:
+        return self._devices_of(self.local_rank)
+
+    @property
+    @override
+    def copying_devices(self) -> list[list[torch.device]]:
+        return [self._devices_of(local_rank) for local_rank in range(self.num_processes)]
+
+    def _devices_of(self, local_rank: int) -> list[torch.device]:
+        return (self.parallel_devices or [])[local_rank * self.num_stages :][: self.num_stages]
+
+    @override
+    def check(self) -> None:
+        super().check()
+        num_devices, each = len(self.parallel_devices or ()), self.num_stages
+        if num_devices % each or not num_devices:
+            nearest = max(1, round(num_devices / each)) * each
+            raise ConfigError(
+                f"--trainer.strategy={self.strategy_name} with {each} stages does not divide "
+                f"--trainer.devices={num_devices} into processes",
+                remedy=f"pass --trainer.devices={nearest}, or --trainer.strategy={type(self).__name__} "
+                f"--trainer.strategy.num_stages={num_devices}",
+            )
+        assert self.cluster_environment is not None
+        started, wanted = self.cluster_environment.world_size(), self.num_nodes * self.num_processes
+        if started != wanted:
+            raise ConfigError(
+                f"{started} processes were started, but --trainer.devices={num_devices} with {self.num_stages} stages "
+                f"on {self.num_nodes} machine(s) are {wanted}",
+                remedy=f"start torchrun with --nproc-per-node={self.num_processes}: a process drives "
+                f"{self.num_stages} devices",
+            )
+
+    @override
+    def setup_distributed(self) -> None:
+        """As Lightning does, but without binding the process group to the root device: other stages have others."""
+        assert self.cluster_environment is not None
+        reset_seed()
+        self.set_world_ranks()
+        self._process_group_backend = self._get_process_group_backend()
+        _init_dist_connection(self.cluster_environment, self._process_group_backend, timeout=self._timeout)
+
+    @override
+    def determine_ddp_device_ids(self) -> None:
+        """None: DistributedDataParallel then accepts a module on several devices."""
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if not dist.is_initialized():
+            return
+        # Without device ids NCCL would use the device of the process's rank, which may belong to another process.
+        device_ids = [self.root_device.index] if dist.get_backend() == "nccl" else None
+        dist.barrier(device_ids=device_ids)
+
+    def split_lines(self) -> list[str]:
+        """The stages and their devices, a line each, and the devices of the machine's further processes."""
+        names = [
+            device_names(devices, first=rank * self.num_stages) for rank, devices in enumerate(self.copying_devices)
+        ]
+        others = [f"process {rank}: the same on {', '.join(place)}" for rank, place in enumerate(names)]
+        return self.partition.table(names[0]) + others[1:]

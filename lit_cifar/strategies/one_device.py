@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
-from lit_cifar.strategies.ddp_mp import DDPLayerParallelStrategy
 from lit_cifar.strategies.fsdp2 import ShardedStrategy
+from lit_cifar.strategies.mp import DDPLayerParallelStrategy
 
 
 class _OneDevice(DDPStrategy):

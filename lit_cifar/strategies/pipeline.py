@@ -19,12 +19,12 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.func import functional_call
 
 from lit_cifar.errors import ConfigError
+from lit_cifar.models.blocks import Partition
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.memory_format import PlainGradient, PlainOutput
-from lit_cifar.models.partition import Partition
 from lit_cifar.models.random_streams import begin_part, begin_stage
 from lit_cifar.strategies.base import NoRecorder, WorkKind
-from lit_cifar.strategies.same_bits.parts import Parts, WholeBatch
+from lit_cifar.strategies.parts import Parts, WholeBatch
 
 ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
 Passed = dict[int, tuple[Tensor, Tensor]]  # what each stage of a process has got and returned of a microbatch
@@ -241,17 +241,12 @@ class Pipeline:
         return self._narrow(dtype) if narrows else [dtype] * len(self.partition.stages)
 
     def _prepare(self, num_samples: int, dtype: torch.dtype) -> Any:
-        """The schedule for microbatches of this size."""
-        stages: Any = list(self._torch_stages(num_samples, dtype))
-        kind: Any = get_schedule_class(self.schedule.name)
-        one_or_all = stages if len(stages) > 1 else stages[0]
-        return kind(one_or_all, self.num_microbatches, loss_fn=self._scaled_loss, scale_grads=False)
-
-    def _torch_stages(self, num_samples: int, dtype: torch.dtype) -> Iterator[PipelineStage]:
+        """Torch's schedule for microbatches of this size."""
+        stages: list[Any] = []
         # With all shapes given torch makes no trial run to infer them, which would move BatchNorm's running statistics.
         for index in self.stages:
             images = torch.empty(num_samples, *self.partition.image_shape, dtype=dtype, device=self.device)
-            yield Stage(
+            stage = Stage(
                 self._callable(index, num_samples),
                 index,
                 self.schedule.num_stages,
@@ -261,6 +256,10 @@ class Pipeline:
                 group=self.group,
                 pipeline=self,
             )
+            stages.append(stage)
+        kind: Any = get_schedule_class(self.schedule.name)
+        one_or_all = stages if len(stages) > 1 else stages[0]
+        return kind(one_or_all, self.num_microbatches, loss_fn=self._scaled_loss, scale_grads=False)
 
     def _scaled_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return self.parts.reduced(self.loss(logits, labels)) * self._scale

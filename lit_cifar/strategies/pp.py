@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.strategies.base import CutStrategy, NoRecorder, Runner, compiles
+from lit_cifar.strategies.base import CutStrategy, Runner, compiles
 from lit_cifar.strategies.mesh import MeshStrategy, loss_scale
+from lit_cifar.strategies.parts import Parts
 from lit_cifar.strategies.pipeline import Pipeline, PrecomputedGradients, Schedule, ScheduleName, stages_per_process
-from lit_cifar.strategies.same_bits.parts import Parts
 from lit_cifar.strategies.state_dicts import merge_optimizer_states, only_parameters
 
 
@@ -37,9 +37,8 @@ class PipelineStrategy(CutStrategy, MeshStrategy):
             schedule needs at least.
         schedule: The order of work: "GPipe" (Huang et al. 2019), "1F1B" (Narayanan et al. 2019), "Interleaved1F1B"
             (Narayanan et al. 2021), "ZBVZeroBubble" (Qi et al. 2024). All compute the same.
-        cuts: The blocks with which the second and later stages begin, e.g. ["layer3.1"]; by default stages of about
-            equal FLOP.
-        **kwargs: As of `MeshStrategy`: `process_group_backend`, `timeout`, `start_method`.
+        **kwargs: As of `CutStrategy`: `cuts`; and of `MeshStrategy`: `process_group_backend`, `timeout`,
+            `start_method`.
     """
 
     pipeline: Pipeline  # this process's part of its pipeline; known from `setup` to `teardown`
@@ -51,15 +50,12 @@ class PipelineStrategy(CutStrategy, MeshStrategy):
         num_stages: int | None = None,
         num_microbatches: int | None = None,
         schedule: ScheduleName = "1F1B",
-        cuts: list[str] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.num_stages = num_stages
         self._num_microbatches = num_microbatches
         self.schedule_name: ScheduleName = schedule
-        self.cuts = cuts
-        self.recorder = NoRecorder()
         self._average = True
 
     @property

@@ -17,6 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
+Statistics = tuple[int, Tensor, Tensor]  # values per channel, their mean (C,) and their biased variance (C,)
+
 
 class ProcessSyncBatchNorm(TorchSyncBatchNorm):
     """Lightning's layer-sync plugin for every device: `nn.SyncBatchNorm` on CUDA, this file's layers on the CPU.
@@ -64,9 +66,9 @@ class _Synchronised(_BatchNorm):
         if not (self.training and dist.is_initialized() and dist.get_world_size(group) > 1):
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        count, mean, var = _global_statistics(input.detach(), group)
-        self._track(count, mean, var)
-        output: Tensor = _Normalise.apply(input, self.weight, self.bias, mean, var, count, self.eps, group)
+        statistics = _global_statistics(input.detach(), group)
+        self._track(*statistics)
+        output: Tensor = _Normalise.apply(input, self.weight, self.bias, statistics, self.eps, group)
         return output
 
     def _track(self, count: int, mean: Tensor, var: Tensor) -> None:
@@ -86,9 +88,8 @@ def _device_to_be(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
-def _global_statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[int, Tensor, Tensor]:
-    """Values per channel of x (n, C, ...), their mean (C,) and biased variance (C,) over the processes of `group`, None
-    for all.
+def _global_statistics(x: Tensor, group: dist.ProcessGroup | None) -> Statistics:
+    """Those of x (n, C, ...) over the processes of `group`, None for all.
 
     Each process sends what it has of (count, mean, variance), and all combine them in the same order, so that all get
     the same bits. The combination (Chan, Golub and LeVeque 1979) adds squared deviations from means, never squares of
@@ -123,18 +124,11 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        var: Tensor,
-        count: int,
-        eps: float,
-        group: dist.ProcessGroup | None,
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Statistics, eps: float, group: Any
     ) -> Tensor:
+        ctx.count, mean, var = statistics
         ctx.save_for_backward(x, weight, mean, var)
-        ctx.count, ctx.eps, ctx.group, ctx.has_bias = count, eps, group, bias is not None
+        ctx.eps, ctx.group, ctx.has_bias = eps, group, bias is not None
         return _evaluate(x, mean, var, weight, bias, eps=eps)
 
     @staticmethod
@@ -154,7 +148,7 @@ class _Normalise(torch.autograd.Function):
         grad_x = torch.addcmul(through_statistics, grad, scale.to(grad.dtype).view(per_channel))
         grad_weight = local[0] if weight is not None else None
         grad_bias = local[1] if ctx.has_bias else None
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 def _evaluate(

@@ -118,7 +118,7 @@ class LitResNet(L.LightningModule):
         self.lr_scaling: LRScaling = lr_scaling
         self.base_batch_size = base_batch_size
         self._runner: Callable[[Tensor], Tensor] | None = None
-        self.virtual_replicas: Any = None  # passes the parts of a batch one by one: strategies/same_bits/parts.py
+        self.virtual_replicas: Any = None  # passes the parts of a batch one by one: strategies/virtual_replicas.py
         self._newest: tuple[Tensor, Tensor, Tensor] | None = None  # losses, logits, labels of a batch
         self._logged_epoch: int | None = None
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.models.partition import Partition
+from lit_cifar.models.blocks import Partition
 from lit_cifar.tools.bench.timeline import FILE
 
 COLORS = {"forward": "#1f6fb4", "backward": "#d9822b", "backward_input": "#d9822b", "backward_weight": "#6a994e"}

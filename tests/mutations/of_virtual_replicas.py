@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lit_cifar.data.images import Batch
+from lit_cifar.strategies import tree_sum, virtual_replicas
 from lit_cifar.strategies.fsdp2 import TreeReduceScatter
-from lit_cifar.strategies.same_bits import tree_sum, virtual_replicas
-from lit_cifar.strategies.same_bits.parts import Parts
-from lit_cifar.strategies.same_bits.tree_sum import TreeAllReduce, TreeSum, tree_reduce_scatter
+from lit_cifar.strategies.parts import Parts
+from lit_cifar.strategies.tree_sum import TreeAllReduce, TreeSum, tree_reduce_scatter
 from lit_cifar.task.metrics import MeanLoss
 from tests.mutations.planting import PIPELINE, Mutation, Site, planted
 

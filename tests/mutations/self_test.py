@@ -9,8 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.strategies.modes import Variant, variants
 from lit_cifar.tools.commands import terminal
+from lit_cifar.tools.modes import SizedMode, sized_modes
 from lit_cifar.tools.verify.configuration import EXACT, Configuration
 from lit_cifar.tools.verify.judge import RESUMED
 from lit_cifar.tools.verify.launcher import Launcher, Report
@@ -115,7 +115,7 @@ def self_test(
 def _findings(verifier: Verifier, mutations: Sequence[Mutation]) -> list[Finding]:
     """Several runs at a time: with so small a net most of a run is its start, which uses one core."""
     settings, folder = verifier.launcher.settings, verifier.launcher.folder
-    planted: list[tuple[Variant, Mutation | None]] = []
+    planted: list[tuple[SizedMode, Mutation | None]] = []
     nowhere: list[Finding] = []
     for mode, own in _by_mode(mutations, with_parts=settings.num_parts is not None):
         reasons = _reasons(mode, own, settings)
@@ -132,14 +132,14 @@ def _findings(verifier: Verifier, mutations: Sequence[Mutation]) -> list[Finding
     return [*(found[number] for number in range(len(planted))), *nowhere]
 
 
-def _by_mode(mutations: Sequence[Mutation], *, with_parts: bool) -> Iterator[tuple[Variant, list[Mutation]]]:
+def _by_mode(mutations: Sequence[Mutation], *, with_parts: bool) -> Iterator[tuple[SizedMode, list[Mutation]]]:
     for name, devices in dict.fromkeys((mutation.mode, mutation.devices) for mutation in mutations):
-        mode = variants(devices)[name]
+        mode = sized_modes(devices)[name]
         own = [mutation for mutation in mutations if (mutation.mode, mutation.devices) == (name, devices)]
         yield mode.with_parts() if with_parts else mode, own
 
 
-def _case(mode: Variant, mutation: Mutation | None, folder: Path) -> Case:
+def _case(mode: SizedMode, mutation: Mutation | None, folder: Path) -> Case:
     if mutation is None:
         return Case(mode)
     acted = folder / mutation.name
@@ -147,7 +147,7 @@ def _case(mode: Variant, mutation: Mutation | None, folder: Path) -> Case:
     return Case(mode, planting_flags(mutation, acted), title=f"{mode.name} with {mutation.name}")
 
 
-def _reasons(mode: Variant, mutations: Iterable[Mutation], settings: Configuration) -> dict[str, str]:
+def _reasons(mode: SizedMode, mutations: Iterable[Mutation], settings: Configuration) -> dict[str, str]:
     """Why virtual replicas leave no place for a mutation, by its name; all mutations of a mode that is refused."""
     if settings.num_parts is None:
         return {}

@@ -72,8 +72,8 @@ def chosen(modes: dict[str, list[str]], *, on_gpu: bool) -> dict[str, list[str]]
 def equivalent(flags: list[str]) -> list[str]:
     """Flags by which one device without a strategy normalises the same samples together."""
     if flags == _own(TwoReplicas):
-        return ["--model.ghost_batchnorm.replicas_per_shard=2"]
+        return ["--model.ghost_batchnorm.replicas_per_rank=2"]
     if flags == _own(TwoRanks):
-        return ["--model.ghost_batchnorm.num_shards=2"]
+        return ["--model.ghost_batchnorm.dp_size=2"]
     in_microbatches = "--trainer.strategy.num_microbatches=2" in flags
     return ["--model.ghost_batchnorm.num_microbatches=2"] if in_microbatches else []

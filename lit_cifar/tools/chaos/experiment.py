@@ -13,7 +13,7 @@ from lit_cifar.tools.chaos.audit import RESIZED_BOUND, audit, distance, effectiv
 from lit_cifar.tools.chaos.faults import LEAST_BYTES, shares
 from lit_cifar.tools.chaos.job import TorchrunJob, wait_until
 from lit_cifar.tools.chaos.sample_log import SampleLogReader
-from lit_cifar.tools.chaos.training import EVERY_N_STEPS, JobMode, Training, configured
+from lit_cifar.tools.chaos.training import EVERY_N_STEPS, ResizedMode, Training, configured
 from lit_cifar.tools.chaos.trial import Event, Report, Trial, TrialError
 
 _BASELINE_LIMIT_S = 1800.0
@@ -45,7 +45,7 @@ class JobResult:
 
 
 def chaos(
-    modes: Sequence[JobMode], args: Sequence[str], *, num_faults: int, seed: int, folder: Path, report: Report
+    modes: Sequence[ResizedMode], args: Sequence[str], *, num_faults: int, seed: int, folder: Path, report: Report
 ) -> list[JobResult]:
     """Inject so many faults into a training of each mode, with these flags of `fit`, one mode after the other.
 

@@ -8,8 +8,8 @@ import yaml  # type: ignore[import-untyped]
 
 from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.errors import ConfigError
-from lit_cifar.strategies.modes import Variant, variants
 from lit_cifar.tools.chaos.faults import Fault, planned_faults, schedule_faults
+from lit_cifar.tools.modes import SizedMode, sized_modes
 from lit_cifar.tools.verify.runs import quiet, refuse_if_invalid, run
 
 EVERY_N_STEPS = 4
@@ -53,7 +53,7 @@ def configured(args: Sequence[str], *, folder: Path) -> tuple[tuple[str, ...], s
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobMode:
+class ResizedMode:
     """A mode in which processes meet, and what it can be resized to."""
 
     name: str  # as in `--modes` and `--trainer.strategy`
@@ -74,7 +74,7 @@ class Training:
 
     flags: tuple[str, ...]  # of `fit`
     own_precision: str  # what they say of `--trainer.precision`
-    mode: JobMode  # how it is parallelised
+    mode: ResizedMode  # how it is parallelised
     num_faults: int
     resized: bool = False  # whether it is resized, and compared after that
 
@@ -126,7 +126,7 @@ class Training:
         ]
 
 
-def chosen_modes(names: Sequence[str], *, devices: int, num_parts: int | None = None) -> list[JobMode]:
+def chosen_modes(names: Sequence[str], *, devices: int, num_parts: int | None = None) -> list[ResizedMode]:
     """With so many `devices` at full size and, if they are to have the same bits, virtual replicas."""
     if devices < 2:
         raise ConfigError(f"--devices={devices}: chaos needs several processes", remedy="pass --devices 2 or more")
@@ -138,20 +138,20 @@ def chosen_modes(names: Sequence[str], *, devices: int, num_parts: int | None = 
     with quiet():
         if num_parts is not None:
             return [_with_same_bits(name, devices, num_parts) for name in known if name in names]
-        return [_mode(name, variants(devices)[known[name]]) for name in known if name in names]
+        return [_mode(name, sized_modes(devices)[known[name]]) for name in known if name in names]
 
 
-def _with_same_bits(name: str, devices: int, num_parts: int) -> JobMode:
+def _with_same_bits(name: str, devices: int, num_parts: int) -> ResizedMode:
     """Resized to one process, and where V can be divided so to twice as many in another mode."""
     own, other = f"--virtual_replicas={num_parts}", "ddp" if name == "fsdp2" else "fsdp2"
-    full = variants(devices)[name]  # which `fit` refuses if V cannot be divided so
-    others = (variants(2)["single"], variants(2 * devices)[other])
-    fitting = [variant for variant in others if num_parts % variant.num_processes == 0]
-    flags = {variant.num_processes: (own, *variant.with_parts().flags) for variant in (full, *fitting)}
-    return JobMode(name=name, flags=flags, num_parts=num_parts)
+    full = sized_modes(devices)[name]  # which `fit` refuses if V cannot be divided so
+    others = (sized_modes(2)["single"], sized_modes(2 * devices)[other])
+    fitting = [mode for mode in others if num_parts % mode.num_processes == 0]
+    flags = {mode.num_processes: (own, *mode.with_parts().flags) for mode in (full, *fitting)}
+    return ResizedMode(name=name, flags=flags, num_parts=num_parts)
 
 
-def _mode(name: str, mode: Variant) -> JobMode:
+def _mode(name: str, mode: SizedMode) -> ResizedMode:
     if mode.num_processes < 2:
         raise ConfigError(
             f"--modes={name} has one process on {mode.devices} devices", remedy=f"pass --devices {2 * mode.devices}"
@@ -161,4 +161,4 @@ def _mode(name: str, mode: Variant) -> JobMode:
         [] if chunks == GhostBatches() else [f"--model.ghost_batchnorm.{k}={v}" for k, v in asdict(chunks).items()]
     )
     alone = ("--trainer.strategy=auto", "--trainer.devices=1", *separate)
-    return JobMode(name=name, flags={mode.num_processes: tuple(mode.flags), 1: alone})
+    return ResizedMode(name=name, flags={mode.num_processes: tuple(mode.flags), 1: alone})

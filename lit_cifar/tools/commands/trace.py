@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.strategies.modes import Variant, variants
 from lit_cifar.tools.bench.step_events import RankStep, chrome_trace, draw, read_ranks
 from lit_cifar.tools.bench.step_trace import NUM_STEPS
 from lit_cifar.tools.commands import terminal
+from lit_cifar.tools.modes import SizedMode, sized_modes
 from lit_cifar.tools.verify.runs import REFUSED, run
 
 _DESCRIPTION = """\
@@ -29,7 +29,7 @@ _LEFT_OUT = ("--trainer.enable_progress_bar=false", "--trainer.num_sanity_val_st
 def main(args: list[str]) -> int:
     """Record, print and write; return 0."""
     options, rest = trace_parser().parse_known_args(args)
-    known = variants(options.devices)
+    known = sized_modes(options.devices)
     if options.mode not in known:
         problem = f"there is no mode {options.mode!r} on {options.devices} devices"
         raise ConfigError(problem, remedy=f"pass --mode with one of {', '.join(known)}")
@@ -55,7 +55,7 @@ def main(args: list[str]) -> int:
     return 0
 
 
-def _train(mode: Variant, flags: list[str], folder: Path) -> None:
+def _train(mode: SizedMode, flags: list[str], folder: Path) -> None:
     own = any(flag.split("=")[0] in ("--config", "-c") for flag in flags)
     # The user's sizes of a mode replace the ones that it comes with.
     sizes = [flag for flag in flags if flag.startswith("--trainer.strategy.")]

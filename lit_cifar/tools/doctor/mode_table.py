@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from lit_cifar.reporting.run_report import counted
-from lit_cifar.strategies.modes import MODES, Mode
 from lit_cifar.tools.doctor import Finding
+from lit_cifar.tools.modes import MODES, Mode
 
 # More stages than devices take the form with the class: a short name takes no arguments.
 _STAGES_ON_ONE_GPU = (

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.images import Batch
-from lit_cifar.strategies.modes import SILENT
+from lit_cifar.tools.modes import SILENT
 from lit_cifar.tools.verify.comparison import (
     EXACT_BOUND,
     FLOOR_ULP,

@@ -9,8 +9,8 @@ import torch
 
 from lit_cifar.checkpoint.files import DIGESTS
 from lit_cifar.data.batch_split import GhostBatches
-from lit_cifar.strategies.modes import Variant
 from lit_cifar.task.module import LitResNet
+from lit_cifar.tools.modes import SizedMode
 from lit_cifar.tools.replay.callback import RESULT
 from lit_cifar.tools.replay.verdict import Finding
 from lit_cifar.tools.verify.comparison import (
@@ -241,6 +241,6 @@ def draws_random_numbers(module: LitResNet) -> bool:
         return not torch.equal(before, torch.get_rng_state())
 
 
-def masks_of_one_device(mode: Variant, *, accumulation: int) -> bool:
+def masks_of_one_device(mode: SizedMode, *, accumulation: int) -> bool:
     """Whether one process passes a batch as a whole, so that it draws what one device does."""
     return mode.num_processes == 1 and mode.batch_split().ghost_batches(accumulation=accumulation) == GhostBatches()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.errors import ConfigError
-from lit_cifar.strategies.modes import Variant
+from lit_cifar.tools.modes import SizedMode
 from lit_cifar.tools.verify.configuration import Configuration
 from lit_cifar.tools.verify.record import Record
 from lit_cifar.tools.verify.runs import REFUSED, TIMEOUT_S, Outcome, quiet, run
@@ -35,7 +35,7 @@ class Launcher:
         """For one run. A step or checkpoint of ResNet34 takes 170 MB: remove it as soon as it has been read."""
         return Path(tempfile.mkdtemp(prefix=f"{name.replace(' ', '-')}-", dir=self.folder))
 
-    def run_mode(self, mode: Variant, folder: Path, *, title: str, more: Sequence[str] = ()) -> Outcome:
+    def run_mode(self, mode: SizedMode, folder: Path, *, title: str, more: Sequence[str] = ()) -> Outcome:
         """Run the mode in `folder`, with further flags; then resume it before its last step.
 
         The outcome is that of the run that has failed, if one has.
@@ -159,7 +159,7 @@ _SHARED: dict[str, tuple[str, _Sizes]] = {
 }
 
 
-def placed(mode: Variant, *, num_gpus: int) -> Variant:
+def placed(mode: SizedMode, *, num_gpus: int) -> SizedMode:
     """`mode` on at most `num_gpus` GPUs; as it is on the CPU, where there are 0, and where they suffice."""
     if num_gpus == 0 or mode.devices <= num_gpus:
         return mode

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from lit_cifar.data.batch_split import GhostBatches
-from lit_cifar.strategies.modes import in_words
+from lit_cifar.tools.modes import in_words
 from lit_cifar.tools.verify.comparison import (
     EXACT_BOUND,
     KINDS,

@@ -13,7 +13,7 @@ from threading import Lock
 from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.ghost_batchnorm import normalises_batches
-from lit_cifar.strategies.modes import Variant, chosen
+from lit_cifar.tools.modes import SizedMode, chosen
 from lit_cifar.tools.verify.configuration import EXACT, Configuration
 from lit_cifar.tools.verify.judge import RANDOM, ROUNDING, draws_random_numbers, judge, masks_of_one_device
 from lit_cifar.tools.verify.launcher import Launcher, Report, placed
@@ -27,7 +27,7 @@ from lit_cifar.tools.verify.verdict_table import VerifiedMode
 class Case:
     """A mode to compare."""
 
-    mode: Variant
+    mode: SizedMode
     flags: tuple[str, ...] = ()  # further ones of `fit`, for the runs of the mode alone
     title: str | None = None  # of its runs, where it is not the mode's name
 
@@ -61,7 +61,7 @@ class Verifier:
     def draws_random_numbers(self) -> bool:
         return draws_random_numbers(self.launcher.settings.module())
 
-    def abstained(self, mode: Variant) -> VerifiedMode | None:
+    def abstained(self, mode: SizedMode) -> VerifiedMode | None:
         """The row of a mode that draws other random numbers than one device, so that nothing would be known."""
         settings = self.launcher.settings
         if settings.num_parts is not None or not self.draws_random_numbers:
@@ -71,7 +71,7 @@ class Verifier:
                 return None
         return VerifiedMode(mode.name, self.references.words(self.ghost_batches_of(mode)), problems=[RANDOM])
 
-    def ghost_batches_of(self, mode: Variant) -> GhostBatches:
+    def ghost_batches_of(self, mode: SizedMode) -> GhostBatches:
         """What the mode normalises together, as its strategy tells it; the same for all that have no BatchNorm.
 
         Virtual replicas normalise the same parts in every mode.
@@ -147,7 +147,7 @@ def _verify(
         return verify_modes(verifier, possible, leave_out="all" in names)
 
 
-def verify_modes(verifier: Verifier, wanted: Sequence[Variant], *, leave_out: bool = False) -> list[VerifiedMode]:
+def verify_modes(verifier: Verifier, wanted: Sequence[SizedMode], *, leave_out: bool = False) -> list[VerifiedMode]:
     """Rows in the order of `wanted`; each reference is forgotten as soon as its last mode has been compared.
 
     What only the run of a mode finds wrong with the user's flags is a `ConfigError`, no failed proof; or the mode is
@@ -172,8 +172,8 @@ def verify_modes(verifier: Verifier, wanted: Sequence[Variant], *, leave_out: bo
 
 
 def _possible(
-    wanted: Sequence[Variant], settings: Configuration, report: Report, *, leave_out: bool
-) -> Iterator[Variant]:
+    wanted: Sequence[SizedMode], settings: Configuration, report: Report, *, leave_out: bool
+) -> Iterator[SizedMode]:
     """Those that can run on so many devices with such batches: `tp`, say, must divide the channels.
 
     Of the others `report` says why they are left out, or the error is raised if none may be.

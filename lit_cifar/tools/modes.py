@@ -12,7 +12,7 @@ from lit_cifar.data.batch_split import BatchSplit, GhostBatches
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.rendezvous import cluster_environment
-from lit_cifar.strategies.same_bits.virtual_replicas import VirtualReplicas
+from lit_cifar.strategies.virtual_replicas import VirtualReplicas
 from lit_cifar.task.module import LitResNet
 
 Sizes = dict[str, int | str]
@@ -75,7 +75,7 @@ MODES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variant:
+class SizedMode:
     """A mode with its sizes for a number of devices, as `verify` compares it with one device."""
 
     name: str  # what `--modes` and the table call it
@@ -116,7 +116,7 @@ class Variant:
         if num_parts is not None:
             VirtualReplicas(num_parts).check(trainer, data)
 
-    def with_parts(self) -> "Variant":
+    def with_parts(self) -> "SizedMode":
         """The mode for virtual replicas, of which a pipeline makes its microbatches."""
         if self.strategy != "PipelineStrategy":
             return self
@@ -144,19 +144,19 @@ class Variant:
         )
 
 
-def variants(devices: int) -> dict[str, Variant]:
+def sized_modes(devices: int) -> dict[str, SizedMode]:
     """Every mode for a number of devices, in the order of the table."""
     if not 1 <= devices <= 2**16:  # a Trainer lists them
         raise ConfigError(f"--devices={devices} is not from 1 to 65536", remedy="pass --devices 2")
     stages = 2 if devices % 2 == 0 else devices  # of as many replicas as there are devices for
     microbatches = max(2, devices)  # a 1F1B pipeline needs as many as it has stages
-    of = partial(Variant, devices=devices)
+    of = partial(SizedMode, devices=devices)
     layers: Sizes = {"num_stages": devices, "num_microbatches": 2}
     pipeline: Sizes = {"num_stages": devices, "num_microbatches": microbatches, "schedule": "1F1B"}
     pipelines: Sizes = {"num_stages": stages, "num_microbatches": 2, "schedule": "GPipe"}
     replicas: Sizes = {"num_stages": stages, "num_microbatches": 1}
     found = [
-        Variant(name="single", strategy="auto", devices=1),
+        SizedMode(name="single", strategy="auto", devices=1),
         of(name="dp", strategy="dp"),
         of(name="ddp", strategy="ddp"),
         of(name="ddp-sync", strategy="ddp", sync_batchnorm=True),
@@ -175,10 +175,10 @@ def variants(devices: int) -> dict[str, Variant]:
     return {mode.name: mode for mode in found}
 
 
-def chosen(names: list[str], *, devices: int) -> list[Variant]:
+def chosen(names: list[str], *, devices: int) -> list[SizedMode]:
     if devices < 2:
         raise ConfigError(f"--devices={devices} leaves nothing to compare", remedy="pass --devices 2 or more")
-    known = variants(devices)
+    known = sized_modes(devices)
     unknown = [name for name in names if name not in known and name != "all"]
     if unknown or not names:
         raise ConfigError(
@@ -192,7 +192,7 @@ def in_words(chunks: GhostBatches, *, batch_size: int) -> str:
     """The single-device computation, e.g. "one device, 2 x 16 images normalised apart"."""
     num_chunks = chunks.accumulation
     if not chunks.synchronised:
-        num_chunks *= chunks.num_shards * chunks.replicas_per_shard * chunks.num_microbatches
+        num_chunks *= chunks.dp_size * chunks.replicas_per_rank * chunks.num_microbatches
     if num_chunks == 1:
         return "one device"
     return f"one device, {num_chunks} x {batch_size // num_chunks} images normalised apart"

@@ -32,8 +32,8 @@ from lit_cifar.models.random_streams import begin_part
 from lit_cifar.strategies.base import CustomForwardStrategy, compiles
 from lit_cifar.strategies.fsdp2 import ShardedStrategy, reduce_in_tree
 from lit_cifar.strategies.mesh import local_part, loss_scale, parameters_of
+from lit_cifar.strategies.parts import Parts, WholeBatch
 from lit_cifar.strategies.pp import PipelineStrategy
-from lit_cifar.strategies.same_bits.parts import Parts, WholeBatch
 from lit_cifar.strategies.state_dicts import local_slice
 
 

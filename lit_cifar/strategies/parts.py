@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lit_cifar.data.images import Batch
-from lit_cifar.strategies.same_bits.tree_sum import TreeAllReduce, TreeSum, in_tree_order
+from lit_cifar.strategies.tree_sum import TreeAllReduce, TreeSum, in_tree_order
 
 BUCKET_BYTES = 25 << 20  # DistributedDataParallel's
 Microbatches = tuple[Tensor, Tensor, list[int], list[float]]  # images, labels, the size of each, its factor of the loss
@@ -69,7 +69,6 @@ class Parts(WholeBatch):
         self._handles: list[RemovableHandle] = []
         self._before: dict[Tensor, Tensor] = {}
         self._statistics: dict[Tensor, TreeSum] = {}
-        self._others: list[TreeSum] = []
 
     def cut(self, batch: Batch) -> list[Batch]:
         """This process's parts in the order of the tree; the weight of each is that of its samples among all."""
@@ -118,8 +117,6 @@ class Parts(WholeBatch):
         for parameter, gradient in self._gradients.items():
             parameter.grad = None  # Lightning forgets it only after the first parts
             gradient.clear()  # of what a run that is resumed does before its first step
-        for total in self._others:
-            total.clear()
         self._before = {buffer: buffer.clone() for buffer in buffers}
         self._statistics = {buffer: TreeSum() for buffer in self._before}
 
@@ -162,11 +159,6 @@ class Parts(WholeBatch):
             totals = torch.split(exchange.take(), [key.numel() for key in bucket])
             sums |= {key: total.view(key.shape) for key, total in zip(bucket, totals, strict=True)}
         return sums
-
-    def new_sum(self) -> TreeSum:
-        """A sum that the caller fills, and that is cleared when a step begins."""
-        self._others.append(TreeSum())
-        return self._others[-1]
 
 
 def _buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -1,1 +1,0 @@
-"""`--virtual_replicas`: the same bits on every number of devices."""
