@@ -18,7 +18,7 @@ from fit_and_test import fit_and_test
 from run_record import complete
 
 from lit_cifar.cli.usage_errors import cli_exit
-from lit_cifar.tools.commands.terminal import say
+from lit_cifar.tools.terminal import say
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "reproduce"
 TIMEOUT_S = 24 * 3600.0

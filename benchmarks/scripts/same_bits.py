@@ -14,7 +14,7 @@ from lit_cifar.checkpoint.lightning_io import DIGESTS
 from lit_cifar.cli.usage_errors import cli_exit
 from lit_cifar.errors import ConfigError
 from lit_cifar.strategies.modes import Variant, variants
-from lit_cifar.tools.commands.terminal import about, say
+from lit_cifar.tools.terminal import about, say
 from lit_cifar.tools.verify.runs import quiet, refuse_if_invalid, run, workers
 
 PARTS = 4

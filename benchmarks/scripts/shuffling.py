@@ -15,7 +15,7 @@ from fit_and_test import fit_and_test
 from run_record import complete
 
 from lit_cifar.cli.usage_errors import cli_exit
-from lit_cifar.tools.commands.terminal import say
+from lit_cifar.tools.terminal import say
 
 PROCESSES = (1, 2, 4)
 TIMEOUT_S = 3600.0

@@ -17,7 +17,7 @@ from run_record import complete
 
 from analysis.comparing_runs import paired
 from lit_cifar.cli.usage_errors import cli_exit
-from lit_cifar.tools.commands.terminal import say
+from lit_cifar.tools.terminal import say
 
 PARTS = 4
 TIMEOUT_S = 4 * 3600.0

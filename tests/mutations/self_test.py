@@ -10,7 +10,7 @@ from rich.table import Table
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.strategies.modes import Variant, variants
-from lit_cifar.tools.commands import terminal
+from lit_cifar.tools import terminal
 from lit_cifar.tools.verify.configuration import EXACT, Configuration
 from lit_cifar.tools.verify.judge import RESUMED
 from lit_cifar.tools.verify.launcher import Launcher, Report

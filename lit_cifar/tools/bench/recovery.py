@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lit_cifar.tools.bench.measurements import Row, Settings
+from lit_cifar.tools.bench import Row, Settings
 from lit_cifar.tools.chaos.job import TorchrunJob, is_alive, wait_until
 
 _RANKS = 2
@@ -57,15 +57,15 @@ def measure(settings: Settings) -> list[Row]:
         _wait_for_steps(job, marks)
         kills = range(min(settings.rounds, _MOST_KILLS))
         moments = np.array([_kill(job, marks, rank=(kill + 1) % _RANKS) for kill in kills])
-    name = "from kill -9 of a rank to the next optimizer step, ddp on 2 processes under torchrun"
+    total = "from kill -9 of a rank to the next optimizer step, ddp on 2 processes under torchrun"
     parts = (
         "of it until the other rank has ended",
         "of it until torchrun has started new processes",
         "of it Python, the imports of torch and Lightning, and reading the flags",
         "of it from there to the step",
     )
-    total = Row(name, "s", moments[:, -1] - moments[:, 0])
-    return [total, *(Row(part, "s", own) for part, own in zip(parts, np.diff(moments).T, strict=True))]
+    seconds = [moments[:, -1] - moments[:, 0], *np.diff(moments).T]
+    return [Row(name, "s", own) for name, own in zip((total, *parts), seconds, strict=True)]
 
 
 def _kill(job: TorchrunJob, marks: Path, *, rank: int) -> list[float]:

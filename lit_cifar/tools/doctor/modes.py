@@ -1,4 +1,4 @@
-"""Which modes run on a machine, on what, and how to start them: what `modes` prints, and where `doctor` begins."""
+"""`python -m lit_cifar modes`: which modes run on a machine, on what, and how to start them. `doctor` begins there."""
 
 import os
 from collections.abc import Sequence
@@ -9,12 +9,27 @@ import torch
 from lit_cifar.reporting.run_report import counted
 from lit_cifar.strategies.modes import MODES, Mode
 from lit_cifar.tools.doctor import Finding
+from lit_cifar.tools.terminal import CommandParser, console, table
 
 # More stages than devices take the form with the class: a short name takes no arguments.
 _STAGES_ON_ONE_GPU = (
     "python -m lit_cifar fit --trainer.strategy=LayerParallelStrategy --trainer.strategy.num_stages=2 "
     "--trainer.devices=1"
 )
+
+
+def main(args: list[str]) -> int:
+    """Print the table for this machine, and the command of every mode."""
+    CommandParser("modes", description="Which modes run on this machine, and how to start them.").parse_args(args)
+    machine = LocalMachine.here()
+    rows = mode_table(machine)
+    found = table(f"[bold]Modes on this machine: {machine}", ("mode", "what is split", "processes", "runs here"))
+    for row in rows:
+        found.add_row(row.mode.name, row.mode.splits, row.mode.processes, f"[green]{row.verdict}")
+    console().print(found)
+    print("N: --trainer.devices; S: stages of the network, 2 by default. To run one:\n")
+    print(*(f"  {row.command}" for row in rows), sep="\n")
+    return 0
 
 
 @dataclass(frozen=True, kw_only=True)
