@@ -103,10 +103,10 @@ def test_rows_of_overhead(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_rows_of_recovery(tmp_path: Path) -> None:
-    total, *parts = recovery.measure(Settings(folder=tmp_path, rounds=2, small=True))
-    assert len(total.values) == 2
-    assert all((part.values >= 0).all() for part in parts)
-    np.testing.assert_allclose(sum(part.values for part in parts), total.values)
+    (row,) = recovery.measure(Settings(folder=tmp_path, rounds=2, small=True))
+    assert row.unit == "s"
+    assert all(1 < value < 120 for value in row.values)
+    assert len(row.values) == 2
 
 
 @pytest.mark.slow
