@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +19,6 @@ import torch
 from commands import TINY, launch, mode_flags
 from processes import marked
 from rich.console import Console
-from torch import Tensor
 
 from lit_cifar.data import Batch
 from lit_cifar.tools.chaos import trial as trial_module
@@ -196,30 +195,30 @@ def test_the_sample_log_reads_back_as_it_was_written(tmp_path: Path, monkeypatch
 # The end.
 
 
-def end(*, weight: float | Tensor = 0.1, mean: float | Tensor = 5.0, momentum: float | Tensor = 0.3) -> dict[str, Any]:
+def end(**values: Any) -> dict[str, Any]:
     """A checkpoint of a network of two parameters."""
+    weight, mean, momentum = (torch.zeros(3) + values.pop(name, 0.1) for name in ("weight", "mean", "momentum"))
     return {
         "epoch": 3,
         "global_step": 60,
         "lr_schedulers": [{"last_epoch": 60}],
-        "state_dict": {"fc.weight": torch.zeros(3) + weight, "bn.running_mean": torch.zeros(3) + mean},
-        "optimizer_states": [{"state": {0: {"momentum": torch.zeros(3) + momentum}}, "param_groups": [{"lr": 0.1}]}],
-    }
+        "state_dict": {"fc.weight": weight, "bn.running_mean": mean},
+        "optimizer_states": [{"state": {0: {"momentum": momentum}}, "param_groups": [{"lr": 0.1}]}],
+    } | values
 
 
-def one_ulp_up(value: float) -> Tensor:
-    return torch.tensor([value, torch.nextafter(torch.tensor(value), torch.tensor(9.0)), value])
+ONE_ULP_UP = torch.tensor([0.1, torch.nextafter(torch.tensor(0.1), torch.tensor(9.0)), 0.1])
 
 
 @pytest.mark.parametrize(
     ("found", "name"),
     [
-        (end(weight=one_ulp_up(0.1)), "['state_dict']['fc.weight']"),
-        (end(mean=one_ulp_up(5.0)), "['state_dict']['bn.running_mean']"),
-        (end(momentum=one_ulp_up(0.3)), "['optimizer_states'][0]['state'][0]['momentum']"),
-        (end() | {"global_step": 59}, "['global_step']"),
-        (end() | {"lr_schedulers": [{"last_epoch": 59}]}, "['lr_schedulers'][0]['last_epoch']"),
-        (end() | {"lr_schedulers": []}, "['lr_schedulers'][0]['last_epoch']"),
+        (end(weight=ONE_ULP_UP), "['state_dict']['fc.weight']"),
+        (end(mean=ONE_ULP_UP), "['state_dict']['bn.running_mean']"),
+        (end(momentum=ONE_ULP_UP), "['optimizer_states'][0]['state'][0]['momentum']"),
+        (end(global_step=59), "['global_step']"),
+        (end(lr_schedulers=[{"last_epoch": 59}]), "['lr_schedulers'][0]['last_epoch']"),
+        (end(lr_schedulers=[]), "['lr_schedulers'][0]['last_epoch']"),
     ],
 )
 def test_a_unit_in_the_last_place_is_a_difference(found: dict[str, Any], name: str) -> None:
@@ -257,35 +256,31 @@ class PretendedJob:
 
     log_bytes = 0
 
-    def __init__(self, folder: Path, *, begins: list[int], statuses: tuple[int | None, ...] = ()) -> None:
+    def __init__(self, folder: Path, *, begins: Sequence[int], statuses: Sequence[int | None]) -> None:
         self.file = folder / "rank0.jsonl"
-        self.begins, self.statuses = begins, [*statuses]
+        self.begins, self.statuses = [*begins], [*statuses]  # of its starts
         self.status: int | None = None
-        self.starts = 0
 
     def start(self, num_processes: int) -> None:
-        self.status = self.statuses.pop(0) if self.statuses else None
-        self.starts += 1
-        first = self.begins.pop(0) if self.begins else 0
+        self.status = self.statuses.pop(0)
+        first = self.begins.pop(0)
         self._log(range(first, first + 12) if self.status != 1 else ())
 
     def _log(self, steps: Iterable[int]) -> None:
+        start = (-len(self.begins), 0)
         with self.file.open("a") as file:
-            file.writelines(json.dumps(LoggedStep((self.starts, 0), 0, 0, 0, step, [0])) + "\n" for step in steps)
+            file.writelines(json.dumps(LoggedStep(start, 0, 0, 0, step, [0])) + "\n" for step in steps)
 
     def terminate(self, *, limit_s: float) -> bool:
         self._log([12])  # a step that ends after the signal
         return True
 
-    def ranks(self) -> dict[int, Any]:
-        return {}
-
     def last_words(self) -> list[str]:
         return ["RuntimeError: the address is in use"]
 
 
-def trial_of(tmp_path: Path, job: Any) -> Trial:
-    return Trial(job, SampleLogReader(tmp_path), tmp_path / "run")
+def trial_of(job: Any) -> Trial:
+    return Trial(job, SampleLogReader(job.file.parent), job.file.parent / "run")
 
 
 RESIZE = Fault(number=1, kind="resize", aim="step", step=10, rank=None, size=1, moment=0.0)
@@ -293,25 +288,25 @@ RESIZE = Fault(number=1, kind="resize", aim="step", step=10, rank=None, size=1, 
 
 @pytest.mark.parametrize(("begin", "repeated"), [(13, 0), (12, 1), (0, 13)])
 def test_who_was_asked_to_stop_may_repeat_nothing(begin: int, repeated: int, tmp_path: Path) -> None:
-    trial = trial_of(tmp_path, PretendedJob(tmp_path, begins=[0, begin], statuses=(None, 0)))
+    trial = trial_of(PretendedJob(tmp_path, begins=[0, begin], statuses=(None, 0)))
     trial.run([RESIZE], size=2)
     (event,) = trial.events
     assert (event.step, event.resumed_step, event.repeated) == (11, begin, repeated)
     assert len(trial.problems) == (repeated > 0)
 
 
-@pytest.mark.parametrize(
-    ("statuses", "words"),
-    [
-        ((1,) * 99, "first step is not reached within .* the address is in use"),
-        ((None, 0), "the training has ended, and step 13 is not reached"),
-    ],
-)
-def test_a_job_is_given_up_that_fails_again_and_again_or_ends_before_its_faults(
-    statuses: tuple[int, ...], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+GIVEN_UP = {
+    "first step is not reached within .* the address is in use": (1,) * 99,  # fails again and again
+    "the training has ended, and step 13 is not reached": (None, 0),  # ends before its faults
+}
+
+
+@pytest.mark.parametrize(("words", "statuses"), GIVEN_UP.items())
+def test_a_job_is_given_up(
+    words: str, statuses: Sequence[int | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trial_module, "_LIMIT_S", 0.1)
-    trial = trial_of(tmp_path, PretendedJob(tmp_path, begins=[], statuses=statuses))
+    trial = trial_of(PretendedJob(tmp_path, begins=[0] * 99, statuses=statuses))
     with pytest.raises(TrialError, match=words):
         trial.run([RESIZE, replace(RESIZE, step=13)], size=2)
 
@@ -369,14 +364,9 @@ def test_what_is_ignored_stays_ignored_as_nohup_wants_it() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(640)
 def test_nothing_is_lost(tmp_path: Path) -> None:
-    result = launch(
-        "chaos",
-        "--faults=6",
-        "--seed=154",  # which stops a process, kills one twice, truncates a checkpoint and fills the disk
-        f"--json={tmp_path / 'record.json'}",
-        f"--output={tmp_path / 'kept'}",
-        timeout_s=600,
-    )
+    # This seed stops a process, kills one twice, truncates a checkpoint and fills the disk.
+    files = [f"--json={tmp_path / 'record.json'}", f"--output={tmp_path / 'kept'}"]
+    result = launch("chaos", "--faults=6", "--seed=154", *files, timeout_s=600)
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["passed"]
     assert "PASS" in result.stdout
@@ -389,10 +379,10 @@ def test_nothing_is_lost(tmp_path: Path) -> None:
     assert marked(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    "number",
-    [pytest.param(signal.SIGINT, marks=pytest.mark.slow), pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)],
-)
+ALSO = pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), ALSO])
 def test_an_interrupted_run_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lit_cifar", "chaos", f"--output={tmp_path / 'kept'}"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
