@@ -26,7 +26,7 @@ from lit_cifar.models import build_network
 from lit_cifar.tools.bench import Row, Settings, command, data_path, interleaved, mode_speed, overhead, recovery
 from lit_cifar.tools.bench.overhead import PlainLoop, Small
 from lit_cifar.tools.bench.step_trace import STAGE, STEP, SavedForBackward
-from lit_cifar.tools.bench.trace import RankStep, chrome_trace, draw, on_one_clock, union
+from lit_cifar.tools.bench.trace import RankStep, chrome_trace, draw, on_one_clock
 
 
 def test_things_are_timed_in_turn_and_every_other_round_backwards() -> None:
@@ -155,10 +155,6 @@ def event(name: str, start: float, duration: float, *, thread: Any = 1, cat: str
 
 def rank_step(*events: dict[str, Any]) -> RankStep:
     return RankStep(rank=0, start=0.0, end=100.0, events=list(events), memory_bytes={})
-
-
-def test_overlapping_intervals_count_once() -> None:
-    assert union([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
 
 
 def test_what_takes_turns_is_never_at_once() -> None:

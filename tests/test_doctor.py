@@ -27,7 +27,7 @@ from lit_cifar.strategies.modes import MODES, Mode
 from lit_cifar.tools.doctor import ALL_MODES, COPY_MODES, PROCESS_MODES, Check, Finding, command, machine
 from lit_cifar.tools.doctor.command import Examination, placed, print_page
 from lit_cifar.tools.doctor.measurement import OPERATIONS, SIZES, Measurement, fault, inputs, pattern
-from lit_cifar.tools.doctor.modes import LocalMachine, ModeRow, judge_modes, mode_table
+from lit_cifar.tools.doctor.modes import ModeRow, cores_and_gpus, judge_modes, mode_table
 from lit_cifar.tools.doctor.ranks import Ranks, examine_ranks, lost_messages, probe_ranks, slow_ranks, wrong_results
 
 CPU = torch.device("cpu")
@@ -265,7 +265,7 @@ VERDICTS = {  # by the number of GPUs
 
 def table(num_gpus: int) -> dict[str, ModeRow]:
     """The rows of a made-up machine of 8 cores, by mode."""
-    return {row.mode.name: row for row in mode_table(LocalMachine(num_cores=8, num_gpus=num_gpus))}
+    return {row.mode.name: row for row in mode_table(8, num_gpus)}
 
 
 def flags(row: ModeRow) -> list[str]:
@@ -318,7 +318,7 @@ def test_the_form_with_a_class_trains(tmp_path: Path) -> None:
 def test_modes_prints_a_table_and_commands_to_paste() -> None:
     lines = run_here("modes").stdout.splitlines()
     assert max(map(len, lines)) <= 120
-    rows = mode_table(LocalMachine.here())
+    rows = mode_table(*cores_and_gpus())
     for row in rows:
         (line,) = [line for line in lines if line.split()[:1] == [row.mode.name]]
         assert row.mode.splits in line

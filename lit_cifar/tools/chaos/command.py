@@ -192,31 +192,18 @@ def result_table(rows: Sequence[JobResult], *, title: str) -> Table:
     found = terminal.table(title, ("mode", "processes", "faults"), numbers=numbers)
     found.add_column("", no_wrap=True)
     for row in rows:
-        sizes = ", ".join(map(str, row.sizes)) + (f"\n[dim]{row.precision}[/]")
-        found.add_row(row.mode, sizes, *_cells([row]), end_section=row is rows[-1])
-    found.add_row("total", "", *_cells(rows))
+        kinds, during_saves = Counter(it.fault.kind for it in row.events), sum(it.during_save for it in row.events)
+        faults = ", ".join(f"{number} {_NAMES.get(kind, 'disk full')}" for kind, number in kinds.items())
+        found.add_row(
+            row.mode,
+            f"{', '.join(map(str, row.sizes))}\n[dim]{row.precision}[/]",
+            f"{kinds.total()}: {faults}\n[dim]{during_saves} during a save[/]",
+            *("-" if each is None else str(each) for each in (row.restarts, row.repeated, row.missing, row.doubled)),
+            _difference(row),
+            f"{row.seconds:.0f} s",
+            "[bold green]PASS[/]" if row.passed else "[bold red]FAIL[/]",
+        )
     return found
-
-
-def _cells(rows: Sequence[JobResult]) -> list[str]:
-    events = [event for row in rows for event in row.events]
-    kinds, during_saves = Counter(event.fault.kind for event in events), sum(event.during_save for event in events)
-    faults = ", ".join(f"{number} {_NAMES.get(kind, 'disk full')}" for kind, number in kinds.items())
-    return [
-        f"{kinds.total()}: {faults}\n[dim]{during_saves} during a save[/]",
-        str(sum(row.restarts for row in rows)),
-        str(sum(row.repeated for row in rows)),
-        _sum([row.missing for row in rows]),
-        _sum([row.doubled for row in rows]),
-        _difference(rows[0]) if len(rows) == 1 else "",
-        f"{sum(row.seconds for row in rows):.0f} s",
-        "[bold green]PASS[/]" if all(row.passed for row in rows) else "[bold red]FAIL[/]",
-    ]
-
-
-def _sum(counts: Sequence[int | None]) -> str:
-    """The sum of counts; a dash where one of them is not known."""
-    return "-" if None in counts else str(sum(filter(None, counts)))
 
 
 def _difference(row: JobResult) -> str:

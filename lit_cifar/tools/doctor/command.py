@@ -23,7 +23,7 @@ from lit_cifar.tools import terminal
 from lit_cifar.tools.doctor import Check, Finding, size_of
 from lit_cifar.tools.doctor.machine import ask_nvidia_smi, check_copies, look_at_environment, look_at_machine
 from lit_cifar.tools.doctor.measurement import OPERATIONS, SIZES, Measurement
-from lit_cifar.tools.doctor.modes import LocalMachine, ModeRow, judge_modes, mode_table
+from lit_cifar.tools.doctor.modes import ModeRow, cores_and_gpus, judge_modes, mode_table
 from lit_cifar.tools.doctor.ranks import Ranks, examine_ranks
 
 _DESCRIPTION = """\
@@ -82,13 +82,13 @@ def examine(num_devices: int | None, *, folder: Path, report: Callable[[str], No
     Raises:
         ConfigError: More processes than GPUs, or none.
     """
-    here = LocalMachine.here()
-    num_ranks, accelerator = placed(num_devices, num_gpus=here.num_gpus)
+    num_cores, num_gpus = cores_and_gpus()
+    num_ranks, accelerator = placed(num_devices, num_gpus=num_gpus)
     report("machine and environment")
     machine, environment = look_at_machine(folder=folder), look_at_environment()
-    if here.num_gpus > 1:
-        report(f"copies between {here.num_gpus} GPUs")
-    copies = check_copies([torch.device("cuda", index) for index in range(here.num_gpus)])
+    if num_gpus > 1:
+        report(f"copies between {num_gpus} GPUs")
+    copies = check_copies([torch.device("cuda", index) for index in range(num_gpus)])
     where = "GPUs" if accelerator == "cuda" else "the CPU"
     report(f"ranks: {num_ranks} on {where} calculate and send each other tensors")
     ranks, wrong = examine_ranks(num_ranks, accelerator)
@@ -96,11 +96,11 @@ def examine(num_devices: int | None, *, folder: Path, report: Callable[[str], No
     return Examination(
         machine=machine,
         environment=environment,
-        links=ask_nvidia_smi("topo", "-m") if here.num_gpus > 1 else "",
+        links=ask_nvidia_smi("topo", "-m") if num_gpus > 1 else "",
         copies=copies,
         ranks=ranks,
         findings=findings,
-        verdicts=judge_modes(mode_table(here), findings),
+        verdicts=judge_modes(mode_table(num_cores, num_gpus), findings),
     )
 
 
