@@ -28,7 +28,7 @@ LAYERS = [
     {"task"},
     {"strategies"},
     {"callbacks"},
-    {"tools.terminal", "tools.replay", "tools.pytest_plugin"},
+    {"tools.terminal", "tools.forked", "tools.replay", "tools.pytest_plugin"},
     {"tools.export", "tools.verify"},
     {"tools.chaos", "tools.doctor", "tools.report"},
     {"tools.bench"},

@@ -49,7 +49,7 @@ FLAGS += [f"--trainer.accelerator={ACCELERATOR}", "--trainer.devices=1"]
 def images_of(num_images: int) -> ImageSet:
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (num_images, 3, 32, 32), dtype=torch.uint8, generator=generator)
-    return ImageSet(images, torch.arange(num_images) % 10, tuple("abcdefghij"), "random")
+    return ImageSet(images, torch.arange(num_images) % 10, tuple("abcdefghij"))
 
 
 def sampler_of(images: ImageSet) -> TrainSampler:

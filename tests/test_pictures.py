@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from lit_cifar.data.datamodule import open_dataset
 from lit_cifar.data.pictures import FORMATS, FolderImages, read_folder
-from lit_cifar.data.sources import open_dataset
 from lit_cifar.errors import DataError
 
 CLASSES = ("a", "b")

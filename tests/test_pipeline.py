@@ -23,11 +23,11 @@ from lit_cifar.data.batch_split import BatchSplit, GhostBatches
 from lit_cifar.models import build_resnet
 from lit_cifar.models.ghost_batchnorm import normalise_apart
 from lit_cifar.models.partition import Partition
-from lit_cifar.reporting.timeline import Recorder, write_trace
 from lit_cifar.strategies import PipelineStrategy, mesh
 from lit_cifar.strategies.mesh import make_mesh
 from lit_cifar.strategies.pipeline import Pipeline, PrecomputedGradients, Schedule, ScheduleName
 from lit_cifar.task.module import LitResNet
+from lit_cifar.tools.bench.timeline import Recorder, write_trace
 
 IMAGE = (3, 32, 32)
 

@@ -113,7 +113,7 @@ def test_a_resumed_epoch_is_the_rest_of_the_undisturbed_one(start: int, accumula
 
 
 def loader_from(start: int) -> BatchLoader:
-    images = ImageSet(torch.zeros(1000, 3, 1, 1, dtype=torch.uint8), torch.zeros(1000, dtype=torch.int64), ("a",), "")
+    images = ImageSet(torch.zeros(1000, 3, 1, 1, dtype=torch.uint8), torch.zeros(1000, dtype=torch.int64), ("a",))
     return BatchLoader(images, sampler_from(start))
 
 
@@ -137,7 +137,7 @@ def test_batches_that_are_made_together_are_those_made_one_by_one(
     monkeypatch.setattr("lit_cifar.data.loader._BLOCK_ON_HOST", images_at_a_time)
     images = torch.randint(0, 256, (50, 3, 32, 32), dtype=torch.uint8)
     labels, augmentation = torch.randint(0, 10, (50,)), Augmentation(seed=1)
-    loader = BatchLoader(ImageSet(images, labels, ("a",), ""), sampler, augmentation=augmentation)
+    loader = BatchLoader(ImageSet(images, labels, ("a",)), sampler, augmentation=augmentation)
     for batch, (ids, weight) in zip(loader, sampler, strict=True):
         draws = augmentation.draw(ids, (32, 32), epoch=getattr(sampler, "epoch", 0))
         assert batch.images.equal(augmentation(images[ids], draws))
@@ -149,7 +149,7 @@ def test_batches_that_are_made_together_are_those_made_one_by_one(
 def test_a_gpu_is_asked_a_few_times_in_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is resident is augmented in few blocks: no step starts an operator, but for the first of a block."""
     monkeypatch.setattr("lit_cifar.data.loader._BLOCK_ON_HOST", _BLOCK_ON_DEVICE)
-    data = ImageSet(torch.zeros(1000, 3, 8, 8, dtype=torch.uint8), torch.zeros(1000, dtype=torch.int64), ("a",), "")
+    data = ImageSet(torch.zeros(1000, 3, 8, 8, dtype=torch.uint8), torch.zeros(1000, dtype=torch.int64), ("a",))
     sampler = TrainSampler(num_samples=1000, batch_size=10, batch_split=BatchSplit())
     loader = iter(BatchLoader(data, sampler, augmentation=Augmentation(seed=1)))
     next(loader)

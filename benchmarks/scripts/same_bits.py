@@ -11,7 +11,7 @@ from typing import Any
 
 from run_record import complete, run_script
 
-from lit_cifar.checkpoint.lightning_io import DIGESTS
+from lit_cifar.checkpoint.files import DIGESTS
 from lit_cifar.strategies.modes import Variant, variants
 from lit_cifar.tools.terminal import about, say
 from lit_cifar.tools.verify.runs import quiet, refuse_if_invalid, run

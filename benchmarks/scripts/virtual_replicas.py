@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lit_cifar.reporting.memory import FILES
 from lit_cifar.tools.bench import interleaved
+from lit_cifar.tools.bench.memory import FILES
 from lit_cifar.tools.bench.mode_speed import images_per_s
 from lit_cifar.tools.terminal import about, say
 
@@ -37,7 +37,7 @@ def step_s(processes: int, parts: int | None, more: tuple[str, ...] = (), *, fol
 
 def peak_mib(processes: int, parts: int | None, *, folder: Path) -> float:
     """The peak of the fullest process in such a run."""
-    step_s(processes, parts, ("--trainer.callbacks+=lit_cifar.reporting.memory.TrainingMemory",), folder=folder)
+    step_s(processes, parts, ("--trainer.callbacks+=lit_cifar.tools.bench.memory.TrainingMemory",), folder=folder)
     found = [json.loads(file.read_text())["resident_peak_bytes"] for file in (folder / "run").glob(FILES)]
     return round(max(found) / 2**20, 1)
 

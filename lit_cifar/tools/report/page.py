@@ -20,9 +20,9 @@ from lit_cifar.reporting.evaluation_tables import Split
 from lit_cifar.reporting.figures import SPLIT_WORDS, confusion_figure
 from lit_cifar.reporting.progress import METRIC as THROUGHPUT
 from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates, pooled
-from lit_cifar.reporting.run_reader import RunContents, read_run
 from lit_cifar.reporting.run_report import counted, shown
 from lit_cifar.tools.report.charts import Bar, Line, bar_chart, image_of, line_chart
+from lit_cifar.tools.report.run_reader import RunContents, read_run
 from lit_cifar.tools.terminal import CommandParser, say
 
 Runs = Mapping[str, RunContents]  # by what they are called
