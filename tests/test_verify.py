@@ -514,6 +514,17 @@ def test_a_batch_that_is_counted_twice_shows_in_the_metrics_themselves() -> None
     assert counted(metrics) == {"loss": 4, "acc": 6}
 
 
+@pytest.mark.parametrize(("weights", "wrong"), [((6 / 5, 4 / 5), 0), ((1.0, 1.0), 1)])
+def test_parts_of_a_ragged_batch_count_by_their_samples(
+    weights: tuple[float, float], wrong: int, tmp_path: Path
+) -> None:
+    (tmp_path / "trace").mkdir()
+    for rank, (size, weight) in enumerate(zip((3, 2), weights, strict=True)):
+        line = {"when": "step 1", "rank": rank, "dp_rank": rank, "ids": [], "counted": {}, "parts": [[size, weight]]}
+        (tmp_path / "trace" / f"samples{rank}.jsonl").write_text(json.dumps(line))
+    assert len(Record(tmp_path).weight_problems()) == wrong
+
+
 def recorded(folder: Path, *flags: str) -> Record:
     """Of one device, three steps and an evaluation."""
     (folder / "trace").mkdir()
