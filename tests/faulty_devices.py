@@ -6,7 +6,7 @@ import time
 import torch
 from torch import Tensor
 
-from lit_cifar.tools.doctor.measurement import Device, Operation, main
+from lit_cifar.tools.doctor.measurement import Device, main
 
 PAUSE_S = 0.05  # beside operations of a millisecond or two
 
@@ -14,10 +14,10 @@ PAUSE_S = 0.05  # beside operations of a millisecond or two
 class SlowAndFlipping(Device):
     """One bit of one value is flipped in the convolution."""
 
-    def run(self, operation: Operation) -> Tensor:
+    def run(self, operation: str, left: Tensor, right: Tensor) -> Tensor:
         time.sleep(PAUSE_S)
-        result = super().run(operation)
-        if operation.name == "convolution":
+        result = super().run(operation, left, right)
+        if operation == "convolution":
             result.view(torch.int32).view(-1)[5] ^= 1  # the lowest bit of the fraction
         return result
 

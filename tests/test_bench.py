@@ -1,30 +1,32 @@
-"""`python -m lit_cifar bench`: what is timed in turn, the sections and their rows, and the command."""
+"""`python -m lit_cifar bench`: what is timed in turn, the sections and their rows, the trace of a step, the command."""
 
 import json
-from importlib import import_module
+from contextlib import nullcontext
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from commands import TINY, run_here
+from commands import mode_flags, run_here
+from PIL import Image
 from short_fits import data, fit, short
-from torch.distributed import TCPStore
+from torch import nn
+from torch.nn import functional as F
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
+from torch.profiler import profile
 
 from lit_cifar import LitResNet
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.images import Batch
-from lit_cifar.tools.bench import data_path, mode_speed, overhead, recovery
-from lit_cifar.tools.bench.measurements import Row, Settings, interleaved, shown
+from lit_cifar.errors import ConfigError
+from lit_cifar.models import build_network
+from lit_cifar.tools.bench import Row, Settings, command, data_path, interleaved, mode_speed, overhead, recovery
 from lit_cifar.tools.bench.overhead import PlainLoop, Small
-from lit_cifar.tools.bench.timed_runs import Interleaved, TimedRun, interleaved_runs
-
-command = import_module("lit_cifar.tools.commands.bench")  # whose name in its package is the function
+from lit_cifar.tools.bench.step_trace import STAGE, STEP, SavedForBackward
+from lit_cifar.tools.bench.trace import RankStep, chrome_trace, draw, on_one_clock
 
 
 def test_things_are_timed_in_turn_and_every_other_round_backwards() -> None:
@@ -35,15 +37,12 @@ def test_things_are_timed_in_turn_and_every_other_round_backwards() -> None:
     assert {name: values.tolist() for name, values in found.items()} == {"a": [1, 4, 5], "b": [2, 3, 6]}
 
 
-@pytest.mark.parametrize(
-    ("value", "unit", "text"),
-    [(0.9168, "x", "0.917x"), (34567.0, "img/s", "34,600 img/s"), (250.0, "us", "250 us"), (7.0, "s", "7.00 s")],
-)
-def test_three_digits_and_the_unit(value: float, unit: str, text: str) -> None:
-    assert shown(value, unit) == text  # type: ignore[arg-type]
+def test_three_digits_and_the_unit() -> None:
+    values = [(0.9168, "x"), (34567.0, "img/s"), (250.0, "us"), (7.0, "s")]
+    assert [command.shown(*each) for each in values] == ["0.917x", "34,600 img/s", "250 us", "7.00 s"]  # type: ignore[arg-type]
 
 
-# The data path -----------------------------------------------------------------------------------------------------
+# The sections --------------------------------------------------------------------------------------------------------
 
 
 def test_the_data_path_is_timed_on_one_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -55,27 +54,20 @@ def test_the_data_path_is_timed_on_one_thread(monkeypatch: pytest.MonkeyPatch, t
     torch.set_num_threads(threads)
     assert set(seen) == {1}
     # This clock counts batches: 16 of the baseline, an epoch of 32 of ours, each divided by its images.
-    assert [(row.unit, row.values.tolist()) for row in rows] == [
-        ("x", [1.0, 1.0]),
-        ("img/s", [128.0, 128.0]),
-        ("img/s", [128.0, 128.0]),
-    ]
+    assert [row.values.tolist() for row in rows] == [[1.0, 1.0], [128.0, 128.0], [128.0, 128.0]]
 
 
 def test_the_data_paths_make_the_same_kind_of_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without chance in them they make the same images."""
     monkeypatch.setattr(data_path.transforms, "RandomCrop", lambda size, padding: lambda image: image)
     monkeypatch.setattr(data_path.transforms, "RandomHorizontalFlip", lambda: lambda image: image)
-    data = CIFAR10DataModule(dataset="synthetic", num_train=64, val_size=0, batch_size=32, augment=False)
-    data.setup("fit")
-    made: dict[str, list[torch.Tensor]] = {}
-    for name, call in data_path.paths(data).items():
-        monkeypatch.setattr(
-            data_path, "_seconds", lambda batches, name=name: made.update({name: [batch[0] for batch in batches]}) or 1
-        )
+    images = CIFAR10DataModule(dataset="synthetic", num_train=64, val_size=0, batch_size=32, augment=False)
+    images.setup("fit")
+    expected = images.on_after_batch_transfer(Batch(*([images.sets["train"].images] * 3), 1.0), 0).images
+    for call in data_path.paths(images).values():
+        batches: list[torch.Tensor] = []
+        monkeypatch.setattr(data_path, "_seconds", lambda made, to=batches: to.extend(batch[0] for batch in made) or 1)
         call()
-    expected = data.on_after_batch_transfer(Batch(*([data.sets["train"].images] * 3), 1.0), 0).images
-    for batches in made.values():
         found = torch.cat(batches)
         assert len(batches) == 2
         places = torch.cdist(found.flatten(1), expected.flatten(1)).argmin(1)
@@ -83,22 +75,18 @@ def test_the_data_paths_make_the_same_kind_of_batch(monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(found, expected[places])
 
 
-# What fit adds, and recovery ------------------------------------------------------------------------------------------
-
-
 @short
 def test_the_plain_loop_computes_what_fit_computes(tmp_path: Path) -> None:
     """Else it would be no measure: the same weights, bit for bit, and the same mean loss."""
     network, twin = Small(), Small()
     twin.load_state_dict(network.state_dict())
-    module = LitResNet(
-        network=network,
-        optimizer=lambda params: SGD(params, lr=0.1),
-        lr_scheduler=lambda optimizer: StepLR(optimizer, 1000),
-    )
+    schedule = {"lr_scheduler": lambda optimizer: StepLR(optimizer, 1000)}
+    module = LitResNet(network=network, optimizer=lambda params: SGD(params, lr=0.1), **schedule)
     images = data()
     images.setup("fit")
-    loop = PlainLoop(twin, module, images, log_every_n_steps=2)
+    precision = SimpleNamespace(forward_context=nullcontext)
+    settings = SimpleNamespace(precision_plugin=precision, log_every_n_steps=2, datamodule=images)
+    loop = PlainLoop(twin, settings, module)
     loop.run(2)
     trainer = fit(module, tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(network.parameters(), twin.parameters(), strict=True))
@@ -115,69 +103,37 @@ def test_rows_of_overhead(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_rows_of_recovery(tmp_path: Path) -> None:
-    total, *parts = recovery.measure(Settings(folder=tmp_path, rounds=2, small=True))
-    assert len(total.values) == 2
-    assert all((part.values >= 0).all() for part in parts)
-    np.testing.assert_allclose(sum(part.values for part in parts), total.values)
-
-
-# Runs that wait for their turn ----------------------------------------------------------------------------------------
-
-
-def test_a_run_takes_only_the_steps_that_it_is_allowed() -> None:
-    steps: list[int] = []
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    turns: Any = Interleaved(store.port, "ddp")
-
-    def train() -> None:
-        trainer = SimpleNamespace(global_rank=1)
-        turns.on_train_start(trainer, None)
-        for step in range(4):
-            turns.on_train_batch_start(trainer, None, None, step)
-            steps.append(step)
-
-    trains = Thread(target=train)
-    trains.start()
-    assert len(json.loads(store.get("ddp/0/1"))) == 1  # the first batch is there, and no step has been allowed
-    assert steps == []
-    store.set("ddp/1", "3")
-    began = json.loads(store.get("ddp/1/1"))
-    assert steps == [0, 1, 2]
-    assert len(began) == 4  # the beginnings of the three steps, and the end of the last
-    assert began == sorted(began)
-    store.set("ddp/2", "1")
-    trains.join()
-
-
-def test_a_fit_that_fails_is_named(tmp_path: Path) -> None:
-    broken = TimedRun(flags=[*TINY, "--data.batch_size=7", "--trainer.devices=2", "--trainer.strategy=ddp"])
-    with (
-        pytest.raises(RuntimeError, match="fit broken has ended while it was timed"),
-        interleaved_runs({"broken": broken}, folder=tmp_path),
-    ):
-        pass
+    (row,) = recovery.measure(Settings(folder=tmp_path, rounds=2, small=True))
+    assert row.unit == "s"
+    assert all(1 < value < 120 for value in row.values)
+    assert len(row.values) == 2
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_every_row_of_a_tiny_network(tmp_path: Path) -> None:
+def test_every_row_of_the_modes(tmp_path: Path) -> None:
     rows = mode_speed.measure(Settings(folder=tmp_path, rounds=1, small=True))
     assert [row.unit for row in rows] == [*["x"] * 6, "img/s"] * 2
     assert all(row.values > 0 for row in rows)
 
 
-# The command ----------------------------------------------------------------------------------------------------------
-
-
-def one_row(settings: Settings) -> list[Row]:
-    assert settings.folder.is_dir()
-    return [Row("a [b] against c", "x", np.array([5.0, 1.0, 2.0, 4.0, float(settings.rounds)]), note="a note")]
+def test_a_speed_is_that_of_the_steps_after_the_warm_up_and_a_fit_that_fails_is_named(tmp_path: Path) -> None:
+    tiny = ["--model.arch=tiny", "--model.stem=imagenet"]
+    assert mode_speed.images_per_s(tiny, batch_size=8, steps=1, folder=tmp_path) > 0
+    rows = (tmp_path / "run" / "metrics.csv").read_text().splitlines()
+    assert len(rows) == 2
+    with pytest.raises(ConfigError, match="2 replicas"):
+        mode_speed.images_per_s([*tiny, *mode_flags("ddp")], batch_size=7, steps=1, folder=tmp_path, ranks=2)
 
 
 @pytest.mark.parametrize(("words", "sections"), [(["modes"], ["modes"]), ([], ["modes", "data"])])
 def test_the_command_prints_and_writes_what_was_measured(
     words: list[str], sections: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def one_row(settings: Settings) -> list[Row]:
+        assert settings.folder.is_dir()
+        return [Row("a [b] against c", "x", np.array([5.0, 1.0, 2.0, 4.0, float(settings.rounds)]), note="a note")]
+
     monkeypatch.setattr(command, "SECTIONS", {"modes": one_row, "data": one_row})
     done = run_here("bench", *words, "--rounds=3", f"--json={tmp_path / 'bench.json'}")
     assert done.status == 0, done.stderr
@@ -188,3 +144,157 @@ def test_the_command_prints_and_writes_what_was_measured(
     for row in content["rows"]:
         assert (row["low"], row["median"], row["high"], row["values"]) == (2.0, 3.0, 4.0, [5.0, 1.0, 2.0, 4.0, 3.0])
     assert {"versions", "cpu", "git", "command"} <= set(content)
+
+
+# The trace of a step -------------------------------------------------------------------------------------------------
+
+
+def event(name: str, start: float, duration: float, *, thread: Any = 1, cat: str = "cpu_op") -> dict[str, Any]:
+    return {"ph": "X", "name": name, "cat": cat, "ts": start, "dur": duration, "tid": thread, "pid": 99}
+
+
+def rank_step(*events: dict[str, Any]) -> RankStep:
+    return RankStep(rank=0, start=0.0, end=100.0, events=list(events), memory_bytes={})
+
+
+def test_what_takes_turns_is_never_at_once() -> None:
+    names = ["aten::add", "gloo:send"] * 4
+    found = rank_step(*(event(name, 0.3 * i, 0.1) for i, name in enumerate(names)))
+    assert str(found.shares_ms["overlapped"]) == "0.0"  # not -0.0 by rounding
+
+
+COLLECTIVE = event("gloo:all_gather", 20, 60, thread=7, cat="user_annotation")
+STEPS = {
+    "operators within others count once, and Python is host": (
+        [
+            event("Optimizer.step", 0, 90, cat="user_annotation"),
+            event("aten::conv2d", 10, 20),
+            event("aten::convolution", 12, 15),
+            event("ConvolutionBackward0", 40, 30),  # what it computes are operators again
+            event("aten::convolution_backward", 45, 10),
+        ],
+        [(10, 30), (45, 55)],
+        [],
+    ),
+    "a collective is no compute even while it copies": (
+        [
+            event("aten::add", 0, 30),
+            COLLECTIVE,
+            event("aten::copy_", 40, 30, thread=7),
+            event("c10d::allreduce_", 35, 50),
+        ],
+        [(0, 30)],
+        [(20, 80)],
+    ),
+    "messages are noted in the computing thread": (
+        [event("gloo:recv", 10, 40, cat="user_annotation"), event("aten::mm", 20, 10)],
+        [(20, 30)],
+        [(10, 50)],
+    ),
+    "on a GPU kernels count, and not the operators that queue them": (
+        [
+            event("aten::conv2d", 0, 100),
+            event("conv_kernel", 30, 40, thread="stream 7", cat="kernel"),
+            event("ncclDevKernel_AllReduce", 50, 40, thread="stream 20", cat="kernel"),
+            event("Memcpy PtoP", 95, 5, thread="stream 7", cat="gpu_memcpy"),
+        ],
+        [(30, 70)],
+        [(50, 90), (95, 100)],
+    ),
+    "what began before the end is cut there": ([event("aten::add", 90, 50)], [(90, 100)], []),
+}
+
+
+@pytest.mark.parametrize(("events", "compute", "communication"), STEPS.values(), ids=STEPS)
+def test_what_is_compute_and_what_is_communication(
+    events: list[Any], compute: list[Any], communication: list[Any]
+) -> None:
+    found = rank_step(*events)
+    assert (found.compute, found.communication) == (compute, communication)
+    assert sum(found.shares_ms.values()) == pytest.approx(0.1)
+
+
+def test_the_shares_of_a_step() -> None:
+    found = rank_step(event("aten::add", 0, 30), COLLECTIVE).shares_ms
+    assert found == pytest.approx({"compute": 0.02, "overlapped": 0.01, "waiting": 0.05, "host": 0.02})
+
+
+def test_ranks_have_one_clock_in_the_trace_and_a_row_each_in_the_picture() -> None:
+    own, late = event(STEP, 6000, 500, cat="user_annotation"), event(STEP, 6200, 600, cat="user_annotation")
+    stage = event("F0", 6400, 100, thread="stage 1", cat=STAGE)
+    events = (
+        [own, event("aten::add", 6200, 100)],
+        [late, event("aten::mul", 6150, 10), stage, event("aten::add", 6400, 100)],
+    )
+    ranks = on_one_clock([{"rank": rank, "events": each, "memory_bytes": {}} for rank, each in enumerate(events)])
+    assert [(rank.start, rank.end) for rank in ranks] == [(0, 500), (200, 800)]
+    assert [rank.compute for rank in ranks] == [[(200, 300)], [(400, 500)]]  # and not what was before its step
+    traced = chrome_trace(ranks)["traceEvents"]
+    assert {e["args"]["name"] for e in traced if e["name"] == "process_name"} == {"rank 0", "rank 1"}
+    assert {e["pid"] for e in traced} == {0, 1}
+    (found,) = (e for e in traced if e.get("cat") == STAGE)
+    assert (found["tid"], found["pid"], found["ts"]) == ("stage 1", 1, 400)
+    (axes,) = draw(ranks, title="a step").axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1"]
+    assert "F0" in [text.get_text() for text in axes.texts]
+
+
+def test_saved_bytes_by_hand() -> None:
+    """The images, and the output of the first layer, which ReLU changes in place: n x (6 + 4) float32."""
+    counter = SavedForBackward(
+        layers := nn.Sequential(nn.Flatten(), nn.Linear(6, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+    )
+    counter.begin()
+    output = layers(torch.randn(5, 1, 2, 3))
+    counter.end()
+    assert counter.peak == 5 * (6 + 4) * 4
+    output.sum().backward()
+    assert counter.now == 0
+
+
+@pytest.mark.parametrize(("arch", "autocast"), [("tiny", None), ("tiny", torch.bfloat16), ("vit_micro", None)])
+def test_saved_bytes_of_a_network(arch: Any, autocast: torch.dtype | None) -> None:
+    """What autograd asks to keep, and what the allocator gives, agree."""
+    network = build_network(arch, stem=None, num_classes=10, image_size=32).train()
+    images = torch.randn(8, 3, 32, 32)
+    counter = SavedForBackward(network)
+    with profile(profile_memory=True) as profiled, torch.autocast("cpu", autocast, enabled=autocast is not None):
+        counter.begin()
+        loss = F.cross_entropy(network(images), torch.zeros(8, dtype=torch.int64))
+        counter.end()
+    allocated = sum(e.nbytes() for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]")
+    assert allocated + images.nbytes == pytest.approx(counter.peak, rel=0.1)
+    assert loss.requires_grad  # else nothing would have been kept
+
+
+TINY = "--model.arch=tiny --model.stem=imagenet --data.num_train=128 --data.batch_size=16 --trainer.accelerator=cpu"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "stages"), [("ddp", False), ("pp", True)])
+def test_a_step_on_two_processes(tmp_path: Path, mode: str, stages: bool) -> None:
+    sizes = ["--trainer.strategy.num_microbatches=4"] if stages else []
+    done = run_here("bench", "trace", f"--mode={mode}", f"--output={tmp_path}", *TINY.split(), *sizes)
+    assert done.status == 0, done.stderr
+    assert "waiting" in done.stdout
+    ranks = json.loads((tmp_path / "summary.json").read_text())["ranks"]
+    assert [rank["rank"] for rank in ranks] == [0, 1]
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    steps = {e["pid"]: e["dur"] / 1e3 for e in events if e["name"] == STEP}
+    for rank in ranks:
+        assert sum(rank["ms"].values()) == pytest.approx(steps[rank["rank"]], abs=0.01)  # as precise as a time of day
+        assert rank["ms"]["compute"] > 0
+        assert rank["ms"]["waiting"] > 0
+        for what in ("parameters", "gradients", "optimizer state", "activations"):
+            assert rank["memory_bytes"][what] > 0
+    assert any(e["name"].startswith("gloo:") for e in events)
+    assert any(e.get("cat") == STAGE for e in events) == stages
+    with Image.open(tmp_path / "trace.png") as picture:
+        assert picture.width > 1000
+
+
+@pytest.mark.slow
+def test_an_epoch_that_is_too_short_has_a_remedy(tmp_path: Path) -> None:
+    done = run_here("bench", "trace", "--mode=single", f"--output={tmp_path}", *TINY.split(), "--data.num_train=32")
+    assert done.status == 2
+    assert "--data.num_train" in done.stderr

@@ -1,7 +1,9 @@
-"""`python -m lit_cifar doctor`: each planted fault is found and named, and a machine without one passes."""
+"""`doctor` and `modes`: each planted fault is found and named, a machine without one passes, every mode has its row."""
 
+import contextlib
 import json
 import re
+import shlex
 import shutil
 import socket
 from dataclasses import replace
@@ -10,20 +12,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
-from commands import launch, run_here
+from commands import TINY, launch, run_here
 from documents import ROOT
+from lightning.pytorch.strategies import StrategyRegistry
 from rich.console import Console
 
+from lit_cifar import LitResNet, strategies
 from lit_cifar.errors import ConfigError
 from lit_cifar.strategies.device_copies import CopyFault
-from lit_cifar.tools.doctor import ALL_MODES, COPY_MODES, PROCESS_MODES, Check, Finding, examination, machine
-from lit_cifar.tools.doctor.examination import Examination, placed
-from lit_cifar.tools.doctor.measurement import OPERATIONS, SIZES, Measurement, fault, operations, pattern
-from lit_cifar.tools.doctor.mode_table import LocalMachine, judge_modes, mode_table
-from lit_cifar.tools.doctor.page import print_page
+from lit_cifar.tools.doctor import ALL_MODES, COPY_MODES, PROCESS_MODES, Check, Finding, command, machine
+from lit_cifar.tools.doctor.command import Examination, placed, print_page
+from lit_cifar.tools.doctor.measurement import OPERATIONS, SIZES, Measurement, fault, inputs, pattern
+from lit_cifar.tools.doctor.modes import ModeRow, cores_and_gpus, judge_modes, mode_table
 from lit_cifar.tools.doctor.ranks import Ranks, examine_ranks, lost_messages, probe_ranks, slow_ranks, wrong_results
+from lit_cifar.tools.modes import MODES, Mode
 
 CPU = torch.device("cpu")
 
@@ -31,23 +36,20 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
-def test_every_right_result_is_a_whole_number_that_float32_holds(accelerator: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, _: tensor)  # no GPU is needed for the sizes of one
-    products = operations(torch.device(accelerator))
-    monkeypatch.undo()
-    for product in products:
-        exact = product.to(torch.float64).run()
-        assert exact.equal(exact.round())
-        assert exact.abs().max() < 2**24
-        assert fault(product.run(), product.expected) == ""
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_right_result_is_a_whole_number_that_float32_holds(name: str, accelerator: str) -> None:
+    left, right = inputs(name, accelerator)
+    exact = OPERATIONS[name](left.double(), right.double())
+    assert exact.equal(exact.round())
+    assert exact.abs().max() < 2**24
+    assert fault(OPERATIONS[name](left, right), exact.float()) == ""
 
 
 def test_a_fault_is_counted_and_shown() -> None:
     right = pattern(256, call=1, device=CPU)
     assert not (right == pattern(256, call=0, device=CPU)).any(), "an old result is wrong in every place"
-    assert fault(right.clone().index_fill_(0, torch.tensor([3, 9]), 0.5), right) == (
-        "2 of 256 values, the first is 0.5 in place of 11"
-    )
+    shown = fault(right.clone().index_fill_(0, torch.tensor([3, 9]), 0.5), right)
+    assert shown == "2 of 256 values, the first is 0.5 in place of 11"
     assert fault(torch.full((2,), torch.nan), torch.zeros(2)).startswith("2 of 2 values, the first is nan")
 
 
@@ -62,11 +64,10 @@ def test_real_processes_with_three_faults(monkeypatch: pytest.MonkeyPatch) -> No
     ranks = probe(monkeypatch, "Device", "SlowAndFlipping", "Stale")
     assert ranks.failure is None
     (wrong,) = wrong_results(ranks)
-    assert re.match(
-        r"Rank 1 \(CPU\) computes wrongly: its convolution was wrong in 8 of 8 repeats "
-        r"\(1 of 65536 values, the first is -?[\d.]+ in place of -?\d+\)\.",
-        wrong.problem,
+    said = (
+        r"Rank 1 \(CPU\) computes wrongly: its convolution was wrong in 8 of 8 repeats \(1 of 65536 values, the first"
     )
+    assert re.match(said + r" is -?[\d.]+ in place of -?\d+\)\.", wrong.problem)
     assert wrong.modes == ALL_MODES
     (lost,) = lost_messages(ranks, mend="another machine")
     assert lost.problem == (
@@ -149,12 +150,12 @@ def test_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gpu_that_torch_cannot_use_or_others_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    free, kernels = [60 * 2**30], []
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA X")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (60 * 2**30, 64 * 2**30))
-    kernels: list[str] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free[0], 64 * 2**30))
     monkeypatch.setattr(torch, "ones", lambda *_, device: kernels.append(device) or torch.tensor([1.0]))
     assert machine.check_gpu(0) == Check("GPU 0", "NVIDIA X, 60 GiB of 64 GiB free", [])
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (2**30, 64 * 2**30))
+    free[0] = 2**30
     (busy,) = machine.check_gpu(1).findings
     assert (busy.problem[:34], busy.modes) == ("Of GPU 1 1 GiB of 64 GiB are free:", ())
     assert kernels == ["cuda:0", "cuda:1"]
@@ -248,18 +249,81 @@ def test_ports(bare: pytest.MonkeyPatch) -> None:
 # Verdicts, page and command.
 
 
-def machine_with(num_gpus: int) -> LocalMachine:
-    return replace(LocalMachine.here(), num_gpus=num_gpus)
+NAMES = ["single", "dp", "ddp", "ddp_spawn", "mp", "ddp_mp", "pp", "ddp_pp", "fsdp2", "tp"]
+GLOO, VIRTUAL = "yes, gloo processes on 8 cores", "yes, on virtual devices of the CPU"
+TWO, FOUR = "on the CPU alone: needs 2 GPUs", "on the CPU alone: needs 4 GPUs"
+ONE_GPU = {"single": "yes, on 1 GPU", "mp": "yes, all stages on the one GPU", "ddp_mp": FOUR, "ddp_pp": FOUR}
+VERDICTS = {  # by the number of GPUs
+    0: dict.fromkeys(NAMES, GLOO) | {"single": "yes, on the CPU", "dp": VIRTUAL, "mp": VIRTUAL},
+    1: dict.fromkeys(NAMES, TWO) | ONE_GPU,
+    2: {"single": "yes, on 1 GPU", "ddp": "yes, on 2 GPUs", "ddp_mp": FOUR},
+    3: {"mp": "yes, on 2 to 3 GPUs", "tp": "yes, on 2 GPUs", "ddp_pp": FOUR},
+    6: {"pp": "yes, on 2 to 6 GPUs", "tp": "yes, on 2 or 4 GPUs", "ddp_mp": "yes, on 4 or 6 GPUs"},
+    8: {"ddp_mp": "yes, on 4, 6 or 8 GPUs", "ddp_pp": "yes, on 4, 6 or 8 GPUs", "fsdp2": "yes, on 2 to 8 GPUs"},
+}
 
 
-def test_copies_stop_dp_and_mp_and_not_ddp() -> None:
-    finding = Finding("Lost.", "iommu", COPY_MODES)
-    found = {verdict.mode.name: verdict for verdict in judge_modes(mode_table(machine_with(4)), [finding])}
-    assert [mode for mode, verdict in found.items() if verdict.accelerator is None] == ["dp", "mp", "ddp_mp"]
-    assert found["dp"].to_json() == {"mode": "dp", "fit": False, "reason": "Lost.", "command": "iommu"}
-    assert found["ddp"].to_json()["fit"] is True
-    assert found["ddp"].verdict == "yes, on 2 to 4 GPUs"
-    assert str(found["ddp"].command).endswith("--trainer.strategy=ddp --trainer.devices=2")
+def table(num_gpus: int) -> dict[str, ModeRow]:
+    """The rows of a made-up machine of 8 cores, by mode."""
+    return {row.mode.name: row for row in mode_table(8, num_gpus)}
+
+
+def flags(row: ModeRow) -> list[str]:
+    """What a row's command passes to fit."""
+    words = shlex.split(row.command)
+    assert words[:4] == ["python", "-m", "lit_cifar", "fit"]
+    return words[4:]
+
+
+@pytest.mark.parametrize(("num_gpus", "verdicts"), VERDICTS.items())
+def test_every_mode_runs_on_the_gpus_or_else_on_the_cpu(num_gpus: int, verdicts: dict[str, str]) -> None:
+    rows = table(num_gpus)
+    assert list(rows) == NAMES
+    assert {name: rows[name].verdict for name in verdicts} == verdicts
+    for name, row in rows.items():
+        enough = num_gpus >= row.mode.min_devices or (name, num_gpus) == ("mp", 1)
+        assert row.accelerator == ("cuda" if enough else "cpu")
+        assert ("--trainer.accelerator=cpu" in flags(row)) != enough
+    assert flags(rows["ddp_pp"])[:2] == ["--trainer.strategy=ddp_pp", "--trainer.devices=4"]
+
+
+@pytest.mark.parametrize("mode", MODES[1:], ids=lambda mode: mode.name)
+def test_the_counts_are_those_that_the_strategy_accepts(mode: Mode) -> None:
+    accepted, module = [], LitResNet("resnet10")
+    for num_devices in range(mode.min_devices, 9):
+        with contextlib.suppress(ConfigError):
+            quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+            strategy = L.Trainer(strategy=mode.name, devices=num_devices, **quiet).strategy
+            if mode.name == "tp":  # asks the network
+                strategy.connect(module)
+            accepted.append(num_devices)
+    assert mode.counts(8) == accepted
+
+
+def test_names_are_those_of_strategies_and_configs() -> None:
+    assert {mode.name for mode in MODES} - {"single"} <= set(StrategyRegistry.available_strategies())
+    assert {path.stem for path in (ROOT / "configs" / "modes").glob("*.yaml")} == set(NAMES)
+
+
+def test_the_form_with_a_class_trains(tmp_path: Path) -> None:
+    """What one GPU is told to run as `mp`, on the CPU."""
+    words = flags(table(1)["mp"])
+    assert words[1:] == ["--trainer.strategy.num_stages=2", "--trainer.devices=1"]
+    assert hasattr(strategies, words[0].removeprefix("--trainer.strategy="))
+    done = run_here("fit", *TINY, f"--run_dir={tmp_path / 'run'}", *words)
+    assert done.status == 0, done.stderr
+    assert "split       0  cpu 0" in done.stdout
+
+
+def test_modes_prints_a_table_and_commands_to_paste() -> None:
+    lines = run_here("modes").stdout.splitlines()
+    assert max(map(len, lines)) <= 120
+    rows = mode_table(*cores_and_gpus())
+    for row in rows:
+        (line,) = [line for line in lines if line.split()[:1] == [row.mode.name]]
+        assert row.mode.splits in line
+        assert line.rstrip().endswith(row.verdict)
+    assert [line.strip() for line in lines if "lit_cifar fit" in line] == [row.command for row in rows]
 
 
 def test_one_process_for_each_gpu() -> None:
@@ -270,38 +334,35 @@ def test_one_process_for_each_gpu() -> None:
         placed(3, num_gpus=2)
 
 
-def page(*findings: Finding, ranks: Ranks, links: str = "") -> list[str]:
-    """Of a made-up machine."""
-    rows, out = mode_table(machine_with(2)), StringIO()
-    found = Examination(
+def examined(*findings: Finding, ranks: Ranks, links: str = "") -> Examination:
+    """A made-up machine."""
+    return Examination(
         machine=[Check("memory", "8 GiB")],
         environment=[Check("variables", "none")],
         links=links,
         copies=Check("GPU to GPU", "not probed"),
         ranks=ranks,
         findings=[*findings],
-        verdicts=judge_modes(rows, findings),
+        verdicts=judge_modes([*table(2).values()], findings),
     )
-    print_page(found, Console(file=out, width=100))
+
+
+def page(found: Examination) -> list[str]:
+    print_page(found, Console(file=(out := StringIO()), width=100))
     return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
 def test_the_page_begins_with_what_is_wrong_and_what_mends_it() -> None:
-    note = Finding("GPUs differ.", "nvidia-smi")
-    mend = "python -m lit_cifar fit " + "--a_long_flag=1 " * 10
-    wrong = Finding("Copies [cuda:0] are lost.", mend.strip(), ("dp", "mp"))
-    lines = page(note, wrong, ranks=Ranks(accelerator="cpu", failure="did not start"))
-    assert lines[:6] == [
-        "",
-        "Not fit: 1 fault",
-        "   1. Copies [cuda:0] are lost.",
-        f"      {mend.strip()}",
-        " note GPUs differ.",
-        "      nvidia-smi",
-    ]
-    assert "  dp           no, see 1" in lines
-    assert "  ddp          yes, on 2 GPUs" in lines
-    assert "  failed    did not start" in lines
+    note, mend = Finding("GPUs differ.", "nvidia-smi"), " ".join(["fit", *["--a_long_flag=1"] * 10])
+    wrong = Finding("Copies [cuda:0] are lost.", mend, COPY_MODES)
+    found = examined(note, wrong, ranks=Ranks(accelerator="cpu", failure="did not start"))
+    lines = page(found)
+    begin = ["", "Not fit: 1 fault", "   1. Copies [cuda:0] are lost.", f"      {mend}", " note GPUs differ."]
+    assert lines[:6] == [*begin, "      nvidia-smi"]
+    assert {"  dp           no, see 1", "  ddp          yes, on 2 GPUs", "  failed    did not start"} <= {*lines}
+    verdicts = {verdict["mode"]: verdict for verdict in found.to_json()["verdicts"]}
+    assert [mode for mode, verdict in verdicts.items() if not verdict["fit"]] == ["dp", "mp", "ddp_mp"]
+    assert verdicts["dp"] == {"mode": "dp", "fit": False, "reason": wrong.problem, "command": mend}
 
 
 def test_the_page_of_a_machine_with_gpus() -> None:
@@ -309,7 +370,7 @@ def test_the_page_of_a_machine_with_gpus() -> None:
     for each in found:
         each.sweep = {num_bytes: [num_bytes / 1e9] for num_bytes in SIZES}
     links = "\t\x1b[4mGPU0\tGPU1\x1b[0m\nGPU0\t X \tNV4\nGPU1\tNV4\t X"
-    lines = page(links=links, ranks=Ranks(accelerator="cuda", measurements=found))
+    lines = page(examined(links=links, ranks=Ranks(accelerator="cuda", measurements=found)))
     assert lines[1] == "Fit: no fault was found, and 10 modes run here"
     assert ["GPU0", "X", "NV4"] in [line.split() for line in lines]
     assert "all-reduce over 2 ranks, NCCL" in lines
@@ -341,7 +402,7 @@ def test_this_machine_is_fit_and_the_page_is_that_of_docs(tmp_path: Path, monkey
 
 def test_a_fault_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = Finding("Rank 1 computes wrongly.", "another machine", ALL_MODES)
-    monkeypatch.setattr(examination, "examine_ranks", lambda *_: (measured(), [wrong]))
+    monkeypatch.setattr(command, "examine_ranks", lambda *_: (measured(), [wrong]))
     result = run_here("doctor")
     assert result.status == 1
     assert "Not fit: 1 fault\n   1. Rank 1 computes wrongly.\n      another machine\n" in result.stdout

@@ -18,9 +18,7 @@ from torch import Tensor, nn
 from lit_cifar import ConfigError, LitResNet
 from lit_cifar.data.synthetic import Synthetic
 from lit_cifar.models import build_network
-from lit_cifar.tools.export import files
-from lit_cifar.tools.export.classifier import Classifier
-from lit_cifar.tools.export.files import FORMATS, trace
+from lit_cifar.tools.export import FORMATS, Classifier, trace
 
 MISSING = [name for name in FORMATS["onnx"].packages if importlib.util.find_spec(name) is None]
 KINDS = {name: kind for name, kind in FORMATS.items() if name == "torch" or not MISSING}
@@ -39,14 +37,8 @@ def export(checkpoint: Path, *more: str | Path) -> Result:
     return run_here("export", checkpoint, "--format=torch", *more)
 
 
-def logits_of(checkpoint: Path, images: Tensor) -> Tensor:
-    """With the normalisation written out."""
-    pixels = (images.float() / 255 - Synthetic.mean[0]) / Synthetic.std[0]
-    return LitResNet.load_from_checkpoint(checkpoint).eval()(pixels)
-
-
-def some_images(num: int) -> Tensor:
-    return torch.randint(0, 256, (num, 3, 32, 32), dtype=torch.uint8)
+def some_images(num: int, side: int = 32) -> Tensor:
+    return torch.randint(0, 256, (num, 3, side, side), dtype=torch.uint8)
 
 
 def refused(result: Result, *words: str) -> None:
@@ -69,10 +61,12 @@ def test_each_file_computes_by_itself_what_the_checkpoint_does(checkpoint: Path)
     assert record["classes"] == [*Synthetic.classes]
     assert record["images"].startswith("uint8 (n, 3, 32, 32)")
     assert {path.name for path in folder.iterdir()} == {"export.json", *record["files"]}
+    trained = LitResNet.load_from_checkpoint(checkpoint).eval()
     for kind in KINDS.values():
         network, entry = kind.load(folder / kind.file), record["files"][kind.file]
         for images in (some_images(1), some_images(7)):
-            torch.testing.assert_close(network(images), logits_of(checkpoint, images), rtol=1e-4, atol=1e-4)
+            expected = trained((images.float() / 255 - Synthetic.mean[0]) / Synthetic.std[0])
+            torch.testing.assert_close(network(images), expected, rtol=1e-4, atol=1e-4)
         assert 0.0 <= entry["largest_difference"] <= 1e-4
         assert entry["sha256"] == sha256((folder / kind.file).read_bytes()).hexdigest()
     refused(export(checkpoint), f"{folder} is not an empty folder", "--output FOLDER")
@@ -90,21 +84,14 @@ def test_onnx_names_its_axes(tmp_path: Path) -> None:
     assert (logits.name, logits.shape) == ("logits", ["batch", 4])
 
 
-@pytest.mark.parametrize(
-    "arch",
-    [
-        "vit_micro",
-        *(
-            pytest.param(arch, marks=pytest.mark.exhaustive)
-            for arch in ("resnet18", "resnet50", "wide_resnet50_2", "vit_tiny", "tiny_bottleneck")
-        ),
-    ],
-)
+MORE = ("resnet18", "resnet50", "wide_resnet50_2", "vit_tiny", "tiny_bottleneck")
+
+
+@pytest.mark.parametrize("arch", ["vit_micro", *(pytest.param(arch, marks=pytest.mark.exhaustive) for arch in MORE)])
 def test_every_network_can_be_traced(arch: Any, tmp_path: Path) -> None:
     network = build_network(arch, stem=None, num_classes=4, image_size=16).eval().requires_grad_(False)
     classifier = Classifier(network, mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.3))
-    program = trace(classifier, (3, 16, 16))
-    images = torch.randint(0, 256, (5, 3, 16, 16), dtype=torch.uint8)
+    program, images = trace(classifier, (3, 16, 16)), some_images(5, side=16)
     for kind in KINDS.values():
         (tmp_path / kind.file).write_bytes(kind.content(program))
         found = kind.load(tmp_path / kind.file)(images)
@@ -120,21 +107,16 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-def save_again(path: Path) -> None:
-    torch.save(torch.load(path, weights_only=True), path)
+DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a bit": (flip_a_bit, "is damaged: its content does not match the hash it carries"),
+    "saved again": (lambda path: torch.save(torch.load(path, weights_only=True), path), "carries no hash of its"),
+    "gone": (Path.unlink, "cannot be read: No such file"),
+}
 
 
-@pytest.mark.parametrize(
-    ("damage", "problem"),
-    [
-        (flip_a_bit, "is damaged: its content does not match the hash it carries"),
-        (save_again, "carries no hash of its content"),
-        (Path.unlink, "cannot be read: No such file"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
+@pytest.mark.parametrize(("damage", "problem"), DAMAGED.values(), ids=DAMAGED)
 def test_a_damaged_checkpoint_is_refused(
-    checkpoint: Path, tmp_path: Path, damage: Callable[[Path], None], problem: str
+    checkpoint: Path, tmp_path: Path, damage: Callable[[Path], Any], problem: str
 ) -> None:
     path = Path(shutil.copy(checkpoint, tmp_path))
     damage(path)
@@ -146,9 +128,8 @@ def test_a_file_that_computes_something_else_is_not_kept(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its network takes the red channel for the blue one."""
-    monkeypatch.setattr(
-        Classifier, "forward", lambda self, images: self.network((images.flip(1) - self.mean) / self.std)
-    )
+    swapped = lambda self, images: self.network((images.flip(1) - self.mean) / self.std)  # noqa: E731
+    monkeypatch.setattr(Classifier, "forward", swapped)
     result = export(checkpoint, f"--output={tmp_path / 'out'}")
     assert (result.status, result.stdout) == (1, "")
     assert "nothing was exported" in result.stderr
@@ -168,7 +149,7 @@ def test_a_full_disk_leaves_nothing(checkpoint: Path, tmp_path: Path, monkeypatc
 def test_onnx_without_its_packages_says_what_to_install(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "find_spec", lambda name: None)
+    monkeypatch.setattr("lit_cifar.tools.export.find_spec", lambda name: None)
     result = run_here("export", checkpoint, f"--output={tmp_path / 'out'}")
     refused(result, "onnx, onnxscript, onnxruntime", "pip install 'lit-cifar[export]'", "--format torch")
 
@@ -188,12 +169,9 @@ def test_own_network_and_pictures(tmp_path: Path) -> None:
     assert result.status == 0, result.stderr
     path, config = run / "checkpoints" / "last.ckpt", f"--config={run / 'config.yaml'}"
 
-    refused(
-        export(path, f"--data.root={pictures}"), "no code is run because a checkpoint names it", "own_networks.Chain"
-    )
-    refused(
-        export(path, *own[:1], f"--data.root={pictures}"), "(4, 3, 3, 3) in the checkpoint, (8, 3, 3, 3) in the model"
-    )
+    root = f"--data.root={pictures}"
+    refused(export(path, root), "no code is run because a checkpoint names it", "own_networks.Chain")
+    refused(export(path, own[0], root), "(4, 3, 3, 3) in the checkpoint, (8, 3, 3, 3) in the model")
     refused(export(path, *own[:2]), "there is no folder data", "--data.root=FOLDER", "config.yaml")
     moved = pictures.rename(tmp_path / "moved")
     refused(export(path, config), f"there is no folder {pictures}", "--data.root=FOLDER")

@@ -18,14 +18,14 @@ from parts import in_part
 from torch.distributed.run import get_args_parser
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.tools.commands.bench import bench_parser
-from lit_cifar.tools.commands.chaos import chaos_parser
-from lit_cifar.tools.commands.doctor import doctor_parser
-from lit_cifar.tools.commands.export import export_parser
-from lit_cifar.tools.commands.report import report_parser
-from lit_cifar.tools.commands.trace import trace_parser
-from lit_cifar.tools.commands.verify import verify_parser
+from lit_cifar.tools.bench.command import bench_parser
+from lit_cifar.tools.bench.trace import trace_parser
+from lit_cifar.tools.chaos.command import chaos_parser
+from lit_cifar.tools.doctor.command import doctor_parser
+from lit_cifar.tools.export import export_parser
 from lit_cifar.tools.modes import sized_modes
+from lit_cifar.tools.report.page import report_parser
+from lit_cifar.tools.verify.command import verify_parser
 from tests.mutations.__main__ import parser as mutations_parser
 
 OF_TODAY = sorted(

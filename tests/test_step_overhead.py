@@ -26,39 +26,27 @@ class StopAfter(Callback):
         trainer.should_stop = trainer.global_step == self.stop_after
 
 
-STOPPING = f"--trainer.callbacks+={__name__}.StopAfter"
-
-
-def rows(run: Path) -> list[dict[str, str]]:
-    with (run / "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def step_losses(run: Path) -> dict[int, str]:
-    """What was logged of single steps, by step, counted from 0."""
-    return {int(row["step"]): row["train/loss_step"] for row in rows(run) if row["train/loss_step"]}
-
-
 def test_logs_are_the_same_at_fewer_log_points(tmp_path: Path) -> None:
     """Also in the step after which a callback stops the run: Lightning logs it out of turn."""
-    for name, every in {"all": 1, "some": 2}.items():
-        flags = [STOPPING, "--trainer.callbacks.stop_after=3", f"--trainer.log_every_n_steps={every}"]
-        assert run_here("fit", *TINY, *flags, f"--run_dir={tmp_path / name}").status == 0
-    of_all, of_some = step_losses(tmp_path / "all"), step_losses(tmp_path / "some")
-    assert [*of_all] == [0, 1, 2]
-    assert of_some == {step: of_all[step] for step in (1, 2)}
-    assert rows(tmp_path / "all")[-1]["train/loss"] == rows(tmp_path / "some")[-1]["train/loss"] != ""
+    stop = [f"--trainer.callbacks+={__name__}.StopAfter", "--trainer.callbacks.stop_after=3"]
+    epochs, steps = [], []
+    for every in (1, 2):
+        run = tmp_path / str(every)
+        assert run_here("fit", *TINY, *stop, f"--trainer.log_every_n_steps={every}", f"--run_dir={run}").status == 0
+        with (run / "metrics.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        steps.append({int(row["step"]): row["train/loss_step"] for row in rows if row["train/loss_step"]})
+        epochs.append(rows[-1]["train/loss"])
+    assert [*steps[0]] == [0, 1, 2]
+    assert steps[1] == {step: steps[0][step] for step in (1, 2)}
+    assert epochs[0] == epochs[1] != ""
 
 
 @short
 def test_lightning_logs_no_step_that_nobody_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
     log = LightningModule.log
-
-    def noting(module: LightningModule, name: str, *args: Any, **kwargs: Any) -> None:
-        names.append(name)
-        log(module, name, *args, **kwargs)
-
+    noting = lambda module, name, *args, **kwargs: names.append(name) or log(module, name, *args, **kwargs)  # noqa: E731
     monkeypatch.setattr(LightningModule, "log", noting)
     module = LitResNet("tiny", stem="imagenet")
     assert module.step_metrics() == {}

@@ -35,9 +35,8 @@ def test_a_resumed_fit_says_from_where_and_an_evaluation_begins_with_our_line(tm
     assert run_here("fit", *flags, f"--run_dir={run}").status == 0
     again = launch("fit", *flags, f"--run_dir={run}", "--resume=auto", "--trainer.max_epochs=2")
     assert again.stderr == f"--resume=auto: resuming from {run}/checkpoints/last.ckpt\n"
-    tested = launch(
-        "test", *flags, f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}", f"--run_dir={tmp_path / 'test'}"
-    )
+    best = f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}"
+    tested = launch("test", *flags, best, f"--run_dir={tmp_path / 'test'}")
     assert tested.stderr == ""
     assert tested.stdout.startswith("mode ")
 

@@ -38,7 +38,7 @@ from lit_cifar.data.pictures import FORMATS, read_image
 from lit_cifar.errors import CheckpointError, DataError, printable
 from lit_cifar.reporting import output
 from lit_cifar.reporting.files import replace_split
-from lit_cifar.tools.html_report.run_reader import read_table
+from lit_cifar.tools.report.run_reader import read_table
 
 REPOSITORY = Path(lit_cifar.__file__).parents[1]
 # What unpickles or could be made to, readers of checkpoints without `weights_only=True`, and what runs a text.

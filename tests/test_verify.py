@@ -23,8 +23,8 @@ from verifying import TINY, settings
 from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.errors import ConfigError
 from lit_cifar.task.module import LitResNet
-from lit_cifar.tools.commands.verify import _verify, verify, verify_parser
 from lit_cifar.tools.modes import chosen, sized_modes
+from lit_cifar.tools.verify.command import _verify, verify, verify_parser
 from lit_cifar.tools.verify.comparison import (
     EXACT_BOUND,
     KINDS,
@@ -609,7 +609,7 @@ def test_the_json_file_has_the_findings_that_are_not_printed(
 ) -> None:
     problems = [f"step {number}: wrong" for number in range(1, 8)]
     row = VerifiedMode("ddp", "one device", outcome="failed", problems=problems)
-    monkeypatch.setattr("lit_cifar.tools.commands.verify.verify", lambda *args, **kwargs: [row])
+    monkeypatch.setattr("lit_cifar.tools.verify.command.verify", lambda *args, **kwargs: [row])
     content = _verify(verify_parser().parse_args([]), [])
     assert content["rows"][0]["problems"] == problems
     assert "ddp: step 5: wrong\nddp: 2 more findings: see --json FILE\n" in capsys.readouterr().out

@@ -18,7 +18,7 @@ import lightning as L
 import torch
 
 from lit_cifar.checkpoint.callbacks import StepBoundary
-from lit_cifar.tools.commands.terminal import about
+from lit_cifar.tools.terminal import about
 
 WARMUP = 20
 

@@ -15,10 +15,9 @@ from statistics import fmean, stdev
 from typing import Any
 
 from fit_and_test import fit_and_test
-from run_record import complete
+from run_record import complete, run_script, with_seeds
 
-from lit_cifar.cli.usage_errors import cli_exit
-from lit_cifar.tools.commands.terminal import say
+from lit_cifar.tools.terminal import say
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "reproduce"
 TIMEOUT_S = 24 * 3600.0
@@ -96,15 +95,9 @@ def main(output: Path, flags: list[str], *, seeds: int, at_once: int = 1) -> Non
 
 
 def parser() -> argparse.ArgumentParser:
-    """The script's own arguments; the others go to `fit`."""
     parser = argparse.ArgumentParser(description="Train all runs of the articles with several seeds, and test each.")
-    parser.add_argument("output", type=Path, help="JSON file to write")
-    parser.add_argument("--seeds", type=int, default=5, help="runs of each kind")
-    parser.add_argument("--at_once", type=int, default=1, help="runs at a time")
-    return parser
+    return with_seeds(parser, what="runs of each kind")
 
 
 if __name__ == "__main__":
-    arguments, rest = parser().parse_known_args()
-    with cli_exit():
-        main(arguments.output, rest, seeds=arguments.seeds, at_once=arguments.at_once)
+    run_script(parser(), main)

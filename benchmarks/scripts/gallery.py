@@ -24,8 +24,8 @@ import torch
 from matplotlib.figure import Figure
 
 from analysis.run_frames import RED
-from lit_cifar.tools.commands.terminal import about
 from lit_cifar.tools.modes import sized_modes
+from lit_cifar.tools.terminal import about
 from lit_cifar.tools.verify.runs import quiet, run
 from tests.mutations.catalogue import OF_MODES, on_python_path, planting_flags
 from tests.mutations.planting import Mutation

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import lightning as L
 
-from lit_cifar.tools.commands.terminal import about
+from lit_cifar.tools.terminal import about
 
 STEPS = 20
 # In float64 and with small steps: a network with fresh weights magnifies rounding, the more the larger its steps are

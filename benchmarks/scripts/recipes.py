@@ -14,10 +14,9 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from fit_and_test import fit_and_test
-from run_record import complete
+from run_record import complete, run_script, with_seeds
 
-from lit_cifar.cli.usage_errors import cli_exit
-from lit_cifar.tools.commands.terminal import say
+from lit_cifar.tools.terminal import say
 
 HERE = Path(__file__).parent
 RECIPES = HERE.parents[1] / "configs" / "recipes"
@@ -91,16 +90,11 @@ def main(recipe: str, output: Path, flags: list[str], *, seeds: int, at_once: in
 
 
 def parser() -> argparse.ArgumentParser:
-    """The script's own arguments; the others go to `fit`."""
+    """The first seed is timed alone."""
     parser = argparse.ArgumentParser(description="Train a recipe with several seeds and test each run.")
     parser.add_argument("recipe", choices=sorted(path.stem for path in RECIPES.glob("*.yaml")))
-    parser.add_argument("output", type=Path, help="JSON file to write")
-    parser.add_argument("--seeds", type=int, default=5, help="runs")
-    parser.add_argument("--at_once", type=int, default=1, help="runs at a time behind the first, which is timed alone")
-    return parser
+    return with_seeds(parser, what="runs")
 
 
 if __name__ == "__main__":
-    arguments, rest = parser().parse_known_args()
-    with cli_exit():
-        main(arguments.recipe, arguments.output, rest, seeds=arguments.seeds, at_once=arguments.at_once)
+    run_script(parser(), main)

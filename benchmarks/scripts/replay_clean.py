@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from lit_cifar import Replay
-from lit_cifar.tools.commands.terminal import about
+from lit_cifar.tools.terminal import about
 
 PROCESSES = {1: 50, 2: 110, 3: 50}  # how many trainings each
 STEPS = 3

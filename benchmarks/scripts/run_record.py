@@ -1,13 +1,15 @@
-"""A record of runs: JSON that is written after every run, and continued where it ends."""
+"""A record of runs: JSON that is written after every run, and continued where it ends; and scripts that make one."""
 
+import argparse
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
+from lit_cifar.cli.usage_errors import cli_exit
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.signals import handlers_put_back
-from lit_cifar.tools.commands.terminal import about, exit_orderly_when_terminated
+from lit_cifar.tools.terminal import about, exit_orderly_when_terminated
 from lit_cifar.tools.verify.runs import workers
 
 Case = TypeVar("Case")
@@ -39,8 +41,9 @@ def complete(
     record: Row = about() | settings | {"rows": []}
     if output.exists():
         record = json.loads(output.read_text())
-        if settings != {name: record.get(name) for name in settings}:
-            raise ConfigError(f"{output} has been made with other flags", remedy="repeat them, or name a new file")
+        if other := [name for name, value in settings.items() if record.get(name) != value]:
+            problem = f"{output} has been made with other {', '.join(other)}"
+            raise ConfigError(problem, remedy="repeat them, or name a new file")
     with handlers_put_back(), workers(at_once) as pool:
         exit_orderly_when_terminated()
         for row in pool.map(train, cases[len(record["rows"]) :]):
@@ -49,3 +52,18 @@ def complete(
             tell(row)
     rows: list[Row] = record["rows"]
     return rows
+
+
+def with_seeds(parser: argparse.ArgumentParser, *, what: str) -> argparse.ArgumentParser:
+    """The parser of a script whose other arguments go to `fit`; `what` it trains with each seed."""
+    parser.add_argument("output", type=Path, help="JSON file to write")
+    parser.add_argument("--seeds", type=int, default=5, help=what)
+    parser.add_argument("--at_once", type=int, default=1, help="runs at a time")
+    return parser
+
+
+def run_script(parser: argparse.ArgumentParser, main: Callable[..., None]) -> None:
+    """Call `main` with the options, and with the other arguments as `flags`; mistakes are answered in a few lines."""
+    options, flags = parser.parse_known_args()
+    with cli_exit():
+        main(flags=flags, **vars(options))

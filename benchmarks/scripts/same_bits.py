@@ -5,17 +5,16 @@ again completes it. With `--at_once=2`, modes of one process fill two cores: eac
 """
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from run_record import complete, run_script
+
 from lit_cifar.checkpoint.files import DIGESTS
-from lit_cifar.cli.usage_errors import cli_exit
-from lit_cifar.errors import ConfigError
-from lit_cifar.tools.commands.terminal import about, say
 from lit_cifar.tools.modes import SizedMode, sized_modes
-from lit_cifar.tools.verify.runs import quiet, refuse_if_invalid, run, workers
+from lit_cifar.tools.terminal import about, say
+from lit_cifar.tools.verify.runs import quiet, refuse_if_invalid, run
 
 PARTS = 4
 MODES = {
@@ -55,37 +54,28 @@ def trained(mode: SizedMode, precision: str, flags: list[str]) -> dict[str, Any]
     return found | {"sha256": last.split()[0], "seconds": round(outcome.seconds, 1)}
 
 
-def rows_of(output: Path, record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The finished runs in OUTPUT.
-
-    Raises:
-        ConfigError: they are runs of other flags, of another commit or of another machine.
-    """
-    before = json.loads(output.read_text())
-    if differing := [key for key, value in record.items() if key not in ("rows", "started") and before[key] != value]:
-        raise ConfigError(f"{output} has runs with other {', '.join(differing)}.", remedy="name another file")
-    rows: list[dict[str, Any]] = before["rows"]
-    return rows
-
-
 def main(output: Path, flags: list[str], *, precisions: list[str], at_once: int = 1) -> None:
-    record: dict[str, Any] = about() | {"parts": PARTS, "flags": [*FLAGS, *flags], "rows": []}
-    if output.exists():
-        record["rows"] = rows_of(output, record)
-    finished = {(row["precision"], row["mode"], row["devices"]) for row in record["rows"]}
-    missing = [
-        (mode, precision)
+    """Runs of another commit or machine, or of other flags, are not continued."""
+    cases = [
+        (sized_modes(devices)[name].with_parts(), precision)
         for precision in precisions
         for devices, names in MODES.items()
-        for mode in (sized_modes(devices)[name].with_parts() for name in names)
-        if (precision, mode.name, mode.devices) not in finished
+        for name in names
     ]
-    with workers(at_once) as pool:
-        for row in pool.map(lambda which: trained(which[0], which[1], flags), missing):
-            record["rows"].append(row)
-            output.write_text(json.dumps(record, indent=1) + "\n")
-            place = f"{row['precision']} {row['mode']} on {row['devices']}"
-            say(f"{place}: {row['sha256'][:16]} after {row['seconds']:.0f} s")
+
+    def tell(row: dict[str, Any]) -> None:
+        place = f"{row['precision']} {row['mode']} on {row['devices']}"
+        say(f"{place}: {row['sha256'][:16]} after {row['seconds']:.0f} s")
+
+    here = {name: value for name, value in about().items() if name not in ("started", "command")}
+    complete(
+        output,
+        cases,
+        lambda case: trained(*case, flags),
+        settings=here | {"parts": PARTS, "flags": [*FLAGS, *flags]},
+        tell=tell,
+        at_once=at_once,
+    )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -98,6 +88,4 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    options, rest = parser().parse_known_args()
-    with cli_exit():
-        main(options.output, rest, precisions=options.precisions, at_once=options.at_once)
+    run_script(parser(), main)

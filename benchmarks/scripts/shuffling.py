@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from fit_and_test import fit_and_test
-from run_record import complete
+from run_record import complete, run_script, with_seeds
 
-from lit_cifar.cli.usage_errors import cli_exit
-from lit_cifar.tools.commands.terminal import say
+from lit_cifar.tools.terminal import say
 
 PROCESSES = (1, 2, 4)
 TIMEOUT_S = 3600.0
@@ -69,15 +68,9 @@ def main(output: Path, flags: list[str], *, seeds: int, at_once: int = 1) -> Non
 
 
 def parser() -> argparse.ArgumentParser:
-    """The script's own arguments; the others go to `fit`."""
     parser = argparse.ArgumentParser(description="Train with another order in every epoch and with one order.")
-    parser.add_argument("output", type=Path, help="JSON file to write")
-    parser.add_argument("--seeds", type=int, default=5, help="pairs of runs for each number of processes")
-    parser.add_argument("--at_once", type=int, default=1, help="runs at a time, each of which computes with one thread")
-    return parser
+    return with_seeds(parser, what="pairs of runs for each number of processes")
 
 
 if __name__ == "__main__":
-    arguments, rest = parser().parse_known_args()
-    with cli_exit():
-        main(arguments.output, rest, seeds=arguments.seeds, at_once=arguments.at_once)
+    run_script(parser(), main)

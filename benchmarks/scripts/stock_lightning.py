@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchvision.transforms import v2
 
 from lit_cifar.data.cifar10 import Cifar10
-from lit_cifar.tools.commands.terminal import about
+from lit_cifar.tools.terminal import about
 
 STEPS, GLOBAL_BATCH, LEARNING_RATE, MOMENTUM = 100, 128, 0.02, 0.9
 RUNS = [(1, 0), (2, 0), (4, 0), (1, 1)]  # processes and seed; the last shows what another seed changes

@@ -1,7 +1,7 @@
 """What `--virtual_replicas` costs a step, in time and in memory: `benchmarks/scripts/virtual_replicas.py OUTPUT`.
 
 ResNet34 with torchvision's stem on synthetic images, in float32. One device with one thread, and `ddp` on two processes
-with one thread each, without the option and with 1, 2, 4 and 8 parts. For the time all runs are alive and take turns.
+with one thread each, without the option and with 1, 2, 4 and 8 parts. All take turns.
 Memory is that of the fullest process: the most by which it grows once the training begins.
 """
 
@@ -13,70 +13,59 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lit_cifar.tools.bench.measurements import interleaved
+from lit_cifar.tools.bench import interleaved
 from lit_cifar.tools.bench.memory import FILES
-from lit_cifar.tools.bench.timed_runs import TimedRun, interleaved_runs
-from lit_cifar.tools.commands.terminal import about, say
-from lit_cifar.tools.verify.runs import refuse_if_invalid, run
+from lit_cifar.tools.bench.mode_speed import images_per_s
+from lit_cifar.tools.terminal import about, say
 
 BATCH_SIZE, STEPS = 128, 3
 PARTS = {1: (None, 1, 2, 4, 8), 2: (None, 2, 4, 8)}  # by the number of processes
 WHAT = ("time", "memory")
 
 
-def fit(processes: int, parts: int | None, *, rounds: int) -> TimedRun:
-    """A run that is long enough for all turns."""
-    num_train = BATCH_SIZE * (1 + STEPS) * (rounds + 1)
-    flags = ["--model.stem=imagenet", "--data.dataset=synthetic", "--data.val_size=0", f"--data.num_train={num_train}"]
-    flags += [f"--data.batch_size={BATCH_SIZE}", "--data.eval_batch_size=8", "--trainer.accelerator=cpu"]
-    flags += ["--trainer.enable_progress_bar=false"]
-    flags += [f"--trainer.devices={processes}"] + (["--trainer.strategy=ddp"] if processes > 1 else [])
-    flags += [] if parts is None else [f"--virtual_replicas={parts}"]
-    return TimedRun(flags=flags, num_ranks=processes)
+def flags_of(processes: int, parts: int | None) -> list[str]:
+    flags = ["--model.stem=imagenet", "--data.eval_batch_size=8", f"--trainer.devices={processes}"]
+    flags += ["--trainer.strategy=ddp"] if processes > 1 else []
+    return flags + ([] if parts is None else [f"--virtual_replicas={parts}"])
 
 
-def prices(fits: dict[str, TimedRun], folder: Path, *, rounds: int) -> dict[str, dict[str, Any]]:
-    """Seconds of a step, and how many times as long as without the option in the same round."""
-    with interleaved_runs(fits, folder=folder) as seconds:
-        for name in fits:
-            seconds(name, steps=1, skip=1)
-        times = {name: partial(seconds, name, steps=STEPS, skip=1) for name in fits}
-        found = interleaved(times, rounds=rounds)
-    return {name: {"step_s": own.tolist(), "price": (own / found["None"]).tolist()} for name, own in found.items()}
+def step_s(processes: int, parts: int | None, more: tuple[str, ...] = (), *, folder: Path) -> float:
+    """Seconds of a step, by a run of its own."""
+    flags = [*flags_of(processes, parts), *more]
+    return BATCH_SIZE / images_per_s(flags, batch_size=BATCH_SIZE, steps=STEPS, folder=folder, ranks=processes)
 
 
-def peak_mib(fit: TimedRun, folder: Path) -> float:
-    """The peak of the fullest process in a run of some steps."""
-    flags = [*fit.flags, f"--trainer.max_steps={STEPS}", "--trainer.max_epochs=-1", f"--run_dir={folder / 'run'}"]
-    flags += ["--trainer.callbacks+=lit_cifar.tools.bench.memory.TrainingMemory", "--figures.every_n_epochs=0"]
-    refuse_if_invalid(run("fit", *flags, folder=folder, num_ranks=fit.num_ranks))
+def peak_mib(processes: int, parts: int | None, *, folder: Path) -> float:
+    """The peak of the fullest process in such a run."""
+    step_s(processes, parts, ("--trainer.callbacks+=lit_cifar.tools.bench.memory.TrainingMemory",), folder=folder)
     found = [json.loads(file.read_text())["resident_peak_bytes"] for file in (folder / "run").glob(FILES)]
     return round(max(found) / 2**20, 1)
 
 
-def peaks(fits: dict[str, TimedRun], folder: Path, *, rounds: int) -> dict[str, dict[str, Any]]:
-    """MiB of each round."""
-    found: dict[str, list[float]] = {name: [] for name in fits}
-    for turn in range(rounds):
-        for name, one in fits.items():
-            with tempfile.TemporaryDirectory(prefix=f"{turn}-{name}-", dir=folder) as own:
-                found[name].append(peak_mib(one, Path(own)))
-    return {name: {"peak_mib": values} for name, values in found.items()}
+def measured(processes: int, *, what: tuple[str, ...], rounds: int) -> dict[int | None, dict[str, list[float]]]:
+    """By parts, a number for each round: time, that time over the one without the option, and memory."""
+
+    def in_folder(measure: Any, parts: int | None) -> float:
+        with tempfile.TemporaryDirectory(prefix="virtual-replicas-") as folder:
+            return float(measure(processes, parts, folder=Path(folder)))
+
+    rows: dict[int | None, dict[str, list[float]]] = {parts: {} for parts in PARTS[processes]}
+    for name, measure in {"time": step_s, "memory": peak_mib}.items():
+        if name in what:
+            calls = {str(parts): partial(in_folder, measure, parts) for parts in rows}
+            found = interleaved(calls, rounds=rounds)
+            for parts, row in rows.items():
+                own = found[str(parts)]
+                times = {"step_s": own.tolist(), "price": (own / found["None"]).tolist()}
+                row |= times if name == "time" else {"peak_mib": own.tolist()}
+    return rows
 
 
 def main(output: Path, *, what: tuple[str, ...] = WHAT, rounds: int = 5) -> None:
     sizes = {"batch_size": BATCH_SIZE, "rounds": rounds, "steps_of_a_round": STEPS}
     record: dict[str, Any] = about() | sizes | {"rows": []}
-    for processes, all_parts in PARTS.items():
-        fits = {str(parts): fit(processes, parts, rounds=rounds) for parts in all_parts}
-        with tempfile.TemporaryDirectory(prefix="virtual-replicas-") as name:
-            folders = {measure: Path(name) / measure for measure in what}
-            for folder in folders.values():
-                folder.mkdir()
-            price = prices(fits, folders["time"], rounds=rounds) if "time" in what else {}
-            peak = peaks(fits, folders["memory"], rounds=rounds) if "memory" in what else {}
-        for parts in all_parts:
-            row = price.get(str(parts), {}) | peak.get(str(parts), {})
+    for processes in PARTS:
+        for parts, row in measured(processes, what=what, rounds=rounds).items():
             record["rows"].append({"processes": processes, "parts": parts} | row)
             medians = ", ".join(f"{name} {median(values):.2f}" for name, values in row.items())
             say(f"{processes} processes, {parts} parts: {medians}")

@@ -13,11 +13,10 @@ from typing import Any
 
 import notebooks_path  # noqa: F401  # for `analysis`
 from fit_and_test import fit_and_test
-from run_record import complete
+from run_record import complete, run_script, with_seeds
 
 from analysis.comparing_runs import paired
-from lit_cifar.cli.usage_errors import cli_exit
-from lit_cifar.tools.commands.terminal import say
+from lit_cifar.tools.terminal import say
 
 PARTS = 4
 TIMEOUT_S = 4 * 3600.0
@@ -85,15 +84,9 @@ def main(output: Path, flags: list[str], *, seeds: int, at_once: int = 1) -> Non
 
 
 def parser() -> argparse.ArgumentParser:
-    """The script's own arguments; the others go to `fit`."""
     parser = argparse.ArgumentParser(description="Train seeds with and without virtual replicas.")
-    parser.add_argument("output", type=Path, help="JSON file to write")
-    parser.add_argument("--seeds", type=int, default=5, help="pairs of runs")
-    parser.add_argument("--at_once", type=int, default=1, help="runs at a time, each of which computes with one thread")
-    return parser
+    return with_seeds(parser, what="pairs of runs")
 
 
 if __name__ == "__main__":
-    options, rest = parser().parse_known_args()
-    with cli_exit():
-        main(options.output, rest, seeds=options.seeds, at_once=options.at_once)
+    run_script(parser(), main)

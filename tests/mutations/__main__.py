@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from lit_cifar.reporting.output import without_banners
-from lit_cifar.tools.commands.terminal import about, console, exit_orderly_when_terminated, say, writable, write_json
-from lit_cifar.tools.commands.verify import RULES
+from lit_cifar.tools.terminal import about, console, exit_orderly_when_terminated, say, writable, write_json
+from lit_cifar.tools.verify.command import RULES
 from lit_cifar.tools.verify.configuration import EXACT
 from tests.mutations.catalogue import BY_NAME, on_python_path
 from tests.mutations.self_test import NUM_PARTS, Finding, findings_table, self_test

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.tools.commands import terminal
+from lit_cifar.tools import terminal
 from lit_cifar.tools.modes import SizedMode, sized_modes
 from lit_cifar.tools.verify.configuration import EXACT, Configuration
 from lit_cifar.tools.verify.judge import RESUMED

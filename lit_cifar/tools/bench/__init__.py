@@ -1,6 +1,80 @@
-"""`bench`: what training costs on this machine.
+"""`python -m lit_cifar bench`: what training costs on this machine.
 
 Each section is a module with a function `measure`, which takes `Settings` and returns rows of the table. Machines
-differ and are noisy, so a row compares things that were measured in turn in the same run. `step_trace` and the modules
-around it record one step, for `bench trace`.
+differ and are noisy, so a row compares things that were measured in turn in the same run. `trace` and `step_trace`
+record one step, for `bench trace`.
 """
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lit_cifar.models import Arch
+from lit_cifar.tools.verify.runs import REFUSED, run
+
+Values = NDArray[np.float64]  # a repeated measurement: a number for each round
+Unit = Literal["x", "s", "us", "img/s"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """On what is measured, and how often."""
+
+    folder: Path  # exists; runs write below it
+    rounds: int = 5  # how often each of the things that are compared is timed
+    small: bool = False  # few layers, images and steps: the figures then say nothing about a machine
+
+    @property
+    def arch(self) -> Arch:
+        return "tiny" if self.small else "resnet34"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement."""
+
+    name: str  # what is compared with what
+    unit: Unit
+    values: Values
+    note: str = ""  # on what it depends
+
+    @property
+    def quartiles(self) -> tuple[float, float, float]:
+        """The middle half and the median of the values: low, median, high."""
+        low, median, high = map(float, np.quantile(self.values, [0.25, 0.5, 0.75]))
+        return low, median, high
+
+    def to_json(self) -> dict[str, Any]:
+        found = dict(zip(("low", "median", "high"), self.quartiles, strict=True))
+        return asdict(self) | found | {"values": self.values.tolist()}
+
+
+def interleaved(measurements: Mapping[str, Callable[[], float]], *, rounds: int) -> dict[str, Values]:
+    """What each measurement returns, once in every round.
+
+    Every other round goes through them backwards, so that what slows the machine down steadily favours none.
+    """
+    names = list(measurements)
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        for name in names if turn % 2 == 0 else reversed(names):
+            found[name].append(measurements[name]())
+    return {name: np.array(values) for name, values in found.items()}
+
+
+def fit(words: Sequence[str], *, folder: Path, threads: int = 1, num_ranks: int = 1) -> None:
+    """`python -m lit_cifar fit`, see `verify.runs.run`.
+
+    Raises:
+        ConfigError: It refuses the user's flags.
+        RuntimeError: It failed.
+    """
+    outcome = run("fit", *words, folder=folder, threads=threads, num_ranks=num_ranks)
+    if outcome.status == REFUSED:
+        raise outcome.refusal
+    if outcome.status != 0:
+        raise RuntimeError(f"fit {' '.join(words)} failed: {outcome.last_words}")

@@ -19,7 +19,7 @@ from torchvision import transforms
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.images import ImageSet
 from lit_cifar.data.loader import BatchLoader
-from lit_cifar.tools.bench.measurements import Row, Settings, interleaved
+from lit_cifar.tools.bench import Row, Settings, interleaved
 
 _BATCH = 128
 _NUM_IMAGES = 50_000  # as many as CIFAR-10 has, so that they fill no cache

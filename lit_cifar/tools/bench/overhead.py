@@ -2,8 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from copy import deepcopy
 from os import cpu_count
 from pathlib import Path
@@ -20,8 +19,7 @@ from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.images import Batch
 from lit_cifar.task.module import LitResNet
 from lit_cifar.task.optim import WarmupDecay
-from lit_cifar.tools.bench.measurements import Row, Settings, Values
-from lit_cifar.tools.verify.runs import run
+from lit_cifar.tools.bench import Row, Settings, Values, fit
 
 _MANY = 10**6  # optimizer steps
 _SKIPPED = 2  # turns at the start
@@ -33,27 +31,21 @@ def measure(settings: Settings) -> list[Row]:
     Raises:
         RuntimeError: A run failed.
     """
-    return [_one_layer(settings), _resnet34(settings)]
-
-
-def _one_layer(settings: Settings) -> Row:
-    """All that is not the network."""
+    # All that is not the network.
     turns = (1 if settings.small else 6) * settings.rounds
-    fit, plain = _in_turn(settings, [f"--model.network={__name__}.Small"], turns=turns, steps=50, batch_size=16)
+    ours, plain = _in_turn(settings, [f"--model.network={__name__}.Small"], turns=turns, steps=50, batch_size=16)
     name = "a step of fit, with all logs, over a plain PyTorch loop, a network of one layer"
-    return Row(name, "us", 1e6 * (fit - plain), f"the plain loop takes {1e6 * np.median(plain):,.0f} us a step")
-
-
-def _resnet34(settings: Settings) -> Row:
+    bare = Row(name, "us", 1e6 * (ours - plain), f"the plain loop takes {1e6 * np.median(plain):,.0f} us a step")
+    # What a user pays.
     on_gpu = torch.cuda.is_available()
     stem, batch_size, precision = ("cifar", 512, "bf16-mixed") if on_gpu else ("imagenet", 128, "32-true")
     flags = [f"--model.arch={settings.arch}", f"--model.stem={stem}", f"--trainer.precision={precision}"]
     flags.append(f"--model.channels_last={str(on_gpu).lower()}")
     steps, threads = 30 if on_gpu else 3, cpu_count() or 1
-    fit, plain = _in_turn(settings, flags, turns=settings.rounds, steps=steps, batch_size=batch_size, threads=threads)
+    ours, plain = _in_turn(settings, flags, turns=settings.rounds, steps=steps, batch_size=batch_size, threads=threads)
     about = f"{stem} stem, batch {batch_size}, {precision}, {'channels_last' if on_gpu else 'contiguous'}"
     name = f"time of a step of fit over that of a plain loop, ResNet34, {about}"
-    return Row(name, "x", fit / plain, f"the plain loop takes {1e3 * np.median(plain):,.0f} ms a step")
+    return [bare, Row(name, "x", ours / plain, f"the plain loop takes {1e3 * np.median(plain):,.0f} ms a step")]
 
 
 def _in_turn(
@@ -67,11 +59,9 @@ def _in_turn(
     words += [f"--data.num_train={batch_size * steps * (turns + _SKIPPED)}"]
     words += [f"--trainer.callbacks+={__name__}.InTurn", f"--trainer.callbacks.steps={steps}"]
     words += [f"--trainer.callbacks.file={folder / 'turns'}", f"--run_dir={folder / 'run'}"]
-    outcome = run("fit", *words, folder=folder, threads=threads)
-    if outcome.status != 0:
-        raise RuntimeError(f"fit {' '.join(words)} failed: {outcome.last_words}")
-    fit, plain = np.array(json.loads((folder / "turns").read_text())).T
-    return fit, plain
+    fit(words, folder=folder, threads=threads)
+    of_fit, of_plain = np.array(json.loads((folder / "turns").read_text())).T
+    return of_fit, of_plain
 
 
 class Small(nn.Sequential):
@@ -96,14 +86,14 @@ class InTurn(Callback):
         self._turns: list[tuple[float, float]] = []
         self._since = 0.0
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx % self.steps == 0:
-            fit = self._elapsed(pl_module.device)
+            ours = self._elapsed(pl_module.device)
             if self._plain is None:
-                self._plain = PlainLoop.copying(trainer, pl_module)
+                self._plain = PlainLoop(deepcopy(pl_module.network), trainer, pl_module)
             self._since = perf_counter()
             self._plain.run(self.steps)
-            self._turns.append((fit, self._elapsed(pl_module.device)))
+            self._turns.append((ours, self._elapsed(pl_module.device)))
             self._since = perf_counter()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -117,45 +107,29 @@ class InTurn(Callback):
 
 
 class PlainLoop:
-    """Trains `network` on the batches of `data`, with the optimizer, the schedule and the layout of `module`.
+    """Trains `network` as the Trainer trains that of `module`: data, optimizer, schedule, precision and layout.
 
-    Loss and accuracy are summed on the device and read every `log_every_n_steps`. `precision` gives the context of a
-    forward pass, autocast say.
+    Loss and accuracy are summed on the device, and read wherever the Trainer logs.
     """
 
-    def __init__(
-        self,
-        network: nn.Module,
-        module: LitResNet,
-        data: CIFAR10DataModule,
-        *,
-        log_every_n_steps: int,
-        precision: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
+    def __init__(self, network: nn.Module, trainer: Any, module: LitResNet) -> None:
         self.network = network.train()
         self._layout = torch.channels_last if module.channels_last else torch.contiguous_format
-        self._precision = precision
+        self._precision = trainer.precision_plugin.forward_context
         self.optimizer = module.make_optimizer(network.parameters())
         self.scheduler: Any = module.make_lr_scheduler(self.optimizer)
         if isinstance(self.scheduler, WarmupDecay):
             self.scheduler.set_total_steps(_MANY)
-        self.log_every_n_steps = log_every_n_steps
+        self.log_every_n_steps = trainer.log_every_n_steps
         self.logged: list[tuple[float, float]] = []  # mean loss and accuracy since the beginning
-        self._batches = _forever(data)
-        device = next(network.parameters()).device
+        self._batches = _forever(trainer.datamodule)
+        device, source = next(network.parameters()).device, trainer.datamodule.source
         self._mean, self._std = (
-            255 * torch.tensor(each, device=device)[:, None, None] for each in (data.source.mean, data.source.std)
+            255 * torch.tensor(each, device=device)[:, None, None] for each in (source.mean, source.std)
         )
         self._loss = torch.zeros((), device=device)
         self._right = torch.zeros((), dtype=torch.int64, device=device)
         self._images = self._steps = 0
-
-    @classmethod
-    def copying(cls, trainer: Any, module: Any) -> "PlainLoop":
-        """One that trains a copy of what the Trainer trains, in the same precision."""
-        every, precision = trainer.log_every_n_steps, trainer.precision_plugin.forward_context
-        data = trainer.datamodule
-        return cls(deepcopy(module.network), module, data, log_every_n_steps=every, precision=precision)
 
     def run(self, steps: int) -> None:
         for _ in range(steps):

@@ -22,9 +22,10 @@ from torch.profiler import profile, record_function
 from lit_cifar.errors import ConfigError
 from lit_cifar.strategies.mesh import local_part
 from lit_cifar.tools.bench.memory import optimizer_bytes, trained_bytes
-from lit_cifar.tools.bench.step_events import STAGE, STEP
 from lit_cifar.tools.bench.timeline import Recorder, observe_stages
 
+STEP = "one training step"  # what the recorded step is called among the events
+STAGE = "stage"  # the category of a stage's work on a microbatch, in modes that have stages
 _PLAIN, _COUNTED, _PROFILED, _RECORDED, NUM_STEPS = range(2, 7)  # optimizer steps before each of them begins
 
 

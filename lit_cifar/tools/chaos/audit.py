@@ -1,30 +1,119 @@
-"""Compares a training that was hit with the baseline run: its samples, its end, its metrics.
+"""The samples that every process trains on, and how a training that was hit compares with the baseline run.
 
-A job that is killed runs some steps again. Of every optimizer step only the last run counts: earlier ones came after
-the checkpoint from which the job resumed, and were lost with the process.
+The log is written so that killing a process loses none of it. A job that is killed runs some steps again. Of every
+optimizer step only the last run counts: earlier ones came after the checkpoint from which the job resumed, and were
+lost with the process. The ends of both runs and their metrics are compared too.
 """
 
 import csv
+import json
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import lightning as L
 import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from lit_cifar.tools.chaos.sample_log import LoggedStep, Start
+from lit_cifar.data.batch_split import BatchSplit
+from lit_cifar.data.images import Batch
 from lit_cifar.tools.verify.comparison import difference
 
+# Environment variable: how often the job was launched; torchrun counts its own restarts.
+LAUNCH = "LIT_CIFAR_CHAOS_LAUNCH"
 RESIZED_BOUND = 1e-5  # how much a resized training may differ: another number of processes changes the rounding of sums
 _CLOCKED = "per_s"  # suffix of the metrics that depend on the speed of the machine
 
+# Which start of the processes: how often the job was launched, how often torchrun restarted it since.
+Start: TypeAlias = tuple[int, int]
 StepKey: TypeAlias = tuple[int, int]  # epoch and optimizer step
 Batches: TypeAlias = dict[StepKey, list[int]]  # the ids of the global batch of every step, by data-parallel rank
+
+
+class LoggedStep(NamedTuple):
+    """One loader step of one process, once the process has finished it."""
+
+    start: Start
+    rank: int
+    dp_rank: int  # which part of each batch it reads; several processes may read the same
+    epoch: int  # from 0
+    step: int  # optimizer step, from 0 at the start of the whole training
+    ids: list[int]
+
+
+class SampleLog(L.Callback):
+    """Appends one JSON line per loader step and process to `folder/rank<r>.jsonl`, once the step is done.
+
+    It uses neither checkpoints nor the code that resumes, so that it can show mistakes in them. A line is one write to
+    the system, so it is kept when its process is killed.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+        self._step = 0
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
+    ) -> None:
+        """Note the optimizer step: at the end of the batch it may have moved on."""
+        self._step = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        start = int(os.environ[LAUNCH]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        rank, dp_rank = trainer.global_rank, BatchSplit.of(trainer.strategy).dp_rank
+        line = LoggedStep(start, rank, dp_rank, trainer.current_epoch, self._step, batch.ids.tolist())
+        with (self.folder / f"rank{rank}.jsonl").open("ab", buffering=0) as file:
+            file.write(json.dumps(line).encode() + b"\n")
+
+
+class SampleLogReader:
+    """Follows the files that the processes append to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.lines: list[LoggedStep] = []
+        self._steps: dict[Start, list[int]] = {}
+        self._offsets: dict[Path, int] = {}
+
+    def refresh(self) -> None:
+        """Read what is new; a line that is still being written waits for the next time."""
+        for path in sorted(self.folder.glob("rank*.jsonl")):
+            with path.open("rb") as file:
+                file.seek(self._offsets.get(path, 0))
+                whole, newline, _ = file.read().rpartition(b"\n")
+            self._offsets[path] = self._offsets.get(path, 0) + len(whole) + len(newline)
+            for (launch, restart), *content in map(json.loads, whole.splitlines()):
+                line = LoggedStep((launch, restart), *content)
+                self.lines.append(line)
+                self._steps.setdefault(line.start, []).append(line.step)
+
+    def first_step(self, start: Start | None) -> int | None:
+        """Where the processes of this start began; None before they have finished a step."""
+        return min(self._steps.get(start, ()), default=None) if start else None
+
+    def last_step(self, start: Start | None) -> int | None:
+        return max(self._steps.get(start, ()), default=None) if start else None
+
+    @property
+    def newest(self) -> Start | None:
+        return max(self._steps, default=None)
+
+    @property
+    def num_starts(self) -> int:
+        """How often processes were started, those included that ended before their first step."""
+        newest_restarts = dict(sorted(self._steps))
+        return sum(1 + restart for restart in newest_restarts.values())
+
+
+# The samples of a whole training -------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -77,7 +166,7 @@ def _words(key: StepKey) -> str:
     return f"epoch {key[0]}, step {key[1]}"
 
 
-# The end of a run folder -------------------------------------------------------------------------------------------
+# The end of a run folder ---------------------------------------------------------------------------------------------
 
 
 def distance(found: dict[str, Any], expected: dict[str, Any]) -> tuple[float, str]:

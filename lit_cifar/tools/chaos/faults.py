@@ -62,31 +62,22 @@ def shares(num_faults: int) -> tuple[int, int]:
     return num_faults - of_resized, of_resized
 
 
-def planned_faults(num_faults: int, *, seed: int, resized: bool, full_disk: bool = True) -> list[Planned]:
-    """Kinds and aims.
-
-    A job that keeps its size gets all in a random order, then all in another one. One that is resized is so first of
-    all, and then every other time.
-    """
-    if resized:
-        return list(islice(cycle(RESIZED), num_faults))
-    possible = [fault for fault in EQUAL_SIZE if full_disk or fault[0] != "disk"]
-    return list(islice(_shuffled(possible, random.Random(seed)), num_faults))
-
-
 def schedule_faults(
-    planned: Sequence[Planned], *, seed: int, sizes: Sequence[int], first_step: int, last_step: int
+    num_faults: int, *, seed: int, sizes: Sequence[int], first_step: int, last_step: int, full_disk: bool = True
 ) -> list[Fault]:
     """Faults in the order in which they happen, each at a random step of an equal part of the training.
 
-    Nothing happens before `first_step`, when there are two checkpoints, nor from `last_step` on. A resized job starts
-    with the first of `sizes` and goes through them in turns.
+    Nothing happens before `first_step`, when there are two checkpoints, nor from `last_step` on. A job that keeps its
+    size gets all kinds in a random order, then all in another one. With several `sizes` it is resized first of all, and
+    then every other time: it starts with the first of them and goes through them in turns.
     """
     rng = random.Random(seed)
+    possible = [fault for fault in EQUAL_SIZE if full_disk or fault[0] != "disk"]
+    planned = cycle(RESIZED) if len(sizes) > 1 else _shuffled(possible, random.Random(seed))
     ranks = {size: _shuffled(range(size), rng) for size in sizes}  # so that all of them are hit, rank 0 included
     faults, turn = [], 0
-    for index, (kind, aim) in enumerate(planned):
-        low, high = (first_step + (last_step - first_step) * i // len(planned) for i in (index, index + 1))
+    for index, (kind, aim) in enumerate(islice(planned, num_faults)):
+        low, high = (first_step + (last_step - first_step) * i // num_faults for i in (index, index + 1))
         hit = sizes[turn % len(sizes)]
         turn += kind == "resize"
         faults.append(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from lit_cifar.tools.chaos.sample_log import LAUNCH
+from lit_cifar.tools.chaos.audit import LAUNCH
 from lit_cifar.tools.forked import ForkedRun
 
 _STDOUT = 1

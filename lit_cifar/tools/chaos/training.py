@@ -8,8 +8,9 @@ import yaml  # type: ignore[import-untyped]
 
 from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.errors import ConfigError
-from lit_cifar.tools.chaos.faults import Fault, planned_faults, schedule_faults
+from lit_cifar.tools.chaos.faults import Fault, schedule_faults
 from lit_cifar.tools.modes import SizedMode, sized_modes
+from lit_cifar.tools.terminal import names_config, refuse_owned
 from lit_cifar.tools.verify.runs import quiet, refuse_if_invalid, run
 
 EVERY_N_STEPS = 4
@@ -43,10 +44,8 @@ def configured(args: Sequence[str], *, folder: Path) -> tuple[tuple[str, ...], s
     Raises:
         ConfigError: `fit` refuses them, or `chaos` sets one of them itself.
     """
-    names = [arg.partition("=")[0] for arg in args]
-    if own := [name for name in names if name.removeprefix("--") in _OWNED]:
-        raise ConfigError(f"chaos sets {own[0]} itself", remedy="leave it out; see --modes and --devices")
-    flags = (*(() if {"--config", "-c"} & {*names} else _SMALL), *args, *_OURS)
+    refuse_owned(args, _OWNED, command="chaos")
+    flags = (*(() if names_config(args) else _SMALL), *args, *_OURS)
     outcome = run("fit", *flags, "--print_config", folder=folder)
     refuse_if_invalid(outcome)
     return flags, str(yaml.safe_load(outcome.stdout)["trainer"]["precision"] or "32-true")
@@ -99,11 +98,12 @@ class Training:
     def faults(self, *, seed: int, full_disk: bool = True) -> list[Fault]:
         """What happens to it: from its second checkpoint on, and until shortly before its end."""
         return schedule_faults(
-            planned_faults(self.num_faults, seed=seed, resized=self.resized, full_disk=full_disk),
+            self.num_faults,
             seed=seed,
             sizes=[*self.mode.flags] if self.resized else [self.mode.num_processes],
             first_step=2 * EVERY_N_STEPS + 2,
             last_step=self.num_steps - 2 * EVERY_N_STEPS,
+            full_disk=full_disk,
         )
 
     def arguments(self, size: int, *, folder: Path, has_faults: bool = True) -> list[str]:
@@ -121,7 +121,7 @@ class Training:
             f"--trainer.precision={self.precision}",
             f"--run_dir={folder / 'run'}",
             "--resume=auto",
-            "--trainer.callbacks+=lit_cifar.tools.chaos.sample_log.SampleLog",
+            "--trainer.callbacks+=lit_cifar.tools.chaos.audit.SampleLog",
             f"--trainer.callbacks.folder={folder / 'sample_log'}",
         ]
 
@@ -156,9 +156,7 @@ def _mode(name: str, mode: SizedMode) -> ResizedMode:
         raise ConfigError(
             f"--modes={name} has one process on {mode.devices} devices", remedy=f"pass --devices {2 * mode.devices}"
         )
-    chunks = mode.ghost_batches(accumulation=1)
-    separate = (
-        [] if chunks == GhostBatches() else [f"--model.ghost_batchnorm.{k}={v}" for k, v in asdict(chunks).items()]
-    )
-    alone = ("--trainer.strategy=auto", "--trainer.devices=1", *separate)
-    return ResizedMode(name=name, flags={mode.num_processes: tuple(mode.flags), 1: alone})
+    alone = ["--trainer.strategy=auto", "--trainer.devices=1"]
+    if (chunks := mode.ghost_batches(accumulation=1)) != GhostBatches():
+        alone += [f"--model.ghost_batchnorm.{name}={value}" for name, value in asdict(chunks).items()]
+    return ResizedMode(name=name, flags={mode.num_processes: tuple(mode.flags), 1: tuple(alone)})

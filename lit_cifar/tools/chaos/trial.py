@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 
 from lit_cifar.checkpoint.files import LAST, newest_valid
+from lit_cifar.tools.chaos.audit import SampleLogReader, Start
 from lit_cifar.tools.chaos.faults import Aim, Fault, Kind, fill_disk
 from lit_cifar.tools.chaos.job import TorchrunJob, is_alive, wait_until
-from lit_cifar.tools.chaos.sample_log import SampleLogReader, Start
-
-Report = Callable[[str], None]
+from lit_cifar.tools.chaos.training import EVERY_N_STEPS
+from lit_cifar.tools.terminal import say
 
 _STOP_LIMIT_S = 60.0
 _LIMIT_S = 180.0  # of everything else that the job is expected to do
@@ -53,8 +53,6 @@ class Trial:
     job: TorchrunJob  # not yet started
     reader: SampleLogReader  # of the job's log of samples
     checkpoints: Path
-    every_n_steps: int  # optimizer steps between two checkpoints
-    report: Report  # called with a line whenever something happens
     events: list[Event] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     _size: int = 1
@@ -82,7 +80,7 @@ class Trial:
         event = Event(fault=fault, at_s=self._now, step=self.reader.last_step(before), during_save=during_save)
         self.events.append(event)
         self._inject(event)
-        self.report(f"{event.at_s:6.1f} s  step {event.step}: {fault} ({fault.number} of {total})")
+        say(f"{event.at_s:6.1f} s  step {event.step}: {fault} ({fault.number} of {total})")
         if fault.kind == "resize":
             self._size = fault.size
             self.job.start(fault.size)
@@ -158,12 +156,12 @@ class Trial:
         assert event.resumed_step is not None
         event.away_s = self._now - event.at_s
         event.repeated = max(0, (-1 if last is None else last) + 1 - event.resumed_step)
-        allowed = _REPEATED_SAVES[event.fault.kind] * self.every_n_steps
+        allowed = _REPEATED_SAVES[event.fault.kind] * EVERY_N_STEPS
         if event.repeated > allowed:
             self.problems.append(
                 f"{event.fault} at step {event.step}: {event.repeated} steps had to be repeated, {allowed} allowed"
             )
-        self.report(f"{self._now:6.1f} s  step {event.resumed_step}: resumed, {event.repeated} steps repeated")
+        say(f"{self._now:6.1f} s  step {event.resumed_step}: resumed, {event.repeated} steps repeated")
 
     # The job as it runs.
 
@@ -185,7 +183,7 @@ class Trial:
             if self.job.status == 0:
                 raise TrialError(f"the training has ended, and {otherwise}")
             if self.job.status is not None:
-                self.report(f"{self._now:6.1f} s  torchrun ended with {self.job.status}; it is started again")
+                say(f"{self._now:6.1f} s  torchrun ended with {self.job.status}; it is started again")
                 self.job.start(self._size)
             return False
 

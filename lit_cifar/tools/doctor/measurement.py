@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TypeVar
@@ -27,7 +27,10 @@ from lit_cifar.launch.rendezvous import LocalEnvironment
 from lit_cifar.launch.signals import destroy_process_group_at_exit
 from lit_cifar.launch.startup import exit_with_parent
 
-OPERATIONS = ("matmul", "convolution")
+OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "matmul": torch.matmul,
+    "convolution": partial(F.conv2d, stride=2, padding=1),
+}
 # Side of the matrices, images and channels of the convolution: about a millisecond on a core, less on a GPU.
 _SIZES = {"cpu": (256, 4, 64), "cuda": (2048, 16, 256)}
 _IMAGE_SIDE = 32
@@ -42,42 +45,14 @@ _NUM_TURNS = 7
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, eq=False)
-class Operation:
-    """A computation with its inputs in float32."""
-
-    name: str  # one of `OPERATIONS`
-    left: Tensor  # (n, n), or images (n, c, h, w)
-    right: Tensor  # (n, n), or filters (c, c, 3, 3)
-
-    def run(self) -> Tensor:
-        """The result, on the device of the inputs."""
-        if self.name == "matmul":
-            return self.left @ self.right
-        return F.conv2d(self.left, self.right, stride=2, padding=1)
-
-    def to(self, other: torch.device | torch.dtype) -> "Operation":
-        """With its inputs on a device, or of a type."""
-        return Operation(self.name, self.left.to(other), self.right.to(other))
-
-    @cached_property
-    def expected(self) -> Tensor:
-        """What the host's processor calculates in float64; float32 holds it."""
-        return self.to(torch.device("cpu")).to(torch.float64).run().float()
-
-
-def operations(device: torch.device) -> list[Operation]:
-    """Both computations, with inputs on `device`."""
-    side, num_images, channels = _SIZES[device.type]
+def inputs(operation: str, accelerator: str) -> tuple[Tensor, Tensor]:
+    """Float32 on the CPU: two matrices, or images and filters."""
+    side, num_images, channels = _SIZES[accelerator]
     images, filters = (num_images, channels, _IMAGE_SIDE, _IMAGE_SIDE), (channels, channels, 3, 3)
-    return [
-        Operation("matmul", _integers((side, side), seed=1), _integers((side, side), seed=2)).to(device),
-        Operation("convolution", _integers(images, seed=3), _integers(filters, seed=4)).to(device),
-    ]
-
-
-def _integers(shape: tuple[int, ...], *, seed: int) -> Tensor:
-    return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).float()
+    shapes = {"matmul": ((side, side), (side, side)), "convolution": (images, filters)}[operation]
+    random = torch.Generator().manual_seed(1)
+    left, right = (torch.randint(-8, 9, shape, generator=random).float() for shape in shapes)
+    return left, right
 
 
 def pattern(num_values: int, *, call: int, device: torch.device) -> Tensor:
@@ -101,14 +76,9 @@ class Device:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    @property
-    def name(self) -> str:
-        """The model of the GPU, or "CPU"."""
-        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
-
-    def run(self, operation: Operation) -> Tensor:
+    def run(self, operation: str, left: Tensor, right: Tensor) -> Tensor:
         """The result of an operation whose inputs are on this device."""
-        return operation.run()
+        return OPERATIONS[operation](left, right)
 
     def all_reduce(self, values: Tensor) -> None:
         """Replace the values by their sum over all ranks."""
@@ -141,9 +111,10 @@ class Measurement:
 
 def measure(device: Device, *, rank: int, world_size: int, report: Callable[[str], object]) -> Measurement:
     """Measure as `rank`, together with the others; `report` is called with what comes next."""
-    found = Measurement(rank=rank, device=device.name)
-    for operation in operations(device.device):
-        report(f"the {operation.name}")
+    own = device.device
+    found = Measurement(rank=rank, device=torch.cuda.get_device_name(own) if own.type == "cuda" else "CPU")
+    for operation in OPERATIONS:
+        report(f"the {operation}")
         _calculate(found, device, operation, world_size=world_size)
     for num_bytes in SIZES if world_size > 1 else ():
         report(f"an all-reduce of {num_bytes:,} bytes")
@@ -151,17 +122,21 @@ def measure(device: Device, *, rank: int, world_size: int, report: Callable[[str
     return found
 
 
-def _calculate(found: Measurement, device: Device, operation: Operation, *, world_size: int) -> None:
+def _calculate(found: Measurement, device: Device, operation: str, *, world_size: int) -> None:
     """Time an operation while the other ranks are idle, and check each result. The first, untimed, warms up."""
-    faults = [fault(device.run(operation), operation.expected)]
-    seconds = found.seconds[operation.name] = []
+    on_cpu = inputs(operation, device.device.type)
+    # What the host's processor calculates in float64; float32 holds it.
+    expected = OPERATIONS[operation](*(tensor.double() for tensor in on_cpu)).float()
+    run = partial(device.run, operation, *(tensor.to(device.device) for tensor in on_cpu))
+    faults = [fault(run(), expected)]
+    seconds = found.seconds[operation] = []
     for turn in range(_NUM_TURNS * world_size):
         dist.barrier()
         if turn % world_size == found.rank:
-            took_s, result = device.timed(partial(device.run, operation))
+            took_s, result = device.timed(run)
             seconds.append(took_s)
-            faults.append(fault(result, operation.expected))
-    found.wrong[operation.name] = [each for each in faults if each]
+            faults.append(fault(result, expected))
+    found.wrong[operation] = [each for each in faults if each]
 
 
 def _all_reduce(found: Measurement, device: Device, num_bytes: int, *, world_size: int) -> None:
@@ -178,11 +153,11 @@ def _all_reduce(found: Measurement, device: Device, num_bytes: int, *, world_siz
 def main(make_device: Callable[[torch.device, int], Device] = lambda device, rank: Device(device)) -> None:
     """Meet the other ranks, measure as the one that the environment names, and write what was found to a file."""
     exit_with_parent()
-    device_type, folder = sys.argv[1], Path(sys.argv[2])
+    accelerator, folder = sys.argv[1], Path(sys.argv[2])
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     phase = folder / f"rank{rank}.phase"
     phase.write_text("the meeting of the processes")
-    device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
+    device = torch.device("cuda", rank) if accelerator == "cuda" else torch.device("cpu")
     try:
         _join(device, rank=rank, world_size=world_size)
         found = measure(make_device(device, rank), rank=rank, world_size=world_size, report=phase.write_text)
@@ -196,13 +171,12 @@ def main(make_device: Callable[[torch.device, int], Device] = lambda device, ran
 def _join(device: torch.device, *, rank: int, world_size: int) -> None:
     """NCCL between GPUs, gloo between CPUs; as in `fit`, the ports are on the loopback interface."""
     environment = LocalEnvironment()
-    place = f"tcp://{environment.main_address}:{environment.main_port}"
     is_gpu = device.type == "cuda"
     if is_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl" if is_gpu else "gloo",
-        init_method=place,
+        init_method=f"tcp://{environment.main_address}:{environment.main_port}",
         rank=rank,
         world_size=world_size,
         timeout=_TIMEOUT,

@@ -95,15 +95,17 @@ def examine_ranks(
 
 def wrong_results(ranks: Ranks) -> list[Finding]:
     """One finding for each operation that a rank has got wrong."""
-    findings = []
-    for each in ranks.measurements:
-        for name, wrong in each.wrong.items():
-            if wrong:
-                repeats = f"{len(wrong)} of {len(each.seconds[name]) + 1} repeats ({wrong[0]})"
-                problem = f"Rank {each.rank} ({each.device}) computes wrongly: its {name} was wrong in {repeats}."
-                mend = _without_gpu(each.rank, ranks) if ranks.accelerator == "cuda" else _ANOTHER
-                findings.append(Finding(problem, mend, ALL_MODES))
-    return findings
+    return [
+        Finding(
+            f"Rank {each.rank} ({each.device}) computes wrongly: its {name} was wrong in "
+            f"{len(wrong)} of {len(each.seconds[name]) + 1} repeats ({wrong[0]}).",
+            _without_gpu(each.rank, ranks) if ranks.accelerator == "cuda" else _ANOTHER,
+            ALL_MODES,
+        )
+        for each in ranks.measurements
+        for name, wrong in each.wrong.items()
+        if wrong
+    ]
 
 
 def _without_gpu(rank: int, ranks: Ranks) -> str:

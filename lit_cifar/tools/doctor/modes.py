@@ -1,4 +1,4 @@
-"""Which modes run on a machine, on what, and how to start them: what `modes` prints, and where `doctor` begins."""
+"""`python -m lit_cifar modes`: which modes run on a machine, on what, and how to start them. `doctor` begins there."""
 
 import os
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ import torch
 from lit_cifar.reporting.run_report import counted
 from lit_cifar.tools.doctor import Finding
 from lit_cifar.tools.modes import MODES, Mode
+from lit_cifar.tools.terminal import CommandParser, console, table
 
 # More stages than devices take the form with the class: a short name takes no arguments.
 _STAGES_ON_ONE_GPU = (
@@ -17,20 +18,20 @@ _STAGES_ON_ONE_GPU = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LocalMachine:
-    """What decides which modes run."""
-
-    num_cores: int  # that this process may use
-    num_gpus: int  # CUDA devices
-
-    @classmethod
-    def here(cls) -> "LocalMachine":
-        return cls(num_cores=len(os.sched_getaffinity(0)), num_gpus=torch.cuda.device_count())
-
-    def __str__(self) -> str:
-        gpus = counted(self.num_gpus, "GPU") if self.num_gpus else "no GPU"
-        return f"{counted(self.num_cores, 'core')}, {gpus}, torch {torch.__version__}"
+def main(args: list[str]) -> int:
+    """Print the table for this machine, and the command of every mode."""
+    CommandParser("modes", description="Which modes run on this machine, and how to start them.").parse_args(args)
+    num_cores, num_gpus = cores_and_gpus()
+    rows = mode_table(num_cores, num_gpus)
+    gpus = counted(num_gpus, "GPU") if num_gpus else "no GPU"
+    title = f"[bold]Modes on this machine: {counted(num_cores, 'core')}, {gpus}, torch {torch.__version__}"
+    found = table(title, ("mode", "what is split", "processes", "runs here"))
+    for row in rows:
+        found.add_row(row.mode.name, row.mode.splits, row.mode.processes, f"[green]{row.verdict}")
+    console().print(found)
+    print("N: --trainer.devices; S: stages of the network, 2 by default. To run one:\n")
+    print(*(f"  {row.command}" for row in rows), sep="\n")
+    return 0
 
 
 @dataclass(frozen=True)
@@ -47,21 +48,26 @@ class ModeRow:
         return {"mode": self.mode.name, "fit": fit, "reason": self.verdict, "command": self.command}
 
 
-def mode_table(machine: LocalMachine) -> list[ModeRow]:
-    """Every mode on `machine`: on its GPUs where they suffice, else on the CPU."""
-    return [_row(mode, machine) for mode in MODES]
+def cores_and_gpus() -> tuple[int, int]:
+    """Of this machine: the cores that this process may use, and the CUDA devices."""
+    return len(os.sched_getaffinity(0)), torch.cuda.device_count()
 
 
-def _row(mode: Mode, machine: LocalMachine) -> ModeRow:
+def mode_table(num_cores: int, num_gpus: int) -> list[ModeRow]:
+    """Every mode on a machine: on its GPUs where they suffice, else on the CPU."""
+    return [_row(mode, num_cores, num_gpus) for mode in MODES]
+
+
+def _row(mode: Mode, num_cores: int, num_gpus: int) -> ModeRow:
     command = " ".join(["python -m lit_cifar fit", *mode.flags(mode.min_devices)])
-    if mode.name == "mp" and machine.num_gpus == 1:
+    if mode.name == "mp" and num_gpus == 1:
         return ModeRow(mode, "cuda", "yes, all stages on the one GPU", _STAGES_ON_ONE_GPU)
-    if machine.num_gpus >= mode.min_devices:
-        return ModeRow(mode, "cuda", f"yes, on {_in_words(mode.counts(machine.num_gpus))}", command)
-    if machine.num_gpus:
+    if num_gpus >= mode.min_devices:
+        return ModeRow(mode, "cuda", f"yes, on {_in_words(mode.counts(num_gpus))}", command)
+    if num_gpus:
         verdict = f"on the CPU alone: needs {mode.min_devices} GPUs"
     elif mode.has_processes:
-        verdict = f"yes, gloo processes on {counted(machine.num_cores, 'core')}"
+        verdict = f"yes, gloo processes on {counted(num_cores, 'core')}"
     else:
         verdict = "yes, on the CPU" if mode.min_devices == 1 else "yes, on virtual devices of the CPU"
     return ModeRow(mode, "cpu", verdict, f"{command} --trainer.accelerator=cpu")

@@ -8,7 +8,7 @@ import torch
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.run_folder import process_rank
-from lit_cifar.tools.commands.terminal import (
+from lit_cifar.tools.terminal import (
     CommandParser,
     about,
     console,

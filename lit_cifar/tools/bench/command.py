@@ -9,9 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.tools.bench import data_path, mode_speed, overhead, recovery
-from lit_cifar.tools.bench.measurements import Row, Settings, shown
-from lit_cifar.tools.commands import terminal, trace
+from lit_cifar.tools import terminal
+from lit_cifar.tools.bench import Row, Settings, Unit, data_path, mode_speed, overhead, recovery, trace
 
 # By name, in the order in which `bench all` measures them.
 SECTIONS: dict[str, Callable[[Settings], list[Row]]] = {
@@ -58,6 +57,12 @@ def _result_table(rows: list[Row], *, title: str) -> Table:
         name = escape(row.name) + (f"\n[dim]{escape(row.note)}[/]" if row.note else "")
         found.add_row(name, f"[bold]{median}[/]\n[dim]{low} to {high}, n = {len(row.values)}[/]")
     return found
+
+
+def shown(value: float, unit: Unit) -> str:
+    """With three significant digits, and the unit as one writes it behind a number: 0.917x, 34,600 img/s."""
+    digits = f"{value:#.3g}" if abs(value) < 1000 else f"{float(f'{value:.3g}'):,.0f}"
+    return f"{digits.rstrip('.')}{unit if unit == 'x' else f' {unit}'}"
 
 
 def bench_parser() -> argparse.ArgumentParser:

@@ -1,10 +1,11 @@
-"""What long commands share: printing lines and tables, a record on disk, and clean exits when interrupted."""
+"""What the commands share: options, printing lines and tables, a record on disk, clean exits when interrupted."""
 
 import argparse
 import json
 import os
 import signal
 import sys
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,18 @@ class CommandParser(argparse.ArgumentParser):
         raise ConfigError(message, remedy=f"see {self.prog} --help")
 
 
+def names_config(args: Iterable[str]) -> bool:
+    """Whether arguments for `fit` name a file of the user's own."""
+    return any(arg.partition("=")[0] in ("--config", "-c") for arg in args)
+
+
+def refuse_owned(args: Iterable[str], owned: Collection[str], *, command: str) -> None:
+    """A `ConfigError` if arguments for `fit` have a flag that the command sets itself."""
+    for name in (arg.partition("=")[0].removeprefix("--") for arg in args):
+        if name in owned:
+            raise ConfigError(f"{command} sets --{name} itself", remedy=f"see python -m lit_cifar {command} --help")
+
+
 say = partial(print, flush=True)  # at once, also into a pipe
 
 
@@ -43,8 +56,14 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else COLUMNS, highlight=False)
 
 
-def table(title: str) -> Table:
-    return Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title_justify="left")
+def table(title: str, columns: Sequence[str] = (), *, numbers: Sequence[str] = ()) -> Table:
+    """An empty table; columns of numbers, to the right of the others, are never wrapped."""
+    found = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title_justify="left")
+    for name in columns:
+        found.add_column(name)
+    for name in numbers:
+        found.add_column(name, justify="right", no_wrap=True)
+    return found
 
 
 def exit_orderly_when_terminated() -> None:
@@ -75,19 +94,17 @@ def writable(name: str | None) -> Path | None:
     return path
 
 
-def empty_folder(name: str, *, option: str) -> Path:
-    """The folder that an option names, made if it is not there, and checked to be writable and empty."""
+def empty_folder(name: str) -> Path:
+    """The folder that --output names, made if it is not there, and checked to be writable and empty."""
     folder = Path(name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            raise ConfigError(f"{option}={name} is not empty", remedy="choose another folder")
+            raise ConfigError(f"--output={name} is not empty", remedy="choose another folder")
         (folder / ".writable").touch()
         (folder / ".writable").unlink()
     except OSError as error:
-        raise ConfigError(
-            f"{option}={name} cannot be written: {error.strerror}", remedy="choose another folder"
-        ) from error
+        raise ConfigError(f"--output={name} cannot be written: {error.strerror}", remedy="choose another") from error
     return folder
 
 

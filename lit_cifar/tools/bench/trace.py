@@ -1,22 +1,107 @@
-"""One training step of all ranks on one clock: what each did when, for how long of each kind, and a picture of it."""
+"""`python -m lit_cifar bench trace`: one training step of all ranks on one clock.
 
+What each rank did when, for how long of each kind, and a picture of it.
+"""
+
+import argparse
 import json
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from os import cpu_count
 from pathlib import Path
 from typing import Any
 
+import torch
 from matplotlib.figure import Figure
 
-STEP = "one training step"  # what the recorded step is called among the events
-STAGE = "stage"  # the category of a stage's work on a microbatch, in modes that have stages
+from lit_cifar.errors import ConfigError
+from lit_cifar.tools import terminal
+from lit_cifar.tools.bench import fit
+from lit_cifar.tools.bench.step_trace import NUM_STEPS, STAGE, STEP
+from lit_cifar.tools.modes import SizedMode, sized_modes
+
 Interval = tuple[float, float]  # start and end
 # Of a Chrome trace ("Trace Event Format", Google), with "ts" and "dur" in microseconds.
 Event = dict[str, Any]
 
+_DESCRIPTION = """\
+Train a few steps in a mode, and record one: a Chrome trace of all ranks (trace.json, for https://ui.perfetto.dev), a
+picture (trace.png), and where time and memory go (summary.json, and the tables that are printed).
+Every other argument is passed on to `fit`, e.g. --model.stem=strided, --trainer.strategy.num_microbatches=8.
+Without --config the network is ResNet34, on synthetic images."""
+_SYNTHETIC = ("--data.dataset=synthetic", "--data.num_train=4096", "--data.val_size=0")
+_OWNED = ("trainer.strategy", "trainer.devices", "trainer.max_steps", "trainer.max_epochs", "run_dir")
+_LEFT_OUT = ("--trainer.enable_progress_bar=false", "--trainer.num_sanity_val_steps=0", "--figures.every_n_epochs=0")
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _MESSAGES = ("gloo:send", "gloo:recv")  # noted in the thread that asks for them; collectives have threads of their own
+
+
+def main(args: list[str]) -> int:
+    """Record, print and write; return 0."""
+    options, rest = trace_parser().parse_known_args(args)
+    known = sized_modes(options.devices)
+    if options.mode not in known:
+        problem = f"there is no mode {options.mode!r} on {options.devices} devices"
+        raise ConfigError(problem, remedy=f"pass --mode with one of {', '.join(known)}")
+    terminal.refuse_owned(rest, _OWNED, command="bench trace")
+    mode = known[options.mode]
+    out = terminal.empty_folder(options.output)
+    record = terminal.about() | {"mode": mode.name, "devices": mode.devices}
+    terminal.exit_orderly_when_terminated()
+    with tempfile.TemporaryDirectory(prefix="lit_cifar-trace-") as folder:
+        _train(mode, rest, Path(folder))
+        records = [json.loads(path.read_text()) for path in Path(folder).glob("rank*.json")]
+    ranks = on_one_clock(sorted(records, key=lambda record: int(record["rank"])))
+    _print(ranks)
+    trace, picture, summary = (out / name for name in ("trace.json", "trace.png", "summary.json"))
+    trace.write_text(json.dumps(chrome_trace(ranks)))
+    draw(ranks, title=f"one training step, {mode.name} on {mode.devices} devices").savefig(picture, dpi=150)
+    facts = [
+        {"rank": rank.rank, "plain_ms": rank.plain_ms, "memory_bytes": rank.memory_bytes, "ms": rank.shares_ms}
+        for rank in ranks
+    ]
+    terminal.write_json(summary, record | {"ranks": facts})
+    terminal.say(f"wrote {trace} for https://ui.perfetto.dev, {picture} and {summary}")
+    return 0
+
+
+def trace_parser() -> argparse.ArgumentParser:
+    parser = terminal.CommandParser("bench trace", description=_DESCRIPTION)
+    parser.add_argument("--mode", default="ddp", metavar="NAME", help="A mode as `verify` calls it (default: ddp).")
+    parser.add_argument("--devices", type=int, default=2, metavar="N", help="Devices of the mode (default: 2).")
+    parser.add_argument("--output", required=True, metavar="FOLDER", help="Where to write; it must be empty.")
+    return parser
+
+
+def _train(mode: SizedMode, flags: list[str], folder: Path) -> None:
+    # The user's sizes of a mode replace the ones that it comes with.
+    sizes = [flag for flag in flags if flag.startswith("--trainer.strategy.")]
+    others = [flag for flag in flags if flag not in sizes]
+    asked = [*(() if terminal.names_config(flags) else _SYNTHETIC), *others, *mode.flags, *sizes, *_LEFT_OUT]
+    if torch.cuda.device_count() < mode.devices and not any("--trainer.accelerator" in flag for flag in flags):
+        asked.append("--trainer.accelerator=cpu")
+    asked += [f"--trainer.max_steps={NUM_STEPS}", "--trainer.max_epochs=-1", f"--run_dir={folder / 'run'}"]
+    asked += ["--trainer.callbacks+=lit_cifar.tools.bench.step_trace.StepTrace", f"--trainer.callbacks.folder={folder}"]
+    terminal.say(f"training {NUM_STEPS} steps in the mode {mode.name}, of which the last is recorded")
+    fit(asked, folder=folder, threads=max(1, (cpu_count() or 1) // mode.num_processes), num_ranks=mode.num_ranks)
+
+
+def _print(ranks: Sequence["RankStep"]) -> None:
+    parts = ("compute", "compute and communication", "waiting", "host", "the step", "not recorded")
+    times = terminal.table("Time of the step, in ms and as a share", numbers=("rank", *parts))
+    memory = terminal.table("Memory of a process, in MiB", numbers=("rank", *ranks[0].memory_bytes))
+    for rank in ranks:
+        step = sum(rank.shares_ms.values())
+        shares = (f"{part:,.1f}  {part / step:4.0%}" for part in rank.shares_ms.values())
+        times.add_row(str(rank.rank), *shares, f"{step:,.1f}", f"{rank.plain_ms:,.1f}")
+        memory.add_row(str(rank.rank), *(f"{size / 2**20:,.2f}" for size in rank.memory_bytes.values()))
+    for table in (times, memory):
+        terminal.console().print(table)
+
+
+# What was recorded ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True)
@@ -85,12 +170,6 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
-def read_ranks(folder: Path) -> list[RankStep]:
-    """What the callback `StepTrace` has written."""
-    records = [json.loads(path.read_text()) for path in folder.glob("rank*.json")]
-    return on_one_clock(sorted(records, key=lambda record: int(record["rank"])))
-
-
 def on_one_clock(records: Sequence[dict[str, Any]]) -> list[RankStep]:
     """The records of all ranks, whose times are those of the machine's clock, since the first rank's step began."""
     # A GPU has a copy of the event, from its first kernel to its last.
@@ -129,10 +208,11 @@ def draw(ranks: Sequence[RankStep], *, title: str) -> Figure:
         above = axes.broken_barh(_in_ms(rank.compute), (row - 0.36, 0.36), color="#2f6db5", linewidth=0)
         below = axes.broken_barh(_in_ms(rank.communication), (row, 0.36), color="#d98c1f", linewidth=0)
         stages = [event for event in rank.events if event.get("cat") == STAGE]
-        axes.broken_barh(_in_ms(map(_span, stages)), (row - 0.48, 0.1), color="#555555", edgecolor="white")
-        for event in stages:
+        spans = [(event["ts"], event["ts"] + event["dur"]) for event in stages]
+        axes.broken_barh(_in_ms(spans), (row - 0.48, 0.1), color="#555555", edgecolor="white")
+        for event, span in zip(stages, spans, strict=True):
             if event["dur"] >= shortest:
-                axes.text(sum(_span(event)) / 2e3, row - 0.5, event["name"], ha="center", va="bottom", fontsize=8)
+                axes.text(sum(span) / 2e3, row - 0.5, event["name"], ha="center", va="bottom", fontsize=8)
         step = (rank.end - rank.start) / 1e3
         words = "\n".join(f"{name} {part / step:.0%}" for name, part in rank.shares_ms.items())
         axes.text(1.01, row, words, transform=axes.get_yaxis_transform(), va="center", fontsize=8)
@@ -144,10 +224,6 @@ def draw(ranks: Sequence[RankStep], *, title: str) -> Figure:
     names = ["compute", "communication; where nothing stands above it, waiting"]
     figure.legend([above, below], names, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     return figure
-
-
-def _span(event: dict[str, float]) -> Interval:
-    return event["ts"], event["ts"] + event["dur"]
 
 
 def _in_ms(intervals: Iterable[Interval]) -> list[tuple[float, float]]:

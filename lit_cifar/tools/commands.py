@@ -5,11 +5,21 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 
+_MODULES = {
+    "bench": "bench.command",
+    "chaos": "chaos.command",
+    "export": "export",
+    "doctor": "doctor.command",
+    "modes": "doctor.modes",
+    "report": "report.page",
+    "verify": "verify.command",
+}
 
-def _run(name: str, words: list[str]) -> int:
+
+def _run(module: str, words: list[str]) -> int:
     """Import the command's module, which takes the others some tenths of a second, and run it; 130 after Ctrl-C."""
     try:
-        status: int = import_module(f"{__name__}.{name}").main(words)
+        status: int = import_module(f"lit_cifar.tools.{module}").main(words)
     except KeyboardInterrupt:
         print("interrupted; every process was ended", file=sys.stderr)
         return 130
@@ -17,6 +27,4 @@ def _run(name: str, words: list[str]) -> int:
 
 
 # Each takes what follows its name on the command line and returns the exit status.
-COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    name: partial(_run, name) for name in ("bench", "chaos", "export", "doctor", "modes", "report", "verify")
-}
+COMMANDS: dict[str, Callable[[list[str]], int]] = {name: partial(_run, module) for name, module in _MODULES.items()}

@@ -1,0 +1,320 @@
+"""`python -m lit_cifar export`: a checkpoint's network as torch.export and ONNX, compared before it is kept."""
+
+import argparse
+import json
+import shlex
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import file_digest
+from importlib.util import find_spec
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml  # type: ignore[import-untyped]
+from jsonargparse import ArgumentError, ArgumentParser
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from lit_cifar.checkpoint.files import verify_checkpoint
+from lit_cifar.checkpoint.format import Header, naming, read_checkpoint
+from lit_cifar.checkpoint.sample_audit import AuditRecord
+from lit_cifar.data import CIFAR10DataModule
+from lit_cifar.data.images import Batch
+from lit_cifar.errors import CheckpointError, ConfigError, DataError
+from lit_cifar.reporting.environment import versions
+from lit_cifar.task.module import LitResNet
+from lit_cifar.tools.terminal import CommandParser, exit_orderly_when_terminated
+
+RECORD = "export.json"
+BOUND = 1e-4
+"""How far a logit may differ, in units of the largest logit. Other kernels round otherwise, by about 1e-6."""
+_NUM_IMAGES = 100
+_CONFIG = "--config RUN_FOLDER/config.yaml"
+_DESCRIPTION = """\
+Write the network of a checkpoint to files for other programs: network.pt2 (torch.export) and network.onnx. The
+normalisation is part of them: they take images as bytes and return logits. Each file is run again and compared with the
+checkpoint before anything is said to be exported. export.json beside them has the names of the classes, what was
+compared, and a hash of each file."""
+
+
+def main(args: list[str]) -> int:
+    """Export; return 0, or 1 if a file computes something else than the checkpoint."""
+    options, rest = export_parser().parse_known_args(args)
+    formats = [*FORMATS.values()] if options.format == "both" else [FORMATS[options.format]]
+    for form in formats:
+        form.check()
+    path = Path(options.checkpoint)
+    run_folder = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+    folder = run_folder / "export" if options.output is None else Path(options.output)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is not an empty folder", remedy="choose another: --output FOLDER")
+    exit_orderly_when_terminated()
+    config = _configuration(options.config)
+    root = options.root or config["data"].get("root", "data")
+    network = own_network(options.own, rest, configured=config["model"].get("network"))
+    module, data = open_checkpoint(path, network=network, dataset=config["data"].get("dataset"), root=root)
+    record = {"checkpoint": {"file": path.name, "sha256": _digest(path)}, "data": data.name}
+    found = export(module, data, formats, folder=folder, record=record)
+    lines = [f"{file}: logits within {gap:.0e} of the checkpoint's" for file, gap in found.items()]
+    if all(gap <= BOUND for gap in found.values()):
+        print(*lines, f"exported to {folder}; {RECORD} there says what goes in and out", sep="\n")
+        return 0
+    print(*lines, "nothing was exported: a file computes something else", sep="\n", file=sys.stderr)
+    return 1
+
+
+def export_parser() -> argparse.ArgumentParser:
+    parser = CommandParser("export", description=_DESCRIPTION)
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="A file that `fit` wrote.")
+    parser.add_argument("--format", choices=[*FORMATS, "both"], default="both", help="What to write (default: both).")
+    parser.add_argument("--output", metavar="FOLDER", help="A new folder (default: RUN_FOLDER/export).")
+    parser.add_argument("--data.root", dest="root", metavar="FOLDER", help="Where the data set is (default: data).")
+    of_run = "The run's config.yaml: where its data are, and the network if it is your own."
+    parser.add_argument("--config", metavar="FILE", help=of_run)
+    own = "Your own network, as in `fit`; its arguments as --model.network.NAME=VALUE."
+    parser.add_argument("--model.network", dest="own", metavar="CLASS", help=own)
+    return parser
+
+
+# What is exported ----------------------------------------------------------------------------------------------------
+
+
+class Classifier(nn.Module):
+    """A network in evaluation mode, with the normalisation of its data set before it.
+
+    `mean` and `std` of each channel are in units of the full range, 0 to 1.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, network: nn.Module, *, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        self.network = network
+        self.register_buffer("mean", 255 * torch.tensor(mean)[:, None, None])
+        self.register_buffer("std", 255 * torch.tensor(std)[:, None, None])
+        self.eval().requires_grad_(False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits, float32 (n, num_classes), of images, uint8 (n, 3, height, width)."""
+        logits: Tensor = self.network((images.to(torch.float32) - self.mean) / self.std)
+        return logits
+
+
+def own_network(name: str | None, arguments: list[str], *, configured: dict[str, Any] | None) -> nn.Module | None:
+    """The user's own network, made as `fit` makes it, of the class `name` or that of a run's `config.yaml`; or None.
+
+    Raises:
+        ConfigError: There is no such class, or it does not take these arguments.
+    """
+    flags = [f"--model.network={name or json.dumps(configured)}"] if name or configured else []
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--model.network", type=nn.Module | None, default=None)
+    try:
+        network: nn.Module | None = parser.instantiate_classes(parser.parse_args([*flags, *arguments])).model.network
+    except (ArgumentError, ImportError, TypeError, ValueError) as error:
+        raise ConfigError(str(error), remedy="see python -m lit_cifar export --help") from error
+    return network
+
+
+def _configuration(file: str | None) -> dict[str, dict[str, Any]]:
+    """What a run's `config.yaml` says of model and data; nothing without one."""
+    if file is None:
+        return {"model": {}, "data": {}}
+    try:
+        found = yaml.safe_load(Path(file).read_text())
+        return {name: dict(found[name]) for name in ("model", "data")}
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        problem = f"--config={file} is not a run's configuration: {type(error).__name__}: {error}"
+        raise ConfigError(problem, remedy=f"pass {_CONFIG}") from error
+
+
+def open_checkpoint(
+    path: Path, *, network: nn.Module | None, dataset: str | None, root: str | Path
+) -> tuple[LitResNet, CIFAR10DataModule]:
+    """Read a checkpoint whose hash is right: its network, in evaluation mode, and the data set of its training.
+
+    Args:
+        path: A file that `fit` wrote.
+        network: The user's own; None for one of this package's.
+        dataset: Name of the data set; None for the one that the checkpoint names.
+        root: Its folder, which is needed where the classes are folders.
+
+    Raises:
+        CheckpointError: The file is missing, damaged or not of `fit`, or holds another network or other classes.
+        DataError: The classes are folders, and there are none.
+    """
+    try:
+        verify_checkpoint(path)
+    except CheckpointError as error:
+        remedy = "export another of the run's checkpoints, e.g. RUN_FOLDER/checkpoints/best.ckpt"
+        raise CheckpointError(error.problem, remedy=remedy) from error
+    content = read_checkpoint(path)
+    with naming(path):
+        header, audit = Header.of(content), AuditRecord.read(content)
+    if header.network is not None and network is None:
+        own = shlex.quote(f"--model.network={header.network}")
+        problem = f"{path} holds {header}, and no code is run because a checkpoint names it"
+        raise CheckpointError(problem, remedy=f"pass {_CONFIG}, or {own}")
+    trained_on = dataset if audit is None else str(audit.settings["dataset"])
+    if trained_on is None:
+        raise CheckpointError(f"{path} does not say which data it was trained on", remedy=f"pass {_CONFIG}")
+    try:
+        name = dataset or trained_on.partition(" ")[0]
+        data = CIFAR10DataModule(root, dataset=name, image_size=header.image_size)
+    except DataError as error:
+        remedy = f"pass --data.root=FOLDER with the data of the training, or {_CONFIG}"
+        raise DataError(error.problem, remedy=remedy) from error
+    if audit is not None and trained_on != data.dataset:
+        problem = f"{path} was trained on {trained_on}, not on {data.dataset}: classes and normalisation differ"
+        raise CheckpointError(problem, remedy=f"pass {_CONFIG}, and --data.root=FOLDER if the data have been moved")
+    arguments: dict[str, Any] = {} if network is None else {"network": network}
+    with naming(path):
+        module = LitResNet.load_from_checkpoint(path, map_location="cpu", weights_only=True, **arguments)
+    return module.eval(), data
+
+
+# The files -----------------------------------------------------------------------------------------------------------
+
+
+def trace(classifier: Classifier, image_shape: tuple[int, ...]) -> ExportedProgram:
+    """The network as a graph of torch's operators, for any number of images of `image_shape`, (3, height, width).
+
+    Raises:
+        ConfigError: torch.export cannot follow the user's own network.
+    """
+    images = torch.zeros(2, *image_shape, dtype=torch.uint8)
+    try:
+        return torch.export.export(classifier, (images,), dynamic_shapes={"images": {0: Dim("batch")}})
+    except Exception as error:  # torch raises a dozen types here
+        reason = str(error).strip().splitlines() or [""]
+        raise ConfigError(
+            f"torch.export cannot follow {type(classifier.network).__name__}: {type(error).__name__}: {reason[0]}",
+            remedy="let its forward() neither branch on values of tensors nor fix the batch size",
+        ) from error
+
+
+class Format(NamedTuple):
+    """One kind of file."""
+
+    file: str  # its name in the folder
+    packages: tuple[str, ...]  # what it needs beside torch, by the names of the modules
+    content: Callable[[ExportedProgram], bytes]  # who calls it writes the bytes: a full disk is then one kind of error
+    load: Callable[[Path], Callable[[Tensor], Tensor]]  # from images to logits, by the file alone
+
+    def check(self) -> None:
+        """Raise a `ConfigError` if a package is missing."""
+        if missing := [name for name in self.packages if find_spec(name) is None]:
+            raise ConfigError(
+                f"ONNX needs packages that are not installed: {', '.join(missing)}",
+                remedy="pip install 'lit-cifar[export]', or pass --format torch",
+            )
+
+
+def _torch_content(program: ExportedProgram) -> bytes:
+    buffer = BytesIO()
+    torch.export.save(program, buffer)
+    return buffer.getvalue()
+
+
+def _load_torch(file: Path) -> Callable[[Tensor], Tensor]:
+    """Loading can run code from the file, so only what this process wrote may be passed."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")  # by torch 2.11, which copies it
+        return torch.export.load(file).module()
+
+
+def _onnx_content(program: ExportedProgram) -> bytes:
+    """A model with its weights inside; the number of images is called "batch"."""
+    names: Any = {"input_names": ["images"], "output_names": ["logits"], "dynamic_shapes": {"images": {0: "batch"}}}
+    made: Any = torch.onnx.export(program, dynamo=True, verbose=False, **names)
+    content: bytes = made.model_proto.SerializeToString()
+    return content
+
+
+def _load_onnx(file: Path) -> Callable[[Tensor], Tensor]:
+    """By ONNX Runtime, on the CPU."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+
+
+FORMATS = {
+    "torch": Format("network.pt2", (), _torch_content, _load_torch),
+    "onnx": Format("network.onnx", ("onnx", "onnxscript", "onnxruntime"), _onnx_content, _load_onnx),
+}
+
+
+@torch.no_grad()
+def export(
+    module: LitResNet, data: CIFAR10DataModule, formats: Sequence[Format], *, folder: Path, record: dict[str, Any]
+) -> dict[str, float]:
+    """Write the files, run each again, and compare it with the checkpoint; `folder` is made only if all agree.
+
+    Args:
+        module: With the network, in evaluation mode.
+        data: The data set that it was trained on; its images are not read.
+        formats: What to write.
+        folder: Must not exist, or be empty.
+        record: What `export.json` says of the checkpoint.
+
+    Returns:
+        By file, the largest difference of a logit on images of random bytes, in units of the largest logit.
+
+    Raises:
+        ConfigError: The network cannot be traced, or `folder` cannot be written.
+    """
+    random, ids = torch.Generator().manual_seed(0), torch.arange(_NUM_IMAGES)
+    images = torch.randint(256, (_NUM_IMAGES, *module.image_shape), generator=random).to(torch.uint8)
+    expected = module(data.on_after_batch_transfer(Batch(images, ids, ids, 1.0), 0).images)  # as in `test`
+    program = trace(Classifier(module.network, mean=data.source.mean, std=data.source.std), module.image_shape)
+    with _draft(folder) as draft:
+        found: dict[str, float] = {}
+        files = {}
+        for form in formats:
+            file = draft / form.file
+            file.write_bytes(form.content(program))
+            network = form.load(file)
+            logits = torch.cat([network(images[:1]), network(images[1:])])  # batches of any size
+            found[form.file] = gap = float((logits - expected).abs().max() / expected.abs().max())
+            files[form.file] = {"sha256": _digest(file), "images_compared": _NUM_IMAGES, "largest_difference": gap}
+        if all(difference <= BOUND for difference in found.values()):
+            content = record | {
+                "network": str(module.header),
+                "classes": data.classes,
+                "images": f"uint8 (n, {', '.join(map(str, module.image_shape))}), RGB from 0 to 255; "
+                "the network normalises them itself",
+                "logits": f"float32 (n, {len(data.classes)}); their softmax are probabilities",
+                "versions": versions(),
+                "files": files,
+            }
+            (draft / RECORD).write_text(json.dumps(content, indent=2) + "\n")
+            draft.replace(folder)
+    return found
+
+
+def _digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def _draft(folder: Path) -> Iterator[Path]:
+    """A folder beside `folder`, which is gone afterwards, renamed or removed."""
+    draft = folder.with_name(f"{folder.name}.part")
+    try:
+        shutil.rmtree(draft, ignore_errors=True)  # of an export that was killed
+        draft.mkdir(parents=True)
+        yield draft
+    except OSError as error:
+        problem = f"{folder} cannot be written: {error.strerror or error}"
+        raise ConfigError(problem, remedy="choose another: --output FOLDER") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)

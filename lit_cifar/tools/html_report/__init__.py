@@ -1,1 +1,0 @@
-"""One HTML page about finished runs: what is compared, the charts, the template."""

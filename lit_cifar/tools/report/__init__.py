@@ -1,0 +1,1 @@
+"""`python -m lit_cifar report`: one HTML page about finished runs."""
