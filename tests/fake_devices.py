@@ -207,10 +207,10 @@ def _without_reading() -> Iterator[None]:
         yield
 
 
-def data_module(*, kind: type[CIFAR10DataModule] = CIFAR10DataModule, **settings: Any) -> CIFAR10DataModule:
+def data_module(**settings: Any) -> CIFAR10DataModule:
     """Four batches to train on and four to validate with, on the device as on a GPU that has room for them."""
     sizes: dict[str, Any] = {"num_train": 64, "val_size": 32, "batch_size": 8, "eval_batch_size": 8}
-    data = kind(dataset="synthetic", **sizes | {"resident": "device"} | settings)
+    data = CIFAR10DataModule(dataset="synthetic", **sizes | {"resident": "device"} | settings)
     data.setup("fit")  # on the host
     return data
 

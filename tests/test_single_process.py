@@ -1,16 +1,47 @@
-"""What `dp` and `mp` share: one process with nobody to talk to, and the refusal of others."""
+"""`dp` and `mp`: one process with nobody to talk to; how `dp` cuts a batch, in which order and where `mp` works."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from commands import TINY, run_here
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from short_fits import fit, short
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from lit_cifar import LitResNet
 from lit_cifar.errors import ConfigError
+from lit_cifar.models import build_resnet
+from lit_cifar.models.partition import Partition
+from lit_cifar.strategies import LayerParallelStrategy
+from lit_cifar.strategies.dp import EmulatedReplicas, _DataParallel, in_context_of_caller, replica_of, replicate
+from lit_cifar.strategies.mp import StagedRunner, gpipe_order
 
+pytestmark = short
+
+CPU, META = torch.device("cpu"), torch.device("meta")
 QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+both = pytest.mark.parametrize("mode", ["dp", "mp"])
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def small_resnet() -> nn.Module:
+    torch.manual_seed(0)
+    return build_resnet("tiny", stem="imagenet").double()
+
+
+def images_of(num: int, side: int = 32) -> Tensor:
+    return torch.randn(num, 3, side, side, dtype=torch.float64, generator=torch.Generator().manual_seed(num))
+
+
+# ---------------------------------------------------------------- alone
 
 
 class ClusterOfTwo(LightningEnvironment):
@@ -21,21 +52,16 @@ class ClusterOfTwo(LightningEnvironment):
 
 
 def trainer_of(mode: str, **kwargs: Any) -> L.Trainer:
-    return L.Trainer(strategy=mode, devices=2, accelerator="cpu", **{**QUIET, **kwargs})
+    return L.Trainer(strategy=mode, devices=2, accelerator="cpu", **QUIET, **kwargs)
 
 
-@pytest.mark.parametrize("mode", ["dp", "mp"])
-def test_a_process_alone(mode: str) -> None:
-    trainer = trainer_of(mode)
+@both
+def test_a_process_alone_communicates_as_a_single_device_does(mode: str) -> None:
+    trainer, tensor = trainer_of(mode), torch.arange(3)
     assert (trainer.world_size, trainer.global_rank, trainer.is_global_zero) == (1, 0, True)
     assert trainer.strategy.distributed_sampler_kwargs == {"num_replicas": 1, "rank": 0}
     assert not trainer._accelerator_connector.is_distributed, "Lightning would divide the data among processes"
-
-
-@pytest.mark.parametrize("mode", ["dp", "mp"])
-def test_communicates_as_a_single_device_does(mode: str) -> None:
-    tensor = torch.arange(3)
-    for strategy in (trainer_of(mode).strategy, SingleDeviceStrategy()):
+    for strategy in (trainer.strategy, SingleDeviceStrategy()):
         assert strategy.all_gather(tensor) is tensor
         assert strategy.reduce(tensor, reduce_op="sum") is tensor
         assert strategy.broadcast(tensor) is tensor
@@ -49,15 +75,13 @@ def test_communicates_as_a_single_device_does(mode: str) -> None:
     [({"num_nodes": 2}, "--trainer.num_nodes=2"), ({"plugins": [ClusterOfTwo()]}, "2 were started")],
 )
 def test_other_processes_are_refused(mode: str, instead: str, arguments: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=rf"--trainer.strategy={mode} is one process") as caught:
         trainer_of(mode, **arguments)
-    assert f"--trainer.strategy={mode} is one process" in caught.value.problem
     assert problem in caught.value.problem
     assert f"--trainer.strategy={instead}" in caught.value.remedy
-    assert len(str(caught.value).splitlines()) <= 5
 
 
-@pytest.mark.parametrize("mode", ["dp", "mp"])
+@both
 def test_torchrun_is_refused_even_with_one_process(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "x"}
     for name, value in variables.items():
@@ -66,7 +90,182 @@ def test_torchrun_is_refused_even_with_one_process(mode: str, monkeypatch: pytes
         trainer_of(mode)
 
 
-@pytest.mark.parametrize("mode", ["dp", "mp"])
+@both
 def test_a_module_without_a_runner_is_refused(mode: str) -> None:
     with pytest.raises(ConfigError, match="LightningModule has no network and no use_runner"):
         trainer_of(mode).strategy.connect(L.LightningModule())
+
+
+# ---------------------------------------------------------------- dp
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4, 7])
+def test_replica_of_is_the_rule_of_chunk(num_replicas: int) -> None:
+    for num_samples in (*range(9), 13, 128):
+        chunks = torch.zeros(num_samples).chunk(num_replicas)
+        expected = [replica for replica, chunk in enumerate(chunks) for _ in chunk]
+        assert replica_of(num_samples, num_replicas=num_replicas).tolist() == expected
+
+
+@pytest.mark.parametrize(("num_samples", "num_replicas"), [(7, 3), (5, 4), (4, 1)])
+def test_emulated_replicas_equal_separate_networks(num_samples: int, num_replicas: int) -> None:
+    # From 33 x 33 the last blocks see 2 x 2 values, so that a chunk of one sample still has a variance.
+    images, labels = images_of(num_samples, side=33), torch.arange(num_samples)
+    network, *copies = (small_resnet() for _ in range(1 + len(images.chunk(num_replicas))))
+    expected = torch.cat([copy(chunk) for copy, chunk in zip(copies, images.chunk(num_replicas), strict=True)])
+    F.cross_entropy(expected, labels).backward()
+    output = EmulatedReplicas(network, num_replicas=num_replicas)(images)
+    F.cross_entropy(output, labels).backward()
+    torch.testing.assert_close(output, expected, rtol=1e-13, atol=1e-13)
+    for parameter, *others in zip(network.parameters(), *(copy.parameters() for copy in copies), strict=True):
+        torch.testing.assert_close(parameter.grad, sum(other.grad for other in others), rtol=1e-12, atol=1e-12)
+    for buffer, other in zip(network.buffers(), copies[0].buffers(), strict=True):
+        torch.testing.assert_close(buffer, other)
+
+
+def test_all_replicas_start_from_the_buffers_before_the_step() -> None:
+    class AddsItsCount(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += len(x)
+            return x + self.count
+
+    network = AddsItsCount()
+    assert EmulatedReplicas(network, num_replicas=3)(torch.zeros(5)).tolist() == [2, 2, 2, 2, 1]
+    assert network.count == 2, "replica 0's buffer stays, the others' are thrown away"
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_a_thread_inherits_autocast_type_and_mode(inference: bool) -> None:
+    layer, found = nn.Linear(2, 2), []
+
+    def probe(x: Tensor) -> None:
+        found.append((layer(x).dtype, torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+
+    mode = torch.inference_mode() if inference else torch.no_grad()
+    # float16 is not the CPU's default autocast type, so a thread that loses it computes in bfloat16.
+    with mode, torch.autocast("cpu", dtype=torch.float16):
+        thread = threading.Thread(target=in_context_of_caller(probe, device_type="cpu"), args=(torch.ones(1, 2),))
+        thread.start()
+        thread.join()
+    assert found == [(torch.float16, inference, False)]
+
+
+def test_the_threads_of_data_parallel_inherit_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_threads(self: Any, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
+        with ThreadPoolExecutor(1) as pool:
+            return [*pool.map(lambda call: call(), replicas)]
+
+    monkeypatch.setattr(nn.DataParallel, "parallel_apply", in_threads)
+    with torch.inference_mode():
+        assert _DataParallel(nn.Linear(2, 2)).parallel_apply([torch.is_inference_mode_enabled], [()], [{}]) == [True]
+
+
+def test_a_setup_that_fails_keeps_its_error_and_is_torn_down(tmp_path: Path) -> None:
+    def no_optimizer(params: Any) -> Any:
+        raise LookupError("no such optimizer")
+
+    module = LitResNet("tiny", stem="imagenet", optimizer=no_optimizer)
+    with pytest.raises(LookupError, match="no such optimizer"):
+        fit(module, tmp_path, strategy="dp", devices=2)
+    assert module._runner is None
+
+
+@needs_cuda
+@pytest.mark.parametrize("num_samples", [0, 1, 5])
+def test_device_replicas_evaluate_small_batches(num_samples: int) -> None:
+    """In the type of autocast; `test_gpu` trains."""
+    network, images = small_resnet().float().cuda().eval(), images_of(num_samples).float().cuda()
+    with torch.inference_mode(), torch.autocast("cuda", dtype=torch.bfloat16):
+        output = replicate(network, [torch.device("cuda", 0)] * 3)(images)
+        assert output.dtype == torch.bfloat16
+        torch.testing.assert_close(output, network(images), rtol=0.05, atol=0.05)
+
+
+# ---------------------------------------------------------------- mp; "meta" stands for a device
+
+
+def staged(network: nn.Module, devices: list[torch.device], **settings: int) -> StagedRunner:
+    stages = Partition.of(network, (3, 32, 32), num_stages=2).modules(network)
+    return StagedRunner([stage.to(device) for stage, device in zip(stages, devices, strict=True)], devices, **settings)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 6])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 5])
+def test_every_microbatch_passes_every_stage_once_and_in_order(num_microbatches: int, num_stages: int) -> None:
+    order = list(gpipe_order(num_microbatches=num_microbatches, num_stages=num_stages))
+    assert len(set(order)) == len(order) == num_microbatches * num_stages
+    for microbatch in range(num_microbatches):
+        assert [stage for m, stage in order if m == microbatch] == list(range(num_stages))
+    ticks = [microbatch + stage for microbatch, stage in order]
+    assert ticks == sorted(ticks)
+    # A copy to the next stage is issued before more work of this one.
+    assert all(a[1] > b[1] for a, b in pairwise(order) if sum(a) == sum(b))
+
+
+@pytest.mark.parametrize("num_samples", [0, 1, 3, 5])
+def test_both_modes_evaluate_a_batch_of_any_size(num_samples: int) -> None:
+    network, images = small_resnet().eval(), images_of(num_samples)
+    for runner in (EmulatedReplicas(network, num_replicas=4), staged(network, [CPU] * 2, num_microbatches=4)):
+        with torch.inference_mode():
+            output = runner(images)
+            torch.testing.assert_close(output, network(images), rtol=1e-12, atol=1e-12)
+        assert output.shape == (num_samples, 10)
+
+
+def test_stages_and_what_an_optimizer_has_loaded_are_on_their_devices_and_the_rest_on_the_first() -> None:
+    module, strategy = LitResNet("tiny", stem="imagenet"), LayerParallelStrategy(parallel_devices=[META, CPU])
+    strategy.connect(module)
+    strategy.model_to_device()
+    assert module.device == META
+    assert module.train_loss.device == META
+    assert module.val_metrics.details["confusion"].confmat.device == META
+    for stage, device in zip(strategy.partition.stages, (META, CPU), strict=True):
+        assert {tensor.device for tensor in stage.module(module.network).state_dict().values()} == {device}
+    parameters = list(module.network.parameters())
+    strategy.optimizers = [torch.optim.Adam(parameters)]
+    saved = torch.optim.Adam([torch.zeros(p.shape, requires_grad=True) for p in parameters])
+    for parameter in saved.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    saved.step()
+    strategy.load_optimizer_state_dict({"optimizer_states": [saved.state_dict()]})
+    for parameter, state in strategy.optimizers[0].state.items():
+        assert state["exp_avg"].device == state["exp_avg_sq"].device == parameter.device
+        assert state["step"].device == CPU
+
+
+@pytest.mark.parametrize(
+    ("devices", "num_stages", "places"),
+    [(2, None, [0, 1]), (2, 4, [0, 0, 1, 1]), (1, 3, [0, 0, 0]), (3, None, [0, 1, 2]), (1, None, [0])],
+)
+def test_stages_over_devices(devices: int, num_stages: int | None, places: list[int]) -> None:
+    strategy = LayerParallelStrategy(num_stages=num_stages)
+    L.Trainer(strategy=strategy, devices=devices, accelerator="cpu", **QUIET)
+    strategy.connect(LitResNet("resnet10", stem="imagenet"))
+    lines = strategy.split_lines()
+    assert len(strategy.stage_devices) == len(lines)
+    assert [line.split("  ")[1].strip() for line in lines] == [f"cpu {place}" for place in places]
+
+
+def test_reduced_precision_trains_in_microbatches_between_named_cuts(tmp_path: Path) -> None:
+    flags = ["--trainer.strategy=LayerParallelStrategy", "--trainer.strategy.num_microbatches=2", "--trainer.devices=2"]
+    flags += ["--trainer.strategy.cuts=[layer4.0]", "--trainer.precision=bf16-true", "--data.num_train=48"]
+    result = run_here("fit", *TINY, *flags, f"--run_dir={tmp_path / 'run'}")
+    assert result.status == 0, result.stderr
+    assert "layer4.0 to head" in result.stdout
+
+
+@needs_cuda
+def test_stages_on_the_cpu_and_a_gpu_are_the_plain_network() -> None:
+    """Two kinds of devices: every hand-over is a real copy."""
+    devices = [torch.device("cuda", 0), CPU]
+    plain, divided, images, labels = small_resnet(), small_resnet(), images_of(6), torch.arange(6)
+    F.cross_entropy(plain(images), labels).backward()
+    output = staged(divided, devices)(images.to(devices[0]))
+    assert output.device == devices[0]
+    F.cross_entropy(output, labels.to(devices[0])).backward()
+    for one, other in zip(plain.parameters(), divided.parameters(), strict=True):
+        torch.testing.assert_close(other.grad.cpu(), one.grad, rtol=1e-9, atol=1e-9)
