@@ -59,11 +59,12 @@ def test_only_those_that_are_near_are_timed_on_more_images(monkeypatch: pytest.M
     assert found[CANDIDATES[1]] == pytest.approx(0.2 * 0.3 / 0.12)
 
 
-def test_a_run_says_saves_and_uses_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], bf16_is_fastest: dict[Candidate, float]
+def test_a_run_says_saves_and_uses_them_and_when_it_is_resumed_keeps_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bf16_is_fastest: dict[Candidate, float]
 ) -> None:
     run = tmp_path / "run"
-    done = run_here("fit", *TINY, "--autotune=true", f"--run_dir={run}")
+    words = [*TINY, "--autotune=true", f"--run_dir={run}"]
+    done = run_here("fit", *words, "--trainer.max_steps=2")
     assert done.status == 0, done.stderr
     others = "32-true 2.00x, 32-true channels_last 2.00x, bf16-mixed 2.00x"
     assert f"autotune    bf16-mixed channels_last; slower: {others}\n" in done.stdout
@@ -71,37 +72,27 @@ def test_a_run_says_saves_and_uses_them(
     assert settings_of(run) == BF16
     assert '"bf16-mixed channels_last": 1.0' in (run / "environment.json").read_text()
     assert autotune.VARIABLE not in os.environ
-
-
-def test_the_weights_at_the_start_are_those_without_it(tmp_path: Path, bf16_is_fastest: dict[Candidate, float]) -> None:
-    flags = [*TINY, "--trainer.max_steps=1", "--model.optimizer=SGD", "--model.optimizer.lr=0"]
-    for name, more in (("with", ["--autotune=true"]), ("without", [])):
-        words = [*flags, *more, f"--run_dir={tmp_path / name}"]
-        assert run_here("fit", *words).status == 0
-    weights = [
-        torch.load(tmp_path / name / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]["conv1.weight"]
-        for name in ("with", "without")
-    ]
-    assert weights[0].equal(weights[1])
-
-
-def test_processes_that_a_run_starts_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert from_environment() is None
-    with exported(BF16):
-        assert from_environment() == BF16
-    assert from_environment() is None
-
-
-def test_a_resumed_run_keeps_what_it_had(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bf16_is_fastest: dict[Candidate, float]
-) -> None:
-    words = [*TINY, "--autotune=true", f"--run_dir={tmp_path / 'run'}"]
-    assert run_here("fit", *words, "--trainer.max_steps=2").status == 0
     monkeypatch.setattr(autotune, "time_candidates", lambda *args, **kwargs: dict.fromkeys(CANDIDATES, 1.0))
     with pytest.warns(UserWarning, match="schedule"):
         done = run_here("fit", *words, "--resume=auto")
     assert done.status == 0, done.stderr
-    assert settings_of(tmp_path / "run") == BF16
+    assert settings_of(run) == BF16
+
+
+def test_the_weights_at_the_start_are_those_without_it(tmp_path: Path, bf16_is_fastest: dict[Candidate, float]) -> None:
+    weights = []
+    for name, more in (("with", ["--autotune=true"]), ("without", [])):
+        keep = ["--trainer.callbacks+=recorder.KeepFirstWeights", f"--trainer.callbacks.path={tmp_path / name}"]
+        assert run_here("fit", *TINY, "--trainer.fast_dev_run=1", *more, *keep).status == 0
+        weights.append(torch.load(tmp_path / name, weights_only=True)["conv1.weight"])
+    assert weights[0].equal(weights[1])
+
+
+def test_processes_that_a_run_starts_measure_nothing() -> None:
+    assert from_environment() is None
+    with exported(BF16):
+        assert from_environment() == BF16
+    assert from_environment() is None
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,15 @@
-"""`ddp_mp`: processes and devices as arithmetic, what is refused, and one launched run against one device."""
+"""`ddp_mp`: processes and devices as arithmetic, and what is refused; `test_parity` trains."""
 
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from commands import TINY, launch, run_here
-from comparing import assert_same_checkpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities import rank_zero_only
 
 import lit_cifar.strategies.ddp_mp
-from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.errors import ConfigError
 from lit_cifar.strategies import DDPLayerParallelStrategy
@@ -103,15 +99,3 @@ def test_torchrun_with_another_number_of_processes_is_refused(monkeypatch: pytes
         L.Trainer(strategy="ddp_mp", devices=4, accelerator="cpu", **QUIET)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert L.Trainer(strategy="ddp_mp", devices=4, accelerator="cpu", **QUIET).strategy.num_processes == 2
-
-
-def test_two_processes_equal_one_device_that_normalises_each_part(tmp_path: Path) -> None:
-    """Also the microbatches of each process, the keys and the optimizer's state."""
-    settings = [*TINY, "--trainer.precision=64-true", "--model.optimizer.lr=0.02", "--trainer.limit_val_batches=0"]
-    flags = ["--trainer.strategy=DDPLayerParallelStrategy", "--trainer.strategy.num_microbatches=2"]
-    launch("fit", *settings, *flags, "--trainer.devices=4", f"--run_dir={tmp_path / 'ddp_mp'}", ranks=2)
-    chunks = ["--model.ghost_batchnorm.num_shards=2", "--model.ghost_batchnorm.num_microbatches=2"]
-    alone = run_here("fit", *settings, *chunks, "--trainer.devices=1", f"--run_dir={tmp_path / 'alone'}")
-    assert alone.status == 0, alone.stderr
-    found, expected = (read_checkpoint(tmp_path / run / "checkpoints" / "last.ckpt") for run in ("ddp_mp", "alone"))
-    assert_same_checkpoint(found, expected, tolerance=1e-9)

@@ -17,7 +17,6 @@ from commands import TINY, counts, launch, run_here
 from torch import Tensor, nn
 
 from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.checkpoint.sample_audit import Tally
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.batch_split import BatchSplit, GhostBatches
 from lit_cifar.data.images import ImageSet
@@ -28,7 +27,6 @@ from lit_cifar.models.ghost_batchnorm import normalise_apart
 from lit_cifar.models.partition import Partition
 from lit_cifar.strategies.dp import replicate
 from lit_cifar.strategies.mp import StagedRunner
-from lit_cifar.task.module import EvaluationMetrics
 from lit_cifar.tools.verify import verify
 from lit_cifar.tools.verify.comparison import EXACT_BOUND
 
@@ -52,10 +50,6 @@ def images_of(num_images: int) -> ImageSet:
     return ImageSet(images, torch.arange(num_images) % 10, tuple("abcdefghij"), "random")
 
 
-def sampler_of(images: ImageSet) -> TrainSampler:
-    return TrainSampler(num_samples=len(images), batch_size=16, batch_split=BatchSplit())
-
-
 def test_augmentation_gives_the_same_bytes() -> None:
     images, ids = images_of(64).images, torch.arange(64) * 2**33 + 5
     augmentation = Augmentation(seed=2**61, cutout=8)
@@ -65,10 +59,9 @@ def test_augmentation_gives_the_same_bytes() -> None:
 
 
 def test_batches_made_on_the_device_are_those_of_the_host() -> None:
-    images = images_of(40)
+    images, sampler = images_of(40), TrainSampler(num_samples=40, batch_size=16, batch_split=BatchSplit())
     there, here = (
-        list(BatchLoader(place, sampler_of(images), augmentation=Augmentation(seed=1)))
-        for place in (images.to(DEVICE), images)
+        list(BatchLoader(place, sampler, augmentation=Augmentation(seed=1))) for place in (images.to(DEVICE), images)
     )
     assert len(there) == len(here) == 3
     for found, expected in zip(there, here, strict=True):
@@ -76,28 +69,6 @@ def test_batches_made_on_the_device_are_those_of_the_host() -> None:
         for name in ("images", "labels", "ids"):
             assert getattr(found, name).device == DEVICE
             assert getattr(found, name).cpu().equal(getattr(expected, name))
-
-
-def test_a_tally_counts_the_same() -> None:
-    sampler = sampler_of(images_of(40))
-    tallies = [Tally(sampler, device=device) for device in (DEVICE, torch.device("cpu"))]
-    for part in sampler:
-        for tally in tallies:
-            tally.count(part.ids.to(tally.uses.device), accumulation=1)
-    assert tallies[0].uses.cpu().equal(tallies[1].uses)
-
-
-def test_metrics_count_the_same() -> None:
-    logits = torch.randn(50, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    labels = torch.arange(50) % 10
-    losses = nn.functional.cross_entropy(logits, labels, reduction="none")
-    found = []
-    for device in (DEVICE, torch.device("cpu")):
-        metrics = EvaluationMetrics("val", 10).to(device)
-        metrics.update(logits.to(device), labels.to(device), losses.to(device))
-        found.append([*metrics.scores.compute().values(), *metrics.details.compute().values()])
-    for there, here in zip(*found, strict=True):
-        assert there.cpu().equal(here)
 
 
 def trained(network: nn.Module, run: Callable[[Tensor], Tensor], device: torch.device) -> dict[str, Tensor]:

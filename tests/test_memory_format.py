@@ -6,11 +6,11 @@ import lightning as L
 import pytest
 import torch
 from short_fits import fit, short
-from torch import Tensor, nn
+from torch import Tensor
 
 from lit_cifar import LitResNet
 from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.models.memory_format import follow_parameters, plain, with_plain_gradient
+from lit_cifar.models.memory_format import with_plain_gradient
 
 
 def channels_last(tensor: Tensor) -> bool:
@@ -57,26 +57,6 @@ def test_checkpoints_lie_in_the_usual_order_and_are_read_into_the_one_asked_for(
     optimizer = optimizers[True]
     optimizer.load_state_dict(found["optimizer_states"][0])
     assert all(state["momentum_buffer"].stride() == p.stride() for p, state in optimizer.state.items())
-
-
-def test_a_fused_kernel_would_take_what_lies_otherwise_for_other_values() -> None:
-    """Why an optimizer's state follows its parameters."""
-
-    def stepped(*, follow: bool, fused: bool) -> Tensor:
-        torch.manual_seed(0)
-        weight = nn.Parameter(torch.randn(8, 4, 3, 3).to(memory_format=torch.channels_last))
-        optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, fused=fused)
-        if follow:
-            optimizer.register_load_state_dict_post_hook(follow_parameters)
-        for _ in range(2):
-            weight.grad = torch.randn(8, 4, 3, 3).to(memory_format=torch.channels_last)
-            optimizer.step()
-            optimizer.load_state_dict(plain(optimizer.state_dict()))
-        return weight.detach()
-
-    expected = stepped(follow=False, fused=False)
-    torch.testing.assert_close(stepped(follow=True, fused=True), expected)
-    assert not torch.allclose(stepped(follow=False, fused=True), expected)  # torch 2.11 to 2.15
 
 
 def test_a_gradient_lies_as_it_is_sent() -> None:

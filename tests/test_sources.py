@@ -99,16 +99,15 @@ def test_the_binary_edition_below_the_home_folder(binary_root: Path, monkeypatch
     assert_is_small_cifar10(Path("~") / binary_root.name)
 
 
-def test_the_python_edition(python_root: Path) -> None:
+def test_the_python_edition_where_there_is_no_other(python_root: Path, small_files: None) -> None:
     assert_is_small_cifar10(python_root)
-    (python_root / CIFAR10.base_folder / "test_batch").unlink()
-    assert "is incomplete" in refused_by_both(python_root)
-
-
-def test_of_both_editions_the_binary_one_is_read(binary_root: Path, python_root: Path) -> None:
+    write_binary_edition(python_root, records_per_file=PER_FILE)
     for path in (python_root / CIFAR10.base_folder).iterdir():
         path.write_bytes(b"garbage")
     assert_is_small_cifar10(python_root)
+    shutil.rmtree(python_root / cifar10.FOLDER)
+    (python_root / CIFAR10.base_folder / "test_batch").unlink()
+    assert "is incomplete" in refused_by_both(python_root)
 
 
 def records_with(old: int | None, label: int) -> bytes:
@@ -147,11 +146,9 @@ def test_an_empty_folder_and_a_link_to_nowhere_are_not_replaced_by_a_download(
     assert "data_batch_1.bin cannot be read: No such file" in refused_by_both(tmp_path)
 
 
-def test_damaged_test_files_are_found_before_training(binary_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_test_files_are_found_before_training(binary_root: Path) -> None:
     (binary_root / cifar10.FOLDER / "test_batch.bin").write_bytes(b"")
     assert "test_batch.bin holds 0 bytes" in refusal(binary_root)
-    monkeypatch.undo()  # the official sizes
-    assert "not 30730000" in refused_by_both(binary_root)
 
 
 @pytest.fixture
@@ -184,9 +181,7 @@ def test_an_archive_in_root_is_used_and_kept(site: Path, may_download: bool, mon
     prepare("cifar10", site, download=may_download)
     assert_is_small_cifar10(site)
     assert sorted(path.name for path in site.iterdir()) == [cifar10.FOLDER, "small.tar.gz"]
-
-
-def test_another_archive_in_root_is_refused_and_kept(site: Path) -> None:
+    shutil.rmtree(site / cifar10.FOLDER)
     (site / "small.tar.gz").write_bytes(b"half a download")
     assert f"{site / 'small.tar.gz'} is not the official archive" in refusal(site)
     assert [path.name for path in site.iterdir()] == ["small.tar.gz"]
@@ -199,7 +194,7 @@ def send_half(handler: http.server.SimpleHTTPRequestHandler) -> None:
     handler.wfile.write(bytes(500))
 
 
-@pytest.mark.parametrize("failure", ["hash", "half", "404", "refused", "silent", "no archive", "other folder"])
+@pytest.mark.parametrize("failure", ["hash", "half", "refused", "silent", "no archive", "other folder"])
 def test_a_download_that_fails_leaves_nothing(
     failure: str, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,8 +204,6 @@ def test_a_download_that_fails_leaves_nothing(
             monkeypatch.setattr(cifar10, "MD5", "0" * 32)  # the archive is whole, but another one
         elif failure == "half":
             monkeypatch.setattr(http.server.SimpleHTTPRequestHandler, "do_GET", send_half)
-        elif failure == "404":
-            monkeypatch.setattr(cifar10, "URL", f"{cifar10.URL}.gz")
         elif failure == "refused":
             monkeypatch.setattr(cifar10, "URL", "http://127.0.0.1:9/small.tar.gz")
         elif failure == "silent":
@@ -294,11 +287,6 @@ def test_data_are_read_ahead_once_and_only_if_they_are_there(small_files: None, 
     assert data.sets["train"] is read
 
 
-def test_an_unknown_name_lists_the_known() -> None:
-    with pytest.raises(ConfigError, match="'mnist'\nchoose one of cifar10, fashion_mnist, synthetic"):
-        open_dataset("mnist", "nowhere")
-
-
 def test_the_real_cifar10() -> None:
     if not (REAL_ROOT / cifar10.FOLDER).is_dir():
         pytest.skip(f"needs CIFAR-10's binary edition in {REAL_ROOT}; LIT_CIFAR_DATA names another folder")
@@ -348,20 +336,16 @@ def test_grey_images_become_three_padded_channels(fashion_root: Path, split: Any
 
 
 @pytest.mark.parametrize("file", ["train-images-idx3-ubyte", "t10k-labels-idx1-ubyte"])
-@pytest.mark.parametrize("kept_bytes", [None, 0, 3, 17])
+@pytest.mark.parametrize("kept_bytes", [None, 3, 17])
 def test_a_truncated_or_missing_file_of_fashion_mnist(fashion_root: Path, file: str, kept_bytes: int | None) -> None:
     path = fashion_root / "FashionMNIST" / "raw" / file
     path.unlink() if kept_bytes is None else path.write_bytes(path.read_bytes()[:kept_bytes])
     assert "incomplete or damaged" in refusal(fashion_root, "fashion_mnist")
 
 
-def test_labels_and_sizes_of_fashion_mnist(fashion_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    labels = fashion_root / "FashionMNIST" / "raw" / "train-labels-idx1-ubyte"
-    write_idx(labels, np.full(12, 10, np.uint8))
+def test_labels_of_fashion_mnist(fashion_root: Path) -> None:
+    write_idx(fashion_root / "FashionMNIST" / "raw" / "train-labels-idx1-ubyte", np.full(12, 10, np.uint8))
     assert "not 12 train images of 28 x 28, each with a label from 0 to 9" in refusal(fashion_root, "fashion_mnist")
-    write_idx(labels, np.full(12, 9, np.uint8))
-    monkeypatch.undo()
-    assert "not 60000 train images" in refusal(fashion_root, "fashion_mnist")
 
 
 def test_a_download_of_fashion_mnist(fashion_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,7 @@
-"""`--virtual_replicas`: the bits of one device on several, and what they need for it; `test_parity` has all modes."""
+"""`--virtual_replicas`: what the bits of one device on several need; that modes have them, `test_parity` shows."""
 
-import csv
 import shutil
 import warnings
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from commands import TINY, launch, mode_flags, refused, run_here
+from comparing import assert_same_checkpoint
 from torch import Tensor, nn
 
 from lit_cifar.checkpoint import exact_resume
+from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.environment import cpu_model
@@ -31,31 +31,6 @@ from lit_cifar.task.metrics import MeanLoss
 FLAGS = [*TINY, "--virtual_replicas=4", "--data.num_train=74", "--data.eval_batch_size=8"]
 
 
-def bits(run: Path) -> dict[str, str]:
-    """SHA-256 of each parameter, buffer and tensor of the optimizer at the end of a run."""
-    file = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
-    tensors: dict[str, Tensor] = dict(file["state_dict"])
-    (optimizer,) = file["optimizer_states"]
-    assert len(optimizer["state"]) == len(optimizer["param_groups"][0]["params"])
-    for number, state in optimizer["state"].items():
-        tensors |= {f"{name} of parameter {number}": value for name, value in state.items()}
-    plain = {name: value.contiguous().flatten().view(torch.uint8).numpy() for name, value in tensors.items()}
-    return {name: sha256(value).hexdigest() for name, value in plain.items()}
-
-
-def rows(run: Path) -> list[dict[str, str]]:
-    """What was logged, but for the speed."""
-    lines = csv.DictReader((run / "metrics.csv").read_text().splitlines())
-    return [{name: cell for name, cell in row.items() if "images_per_s" not in name} for row in lines]
-
-
-def fitted(folder: Path, processes: int, *flags: str) -> Path:
-    run = folder / str(processes)
-    mode = mode_flags("ddp", processes) if processes > 1 else []
-    launch("fit", *FLAGS, *mode, *flags, f"--run_dir={run}", ranks=processes)
-    return run
-
-
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 def test_the_parts_of_a_process_are_a_subtree(count: int) -> None:
     """So the sums of the processes, added in the same order of ranks, are the sum of one process."""
@@ -67,9 +42,6 @@ def test_the_parts_of_a_process_are_a_subtree(count: int) -> None:
     assert tree_sum(sums[rank] for rank in in_tree_order(count)).equal(whole)
     if count < 8:
         assert not sum(values[1:], values[0]).equal(whole)  # the order matters
-
-
-# ---------------------------------------------------------------- the sums of a step, in several buckets
 
 
 def averages_of(world_size: int, rank: int) -> list[Tensor]:
@@ -119,9 +91,6 @@ def test_buckets_hold_neighbours_of_a_device_and_dtype(monkeypatch: pytest.Monke
     tensors = [small, small, small, large, small, meta, double]
     sizes = [[tensor.nbytes for tensor in bucket] for bucket in _buckets(tensors)]
     assert sizes == [[20, 20], [20], [400], [20], [20], [16]]
-
-
-# ---------------------------------------------------------------- what else must not depend on the processes
 
 
 def test_losses_are_added_in_any_order() -> None:
@@ -195,23 +164,10 @@ def test_a_mode_refuses_parts_that_it_cannot_have(strategy: Any, devices: int, t
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fitted(tmp_path_factory.mktemp("alone"), 1)
-
-
-def test_two_processes_end_with_the_bits_of_one(alone: Path, tmp_path: Path) -> None:
-    pair = fitted(tmp_path, 2)
-    assert bits(pair) == bits(alone)
-    assert (pair / "weights.sha256").read_text() == (alone / "weights.sha256").read_text()
-    assert rows(pair) == rows(alone)
-
-
-def test_without_the_tree_and_without_parts_the_bits_differ(
-    alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parts, "in_tree_order", range)
-    for name, flags in {"tree": FLAGS, "parts": [*FLAGS, "--virtual_replicas=null"]}.items():
-        assert run_here("fit", *flags, f"--run_dir={tmp_path / name}").status == 0
-        assert bits(tmp_path / name) != bits(alone)
+    """The run folder of one device."""
+    run = tmp_path_factory.mktemp("alone") / "run"
+    assert run_here("fit", *FLAGS, f"--run_dir={run}").status == 0
+    return run
 
 
 @pytest.mark.slow
@@ -235,20 +191,20 @@ def test_every_part_of_a_scaled_loss_has_its_share_in_the_gradient(tmp_path: Pat
 def test_a_run_goes_on_with_another_number_of_processes(alone: Path, tmp_path: Path) -> None:
     """It fails in the middle of the epoch on two processes, and is resumed on four."""
     run = tmp_path / "run"
-    saving = ["--last_checkpoint.every_n_steps=2", f"--run_dir={run}", "--trainer.strategy=ddp"]
+    saving = ["fit", *FLAGS, "--last_checkpoint.every_n_steps=2", f"--run_dir={run}"]
     failing = ["--trainer.callbacks+=recorder.FailOn", "--trainer.callbacks.rank=1", "--trainer.callbacks.step=2"]
-    assert launch("fit", *FLAGS, *saving, "--trainer.devices=2", *failing, ranks=2, check=False).status == 1
-    launch("fit", *FLAGS, *saving, "--trainer.devices=4", "--resume=auto", ranks=4)
-    assert bits(run) == bits(alone)
+    assert launch(*saving, *mode_flags("ddp"), *failing, ranks=2, check=False).status == 1
+    launch(*saving, *mode_flags("ddp", 4), "--resume=auto", ranks=4)
+    found, expected = (read_checkpoint(each / "checkpoints" / "last.ckpt") for each in (run, alone))
+    assert_same_checkpoint(found, expected, tolerance=0)
 
 
 def resumed(run: Path, *flags: str) -> list[str]:
     """The warnings of a resumed run about its bits."""
+    command = ["fit", *FLAGS, "--trainer.max_epochs=2", *flags, f"--run_dir={run}", "--resume=auto"]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert (
-            run_here("fit", *FLAGS, "--trainer.max_epochs=2", *flags, f"--run_dir={run}", "--resume=auto").status == 0
-        )
+        assert run_here(*command).status == 0
     return [str(warning.message) for warning in caught if "the bits of this training" in str(warning.message)]
 
 
