@@ -312,15 +312,6 @@ def test_the_version_is_known_without_an_installation(monkeypatch: pytest.Monkey
     assert runpy.run_path(lit_cifar.__file__)["__version__"] == versions()["lit-cifar"] == __version__
 
 
-@pytest.mark.parametrize("subcommand", ["fit", "test"])
-def test_help_on_checkpoints_offers_nothing_that_is_refused(subcommand: str) -> None:
-    shown = " ".join(run_here(subcommand, "--help=all").stdout.rpartition("--ckpt_path CKPT_PATH\n")[2].split())
-    assert shown.startswith("Checkpoint to ")
-    assert "--weights_only" in shown
-    assert "false is refused" in shown
-    assert not any(word in shown for word in ('"last"', '"best"', "hpc", "registry", "weights_only=False"))
-
-
 def test_callbacks_that_save_come_last_and_the_agreement_first(monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
     monkeypatch.setattr(

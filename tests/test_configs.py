@@ -1,5 +1,6 @@
 """Every shipped configuration passes all checks before a process is started; those of one process train two steps."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import yaml
 from commands import TINY, environment_of, run_here
 from documents import parser_of
 
+from analysis.articles import PRINTED_RUNS
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.cli.main import CLI
 
@@ -63,6 +65,14 @@ def test_the_articles_runs_differ_in_mode_and_batch_alone(mode: str) -> None:
     per_process = other["data"].pop("batch_size") // (2 if mode.startswith("ddp") else 1)
     assert per_process == single["data"].pop("batch_size") == 128
     assert other == single
+
+
+@pytest.mark.parametrize("run", PRINTED_RUNS.to_dict("records"), ids=lambda run: run["config"])
+def test_every_run_that_the_articles_print_has_a_configuration_with_its_batch(run: dict[str, object]) -> None:
+    config = yaml.safe_load((CONFIGS / "reproduce" / f"{run['config']}.yaml").read_text())
+    assert config["data"]["batch_size"] == run["batch"]
+    if run["steps per epoch"] != "not printed":
+        assert math.ceil(50_000 / config["data"]["batch_size"]) == run["steps per epoch"]
 
 
 def test_plain_momentum_is_without_look_ahead_and_decay() -> None:

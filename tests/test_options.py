@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from commands import TINY, launch, mode_flags, refused, run_here
 from short_fits import losses
+from verifying import TINY as CUT
 
 from lit_cifar.cli.main import CLI
 from lit_cifar.data.batch_split import GhostBatches
-from lit_cifar.tools.verify import evaluation, verify
-from lit_cifar.tools.verify.comparison import EXACT_BOUND, LOGITS
+from lit_cifar.tools.verify import verify
+from lit_cifar.tools.verify.comparison import EXACT_BOUND
 from lit_cifar.tools.verify.configuration import Configuration
-from lit_cifar.tools.verify.evaluation import Evaluated
 from lit_cifar.tools.verify.launcher import Launcher
 from lit_cifar.tools.verify.record import Record
 from lit_cifar.tools.verify.reference import References
@@ -100,19 +99,6 @@ def test_options_that_do_not_go_together_are_refused(flags: str, monkeypatch: py
 
 # ---------------------------------------------------------------- what works
 
-# Accumulated and clipped gradients, and a ragged last batch.
-BASE = [
-    "--model.arch=tiny",
-    "--model.stem=imagenet",
-    "--model.optimizer.lr=0.02",
-    "--data.dataset=synthetic",
-    "--data.num_train=175",
-    "--data.val_size=15",
-    "--data.batch_size=64",
-    "--trainer.accumulate_grad_batches=2",
-    "--trainer.gradient_clip_val=0.5",
-]
-
 
 def works(*endings: str) -> list[Any]:
     """Each option whose flags end so, and the modes in which it works; the whole table takes many minutes."""
@@ -130,9 +116,7 @@ def test_modes_with_an_option_train_what_one_device_trains_without(
 ) -> None:
     """In bfloat16 they round as one device does."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    flags = [*BASE, *option.split()]
-    if "precision" not in option:
-        flags.append("--trainer.precision=64-true")
+    flags = [*CUT, "--model.arch=tiny", *option.split()]
     if "compile" in option:
         flags.append("--trainer.callbacks+=option_backends.QuickCompiler")
     for devices in (2, 4):
@@ -172,17 +156,3 @@ def test_the_one_device_goes_without_what_the_modes_are_to_show_equal(
     assert all((last["--model.compile"], last["--model.channels_last"]) == ("false", "false") for last in started)
     precisions = Counter(last.get("--trainer.precision") for last in started)
     assert precisions == {None: 3} | ({} if precision == "32-true" else {"32-true": 1})
-
-
-@pytest.mark.parametrize("precision", ["64-true", "32-true", "32", "bf16-mixed"])
-def test_an_evaluation_may_differ_by_what_rounding_turns(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four times what the same evaluation in a wider precision differs by."""
-
-    def alone(step: Any, *, config: Any, precision: str | None = None) -> tuple[Evaluated, dict[str, float]]:
-        logits = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) + (0.0 if precision is None else 0.01)
-        return Evaluated(torch.tensor([0, 1]), torch.tensor([0, 1]), logits), {"val/loss": float(logits.sum())}
-
-    monkeypatch.setattr(evaluation, "_evaluated_alone", alone)
-    found = evaluation.expected({}, config={"trainer": {"precision": precision}})  # type: ignore[typeddict-item]
-    bound = found.bounds[LOGITS]
-    assert bound == EXACT_BOUND if precision == "64-true" else bound == pytest.approx(4 * 0.01 / 4.01, rel=0.01)

@@ -40,6 +40,7 @@ REFUSED = [
     "strategy=fsdp2 devices=2 --model.optimizer=SGD --model.optimizer.lr=0.1 --model.optimizer.fused=true",
     "strategy=ShardedStrategy devices=2 strategy.tensor_parallel_size=0",
     "strategy=ShardedStrategy devices=2 strategy.data_parallel_size=2 strategy.tensor_parallel_size=2",
+    "strategy=ShardedStrategy devices=4 strategy.data_parallel_size=3",
     "val_check_interval=0",
     "val_check_interval=3",  # longer than an epoch
     "limit_train_batches=0.1",  # less than a batch

@@ -79,18 +79,6 @@ def test_chunks(cut: dict[str, int], num_samples: int, positions: list[list[list
     assert [[chunk.tolist() for chunk in chunks] for chunks in found] == positions
 
 
-@pytest.mark.parametrize("num_samples", [24, 13])
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("num_shards", [1, 2, 3])
-def test_chunks_are_the_parts_that_the_sampler_loads(num_shards: int, accumulation: int, num_samples: int) -> None:
-    """One global batch: the ids that every rank loads, step by step, are the chunks of its only replica."""
-    splits = [BatchSplit(dp_size=num_shards, dp_rank=rank) for rank in range(num_shards)]
-    settings = {"num_samples": num_samples, "batch_size": 24, "accumulation": accumulation, "shuffle": False}
-    loaded = [[part.ids.tolist() for part in TrainSampler(batch_split=split, **settings)] for split in splits]
-    chunks = splits[0].ghost_batches(accumulation=accumulation).positions(num_samples)
-    assert [[chunk.tolist() for chunk in replica] for replica in chunks] == loaded
-
-
 # ---------------------------------------------------------------- the order of training
 
 
@@ -255,35 +243,31 @@ def test_a_batch_that_does_not_divide_names_the_nearest_that_do(
 
 
 @pytest.mark.parametrize(
-    ("rest", "batch_split", "fine"),
+    ("rest", "batch_split", "accumulation", "fine"),
     [
-        *((rest, BatchSplit(dp_size=2), rest not in (1, 3)) for rest in (0, 4, 3, 1)),
+        *((rest, BatchSplit(dp_size=2), 1, rest not in (1, 3)) for rest in (0, 4, 3, 1)),
         # 13 samples in chunks of 4 leave one replica a single sample, though 13 is more than 4 x 2.
-        *((rest, BatchSplit(replicas_per_rank=4), rest in (14, 8, 9)) for rest in (13, 14, 5, 8, 9, 3)),
+        *((rest, BatchSplit(replicas_per_rank=4), 1, rest in (14, 8, 9)) for rest in (13, 14, 5, 8, 9, 3)),
         # One sample for each microbatch of four, or too few for all of them.
-        *((rest, BatchSplit(num_microbatches=4), rest not in (4, 7)) for rest in (0, 4, 7, 8, 9)),
-        *((rest, BatchSplit(dp_size=2, num_microbatches=4), rest != 15) for rest in (15, 16, 17)),
-        (12, BatchSplit(replicas_per_rank=2, num_microbatches=4), False),
+        *((rest, BatchSplit(num_microbatches=4), 1, rest not in (4, 7)) for rest in (0, 4, 7, 8, 9)),
+        *((rest, BatchSplit(num_microbatches=4), 2, rest == 17) for rest in (12, 17)),
+        *((rest, BatchSplit(dp_size=2, num_microbatches=4), 1, rest != 15) for rest in (15, 16, 17)),
+        (12, BatchSplit(replicas_per_rank=2, num_microbatches=4), 1, False),
     ],
 )
-def test_a_ragged_batch_needs_two_samples_for_every_chunk(rest: int, batch_split: BatchSplit, fine: bool) -> None:
-    settings = {"num_samples": 64 + rest, "batch_size": 64, "batch_split": batch_split}
-    TrainSampler(**settings, drop_last=True).check()
-    if fine:
-        TrainSampler(**settings).check()
-        return
-    with pytest.raises(ConfigError, match=f"has {rest} of {64 + rest} images for .*; each needs 2") as error:
-        TrainSampler(**settings).check()
-    assert "--data.drop_last=true" in error.value.remedy
-
-
-def test_accumulation_divides_a_ragged_batch_too_and_the_only_batch_is_not_dropped() -> None:
-    settings = {"batch_size": 64, "batch_split": BatchSplit(num_microbatches=4), "accumulation": 2}
-    TrainSampler(num_samples=64 + 17, **settings).check()
-    with pytest.raises(ConfigError, match="1 replica x 2 accumulation steps x 4 microbatches; each needs 2"):
-        TrainSampler(num_samples=64 + 12, **settings).check()
+def test_a_ragged_batch_needs_two_samples_for_every_chunk(
+    rest: int, batch_split: BatchSplit, accumulation: int, fine: bool
+) -> None:
+    settings = {"batch_size": 64, "batch_split": batch_split, "accumulation": accumulation}
+    TrainSampler(num_samples=64 + rest, **settings, drop_last=True).check()
     with pytest.raises(ConfigError, match="leaves none of 60"):
         TrainSampler(num_samples=60, **settings, drop_last=True).check()
+    if fine:
+        TrainSampler(num_samples=64 + rest, **settings).check()
+        return
+    with pytest.raises(ConfigError, match=f"has {rest} of {64 + rest} images for .*; each needs 2") as error:
+        TrainSampler(num_samples=64 + rest, **settings).check()
+    assert "--data.drop_last=true" in error.value.remedy
 
 
 # ---------------------------------------------------------------- evaluation

@@ -2,16 +2,16 @@
 
 import shutil
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from commands import TINY, launch, mode_flags, refused, run_here
 from comparing import assert_same_checkpoint
+from threads import on_ranks
 from torch import Tensor, nn
 
 from lit_cifar.checkpoint import exact_resume
@@ -44,10 +44,11 @@ def test_the_parts_of_a_process_are_a_subtree(count: int) -> None:
         assert not sum(values[1:], values[0]).equal(whole)  # the order matters
 
 
-def averages_of(world_size: int, rank: int) -> list[Tensor]:
+def averages_of(rank: int, world_size: int) -> list[Tensor]:
     """Of every step, in which another parameter than in the one before gets no gradient."""
-    torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(7, 31), nn.BatchNorm1d(31), nn.ReLU(), nn.Linear(31, 3))
+    for index, parameter in enumerate(network.parameters()):  # threads share torch's generator
+        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(index))
     own, found = Parts(4, num_processes=world_size), []
     own.watch(network.parameters())
     for step in range(3):
@@ -66,21 +67,11 @@ def averages_of(world_size: int, rank: int) -> list[Tensor]:
     return found
 
 
-def run_rank(rank: int, world_size: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "BUCKET_BYTES", 700)
-        torch.save(averages_of(world_size, rank), Path(folder) / f"rank{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def test_four_processes_have_the_averages_of_one(tmp_path: Path) -> None:
-    alone = averages_of(1, 0)
-    mp.start_processes(run_rank, (4, str(tmp_path)), nprocs=4, start_method="forkserver")
-    for rank in range(4):
-        found = torch.load(tmp_path / f"rank{rank}.pt")
+def test_four_processes_have_the_averages_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several buckets."""
+    monkeypatch.setattr(parts, "BUCKET_BYTES", 700)
+    alone = averages_of(0, world_size=1)
+    for found in on_ranks(4, partial(averages_of, world_size=4)):
         assert [step.equal(expected) for step, expected in zip(found, alone, strict=True)] == [True] * 3
 
 
