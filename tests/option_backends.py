@@ -1,10 +1,13 @@
-"""Callbacks for runs in processes of their own, where no test can patch anything."""
+"""What runs in processes of their own are given, where no test can patch anything."""
 
 from typing import Any
 
 import lightning as L
+import torch
+import torch.distributed as dist
 
 from lit_cifar.models import compiled
+from lit_cifar.strategies import PipelineStrategy
 
 
 class QuickCompiler(L.Callback):
@@ -12,3 +15,12 @@ class QuickCompiler(L.Callback):
 
     def setup(self, *args: Any, **kwargs: Any) -> None:
         compiled.BACKEND = "aot_eager"
+
+
+class SharesGPU(PipelineStrategy):
+    """Has a process group that is tied to a GPU, as Lightning makes it where processes share one."""
+
+    def setup_distributed(self) -> None:
+        super().setup_distributed()
+        assert dist.group.WORLD is not None
+        dist.group.WORLD.bound_device_id = torch.device("cuda", 0)

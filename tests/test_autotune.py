@@ -10,7 +10,7 @@ from commands import TINY, launch, mode_flags, refused, run_here
 from torch import nn
 
 from lit_cifar.models import autotune, build_network
-from lit_cifar.models.autotune import CANDIDATES, Candidate, exported, from_environment, time_candidates
+from lit_cifar.models.autotune import CANDIDATES, Candidate, time_candidates
 
 BF16 = Candidate("bf16-mixed", channels_last=True)
 
@@ -88,33 +88,23 @@ def test_the_weights_at_the_start_are_those_without_it(tmp_path: Path, bf16_is_f
     assert weights[0].equal(weights[1])
 
 
-def test_processes_that_a_run_starts_measure_nothing() -> None:
-    assert from_environment() is None
-    with exported(BF16):
-        assert from_environment() == BF16
-    assert from_environment() is None
-
-
 @pytest.mark.parametrize(
-    ("words", "variables", "problem"),
+    ("subcommand", "variables", "problem"),
     [
-        (["fit", "--autotune=true"], {"WORLD_SIZE": "2"}, "bench step"),  # processes of torchrun cannot agree
-        (
-            ["fit", "--autotune=true"],
-            {autotune.VARIABLE: "fp8"},
-            "LIT_CIFAR_AUTOTUNE='fp8' in the environment is none of 32-true, ",
-        ),
-        (["test", "--autotune=true", "--ckpt_path=given.pth"], {}, "--autotune=true is for training"),
+        ("fit", {"WORLD_SIZE": "2"}, "bench step"),  # processes of torchrun cannot agree
+        ("fit", {autotune.VARIABLE: "fp8"}, "LIT_CIFAR_AUTOTUNE='fp8' in the environment is none of 32-true, "),
+        ("test", {}, "--autotune=true is for training"),
     ],
 )
 def test_what_is_refused(
-    words: list[str], variables: dict[str, str], problem: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    subcommand: str, variables: dict[str, str], problem: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    torch.save(build_network("tiny", stem="imagenet", num_classes=10, image_size=32).state_dict(), "given.pth")
+    given = tmp_path / "given.pth"
+    torch.save(build_network("tiny", stem="imagenet", num_classes=10, image_size=32).state_dict(), given)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert problem in refused(words[0], *TINY, *words[1:], "--run_dir=run")
+    flags = [*TINY, "--autotune=true", f"--run_dir={tmp_path / 'run'}"]
+    assert problem in refused(subcommand, *flags, *([f"--ckpt_path={given}"] if subcommand == "test" else []))
 
 
 @pytest.mark.slow

@@ -1,12 +1,12 @@
 """`ddp_mp`: processes and devices as arithmetic, and what is refused; `test_parity` trains."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities import rank_zero_only
 
 import lit_cifar.strategies.ddp_mp
@@ -18,31 +18,12 @@ from lit_cifar.task.module import LitResNet
 QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 
 
-class Rank(LightningEnvironment):
-    """A process that somebody else has started, of so many."""
-
-    def __init__(self, rank: int = 0, *, world_size: int) -> None:
-        super().__init__()
-        self._started, self._rank = world_size, rank
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    def world_size(self) -> int:
-        return self._started
-
-    def local_rank(self) -> int:
-        return self._rank
-
-
-def strategy_of(num_devices: int, *, rank: int = 0, started: int | None = None, **sizes: Any) -> Any:
+def strategy_of(num_devices: int, *, rank: int = 0, **sizes: Any) -> Any:
     """A strategy in the state in which a Trainer has it when it checks the flags; each device is another one."""
+    environment = Mock(**{"node_rank.return_value": 0, "local_rank.return_value": rank})
+    environment.world_size.return_value = num_devices // sizes.get("num_stages", 2)
     devices = [torch.device("cuda", index) for index in range(num_devices)]
-    world_size = num_devices // sizes.get("num_stages", 2) if started is None else started
-    return DDPLayerParallelStrategy(
-        parallel_devices=devices, cluster_environment=Rank(rank, world_size=world_size), **sizes
-    )
+    return DDPLayerParallelStrategy(parallel_devices=devices, cluster_environment=environment, **sizes)
 
 
 @pytest.mark.parametrize(

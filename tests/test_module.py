@@ -16,10 +16,9 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from lit_cifar import LitResNet, WarmupDecay
-from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.data import Batch
 from lit_cifar.data.augment import Augmentation
-from lit_cifar.errors import CheckpointError, ConfigError
+from lit_cifar.errors import ConfigError
 from lit_cifar.task.metrics import EvaluationMetrics
 from lit_cifar.task.optim import NesterovSGD, keep_saved_types
 
@@ -104,19 +103,6 @@ def test_the_trainer_takes_the_steps_of_a_plain_loop(tmp_path: Path) -> None:
             optimizer.step()
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(module.network.state_dict()[name].to(value), value, rtol=1e-12, atol=1e-12)
-
-
-def test_checkpoints_load_by_python_too(tmp_path: Path) -> None:
-    module = LitResNet("tiny", stem="imagenet")
-    fit(module, tmp_path).save_checkpoint(tmp_path / "a.ckpt")
-    restored = LitResNet.load_from_checkpoint(tmp_path / "a.ckpt", label_smoothing=0.1, weights_only=False)
-    assert restored.header == module.header
-    assert restored.label_smoothing == 0.1
-    for name, value in module.state_dict().items():
-        assert restored.state_dict()[name].equal(value)
-    assert "fc.weight" in read_checkpoint(tmp_path / "a.ckpt")["state_dict"]
-    with pytest.raises(CheckpointError, match="imagenet stem"):
-        LitResNet.load_from_checkpoint(tmp_path / "a.ckpt", arch="tiny", stem="cifar", map_location="cpu")
 
 
 @pytest.mark.parametrize(

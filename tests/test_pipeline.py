@@ -2,6 +2,8 @@
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import lightning as L
 import pytest
@@ -9,7 +11,9 @@ import torch
 import torch.distributed as dist
 from commands import TINY, counts, launch, run_here
 from comparing import assert_same_checkpoint
+from lightning.pytorch.strategies import DDPStrategy
 from short_fits import fit, losses, short
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchmetrics import Metric
 
 from analysis.stage_timeline import bubble_formula, bubbles, read_timeline, replay
@@ -36,6 +40,10 @@ def test_owners(name: ScheduleName, num_processes: int, owners: list[int]) -> No
     assert [schedule.owner(stage) for stage in range(schedule.num_stages)] == owners
 
 
+def trainer(devices: int, strategy: PipelineStrategy | str) -> L.Trainer:
+    return L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, devices=devices, strategy=strategy)
+
+
 @pytest.mark.parametrize(
     ("devices", "strategy", "batch_split"),
     [
@@ -51,31 +59,33 @@ def test_owners(name: ScheduleName, num_processes: int, owners: list[int]) -> No
 def test_processes_of_a_pipeline_read_the_same_part(
     devices: int, strategy: PipelineStrategy | str, batch_split: BatchSplit
 ) -> None:
-    quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
-    made = L.Trainer(**quiet, devices=devices, strategy=strategy).strategy
+    made = trainer(devices, strategy).strategy
     assert BatchSplit.of(made) == batch_split
     assert isinstance(made, PipelineStrategy)
     assert made.strategy_name == ("pp" if batch_split.dp_size == 1 else "ddp_pp")
 
 
+def test_the_groups_of_both_axes_have_the_time_limit_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = Mock(wraps=dist.new_subgroups_by_enumeration)
+    monkeypatch.setattr(dist, "new_subgroups_by_enumeration", make)
+    monkeypatch.setattr(DDPStrategy, "setup_environment", lambda self: None)
+    dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
+    try:
+        strategy: Any = trainer(4, PipelineStrategy(num_stages=2, timeout=TIMEOUT)).strategy
+        strategy.setup_environment()
+        assert [made.kwargs["timeout"] for made in make.call_args_list] == [TIMEOUT] * 2
+        groups = (strategy.data_group, strategy.model_group)
+        assert [dist.get_process_group_ranks(group) for group in groups] == [[1, 3], [0, 1]]
+    finally:
+        dist.destroy_process_group()
+
+
 class WatchesGroups(L.Callback):
-    """Notes over which processes the metrics count while a run validates, and how long a group waits for the others."""
+    """Notes over which processes the metrics count while a run validates."""
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        strategy = trainer.strategy
-        self.data_group = strategy.data_group
+        self.data_group = trainer.strategy.data_group
         self.groups = {metric.process_group for metric in pl_module.modules() if isinstance(metric, Metric)}
-        backends = (group._get_backend(torch.device("cpu")) for group in (strategy.data_group, strategy.model_group))
-        self.timeouts = [backend.options._timeout for backend in backends]
-
-
-class SharesGPU(PipelineStrategy):
-    """Has a process group that is tied to a GPU, as Lightning makes it where processes share one."""
-
-    def setup_distributed(self) -> None:
-        super().setup_distributed()
-        assert dist.group.WORLD is not None
-        dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
 
 
 @short
@@ -83,7 +93,7 @@ class SharesGPU(PipelineStrategy):
 @pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
 def test_a_pipeline_of_one_process_fits_as_one_device_does(name: ScheduleName, tmp_path: Path) -> None:
     watch, modules = WatchesGroups(), []
-    of_pipeline = SharesGPU(schedule=name, num_microbatches=2, timeout=TIMEOUT)
+    of_pipeline = PipelineStrategy(schedule=name, num_microbatches=2)
     for strategy, chunks in {"auto": GhostBatches(num_microbatches=2), of_pipeline: None}.items():
         L.seed_everything(0, verbose=False)
         modules.append(LitResNet("tiny", stem="imagenet", ghost_batchnorm=chunks))
@@ -94,7 +104,6 @@ def test_a_pipeline_of_one_process_fits_as_one_device_does(name: ScheduleName, t
     # Not over all processes: those of one replica have counted the same samples. Afterwards they are plain again.
     assert watch.groups == {watch.data_group}
     assert {metric.process_group for metric in ours.modules() if isinstance(metric, Metric)} == {None}
-    assert watch.timeouts == [TIMEOUT] * 2
 
 
 # A full batch, and one of which microbatches get 3, 3, 2 and 2; evaluated in batches of 7, 7 and 2. Adagrad has a state
@@ -117,7 +126,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_processes_train_as_one_device_in_the_order_of_the_schedule(
     name: ScheduleName, alone: Path, tmp_path: Path
 ) -> None:
-    run, schedule = tmp_path / "run", ["--trainer.strategy=PipelineStrategy", f"--trainer.strategy.schedule={name}"]
+    """With process groups as where processes share a GPU."""
+    run = tmp_path / "run"
+    schedule = ["--trainer.strategy=option_backends.SharesGPU", f"--trainer.strategy.schedule={name}"]
     launch("fit", *FLAGS, *schedule, "--trainer.devices=2", *RECORD, f"--run_dir={run}", ranks=2)
     found, expected = (read_checkpoint(each / "checkpoints" / "last.ckpt") for each in (run, alone))
     assert_same_checkpoint(found, expected, tolerance=1e-9)
