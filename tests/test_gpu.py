@@ -7,6 +7,7 @@
 """
 
 import os
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,9 @@ from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.images import ImageSet
 from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.samplers import TrainSampler
+from lit_cifar.models import build_resnet
+from lit_cifar.models.partition import Partition
+from lit_cifar.strategies.mp import StagedRunner
 from lit_cifar.tools.verify import verify
 from lit_cifar.tools.verify.comparison import EXACT_BOUND
 
@@ -74,6 +78,7 @@ RUNS = {
 def test_a_run_in_this_process_ends_where_that_of_one_cpu_does(tmp_path: Path, run: str) -> None:
     """With a ragged last batch. Counts too; the tensors of its checkpoint are the host's."""
     precise = ["--data.num_train=90", "--trainer.precision=64-true", "--model.optimizer.lr=0.01"]
+    precise.append("--data.eval_batch_size=5")  # of 16: the last batch is one image
     found, expected = tmp_path / "found", tmp_path / "expected"
     there, here = RUNS[run]
     for folder, flags in {found: there, expected: [*here, "--trainer.accelerator=cpu"]}.items():
@@ -85,6 +90,21 @@ def test_a_run_in_this_process_ends_where_that_of_one_cpu_does(tmp_path: Path, r
     assert {value.device.type for value in tensors if isinstance(value, Tensor)} == {"cpu"}
     assert_same_checkpoint(checkpoint, read_checkpoint(expected / "checkpoints" / "last.ckpt"), tolerance=EXACT_BOUND)
     assert counts(found, "val")["all"] == counts(expected, "val")["all"]
+
+
+def test_stages_on_the_cpu_and_a_gpu_are_the_plain_network() -> None:
+    """Two kinds of devices: every hand-over is a real copy."""
+    devices, images = [DEVICE, torch.device("cpu")], torch.randn(6, 3, 32, 32, dtype=torch.float64)
+    plain = build_resnet("tiny", stem="imagenet").double()
+    divided = deepcopy(plain)
+    parts = Partition.of(divided, (3, 32, 32), num_stages=2).modules(divided)
+    stages = [stage.to(device) for stage, device in zip(parts, devices, strict=True)]
+    output = StagedRunner(stages, devices)(images.to(DEVICE))
+    assert output.device == DEVICE
+    for logits in (plain(images), output):
+        logits.square().sum().backward()
+    for one, other in zip(plain.parameters(), divided.parameters(), strict=True):
+        torch.testing.assert_close(other.grad.cpu(), one.grad, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", *(["16-mixed"] if ACCELERATOR == "cuda" else [])])

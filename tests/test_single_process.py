@@ -13,14 +13,13 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from short_fits import fit, short
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lit_cifar import LitResNet
 from lit_cifar.errors import ConfigError
 from lit_cifar.models import build_resnet
 from lit_cifar.models.partition import Partition
 from lit_cifar.strategies import LayerParallelStrategy
-from lit_cifar.strategies.dp import EmulatedReplicas, _DataParallel, in_context_of_caller, replica_of, replicate
+from lit_cifar.strategies.dp import EmulatedReplicas, _DataParallel, in_context_of_caller, replica_of
 from lit_cifar.strategies.mp import StagedRunner, gpipe_order
 
 pytestmark = short
@@ -28,16 +27,6 @@ pytestmark = short
 CPU, META = torch.device("cpu"), torch.device("meta")
 QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 both = pytest.mark.parametrize("mode", ["dp", "mp"])
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-def small_resnet() -> nn.Module:
-    torch.manual_seed(0)
-    return build_resnet("tiny", stem="imagenet").double()
-
-
-def images_of(num: int) -> Tensor:
-    return torch.randn(num, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(num))
 
 
 # ---------------------------------------------------------------- alone
@@ -151,23 +140,7 @@ def test_a_setup_that_fails_keeps_its_error_and_is_torn_down(tmp_path: Path) -> 
     assert module._runner is None
 
 
-@needs_cuda
-@pytest.mark.parametrize("num_samples", [0, 1, 5])
-def test_device_replicas_evaluate_small_batches(num_samples: int) -> None:
-    """In the type of autocast; `test_gpu` trains."""
-    network, images = small_resnet().float().cuda().eval(), images_of(num_samples).float().cuda()
-    with torch.inference_mode(), torch.autocast("cuda", dtype=torch.bfloat16):
-        output = replicate(network, [torch.device("cuda", 0)] * 3)(images)
-        assert output.dtype == torch.bfloat16
-        torch.testing.assert_close(output, network(images), rtol=0.05, atol=0.05)
-
-
 # ---------------------------------------------------------------- mp; "meta" stands for a device
-
-
-def staged(network: nn.Module, devices: list[torch.device], **settings: int) -> StagedRunner:
-    stages = Partition.of(network, (3, 32, 32), num_stages=2).modules(network)
-    return StagedRunner([stage.to(device) for stage, device in zip(stages, devices, strict=True)], devices, **settings)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 6])
@@ -185,8 +158,11 @@ def test_every_microbatch_passes_every_stage_once_and_in_order(num_microbatches:
 
 @pytest.mark.parametrize("num_samples", [0, 1, 3, 5])
 def test_both_modes_evaluate_a_batch_of_any_size(num_samples: int) -> None:
-    network, images = small_resnet().eval(), images_of(num_samples)
-    for runner in (EmulatedReplicas(network, num_replicas=4), staged(network, [CPU] * 2, num_microbatches=4)):
+    torch.manual_seed(0)
+    network = build_resnet("tiny", stem="imagenet").double().eval()
+    images, stages = torch.randn(num_samples, 3, 32, 32).double(), Partition.of(network, (3, 32, 32), num_stages=2)
+    staged = StagedRunner(stages.modules(network), [CPU] * 2, num_microbatches=4)
+    for runner in (EmulatedReplicas(network, num_replicas=4), staged):
         with torch.inference_mode():
             output = runner(images)
             torch.testing.assert_close(output, network(images), rtol=1e-12, atol=1e-12)
@@ -221,16 +197,3 @@ def test_stages_over_devices(devices: int, num_stages: int | None, places: list[
     lines = strategy.split_lines()
     assert len(strategy.stage_devices) == len(lines)
     assert [line.split("  ")[1].strip() for line in lines] == [f"cpu {place}" for place in places]
-
-
-@needs_cuda
-def test_stages_on_the_cpu_and_a_gpu_are_the_plain_network() -> None:
-    """Two kinds of devices: every hand-over is a real copy."""
-    devices = [torch.device("cuda", 0), CPU]
-    plain, divided, images, labels = small_resnet(), small_resnet(), images_of(6), torch.arange(6)
-    F.cross_entropy(plain(images), labels).backward()
-    output = staged(divided, devices)(images.to(devices[0]))
-    assert output.device == devices[0]
-    F.cross_entropy(output, labels.to(devices[0])).backward()
-    for one, other in zip(plain.parameters(), divided.parameters(), strict=True):
-        torch.testing.assert_close(other.grad.cpu(), one.grad, rtol=1e-9, atol=1e-9)

@@ -117,31 +117,29 @@ def records_with(old: int | None, label: int) -> bytes:
         ("data_batch_2.bin", bytes(PER_FILE * 3073 - 1), f"{{path}} holds {PER_FILE * 3073 - 1} bytes, not"),
         ("data_batch_3.bin", records_with(None, 10), "does not hold 10 train images of each class"),
         ("data_batch_3.bin", records_with(3, 4), "does not hold 10 train images of each class"),
+        ("test_batch.bin", b"", "{path} holds 0 bytes"),  # before training, too
     ],
-    ids=["missing", "too short", "no such label", "too few of a class"],
+    ids=["missing", "too short", "no such label", "too few of a class", "of the test"],
 )
 def test_a_damaged_file_is_not_replaced_by_the_python_edition(
     binary_root: Path, python_root: Path, name: str, content: bytes | None, words: str
 ) -> None:
     path = binary_root / cifar10.FOLDER / name
     path.unlink() if content is None else path.write_bytes(content)
-    message = refused_by_both(python_root)
+    message = refusal(python_root) if "test" in name else refused_by_both(python_root)
     assert words.format(path=path) in message
     assert "--data.dataset=synthetic" in message
 
 
-def test_damaged_test_files_are_found_before_training(binary_root: Path) -> None:
-    (binary_root / cifar10.FOLDER / "test_batch.bin").write_bytes(b"")
-    assert "test_batch.bin holds 0 bytes" in refusal(binary_root)
-
-
-@pytest.mark.parametrize("target", [None, "not-mounted"])
-def test_an_empty_folder_and_a_link_to_nowhere_are_not_replaced_by_a_download(
-    tmp_path: Path, target: str | None
-) -> None:
-    folder = tmp_path / cifar10.FOLDER
-    folder.mkdir() if target is None else folder.symlink_to(tmp_path / target)
-    assert "data_batch_1.bin cannot be read: No such file" in refused_by_both(tmp_path)
+def test_nothing_is_put_in_the_place_of_what_is_there(tmp_path: Path) -> None:
+    """An empty folder, a link to a disk that is not mounted, a file."""
+    for name, make in {"empty": Path.mkdir, "link": lambda path: path.symlink_to(tmp_path / "not-mounted")}.items():
+        (tmp_path / name).mkdir()
+        make(tmp_path / name / cifar10.FOLDER)
+        assert "data_batch_1.bin cannot be read: No such file" in refused_by_both(tmp_path / name)
+    (tmp_path / "file").write_text("not a folder")
+    for root in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert f"--data.root={root} cannot be written to" in refusal(root)
 
 
 @pytest.fixture
@@ -236,12 +234,6 @@ def test_without_permission_to_download_nothing_is_made(name: str, tmp_path: Pat
     assert not (tmp_path / "root").exists()
     with pytest.raises(DataError):
         load(name, tmp_path / "root", split="test")
-
-
-def test_a_root_that_cannot_be_written_to(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    for root in (tmp_path / "file", tmp_path / "file" / "below"):
-        assert f"--data.root={root} cannot be written to" in refusal(root)
 
 
 def test_of_two_processes_that_finish_the_first_one_stays(tmp_path: Path) -> None:
