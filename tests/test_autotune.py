@@ -7,7 +7,6 @@ import pytest
 import torch
 import yaml
 from commands import TINY, launch, mode_flags, refused, run_here
-from torch import nn
 
 from lit_cifar.models import autotune, build_network
 from lit_cifar.models.autotune import CANDIDATES, Candidate, time_candidates
@@ -37,26 +36,6 @@ def test_timing_changes_neither_network_nor_generators() -> None:
     assert all(value.equal(before[name]) for name, value in network.state_dict().items())
     assert torch.get_rng_state().equal(generator)
     assert all(parameter.grad is None for parameter in network.parameters())
-
-
-def test_only_those_that_are_near_are_timed_on_more_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second is left out; of the others the last is slower on few images and faster on more."""
-    asked = []
-
-    def timed(
-        network: nn.Module, candidates: tuple[Candidate, ...], shape: tuple[int, ...], batch_size: int, *_: object
-    ) -> dict[Candidate, float]:
-        asked.append((candidates, batch_size))
-        few = dict(zip(CANDIDATES, (0.1, 0.2, 0.11, 0.12), strict=True))
-        more = dict(zip(CANDIDATES, (0.5, 0.0, 0.4, 0.3), strict=True))
-        return {each: (few if batch_size == 4 else more)[each] for each in candidates}
-
-    monkeypatch.setattr(autotune, "_time_each", timed)
-    found = time_candidates(nn.Identity(), (3, 32, 32), batch_size=64, device=torch.device("cpu"))
-    near = (CANDIDATES[0], *CANDIDATES[2:])
-    assert asked == [(CANDIDATES, 4), (near, 20)]
-    assert min(found, key=lambda each: found[each]) == BF16
-    assert found[CANDIDATES[1]] == pytest.approx(0.2 * 0.3 / 0.12)
 
 
 def test_a_run_says_saves_and_uses_them_and_when_it_is_resumed_keeps_them(

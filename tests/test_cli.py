@@ -262,7 +262,7 @@ def test_a_run_folder_holds_everything(trained: Path) -> None:
     assert not [key for key in weights if "network" in key or "metrics" in key]
 
 
-def test_the_printed_commands_work(trained: Path, tmp_path: Path) -> None:
+def test_the_printed_commands_work(tmp_path: Path) -> None:
     """`fit` prints how to test its best checkpoint, whatever others the user keeps; its config serves that command."""
     own = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.monitor=train/loss"]
     run = tmp_path / "my run"

@@ -1,12 +1,12 @@
 """`ddp_mp`: processes and devices as arithmetic, and what is refused; `test_parity` trains."""
 
 from typing import Any
-from unittest.mock import Mock
 
 import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities import rank_zero_only
 
 import lit_cifar.strategies.ddp_mp
@@ -20,8 +20,9 @@ QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable
 
 def strategy_of(num_devices: int, *, rank: int = 0, **sizes: Any) -> Any:
     """A strategy in the state in which a Trainer has it when it checks the flags; each device is another one."""
-    environment = Mock(**{"node_rank.return_value": 0, "local_rank.return_value": rank})
-    environment.world_size.return_value = num_devices // sizes.get("num_stages", 2)
+    environment: Any = LightningEnvironment()
+    environment.local_rank = lambda: rank
+    environment.world_size = lambda: num_devices // sizes.get("num_stages", 2)
     devices = [torch.device("cuda", index) for index in range(num_devices)]
     return DDPLayerParallelStrategy(parallel_devices=devices, cluster_environment=environment, **sizes)
 
