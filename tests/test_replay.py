@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from commands import TINY, launch
 from replay_cases import CASES, PLAIN, Pictures, Task
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -23,6 +24,7 @@ from lit_cifar.tools.replay.epoch import judge_epoch
 from lit_cifar.tools.replay.exchange import Exchange, problem
 from lit_cifar.tools.replay.reduction import ExactMean, gamma
 from lit_cifar.tools.replay.verdict import COMPARED, Report
+from lit_cifar.tools.verify.logged_metrics import logged
 
 # Part, step, rank and the tensor of the first finding.
 WRONG = {
@@ -211,6 +213,29 @@ def trained(folder: Path, *callbacks: pl.Callback) -> pl.LightningModule:
     return module
 
 
+OWN_MODES = {
+    "single": [],
+    "dp": ["dp", "--trainer.devices=4"],
+    "mp-micro": ["LayerParallelStrategy", "--trainer.strategy.num_microbatches=4", "--trainer.devices=2"],
+    "ddp_mp": ["DDPLayerParallelStrategy", "--trainer.devices=2", "--trainer.strategy.num_stages=1"],
+    "fsdp2": ["fsdp2", "--trainer.devices=2"],
+}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("mode", OWN_MODES)
+def test_modes_with_a_runner_of_their_own_are_judged(mode: str, precision: str, tmp_path: Path) -> None:
+    """With layers that draw random numbers, of which each part of a batch has its own."""
+    strategy = [f"--trainer.strategy={OWN_MODES[mode][0]}", *OWN_MODES[mode][1:]] if OWN_MODES[mode] else []
+    flags = ["--model.network=own_networks.Drawing", "--trainer.callbacks+=lit_cifar.Replay", "--trainer.max_steps=3"]
+    own = [flag for flag in TINY if not flag.startswith("--model")]
+    launch("fit", *own, *flags, *strategy, f"--trainer.precision={precision}", f"--run_dir={tmp_path}")
+    (report,) = json.loads((tmp_path / "replay.json").read_text())
+    assert report["outcome"] == "pass"
+    assert report["num_steps"] == 3
+
+
 @pytest.mark.filterwarnings("ignore:.*num_workers:UserWarning")
 def test_observing_changes_nothing(tmp_path: Path) -> None:
     observed = trained(tmp_path, watch := Replay(2, at=(0, 3)))
@@ -220,6 +245,16 @@ def test_observing_changes_nothing(tmp_path: Path) -> None:
     assert [report.outcome for report in watch.reports] == ["pass", "pass"]
     assert [report.first_step for report in watch.reports] == [0, 3]
     assert [path.name for path in tmp_path.iterdir()] == ["replay.json"]
+
+
+@pytest.mark.timeout(240)
+def test_observing_a_sharded_run_leaves_its_metrics_alone(tmp_path: Path) -> None:
+    """The copy that is replayed has metrics of its own."""
+    flags = [*TINY, "--trainer.strategy=fsdp2", "--trainer.devices=2", "--trainer.max_steps=2"]
+    launch("fit", *flags, f"--run_dir={tmp_path / 'alone'}")
+    launch("fit", *flags, f"--run_dir={tmp_path / 'observed'}", "--trainer.callbacks+=lit_cifar.Replay")
+    alone, observed = (logged(tmp_path / name) for name in ("alone", "observed"))
+    assert observed == alone != {}
 
 
 @pytest.mark.filterwarnings("ignore:.*num_workers:UserWarning")

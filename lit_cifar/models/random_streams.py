@@ -60,6 +60,13 @@ class RandomStreams(Callback):
         _now.distance = accumulation * size
         begin_part()
 
+    def step_state(self) -> dict[str, Any]:
+        """What the draws of a step follow from: `Replay` writes it down, and puts it back to repeat the step."""
+        return {name: value for name, value in vars(_now).items() if name != "seed_devices"}
+
+    def load_step_state(self, state: dict[str, Any]) -> None:
+        vars(_now).update(state)
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for handle in self._handles:
             handle.remove()

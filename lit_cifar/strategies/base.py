@@ -110,6 +110,10 @@ class CustomForwardStrategy(ParallelStrategy, ABC):
         """
         self.parts = parts
 
+    # In a mode whose steps one device can repeat bit for bit: `on_one_device(network)` returns what that device runs, with
+    # a whole copy of the network, in place of the runner. `Replay` compares with it.
+    on_one_device: Callable[[nn.Module], Runner] | None = None
+
     @property
     def copying_devices(self) -> list[list[torch.device]]:
         """Of each process on this machine, the devices between which it copies tensors; none of most modes."""

@@ -172,6 +172,21 @@ class DataParallelStrategy(SingleProcessStrategy):
         make = RoundRobinReplicas if self.parts.one_by_one else replicate
         return make(network, self.copying_devices[0])
 
+    def on_one_device(self, network: nn.Module) -> Runner:
+        """The chunks one after the other; the running statistics of the first are kept."""
+
+        def run(images: Tensor) -> Tensor:
+            before = {name: buffer.clone() for name, buffer in network.named_buffers()}
+            outputs = []
+            for replica, chunk in enumerate(images.chunk(self.replicas_per_rank)):
+                if replica:
+                    begin_part(replica)
+                buffers = {name: buffer.clone() for name, buffer in before.items()} if replica else {}
+                outputs.append(functional_call(network, buffers, (chunk,)))
+            return torch.cat(outputs)
+
+        return run
+
     @property
     @override
     def copying_devices(self) -> list[list[torch.device]]:

@@ -186,6 +186,10 @@ class ShardedStrategy(MeshStrategy):
 
         return run
 
+    def on_one_device(self, network: nn.Module) -> Runner:
+        """The network as it is."""
+        return network
+
     @override
     def share_of_norm(self, gradient: Tensor) -> float:
         if not isinstance(gradient, DTensor):

@@ -170,6 +170,19 @@ class StagedStrategy(CutStrategy, ABC):
             recorder=self.recorder,
         )
 
+    def on_one_device(self, network: nn.Module) -> Runner:
+        """The microbatches one after the other."""
+
+        def run(images: Tensor) -> Tensor:
+            outputs = []
+            for number, piece in enumerate(images.tensor_split(self.num_microbatches)):
+                if self.num_microbatches > 1:
+                    begin_part(number)
+                outputs.append(network(piece))
+            return torch.cat(outputs)
+
+        return run
+
     @override
     def setup(self, trainer: L.Trainer) -> None:
         super().setup(trainer)

@@ -15,7 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lit_cifar.tools.replay.epoch import Epochs
 from lit_cifar.tools.replay.events import UnjudgeableError
-from lit_cifar.tools.replay.lightning_view import TrainerView, before_step, detach, empty_report, has_own_backward, is_a
+from lit_cifar.tools.replay.lightning_view import (
+    TrainerView,
+    before_step,
+    detach,
+    empty_report,
+    has_own_backward,
+    is_a,
+    load_step_states,
+    step_states,
+)
 from lit_cifar.tools.replay.recording import Recorder, device_of
 from lit_cifar.tools.replay.replaying import Replayer, judge
 from lit_cifar.tools.replay.sharded import is_sharded
@@ -35,11 +44,13 @@ class Replay(pl.Callback):
     Every rank writes down the batches, the random generators' states and the digests of what it computed. Then rank 0
     takes each rank's batches in turn and goes the same way: losses, local gradients, buffers, parameters and optimizer
     states must be equal to the last bit; gradients averaged over ranks must lie within a proven bound of the mean. It
-    works with any `LightningModule`, automatic or manual optimization, on one device or with `ddp`.
+    works with any `LightningModule`, automatic or manual optimization, on one device, with `ddp` in all its forms, with
+    FSDP2, and with a strategy that says by `on_one_device` what one device computes in its place. Of the first two
+    epochs the samples that each rank reads are compared too, and the logged means of the first evaluation.
 
     Args:
         steps: How many optimizer steps to judge.
-        at: The steps before which it begins; between them nothing is observed.
+        at: The steps before which it begins; between them no step is observed.
         stop: End the training when the last of these stretches has been judged.
         raises: End it with `ReplayError` where something is wrong.
     """
@@ -185,6 +196,8 @@ class _Window:
             return
         call: Callable[..., Any] = module.training_step
         self.twin = Twin(module, optimizers, call, is_sharded(self.module), partial(before_step, module, self.trainer))
+        if (on_one_device := _runner_of_one_device(self.trainer.strategy)) is not None:
+            module.use_runner(on_one_device(module.network))  # type: ignore[operator,attr-defined]
 
     def close(self) -> None:
         self.recorder.close()
@@ -195,7 +208,9 @@ class _Window:
         self.close()
         self.trainer.strategy.barrier("replay")
         if self.trainer.is_global_zero:
+            now = step_states(self.trainer)
             judge(self.folder, self.twin, self.report, device=device_of(self.module), prepare=self._prepare)
+            load_step_states(self.trainer, now)
         self.remove()  # before other ranks go on
         report: Report = self.trainer.strategy.broadcast(self.report)
         return report
@@ -214,10 +229,18 @@ class _Window:
 
 
 def _is_known(strategy: Strategy) -> bool:
-    """One device, ddp or FSDP2, and no other strategy that starts its processes as they do."""
+    """One device, ddp, FSDP2, or one that says what one device computes; no other that starts its processes so."""
+    if _runner_of_one_device(strategy) is not None:
+        return True
     if is_a(strategy, "DDPStrategy"):
         return isinstance(strategy.model, DistributedDataParallel) and strategy.root_device == device_of(strategy.model)
     return is_a(strategy, "SingleDeviceStrategy", "ModelParallelStrategy")
+
+
+def _runner_of_one_device(strategy: Strategy) -> Callable[..., Any] | None:
+    """By which a strategy that replaces the forward pass of `module.network` says what one device would compute."""
+    found: Callable[..., Any] | None = getattr(strategy, "on_one_device", None)
+    return found
 
 
 def _new_report(trainer: pl.Trainer, module: pl.LightningModule) -> Report:
@@ -225,6 +248,8 @@ def _new_report(trainer: pl.Trainer, module: pl.LightningModule) -> Report:
     if not _is_known(strategy):
         report.abstained.append(f"{type(strategy).__name__} is not known here: one device, ddp and FSDP2 are")
     report.abstained += what_cannot_be_judged(strategy.model, module)
+    reasons = [getattr(callback, "not_replayed", None) for callback in trainer.callbacks]  # type: ignore[attr-defined]
+    report.abstained += filter(None, reasons)
     return report
 
 
@@ -232,7 +257,12 @@ def _progress(trainer: pl.Trainer) -> dict[str, Any]:
     """What a replayed step sees of its trainer, and by what its loss is multiplied."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     scale = 1.0 if scaler is None else scaler.get_scale()
-    return {"current_epoch": trainer.current_epoch, "global_step": trainer.global_step, "loss_scale": scale}
+    return {
+        "current_epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "loss_scale": scale,
+        "callbacks": step_states(trainer),
+    }
 
 
 def _folder_of(trainer: pl.Trainer) -> Path:

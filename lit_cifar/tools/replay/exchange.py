@@ -83,6 +83,11 @@ def _method(handler: Handler, name: str, real: Any) -> Any:
     return called
 
 
+def process_groups() -> list[Any]:
+    """Those that this process has made or joined."""
+    return [*dist.distributed_c10d._world.pg_map] if dist.is_available() else []
+
+
 def can_be_replayed(name: str) -> bool:
     return name in _PLACES
 

@@ -29,6 +29,20 @@ def empty_report(trainer: pl.Trainer) -> Report:
     )
 
 
+def step_states(trainer: pl.Trainer) -> list[Any]:
+    """Of callbacks that decide what a step computes beside its inputs: what their method `step_state` returns."""
+    return [callback.step_state() for callback in _with_step_state(trainer)]
+
+
+def load_step_states(trainer: pl.Trainer, states: list[Any]) -> None:
+    for callback, state in zip(_with_step_state(trainer), states, strict=True):
+        callback.load_step_state(state)
+
+
+def _with_step_state(trainer: pl.Trainer) -> list[Any]:
+    return [callback for callback in trainer.callbacks if hasattr(callback, "step_state")]  # type: ignore[attr-defined]
+
+
 class TrainerView:
     """The trainer as `training_step` sees it in a replay: to be read, with the counters of the step."""
 
@@ -38,7 +52,8 @@ class TrainerView:
         self.loss_scale = 1.0
 
     def follow(self, progress: dict[str, Any]) -> None:
-        vars(self).update(progress)
+        load_step_states(self._trainer, progress["callbacks"])
+        vars(self).update({name: value for name, value in progress.items() if name != "callbacks"})
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trainer, name)
@@ -100,8 +115,7 @@ def before_step(module: pl.LightningModule, trainer: pl.Trainer, optimizer: Opti
         for parameter in parameters_of(optimizer):
             if parameter.grad is not None:
                 parameter.grad.mul_(inverse)
-    if callable(module.on_before_optimizer_step):  # Lightning, too, takes None for no hook
-        module.on_before_optimizer_step(optimizer)
+    module.on_before_optimizer_step(optimizer)
     if module.automatic_optimization:
         module.configure_gradient_clipping(
             optimizer,

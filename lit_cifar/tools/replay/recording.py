@@ -1,6 +1,7 @@
 """What one rank did in a few optimizer steps, written down while it trains, one file for each event.
 
-Nothing is written into a tensor, nothing is sent to another process and no random number is drawn.
+Nothing is written into a tensor and no random number is drawn. Of tensors that are divided over ranks the whole ones are
+gathered; nothing else is sent to another process.
 """
 
 import copy

@@ -231,7 +231,7 @@ class Replayer:
         self._after_backward(event)
 
     def _judge_beginning(self, gradients: Sequence[Tensor]) -> None:
-        """What the trainer multiplies the loss by before the backward pass: two roundings are allowed."""
+        """What the trainer multiplies the loss by before the backward pass: three roundings are allowed."""
         expected = None if self.twin.loss_gradient is None else self.twin.loss_gradient()
         for gradient in gradients:
             if expected and not abs(float(gradient.sum()) / expected - 1) <= gamma(3, gradient.dtype):

@@ -34,9 +34,17 @@ def what_is_not_replayed(module: nn.Module) -> Iterator[str]:
         yield "tensor parallelism adds up parts of each layer in an order of its own"
     for part in module.modules():
         group = part._get_fsdp_state()._fsdp_param_group if isinstance(part, FSDPModule) else None
-        if group is not None and group.mp_policy.param_dtype is not None:
+        if group is not None and not _is_that_of_autocast(group.mp_policy, next(module.parameters()).device.type):
             yield "fully_shard has a precision of its own (mp_policy): pass precision=bf16-mixed to the trainer"
             return
+
+
+def _is_that_of_autocast(policy: Any, device_type: str) -> bool:
+    """Whether layers compute in the types of autocast, or of their parameters, and ranks add in that of parameters."""
+    if policy.param_dtype is None:
+        return True
+    same = policy.param_dtype == torch.get_autocast_dtype(device_type) and not policy.cast_forward_inputs
+    return same and policy.reduce_dtype == torch.float32
 
 
 def is_of_fsdp() -> bool:
@@ -52,9 +60,10 @@ def is_of_fsdp() -> bool:
 def whole_copy(module: Module, memo: dict[int, Any]) -> Module:
     """A copy with whole parameters that one process can train; every rank must call this.
 
-    FSDP's modules refuse `copy.deepcopy`. `memo` is as of `copy.deepcopy`: the copies of parameters are in it.
+    FSDP's modules refuse `copy.deepcopy`, so they and those that hold them are copied here; all others know best how
+    they are copied. `memo` is as of `copy.deepcopy`: the copies of parameters are in it.
     """
-    parts = [*module.modules()]
+    parts = [part for part in module.modules() if any(isinstance(its, FSDPModule) for its in part.modules())]
     for part in parts:
         kind: Any = type(part).__bases__[1] if isinstance(part, FSDPModule) else type(part)
         memo[id(part)] = object.__new__(kind)
@@ -74,4 +83,4 @@ def whole_copy(module: Module, memo: dict[int, Any]) -> Module:
 
 
 def _is_a_library_hook(hook: Any) -> bool:
-    return type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp")
+    return getattr(hook, "__module__", "").startswith("torch.distributed.fsdp")

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lit_cifar.tools.replay.digests import Surroundings
 from lit_cifar.tools.replay.events import UnjudgeableError
-from lit_cifar.tools.replay.exchange import Handler, intercepted
+from lit_cifar.tools.replay.exchange import Handler, intercepted, process_groups
 from lit_cifar.tools.replay.recording import names_of, parameters_of
 from lit_cifar.tools.replay.sharded import is_sharded, what_is_not_replayed, whole, whole_copy
 
@@ -48,7 +48,7 @@ def twin_of(module: Module, optimizers: Sequence[Optimizer]) -> tuple[Module, li
 
     Of a sharded module every rank must call this.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {id(group): group for group in process_groups()}  # which cannot be copied
     try:
         its = whole_copy(module, memo) if is_sharded(module) else copy.deepcopy(module, memo)
         copies = [_optimizer_copy(optimizer, memo) for optimizer in optimizers]

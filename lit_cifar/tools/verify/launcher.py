@@ -17,7 +17,6 @@ from lit_cifar.tools.verify.record import Record
 from lit_cifar.tools.verify.runs import REFUSED, TIMEOUT_S, Outcome, quiet, run
 
 TRACE = "lit_cifar.tools.verify.recorder.Trace"
-REPLAYED = ("auto", "ddp", "ddp_spawn")  # strategies whose runs `Replay` judges too
 
 Report = Callable[[str], None]
 
@@ -47,7 +46,7 @@ class Launcher:
             processes, ranks = mode.num_processes, mode.num_ranks
         fit = partial(self._fit, processes=processes, ranks=ranks)
         replay = []
-        if not self.settings.is_exact and mode.strategy in REPLAYED:  # where bounds are measured, and wide
+        if not self.settings.is_exact:  # where bounds are measured, and wide
             replay = ["--trainer.callbacks+=lit_cifar.Replay", f"--trainer.callbacks.steps={self.steps}"]
         first = fit(title, folder, [*flags, *replay])
         if first.status != 0:
