@@ -5,10 +5,9 @@ from typing import Any
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor
 
-from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
+from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint, StepBoundary
 from lit_cifar.checkpoint.exact_resume import ExactResume, SameStart
 from lit_cifar.checkpoint.sample_audit import SampleAudit
-from lit_cifar.checkpoint.step_boundary import StepBoundary
 from lit_cifar.launch.malloc_tuning import KeepFreedMemory
 from lit_cifar.models.random_streams import RandomStreams
 from lit_cifar.reporting.evaluation_tables import ConfusionCounts, PerRankAccuracy, PredictionWriter

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lit_cifar.cli.main import main
-from lit_cifar.launch.forked import ForkedRun
+from lit_cifar.tools.forked import ForkedRun
 
 TINY = [
     "--model.arch=tiny",

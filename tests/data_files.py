@@ -13,9 +13,9 @@ import numpy as np
 from PIL import Image
 
 from lit_cifar.data.cifar10 import FILES
+from lit_cifar.data.datamodule import open_dataset
 from lit_cifar.data.dataset import Split
 from lit_cifar.data.images import ImageSet
-from lit_cifar.data.sources import open_dataset
 
 NUM_CLASSES = 10
 

@@ -12,8 +12,8 @@ from analysis.run_frames import (
     read_metrics,
     read_per_rank,
 )
+from lit_cifar.checkpoint.files import digest, note_epoch
 from lit_cifar.checkpoint.format import POSITION
-from lit_cifar.checkpoint.lightning_io import digest, note_epoch
 from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.evaluation_tables import write_per_rank
 from lit_cifar.reporting.rank_statistics import AccuracyCount

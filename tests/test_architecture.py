@@ -28,7 +28,7 @@ LAYERS = [
     {"task"},
     {"strategies"},
     {"callbacks"},
-    {"tools.export", "tools.replay", "tools.pytest_plugin"},
+    {"tools.export", "tools.forked", "tools.replay", "tools.pytest_plugin"},
     {"tools.verify"},
     {"tools.chaos", "tools.doctor", "tools.html_report"},
     {"tools.bench"},

@@ -11,10 +11,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from tiny_task import TinyData, TinyTask, tiny_trainer
 
 from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
-from lit_cifar.checkpoint.files import BEST, LAST, PREVIOUS, newest_valid, verify_checkpoint
+from lit_cifar.checkpoint.files import BEST, LAST, PREVIOUS, CheckpointFiles, newest_valid, verify_checkpoint
 from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.checkpoint.lightning_io import CheckpointFiles
-from lit_cifar.errors import ConfigError
 
 STEPS = 3  # of an epoch of TinyData
 
@@ -104,16 +102,6 @@ def test_what_is_due_by_the_step(tmp_path: Path, settings: dict[str, int], steps
     _, found = fit(tmp_path, last=LastCheckpoint(**settings), scores=(0.1,) * 4)
     assert found == steps
     assert steps_in(tmp_path)[LAST] == 4 * STEPS
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("every_n_epochs", -1), ("every_n_steps", 0), ("every_n_seconds", float("nan"))]
-)
-def test_impossible_intervals_are_refused(name: str, value: float) -> None:
-    with pytest.raises(ConfigError) as caught:
-        LastCheckpoint(**{name: value})
-    assert f"--last_checkpoint.{name}={value}" in caught.value.problem
-    assert f"--last_checkpoint.{name}=1" in caught.value.remedy
 
 
 def test_a_trial_run_leaves_nothing(tmp_path: Path) -> None:

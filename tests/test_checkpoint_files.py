@@ -16,9 +16,16 @@ import torch
 from torn_writes import state, step_of
 
 from lit_cifar.checkpoint import files as checkpoint_files
-from lit_cifar.checkpoint.files import BEST, LAST, PREVIOUS, newest_valid, verify_checkpoint, write_checkpoint
+from lit_cifar.checkpoint.files import (
+    BEST,
+    LAST,
+    PREVIOUS,
+    CheckpointFiles,
+    newest_valid,
+    verify_checkpoint,
+    write_checkpoint,
+)
 from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.checkpoint.lightning_io import CheckpointFiles
 from lit_cifar.errors import CheckpointError, ConfigError, SaveError
 from lit_cifar.reporting.files import make_folder, replace_csv
 

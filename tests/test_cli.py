@@ -329,6 +329,8 @@ def test_callbacks_that_save_come_last_and_the_agreement_first(monkeypatch: pyte
     [
         (["fit", "--trainer.max_steps=1"], False),
         (["fit", "--trainer.devices=2"], False),  # Lightning's own ddp
+        (["fit", "--trainer.strategy=ddp_spawn"], False),
+        (["fit", "--trainer.strategy=ddp_mp"], True),
         (["fit", "--trainer.strategy=PipelineStrategy"], True),
         (["fit", "-c", "run.yaml"], True),
         (["--config=run.yaml", "fit"], True),

@@ -19,8 +19,8 @@ from lit_cifar.checkpoint.exact_resume import _collect
 from lit_cifar.checkpoint.files import write_checkpoint
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.cli.main import CLI
-from lit_cifar.launch.forked import ForkedRun, _rank_environments
 from lit_cifar.reporting.run_folder import LOCK
+from lit_cifar.tools.forked import ForkedRun, _rank_environments
 
 # 79 images in batches of 16: four steps and a ragged one of 15 an epoch, ten steps in all.
 SETTINGS = [

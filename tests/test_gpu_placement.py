@@ -13,8 +13,7 @@ from lit_cifar.strategies import DataParallelStrategy, OneDeviceDDPStrategy
 from lit_cifar.strategies.modes import Variant, variants
 from lit_cifar.tools.verify.comparison import EXACT_BOUND
 from lit_cifar.tools.verify.configuration import Configuration
-from lit_cifar.tools.verify.gpu_placement import placed
-from lit_cifar.tools.verify.launcher import Launcher
+from lit_cifar.tools.verify.launcher import Launcher, placed
 from lit_cifar.tools.verify.verifier import Verifier, _possible, verify_modes
 from tests.mutations.self_test import ARGS
 

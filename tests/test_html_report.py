@@ -21,10 +21,10 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.evaluation_tables import write_confusion, write_per_rank
 from lit_cifar.reporting.figures import confusion_figure, shortened
 from lit_cifar.reporting.rank_statistics import AccuracyCount
-from lit_cifar.reporting.run_reader import read_run
 from lit_cifar.tools.html_report import page
 from lit_cifar.tools.html_report.charts import Line, image_of, line_chart
 from lit_cifar.tools.html_report.page import page_of
+from lit_cifar.tools.html_report.run_reader import read_run
 from lit_cifar.tools.html_report.tables import different_settings, repeat_command
 
 CLASSES = ("cat", "dog")

@@ -110,7 +110,7 @@ def test_a_pipeline_of_one_process_fits_as_one_device_does(name: ScheduleName, t
 # of every parameter from the beginning, of other stages' parameters too.
 FLAGS = [*TINY, "--data.num_train=42", "--data.eval_batch_size=7", "--trainer.precision=64-true"]
 FLAGS += ["--model.optimizer=Adagrad", "--model.optimizer.lr=0.001"]
-RECORD = ["--trainer.callbacks+=lit_cifar.reporting.timeline.Timeline"]
+RECORD = ["--trainer.callbacks+=lit_cifar.tools.bench.timeline.Timeline"]
 RECORD += ["--trainer.callbacks.first_step=0", "--trainer.callbacks.num_steps=1"]
 
 

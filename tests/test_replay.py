@@ -24,7 +24,7 @@ from lit_cifar.tools.replay.epoch import judge_epoch
 from lit_cifar.tools.replay.exchange import Exchange, problem
 from lit_cifar.tools.replay.reduction import ExactMean, gamma
 from lit_cifar.tools.replay.verdict import COMPARED, Report
-from lit_cifar.tools.verify.logged_metrics import logged
+from lit_cifar.tools.verify.run_files import logged
 
 # Part, step, rank and the tensor of the first finding.
 WRONG = {

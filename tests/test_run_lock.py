@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from commands import TINY, run_here
 
-from lit_cifar.launch.forked import start_forked
 from lit_cifar.reporting import run_folder
 from lit_cifar.reporting.run_folder import LOCK, RunLock, create_run_folder
+from lit_cifar.tools.forked import start_forked
 
 
 def hold(folder: Path) -> None:

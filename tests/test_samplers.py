@@ -163,7 +163,7 @@ def test_a_resumed_epoch_is_the_rest_of_the_undisturbed_one(start: int, accumula
 
 def images_of(num: int, size: int = 1) -> ImageSet:
     images = torch.randint(0, 256, (num, 3, size, size), dtype=torch.uint8)
-    return ImageSet(images, torch.randint(0, 10, (num,)), ("a",), "")
+    return ImageSet(images, torch.randint(0, 10, (num,)), ("a",))
 
 
 @pytest.mark.parametrize("images_at_a_time", [1, 30])

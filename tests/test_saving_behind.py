@@ -17,13 +17,19 @@ from test_checkpoint_callbacks import Score
 from tiny_task import TinyData, tiny_trainer
 from torn_writes import state, step_of
 
-from lit_cifar.checkpoint import lightning_io as checkpoint_io
-from lit_cifar.checkpoint import step_boundary as boundary
-from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
-from lit_cifar.checkpoint.files import BEST, LAST, PREVIOUS, save_error, verify_checkpoint, write_checkpoint
+from lit_cifar.checkpoint import callbacks as boundary
+from lit_cifar.checkpoint import files as checkpoint_io
+from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint, StepBoundary
+from lit_cifar.checkpoint.files import (
+    BEST,
+    LAST,
+    PREVIOUS,
+    CheckpointFiles,
+    save_error,
+    verify_checkpoint,
+    write_checkpoint,
+)
 from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.checkpoint.lightning_io import CheckpointFiles
-from lit_cifar.checkpoint.step_boundary import StepBoundary
 from lit_cifar.errors import SaveError
 from lit_cifar.watchdog import HELPER
 

@@ -17,9 +17,9 @@ from analysis.scaling import (
     time_to,
 )
 from lit_cifar.errors import ConfigError
-from lit_cifar.reporting import memory
+from lit_cifar.tools.bench import memory
 
-MEMORY = "--trainer.callbacks+=lit_cifar.reporting.memory.TrainingMemory"
+MEMORY = "--trainer.callbacks+=lit_cifar.tools.bench.memory.TrainingMemory"
 NUM_PARAMETERS = 91_866  # of the tiny network
 # A window of 2 steps is logged at its end. Epochs end with step 2, in a window, and with step 6, after the last one.
 METRICS = """epoch,step,train/images_per_s,train/loss,val/acc

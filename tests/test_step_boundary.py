@@ -17,8 +17,8 @@ from counting import Operators
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from recorder import global_steps
 
+from lit_cifar.checkpoint.callbacks import StepBoundary
 from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.checkpoint.step_boundary import StepBoundary
 from lit_cifar.errors import Stopped
 from lit_cifar.launch.signals import signals_to_spawned
 
@@ -163,7 +163,7 @@ def test_how_often_processes_agree(
 ) -> None:
     """In 100 steps of 0.05 s each."""
     now = [0.0]
-    monkeypatch.setattr("lit_cifar.checkpoint.step_boundary.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("lit_cifar.checkpoint.callbacks.time.monotonic", lambda: now[0])
     boundary, strategy = StepBoundary(agree_every_s=agree_every_s), Strategy([0.0, 0.0, slowest_s, -torch.inf])
     module: Any = SimpleNamespace(device=torch.device("cpu"))
     trainer = alone(callbacks=[], strategy=strategy, accumulate_grad_batches=1, global_step=0, world_size=2)
@@ -192,7 +192,7 @@ def test_ctrl_c_asks_and_the_next_one_insists(
 ) -> None:
     """One keystroke may arrive twice."""
     now, boundary = [100.0], StepBoundary()
-    monkeypatch.setattr("lit_cifar.checkpoint.step_boundary.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("lit_cifar.checkpoint.callbacks.time.monotonic", lambda: now[0])
     for number, later_s in sent[:-1]:
         now[0] += later_s
         boundary._note(number, None)
@@ -214,7 +214,7 @@ class Launcher(_MultiProcessingLauncher):
 
 def test_a_spawned_run_is_asked_and_the_next_ctrl_c_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("lit_cifar.checkpoint.step_boundary.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("lit_cifar.checkpoint.callbacks.time.monotonic", lambda: now[0])
     launcher = Launcher()
     launcher.procs = [None]
     trainer: Any = SimpleNamespace(strategy=SimpleNamespace(launcher=launcher))

@@ -23,11 +23,11 @@ from analysis.stage_timeline import (
 from lit_cifar.errors import ConfigError
 from lit_cifar.models import build_resnet
 from lit_cifar.models.partition import Partition
-from lit_cifar.reporting.timeline import Recorder, write_trace
 from lit_cifar.strategies.mp import StagedRunner, gpipe_order
+from lit_cifar.tools.bench.timeline import Recorder, write_trace
 
 CPU = torch.device("cpu")
-RECORD = ["--trainer.callbacks+=lit_cifar.reporting.timeline.Timeline", "--trainer.callbacks.first_step=1"]
+RECORD = ["--trainer.callbacks+=lit_cifar.tools.bench.timeline.Timeline", "--trainer.callbacks.first_step=1"]
 
 
 def trained(recorder: Recorder | None, *, num_microbatches: int) -> tuple[nn.Module, Tensor]:

@@ -23,15 +23,21 @@ from torchvision.datasets import CIFAR10
 
 import lit_cifar
 from lit_cifar.checkpoint import files as checkpoint_files
-from lit_cifar.checkpoint.files import LAST, PREVIOUS, newest_valid, verify_checkpoint, write_checkpoint
+from lit_cifar.checkpoint.files import (
+    LAST,
+    PREVIOUS,
+    CheckpointFiles,
+    newest_valid,
+    verify_checkpoint,
+    write_checkpoint,
+)
 from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.checkpoint.lightning_io import CheckpointFiles
 from lit_cifar.data import cifar10
 from lit_cifar.data.pictures import FORMATS, read_image
 from lit_cifar.errors import CheckpointError, DataError, printable
 from lit_cifar.reporting import output
 from lit_cifar.reporting.files import replace_split
-from lit_cifar.reporting.run_reader import read_table
+from lit_cifar.tools.html_report.run_reader import read_table
 
 REPOSITORY = Path(lit_cifar.__file__).parents[1]
 # What unpickles or could be made to, readers of checkpoints without `weights_only=True`, and what runs a text.

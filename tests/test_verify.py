@@ -25,7 +25,6 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.strategies.modes import chosen, variants
 from lit_cifar.task.module import LitResNet
 from lit_cifar.tools.commands.verify import _verify, verify, verify_parser
-from lit_cifar.tools.verify.checkpoint_check import _equal, checkpoint_problems
 from lit_cifar.tools.verify.comparison import (
     EXACT_BOUND,
     KINDS,
@@ -42,7 +41,6 @@ from lit_cifar.tools.verify.configuration import DEFAULTS, Configuration, module
 from lit_cifar.tools.verify.evaluation import Evaluated, expected, logits_problems
 from lit_cifar.tools.verify.judge import ROUNDING, other_weights
 from lit_cifar.tools.verify.launcher import Launcher
-from lit_cifar.tools.verify.logged_metrics import counted, logged, logged_problems
 from lit_cifar.tools.verify.rank_state import (
     Snapshot,
     State,
@@ -53,9 +51,9 @@ from lit_cifar.tools.verify.rank_state import (
     saved_problems,
 )
 from lit_cifar.tools.verify.record import Record
-from lit_cifar.tools.verify.recorder import Trace
+from lit_cifar.tools.verify.recorder import Trace, counted
 from lit_cifar.tools.verify.reference import Reference, References
-from lit_cifar.tools.verify.run_files import digest_problems
+from lit_cifar.tools.verify.run_files import _equal, checkpoint_problems, digest_problems, logged, logged_problems
 from lit_cifar.tools.verify.runs import Outcome, quiet
 from lit_cifar.tools.verify.verdict_table import Verdict, VerifiedMode, exit_status
 from lit_cifar.tools.verify.verifier import Verifier, _possible, verify_modes
@@ -580,7 +578,8 @@ def test_one_process_holds_what_it_held_and_what_it_saved(tf32: list[Any], tmp_p
     assert record.own_problems() == []
     assert record.count_problems() == []
     assert record.steps == [1, 2, 3]
-    assert {name for name, _ in record.logged} >= {"train/loss", "train/acc", "val/loss", "val/acc", "lr-NesterovSGD"}
+    names = {name for name, _ in logged(record.run)}
+    assert names >= {"train/loss", "train/acc", "val/loss", "val/acc", "lr-NesterovSGD"}
     assert "train/loss (metrics)" in lines[-2]["state"]
     for line, words in ((lines[3], "step 3"), (lines[4], "step 3"), (lines[5], "step 3"), (lines[6], "checkpoint")):
         state = {**line["state"], "fc.bias (parameters)": ("", "other")}

@@ -6,9 +6,9 @@ import pytest
 import torch
 from commands import TINY, run_here
 
-from lit_cifar.checkpoint import lightning_io
+from lit_cifar.checkpoint import files as checkpoint_files
+from lit_cifar.checkpoint.files import DIGESTS, CheckpointFiles, digest, note_epoch
 from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.checkpoint.lightning_io import DIGESTS, CheckpointFiles, digest, note_epoch
 from lit_cifar.errors import SaveError
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(7)}
@@ -40,7 +40,7 @@ def test_a_line_replaces_those_of_later_epochs(tmp_path: Path) -> None:
 def test_a_checkpoint_is_never_there_before_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that is killed between the two would go on without it."""
     lines: list[str] = []
-    monkeypatch.setattr(lightning_io, "write_checkpoint", lambda *_: lines.append((tmp_path / DIGESTS).read_text()))
+    monkeypatch.setattr(checkpoint_files, "write_checkpoint", lambda *_: lines.append((tmp_path / DIGESTS).read_text()))
     checkpoint = {"position": {"epoch": 1, "step": 0}, "state_dict": WEIGHTS}
     CheckpointFiles().save_checkpoint(checkpoint, tmp_path / "checkpoints" / "last.ckpt")
     assert lines == [f"{digest(WEIGHTS)}  epoch 0\n"]

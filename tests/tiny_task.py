@@ -35,7 +35,7 @@ class TinyData(LightningDataModule):
         images[:, 0, 0, 0] = torch.randint(0, 3, (num_images,), generator=generator)
         # Class 2 has no samples, so that empty classes are always part of the game.
         labels = torch.randint(0, 2, (num_images,), generator=generator)
-        self.sets = {split: ImageSet(images, labels, CLASSES, split) for split in ("train", "val", "test", "predict")}
+        self.sets = {split: ImageSet(images, labels, CLASSES) for split in ("train", "val", "test", "predict")}
         self.folder: Any = None
 
     def train_dataloader(self) -> "Batches":

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 from lit_cifar.checkpoint import files as checkpoint_files
-from lit_cifar.checkpoint.files import LAST, newest_valid, write_checkpoint
+from lit_cifar.checkpoint.files import LAST, CheckpointFiles, newest_valid, write_checkpoint
 from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.checkpoint.lightning_io import CheckpointFiles
 
 
 def state(step: int) -> dict[str, Any]:

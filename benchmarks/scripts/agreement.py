@@ -17,7 +17,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from lit_cifar.checkpoint.step_boundary import StepBoundary
+from lit_cifar.checkpoint.callbacks import StepBoundary
 from lit_cifar.tools.commands.terminal import about
 
 WARMUP = 20

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lit_cifar.checkpoint.lightning_io import DIGESTS
+from lit_cifar.checkpoint.files import DIGESTS
 from lit_cifar.cli.usage_errors import cli_exit
 from lit_cifar.errors import ConfigError
 from lit_cifar.strategies.modes import Variant, variants

@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lit_cifar.reporting.memory import FILES
 from lit_cifar.tools.bench.measurements import interleaved
+from lit_cifar.tools.bench.memory import FILES
 from lit_cifar.tools.bench.timed_runs import TimedRun, interleaved_runs
 from lit_cifar.tools.commands.terminal import about, say
 from lit_cifar.tools.verify.runs import refuse_if_invalid, run
@@ -48,7 +48,7 @@ def prices(fits: dict[str, TimedRun], folder: Path, *, rounds: int) -> dict[str,
 def peak_mib(fit: TimedRun, folder: Path) -> float:
     """The peak of the fullest process in a run of some steps."""
     flags = [*fit.flags, f"--trainer.max_steps={STEPS}", "--trainer.max_epochs=-1", f"--run_dir={folder / 'run'}"]
-    flags += ["--trainer.callbacks+=lit_cifar.reporting.memory.TrainingMemory", "--figures.every_n_epochs=0"]
+    flags += ["--trainer.callbacks+=lit_cifar.tools.bench.memory.TrainingMemory", "--figures.every_n_epochs=0"]
     refuse_if_invalid(run("fit", *flags, folder=folder, num_ranks=fit.num_ranks))
     found = [json.loads(file.read_text())["resident_peak_bytes"] for file in (folder / "run").glob(FILES)]
     return round(max(found) / 2**20, 1)

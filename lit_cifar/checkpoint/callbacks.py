@@ -1,31 +1,46 @@
-"""Which checkpoints a run keeps: the best by validation accuracy, and the last two, to resume from."""
+"""When a run saves: the best checkpoint by validation accuracy, the last two, and what ranks agree on between steps.
 
+Between two optimizer steps everything that belongs to the first is done, including validation, and nothing of the
+second has begun. A checkpoint written there holds exactly the state of an uninterrupted run.
+"""
+
+import math
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from types import FrameType
+from typing import Any, Literal, NoReturn
 
-import lightning as L
-from lightning.pytorch import callbacks
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from torch.distributed import group
+from torch.nn.utils import get_total_norm
 
-from lit_cifar.checkpoint.files import BEST, LAST
-from lit_cifar.checkpoint.lightning_io import CheckpointFiles
-from lit_cifar.errors import CheckpointError, ConfigError
+from lit_cifar.checkpoint.files import BEST, LAST, CheckpointFiles
+from lit_cifar.data.images import Batch
+from lit_cifar.errors import CheckpointError
+from lit_cifar.launch.signals import EXIT_STOPPED, Keystrokes, end_together
 from lit_cifar.reporting.run_folder import run_folder
 
+_MAX_IDS = 64
+_MAX_STEPS = 1000  # between two agreements, however short they are
 
-def settle(trainer: L.Trainer) -> None:
+
+def settle(trainer: Trainer) -> None:
     """Return when every checkpoint is on disk; every process must call this, and each raises if one is not."""
     with failing_together(trainer):
         pass
 
 
 @contextmanager
-def failing_together(trainer: L.Trainer, *, behind: bool = False) -> Iterator[None]:
+def failing_together(trainer: Trainer, *, behind: bool = False) -> Iterator[None]:
     """If rank 0 fails to write a checkpoint inside, raise that on every process; each must enter this.
 
     Lightning calls `save_checkpoint` on rank 0 only, and all ranks meet at a barrier after it. An exception would leave
@@ -46,7 +61,7 @@ def failing_together(trainer: L.Trainer, *, behind: bool = False) -> Iterator[No
         raise failure
 
 
-def files_of(trainer: L.Trainer) -> CheckpointFiles:
+def files_of(trainer: Trainer) -> CheckpointFiles:
     """The plugin that writes; for a Trainer with another one, one that has nothing to write."""
     files = trainer.strategy.checkpoint_io
     return files if isinstance(files, CheckpointFiles) else CheckpointFiles()
@@ -82,7 +97,7 @@ class BestCheckpoint(ModelCheckpoint):
             enable_version_counter=save_top_k not in (0, 1),
         )
 
-    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Recognise the run's best files if its folder was moved or is given by another name.
 
         Lightning forgets them and their scores unless the folder's name is the same string.
@@ -99,19 +114,19 @@ class BestCheckpoint(ModelCheckpoint):
         """The file of the same name in this run's folder."""
         return path and str(Path(self.dirpath or "") / Path(path).name)
 
-    def _save_topk_checkpoint(self, trainer: L.Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+    def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
         """Save and warn of nothing if there was no validation, as before the first one that `max_steps` allows."""
         if self.monitor in monitor_candidates or trainer.fit_loop.epoch_loop.val_loop._has_run:
             super()._save_topk_checkpoint(trainer, monitor_candidates)
 
-    def _save_checkpoint(self, trainer: L.Trainer, filepath: str) -> None:
+    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         # Loggers that upload the file need it complete.
         idle = (Logger.after_save_checkpoint, TensorBoardLogger.after_save_checkpoint)
         behind = all(type(logger).after_save_checkpoint in idle for logger in trainer.loggers)
         with failing_together(trainer, behind=behind):
             super()._save_checkpoint(trainer, filepath)
 
-    def file_exists(self, filepath: str | Path, trainer: L.Trainer) -> bool:
+    def file_exists(self, filepath: str | Path, trainer: Trainer) -> bool:
         """Whether the file exists once every checkpoint is on disk: names must not depend on the disk's speed."""
         files_of(trainer).wait()
         return super().file_exists(filepath, trainer)
@@ -137,9 +152,6 @@ class LastCheckpoint(callbacks.Checkpoint):
         self, *, every_n_epochs: int = 1, every_n_steps: int | None = None, every_n_seconds: float | None = None
     ) -> None:
         super().__init__()
-        _check_interval("every_n_epochs", every_n_epochs, least=0)
-        _check_interval("every_n_steps", every_n_steps, least=1)
-        _check_interval("every_n_seconds", every_n_seconds, least=0)
         self.every_n_epochs = every_n_epochs
         self.every_n_steps = every_n_steps
         self.every_n_seconds = every_n_seconds
@@ -149,21 +161,20 @@ class LastCheckpoint(callbacks.Checkpoint):
         self._saved_at = 0.0
         self._end_of_epochs: int | None = None
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        folder = run_folder(trainer) or Path(trainer.default_root_dir)
-        self._folder = Path(trainer.strategy.broadcast(str(folder))) / "checkpoints"
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._folder = (run_folder(trainer) or Path(trainer.default_root_dir)) / "checkpoints"
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start counting: at the start of a run, resumed or not, there is nothing new to save."""
         self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
         self.newest = Path(trainer.ckpt_path) if trainer.ckpt_path else None
 
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the step at which `every_n_epochs` epochs have ended."""
         if self.every_n_epochs and trainer.current_epoch % self.every_n_epochs == 0:
             self._end_of_epochs = trainer.global_step
 
-    def due_by_step(self, trainer: L.Trainer) -> bool:
+    def due_by_step(self, trainer: Trainer) -> bool:
         """Whether a checkpoint is due by the number of steps or epochs; the same on every process."""
         step = trainer.global_step
         if step == self._saved_step:
@@ -174,7 +185,7 @@ class LastCheckpoint(callbacks.Checkpoint):
         """Whether a checkpoint is due by the clock, `time.monotonic()`; processes may differ."""
         return self.every_n_seconds is not None and now - self._saved_at >= self.every_n_seconds
 
-    def save(self, trainer: L.Trainer) -> None:
+    def save(self, trainer: Trainer) -> None:
         """Write the checkpoint, but not in a `fast_dev_run`; every process must call this.
 
         Training may continue before the file is complete: see `settle`.
@@ -186,20 +197,170 @@ class LastCheckpoint(callbacks.Checkpoint):
         self.newest = self._folder / LAST
         self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the end of training, unless that was done, and wait for the files."""
         if self.newest != self._folder / LAST or self._saved_step != trainer.global_step:
             self.save(trainer)
         settle(trainer)
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Wait for the files, before an error lists them. Lightning skips the teardown if a logger fails as well."""
         files_of(trainer).wait()
 
 
-def _check_interval(name: str, value: float | None, *, least: int) -> None:
-    if value is not None and not value >= least:
-        raise ConfigError(
-            f"--last_checkpoint.{name}={value} is less than {least}",
-            remedy=f"pass --last_checkpoint.{name}={max(least, 1)} or more, or leave it out",
+class StepBoundary(Callback):
+    """Saves when a checkpoint is due, stops when asked to, and stops when a loss is not a finite number.
+
+    SIGTERM, or SIGINT once, makes all processes save at the same step and exit with status 143. A second SIGINT, at
+    least a second later, ends the process that receives it at once. A loss that is not finite makes all processes exit
+    with status 1, before anything is saved.
+
+    To agree takes an all-reduce, and on a GPU the host waits for it. It is therefore not done at every step. It is done
+    about every `agree_every_s` seconds, after a number of steps that the processes also agree on, and when a checkpoint
+    is due by its step, which all processes know. Until then a process keeps its losses on its device.
+
+    This callback must come before those that use the next batch, because it acts when that has been fetched.
+
+    Args:
+        agree_every_s: Seconds between two agreements, approximately; 0 for one at every step.
+    """
+
+    def __init__(self, *, agree_every_s: float = 1.0) -> None:
+        self.agree_every_s = agree_every_s
+        self._last: LastCheckpoint | None = None
+        self._signal = 0
+        self._keystrokes = Keystrokes()
+        self._losses: list[tuple[int, Tensor, Tensor]] = []  # step, loss and samples since the last agreement
+        self._device = torch.device("cpu")
+        self._steps_left = 0
+        self._asked_at = 0.0
+        self._asked_step = 0
+        self._step_s = 0.0
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Replace Lightning's handling of signals, which synchronises at every step and has no exit status."""
+        self._signal, self._keystrokes = 0, Keystrokes()
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+        if threading.current_thread() is threading.main_thread():
+            # Lightning would register its handlers next. They are registered now, so that its teardown restores the
+            # former ones.
+            trainer._signal_connector.register_signal_handlers()
+            trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+            signal.signal(signal.SIGTERM, self._note)
+            signal.signal(signal.SIGINT, self._note)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._last = next((c for c in trainer.callbacks if isinstance(c, LastCheckpoint)), None)  # type: ignore[attr-defined]
+        self._losses.clear()
+        self._device = pl_module.device
+        self._steps_left = 2  # the first agreement comes after a step, when the duration of one is known
+        self._asked_at, self._asked_step, self._step_s = time.monotonic(), trainer.global_step, 0.0
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._keystrokes.insist(number):
+            raise KeyboardInterrupt
+        self._signal = number
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Between two optimizer steps: agree if that is due, then save, then stop."""
+        if batch_idx % trainer.accumulate_grad_batches:
+            return
+        by_step = self._last is not None and self._last.due_by_step(trainer)
+        self._steps_left -= 1
+        if self._steps_left > 0 and not by_step:
+            return
+        number, due = self._agree(trainer)
+        if self._last is not None and (by_step or due or number):
+            self._check_weights(trainer, pl_module)
+            self._last.save(trainer)
+        if number:
+            message = f"stopped by {signal.Signals(number).name} after {trainer.global_step} optimizer steps"
+            remedy = "to resume, run the same command with --resume=auto"
+            self._stop(trainer, message, remedy=remedy, status=EXIT_STOPPED)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        """Keep the loss on its device until the next agreement."""
+        stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        self._losses.append((trainer.global_step - stepped, outputs["loss"].detach(), batch.ids))
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop a diverged run before validation, which could make it the best checkpoint."""
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._check_finite(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop a diverged run before the last checkpoint is saved."""
+        self._check_finite(trainer, pl_module)
+
+    def _check_finite(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._agree(trainer)
+        self._check_weights(trainer, pl_module)
+
+    def _check_weights(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop if a weight is not finite, which a step with a finite loss can cause, before that is saved."""
+        weights = [part for parameter in pl_module.parameters() if (part := _local(parameter)).numel()]
+        largest = get_total_norm(weights, norm_type=math.inf)  # one number for all weights, over all processes
+        bad = largest.isfinite().logical_not().to(self._device, torch.float64)
+        if trainer.strategy.reduce(bad, group=group.WORLD, reduce_op="max").item():
+            message = f"the weights are not finite after {trainer.global_step} optimizer steps"
+            self._stop(trainer, message, remedy=_cause(trainer, trainer.global_step), status=1)
+
+    def _agree(self, trainer: Trainer) -> tuple[int, bool]:
+        """The number of a signal that any process got, else 0; and whether a checkpoint is due by the clock.
+
+        Processes agree by an all-reduce of maxima, also on the steps until the next one. A loss may stop them here.
+        """
+        now = time.monotonic()
+        if trainer.global_step > self._asked_step:
+            self._step_s = (now - self._asked_at) / (trainer.global_step - self._asked_step)
+        # The next save reports that one has failed, so it is due.
+        due = self._last is not None and (self._last.due_by_time(now) or files_of(trainer).failure is not None)
+        own = torch.tensor([self._signal, due, self._step_s, -math.inf], dtype=torch.float64).to(self._device)
+        if self._losses:
+            own[3] = self._first_bad(trainer)
+        largest = trainer.strategy.reduce(own, group=group.WORLD, reduce_op="max").tolist()
+        self._asked_at, self._asked_step = time.monotonic(), trainer.global_step
+        self._steps_left = min(max(1, round(self.agree_every_s / max(largest[2], 1e-6))), _MAX_STEPS)
+        if not math.isinf(largest[3]):
+            self._stop_for_loss(trainer, *divmod(round(-largest[3]), trainer.world_size))
+        self._losses.clear()
+        return int(largest[0]), bool(largest[1])
+
+    def _first_bad(self, trainer: Trainer) -> Tensor:
+        """A code of this process's first step with a non-finite loss, larger for earlier steps; -inf for none."""
+        steps, losses, _ = zip(*self._losses, strict=True)
+        codes = [-float(step * trainer.world_size + trainer.global_rank) for step in steps]
+        finite = torch.stack(losses).isfinite().to(self._device)
+        return torch.tensor(codes, dtype=torch.float64).to(self._device).masked_fill(finite, -math.inf).max()
+
+    def _stop_for_loss(self, trainer: Trainer, step: int, rank: int) -> NoReturn:
+        own = [id_ for of_step, _, ids in self._losses if of_step == step for id_ in ids.tolist()]
+        ids = trainer.strategy.broadcast(own, src=rank)
+        more = f" and {len(ids) - _MAX_IDS} more" if len(ids) > _MAX_IDS else ""
+        samples = ", ".join(map(str, ids[:_MAX_IDS])) + more
+        message = (
+            f"the loss of rank {rank} is not finite in optimizer step {step} (counted from 0); its samples: {samples}"
         )
+        self._stop(trainer, message, remedy=_cause(trainer, step), status=1)
+
+    def _stop(self, trainer: Trainer, message: str, *, remedy: str, status: int) -> NoReturn:
+        settle(trainer)  # before the newest checkpoint is named
+        path = self._last.newest if self._last else None
+        newest = f"the newest checkpoint is {path}" if path else "there is no checkpoint yet"
+        end_together(trainer, f"{message}\n{newest}\n{remedy}", status=status)
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """This process's part of a parameter that may be sharded over processes."""
+    to_local = getattr(parameter, "to_local", None)
+    return parameter.detach() if to_local is None else to_local().detach()
+
+
+def _cause(trainer: Trainer, num_steps: int) -> str:
+    """Why numbers are not finite after `num_steps` optimizer steps."""
+    if not num_steps:
+        return "no step had been taken before: look at the images and labels"
+    rate = trainer.optimizers[0].param_groups[0]["lr"]
+    return f"the optimisation has diverged: try a lower --model.optimizer.lr (the learning rate was {rate:.3g})"

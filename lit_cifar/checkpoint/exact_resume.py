@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
 from lit_cifar.checkpoint.format import METRICS, POSITION
-from lit_cifar.checkpoint.step_boundary import end_together
 from lit_cifar.data.batch_split import BatchSplit
+from lit_cifar.launch.signals import end_together
 from lit_cifar.reporting.environment import cpu_model
 
 
@@ -242,16 +242,15 @@ def _collect(trainer: Trainer, pl_module: LightningModule) -> dict[str, dict[str
 
 
 def _restore(pl_module: LightningModule, collected: dict[str, dict[str, Tensor]], *, dp_rank: int) -> None:
-    """Restore what `_collect` has found."""
+    """Restore what `_collect` has found: the first rank gets all of it.
+
+    Up to commit fd36ea9 there was a row for each rank, and no sum.
+    """
     for name, metric in _metrics(pl_module):
         metric._update_count = 1  # 0 would mean that nothing was counted, of which torchmetrics warns
         counts: dict[str, Any] = metric.metric_state
         for key, state in counts.items():
-            setattr(metric, key, _own(collected[name][key], state, dp_rank=dp_rank))
-
-
-def _own(found: Tensor, state: Tensor, *, dp_rank: int) -> Tensor:
-    """The first rank gets all that was counted. Up to commit fd36ea9 there was a row for each rank, and no sum."""
-    if found.dim() > state.dim():
-        found = found.sum(dim=0)
-    return found.to(state.device) if dp_rank == 0 else torch.zeros_like(state)
+            found = collected[name][key]
+            if found.dim() > state.dim():
+                found = found.sum(dim=0)
+            setattr(metric, key, found.to(state.device) if dp_rank == 0 else torch.zeros_like(state))

@@ -1,4 +1,4 @@
-"""Checkpoint files that survive a kill at any moment, a full disk and damage.
+"""Checkpoint files that survive a kill at any moment, a full disk and damage, and the plugin that writes them.
 
 A file carries the sha256 hash of its content, in the comment of the zip archive that `torch.save` writes. So there is
 no second file that could belong to another save. One rename puts content and hash in place together, and `torch.load`
@@ -13,20 +13,29 @@ import os
 import re
 import shlex
 import struct
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+from typing_extensions import override
 
-from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.errors import CheckpointError, SaveError
-from lit_cifar.reporting.files import sync
+from lit_cifar.checkpoint.format import POSITION, read_checkpoint
+from lit_cifar.errors import CheckpointError, ConfigError, SaveError, printable
+from lit_cifar.reporting.files import make_folder, replacing, sync
+from lit_cifar.watchdog import HELPER
 
 LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
+DIGESTS = "weights.sha256"  # in the run folder: a line for each epoch, by which two runs can be compared by eye
+_DIGEST_LINE = re.compile(r"[0-9a-f]{64}  epoch (\d+)")
 _DISK = (errno.ENOENT, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 _LABEL = b"sha256="
 _COMMENT_BYTES = len(_LABEL) + 2 * hashlib.sha256().digest_size
@@ -67,6 +76,12 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: Path) -> None:
             draft.unlink(missing_ok=True)
 
 
+def read_whole(path: Path) -> dict[str, Any]:
+    """As `read_checkpoint`, once the content is known to be what was written; else a `CheckpointError`."""
+    verify_checkpoint(path)
+    return read_checkpoint(path)
+
+
 def verify_checkpoint(path: Path) -> None:
     """Raise a `CheckpointError` if a file is missing, truncated, damaged, or carries no hash."""
     other = "use another checkpoint of the run"
@@ -101,8 +116,7 @@ def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
         if not os.path.lexists(path):
             continue
         try:
-            verify_checkpoint(path)
-            read_checkpoint(path)
+            read_whole(path)
         except CheckpointError as error:
             refused.append(error.problem)
         else:
@@ -152,8 +166,7 @@ def _write_synced(path: Path, content: bytes) -> None:
 
 def _read_back(draft: Path, path: Path) -> None:
     try:
-        verify_checkpoint(draft)
-        read_checkpoint(draft)
+        read_whole(draft)
     except CheckpointError as error:
         draft.stat()  # raises the real error if the folder was removed meanwhile
         raise SaveError(
@@ -189,3 +202,159 @@ def what_is_left(folder: Path) -> str:
         if names:
             return f"earlier checkpoints are unchanged: {', '.join(names)}"
     return f"there is no checkpoint in {folder}"
+
+
+class CheckpointFiles(CheckpointIO):
+    """Writes files with `write_checkpoint`, and reads tensors and primitives only.
+
+    Pass it to the Trainer: `plugins=[CheckpointFiles()]`. Lightning's own `TorchCheckpointIO` continues silently if it
+    has no permission to write, and leaves `weights_only` to an environment variable.
+
+    What is saved is copied at once and written by a thread. A save waits while its file is still being written, so
+    there is at most one copy for each name. Lightning's `AsyncCheckpointIO` keeps any number of copies, cannot say when
+    a file is complete, and raises errors on rank 0 only.
+
+    Attributes:
+        behind: Whether a save returns before its file is written, and raises nothing.
+        quiet: Whether a save that waits for its file raises nothing either. See `failing_together`.
+        failure: Of a save that nobody has reported yet. While there is one, nothing more is written.
+    """
+
+    def __init__(self) -> None:
+        self.behind = self.quiet = False
+        self.failure: CheckpointError | None = None
+        self._folders: set[Path] = set()
+        self._thread: ThreadPoolExecutor | None = None
+        self._unwritten: dict[Path, Future[None]] = {}
+
+    def wait(self) -> None:
+        """Return when nothing is left to write, and end the thread, for which the interpreter too waits."""
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+        self._unwritten.clear()
+
+    def settle(self) -> None:
+        """Return when every checkpoint is on disk, or raise why one is not."""
+        self.wait()
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """As `write_checkpoint`; the folder is made for the first save into it, and not again if it is removed."""
+        path = Path(path)
+        if path in self._unwritten:
+            self._unwritten[path].result()
+        copied = snapshot(checkpoint)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=HELPER)
+        self._unwritten[path] = self._thread.submit(self._attempt, path, partial(self._write, copied, path))
+        if self.quiet and not self.behind:
+            self.wait()
+        elif not self.behind:
+            self.settle()
+
+    @override
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read tensors, to the CPU, and primitives; if the file carries a hash, its content must match."""
+        if weights_only is False:
+            raise ConfigError(
+                "--weights_only=false would let a checkpoint run code", remedy="leave it out: no checkpoint needs it"
+            )
+        path = Path(path)
+        self.settle()
+        return read_whole(path) if path.is_file() and carried_hash(path) else read_checkpoint(path)
+
+    @override
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Remove a file, or warn if that fails.
+
+        It is removed only when everything saved before is on disk: until then it may be the only checkpoint.
+        """
+        if self._thread is None:
+            _remove(Path(path))
+        else:
+            self._thread.submit(self._attempt, Path(path), partial(_remove, Path(path)))
+
+    @override
+    def teardown(self) -> None:
+        """Return when nothing is left to write, however the run ends.
+
+        A failure that was not reported is raised, or printed if another exception is being raised.
+        """
+        raised = sys.exception()
+        try:
+            self.settle()
+        except CheckpointError as failure:
+            if raised is None:
+                raise
+            print(printable(f"lit_cifar: {failure}", lines=True), file=sys.stderr, flush=True)
+
+    def _attempt(self, path: Path, job: Callable[[], None]) -> None:
+        """Do `job`, which concerns `path`. Any error must reach `failure`: the other ranks would wait for rank 0."""
+        if self.failure is not None:
+            return
+        try:
+            job()
+        except CheckpointError as error:
+            self.failure = error
+        except OSError as error:
+            self.failure = save_error(error, path, checkpoints=path.parent)
+        except Exception as error:
+            problem = f"{path} could not be saved: {type(error).__name__}: {error}\n{what_is_left(path.parent)}"
+            self.failure = SaveError(problem[:500], remedy=TENSORS_ALONE)
+
+    def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
+        folder = path.parent
+        if folder not in self._folders:
+            make_folder(folder)
+        if path.name == LAST:  # what belongs to the checkpoint is on the disk before it is
+            for each in (*folder.parent.glob("*.csv"), folder.parent):
+                sync(each)
+            note_epoch(checkpoint, folder.parent)
+        write_checkpoint(checkpoint, path)
+        self._folders.add(folder)
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        rank_zero_warn(f"{path} could not be removed: {error.strerror}")
+
+
+def digest(weights: Mapping[str, Tensor]) -> str:
+    """The SHA-256 of parameters and buffers, in hexadecimal: of their names, dtypes, shapes and bytes by name."""
+    found = hashlib.sha256()
+    for name in sorted(weights):
+        tensor = weights[name].detach().cpu()
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def note_epoch(checkpoint: Mapping[str, Any], folder: Path) -> None:
+    """If `checkpoint` is of an epoch's end, write its line, in place of those of this epoch and of later ones.
+
+    To be called before the checkpoint is written: a run that is killed in between repeats the epoch and its line.
+
+    Raises:
+        SaveError: The file cannot be written.
+    """
+    position = checkpoint.get(POSITION, {"epoch": 0})
+    if not position["epoch"] or position["step"]:
+        return
+    path, epoch = folder / DIGESTS, position["epoch"] - 1
+    try:
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        kept = [line for line in lines if (found := _DIGEST_LINE.fullmatch(line)) and int(found[1]) < epoch]
+        with replacing(path) as file:
+            file.write("\n".join([*kept, f"{digest(checkpoint['state_dict'])}  epoch {epoch}", ""]))
+    except OSError as error:
+        raise save_error(error, path, checkpoints=folder / "checkpoints") from error

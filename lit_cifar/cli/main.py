@@ -20,14 +20,13 @@ from lit_cifar import __version__
 from lit_cifar.callbacks import default_callbacks, place
 from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
 from lit_cifar.checkpoint.exact_resume import Fingerprint, SameStart
-from lit_cifar.checkpoint.files import reporting_disk
-from lit_cifar.checkpoint.lightning_io import CheckpointFiles
+from lit_cifar.checkpoint.files import CheckpointFiles, reporting_disk
 from lit_cifar.cli.checkpoint_selection import StartingCheckpoint
 from lit_cifar.cli.help import COMMON, DESCRIPTION, EPILOG, SUBCOMMANDS, HelpFormatter, replace_texts
 from lit_cifar.cli.preflight import check_arguments, check_bounds, check_run, check_sizes
 from lit_cifar.cli.usage_errors import PROGRAM, Parser, as_config_error, check_command, cli_exit
 from lit_cifar.data import CIFAR10DataModule
-from lit_cifar.data.sources import open_dataset
+from lit_cifar.data.datamodule import open_dataset
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.processes import as_list, check_processes, resolve_world_size
 from lit_cifar.launch.signals import handlers_put_back, signals_to_spawned
@@ -50,8 +49,8 @@ from lit_cifar.task.module import LitResNet
 from lit_cifar.tools.commands import COMMANDS
 from lit_cifar.watchdog.callback import Watchdog
 
-# Words by which a run may ask for a strategy, itself or in a file: for one device none is imported.
-MAY_NAME_STRATEGY = re.compile(r"strategy|config|^-c|^--trainer(=|$)", flags=re.IGNORECASE)
+# Words by which a run may ask for one of our strategies, itself or in a file; `ddp` and `ddp_spawn` are Lightning's.
+MAY_NAME_STRATEGY = re.compile(r"strategy(?!=ddp(_spawn)?$)|config|^-c|^--trainer(=|$)", flags=re.IGNORECASE)
 
 
 def main(args: Sequence[str] | None = None) -> None:

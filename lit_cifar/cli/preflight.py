@@ -37,8 +37,14 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "model.label_smoothing": (0, 1),
     "model.base_batch_size": (1, math.inf),
     "data.cutout": (0, math.inf),
+    "data.eval_batch_size": (1, math.inf),
+    "data.seed": (0, math.inf),
+    "data.val_size": (0, math.inf),
     "figures.num_wrong": (0, _MANY),
     "figures.every_n_epochs": (0, math.inf),
+    "last_checkpoint.every_n_epochs": (0, math.inf),
+    "last_checkpoint.every_n_steps": (1, math.inf),
+    "last_checkpoint.every_n_seconds": (0, math.inf),
 }
 
 

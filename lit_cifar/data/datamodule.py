@@ -1,7 +1,11 @@
-"""A data set as a LightningDataModule whose batch size is the global one."""
+"""The data sets by name, and one of them as a LightningDataModule whose batch size is the global one.
+
+A damaged data set is an error: it is never repaired, or replaced by another in silence.
+"""
 
 from contextlib import suppress
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,15 +17,33 @@ from torch import Tensor
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.counter_rng import Purpose, keyed_permutation
-from lit_cifar.data.dataset import Split
+from lit_cifar.data.dataset import Dataset, Split
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.samplers import EvaluationSampler, TrainSampler
-from lit_cifar.data.sources import open_dataset
-from lit_cifar.errors import ConfigError
+from lit_cifar.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from lit_cifar.data.pictures import FolderImages
+
+# The class of each, which is imported when it is asked for.
+DATASETS = {
+    "cifar10": "cifar10.Cifar10",
+    "fashion_mnist": "fashion_mnist.Fashion",
+    "synthetic": "synthetic.Synthetic",
+    "folder": "pictures.OwnPictures",
+}
+
+
+def open_dataset(name: str, root: str | Path, *, image_size: int | None = None, seed: int = 0) -> Dataset:
+    """The data set called `name`, with `Dataset`'s arguments."""
+    if name not in DATASETS:
+        meant = nearest(name, DATASETS)
+        guess = "" if meant is None else f"did you mean --data.dataset={meant}? "
+        raise ConfigError(f"there is no data set {name!r}", remedy=f"{guess}choose one of {', '.join(DATASETS)}")
+    module, _, kind = DATASETS[name].partition(".")
+    dataset: type[Dataset] = getattr(import_module(f"lit_cifar.data.{module}"), kind)
+    return dataset(Path(root), image_size=image_size, seed=seed)
 
 
 class CIFAR10DataModule(L.LightningDataModule):
@@ -53,7 +75,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         resident: Where the uint8 images are kept: in "host" memory, or on the "device", where the GPU makes its batches
             itself. With "auto" they are on the GPU if it has room for four copies of them.
         download: Download the data set if it is missing.
-        seed: Seed of order, augmentation, split and synthetic images, and of dropout, in [0, 2**62).
+        seed: Seed of order, augmentation, split and synthetic images, and of dropout; not negative.
         predict_dir: Folder of the images that `predict` classifies.
 
     Attributes:
@@ -123,12 +145,6 @@ class CIFAR10DataModule(L.LightningDataModule):
             raise ConfigError(
                 "--data.frozen_order=true repeats one shuffled order, and --data.shuffle=false has none",
                 remedy="leave one of the two out",
-            )
-        if self.val_size < 0 or eval_batch_size < 1 or not 0 <= seed < 2**62:
-            raise ConfigError(
-                f"--data.val_size={self.val_size} --data.eval_batch_size={eval_batch_size} --data.seed={seed}: "
-                "sizes and seeds are not negative",
-                remedy="the defaults are 5000, 500 and 0",
             )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a data set says of itself, and how it is read; each is a class in a file of its own, and a line in `sources`."""
+"""What a data set says of itself, and how it is read; each is a class in a file and a line in `datamodule`."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -58,12 +58,11 @@ class Dataset(ABC):
 
     def first(self, images: Tensor, labels: Tensor, split: Split, num_images: int | None) -> ImageSet:
         """The first `num_images` of the whole split."""
-        if num_images is None:
-            return ImageSet(images, labels, self.classes, f"{self.title} {split}")
-        self.check_number(num_images, split, known=len(labels))
-        # Copies, because a view would keep the memory of the whole set.
-        images, labels = images[:num_images].clone(), labels[:num_images].clone()
-        return ImageSet(images, labels, self.classes, f"{self.title} {split} (first {num_images} images)")
+        if num_images is not None:
+            self.check_number(num_images, split, known=len(labels))
+            # Copies, because a view would keep the memory of the whole set.
+            images, labels = images[:num_images].clone(), labels[:num_images].clone()
+        return ImageSet(images, labels, self.classes)
 
     def check_number(self, num_images: int, split: Split, *, known: int) -> None:
         """Refuse to take `num_images` of a split that has `known`."""

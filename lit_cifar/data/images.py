@@ -14,7 +14,6 @@ class ImageSet:
     images: Tensor  # uint8, (N, 3, height, width), RGB
     labels: Tensor  # int64, (N,), each in `range(len(classes))`
     classes: tuple[str, ...]  # names of the classes, by label
-    name: str  # the data set's name as logs and tables show it, e.g. "CIFAR-10 train"
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -61,7 +61,7 @@ class OwnPictures(Dataset):
             self.check_number(num_images, split, known=len(files))
         images = torch.stack([self._read(file) for file, _ in files[:num_images]])
         labels = torch.tensor([label for _, label in files[:num_images]])
-        return ImageSet(images, labels, self.classes, f"{self.root} {split}")
+        return ImageSet(images, labels, self.classes)
 
     def _read(self, file: Path) -> Tensor:
         image = read_image(file, size=self.image_size)
@@ -122,7 +122,7 @@ def read_folder(folder: Path, *, classes: tuple[str, ...], size: int = 32) -> Fo
             remedy=_IMAGES_WANTED,
         )
     labels = torch.full((len(images),), -1)
-    return FolderImages(files, errors, ImageSet(torch.stack(images), labels, classes, str(folder)))
+    return FolderImages(files, errors, ImageSet(torch.stack(images), labels, classes))
 
 
 _IMAGES_WANTED = "name a folder that holds images, e.g. PNG or JPEG files"

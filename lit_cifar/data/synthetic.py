@@ -65,8 +65,7 @@ class Synthetic(Dataset):
     def load(self, split: Split, *, num_images: int | None = None) -> ImageSet:
         num_images = MAX_IMAGES[split] if num_images is None else num_images
         self.check_number(num_images, split, known=MAX_IMAGES[split])
-        images, labels = draw(split, num_images=num_images, seed=self.seed)
-        return ImageSet(images, labels, self.classes, f"synthetic {split} ({len(labels)} drawn images)")
+        return ImageSet(*draw(split, num_images=num_images, seed=self.seed), self.classes)
 
 
 def draw(split: Split, *, num_images: int, seed: int = 0) -> tuple[Tensor, Tensor]:

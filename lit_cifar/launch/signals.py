@@ -1,4 +1,4 @@
-"""The end of a process: a second Ctrl-C, the processes of `ddp_spawn`, handlers put back, the group destroyed."""
+"""The end of a process: together with others, by Ctrl-C, as one of `ddp_spawn`; and what must be put back before."""
 
 import atexit
 import gc
@@ -8,14 +8,18 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import active_children
 from types import FrameType
+from typing import NoReturn
 
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from torch.multiprocessing.spawn import ProcessExitedException
+
+from lit_cifar.errors import Stopped, printable
 
 EXIT_STOPPED = 128 + signal.SIGTERM
 _ONE_KEYSTROKE_S = 1.0
@@ -77,6 +81,23 @@ def signals_to_spawned(trainer: Trainer) -> Iterator[None]:
             if error.exit_code not in (EXIT_STOPPED, -signal.SIGTERM):  # SIGTERM came before its handler was installed
                 raise
             raise SystemExit(EXIT_STOPPED) from None
+
+
+def end_together(trainer: Trainer, message: str, *, status: int) -> NoReturn:
+    """Print `message` on rank 0, and exit; every process must call this."""
+    if trainer.is_global_zero:
+        print(printable(f"lit_cifar: {message}", lines=True), file=sys.stderr, flush=True)
+    with suppress(Exception):  # rank 0 has printed the reason; the others need not be reachable
+        trainer.strategy.barrier("end")
+    # Lightning's launcher kills the user's process when one that it started fails.
+    raise Stopped(0 if launched_by_lightning(trainer) else status)
+
+
+def launched_by_lightning(trainer: Trainer) -> bool:
+    """Whether Lightning's launcher has started this process as a copy of the user's."""
+    launches = isinstance(trainer.strategy.launcher, _SubprocessScriptLauncher)
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    return launches and isinstance(environment, LightningEnvironment) and trainer.local_rank > 0
 
 
 def destroy_process_group_at_exit() -> None:

@@ -47,26 +47,17 @@ class RunLock:
         if self._descriptor is not None:
             return
         self._descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            _lock(self._descriptor, folder / LOCK)
-        except BaseException:
-            self.release()
-            raise
+        _lock(self._descriptor, folder / LOCK)
         text = f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}"
         os.ftruncate(self._descriptor, 0)
         os.write(self._descriptor, text.encode())
-
-    def release(self) -> None:
-        """Let another process take it."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
 
     def __enter__(self) -> "RunLock":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.release()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
 
 
 def _lock(descriptor: int, path: Path) -> None:

@@ -1,8 +1,7 @@
 """The only code that decides what goes to which device and process: strategies, registered under their short names.
 
-Importing this package makes `Trainer(strategy="dp")` work. The command line does it if a strategy may be asked for: it
-takes a second. `ddp` and `ddp_spawn` are Lightning's own; `ProcessSyncBatchNorm` gives them synchronised BatchNorm on
-the CPU too.
+Importing this package makes `Trainer(strategy="dp")` work. The command line does it if one of them may be asked for.
+`ddp` and `ddp_spawn` are Lightning's own; `ProcessSyncBatchNorm` gives them synchronised BatchNorm on the CPU too.
 """
 
 from lightning.pytorch.strategies import StrategyRegistry

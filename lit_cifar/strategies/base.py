@@ -2,8 +2,9 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, Literal, Protocol, cast
 
 import lightning as L
 import torch
@@ -32,6 +33,21 @@ class RunsNetwork(Protocol):
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The loss of each sample, (n,), from `logits` (n, C) and `labels` (n,); `pp` alone asks for it."""
+
+
+# "backward_input" and "backward_weight" are the two halves into which zero-bubble schedules cut backward.
+WorkKind = Literal["forward", "backward", "backward_input", "backward_weight"]
+
+
+class NoRecorder:
+    """What stages report their work to. This one keeps nothing; that of `lit_cifar.tools.bench.timeline` does."""
+
+    def span(self, kind: WorkKind, **what: Any) -> AbstractContextManager[None]:
+        """Around some work; `what` are stage, microbatch, worker and device."""
+        return nullcontext()
+
+    def follow_backward(self, output: Tensor, given: Tensor, **what: Any) -> None:
+        """Autograd will work from `output` of a stage back to what it was `given`."""
 
 
 def compiles(module: object) -> bool:
@@ -110,8 +126,8 @@ class CustomForwardStrategy(ParallelStrategy, ABC):
         """
         self.parts = parts
 
-    # In a mode whose steps one device can repeat bit for bit: `on_one_device(network)` returns what that device runs, with
-    # a whole copy of the network, in place of the runner. `Replay` compares with it.
+    # `on_one_device(network)` returns what one device runs in place of the runner, with a whole copy of the network.
+    # `Replay` compares with it. None in modes whose steps one device cannot repeat bit for bit.
     on_one_device: Callable[[nn.Module], Runner] | None = None
 
     @property

@@ -19,8 +19,7 @@ from typing_extensions import override
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.random_streams import begin_part, begin_stage
-from lit_cifar.reporting.timeline import Recorder
-from lit_cifar.strategies.base import CutStrategy, Runner, SingleProcessStrategy, at_least_one, compiles
+from lit_cifar.strategies.base import CutStrategy, NoRecorder, Runner, SingleProcessStrategy, at_least_one, compiles
 from lit_cifar.strategies.same_bits.parts import Parts
 
 
@@ -38,11 +37,11 @@ class StagedRunner:
         devices: Sequence[torch.device],
         *,
         num_microbatches: int = 1,
-        recorder: Recorder | None = None,
+        recorder: NoRecorder | None = None,
     ) -> None:
         self.stages = list(zip(stages, devices, strict=True))
         self.num_microbatches = num_microbatches
-        self._recorder = recorder or Recorder()
+        self._recorder = recorder or NoRecorder()
         self._names = device_names(devices)
 
     def __call__(self, images: Tensor) -> Tensor:
@@ -105,7 +104,7 @@ class StagedStrategy(CutStrategy, ABC):
         super().__init__(**kwargs)
         self.num_microbatches = num_microbatches
         self.cuts = cuts
-        self.recorder = Recorder()
+        self.recorder = NoRecorder()
         self._num_stages = num_stages
 
     @property

@@ -23,7 +23,7 @@ from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.memory_format import PlainGradient, PlainOutput
 from lit_cifar.models.partition import Partition
 from lit_cifar.models.random_streams import begin_part, begin_stage
-from lit_cifar.reporting.timeline import Kind, Recorder
+from lit_cifar.strategies.base import NoRecorder, WorkKind
 from lit_cifar.strategies.same_bits.parts import Parts, WholeBatch
 
 ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
@@ -109,7 +109,7 @@ class Pipeline:
     group: dist.ProcessGroup  # the processes in the order of the stages
     device: torch.device
     compiles: bool = False  # each stage by itself
-    recorder: Recorder = field(default_factory=Recorder)  # is told which stage works when
+    recorder: NoRecorder = field(default_factory=NoRecorder)  # is told which stage works when
     parts: WholeBatch = field(default_factory=WholeBatch)  # microbatches, with their own mean loss and statistics
 
     def __post_init__(self) -> None:
@@ -214,7 +214,7 @@ class Pipeline:
         with self.span("forward", stage, microbatch), self.parts.own_statistics(moved):
             yield
 
-    def span(self, kind: Kind, stage: int, microbatch: int) -> AbstractContextManager[None]:
+    def span(self, kind: WorkKind, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Around a stage's work on a microbatch, for the recorder."""
         worker = f"process {dist.get_rank()}"
         return self.recorder.span(kind, stage=stage, microbatch=microbatch, worker=worker, device=self.device)

@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.reporting.timeline import Recorder
-from lit_cifar.strategies.base import CutStrategy, Runner, compiles
+from lit_cifar.strategies.base import CutStrategy, NoRecorder, Runner, compiles
 from lit_cifar.strategies.mesh import MeshStrategy, loss_scale
 from lit_cifar.strategies.pipeline import Pipeline, PrecomputedGradients, Schedule, ScheduleName, stages_per_process
 from lit_cifar.strategies.same_bits.parts import Parts
@@ -60,7 +59,7 @@ class PipelineStrategy(CutStrategy, MeshStrategy):
         self._num_microbatches = num_microbatches
         self.schedule_name: ScheduleName = schedule
         self.cuts = cuts
-        self.recorder = Recorder()
+        self.recorder = NoRecorder()
         self._average = True
 
     @property

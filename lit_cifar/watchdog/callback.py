@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from lit_cifar.errors import ConfigError, Stopped
+from lit_cifar.launch.signals import launched_by_lightning
 from lit_cifar.launch.startup import exit_with_parent
 
 if TYPE_CHECKING:
@@ -146,7 +146,5 @@ for _name, _phase in PHASES.items():
 
 def _was_launched(trainer: Trainer) -> bool:
     """Whether the process that started this one belongs to the run; a shell may exit before the run."""
-    if dist.is_torchelastic_launched() or multiprocessing.parent_process() is not None:
-        return True
-    launcher = trainer.strategy.launcher
-    return isinstance(launcher, _SubprocessScriptLauncher) and not launcher.procs and trainer.local_rank > 0
+    spawned = multiprocessing.parent_process() is not None
+    return spawned or dist.is_torchelastic_launched() or launched_by_lightning(trainer)

@@ -164,7 +164,8 @@ class Monitor(threading.Thread):
             return True
         if not self._told:  # the others would report this process as killed when it ends
             return self._board.lost or self._silence.owed_s > _FAREWELL_S
-        return not (self._is_judge and self._is_needed())
+        unjudged = any(not peer.beat.over and not peer.beat.failure for peer in self._others())
+        return not (self._is_judge and unjudged)
 
     def _tick(self) -> Verdict | None:
         if self._silence.turn(owed=self._board.busy or self._board.lost) > max(self._timeout_s / 2, 5 * BEAT_S):
@@ -240,20 +241,16 @@ class Monitor(threading.Thread):
             seen={rank: sight for rank, sight in sights.items() if sight.state != "running"},
         )
 
-    def _is_needed(self) -> bool:
-        """Whether this process judges others that have not finished."""
-        return any(
-            not peer.beat.over and not peer.beat.failure and peer.sight.state != "gone"
-            for rank, peer in self._peers.items()
-            if rank != self._own.rank
-        )
+    def _others(self) -> list[Peer]:
+        """The other processes, without those that are gone."""
+        return [peer for rank, peer in self._peers.items() if rank != self._own.rank and peer.sight.state != "gone"]
 
     def _conclude(self, verdict: Verdict) -> None:
         self.verdict = verdict
         if verdict.reporter == self._own.rank and verdict.message:
             print(printable(verdict.message, lines=True), file=sys.stderr, flush=True)
-        if self._has_readers(verdict):
-            # Wait until all have read it: one that had not would find this process gone and report that.
+        if any((verdict.kind, verdict.rank) != ("silent", peer.beat.rank) for peer in self._others()):
+            # Wait until all who can have read it: one that had not would find this process gone and report that.
             time.sleep(2 * (BEAT_S + self._board.answer_s))
         self._concluded.set()
         if verdict.kind == "silent" and verdict.rank != self._store_host:
@@ -266,14 +263,6 @@ class Monitor(threading.Thread):
         sys.stdout.flush()
         sys.stderr.flush()
         self._end(1)
-
-    def _has_readers(self, verdict: Verdict) -> bool:
-        """Whether other processes can read the verdict: those that are neither gone nor its silent culprit."""
-        return any(
-            peer.sight.state != "gone" and (verdict.kind, verdict.rank) != ("silent", rank)
-            for rank, peer in self._peers.items()
-            if rank != self._own.rank
-        )
 
     def _close(self) -> None:
         if not self._concluded.is_set():

@@ -8,11 +8,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lit_cifar.checkpoint.lightning_io import DIGESTS
+from lit_cifar.checkpoint.files import DIGESTS
 from lit_cifar.errors import ConfigError
-from lit_cifar.reporting import run_reader
 from lit_cifar.reporting.evaluation_tables import PER_RANK
 from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates, pooled
+from lit_cifar.tools.html_report import run_reader
 
 BLUE, RED, GREY = "#1f6fb4", "#c8321e", "#666666"
 _OF_FIT = "python -m lit_cifar fit writes one; its run folder is printed at the end"

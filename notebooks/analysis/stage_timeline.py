@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.partition import Partition
-from lit_cifar.reporting.timeline import FILE
+from lit_cifar.tools.bench.timeline import FILE
 
 COLORS = {"forward": "#1f6fb4", "backward": "#d9822b", "backward_input": "#d9822b", "backward_weight": "#6a994e"}
 LABELS = {
@@ -43,7 +43,7 @@ def read_timeline(run: str | Path) -> pd.DataFrame:
         raise ConfigError(
             f"no {FILE} in the run folder {run}",
             remedy="python -m lit_cifar fit --trainer.strategy=pp "
-            "--trainer.callbacks+=lit_cifar.reporting.timeline.Timeline writes one",
+            "--trainer.callbacks+=lit_cifar.tools.bench.timeline.Timeline writes one",
         )
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]

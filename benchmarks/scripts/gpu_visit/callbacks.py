@@ -14,7 +14,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from lit_cifar.checkpoint.step_boundary import StepBoundary
+from lit_cifar.checkpoint.callbacks import StepBoundary
 
 _OUTSIDE = ("/torch/", "/warnings.py", "/contextlib.py", "gpu_visit/callbacks.py")
 _NUM_FRAMES = 3

@@ -45,7 +45,7 @@ def take(step: Step) -> None:
 
 def _fit(step: Step, name: str, flags: Sequence[str]) -> tuple[str, dict[str, Any]]:
     kind = step.visit.accelerator
-    usual = ["--trainer.callbacks+=lit_cifar.reporting.memory.TrainingMemory", "--trainer.enable_progress_bar=false"]
+    usual = ["--trainer.callbacks+=lit_cifar.tools.bench.memory.TrainingMemory", "--trainer.enable_progress_bar=false"]
     usual += ["--data.drop_last=true", "--trainer.benchmark=true"]  # each shape of a batch is compiled anew
     run = step.fit(name, *_SIZES[kind], *_EPOCHS[kind], *step.visit.data, *usual, *flags)
     speed = median(logged(run, "train/images_per_s").values())

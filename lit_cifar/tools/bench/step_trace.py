@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 from torch.profiler import profile, record_function
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.reporting.memory import optimizer_bytes, trained_bytes
-from lit_cifar.reporting.timeline import Recorder
 from lit_cifar.strategies.mesh import local_part
+from lit_cifar.tools.bench.memory import optimizer_bytes, trained_bytes
 from lit_cifar.tools.bench.step_events import STAGE, STEP
+from lit_cifar.tools.bench.timeline import Recorder, observe_stages
 
 _PLAIN, _COUNTED, _PROFILED, _RECORDED, NUM_STEPS = range(2, 7)  # optimizer steps before each of them begins
 
@@ -43,6 +43,10 @@ class StepTrace(Callback):
         self._start = 0.0
         self._trained = (0, 0)
         self._found: dict[str, Any] = {}
+        self._recorder = Recorder()  # of stages, in modes that have some
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        observe_stages(trainer, self._recorder)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse an epoch that ends before the last step."""
@@ -80,8 +84,7 @@ class StepTrace(Callback):
             self._found["memory_bytes"] = self._held(trainer)
             self._profile.start()
         elif self._steps == _RECORDED:
-            if recorder := _recorder(trainer):
-                recorder.begin(self._steps, pl_module)
+            self._recorder.begin(self._steps, pl_module)
             self._step.__enter__()
         elif self._steps == NUM_STEPS:
             self._step.__exit__(None, None, None)
@@ -105,19 +108,13 @@ class StepTrace(Callback):
         profiled = json.loads(file.read_text())
         base_us = profiled.get("baseTimeNanoseconds", 0) / 1e3
         found = (event for event in profiled["traceEvents"] if event["ph"] == "X" and event.get("cat") != "Trace")
-        recorder = _recorder(trainer)
         ahead_us = (time_ns() - monotonic_ns()) / 1e3  # of the recorder's clock
         stages = [
             span | {"cat": STAGE, "tid": f"stage {span['tid']}", "ts": span["ts"] + ahead_us}
-            for span in (recorder.spans() if recorder else [])
+            for span in self._recorder.spans()
         ]
         events = [*(event | {"ts": base_us + event["ts"]} for event in found), *stages]
         file.write_text(json.dumps({"rank": trainer.global_rank, "events": events} | self._found))
-
-
-def _recorder(trainer: Trainer) -> Recorder | None:
-    """What the stages report to, in modes that have stages."""
-    return getattr(trainer.strategy, "recorder", None)
 
 
 def _bucket_bytes(model: Any) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from lit_cifar.launch.forked import ForkedRun
+from lit_cifar.tools.forked import ForkedRun
 
 _LOOPBACK = "127.0.0.1"
 _POLL_S = 0.01

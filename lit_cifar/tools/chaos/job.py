@@ -8,8 +8,8 @@ from pathlib import Path
 
 import psutil
 
-from lit_cifar.launch.forked import ForkedRun
 from lit_cifar.tools.chaos.sample_log import LAUNCH
+from lit_cifar.tools.forked import ForkedRun
 
 _STDOUT = 1
 _POLL_S = 0.002

@@ -12,9 +12,9 @@ from lit_cifar.reporting.evaluation_tables import Split
 from lit_cifar.reporting.figures import SPLIT_WORDS, confusion_figure
 from lit_cifar.reporting.progress import METRIC as THROUGHPUT
 from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates, pooled
-from lit_cifar.reporting.run_reader import read_run
 from lit_cifar.tools.html_report import tables
 from lit_cifar.tools.html_report.charts import Bar, Line, bar_chart, image_of, line_chart
+from lit_cifar.tools.html_report.run_reader import read_run
 from lit_cifar.tools.html_report.tables import Runs
 
 _MOST_GROUPS = 25  # classes or ranks of a chart

@@ -9,8 +9,8 @@ from typing import Any
 from lit_cifar.errors import ConfigError, printable
 from lit_cifar.reporting.progress import METRIC as THROUGHPUT
 from lit_cifar.reporting.rank_statistics import pooled
-from lit_cifar.reporting.run_reader import RunContents
 from lit_cifar.reporting.run_report import counted, shown
+from lit_cifar.tools.html_report.run_reader import RunContents
 
 Runs = Mapping[str, RunContents]
 _COMMANDS = ("fit", "validate", "test")

@@ -197,7 +197,7 @@ class _Window:
         call: Callable[..., Any] = module.training_step
         self.twin = Twin(module, optimizers, call, is_sharded(self.module), partial(before_step, module, self.trainer))
         if (on_one_device := _runner_of_one_device(self.trainer.strategy)) is not None:
-            module.use_runner(on_one_device(module.network))  # type: ignore[operator,attr-defined]
+            module.use_runner(on_one_device(module.network))  # type: ignore[operator]
 
     def close(self) -> None:
         self.recorder.close()

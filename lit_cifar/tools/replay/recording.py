@@ -1,7 +1,7 @@
 """What one rank did in a few optimizer steps, written down while it trains, one file for each event.
 
-Nothing is written into a tensor and no random number is drawn. Of tensors that are divided over ranks the whole ones are
-gathered; nothing else is sent to another process.
+Nothing is written into a tensor and no random number is drawn. Tensors that are divided over ranks are gathered;
+nothing else is sent to another process.
 """
 
 import copy

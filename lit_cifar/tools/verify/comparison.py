@@ -22,6 +22,7 @@ LOGITS = "logits"  # the kind that is compared after an evaluation
 # With virtual replicas every bit is the same. A process has the losses of its own parts alone: they are left out.
 SAME_BITS = {"parameters": 0.0, "buffers": 0.0, "optimizer": 0.0}
 EXACT_BOUND = 1e-9  # what every kind must agree to in float64, where rounding is far below any mistake
+METRIC_BOUND = 1e-5  # metrics add up in float32, whatever the precision of the run is
 NOISE_FACTOR = 4.0  # how many times the measured effect of another order of summation a mode may differ by
 # The smallest tolerance, in units of the last place of 1.0: for values that another order did not change at all.
 FLOOR_ULP = 4.0

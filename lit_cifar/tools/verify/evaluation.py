@@ -11,9 +11,17 @@ from torch import Tensor
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.images import Batch
 from lit_cifar.strategies.modes import SILENT
-from lit_cifar.tools.verify.comparison import EXACT_BOUND, FLOOR_ULP, LOGITS, NOISE_FACTOR, Bounds, Step, and_more
+from lit_cifar.tools.verify.comparison import (
+    EXACT_BOUND,
+    FLOOR_ULP,
+    LOGITS,
+    METRIC_BOUND,
+    NOISE_FACTOR,
+    Bounds,
+    Step,
+    and_more,
+)
 from lit_cifar.tools.verify.configuration import module_of, precision_of
-from lit_cifar.tools.verify.logged_metrics import METRIC_BOUND
 from lit_cifar.tools.verify.rank_state import filled
 from lit_cifar.tools.verify.runs import quiet
 

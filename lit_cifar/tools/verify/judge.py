@@ -7,21 +7,15 @@ from contextlib import suppress
 
 import torch
 
-from lit_cifar.checkpoint.lightning_io import DIGESTS
+from lit_cifar.checkpoint.files import DIGESTS
 from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.strategies.modes import Variant
 from lit_cifar.task.module import LitResNet
 from lit_cifar.tools.replay.callback import RESULT
 from lit_cifar.tools.replay.verdict import Finding
-from lit_cifar.tools.verify.checkpoint_check import (
-    MAY_DIFFER,
-    OF_ACCUMULATION,
-    OF_RESUME,
-    checkpoint_problems,
-    entry_problems,
-)
 from lit_cifar.tools.verify.comparison import (
     LOGITS,
+    METRIC_BOUND,
     SAME_BITS,
     Bounds,
     and_more,
@@ -31,10 +25,21 @@ from lit_cifar.tools.verify.comparison import (
 )
 from lit_cifar.tools.verify.configuration import Configuration
 from lit_cifar.tools.verify.evaluation import Evaluated, expected, logits_problems
-from lit_cifar.tools.verify.logged_metrics import METRIC_BOUND, logged_problems
 from lit_cifar.tools.verify.record import Record
 from lit_cifar.tools.verify.reference import Reference
-from lit_cifar.tools.verify.run_files import OF_EVALUATION, digest_problems, evaluation_file_problems, file_problems
+from lit_cifar.tools.verify.run_files import (
+    MAY_DIFFER,
+    OF_ACCUMULATION,
+    OF_EVALUATION,
+    OF_RESUME,
+    checkpoint_problems,
+    digest_problems,
+    entry_problems,
+    evaluation_file_problems,
+    file_problems,
+    logged,
+    logged_problems,
+)
 from lit_cifar.tools.verify.runs import Outcome
 from lit_cifar.tools.verify.verdict_table import VerifiedMode
 
@@ -75,7 +80,7 @@ def judge(
         row.outcome = "failed" if row.problems else "crashed" if outcome.status else "abstained"
         row.problems.append(f"{RESUMED}: {outcome.last_words}" if outcome.status else reason)
         return row
-    row.problems += [*record.own_problems(), *record.count_problems()]
+    row.problems += [*record.own_problems(), *record.count_problems(), *record.weight_problems()]
     of_metrics = _compare_metrics(row, record, reference, settings)
     row.problems += of_metrics
     _compare_rest(row, record, reference, settings)
@@ -102,7 +107,8 @@ def replay_problems(record: Record) -> list[str]:
 def _compare_metrics(row: VerifiedMode, record: Record, reference: Reference, settings: Configuration) -> list[str]:
     """What is logged and evaluated, beyond its bounds."""
     bounds = _bounds_of_metrics(reference, settings)
-    problems = logged_problems(record.logged, reference.record.logged, bounds=bounds, source=f"{ONE_DEVICE} has")
+    wanted = logged(reference.record.run)
+    problems = logged_problems(logged(record.run), wanted, bounds=bounds, source=f"{ONE_DEVICE} has")
     for number in record.steps:
         if evaluated := record.evaluated(number):
             problems += _compare_evaluation(row, number, evaluated, record, reference, settings)
@@ -112,7 +118,7 @@ def _compare_metrics(row: VerifiedMode, record: Record, reference: Reference, se
 def _compare_rest(row: VerifiedMode, record: Record, reference: Reference, settings: Configuration) -> None:
     """Files and checkpoints, which rounding does not touch."""
     alone = reference.record
-    if (last := record.evaluated(max(record.steps))) and alone.logged:
+    if (last := record.evaluated(max(record.steps))) and logged(alone.run):
         row.problems += evaluation_file_problems(record, last, in_chunks=settings.num_parts is None)
     row.problems += checkpoint_problems(record, settings.plain_module, config=settings.config)
     row.problems += entry_problems(
@@ -155,7 +161,7 @@ def _compare_evaluation(
     problems = []
     if settings.num_parts is None:
         alone = expected(record.step(number), config=settings.config)
-        own = {key: value for key, value in record.logged.items() if key[0] in alone.metrics and key[1] == number}
+        own = {key: value for key, value in logged(record.run).items() if key[0] in alone.metrics and key[1] == number}
         wanted = {key: alone.metrics[key[0]] for key in own}
         problems += logged_problems(own, wanted, bounds=alone.bounds, source=f"{SAME_WEIGHTS} has")
         samples, bound = alone.evaluated, alone.bounds[LOGITS]
@@ -185,7 +191,8 @@ def _resumed_problems(outcome: Outcome, record: Record, reference: Reference, se
     problems = ([] if excess is None else [str(excess)]) + resumed.own_problems()
     if same_bits:
         everything = dict.fromkeys(("train/", "val/", "lr-", "epoch"), 0.0)
-        problems += logged_problems(resumed.logged, record.logged, bounds=everything, source=f"{FIRST_RUN} has")
+        wanted = logged(record.run)
+        problems += logged_problems(logged(resumed.run), wanted, bounds=everything, source=f"{FIRST_RUN} has")
         problems += entry_problems(resumed, record, bound=0.0, source=FIRST_RUN, leave_out=OF_RESUME)
         problems += file_problems(resumed, record, source=FIRST_RUN)
     return problems

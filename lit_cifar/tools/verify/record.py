@@ -1,6 +1,7 @@
 """Reads what `Trace` wrote."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,9 +14,7 @@ from lit_cifar.checkpoint.files import LAST
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.tools.verify.comparison import Step, sample_problems
 from lit_cifar.tools.verify.evaluation import Evaluated
-from lit_cifar.tools.verify.logged_metrics import Logged, logged
-from lit_cifar.tools.verify.pieces import put_together
-from lit_cifar.tools.verify.rank_state import Snapshot, change_problems, peer_problems, saved_problems
+from lit_cifar.tools.verify.rank_state import Snapshot, change_problems, peer_problems, put_together, saved_problems
 
 T = TypeVar("T")
 
@@ -66,10 +65,6 @@ class Record:
         """By name: "last.ckpt" and so on."""
         return {path.name: path for path in sorted((self.run / "checkpoints").glob("*.ckpt"))}
 
-    @property
-    def logged(self) -> Logged:
-        return logged(self.run)
-
     @cached_property
     def samples(self) -> dict[str, dict[int, list[list[int]]]]:
         """Ids by moment ("step 1", "epoch 0") and data-parallel rank: a list for each process."""
@@ -117,6 +112,22 @@ class Record:
             for name, count in line["counted"].items()
             if count != len(line["ids"])
         ]
+
+    def weight_problems(self) -> list[str]:
+        """Steps in whose mean loss a part of the batch does not count by its number of samples."""
+        steps: dict[str, dict[int, list[tuple[int, float]]]] = {}
+        for line in self._lines("samples"):
+            steps.setdefault(line["when"], {})[line["dp_rank"]] = line["parts"]
+        problems = []
+        for when, of_ranks in steps.items():
+            parts = [part for its in of_ranks.values() for part in its]
+            total = sum(size for size, _ in parts)
+            wrong = [(size, weight) for size, weight in parts if not math.isclose(weight, size * len(parts) / total)]
+            problems += [
+                f"{when}: a part with {size} of {total} samples counts {weight:.6g}-fold in a mean of {len(parts)}"
+                for size, weight in wrong[:1]
+            ]
+        return problems
 
     def own_problems(self) -> list[str]:
         """Values of a process that differ from those of its peers, its own earlier ones, or the checkpoint's."""

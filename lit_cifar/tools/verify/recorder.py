@@ -8,14 +8,13 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from torch import Tensor
+from torchmetrics import MeanMetric, Metric
 
 from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.images import Batch
 from lit_cifar.models.ghost_batchnorm import GhostBatchNorm2d
 from lit_cifar.tools.verify.evaluation import LogitsOfAll
-from lit_cifar.tools.verify.logged_metrics import counted
-from lit_cifar.tools.verify.pieces import pieces_of
-from lit_cifar.tools.verify.rank_state import State, metrics_state, module_state, own_state
+from lit_cifar.tools.verify.rank_state import State, metrics_state, module_state, own_state, pieces_of
 
 Order = Literal["usual", "reversed", "plain_kernels"]
 
@@ -25,9 +24,9 @@ class Trace(L.Callback):
 
     It only reads: nothing is gathered from other processes, and nothing is written into a tensor, as that could put
     right what a strategy does wrong. Process `r` writes `step<k>-<r>.pt` (its loss, and its pieces of all tensors, see
-    `pieces`), `evaluation<k>-<r>.pt` (ids, labels and logits, of the weights after step k), `samples<r>.jsonl` (the ids
-    of each step, epoch and evaluation, and how many samples its metrics have counted) and `own<r>.jsonl` (digests of
-    what it holds, see `rank_state`). Rank 0 writes `run.json` at the end.
+    `pieces_of`), `evaluation<k>-<r>.pt` (ids, labels and logits, of the weights after step k), `samples<r>.jsonl` (the
+    ids of each step, epoch and evaluation, and how many samples its metrics have counted) and `own<r>.jsonl` (digests
+    of what it holds, see `rank_state`). Rank 0 writes `run.json` at the end.
 
     `order` changes the rounding of sums alone: "reversed" turns the samples round inside every chunk that is normalised
     by itself; "plain_kernels" uses torch's own convolutions in place of oneDNN's or cuDNN's.
@@ -39,6 +38,7 @@ class Trace(L.Callback):
         self._step = 0
         self._loss: Tensor | float = 0.0
         self._ids: dict[str, list[int]] = {"step": [], "epoch": [], "evaluation": []}
+        self._parts: list[tuple[int, float]] = []  # of the step's batch: number of samples, and weight in the mean
         self._logits = LogitsOfAll()
         self._one_model = False
 
@@ -60,6 +60,7 @@ class Trace(L.Callback):
     ) -> None:
         for period in ("step", "epoch"):
             self._ids[period] += batch.ids.tolist()
+        self._parts.append((len(batch.ids), batch.weight))
         if self.order == "reversed":
             _reverse_chunks(batch, pl_module)
 
@@ -74,6 +75,7 @@ class Trace(L.Callback):
         self._one_model = False
         self._write_own(trainer, f"step {self._step}", self._own_state(trainer, pl_module))
         self._write_samples(trainer, "step", f"step {self._step}")
+        self._parts = []
         step = {"dp_rank": BatchSplit.of(trainer.strategy).dp_rank, "loss": float(self._loss)}
         self._save(trainer, "step", step | {"pieces": pieces_of(trainer, pl_module)})
         self._loss = 0.0
@@ -131,7 +133,8 @@ class Trace(L.Callback):
     ) -> None:
         dp_rank = BatchSplit.of(trainer.strategy).dp_rank
         line = {"when": when, "rank": trainer.global_rank, "dp_rank": dp_rank, "ids": self._ids[period]}
-        self._append(f"samples{trainer.global_rank}.jsonl", line | {"counted": counted or {}})
+        line |= {"counted": counted or {}, "parts": self._parts if period == "step" else []}
+        self._append(f"samples{trainer.global_rank}.jsonl", line)
         self._ids[period] = []
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
@@ -140,6 +143,20 @@ class Trace(L.Callback):
 
     def _save(self, trainer: L.Trainer, what: str, content: dict[str, Any]) -> None:
         torch.save(content, self.folder / f"{what}{self._step}-{trainer.global_rank}.pt")
+
+
+def counted(metrics: torch.nn.Module) -> dict[str, int]:
+    """How many samples each metric among `metrics` has counted in this process since it was reset."""
+    found: dict[str, int] = {}
+    for name, metric in metrics.named_modules():
+        state: Any = metric.metric_state if isinstance(metric, Metric) else {}
+        if isinstance(metric, MeanMetric):
+            found[name] = round(float(state["weight"]))
+        elif "confmat" in state:
+            found[name] = int(state["confmat"].sum())
+        elif "tp" in state:  # what is right, and what another class was taken for
+            found[name] = int(state["tp"].sum() + state["fn"].sum())
+    return found
 
 
 def _counted(module: torch.nn.Module, split: str) -> dict[str, int]:

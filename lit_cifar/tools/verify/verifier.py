@@ -15,9 +15,8 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.models.ghost_batchnorm import normalises_batches
 from lit_cifar.strategies.modes import Variant, chosen
 from lit_cifar.tools.verify.configuration import EXACT, Configuration
-from lit_cifar.tools.verify.gpu_placement import placed
 from lit_cifar.tools.verify.judge import RANDOM, ROUNDING, draws_random_numbers, judge, masks_of_one_device
-from lit_cifar.tools.verify.launcher import Launcher, Report
+from lit_cifar.tools.verify.launcher import Launcher, Report, placed
 from lit_cifar.tools.verify.record import Record
 from lit_cifar.tools.verify.reference import References
 from lit_cifar.tools.verify.runs import REFUSED, Outcome, quiet, workers

@@ -1,6 +1,6 @@
 """Who works when, in modes that cut the network into stages: recorded on request, written as a Chrome trace.
 
-Off unless the callback is added: `--trainer.callbacks+=lit_cifar.reporting.timeline.Timeline`.
+Off unless the callback is added: `--trainer.callbacks+=lit_cifar.tools.bench.timeline.Timeline`.
 """
 
 import json
@@ -9,20 +9,20 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic_ns
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
+from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
+from lit_cifar.strategies.base import NoRecorder, WorkKind
 
 FILE = "timeline.json"
-# "backward_input" and "backward_weight" are the two halves into which zero-bubble schedules cut backward.
-Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
-_LETTERS: dict[Kind, str] = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W"}
+_LETTERS: dict[WorkKind, str] = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W"}
 # A stage at work on a microbatch, as an event of a Chrome trace. "args" has kind, step (the training batch), stage,
 # microbatch, rank, worker (the process or device that works), and saved_bytes: of a forward, what it keeps for
 # backward without parameters and buffers. The microseconds "ts" are of the machine's monotonic clock, which its
@@ -64,7 +64,7 @@ class _Work:
     end: Any = None
 
 
-class Recorder:
+class Recorder(NoRecorder):
     """What stages report their work to; it does nothing while `step` is None.
 
     Attributes:
@@ -84,8 +84,8 @@ class Recorder:
         self._weights = {tensor.data_ptr() for tensor in tensors}
 
     @contextmanager
-    def span(self, kind: Kind, **what: Any) -> Iterator[None]:
-        """Record what is done within; `what` are stage, microbatch, worker and device."""
+    @override
+    def span(self, kind: WorkKind, **what: Any) -> Iterator[None]:
         if self.step is None:
             yield
             return
@@ -95,8 +95,8 @@ class Recorder:
             yield
         work.end = work.clock.mark()
 
+    @override
     def follow_backward(self, output: Tensor, given: Tensor, **what: Any) -> None:
-        """Record when autograd is between `output` of a stage and what it was `given`."""
         if self.step is None or output.grad_fn is None:
             return
         work = self._new("backward", **what)
@@ -112,7 +112,7 @@ class Recorder:
         for node in _nodes_between(output.grad_fn, given.grad_fn):
             node.register_hook(end)
 
-    def _new(self, kind: Kind, *, stage: int, microbatch: int, worker: str, device: torch.device) -> _Work:
+    def _new(self, kind: WorkKind, *, stage: int, microbatch: int, worker: str, device: torch.device) -> _Work:
         if device not in self._clocks:
             self._clocks[device] = _Clock(device)
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -173,14 +173,15 @@ class Timeline(Callback):
         self.first_step = first_step
         self.num_steps = num_steps
         self._num_batches = 0
+        self._recorder = Recorder()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Start counting.
+        """Let the stages, which are made later, report to this callback.
 
         Raises:
             ConfigError: The mode has no stages.
         """
-        if not hasattr(trainer.strategy, "recorder"):
+        if not observe_stages(trainer, self._recorder):
             raise ConfigError(
                 "the callback Timeline records stages, and this mode has none",
                 remedy="use --trainer.strategy=mp, ddp_mp, pp or ddp_pp, or leave the callback out",
@@ -190,18 +191,18 @@ class Timeline(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Switch the recorder on when it is time."""
         if self.first_step <= self._num_batches < self.first_step + self.num_steps:
-            _recorder_of(trainer).begin(self._num_batches, pl_module)
+            self._recorder.begin(self._num_batches, pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Switch it off."""
-        _recorder_of(trainer).step = None
+        self._recorder.step = None
         self._num_batches += 1
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Gather the spans of all processes and write them."""
-        spans = _recorder_of(trainer).spans()
+        spans = self._recorder.spans()
         gathered: list[Any] = [spans]
         if dist.is_initialized():
             gathered = [None] * dist.get_world_size()
@@ -211,9 +212,12 @@ class Timeline(Callback):
             write_trace([span for part in gathered for span in part], Path(log_dir) / FILE)
 
 
-def _recorder_of(trainer: Trainer) -> Recorder:
-    recorder: Recorder = trainer.strategy.recorder  # type: ignore[attr-defined]  # `setup` has looked
-    return recorder
+def observe_stages(trainer: Trainer, recorder: NoRecorder) -> bool:
+    """Let the stages of the trainer's strategy, which it makes later, report to `recorder`; False if it has none."""
+    if not hasattr(trainer.strategy, "recorder"):
+        return False
+    trainer.strategy.recorder = recorder
+    return True
 
 
 def write_trace(spans: list[Span], path: Path) -> None:

@@ -19,7 +19,7 @@ _PROCESS = Path("/proc/self")
 class TrainingMemory(Callback):
     """Writes `memory-rank0.json` and so on into the run folder at the end of the training, one for each process.
 
-    Not among the callbacks of every run: `--trainer.callbacks+=lit_cifar.reporting.memory.TrainingMemory` adds it.
+    Not among the callbacks of every run: `--trainer.callbacks+=lit_cifar.tools.bench.memory.TrainingMemory` adds it.
     `state_bytes` counts the parameters that this process trains, their gradients and the optimizer's state: this
     process's part of a tensor that is shared out. `gpu_peak_bytes` is the most that torch has held on one GPU of this
     process since the training began, activations too; without a GPU it is null. `resident_peak_bytes` is the most by
