@@ -52,7 +52,8 @@ def refused(*args: str | Path) -> str:
     """What is said of a command that cannot work, in few lines, by `run_here`."""
     result = run_here(*args)
     assert result.status == 2, result.stderr
-    assert len(result.stderr.splitlines()) <= 5
+    assert len([line for line in result.stderr.splitlines() if line.strip()]) <= 5, result.stderr
+    assert "Traceback" not in result.stderr
     return result.stderr
 
 

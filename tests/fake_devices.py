@@ -8,13 +8,12 @@ of the host pass.
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loops import evaluation_loop, fit_loop
@@ -22,7 +21,6 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.testing._internal.distributed import fake_pg  # noqa: F401  # makes the backend "fake" known
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -31,7 +29,7 @@ from lit_cifar.checkpoint.callbacks import StepBoundary
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.reporting.figures import EvaluationFigures
 from lit_cifar.reporting.run_report import RunReport
-from lit_cifar.strategies import DataParallelStrategy, DDPLayerParallelStrategy, LayerParallelStrategy
+from lit_cifar.strategies import DataParallelStrategy, LayerParallelStrategy
 from lit_cifar.task.module import LitResNet
 
 SECOND = torch.device("meta", 1)
@@ -142,35 +140,17 @@ class FakeAccelerator(CPUAccelerator):
         return [torch.device("meta", index) for index in range(int(devices))]
 
 
-class _Processes(DDPLayerParallelStrategy):
-    """`ddp_mp` in one process; the group of torch's tests hands no gradients back to DistributedDataParallel."""
-
-    def __init__(self, **sizes: Any) -> None:
-        super().__init__(process_group_backend="fake", **sizes)
-
-    def configure_ddp(self) -> None:
-        super().configure_ddp()
-        self.model.register_comm_hook(None, _reduced)
-
-
-def _reduced(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
-
-
 # "single" is what Lightning chooses where a Trainer has one device.
 MODES: dict[str, Any] = {
     "single": lambda: SingleDeviceStrategy(torch.device("meta", 0)),
     "dp": DataParallelStrategy,  # here all replicas are on the first device, as on the CPU
     "mp": LayerParallelStrategy,
     "mp with microbatches": lambda: LayerParallelStrategy(num_stages=4, num_microbatches=2),
-    "ddp_mp": lambda: _Processes(num_microbatches=2),
 }
 
 
 class _Steps(L.Callback):
-    """Ends the run after four steps. Two are steady: DistributedDataParallel arranges itself in the second."""
+    """Ends the run after four steps, of which the last two are steady."""
 
     def __init__(self, devices: FakeDevices) -> None:
         self.devices = devices
@@ -197,20 +177,10 @@ class _Boundary(StepBoundary):
         return 0, False
 
 
-@contextmanager
-def _without_reading() -> Iterator[None]:
-    """Without what Lightning and torch read from a device before the first step, to compare it between processes."""
-    with ExitStack() as stack:
-        for loop in (fit_loop, evaluation_loop):
-            stack.enter_context(patch.object(loop, "has_len_all_ranks", lambda *_: True))
-        stack.enter_context(patch.object(torch.nn.parallel.distributed, "_verify_param_shape_across_processes"))
-        yield
-
-
-def data_module(*, kind: type[CIFAR10DataModule] = CIFAR10DataModule, **settings: Any) -> CIFAR10DataModule:
+def data_module(**settings: Any) -> CIFAR10DataModule:
     """Four batches to train on and four to validate with, on the device as on a GPU that has room for them."""
     sizes: dict[str, Any] = {"num_train": 64, "val_size": 32, "batch_size": 8, "eval_batch_size": 8}
-    data = kind(dataset="synthetic", **sizes | {"resident": "device"} | settings)
+    data = CIFAR10DataModule(dataset="synthetic", **sizes | {"resident": "device"} | settings)
     data.setup("fit")  # on the host
     return data
 
@@ -255,13 +225,12 @@ def _trainer(strategy: Any, **settings: Any) -> Iterator[L.Trainer]:
         )
         trainer.strategy.teardown = lambda: None  # `Module.cpu` cannot take fake tensors out of parameters
         try:
-            with _without_reading():
+            # Lightning would read from a device how many batches each process has.
+            with patch.object(fit_loop, "has_len_all_ranks"), patch.object(evaluation_loop, "has_len_all_ranks"):
                 yield trainer
         except DoneError:
             return
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-            if dist.is_initialized():
-                dist.destroy_process_group()
     raise AssertionError("the run ended before its steps were taken")

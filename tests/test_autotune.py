@@ -7,10 +7,9 @@ import pytest
 import torch
 import yaml
 from commands import TINY, launch, mode_flags, refused, run_here
-from torch import nn
 
 from lit_cifar.models import autotune, build_network
-from lit_cifar.models.autotune import CANDIDATES, Candidate, exported, from_environment, time_candidates
+from lit_cifar.models.autotune import CANDIDATES, Candidate, time_candidates
 
 BF16 = Candidate("bf16-mixed", channels_last=True)
 
@@ -39,31 +38,12 @@ def test_timing_changes_neither_network_nor_generators() -> None:
     assert all(parameter.grad is None for parameter in network.parameters())
 
 
-def test_only_those_that_are_near_are_timed_on_more_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second is left out; of the others the last is slower on few images and faster on more."""
-    asked = []
-
-    def timed(
-        network: nn.Module, candidates: tuple[Candidate, ...], shape: tuple[int, ...], batch_size: int, *_: object
-    ) -> dict[Candidate, float]:
-        asked.append((candidates, batch_size))
-        few = dict(zip(CANDIDATES, (0.1, 0.2, 0.11, 0.12), strict=True))
-        more = dict(zip(CANDIDATES, (0.5, 0.0, 0.4, 0.3), strict=True))
-        return {each: (few if batch_size == 4 else more)[each] for each in candidates}
-
-    monkeypatch.setattr(autotune, "_time_each", timed)
-    found = time_candidates(nn.Identity(), (3, 32, 32), batch_size=64, device=torch.device("cpu"))
-    near = (CANDIDATES[0], *CANDIDATES[2:])
-    assert asked == [(CANDIDATES, 4), (near, 20)]
-    assert min(found, key=lambda each: found[each]) == BF16
-    assert found[CANDIDATES[1]] == pytest.approx(0.2 * 0.3 / 0.12)
-
-
-def test_a_run_says_saves_and_uses_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], bf16_is_fastest: dict[Candidate, float]
+def test_a_run_says_saves_and_uses_them_and_when_it_is_resumed_keeps_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bf16_is_fastest: dict[Candidate, float]
 ) -> None:
     run = tmp_path / "run"
-    done = run_here("fit", *TINY, "--autotune=true", f"--run_dir={run}")
+    words = [*TINY, "--autotune=true", f"--run_dir={run}"]
+    done = run_here("fit", *words, "--trainer.max_steps=2")
     assert done.status == 0, done.stderr
     others = "32-true 2.00x, 32-true channels_last 2.00x, bf16-mixed 2.00x"
     assert f"autotune    bf16-mixed channels_last; slower: {others}\n" in done.stdout
@@ -71,59 +51,39 @@ def test_a_run_says_saves_and_uses_them(
     assert settings_of(run) == BF16
     assert '"bf16-mixed channels_last": 1.0' in (run / "environment.json").read_text()
     assert autotune.VARIABLE not in os.environ
-
-
-def test_the_weights_at_the_start_are_those_without_it(tmp_path: Path, bf16_is_fastest: dict[Candidate, float]) -> None:
-    flags = [*TINY, "--trainer.max_steps=1", "--model.optimizer=SGD", "--model.optimizer.lr=0"]
-    for name, more in (("with", ["--autotune=true"]), ("without", [])):
-        words = [*flags, *more, f"--run_dir={tmp_path / name}"]
-        assert run_here("fit", *words).status == 0
-    weights = [
-        torch.load(tmp_path / name / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]["conv1.weight"]
-        for name in ("with", "without")
-    ]
-    assert weights[0].equal(weights[1])
-
-
-def test_processes_that_a_run_starts_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert from_environment() is None
-    with exported(BF16):
-        assert from_environment() == BF16
-    assert from_environment() is None
-
-
-def test_a_resumed_run_keeps_what_it_had(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bf16_is_fastest: dict[Candidate, float]
-) -> None:
-    words = [*TINY, "--autotune=true", f"--run_dir={tmp_path / 'run'}"]
-    assert run_here("fit", *words, "--trainer.max_steps=2").status == 0
     monkeypatch.setattr(autotune, "time_candidates", lambda *args, **kwargs: dict.fromkeys(CANDIDATES, 1.0))
     with pytest.warns(UserWarning, match="schedule"):
         done = run_here("fit", *words, "--resume=auto")
     assert done.status == 0, done.stderr
-    assert settings_of(tmp_path / "run") == BF16
+    assert settings_of(run) == BF16
+
+
+def test_the_weights_at_the_start_are_those_without_it(tmp_path: Path, bf16_is_fastest: dict[Candidate, float]) -> None:
+    weights = []
+    for name, more in (("with", ["--autotune=true"]), ("without", [])):
+        keep = ["--trainer.callbacks+=recorder.KeepFirstWeights", f"--trainer.callbacks.path={tmp_path / name}"]
+        assert run_here("fit", *TINY, "--trainer.fast_dev_run=1", *more, *keep).status == 0
+        weights.append(torch.load(tmp_path / name, weights_only=True)["conv1.weight"])
+    assert weights[0].equal(weights[1])
 
 
 @pytest.mark.parametrize(
-    ("words", "variables", "problem"),
+    ("subcommand", "variables", "problem"),
     [
-        (["fit", "--autotune=true"], {"WORLD_SIZE": "2"}, "bench step"),  # processes of torchrun cannot agree
-        (
-            ["fit", "--autotune=true"],
-            {autotune.VARIABLE: "fp8"},
-            "LIT_CIFAR_AUTOTUNE='fp8' in the environment is none of 32-true, ",
-        ),
-        (["test", "--autotune=true", "--ckpt_path=given.pth"], {}, "--autotune=true is for training"),
+        ("fit", {"WORLD_SIZE": "2"}, "bench step"),  # processes of torchrun cannot agree
+        ("fit", {autotune.VARIABLE: "fp8"}, "LIT_CIFAR_AUTOTUNE='fp8' in the environment is none of 32-true, "),
+        ("test", {}, "--autotune=true is for training"),
     ],
 )
 def test_what_is_refused(
-    words: list[str], variables: dict[str, str], problem: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    subcommand: str, variables: dict[str, str], problem: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    torch.save(build_network("tiny", stem="imagenet", num_classes=10, image_size=32).state_dict(), "given.pth")
+    given = tmp_path / "given.pth"
+    torch.save(build_network("tiny", stem="imagenet", num_classes=10, image_size=32).state_dict(), given)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert problem in refused(words[0], *TINY, *words[1:], "--run_dir=run")
+    flags = [*TINY, "--autotune=true", f"--run_dir={tmp_path / 'run'}"]
+    assert problem in refused(subcommand, *flags, *([f"--ckpt_path={given}"] if subcommand == "test" else []))
 
 
 @pytest.mark.slow

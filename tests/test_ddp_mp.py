@@ -1,19 +1,15 @@
-"""`ddp_mp`: processes and devices as arithmetic, what is refused, and one launched run against one device."""
+"""`ddp_mp`: processes and devices as arithmetic, and what is refused; `test_parity` trains."""
 
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from commands import TINY, launch, run_here
-from comparing import assert_same_checkpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities import rank_zero_only
 
 import lit_cifar.strategies.mp
-from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.errors import ConfigError
 from lit_cifar.strategies import DDPLayerParallelStrategy
@@ -22,31 +18,13 @@ from lit_cifar.task.module import LitResNet
 QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 
 
-class Rank(LightningEnvironment):
-    """A process that somebody else has started, of so many."""
-
-    def __init__(self, rank: int = 0, *, world_size: int) -> None:
-        super().__init__()
-        self._started, self._rank = world_size, rank
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    def world_size(self) -> int:
-        return self._started
-
-    def local_rank(self) -> int:
-        return self._rank
-
-
-def strategy_of(num_devices: int, *, rank: int = 0, started: int | None = None, **sizes: Any) -> Any:
+def strategy_of(num_devices: int, *, rank: int = 0, **sizes: Any) -> Any:
     """A strategy in the state in which a Trainer has it when it checks the flags; each device is another one."""
+    environment: Any = LightningEnvironment()
+    environment.local_rank = lambda: rank
+    environment.world_size = lambda: num_devices // sizes.get("num_stages", 2)
     devices = [torch.device("cuda", index) for index in range(num_devices)]
-    world_size = num_devices // sizes.get("num_stages", 2) if started is None else started
-    return DDPLayerParallelStrategy(
-        parallel_devices=devices, cluster_environment=Rank(rank, world_size=world_size), **sizes
-    )
+    return DDPLayerParallelStrategy(parallel_devices=devices, cluster_environment=environment, **sizes)
 
 
 @pytest.mark.parametrize(
@@ -101,15 +79,3 @@ def test_torchrun_with_another_number_of_processes_is_refused(monkeypatch: pytes
         L.Trainer(strategy="ddp_mp", devices=4, accelerator="cpu", **QUIET)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert L.Trainer(strategy="ddp_mp", devices=4, accelerator="cpu", **QUIET).strategy.num_processes == 2
-
-
-def test_two_processes_equal_one_device_that_normalises_each_part(tmp_path: Path) -> None:
-    """Also the microbatches of each process, the keys and the optimizer's state."""
-    settings = [*TINY, "--trainer.precision=64-true", "--model.optimizer.lr=0.02", "--trainer.limit_val_batches=0"]
-    flags = ["--trainer.strategy=DDPLayerParallelStrategy", "--trainer.strategy.num_microbatches=2"]
-    launch("fit", *settings, *flags, "--trainer.devices=4", f"--run_dir={tmp_path / 'ddp_mp'}", ranks=2)
-    chunks = ["--model.ghost_batchnorm.dp_size=2", "--model.ghost_batchnorm.num_microbatches=2"]
-    alone = run_here("fit", *settings, *chunks, "--trainer.devices=1", f"--run_dir={tmp_path / 'alone'}")
-    assert alone.status == 0, alone.stderr
-    found, expected = (read_checkpoint(tmp_path / run / "checkpoints" / "last.ckpt") for run in ("ddp_mp", "alone"))
-    assert_same_checkpoint(found, expected, tolerance=1e-9)

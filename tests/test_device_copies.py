@@ -50,10 +50,8 @@ def test_a_fault_is_refused_with_the_pair_and_what_helps(monkeypatch: pytest.Mon
     monkeypatch.setattr(device_copies, "copy_faults", lambda devices: [FAULT])
     with pytest.raises(ConfigError) as refused:
         refuse_faulty_copies(CUDA, strategy="dp")
-    message = str(refused.value)
-    assert len(message.splitlines()) <= 5
     for words in (str(FAULT), "NCCL_P2P_DISABLE=1", "--trainer.strategy=ddp", "--trainer.devices=1", "IOMMU"):
-        assert words in message
+        assert words in str(refused.value)
 
 
 def tried(monkeypatch: pytest.MonkeyPatch, strategy: CustomForwardStrategy, *, local_rank: int = 0) -> list[Any]:
@@ -71,15 +69,13 @@ def tried(monkeypatch: pytest.MonkeyPatch, strategy: CustomForwardStrategy, *, l
 
 
 def test_modes_that_copy_between_cuda_devices_try_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on the CPU, nor where one device has all."""
     four = [torch.device("cuda", index) for index in range(4)]
     assert tried(monkeypatch, DataParallelStrategy(parallel_devices=four)) == [four]
     assert tried(monkeypatch, LayerParallelStrategy(num_stages=4, parallel_devices=CUDA)) == [CUDA]
     ddp_mp = DDPLayerParallelStrategy(parallel_devices=four)
     assert tried(monkeypatch, ddp_mp) == [four[:2], four[2:]]
     assert tried(monkeypatch, ddp_mp, local_rank=1) == []
-
-
-@pytest.mark.parametrize("devices", [[CPU, CPU], CUDA[:1]])
-def test_the_cpu_and_one_device_are_not_tried(devices: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert tried(monkeypatch, DataParallelStrategy(num_replicas=2, parallel_devices=devices)) == []
-    assert tried(monkeypatch, LayerParallelStrategy(num_stages=2, parallel_devices=devices)) == []
+    for devices in ([CPU, CPU], CUDA[:1]):
+        assert tried(monkeypatch, DataParallelStrategy(num_replicas=2, parallel_devices=devices)) == []
+        assert tried(monkeypatch, LayerParallelStrategy(num_stages=2, parallel_devices=devices)) == []

@@ -69,23 +69,21 @@ def test_equals_batchnorm_of_every_chunk(chunks: GhostBatches, num_samples: int,
 
 @pytest.mark.parametrize("chunks", CUTS, ids=str)
 def test_evaluation_is_that_of_batchnorm(chunks: GhostBatches) -> None:
-    chunked, plain = pair(chunks)
-    for layer in (chunked, plain):
+    layers = pair(chunks)
+    for layer in layers:
         layer.running_mean.fill_(0.5)
         layer.running_var.fill_(2.0)
         layer.eval()
+    chunked, plain = layers
     images = torch.randn(5, 3, 4, 4, dtype=torch.float64)
     assert chunked(images).equal(plain(images))
     assert chunked(images[:0]).shape == (0, 3, 4, 4)
     assert int(chunked.num_batches_tracked) == 0
 
 
-def test_chunks_of_one_pixel_are_refused_as_batchnorm_does() -> None:
-    layer = GhostBatchNorm2d(3, chunks=GhostBatches(dp_size=4))
+def test_what_is_refused() -> None:
+    """A chunk of one pixel, as by BatchNorm, and other layers."""
     with pytest.raises(ValueError, match="more than 1 value per channel"):
-        layer(torch.randn(4, 3, 1, 1))
-
-
-def test_another_batchnorm_is_refused() -> None:
+        GhostBatchNorm2d(3, chunks=GhostBatches(dp_size=4))(torch.randn(4, 3, 1, 1))
     with pytest.raises(ConfigError, match="and Sequential has a BatchNorm1d"):
         normalise_apart(nn.Sequential(nn.BatchNorm1d(2)), GhostBatches(dp_size=2))

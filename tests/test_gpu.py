@@ -7,32 +7,26 @@
 """
 
 import os
-from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
 from commands import TINY, counts, launch, run_here
-from torch import Tensor, nn
+from comparing import assert_same_checkpoint
+from torch import Tensor
 
 from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.checkpoint.sample_audit import Tally
 from lit_cifar.data.augment import Augmentation
-from lit_cifar.data.batch_split import BatchSplit, GhostBatches
+from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.images import ImageSet
 from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.models import build_resnet
 from lit_cifar.models.blocks import Partition
-from lit_cifar.models.ghost_batchnorm import normalise_apart
-from lit_cifar.strategies.dp import replicate
 from lit_cifar.strategies.mp import StagedRunner
-from lit_cifar.task.module import EvaluationMetrics
 from lit_cifar.tools.verify import verify
 from lit_cifar.tools.verify.comparison import EXACT_BOUND
-
-IMAGE = (3, 32, 32)
 
 ACCELERATOR = os.environ.get("LIT_CIFAR_GPU_TESTS", "cuda")
 DEVICE = torch.device(ACCELERATOR, 0) if ACCELERATOR == "cuda" else torch.device(ACCELERATOR)
@@ -42,33 +36,17 @@ pytestmark = [
     pytest.mark.timeout(300),  # the first run on a GPU loads its libraries
 ]
 
-FLAGS = [flag for flag in TINY if "accelerator" not in flag]
-FLAGS += [f"--trainer.accelerator={ACCELERATOR}", "--trainer.devices=1"]
-
-
-def images_of(num_images: int) -> ImageSet:
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randint(0, 256, (num_images, 3, 32, 32), dtype=torch.uint8, generator=generator)
-    return ImageSet(images, torch.arange(num_images) % 10, tuple("abcdefghij"))
-
-
-def sampler_of(images: ImageSet) -> TrainSampler:
-    return TrainSampler(num_samples=len(images), batch_size=16, batch_split=BatchSplit())
-
-
-def test_augmentation_gives_the_same_bytes() -> None:
-    images, ids = images_of(64).images, torch.arange(64) * 2**33 + 5
-    augmentation = Augmentation(seed=2**61, cutout=8)
-    draws, drawn_there = (augmentation.draw(place, (32, 32), epoch=3) for place in (ids, ids.to(DEVICE)))
-    assert drawn_there.cpu().equal(draws)
-    assert augmentation(images.to(DEVICE), drawn_there).cpu().equal(augmentation(images, draws))
+FLAGS = [*TINY, "--trainer.devices=1", f"--trainer.accelerator={ACCELERATOR}"]
 
 
 def test_batches_made_on_the_device_are_those_of_the_host() -> None:
-    images = images_of(40)
+    """The same bytes, with the largest keys."""
+    pixels = torch.randint(0, 256, (40, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    images = ImageSet(pixels, torch.arange(40) % 10, tuple("abcdefghij"))
+    sampler = TrainSampler(num_samples=40, batch_size=16, batch_split=BatchSplit(), epoch=3)
+    augmentation = Augmentation(seed=2**61, cutout=8)
     there, here = (
-        list(BatchLoader(place, sampler_of(images), augmentation=Augmentation(seed=1)))
-        for place in (images.to(DEVICE), images)
+        list(BatchLoader(place, sampler, augmentation=augmentation)) for place in (images.to(DEVICE), images)
     )
     assert len(there) == len(here) == 3
     for found, expected in zip(there, here, strict=True):
@@ -78,99 +56,67 @@ def test_batches_made_on_the_device_are_those_of_the_host() -> None:
             assert getattr(found, name).cpu().equal(getattr(expected, name))
 
 
-def test_a_tally_counts_the_same() -> None:
-    sampler = sampler_of(images_of(40))
-    tallies = [Tally(sampler, device=device) for device in (DEVICE, torch.device("cpu"))]
-    for part in sampler:
-        for tally in tallies:
-            tally.count(part.ids.to(tally.uses.device), accumulation=1)
-    assert tallies[0].uses.cpu().equal(tallies[1].uses)
-
-
-def test_metrics_count_the_same() -> None:
-    logits = torch.randn(50, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    labels = torch.arange(50) % 10
-    losses = nn.functional.cross_entropy(logits, labels, reduction="none")
-    found = []
-    for device in (DEVICE, torch.device("cpu")):
-        metrics = EvaluationMetrics("val", 10).to(device)
-        metrics.update(logits.to(device), labels.to(device), losses.to(device))
-        found.append([*metrics.scores.compute().values(), *metrics.details.compute().values()])
-    for there, here in zip(*found, strict=True):
-        assert there.cpu().equal(here)
-
-
-def trained(network: nn.Module, run: Callable[[Tensor], Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Logits of a batch with a ragged cut, gradients and running statistics, on the CPU."""
-    images = torch.randn(15, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    logits = run(images.to(device))
-    nn.functional.cross_entropy(logits, torch.arange(15, device=logits.device) % 10).backward()
-    found = {"logits": logits, **dict(network.named_buffers())}
-    found |= {f"{name}.grad": parameter.grad for name, parameter in network.named_parameters()}
-    return {name: value.detach().cpu() for name, value in found.items()}
-
-
-@pytest.mark.parametrize(
-    ("chunks", "runner"),
-    [
-        pytest.param(GhostBatches(), lambda network: network, id="single"),
-        pytest.param(
-            GhostBatches(replicas_per_rank=2), lambda network: replicate(network, [DEVICE] * 2), id="two replicas"
-        ),
-        pytest.param(
-            GhostBatches(num_microbatches=2),
-            lambda network: StagedRunner(
-                [stage.module(network) for stage in Partition.of(network, IMAGE, num_stages=2).stages],
-                [DEVICE] * 2,
-                num_microbatches=2,
-            ),
-            id="two stages, two microbatches",
-        ),
-    ],
-)
-def test_a_step_is_that_of_one_cpu(
-    chunks: GhostBatches, runner: Callable[[nn.Module], Callable[[Tensor], Tensor]]
-) -> None:
-    torch.manual_seed(0)
-    network = build_resnet("resnet10", stem="imagenet").double()
-    alone = normalise_apart(build_resnet("resnet10", stem="imagenet"), chunks).double()
-    alone.load_state_dict(network.state_dict())
-    there = deepcopy(network).to(DEVICE)
-    found = trained(there, runner(there), DEVICE)
-    expected = trained(alone, alone, torch.device("cpu"))
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=EXACT_BOUND, atol=EXACT_BOUND, msg=name)
-
-
-HALF = ["16-mixed"] if ACCELERATOR == "cuda" else []
+# The flags of a run here, and those of the run on the CPU that it equals.
 RUNS = {
-    "auto": [],
-    "images on the host": ["--data.resident=host"],
-    "mp": ["--trainer.strategy=LayerParallelStrategy", "--trainer.strategy.num_stages=2"],
-    **{precision: [f"--trainer.precision={precision}"] for precision in ["bf16-mixed", "bf16-true", "64-true", *HALF]},
+    "auto": ([], []),
+    "images on the host": (["--data.resident=host"], []),
+    "two replicas": (
+        ["--trainer.strategy=DataParallelStrategy", "--trainer.strategy.num_replicas=2"],
+        ["--model.ghost_batchnorm.replicas_per_rank=2"],
+    ),
+    "two stages, two microbatches": (
+        [
+            *("--trainer.strategy=LayerParallelStrategy", "--trainer.strategy.num_stages=2"),
+            "--trainer.strategy.num_microbatches=2",
+        ],
+        ["--model.ghost_batchnorm.num_microbatches=2"],
+    ),
 }
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_a_run_in_this_process_trains_and_leaves_cpu_tensors(tmp_path: Path, run: str) -> None:
-    result = run_here("fit", *FLAGS, *RUNS[run], f"--run_dir={tmp_path / 'run'}")
-    assert result.status == 0, result.stderr
-    checkpoint = read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")
+def test_a_run_in_this_process_ends_where_that_of_one_cpu_does(tmp_path: Path, run: str) -> None:
+    """With a ragged last batch. Counts too; the tensors of its checkpoint are the host's."""
+    precise = ["--data.num_train=90", "--trainer.precision=64-true", "--model.optimizer.lr=0.01"]
+    precise.append("--data.eval_batch_size=5")  # of 16: the last batch is one image
+    found, expected = tmp_path / "found", tmp_path / "expected"
+    there, here = RUNS[run]
+    for folder, flags in {found: there, expected: [*here, "--trainer.accelerator=cpu"]}.items():
+        result = run_here("fit", *FLAGS, *precise, *flags, f"--run_dir={folder}")
+        assert result.status == 0, result.stderr
+    checkpoint = read_checkpoint(found / "checkpoints" / "last.ckpt")
     states = checkpoint["optimizer_states"][0]["state"].values()
     tensors = [*checkpoint["state_dict"].values(), *(value for state in states for value in state.values())]
     assert {value.device.type for value in tensors if isinstance(value, Tensor)} == {"cpu"}
+    assert_same_checkpoint(checkpoint, read_checkpoint(expected / "checkpoints" / "last.ckpt"), tolerance=EXACT_BOUND)
+    assert counts(found, "val")["all"] == counts(expected, "val")["all"]
+
+
+def test_stages_on_the_cpu_and_a_gpu_are_the_plain_network() -> None:
+    """Two kinds of devices: every hand-over is a real copy."""
+    devices, images = [DEVICE, torch.device("cpu")], torch.randn(6, 3, 32, 32, dtype=torch.float64)
+    plain = build_resnet("tiny", stem="imagenet").double()
+    divided = deepcopy(plain)
+    parts = Partition.of(divided, (3, 32, 32), num_stages=2).modules(divided)
+    stages = [stage.to(device) for stage, device in zip(parts, devices, strict=True)]
+    output = StagedRunner(stages, devices)(images.to(DEVICE))
+    assert output.device == DEVICE
+    for logits in (plain(images), output):
+        logits.square().sum().backward()
+    for one, other in zip(plain.parameters(), divided.parameters(), strict=True):
+        torch.testing.assert_close(other.grad.cpu(), one.grad, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", *(["16-mixed"] if ACCELERATOR == "cuda" else [])])
+def test_a_run_trains_in_a_narrow_type(tmp_path: Path, precision: str) -> None:
+    result = run_here("fit", *FLAGS, f"--trainer.precision={precision}", f"--run_dir={tmp_path / 'run'}")
+    assert result.status == 0, result.stderr
 
 
 # Other tests show them on the CPU.
 NAMES = ["ddp", "ddp_spawn", "pp", "fsdp2", "tp"] if ACCELERATOR == "cuda" else ["ddp"]
-STARTED = {
-    **{name: [f"--trainer.strategy={name}"] for name in NAMES},
-    "pp, interleaved": [
-        *("--trainer.strategy=PipelineStrategy", "--trainer.strategy.schedule=Interleaved1F1B"),
-        "--trainer.strategy.num_microbatches=2",
-    ],
-}
+INTERLEAVED = ["PipelineStrategy", "--trainer.strategy.schedule=Interleaved1F1B"]
+INTERLEAVED += ["--trainer.strategy.num_microbatches=2"]
 
 
 @pytest.fixture(scope="module")
@@ -184,13 +130,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tup
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", STARTED)
+@pytest.mark.parametrize("mode", [*([name] for name in NAMES), INTERLEAVED], ids=lambda mode: mode[0])
 def test_every_mode_goes_on_and_counts_as_one_device(
-    alone: tuple[Path, dict[str, tuple[int, int]]], tmp_path: Path, mode: str
+    alone: tuple[Path, dict[str, tuple[int, int]]], tmp_path: Path, mode: list[str]
 ) -> None:
     """Through NCCL, with one process: it resumes that checkpoint, and its test counts as that of one device."""
     checkpoint, expected = alone
-    flags = [*FLAGS, *STARTED[mode], f"--ckpt_path={checkpoint}"]
+    flags = [*FLAGS, f"--trainer.strategy={mode[0]}", *mode[1:], f"--ckpt_path={checkpoint}"]
     launch("fit", *flags, "--trainer.max_epochs=2", f"--run_dir={tmp_path / 'fit'}")
     launch("test", *flags, f"--run_dir={tmp_path / 'test'}")
     assert counts(tmp_path / "test")["all"] == expected["all"]

@@ -30,28 +30,22 @@ def places(num_gpus: int, devices: int = 2) -> dict[str, tuple[str, int] | None]
     return found
 
 
-def test_enough_gpus_and_the_cpu_leave_every_mode_as_it_is() -> None:
+def test_parts_share_one_gpu_and_several_leave_every_mode_as_it_is() -> None:
     usual = {name: (mode.strategy, mode.devices) for name, mode in sized_modes(2).items()}
     assert places(0) == places(2) == places(8) == usual
-
-
-def test_on_one_gpu_parts_share_it() -> None:
     assert places(1) == {
         "single": ("auto", 1),
         "dp": ("DataParallelStrategy", 1),
-        "ddp": ("OneDeviceDDPStrategy", 1),
-        "ddp-sync": ("OneDeviceDDPStrategy", 1),
-        "ddp_spawn": ("OneDeviceDDPStrategy", 1),
-        "mp": ("LayerParallelStrategy", 1),
-        "mp-micro": ("LayerParallelStrategy", 1),
+        **dict.fromkeys(("ddp", "ddp-sync", "ddp_spawn"), ("OneDeviceDDPStrategy", 1)),
+        **dict.fromkeys(("mp", "mp-micro"), ("LayerParallelStrategy", 1)),
         "ddp_mp": ("OneDeviceDDPLayerParallelStrategy", 1),
-        "pp": None,
-        "ddp_pp": None,
-        "fsdp2": None,
+        **dict.fromkeys(("pp", "ddp_pp", "fsdp2")),
         "tp": ("OneDeviceShardedStrategy", 1),
     }
     assert places(1, devices=4)["fsdp2-tp"] is None
     assert places(3, devices=4)["dp"] == ("DataParallelStrategy", 1)
+    with pytest.raises(ConfigError, match=r"pp on 2 devices sends activations.*\n.*--trainer\.accelerator=cpu"):
+        placed(sized_modes(2)["pp"], num_gpus=1)
 
 
 @pytest.mark.parametrize("devices", [2, 4])
@@ -61,11 +55,6 @@ def test_a_mode_that_shares_a_gpu_computes_the_same(name: str, devices: int) -> 
     on = placed(mode, num_gpus=1)
     assert (on.num_processes, on.batch_split()) == (mode.num_processes, mode.batch_split())
     assert on.sync_batchnorm == mode.sync_batchnorm
-
-
-def test_what_cannot_share_a_gpu_is_refused_by_its_name() -> None:
-    with pytest.raises(ConfigError, match=r"pp on 2 devices sends activations.*\n.*--trainer\.accelerator=cpu"):
-        placed(sized_modes(2)["pp"], num_gpus=1)
 
 
 def test_verify_puts_the_parts_of_a_mode_on_the_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,17 +74,13 @@ def test_verify_puts_the_parts_of_a_mode_on_the_one_gpu(monkeypatch: pytest.Monk
     assert left.startswith("left out pp: pp on 2 devices sends activations")
 
 
-def test_replicas_on_one_device() -> None:
+def test_one_device_stands_for_several() -> None:
     strategy = DataParallelStrategy(num_replicas=3)
     strategy.parallel_devices = [torch.device("cpu")]
     assert BatchSplit.of(strategy).replicas_per_rank == 3
-    network = build_resnet("tiny", stem="imagenet")
-    assert strategy.make_runner(network).num_replicas == 3  # type: ignore[attr-defined]
+    assert strategy.make_runner(build_resnet("tiny", stem="imagenet")).num_replicas == 3  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"num_replicas=3.*\n.*num_replicas=4"):
         L.Trainer(accelerator="cpu", devices=2, strategy=DataParallelStrategy(num_replicas=3), logger=False)
-
-
-def test_one_device_stands_for_several() -> None:
     trainer = L.Trainer(accelerator="cpu", devices=1, strategy=OneDeviceDDPStrategy(num_devices=3), logger=False)
     assert trainer.strategy.parallel_devices == [torch.device("cpu")] * 3
     assert (trainer.strategy.num_processes, trainer.strategy._process_group_backend) == (3, "gloo")

@@ -2,15 +2,14 @@
 
 from pathlib import Path
 
-import lightning as L
 import pytest
 import torch
 from short_fits import fit, short
-from torch import Tensor, nn
+from torch import Tensor
 
 from lit_cifar import LitResNet
 from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.models.memory_format import follow_parameters, plain, with_plain_gradient
+from lit_cifar.models.memory_format import with_plain_gradient
 
 
 def channels_last(tensor: Tensor) -> bool:
@@ -41,42 +40,14 @@ def test_activations_and_weights_lie_as_asked(mode: str, asked: bool, weights: b
 
 @short
 def test_checkpoints_lie_in_the_usual_order_and_are_read_into_the_one_asked_for(tmp_path: Path) -> None:
-    paths, optimizers = {}, {}
-    for asked in (True, False):
-        L.seed_everything(0, verbose=False)
-        model = LitResNet("tiny", stem="imagenet", channels_last=asked)
-        trainer = fit(model, tmp_path, precision="64-true")
-        paths[asked], optimizers[asked] = tmp_path / f"{asked}.ckpt", trainer.optimizers[0]
-        trainer.save_checkpoint(paths[asked])
-    found, expected = (read_checkpoint(paths[asked]) for asked in (True, False))
-    assert list(found["state_dict"]) == list(expected["state_dict"])
-    torch.testing.assert_close(found["state_dict"], expected["state_dict"], rtol=1e-9, atol=1e-9)
+    model = LitResNet("tiny", stem="imagenet", channels_last=True)
+    trainer = fit(model, tmp_path)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    found, (optimizer,) = read_checkpoint(tmp_path / "a.ckpt"), trainer.optimizers
     momentum = [entry["momentum_buffer"] for entry in found["optimizer_states"][0]["state"].values()]
     assert all(tensor.is_contiguous() for tensor in (*found["state_dict"].values(), *momentum))
-
-    optimizer = optimizers[True]
     optimizer.load_state_dict(found["optimizer_states"][0])
     assert all(state["momentum_buffer"].stride() == p.stride() for p, state in optimizer.state.items())
-
-
-def test_a_fused_kernel_would_take_what_lies_otherwise_for_other_values() -> None:
-    """Why an optimizer's state follows its parameters."""
-
-    def stepped(*, follow: bool, fused: bool) -> Tensor:
-        torch.manual_seed(0)
-        weight = nn.Parameter(torch.randn(8, 4, 3, 3).to(memory_format=torch.channels_last))
-        optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, fused=fused)
-        if follow:
-            optimizer.register_load_state_dict_post_hook(follow_parameters)
-        for _ in range(2):
-            weight.grad = torch.randn(8, 4, 3, 3).to(memory_format=torch.channels_last)
-            optimizer.step()
-            optimizer.load_state_dict(plain(optimizer.state_dict()))
-        return weight.detach()
-
-    expected = stepped(follow=False, fused=False)
-    torch.testing.assert_close(stepped(follow=True, fused=True), expected)
-    assert not torch.allclose(stepped(follow=False, fused=True), expected)  # torch 2.11 to 2.15
 
 
 def test_a_gradient_lies_as_it_is_sent() -> None:

@@ -16,10 +16,9 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from lit_cifar import LitResNet, WarmupDecay
-from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.data import Batch
 from lit_cifar.data.augment import Augmentation
-from lit_cifar.errors import CheckpointError, ConfigError
+from lit_cifar.errors import ConfigError
 from lit_cifar.task.metrics import EvaluationMetrics
 from lit_cifar.task.optim import NesterovSGD, keep_saved_types
 
@@ -106,19 +105,6 @@ def test_the_trainer_takes_the_steps_of_a_plain_loop(tmp_path: Path) -> None:
         torch.testing.assert_close(module.network.state_dict()[name].to(value), value, rtol=1e-12, atol=1e-12)
 
 
-def test_checkpoints_load_by_python_too(tmp_path: Path) -> None:
-    module = LitResNet("tiny", stem="imagenet")
-    fit(module, tmp_path).save_checkpoint(tmp_path / "a.ckpt")
-    restored = LitResNet.load_from_checkpoint(tmp_path / "a.ckpt", label_smoothing=0.1, weights_only=False)
-    assert restored.header == module.header
-    assert restored.label_smoothing == 0.1
-    for name, value in module.state_dict().items():
-        assert restored.state_dict()[name].equal(value)
-    assert "fc.weight" in read_checkpoint(tmp_path / "a.ckpt")["state_dict"]
-    with pytest.raises(CheckpointError, match="imagenet stem"):
-        LitResNet.load_from_checkpoint(tmp_path / "a.ckpt", arch="tiny", stem="cifar", map_location="cpu")
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -132,17 +118,13 @@ def test_contradicting_data_settings_are_refused(settings: dict[str, object]) ->
 
 
 def test_the_split_is_seeded_and_disjoint() -> None:
-    def ids(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        module = images_of(seed=seed)
+    first, again = (images_of(seed=0) for _ in range(2))
+    for module in (first, again):
         module.setup("fit")
-        return module.sets["train"].images, module.sets["val"].images
-
-    train, val = ids(0)
-    assert len(train) == 80
-    assert len(val) == 16
-    assert train.equal(ids(0)[0])
-    together = torch.cat([train, val]).flatten(1)
-    assert len(together.unique(dim=0)) == 96
+    train, val = (first.sets[name].images for name in ("train", "val"))
+    assert (len(train), len(val)) == (80, 16)
+    assert train.equal(again.sets["train"].images)
+    assert len(torch.cat([train, val]).flatten(1).unique(dim=0)) == 96
 
 
 def test_what_is_sent_to_spawned_processes() -> None:
@@ -167,9 +149,8 @@ def test_the_data_are_read_without_a_trainer(tmp_path: Path) -> None:
     for stage in ("fit", "test"):
         alone.setup(stage)
     fit(LitResNet("tiny", stem="imagenet"), tmp_path, of_run)
-    before, loader = alone.sets["train"].images, alone.train_dataloader()
-    assert alone.sets["train"].images.equal(before)
-    assert alone.sets["train"].images.data_ptr() == loader.images.images.data_ptr()  # which has copied them
+    loader = alone.train_dataloader()
+    assert alone.sets["train"].images.data_ptr() == loader.images.images.data_ptr()  # no copy is made
     for found, expected in zip(loader, of_run.train_dataloader(), strict=True):
         assert found.ids.equal(expected.ids)
         assert found.images.equal(expected.images)
@@ -178,18 +159,13 @@ def test_the_data_are_read_without_a_trainer(tmp_path: Path) -> None:
     assert alone.on_after_batch_transfer(found, 0).images.dtype == torch.float32
 
 
-def test_mirror_images_are_evaluated_too() -> None:
+def test_mirror_images_are_evaluated_too_and_blocks_may_begin_as_the_identity() -> None:
     """The mean of both logits, in evaluation alone."""
-    torch.manual_seed(0)
-    module = LitResNet("tiny", stem="imagenet", flip_test=True).eval()
+    module = LitResNet("tiny", stem="imagenet", flip_test=True, zero_init_residual=True).eval()
     images = torch.randn(3, 3, 32, 32)
     expected = (module(images) + module(images.flip(3))) / 2
     torch.testing.assert_close(module.predict_step(Batch(images, *[torch.arange(3)] * 2, 1.0), 0), expected.softmax(1))
     assert not torch.allclose(module(images), expected)
-
-
-def test_blocks_may_begin_as_the_identity() -> None:
-    module = LitResNet("tiny", stem="imagenet", zero_init_residual=True)
     last = [norm.weight for name, norm in module.network.named_modules() if name.endswith("bn2")]
     assert len(last) == 4
     assert not torch.cat(last).any()
@@ -212,9 +188,8 @@ def test_a_loaded_optimizer_rounds_as_before(optimizer: str) -> None:
             weight.grad = (weight**2).detach() + 0.1
             made.step()
 
-    weight, whole = start()
+    (weight, whole), (other, resumed) = start(), start()
     train(weight, whole)
-    other, resumed = start()
     other.data.copy_(weight.data)
     resumed.load_state_dict(copy.deepcopy(whole.state_dict()))
     train(weight, whole)

@@ -47,20 +47,20 @@ def own(name: str) -> list[str]:
 
 
 CASES = {
-    "clipped and accumulated": Case("dp mp mp-micro", [*TINY, *CUT]),
-    "bottlenecks": Case("mp pp tp", ["--model.arch=tiny_bottleneck"]),
-    "a transformer": Case("mp tp", ["--model.arch=vit_micro"]),
-    "a chain of one's own": Case("pp", own("Chain")),
+    "clipped and accumulated": Case("dp mp-micro pp", [*TINY, *CUT]),
+    "two devices in each process": Case("ddp_mp", [*TINY, *CUT], devices=4),
+    "bottlenecks": Case("tp", ["--model.arch=tiny_bottleneck"]),
+    "a transformer": Case("tp", ["--model.arch=vit_micro"]),
     "a network of one's own": Case("fsdp2", own("Opaque")),
     "random masks": Case("mp", [*own("Drawing"), "--model.network.num_classes=2"]),
-    "bits, random masks": Case("dp mp pp", DRAWING),
+    "bits, random masks": Case("dp ddp pp", DRAWING),
 }
 SLOW = {
     "bits in bfloat16": Case("dp ddp ddp_spawn mp ddp_mp pp ddp_pp fsdp2", [*TINY, *BITS, *BFLOAT16], devices=4),
     "bits in bfloat16 on two devices": Case("ddp fsdp2", [*TINY, *BITS, *BFLOAT16]),
     "bits in float32": Case("dp ddp ddp_spawn mp", [*TINY, *BITS, "--trainer.precision=32-true"]),
     "bits in float64": Case("ddp", [*TINY, *BITS], devices=4),
-    "bits, random masks in other modes": Case("ddp ddp_mp ddp_pp fsdp2", DRAWING, devices=4),
+    "bits, random masks in other modes": Case("ddp mp ddp_mp ddp_pp fsdp2", DRAWING, devices=4),
     "tensors in four parts": Case("tp", [*TINY, *CUT], devices=4),
     "heads in four parts": Case("tp", ["--model.arch=vit_micro"], devices=4),
     "MuonSGD": Case("dp ddp mp pp", [*TINY, *FAST]),
@@ -68,7 +68,7 @@ SLOW = {
 }
 EXHAUSTIVE = {
     "two epochs on two processes": SLOW["two epochs"]._replace(devices=2),
-    "a chain in other modes": Case("mp tp fsdp2 ddp_spawn", own("Chain")),
+    "a chain of one's own": Case("mp pp tp fsdp2 ddp_spawn", own("Chain")),
     "a network in other modes": Case("dp ddp ddp_spawn", own("Opaque")),
     "tied weights": Case("mp dp ddp ddp_spawn", own("Tied")),
     "tied weights in no chain": Case("fsdp2", own("TiedWhole")),

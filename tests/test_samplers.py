@@ -1,13 +1,16 @@
-"""The order contract as tables: no process is started here."""
+"""The order contract as tables: how strategies cut a batch, and which samples a process reads; none is started here."""
 
 from collections.abc import Iterable
+from types import SimpleNamespace
 
+import lightning as L
 import pytest
 import torch
 from counting import Operators
 
+from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.augment import Augmentation
-from lit_cifar.data.batch_split import BatchSplit
+from lit_cifar.data.batch_split import BatchSplit, GhostBatches
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.data.loader import _BLOCK_ON_DEVICE, BatchLoader
 from lit_cifar.data.samplers import BatchIds, EvaluationSampler, TrainSampler
@@ -15,17 +18,75 @@ from lit_cifar.errors import CheckpointError, ConfigError
 
 NUM_RANKS = [1, 2, 3, 4, 7]
 
+# ---------------------------------------------------------------- how a batch is cut
 
-def train_parts(num_ranks: int, *, accumulation: int = 1, epoch: int = 0, **settings: object) -> list[list[BatchIds]]:
+
+@pytest.mark.parametrize(
+    ("trainer", "batch_split"),
+    [
+        ({"devices": 1}, BatchSplit()),
+        ({"devices": 4, "strategy": "ddp_spawn"}, BatchSplit(dp_size=4)),
+        ({"devices": 2, "strategy": "ddp", "num_nodes": 3}, BatchSplit(dp_size=6)),
+        ({"devices": 2, "strategy": "dp"}, BatchSplit(replicas_per_rank=2)),
+    ],
+)
+def test_batch_split_is_known_before_processes_start(trainer: dict[str, object], batch_split: BatchSplit) -> None:
+    strategy = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **trainer).strategy
+    assert BatchSplit.of(strategy) == batch_split
+
+
+def test_replicas_multiply_and_microbatches_are_pieces_of_them() -> None:
+    strategy = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 3, "rank": 2}, replicas_per_rank=2)
+    strategy.num_microbatches = 4
+    batch_split = BatchSplit.of(strategy)
+    assert batch_split == BatchSplit(dp_size=3, dp_rank=2, replicas_per_rank=2, num_microbatches=4)
+    assert batch_split.num_replicas == 6
+    assert batch_split.ghost_batches(accumulation=5) == GhostBatches(
+        dp_size=3, accumulation=5, replicas_per_rank=2, num_microbatches=4
+    )
+    for field in ("dp_size", "accumulation", "replicas_per_rank", "num_microbatches"):
+        with pytest.raises(ValueError, match=f"{field}=0"):
+            GhostBatches(**{field: 0})
+
+
+@pytest.mark.parametrize(
+    ("cut", "num_samples", "positions"),
+    [
+        ({}, 4, [[[0, 1, 2, 3]]]),
+        # Shards are interleaved.
+        ({"dp_size": 2}, 5, [[[0, 2, 4]], [[1, 3]]]),
+        ({"dp_size": 4}, 3, [[[0]], [[1]], [[2]]]),
+        # Accumulation steps take turns around the shards, and come one after the other.
+        ({"accumulation": 2}, 5, [[[0, 2, 4], [1, 3]]]),
+        ({"dp_size": 2, "accumulation": 2}, 6, [[[0, 4], [2]], [[1, 5], [3]]]),
+        # Replicas of one process get neighbours, as many each as `Tensor.chunk` gives: 5 over 4 leave the last without.
+        ({"replicas_per_rank": 4}, 5, [[[0, 1]], [[2, 3]], [[4]]]),
+        ({"replicas_per_rank": 2, "dp_size": 2}, 8, [[[0, 2]], [[4, 6]], [[1, 3]], [[5, 7]]]),
+        ({"replicas_per_rank": 2, "accumulation": 2}, 8, [[[0, 2], [1, 3]], [[4, 6], [5, 7]]]),
+        # Microbatches get neighbours, as many each as `Tensor.tensor_split` gives.
+        ({"num_microbatches": 4}, 5, [[[0, 1], [2], [3], [4]]]),
+        ({"num_microbatches": 4}, 2, [[[0], [1]]]),
+        ({"num_microbatches": 2, "dp_size": 2}, 8, [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]),
+        ({"num_microbatches": 2, "accumulation": 2}, 8, [[[0, 2], [4, 6], [1, 3], [5, 7]]]),
+        ({"num_microbatches": 2, "replicas_per_rank": 2}, 8, [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]),
+        ({"dp_size": 2, "replicas_per_rank": 2, "num_microbatches": 2, "accumulation": 2}, 0, []),
+        # Synchronised ranks share a chunk for each accumulation step.
+        ({"dp_size": 2, "accumulation": 2, "synchronised": True}, 7, [[[0, 1, 4, 5], [2, 3, 6]]]),
+    ],
+)
+def test_chunks(cut: dict[str, int], num_samples: int, positions: list[list[list[int]]]) -> None:
+    found = GhostBatches(**cut).positions(num_samples)
+    assert [[chunk.tolist() for chunk in chunks] for chunks in found] == positions
+
+
+# ---------------------------------------------------------------- the order of training
+
+
+def train_parts(num_ranks: int, *, epoch: int = 0, **settings: object) -> list[list[BatchIds]]:
     """The parts of every rank, by loader step."""
-    samplers = [
-        TrainSampler(
-            **({"num_samples": 1000, "batch_size": 168} | settings),
-            batch_split=BatchSplit(dp_size=num_ranks, dp_rank=rank),
-            accumulation=accumulation,
-        )
-        for rank in range(num_ranks)
-    ]
+    given = {"num_samples": 1000, "batch_size": 168} | settings
+    splits = [BatchSplit(dp_size=num_ranks, dp_rank=rank) for rank in range(num_ranks)]
+    samplers = [TrainSampler(**given, batch_split=split) for split in splits]
     for sampler in samplers:
         sampler.set_epoch(epoch)
     return [list(step) for step in zip(*samplers, strict=True)]
@@ -44,18 +105,6 @@ def test_every_global_batch_is_the_same_for_any_number_of_processes(num_ranks: i
     batches = global_batches(num_ranks, accumulation=accumulation, epoch=3)
     assert batches == global_batches(1, epoch=3)
     assert sorted(i for batch in batches for i in batch) == list(range(1000))
-
-
-@pytest.mark.parametrize("batch_size", [0, -3])
-@pytest.mark.parametrize(
-    ("batch_split", "usual"), [(BatchSplit(), 128), (BatchSplit(dp_size=3, num_microbatches=2), 132)]
-)
-def test_a_batch_of_none_is_answered_with_one_that_can_be_cut(
-    batch_size: int, batch_split: BatchSplit, usual: int
-) -> None:
-    with pytest.raises(ConfigError, match=rf"at least a sample\n.*--data.batch_size={usual}$"):
-        TrainSampler(num_samples=1344, batch_size=batch_size, batch_split=batch_split).check()
-    TrainSampler(num_samples=1344, batch_size=usual, batch_split=batch_split, drop_last=True).check()
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -78,11 +127,8 @@ def test_order_is_a_function_of_seed_and_epoch() -> None:
     assert order(seed=1, epoch=2) != order(seed=2, epoch=2)
     assert order(seed=1, epoch=2, frozen=True) == order(seed=1, epoch=0)
     assert order(shuffle=False, epoch=5)[0] == list(range(168))
-
-
-def test_drop_last_leaves_out_the_ragged_batch() -> None:
-    assert [len(batch) for batch in global_batches(2)] == [168] * 5 + [160]
-    assert [len(batch) for batch in global_batches(2, drop_last=True)] == [168] * 5
+    assert [len(ids) for ids in order()] == [168] * 5 + [160]
+    assert [len(ids) for ids in order(drop_last=True)] == [168] * 5
 
 
 def sampler_from(start: int, *, accumulation: int = 2) -> TrainSampler:
@@ -98,7 +144,7 @@ def ids_of(parts: Iterable[BatchIds | Batch]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("start", range(7))
+@pytest.mark.parametrize("start", [0, 1, 5, 6])
 def test_a_resumed_epoch_is_the_rest_of_the_undisturbed_one(start: int, accumulation: int) -> None:
     whole, rest = sampler_from(0, accumulation=accumulation), sampler_from(start, accumulation=accumulation)
     for sampler in (whole, rest):
@@ -112,9 +158,12 @@ def test_a_resumed_epoch_is_the_rest_of_the_undisturbed_one(start: int, accumula
     assert ids_of(rest) == ids_of(whole)
 
 
-def loader_from(start: int) -> BatchLoader:
-    images = ImageSet(torch.zeros(1000, 3, 1, 1, dtype=torch.uint8), torch.zeros(1000, dtype=torch.int64), ("a",))
-    return BatchLoader(images, sampler_from(start))
+# ---------------------------------------------------------------- batches
+
+
+def images_of(num: int, size: int = 1) -> ImageSet:
+    images = torch.randint(0, 256, (num, 3, size, size), dtype=torch.uint8)
+    return ImageSet(images, torch.randint(0, 10, (num,)), ("a",))
 
 
 @pytest.mark.parametrize("images_at_a_time", [1, 30])
@@ -126,22 +175,18 @@ def loader_from(start: int) -> BatchLoader:
         ),
         TrainSampler(num_samples=50, batch_size=12, batch_split=BatchSplit(), start=1),
         EvaluationSampler(num_samples=50, batch_size=12, batch_split=BatchSplit(dp_size=3, dp_rank=2)),
-        EvaluationSampler(
-            num_samples=1, batch_size=12, batch_split=BatchSplit(dp_size=3, dp_rank=2)
-        ),  # nothing for this rank
+        EvaluationSampler(num_samples=1, batch_size=12, batch_split=BatchSplit(dp_size=3, dp_rank=2)),  # nothing here
     ],
 )
 def test_batches_that_are_made_together_are_those_made_one_by_one(
     images_at_a_time: int, sampler: TrainSampler | EvaluationSampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lit_cifar.data.loader._BLOCK_ON_HOST", images_at_a_time)
-    images = torch.randint(0, 256, (50, 3, 32, 32), dtype=torch.uint8)
-    labels, augmentation = torch.randint(0, 10, (50,)), Augmentation(seed=1)
-    loader = BatchLoader(ImageSet(images, labels, ("a",)), sampler, augmentation=augmentation)
-    for batch, (ids, weight) in zip(loader, sampler, strict=True):
+    images, augmentation = images_of(50, size=32), Augmentation(seed=1)
+    for batch, (ids, weight) in zip(BatchLoader(images, sampler, augmentation=augmentation), sampler, strict=True):
         draws = augmentation.draw(ids, (32, 32), epoch=getattr(sampler, "epoch", 0))
-        assert batch.images.equal(augmentation(images[ids], draws))
-        assert batch.labels.equal(labels[ids])
+        assert batch.images.equal(augmentation(images.images[ids], draws))
+        assert batch.labels.equal(images.labels[ids])
         assert batch.ids.equal(ids)
         assert batch.weight == weight
 
@@ -149,9 +194,8 @@ def test_batches_that_are_made_together_are_those_made_one_by_one(
 def test_a_gpu_is_asked_a_few_times_in_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is resident is augmented in few blocks: no step starts an operator, but for the first of a block."""
     monkeypatch.setattr("lit_cifar.data.loader._BLOCK_ON_HOST", _BLOCK_ON_DEVICE)
-    data = ImageSet(torch.zeros(1000, 3, 8, 8, dtype=torch.uint8), torch.zeros(1000, dtype=torch.int64), ("a",))
     sampler = TrainSampler(num_samples=1000, batch_size=10, batch_split=BatchSplit())
-    loader = iter(BatchLoader(data, sampler, augmentation=Augmentation(seed=1)))
+    loader = iter(BatchLoader(images_of(1000, size=8), sampler, augmentation=Augmentation(seed=1)))
     next(loader)
     with Operators() as operators:
         assert sum(1 for _ in loader) == 99
@@ -160,12 +204,15 @@ def test_a_gpu_is_asked_a_few_times_in_an_epoch(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("step", [-1, 7])
 def test_a_step_beyond_the_epoch_is_refused(step: int) -> None:
-    loader = loader_from(0)
+    loader = BatchLoader(images_of(1000), sampler_from(0))
     assert loader.state_dict() == {}  # it does not say where training stands
     loader.load_state_dict({"step": 6})
     assert ids_of(loader) == []
     with pytest.raises(CheckpointError, match=f"after {step} optimizer steps of an epoch that has 6 here"):
         loader.load_state_dict({"step": step})
+
+
+# ---------------------------------------------------------------- what is refused
 
 
 @pytest.mark.parametrize(
@@ -179,6 +226,8 @@ def test_a_step_beyond_the_epoch_is_refused(step: int) -> None:
         (100, BatchSplit(num_microbatches=4), 3, "1 replica x 3 accumulation steps x 4 microbatches", "96 108"),
         (9, BatchSplit(num_microbatches=4), 1, "1 replica x 4 microbatches of at least 2 samples", "8 12"),
         (3, BatchSplit(dp_size=2, num_microbatches=4), 1, "2 replicas x 4 microbatches", "16"),
+        (0, BatchSplit(), 1, "", "128"),
+        (-3, BatchSplit(dp_size=3, num_microbatches=2), 1, "", "132"),
     ],
 )
 def test_a_batch_that_does_not_divide_names_the_nearest_that_do(
@@ -187,67 +236,66 @@ def test_a_batch_that_does_not_divide_names_the_nearest_that_do(
     settings = {"num_samples": 1344, "batch_split": batch_split, "accumulation": accumulation}
     with pytest.raises(ConfigError) as error:
         TrainSampler(**settings, batch_size=batch_size).check()
-    assert f"does not divide among {cut}" in error.value.problem
-    sizes = [int(size) for size in nearest.split()]
-    assert error.value.remedy == "the nearest that do: " + " or ".join(f"--data.batch_size={size}" for size in sizes)
-    for size in sizes:
+    assert (f"does not divide among {cut}" if cut else "at least a sample") in error.value.problem
+    assert error.value.remedy.endswith(" or ".join(f"--data.batch_size={size}" for size in nearest.split()))
+    for size in map(int, nearest.split()):
         TrainSampler(**settings, batch_size=size, drop_last=True).check()
 
 
 @pytest.mark.parametrize(
-    ("rest", "batch_split", "fine"),
+    ("rest", "batch_split", "accumulation", "fine"),
     [
-        *((rest, BatchSplit(dp_size=2), rest not in (1, 3)) for rest in (0, 4, 3, 1)),
+        *((rest, BatchSplit(dp_size=2), 1, rest not in (1, 3)) for rest in (0, 4, 3, 1)),
         # 13 samples in chunks of 4 leave one replica a single sample, though 13 is more than 4 x 2.
-        *((rest, BatchSplit(replicas_per_rank=4), rest in (14, 8, 9)) for rest in (13, 14, 5, 8, 9, 3)),
+        *((rest, BatchSplit(replicas_per_rank=4), 1, rest in (14, 8, 9)) for rest in (13, 14, 5, 8, 9, 3)),
         # One sample for each microbatch of four, or too few for all of them.
-        *((rest, BatchSplit(num_microbatches=4), rest not in (4, 7)) for rest in (0, 4, 7, 8, 9)),
-        *((rest, BatchSplit(dp_size=2, num_microbatches=4), rest != 15) for rest in (15, 16, 17)),
-        (12, BatchSplit(replicas_per_rank=2, num_microbatches=4), False),
+        *((rest, BatchSplit(num_microbatches=4), 1, rest not in (4, 7)) for rest in (0, 4, 7, 8, 9)),
+        *((rest, BatchSplit(num_microbatches=4), 2, rest == 17) for rest in (12, 17)),
+        *((rest, BatchSplit(dp_size=2, num_microbatches=4), 1, rest != 15) for rest in (15, 16, 17)),
+        (12, BatchSplit(replicas_per_rank=2, num_microbatches=4), 1, False),
     ],
 )
-def test_a_ragged_batch_needs_two_samples_for_every_chunk(rest: int, batch_split: BatchSplit, fine: bool) -> None:
-    settings = {"num_samples": 64 + rest, "batch_size": 64, "batch_split": batch_split}
-    TrainSampler(**settings, drop_last=True).check()
+def test_a_ragged_batch_needs_two_samples_for_every_chunk(
+    rest: int, batch_split: BatchSplit, accumulation: int, fine: bool
+) -> None:
+    settings = {"batch_size": 64, "batch_split": batch_split, "accumulation": accumulation}
+    TrainSampler(num_samples=64 + rest, **settings, drop_last=True).check()
+    with pytest.raises(ConfigError, match="leaves none of 60"):
+        TrainSampler(num_samples=60, **settings, drop_last=True).check()
     if fine:
-        TrainSampler(**settings).check()
+        TrainSampler(num_samples=64 + rest, **settings).check()
         return
     with pytest.raises(ConfigError, match=f"has {rest} of {64 + rest} images for .*; each needs 2") as error:
-        TrainSampler(**settings).check()
+        TrainSampler(num_samples=64 + rest, **settings).check()
     assert "--data.drop_last=true" in error.value.remedy
 
 
-def test_accumulation_divides_a_ragged_batch_too_and_the_only_batch_is_not_dropped() -> None:
-    settings = {"batch_size": 64, "batch_split": BatchSplit(num_microbatches=4), "accumulation": 2}
-    TrainSampler(num_samples=64 + 17, **settings).check()
-    with pytest.raises(ConfigError, match="1 replica x 2 accumulation steps x 4 microbatches; each needs 2"):
-        TrainSampler(num_samples=64 + 12, **settings).check()
-    with pytest.raises(ConfigError, match="leaves none of 60"):
-        TrainSampler(num_samples=60, **settings, drop_last=True).check()
+# ---------------------------------------------------------------- evaluation
 
 
-def eval_ids(num_ranks: int, *, num_samples: int = 10_000, pad: bool = False) -> list[list[int]]:
-    """The ids of every rank; asserts that all make equally many steps."""
-    samplers = [
-        EvaluationSampler(
-            num_samples=num_samples, batch_size=500, batch_split=BatchSplit(dp_size=num_ranks, dp_rank=rank), pad=pad
+def eval_ids(num_ranks: int, *, num_samples: int, pad: bool = False) -> list[list[int]]:
+    """The ids that the test loader of every rank hands out; asserts that all make equally many steps."""
+    found = []
+    for rank in range(num_ranks):
+        data = CIFAR10DataModule(dataset="synthetic", eval_batch_size=500, pad_eval=pad)
+        data.sets["test"] = images_of(num_samples)
+        strategy = SimpleNamespace(
+            root_device=torch.device("cpu"), distributed_sampler_kwargs={"num_replicas": num_ranks, "rank": rank}
         )
-        for rank in range(num_ranks)
-    ]
-    steps = [list(sampler) for sampler in samplers]
-    assert {len(s) for s in steps} == {len(samplers[0])}
-    return [[int(i) for part in parts for i in part.ids] for parts in steps]
+        data.trainer = SimpleNamespace(strategy=strategy)  # type: ignore[assignment]
+        found.append(ids_of(data.test_dataloader()))
+    assert len({len(steps) for steps in found}) == 1
+    return [[i for step in steps for i in step] for steps in found]
 
 
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
 @pytest.mark.parametrize("num_samples", [10_000, 1, 5, 501])
 def test_evaluation_sees_each_sample_once(num_ranks: int, num_samples: int) -> None:
     ranks = eval_ids(num_ranks, num_samples=num_samples)
-    assert sorted(i for ids in ranks for i in ids) == list(range(num_samples))
     assert ranks == [list(range(rank, num_samples, num_ranks)) for rank in range(num_ranks)]
 
 
 def test_padded_evaluation_repeats_the_first_samples() -> None:
-    ranks = eval_ids(3, pad=True)
+    ranks = eval_ids(3, num_samples=10_000, pad=True)
     assert [len(ids) for ids in ranks] == [3334, 3334, 3334]
     assert sorted(i for ids in ranks for i in ids) == sorted([*range(10_000), 0, 1])

@@ -1,5 +1,9 @@
-"""What `dp` and `mp` share: one process with nobody to talk to, and the refusal of others."""
+"""`dp` and `mp`: one process with nobody to talk to; how `dp` cuts a batch, in which order and where `mp` works."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -7,10 +11,25 @@ import pytest
 import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from short_fits import fit, short
+from torch import Tensor, nn
 
+from lit_cifar import LitResNet
 from lit_cifar.errors import ConfigError
+from lit_cifar.models import build_resnet
+from lit_cifar.models.blocks import Partition
+from lit_cifar.strategies import LayerParallelStrategy
+from lit_cifar.strategies.dp import EmulatedReplicas, _DataParallel, in_context_of_caller, replica_of
+from lit_cifar.strategies.mp import StagedRunner, gpipe_order
 
+pytestmark = short
+
+CPU, META = torch.device("cpu"), torch.device("meta")
 QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+both = pytest.mark.parametrize("mode", ["dp", "mp"])
+
+
+# ---------------------------------------------------------------- alone
 
 
 class ClusterOfTwo(LightningEnvironment):
@@ -21,21 +40,16 @@ class ClusterOfTwo(LightningEnvironment):
 
 
 def trainer_of(mode: str, **kwargs: Any) -> L.Trainer:
-    return L.Trainer(strategy=mode, devices=2, accelerator="cpu", **{**QUIET, **kwargs})
+    return L.Trainer(strategy=mode, devices=2, accelerator="cpu", **QUIET, **kwargs)
 
 
-@pytest.mark.parametrize("mode", ["dp", "mp"])
-def test_a_process_alone(mode: str) -> None:
-    trainer = trainer_of(mode)
+@both
+def test_a_process_alone_communicates_as_a_single_device_does(mode: str) -> None:
+    trainer, tensor = trainer_of(mode), torch.arange(3)
     assert (trainer.world_size, trainer.global_rank, trainer.is_global_zero) == (1, 0, True)
     assert trainer.strategy.distributed_sampler_kwargs == {"num_replicas": 1, "rank": 0}
     assert not trainer._accelerator_connector.is_distributed, "Lightning would divide the data among processes"
-
-
-@pytest.mark.parametrize("mode", ["dp", "mp"])
-def test_communicates_as_a_single_device_does(mode: str) -> None:
-    tensor = torch.arange(3)
-    for strategy in (trainer_of(mode).strategy, SingleDeviceStrategy()):
+    for strategy in (trainer.strategy, SingleDeviceStrategy()):
         assert strategy.all_gather(tensor) is tensor
         assert strategy.reduce(tensor, reduce_op="sum") is tensor
         assert strategy.broadcast(tensor) is tensor
@@ -44,21 +58,13 @@ def test_communicates_as_a_single_device_does(mode: str) -> None:
 
 
 @pytest.mark.parametrize(("mode", "instead"), [("dp", "ddp"), ("mp", "ddp_mp")])
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [({"num_nodes": 2}, "--trainer.num_nodes=2"), ({"plugins": [ClusterOfTwo()]}, "2 were started")],
-)
-def test_other_processes_are_refused(mode: str, instead: str, arguments: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        trainer_of(mode, **arguments)
-    assert f"--trainer.strategy={mode} is one process" in caught.value.problem
-    assert problem in caught.value.problem
-    assert f"--trainer.strategy={instead}" in caught.value.remedy
-    assert len(str(caught.value).splitlines()) <= 5
-
-
-@pytest.mark.parametrize("mode", ["dp", "mp"])
-def test_torchrun_is_refused_even_with_one_process(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_processes_are_refused(mode: str, instead: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that somebody else has started, and even one of torchrun."""
+    refused = pytest.raises(
+        ConfigError, match=rf"={mode} is one process, .*2 were started.*\n.*--trainer.strategy={instead}"
+    )
+    with refused:
+        trainer_of(mode, plugins=[ClusterOfTwo()])
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "x"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -66,7 +72,128 @@ def test_torchrun_is_refused_even_with_one_process(mode: str, monkeypatch: pytes
         trainer_of(mode)
 
 
-@pytest.mark.parametrize("mode", ["dp", "mp"])
+@both
 def test_a_module_without_a_runner_is_refused(mode: str) -> None:
     with pytest.raises(ConfigError, match="LightningModule has no network and no use_runner"):
         trainer_of(mode).strategy.connect(L.LightningModule())
+
+
+# ---------------------------------------------------------------- dp
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4, 7])
+def test_replica_of_is_the_rule_of_chunk(num_replicas: int) -> None:
+    for num_samples in (*range(9), 13, 128):
+        chunks = torch.zeros(num_samples).chunk(num_replicas)
+        expected = [replica for replica, chunk in enumerate(chunks) for _ in chunk]
+        assert replica_of(num_samples, num_replicas=num_replicas).tolist() == expected
+
+
+def test_all_replicas_start_from_the_buffers_before_the_step() -> None:
+    class AddsItsCount(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += len(x)
+            return x + self.count
+
+    network = AddsItsCount()
+    assert EmulatedReplicas(network, num_replicas=3)(torch.zeros(5)).tolist() == [2, 2, 2, 2, 1]
+    assert network.count == 2, "replica 0's buffer stays, the others' are thrown away"
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_a_thread_inherits_autocast_type_and_mode(inference: bool) -> None:
+    layer, found = nn.Linear(2, 2), []
+
+    def probe(x: Tensor) -> None:
+        found.append((layer(x).dtype, torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+
+    mode = torch.inference_mode() if inference else torch.no_grad()
+    # float16 is not the CPU's default autocast type, so a thread that loses it computes in bfloat16.
+    with mode, torch.autocast("cpu", dtype=torch.float16):
+        thread = threading.Thread(target=in_context_of_caller(probe, device_type="cpu"), args=(torch.ones(1, 2),))
+        thread.start()
+        thread.join()
+    assert found == [(torch.float16, inference, False)]
+
+
+def test_the_threads_of_data_parallel_inherit_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_threads(self: Any, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
+        with ThreadPoolExecutor(1) as pool:
+            return [*pool.map(lambda call: call(), replicas)]
+
+    monkeypatch.setattr(nn.DataParallel, "parallel_apply", in_threads)
+    with torch.inference_mode():
+        assert _DataParallel(nn.Linear(2, 2)).parallel_apply([torch.is_inference_mode_enabled], [()], [{}]) == [True]
+
+
+def test_a_setup_that_fails_keeps_its_error_and_is_torn_down(tmp_path: Path) -> None:
+    def no_optimizer(params: Any) -> Any:
+        raise LookupError("no such optimizer")
+
+    module = LitResNet("tiny", stem="imagenet", optimizer=no_optimizer)
+    with pytest.raises(LookupError, match="no such optimizer"):
+        fit(module, tmp_path, strategy="dp", devices=2)
+    assert module._runner is None
+
+
+# ---------------------------------------------------------------- mp; "meta" stands for a device
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 6])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 5])
+def test_every_microbatch_passes_every_stage_once_and_in_order(num_microbatches: int, num_stages: int) -> None:
+    order = list(gpipe_order(num_microbatches=num_microbatches, num_stages=num_stages))
+    assert len(set(order)) == len(order) == num_microbatches * num_stages
+    for microbatch in range(num_microbatches):
+        assert [stage for m, stage in order if m == microbatch] == list(range(num_stages))
+    ticks = [microbatch + stage for microbatch, stage in order]
+    assert ticks == sorted(ticks)
+    # A copy to the next stage is issued before more work of this one.
+    assert all(a[1] > b[1] for a, b in pairwise(order) if sum(a) == sum(b))
+
+
+@pytest.mark.parametrize("num_samples", [0, 1, 3, 5])
+def test_both_modes_evaluate_a_batch_of_any_size(num_samples: int) -> None:
+    torch.manual_seed(0)
+    network = build_resnet("tiny", stem="imagenet").double().eval()
+    images, stages = torch.randn(num_samples, 3, 32, 32).double(), Partition.of(network, (3, 32, 32), num_stages=2)
+    staged = StagedRunner(stages.modules(network), [CPU] * 2, num_microbatches=4)
+    for runner in (EmulatedReplicas(network, num_replicas=4), staged):
+        with torch.inference_mode():
+            output = runner(images)
+            torch.testing.assert_close(output, network(images), rtol=1e-12, atol=1e-12)
+        assert output.shape == (num_samples, 10)
+
+
+def test_what_an_optimizer_has_loaded_is_where_its_parameter_is() -> None:
+    module, strategy = LitResNet("tiny", stem="imagenet"), LayerParallelStrategy(parallel_devices=[META, CPU])
+    strategy.connect(module)
+    strategy.model_to_device()
+    parameters = list(module.network.parameters())
+    strategy.optimizers = [torch.optim.Adam(parameters)]
+    saved = torch.optim.Adam([torch.zeros(p.shape, requires_grad=True) for p in parameters])
+    for parameter in saved.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    saved.step()
+    strategy.load_optimizer_state_dict({"optimizer_states": [saved.state_dict()]})
+    assert {parameter.device for parameter in parameters} == {META, CPU}
+    for parameter, state in strategy.optimizers[0].state.items():
+        assert state["exp_avg"].device == state["exp_avg_sq"].device == parameter.device
+        assert state["step"].device == CPU
+
+
+@pytest.mark.parametrize(
+    ("devices", "num_stages", "places"),
+    [(2, None, [0, 1]), (2, 4, [0, 0, 1, 1]), (1, 3, [0, 0, 0]), (3, None, [0, 1, 2]), (1, None, [0])],
+)
+def test_stages_over_devices(devices: int, num_stages: int | None, places: list[int]) -> None:
+    strategy = LayerParallelStrategy(num_stages=num_stages)
+    L.Trainer(strategy=strategy, devices=devices, accelerator="cpu", **QUIET)
+    strategy.connect(LitResNet("resnet10", stem="imagenet"))
+    lines = strategy.split_lines()
+    assert len(strategy.stage_devices) == len(lines)
+    assert [line.split("  ")[1].strip() for line in lines] == [f"cpu {place}" for place in places]

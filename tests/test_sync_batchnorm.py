@@ -1,20 +1,17 @@
 """Synchronised BatchNorm: processes that hold parts of a batch compute what one process computes from the whole."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from threads import on_ranks
 from torch import Tensor, nn
-from torch import multiprocessing as mp
 
 from lit_cifar.strategies import ProcessSyncBatchNorm
 
-Results = dict[str, dict[str, Tensor]]
-
-# Samples held by each of three processes, for a layer made by `make`. One start of processes serves all cases.
+# Samples held by each of three processes, for a layer made by `make`.
 CASES: dict[str, tuple[Any, list[int], torch.dtype]] = {
-    "even": (lambda: nn.BatchNorm2d(3), [2, 2, 2], torch.float32),
     "uneven": (lambda: nn.BatchNorm2d(3), [5, 1, 3], torch.float32),
     "empty": (lambda: nn.BatchNorm2d(3), [4, 0, 3], torch.float32),
     "double": (lambda: nn.BatchNorm2d(3), [5, 0, 2], torch.float64),
@@ -64,41 +61,18 @@ def train(layer: nn.Module, parts: list[tuple[Tensor, Tensor]]) -> dict[str, Ten
     return found | {name: buffer.clone() for name, buffer in layer.named_buffers()}
 
 
-def run_cases(rank: int, world_size: int, folder: str) -> None:
-    """One of the processes: every case with this rank's part of each batch; the results go to a file."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    found: Results = {"refused": {"one value": torch.tensor(refuses_one_value(rank))}}
-    for name, (_, sizes, _) in CASES.items():
-        model = ProcessSyncBatchNorm().apply(nn.Sequential(layer_of(name)))
-        batches = [batch_of(name, step) for step in range(NUM_STEPS)]
-        found[name] = train(model[0], [(x.split(sizes)[rank], grad.split(sizes)[rank]) for x, grad in batches])
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
-
-
-def refuses_one_value(rank: int) -> bool:
-    """Whether a batch of one sample with one value per channel, all of it on rank 0, raises what torch raises."""
-    try:
-        ProcessSyncBatchNorm().apply(nn.BatchNorm2d(2))(torch.ones(1 if rank == 0 else 0, 2, 1, 1))
-    except ValueError as error:
-        return "Expected more than 1 value per channel" in str(error)
-    return False
-
-
-@pytest.fixture(scope="module")
-def by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
-    """What each of three gloo processes found for each case."""
-    folder = tmp_path_factory.mktemp("cases")
-    mp.start_processes(run_cases, args=(3, str(folder)), nprocs=3, start_method="forkserver")
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(3)]
+def synced(rank: int, name: str) -> dict[str, Tensor]:
+    """What `train` finds on one of three ranks, with its part of each batch."""
+    sizes = CASES[name][1]
+    (layer,) = ProcessSyncBatchNorm().apply(nn.Sequential(layer_of(name)))
+    batches = [batch_of(name, step) for step in range(NUM_STEPS)]
+    return train(layer, [(x.split(sizes)[rank], grad.split(sizes)[rank]) for x, grad in batches])
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_processes_equal_one_process_with_the_whole_batch(name: str, by_rank: list[Results]) -> None:
+def test_processes_equal_one_process_with_the_whole_batch(name: str) -> None:
     expected = train(layer_of(name), [batch_of(name, step) for step in range(NUM_STEPS)])
-    parts = [results[name] for results in by_rank]
+    parts = on_ranks(3, partial(synced, name=name))
     dtype = CASES[name][2]
     assert set(parts[0]) == set(expected)
     for key, value in expected.items():
@@ -114,21 +88,18 @@ def test_processes_equal_one_process_with_the_whole_batch(name: str, by_rank: li
         assert (found.double() - value.double()).abs().max() <= TOLERANCE[dtype] * scale, key
 
 
-def test_a_single_value_over_all_processes_has_no_variance(by_rank: list[Results]) -> None:
-    # Every process must notice: one that went on alone would wait for the others for ever.
-    assert [results["refused"] for results in by_rank] == [{"one value": torch.tensor(True)}] * 3
+def test_a_single_value_over_all_processes_has_no_variance() -> None:
+    """Every process must notice: one that went on alone would wait for the others for ever."""
 
+    def on_rank_0_alone(rank: int) -> None:
+        with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+            ProcessSyncBatchNorm().apply(nn.BatchNorm2d(2))(torch.ones(1 if rank == 0 else 0, 2, 1, 1))
 
-# ---------------------------------------------------------------- the plugin
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
+    on_ranks(3, on_rank_0_alone)
 
 
 def test_apply_and_revert_change_nothing_but_the_class() -> None:
-    model, plugin = network(), ProcessSyncBatchNorm()
+    model, plugin = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), ProcessSyncBatchNorm()
     keys, weight = list(model.state_dict()), model[1].weight
     plugin.apply(model)
     assert type(model[1]).__name__ == "SyncedBatchNorm2d"

@@ -31,8 +31,6 @@ def test_every_image_is_another_and_classes_are_balanced_in_every_block() -> Non
 
 def test_full_sizes_are_the_limit() -> None:
     assert MAX_IMAGES == {"train": 50_000, "test": 10_000}
-    test = Synthetic(Path("nowhere")).load("test")
-    assert len(test) == 10_000
     for split, num_images in (("train", 50_001), ("test", 10_001), ("train", 0), ("test", -1)):
         with pytest.raises(ConfigError, match=f"{num_images} {split} images asked of synthetic"):
             Synthetic(Path()).load(split, num_images=num_images)
@@ -57,25 +55,3 @@ def test_a_mirrored_image_is_of_the_same_class(shape: str, texture: str, phase_a
     if phase_across is not None:
         phase[phase_across] = 0.5 - phase[phase_across]
     np.testing.assert_allclose(drawn[..., ::-1], mask * TEXTURES[texture](y / period, x / period, phase), atol=1e-5)
-
-
-def test_the_classes_are_in_the_textures_not_in_where_pixels_are_bright() -> None:
-    (images, labels), (test_images, test_labels) = (draw(split, num_images=1000) for split in ("train", "test"))
-    pixels, test_pixels = ((each.float() / 255 - 0.376).flatten(1) for each in (images, test_images))
-    # Ridge regression on the pixels, solved exactly in its dual form.
-    gram = pixels @ pixels.T + 3e3 * torch.eye(len(pixels))
-    weights = torch.linalg.solve(gram, torch.nn.functional.one_hot(labels, 10).float())
-    linear = ((test_pixels @ pixels.T @ weights).argmax(1) == test_labels).float().mean()
-    # How strongly neighbours differ down and across, and their product: three numbers tell the textures apart.
-    features, test_features = _edge_energy(images), _edge_energy(test_images)
-    centres = torch.stack([features[labels % 5 == k].mean(0) for k in range(5)])
-    nearest = torch.cdist(test_features / features.std(0), centres / features.std(0)).argmin(1)
-    assert linear < 0.5
-    assert (nearest == test_labels % 5).float().mean() > 0.6
-
-
-def _edge_energy(images: torch.Tensor) -> torch.Tensor:
-    grey = images.float().mean(1)
-    down, across = grey.diff(dim=1).abs().mean((1, 2)), grey.diff(dim=2).abs().mean((1, 2))
-    both = grey.diff(dim=1).diff(dim=2).abs().mean((1, 2))
-    return torch.stack([down, across, both], 1).log()

@@ -5,6 +5,7 @@ import logging
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,8 @@ from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.errors import ConfigError
 from lit_cifar.task.module import LitResNet
 from lit_cifar.tools.modes import chosen, sized_modes
+from lit_cifar.tools.replay.callback import RESULT
+from lit_cifar.tools.replay.verdict import TAKEN, Finding
 from lit_cifar.tools.verify.command import _verify, verify, verify_parser
 from lit_cifar.tools.verify.comparison import (
     EXACT_BOUND,
@@ -39,7 +42,7 @@ from lit_cifar.tools.verify.comparison import (
 )
 from lit_cifar.tools.verify.configuration import DEFAULTS, Configuration, module_of
 from lit_cifar.tools.verify.evaluation import Evaluated, expected, logits_problems
-from lit_cifar.tools.verify.judge import ROUNDING, other_weights
+from lit_cifar.tools.verify.judge import ROUNDING, other_weights, replay_problems
 from lit_cifar.tools.verify.launcher import Launcher
 from lit_cifar.tools.verify.rank_state import (
     Snapshot,
@@ -512,6 +515,18 @@ def test_a_batch_that_is_counted_twice_shows_in_the_metrics_themselves() -> None
     for _ in range(2):
         metrics["acc"].update(torch.eye(3), torch.arange(3))
     assert counted(metrics) == {"loss": 4, "acc": 6}
+
+
+@pytest.mark.parametrize(("callbacks", "found"), [([], 2), (["my_package.Average"], 1)])
+def test_what_a_replay_takes_as_it_is_is_wrong_without_callbacks_of_the_user(
+    callbacks: list[str], found: int, tmp_path: Path
+) -> None:
+    finding = asdict(Finding("optimizer", 1, 0, "fc.bias", "differs"))
+    notes = [f"something beside the optimizer changes fc.bias between steps: {TAKEN}", "ranks have 3, 2 samples"]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / RESULT).write_text(json.dumps([{"findings": [finding], "notes": notes}]))
+    (problem,) = replay_problems(Record(tmp_path), callbacks)
+    assert problem.endswith(", and 1 more" if found == 2 else "differs")
 
 
 @pytest.mark.parametrize(("weights", "wrong"), [((6 / 5, 4 / 5), 0), ((1.0, 1.0), 1)])

@@ -1,21 +1,21 @@
-"""`--virtual_replicas`: the bits of one device on several, and what they need for it; `test_parity` has all modes."""
+"""`--virtual_replicas`: what the bits of one device on several need; that modes have them, `test_parity` shows."""
 
-import csv
 import shutil
 import warnings
-from hashlib import sha256
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from commands import TINY, launch, mode_flags, refused, run_here
+from comparing import assert_same_checkpoint
+from threads import on_ranks
 from torch import Tensor, nn
 
 from lit_cifar.checkpoint import exact_resume
+from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.environment import cpu_model
@@ -28,31 +28,6 @@ from lit_cifar.tools.modes import SILENT
 
 # The last flag of a name counts. Of 58 images the last batch has 10, which are parts of 3, 3, 2 and 2.
 FLAGS = [*TINY, "--virtual_replicas=4", "--data.num_train=74", "--data.eval_batch_size=8"]
-
-
-def bits(run: Path) -> dict[str, str]:
-    """SHA-256 of each parameter, buffer and tensor of the optimizer at the end of a run."""
-    file = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
-    tensors: dict[str, Tensor] = dict(file["state_dict"])
-    (optimizer,) = file["optimizer_states"]
-    assert len(optimizer["state"]) == len(optimizer["param_groups"][0]["params"])
-    for number, state in optimizer["state"].items():
-        tensors |= {f"{name} of parameter {number}": value for name, value in state.items()}
-    plain = {name: value.contiguous().flatten().view(torch.uint8).numpy() for name, value in tensors.items()}
-    return {name: sha256(value).hexdigest() for name, value in plain.items()}
-
-
-def rows(run: Path) -> list[dict[str, str]]:
-    """What was logged, but for the speed."""
-    lines = csv.DictReader((run / "metrics.csv").read_text().splitlines())
-    return [{name: cell for name, cell in row.items() if "images_per_s" not in name} for row in lines]
-
-
-def fitted(folder: Path, processes: int, *flags: str) -> Path:
-    run = folder / str(processes)
-    mode = mode_flags("ddp", processes) if processes > 1 else []
-    launch("fit", *FLAGS, *mode, *flags, f"--run_dir={run}", ranks=processes)
-    return run
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
@@ -68,13 +43,11 @@ def test_the_parts_of_a_process_are_a_subtree(count: int) -> None:
         assert not sum(values[1:], values[0]).equal(whole)  # the order matters
 
 
-# ---------------------------------------------------------------- the sums of a step, in several buckets
-
-
-def averages_of(world_size: int, rank: int) -> list[Tensor]:
+def averages_of(rank: int, world_size: int) -> list[Tensor]:
     """Of every step, in which another parameter than in the one before gets no gradient."""
-    torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(7, 31), nn.BatchNorm1d(31), nn.ReLU(), nn.Linear(31, 3))
+    for index, parameter in enumerate(network.parameters()):  # threads share torch's generator
+        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(index))
     own, found = Parts(4, num_processes=world_size), []
     own.watch(network.parameters())
     for step in range(3):
@@ -93,21 +66,11 @@ def averages_of(world_size: int, rank: int) -> list[Tensor]:
     return found
 
 
-def run_rank(rank: int, world_size: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "BUCKET_BYTES", 700)
-        torch.save(averages_of(world_size, rank), Path(folder) / f"rank{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def test_four_processes_have_the_averages_of_one(tmp_path: Path) -> None:
-    alone = averages_of(1, 0)
-    mp.start_processes(run_rank, (4, str(tmp_path)), nprocs=4, start_method="forkserver")
-    for rank in range(4):
-        found = torch.load(tmp_path / f"rank{rank}.pt")
+def test_four_processes_have_the_averages_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several buckets."""
+    monkeypatch.setattr(parts, "BUCKET_BYTES", 700)
+    alone = averages_of(0, world_size=1)
+    for found in on_ranks(4, partial(averages_of, world_size=4)):
         assert [step.equal(expected) for step, expected in zip(found, alone, strict=True)] == [True] * 3
 
 
@@ -118,9 +81,6 @@ def test_buckets_hold_neighbours_of_a_device_and_dtype(monkeypatch: pytest.Monke
     tensors = [small, small, small, large, small, meta, double]
     sizes = [[tensor.nbytes for tensor in bucket] for bucket in _buckets(tensors)]
     assert sizes == [[20, 20], [20], [400], [20], [20], [16]]
-
-
-# ---------------------------------------------------------------- what else must not depend on the processes
 
 
 def test_losses_are_added_in_any_order() -> None:
@@ -194,23 +154,10 @@ def test_a_mode_refuses_parts_that_it_cannot_have(strategy: Any, devices: int, t
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fitted(tmp_path_factory.mktemp("alone"), 1)
-
-
-def test_two_processes_end_with_the_bits_of_one(alone: Path, tmp_path: Path) -> None:
-    pair = fitted(tmp_path, 2)
-    assert bits(pair) == bits(alone)
-    assert (pair / "weights.sha256").read_text() == (alone / "weights.sha256").read_text()
-    assert rows(pair) == rows(alone)
-
-
-def test_without_the_tree_and_without_parts_the_bits_differ(
-    alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parts, "in_tree_order", range)
-    for name, flags in {"tree": FLAGS, "parts": [*FLAGS, "--virtual_replicas=null"]}.items():
-        assert run_here("fit", *flags, f"--run_dir={tmp_path / name}").status == 0
-        assert bits(tmp_path / name) != bits(alone)
+    """The run folder of one device."""
+    run = tmp_path_factory.mktemp("alone") / "run"
+    assert run_here("fit", *FLAGS, f"--run_dir={run}").status == 0
+    return run
 
 
 @pytest.mark.slow
@@ -218,36 +165,34 @@ def test_every_part_of_a_scaled_loss_has_its_share_in_the_gradient(tmp_path: Pat
     """In 16-mixed, which torch has on the CPU as well, but Lightning not; the momentum of the first step."""
     scaled = ["MixedPrecision", "precision=16-mixed", "device=cpu", "scaler=torch.amp.GradScaler"]
     scaled += ["scaler.device=cpu", "scaler.init_scale=256"]
-    found = {}
-    flags_of = {"plain": [], "scaled": [f"--trainer.plugins{'.' if '=' in f else '='}{f}" for f in scaled]}
-    for name, flags in flags_of.items():
-        run = tmp_path / name
+    found = []
+    for flags in ([], [f"--trainer.plugins{'.' if '=' in flag else '='}{flag}" for flag in scaled]):
+        run = tmp_path / str(len(found))
         assert run_here("fit", *FLAGS, *flags, "--trainer.max_steps=1", f"--run_dir={run}").status == 0
-        checkpoint = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
-        states = checkpoint["optimizer_states"][0]["state"].values()
-        found[name] = torch.cat([state["momentum_buffer"].flatten() for state in states])
-    distance = (found["scaled"] - found["plain"]).norm() / found["plain"].norm()
-    assert float(distance) < 0.3  # without it 0.6, in float16 0.13
+        states = read_checkpoint(run / "checkpoints" / "last.ckpt")["optimizer_states"][0]["state"].values()
+        found.append(torch.cat([state["momentum_buffer"].flatten() for state in states]))
+    plain, of_scaled = found
+    assert float((of_scaled - plain).norm() / plain.norm()) < 0.3  # without it 0.6, in float16 0.13
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_processes(alone: Path, tmp_path: Path) -> None:
     """It fails in the middle of the epoch on two processes, and is resumed on four."""
     run = tmp_path / "run"
-    saving = ["--last_checkpoint.every_n_steps=2", f"--run_dir={run}", "--trainer.strategy=ddp"]
+    saving = ["fit", *FLAGS, "--last_checkpoint.every_n_steps=2", f"--run_dir={run}"]
     failing = ["--trainer.callbacks+=recorder.FailOn", "--trainer.callbacks.rank=1", "--trainer.callbacks.step=2"]
-    assert launch("fit", *FLAGS, *saving, "--trainer.devices=2", *failing, ranks=2, check=False).status == 1
-    launch("fit", *FLAGS, *saving, "--trainer.devices=4", "--resume=auto", ranks=4)
-    assert bits(run) == bits(alone)
+    assert launch(*saving, *mode_flags("ddp"), *failing, ranks=2, check=False).status == 1
+    launch(*saving, *mode_flags("ddp", 4), "--resume=auto", ranks=4)
+    found, expected = (read_checkpoint(each / "checkpoints" / "last.ckpt") for each in (run, alone))
+    assert_same_checkpoint(found, expected, tolerance=0)
 
 
 def resumed(run: Path, *flags: str) -> list[str]:
     """The warnings of a resumed run about its bits."""
+    command = ["fit", *FLAGS, "--trainer.max_epochs=2", *flags, f"--run_dir={run}", "--resume=auto"]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert (
-            run_here("fit", *FLAGS, "--trainer.max_epochs=2", *flags, f"--run_dir={run}", "--resume=auto").status == 0
-        )
+        assert run_here(*command).status == 0
     return [str(warning.message) for warning in caught if "the bits of this training" in str(warning.message)]
 
 

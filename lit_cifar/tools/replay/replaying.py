@@ -21,7 +21,7 @@ from lit_cifar.tools.replay.recording import device_of, names_of, state_digests
 from lit_cifar.tools.replay.reduction import ExactMean, gamma
 from lit_cifar.tools.replay.step_data import judge_batches, judge_draws
 from lit_cifar.tools.replay.twin import Twin, TwinState, one_process
-from lit_cifar.tools.replay.verdict import Finding, Part, Report
+from lit_cifar.tools.replay.verdict import TAKEN, Finding, Part, Report
 
 
 class StopReplay(Exception):  # noqa: N818  # it is no error
@@ -76,6 +76,7 @@ class Replayer:
         self._events: deque[Event] = deque()
         self._outputs: list[tuple[list[Tensor], list[Tensor | None]]] = []
         self._local: dict[str, list[Digest]] = {}
+        self._is_first_pass = True  # of the segment
         self._has_gradients = False  # other than zero
         self._of_rank_0: list[Backward | Step] = []  # of the segment: those whose gradients all ranks share
         self._shared = 0  # how many of them have been reached
@@ -117,7 +118,7 @@ class Replayer:
         for rank, paths in enumerate(of_ranks):
             before.restore(self.twin)
             self._rank, self._shared = rank, 0
-            self._outputs, self._local = [], {}
+            self._outputs, self._local, self._is_first_pass = [], {}, True
             self._of_run = {n: p.grad for n, p in self._parameters.items() if self.twin.sharded and p.grad is not None}
             events = [self.record.load(path) for path in paths]
             data[rank] = [event for event in events if isinstance(event, Call)]
@@ -208,6 +209,7 @@ class Replayer:
 
     def _backward(self, event: Backward) -> None:
         """From the gradients of the outputs, as the run's own backward pass began."""
+        self._note_zeroing(event)
         if self.twin.sharded:
             # The run averages the gradients of this pass alone, and adds the mean to what it had.
             self._before = {name: value for name, value in self._of_run.items() if name not in event.fresh}
@@ -263,6 +265,15 @@ class Replayer:
                 gradient = self._parameters[name].grad
                 assert gradient is not None
                 self._differs("local computation", name, its, digest(gradient), "(accumulated gradient)")
+
+    def _note_zeroing(self, event: Backward) -> None:
+        """Gradients that did not add up, where the trainer alone decides when they begin anew."""
+        first, self._is_first_pass = self._is_first_pass, False
+        if first or self.twin.loss_gradient is None:
+            return
+        grads = self._of_run if self.twin.sharded else {name: p.grad for name, p in self._parameters.items()}
+        if lost := [name for name in event.fresh if (its := grads.get(name)) is not None and its.any()]:
+            self.report.note(f"the gradient of {lost[0]} is zeroed between accumulated batches: {TAKEN}")
 
     # Exchange
 
@@ -392,7 +403,7 @@ class Replayer:
     def _note_changes(self, call: Call) -> None:
         if call.changed:
             names = ", ".join([*call.changed][:2]) + (" ..." if len(call.changed) > 2 else "")
-            self.report.note(f"something beside the optimizer changes {names} between steps: taken as it is")
+            self.report.note(f"something beside the optimizer changes {names} between steps: {TAKEN}")
 
     # Helpers
 

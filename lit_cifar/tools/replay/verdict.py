@@ -19,6 +19,7 @@ COMPARED = (
     "metrics",
 )
 _SHOWN = 5  # findings
+TAKEN = "taken as it is"  # the end of a note on what a replay follows without judging it
 
 
 @dataclass(frozen=True)

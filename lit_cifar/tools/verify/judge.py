@@ -12,7 +12,7 @@ from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.task.module import LitResNet
 from lit_cifar.tools.modes import SizedMode
 from lit_cifar.tools.replay.callback import RESULT
-from lit_cifar.tools.replay.verdict import Finding
+from lit_cifar.tools.replay.verdict import TAKEN, Finding
 from lit_cifar.tools.verify.comparison import (
     LOGITS,
     METRIC_BOUND,
@@ -75,7 +75,11 @@ def judge(
         return row
     row.processes = record.about["world_size"]
     of_steps = _compare_steps(row, record, reference)
-    row.problems += [*of_steps, *replay_problems(record), *record.sample_problems(reference.record)]
+    row.problems += [
+        *of_steps,
+        *replay_problems(record, settings.added_callbacks),
+        *record.sample_problems(reference.record),
+    ]
     if (reason := other_weights(reference.record, settings.added_callbacks)) is not None:
         row.outcome = "failed" if row.problems else "crashed" if outcome.status else "abstained"
         row.problems.append(f"{RESUMED}: {outcome.last_words}" if outcome.status else reason)
@@ -92,15 +96,19 @@ def judge(
     return row
 
 
-def replay_problems(record: Record) -> list[str]:
+def replay_problems(record: Record, added_callbacks: Sequence[str] = ()) -> list[str]:
     """What a replay of the same steps, in the same precision, has found; nothing where the mode has none.
 
-    A replay that passes says nothing of the order of the data and their augmentation.
+    Without callbacks of the user's nothing happens in `fit` that a replay has to take as it is. One that passes says
+    nothing of the order of the data and their augmentation.
     """
     path = record.run / RESULT
     if not path.exists():
         return []
-    findings = [Finding(**finding) for report in json.loads(path.read_text()) for finding in report["findings"]]
+    reports = json.loads(path.read_text())
+    findings = [str(Finding(**finding)) for report in reports for finding in report["findings"]]
+    if not added_callbacks:
+        findings += [note for report in reports for note in report["notes"] if note.endswith(TAKEN)]
     return [f"replay: {findings[0]}" + and_more(len(findings) - 1)] if findings else []
 
 

@@ -1,4 +1,6 @@
-"""`MuonSGD`: orthogonal steps for the filters of convolutions, SGD's steps for all else."""
+"""Warm-up and decay as a table; `MuonSGD`: orthogonal steps for filters of convolutions, SGD's steps for all else."""
+
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +10,60 @@ from torch.nn import functional as F
 
 from lit_cifar.models import build_resnet
 from lit_cifar.task.muon import MuonSGD, orthogonal
+from lit_cifar.task.optim import WarmupDecay
+
+# ---------------------------------------------------------------- WarmupDecay
+
+
+def scheduled(total: int, **settings: Any) -> tuple[torch.optim.Optimizer, WarmupDecay]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    schedule = WarmupDecay(optimizer, **settings)
+    schedule.set_total_steps(total)
+    return optimizer, schedule
+
+
+def rates(total: int, **settings: Any) -> list[float]:
+    optimizer, schedule = scheduled(total, **settings)
+    seen = []
+    for _ in range(total):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return [*seen, optimizer.param_groups[0]["lr"]]
+
+
+def test_linear_rise_and_fall_and_half_a_cosine() -> None:
+    assert rates(10, warmup=0.4, decay="linear") == pytest.approx(
+        [0.4, 0.8, 1.2, 1.6, 2.0, *(2 * left / 6 for left in (5, 4, 3, 2, 1, 0))]
+    )
+    seen = rates(8, warmup=0, decay="cosine")
+    assert (seen[0], seen[4]) == (2.0, pytest.approx(1.0))
+    assert seen == sorted(seen, reverse=True)
+
+
+@pytest.mark.parametrize("warmup", [-0.1, 1.0])
+def test_warmup_is_a_share(warmup: float) -> None:
+    with pytest.raises(ValueError, match="share of all steps"):
+        rates(10, warmup=warmup)
+
+
+def test_a_longer_run_goes_on_in_its_own_plan() -> None:
+    """Where the old one has ended, at zero."""
+    (first, short), (second, long) = (scheduled(total, warmup=0, decay="linear") for total in (5, 10))
+    for _ in range(5):
+        first.step()
+        short.step()
+    assert first.param_groups[0]["lr"] == 0
+    second.load_state_dict(first.state_dict())
+    with pytest.warns(UserWarning, match=r"has 5 optimizer steps, this run has 10: from step 5 on"):
+        long.load_state_dict(short.state_dict())
+    assert second.param_groups[0]["lr"] == 1.0
+    second.step()
+    long.step()
+    assert second.param_groups[0]["lr"] == pytest.approx(0.8)
+
+
+# ---------------------------------------------------------------- MuonSGD
 
 
 def test_singular_values_come_near_one_and_their_vectors_stay() -> None:
@@ -58,14 +114,12 @@ def test_filters_of_zeros_take_a_step() -> None:
 
 
 def test_all_other_parameters_take_the_step_of_sgd() -> None:
-    net, plain = network(), network()
-    others = [parameter for parameter in net.parameters() if parameter.ndim != 4]
-    expected = [parameter for parameter in plain.parameters() if parameter.ndim != 4]
-    ours = MuonSGD(others, lr_others=0.3)
-    sgd = torch.optim.SGD(expected, lr=0.3, momentum=0.9, weight_decay=5e-4, nesterov=True)
-    for net_, optimizer in ((net, ours), (plain, sgd)):
-        trained(net_, optimizer, steps=3)
-    for found, parameter in zip(others, expected, strict=True):
+    nets = network(), network()
+    ours, others = ([parameter for parameter in net.parameters() if parameter.ndim != 4] for net in nets)
+    trained(nets[0], MuonSGD(ours, lr_others=0.3), steps=3)
+    sgd = torch.optim.SGD(others, lr=0.3, momentum=0.9, weight_decay=5e-4, nesterov=True)
+    trained(nets[1], sgd, steps=3)
+    for found, parameter in zip(ours, others, strict=True):
         torch.testing.assert_close(found, parameter, rtol=1e-12, atol=1e-12)
 
 
