@@ -39,6 +39,12 @@ def succeeds(folder: Path, *arguments: str) -> None:
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 
 
+def test_ci_names_tests_that_exist() -> None:
+    named = {name for path in (ROOT / ".ci").iterdir() for name in re.findall(r"tests/\w+\.py", path.read_text())}
+    assert named
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("title", "modes"), [("A network", 4), ("A mode", 1)])
