@@ -218,7 +218,7 @@ OWN_MODES = {
     "dp": ["dp", "--trainer.devices=4"],
     "mp-micro": ["LayerParallelStrategy", "--trainer.strategy.num_microbatches=4", "--trainer.devices=2"],
     "ddp_mp": ["DDPLayerParallelStrategy", "--trainer.devices=2", "--trainer.strategy.num_stages=1"],
-    "fsdp2": ["fsdp2", "--trainer.devices=2"],
+    "fsdp2": ["fsdp2", "--trainer.devices=2", "--trainer.gradient_clip_val=0.1"],
 }
 
 

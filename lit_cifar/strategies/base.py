@@ -111,6 +111,9 @@ class CustomForwardStrategy(ParallelStrategy, ABC):
     needs: ClassVar[list[str]] = ["network", "use_runner"]  # what a module must have, see `RunsNetwork`
     # What passes through the runner: the batch, or with `--virtual_replicas` its parts one by one.
     parts: WholeBatch = WholeBatch()
+    # `on_one_device(network)` returns what one device runs in place of the runner, with a whole copy of the network.
+    # `Replay` compares with it. None in modes whose steps one device cannot repeat bit for bit.
+    on_one_device: Callable[[nn.Module], Runner] | None = None
 
     @abstractmethod
     def make_runner(self, network: nn.Module) -> Runner:
@@ -126,10 +129,6 @@ class CustomForwardStrategy(ParallelStrategy, ABC):
         A subclass raises a `ConfigError` for those that would end with other bits.
         """
         self.parts = parts
-
-    # `on_one_device(network)` returns what one device runs in place of the runner, with a whole copy of the network.
-    # `Replay` compares with it. None in modes whose steps one device cannot repeat bit for bit.
-    on_one_device: Callable[[nn.Module], Runner] | None = None
 
     @property
     def copying_devices(self) -> list[list[torch.device]]:

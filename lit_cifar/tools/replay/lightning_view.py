@@ -1,5 +1,6 @@
 """What the copy of a LightningModule sees of its trainer in a replay, and what Lightning does around a step."""
 
+import copy
 from collections.abc import Callable
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -50,6 +51,9 @@ class TrainerView:
         self.optimizers, self._trainer = optimizers, trainer
         self.current_epoch = self.global_step = 0
         self.loss_scale = 1.0
+        self.precision_plugin = copy.copy(trainer.precision_plugin)
+        # A strategy may have put its own in this place, which asks other ranks; the copy has whole gradients.
+        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
 
     def follow(self, progress: dict[str, Any]) -> None:
         load_step_states(self._trainer, progress["callbacks"])
