@@ -252,7 +252,7 @@ def test_random_networks_are_judged_where_one_device_draws_the_same(
 @pytest.mark.parametrize(
     ("model", "added"),
     [
-        ({}, ["--model.arch=resnet10", "--model.stem=imagenet"]),
+        ({}, ["--model.arch=tiny", "--model.stem=imagenet"]),
         ({"arch": "resnet34"}, ["--model.stem=imagenet"]),
         ({"arch": "resnet34", "stem": "cifar"}, []),
         ({"arch": "lenet"}, []),

@@ -27,8 +27,9 @@ the mode equals. Compared are losses, parameters, BatchNorm buffers, optimizer s
 logits of evaluations, checkpoints, and the same run resumed before its last step. Processes that must hold the same
 values are compared bit for bit.
 Every other argument is passed on to `fit`, e.g. --config FILE, --model.arch=resnet34, --trainer.precision=bf16-mixed.
-Without --config it is ResNet10 on synthetic images in float64, where nothing may differ by more than 1e-9. In float32
-and bfloat16 the bound is measured by the same run with sums in another order; a mode beyond it is judged in float64.
+Without --config it is `tiny`, a narrow ResNet, on synthetic images in float64, where nothing may differ by more than
+1e-9. In float32 and bfloat16 the bound is measured by the same run with sums in another order, and steps are replayed
+on one device; a mode beyond its bound is judged in float64.
 
 With --module, a training of your own: its first steps are replayed on one device, and compared bit for bit. Every other
 argument is then one of LightningCLI, e.g. --trainer.strategy=ddp --trainer.devices=2 --model.width=64."""

@@ -169,14 +169,15 @@ class Configuration:
 
 
 def _network_flags(model: dict[str, Any]) -> list[str]:
-    """Fill in what the user has left open: ResNet10 has every kind of layer that ResNet34 has, and takes half as long.
+    """Fill in what the user has left open: `tiny` has every kind of layer that ResNet34 has, with an eighth of the
+    channels, so that a run takes little more than its start.
 
     Returns flags that say so.
     """
     flags = []
     if model["arch"] is None:
-        model["arch"] = "resnet10"
-        flags.append("--model.arch=resnet10")
+        model["arch"] = "tiny"
+        flags.append("--model.arch=tiny")
     if model["arch"] in SHAPES and model["stem"] is None:
         model["stem"] = "imagenet"
         flags.append("--model.stem=imagenet")
