@@ -102,7 +102,7 @@ def in_precisions() -> Values:
     """Planted mistakes that `verify` finds in float32 and bfloat16, by a replay or without one."""
     found: dict[str, dict[str, Any]] = {"32-true": {}, "bf16-mixed": {}}
     for name, its in found.items():
-        rows = json.loads((HERE / f"mistakes/2026-11-24-precisions/{name}.json").read_text())["findings"]
+        rows = json.loads((HERE / f"mistakes/2026-11-25-precisions/{name}.json").read_text())["findings"]
         its |= {row["bug"]: row for row in rows if row["bug"]}
 
     def word(row: dict[str, Any]) -> str:
