@@ -99,6 +99,8 @@ def planted(
                 found_owner = attrgetter(owner)(site) if isinstance(owner, str) else owner
                 site.replace(found_owner, method, partial(wrong, site))
 
+        if owner is not None and not isinstance(owner, str):
+            getattr(owner, method)  # a place that is gone is seen when this file is imported
         own_name = name or wrong.__name__.removeprefix("_").replace("_", "-")
         found.append(Mutation(own_name, imitates, mode, plant, args, devices))
         return wrong

@@ -343,9 +343,9 @@ def _momenta_of_neighbours(site: Site, split: Any, state: dict[str, Any], optimi
     return split(state | {"state": entries}, optimizer)
 
 
-@mutation("each rank resumes with the counts of all", "ddp", exact_resume, "_own")
-def _counts_of_all(site: Site, own: Any, found: Tensor, state: Tensor, *, dp_rank: int) -> Tensor:
-    return found.clone()
+@mutation("each rank resumes with the counts of all", "ddp", exact_resume, "_restore")
+def _counts_of_all(site: Site, restore: Any, module: Any, collected: Any, *, dp_rank: int) -> None:
+    restore(module, collected, dp_rank=0)
 
 
 # Lightning-AI/pytorch-lightning#20185
