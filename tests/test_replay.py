@@ -252,7 +252,8 @@ def test_observing_a_sharded_run_leaves_its_metrics_alone(tmp_path: Path) -> Non
     """The copy that is replayed has metrics of its own."""
     flags = [*TINY, "--trainer.strategy=fsdp2", "--trainer.devices=2", "--trainer.max_steps=2"]
     launch("fit", *flags, f"--run_dir={tmp_path / 'alone'}")
-    launch("fit", *flags, f"--run_dir={tmp_path / 'observed'}", "--trainer.callbacks+=lit_cifar.Replay")
+    replay = ["--trainer.callbacks+=lit_cifar.Replay", "--trainer.callbacks.steps=1"]  # before metrics are logged
+    launch("fit", *flags, f"--run_dir={tmp_path / 'observed'}", *replay)
     alone, observed = (logged(tmp_path / name) for name in ("alone", "observed"))
     assert observed == alone != {}
 
