@@ -247,7 +247,7 @@ def _new_report(trainer: pl.Trainer, module: pl.LightningModule) -> Report:
     strategy, report = trainer.strategy, empty_report(trainer)
     if not _is_known(strategy):
         report.abstained.append(f"{type(strategy).__name__} is not known here: docs/replay.md lists those that are")
-    report.abstained += what_cannot_be_judged(strategy.model, module)
+    report.abstained += what_cannot_be_judged(strategy.model, module, autocast="mixed" in str(trainer.precision))
     reasons = [getattr(callback, "not_replayed", None) for callback in trainer.callbacks]  # type: ignore[attr-defined]
     report.abstained += filter(None, reasons)
     return report

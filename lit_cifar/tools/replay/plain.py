@@ -52,7 +52,7 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
         self._rank = rank
         enabled = torch.is_autocast_enabled(device_of(self.module).type)
         self.report = Report(type(self.model).__name__, world_size, "autocast" if enabled else _dtype(self.module), 0)
-        self.report.abstained += what_cannot_be_judged(self.model, self.module)
+        self.report.abstained += what_cannot_be_judged(self.model, self.module, autocast=enabled)
         if world_size > 1 and _is_parallel_in_another_way(self.model):
             self.report.abstained.append(f"{type(self.model).__name__} is not known here: DistributedDataParallel is")
         if not self.report.abstained:

@@ -26,7 +26,7 @@ def is_sharded(module: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
-def what_is_not_replayed(module: nn.Module) -> Iterator[str]:
+def what_is_not_replayed(module: nn.Module, *, autocast: bool) -> Iterator[str]:
     """Reasons why the ranks of a sharded module do not each compute what one device computes."""
     divided = [parameter for parameter in module.parameters() if isinstance(parameter, DTensor)]
     by_fsdp = {id(its) for part in module.modules() if isinstance(part, FSDPModule) for its in part.parameters()}
@@ -34,15 +34,19 @@ def what_is_not_replayed(module: nn.Module) -> Iterator[str]:
         yield "tensor parallelism adds up parts of each layer in an order of its own"
     for part in module.modules():
         group = part._get_fsdp_state()._fsdp_param_group if isinstance(part, FSDPModule) else None
-        if group is not None and not _is_that_of_autocast(group.mp_policy, next(module.parameters()).device.type):
+        device_type = next(module.parameters()).device.type if autocast else None
+        if group is not None and not _is_that_of_autocast(group.mp_policy, device_type):
             yield "fully_shard has a precision of its own (mp_policy): pass precision=bf16-mixed to the trainer"
             return
 
 
-def _is_that_of_autocast(policy: Any, device_type: str) -> bool:
-    """Whether layers compute in the types of autocast, or of their parameters, and ranks add in that of parameters."""
-    if policy.param_dtype is None:
-        return True
+def _is_that_of_autocast(policy: Any, device_type: str | None) -> bool:
+    """Whether layers compute in the types of autocast, or of their parameters, and ranks add in that of parameters.
+
+    `device_type` is that for which autocast is on; None without it.
+    """
+    if policy.param_dtype is None or device_type is None:
+        return policy.param_dtype is None
     same = policy.param_dtype == torch.get_autocast_dtype(device_type) and not policy.cast_forward_inputs
     return same and policy.reduce_dtype == torch.float32
 

@@ -33,11 +33,11 @@ class Twin:
     progress: Callable[[dict[str, Any]], None] = lambda progress: None
 
 
-def what_cannot_be_judged(model: nn.Module | None, module: nn.Module) -> list[str]:
-    """Reasons; `model` is what wraps the module, if anything does."""
+def what_cannot_be_judged(model: nn.Module | None, module: nn.Module, *, autocast: bool) -> list[str]:
+    """Reasons; `model` is what wraps the module, if anything does, `autocast` whether it computes under it."""
     hooks = [getattr(hook, "__name__", str(hook)) for hook, _ in getattr(model, "_comm_hooks", ())]
     reasons = [f"the communication hook {name} changes gradients on their way" for name in hooks]
-    reasons += what_is_not_replayed(module)
+    reasons += what_is_not_replayed(module, autocast=autocast)
     if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in module.parameters()):
         reasons.append("a lazy layer has no parameters yet")
     return reasons
