@@ -114,6 +114,7 @@ class CustomForwardStrategy(ParallelStrategy, ABC):
     # `on_one_device(network)` returns what one device runs in place of the runner, with a whole copy of the network.
     # `Replay` compares with it. None in modes whose steps one device cannot repeat bit for bit.
     on_one_device: Callable[[nn.Module], Runner] | None = None
+    has_own_step = False  # whether gradients are computed in `training_step` here, around the module's
 
     @abstractmethod
     def make_runner(self, network: nn.Module) -> Runner:

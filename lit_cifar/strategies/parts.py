@@ -18,7 +18,7 @@ from lit_cifar.data.images import Batch
 from lit_cifar.strategies.tree_sum import TreeAllReduce, TreeSum, in_tree_order
 
 BUCKET_BYTES = 25 << 20  # DistributedDataParallel's
-Microbatches = tuple[Tensor, Tensor, list[int], list[float]]  # images, labels, the size of each, its factor of the loss
+Microbatches = tuple[Tensor, Tensor, list[int], list[float]]  # images, labels, the size of each, the weight of its loss
 
 
 class WholeBatch:
@@ -31,13 +31,13 @@ class WholeBatch:
         return asked
 
     def microbatches(self, batch: Batch, count: int) -> Microbatches:
-        """Of `batch`, one after the other. The factor is that of the `reduced` loss."""
+        """Of `batch`, one after the other. The weight is that of the `reduced` loss."""
         sizes = [len(labels) for labels in batch.labels.tensor_split(count)]
-        return batch.images, batch.labels, sizes, [batch.weight / len(batch.labels)] * len(sizes)
+        return batch.images, batch.labels, sizes, [batch.weight] * len(sizes)
 
-    def reduced(self, losses: Tensor) -> Tensor:
-        """The loss of a microbatch, from that of each sample, (n,)."""
-        return losses.sum()
+    def reduced(self, losses: Tensor, batch_size: int) -> Tensor:
+        """The share of a microbatch in the mean loss of a batch, from the loss of each of its samples, (n,)."""
+        return losses.sum() / batch_size
 
     def place(self, number: int) -> int:
         """The place in the batch of the part, or microbatch, that passes after `number` others."""
@@ -87,7 +87,7 @@ class Parts(WholeBatch):
         return images, labels, [len(part.labels) for part in parts], [part.weight for part in parts]
 
     @override
-    def reduced(self, losses: Tensor) -> Tensor:
+    def reduced(self, losses: Tensor, batch_size: int) -> Tensor:
         return losses.mean()
 
     @override

@@ -124,34 +124,38 @@ class Pipeline:
         self._compiled = {index: Compiled(stage) for index, stage in self.stages.items() if self.compiles}
         self._narrow = cache(partial(output_dtypes, self.network, self.partition, device=self.device))
         self._prepared = cache(self._prepare)
+        self._batch_size, self._weight = 1, 1.0
         self._scale: Tensor | float = 1.0
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for stage in self.stages.values() for parameter in stage.parameters()]
 
-    def train(self, images: Tensor, labels: Tensor, *, sizes: list[int], scales: Sequence[Tensor | float]) -> Tensor:
+    def train(
+        self, images: Tensor, labels: Tensor, *, sizes: list[int], weights: Sequence[float], scale: Tensor | float
+    ) -> Tensor:
         """Run forward and backward of all microbatches; the logits, (n, C), without a graph. Gradients are added up.
 
-        Microbatch i has the next `sizes[i]` images. `scales[i]` is a factor of its summed loss, of a part's mean loss.
+        Microbatch i has the next `sizes[i]` images, and its loss the weight `weights[i]`; `scale` is a factor of all.
         """
+        self._batch_size, self._scale = len(images), scale
         if len(set(sizes)) == 1:
-            self._scale = scales[0]
+            self._weight = weights[0]
             run = self._prepared(sizes[0], images.dtype)
             inputs = (images,) if 0 in self.stages else ()
             targets = {"target": labels} if self._last in self.stages else {}
             logits = run.step(*inputs, **targets)
         else:
-            logits = self._train_unequal(torch.split(images, sizes), torch.split(labels, sizes), scales)
+            logits = self._train_unequal(torch.split(images, sizes), torch.split(labels, sizes), weights)
         return self._from_last(logits.detach() if logits is not None else None, len(images), images.dtype)
 
     def _train_unequal(
-        self, images: Sequence[Tensor], labels: Sequence[Tensor], scales: Sequence[Tensor | float]
+        self, images: Sequence[Tensor], labels: Sequence[Tensor], weights: Sequence[float]
     ) -> Tensor | None:
         """Forward of all, then backward of all, as in GPipe; the logits, if the last stage is here."""
         passed = [self._forward(piece, place, trains=True) for place, piece in enumerate(images)]
-        for place, scale in enumerate(scales):
-            self._scale = scale
+        for place, weight in enumerate(weights):
+            self._weight = weight
             self._backward(passed[place], labels[place], place)
         return torch.cat([its[self._last][1] for its in passed]) if self._last in self.stages else None
 
@@ -262,7 +266,7 @@ class Pipeline:
         return kind(one_or_all, self.num_microbatches, loss_fn=self._scaled_loss, scale_grads=False)
 
     def _scaled_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return self.parts.reduced(self.loss(logits, labels)) * self._scale
+        return self.parts.reduced(self.loss(logits, labels), self._batch_size) * self._weight * self._scale
 
 
 class Stage(PipelineStage):
@@ -314,7 +318,7 @@ class PrecomputedGradients(torch.autograd.Function):
     """A loss whose gradients are known already: backward returns them, times the gradient of the loss.
 
     Lightning runs training_step, zero_grad, backward, in this order; a pipeline's schedule runs backward within the
-    step. So its gradients, times the `scale` by which a gradient scaler will multiply the loss, wait for Lightning.
+    step. So its gradients, times the `scale` by which Lightning will multiply the loss, wait for Lightning.
     """
 
     @staticmethod
@@ -328,3 +332,28 @@ class PrecomputedGradients(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         factor = grad / ctx.scale
         return None, None, None, *(None if gradient is None else gradient * factor for gradient in ctx.gradients)
+
+
+class InTurn(torch.autograd.Function):
+    """The outputs of microbatches as those of a batch. Backward goes through one after the other, as in a pipeline.
+
+    So gradients add up in that order. Autograd by itself would begin with the last one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Sequence[Tensor], *parameters: nn.Parameter) -> Tensor:
+        ctx.outputs, ctx.parameters = outputs, parameters
+        kind = outputs[0].device.type
+        ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        return torch.cat([output.detach() for output in outputs])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        totals: dict[Tensor, Tensor] = {}
+        with torch.autocast(*ctx.autocast):
+            for output, its in zip(ctx.outputs, grad.split([*map(len, ctx.outputs)]), strict=True):
+                found = torch.autograd.grad(output, ctx.parameters, its, allow_unused=True)
+                for parameter, gradient in zip(ctx.parameters, found, strict=True):
+                    if gradient is not None:
+                        totals[parameter] = totals[parameter] + gradient if parameter in totals else gradient
+        return None, *(totals.get(parameter) for parameter in ctx.parameters)

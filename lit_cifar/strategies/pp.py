@@ -12,10 +12,18 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
+from lit_cifar.models.random_streams import begin_part
 from lit_cifar.strategies.base import CutStrategy, Runner, compiles
 from lit_cifar.strategies.mesh import MeshStrategy, loss_scale
 from lit_cifar.strategies.parts import Parts
-from lit_cifar.strategies.pipeline import Pipeline, PrecomputedGradients, Schedule, ScheduleName, stages_per_process
+from lit_cifar.strategies.pipeline import (
+    InTurn,
+    Pipeline,
+    PrecomputedGradients,
+    Schedule,
+    ScheduleName,
+    stages_per_process,
+)
 from lit_cifar.strategies.state_dicts import merge_optimizer_states, only_parameters
 
 
@@ -44,6 +52,7 @@ class PipelineStrategy(CutStrategy, MeshStrategy):
     pipeline: Pipeline  # this process's part of its pipeline; known from `setup` to `teardown`
     registered: ClassVar[dict[str, dict[str, Any]]] = {"pp": {}, "ddp_pp": {"num_stages": 2}}
     needs: ClassVar[list[str]] = [*CutStrategy.needs, "loss"]
+    has_own_step = True
 
     def __init__(
         self,
@@ -149,12 +158,14 @@ class PipelineStrategy(CutStrategy, MeshStrategy):
         kept = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
-        # A scaler multiplies the loss when backward has been run here.
-        scale = loss_scale(self.precision_plugin, self.root_device)
+        # A scaler multiplies the loss when backward has been run here, and Lightning divides it.
+        scale = (
+            loss_scale(self.precision_plugin, self.root_device) / self.lightning_module.trainer.accumulate_grad_batches
+        )
         self.parts.begin(self.local_buffers())
         images, labels, sizes, weights = self.parts.microbatches(batch, self.num_microbatches)
         with self.precision_plugin.train_step_context():
-            logits = self.pipeline.train(images, labels, sizes=sizes, scales=[scale * weight for weight in weights])
+            logits = self.pipeline.train(images, labels, sizes=sizes, weights=weights, scale=scale)
         gradients = [parameter.grad for parameter in parameters]
         for parameter, gradient in zip(parameters, kept, strict=True):
             parameter.grad = gradient
@@ -166,6 +177,26 @@ class PipelineStrategy(CutStrategy, MeshStrategy):
         with_gradients: Tensor = PrecomputedGradients.apply(loss, gradients, scale, *parameters)
         return with_gradients
 
+    def on_one_device(self, network: nn.Module) -> Runner:
+        """The microbatches one after the other, forward and then backward."""
+        parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
+
+        def run(images: Tensor) -> Tensor:
+            outputs = []
+            for number, piece in enumerate(images.tensor_split(self.num_microbatches)):
+                begin_part(number)
+                outputs.append(network(piece))
+            logits: Tensor = InTurn.apply(outputs, *parameters)
+            return logits
+
+        return run
+
+    def copies(self) -> set[Tensor]:
+        """What other processes train: here are copies, which may be old."""
+        stages = [stage.module(self.module.network) for stage in self.partition.stages]
+        others = [stage for index, stage in enumerate(stages) if index not in self.pipeline.stages]
+        return {tensor for stage in others for tensor in (*stage.parameters(), *stage.buffers())}
+
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -176,9 +207,14 @@ class PipelineStrategy(CutStrategy, MeshStrategy):
         finally:
             self._average = True
 
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether this backward pass ends with the average over the pipelines."""
+        return self._average and self.num_replicas > 1 and not self.parts.one_by_one
+
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        if not self._average or self.num_replicas == 1 or self.parts.one_by_one:
+        if not self.averages_gradients:
             return
         gradients = [parameter.grad for parameter in self.pipeline.parameters if parameter.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients]) / self.num_replicas

@@ -4,6 +4,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from lit_cifar.tools.replay.lightning_view import (
     has_own_backward,
     is_a,
     load_step_states,
+    num_together,
     step_states,
 )
 from lit_cifar.tools.replay.recording import Recorder, device_of
@@ -119,7 +121,7 @@ class Replay(pl.Callback):
                 self._window = _Window(trainer, pl_module, folder, report)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._window is not None:
+        if self._window is not None and not self._window.has_own_step:
             self._window.recorder.backward_ended()
 
     def on_train_batch_end(
@@ -172,6 +174,9 @@ class _Window:
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, folder: Path, report: Report) -> None:
         self.trainer, self.module, self.folder, self.report = trainer, module, folder, report
         self.first_step = trainer.global_step
+        strategy: Any = trainer.strategy
+        self.has_own_step = getattr(strategy, "has_own_step", False)
+        self.num_together = num_together(strategy)
         # The trainer counts the steps of all optimizers that manual optimization calls.
         self.steps_per_count = 1 if module.automatic_optimization else max(len(trainer.optimizers), 1)
         self.twin: Twin | None = None
@@ -184,9 +189,18 @@ class _Window:
             optimizers=trainer.optimizers,
             is_synced=partial(_is_synced, trainer.strategy),
             progress=partial(_progress, trainer),
+            num_together=self.num_together,
+            copies=strategy.copies() if self.has_own_step else (),
         )
-        module.training_step = self.recorder.recorded(module.training_step)  # type: ignore[method-assign]
-        module.log = self.recorder.unobserved(module.log)  # type: ignore[method-assign]
+        self._replaced = ExitStack()
+        if self.has_own_step:
+            self._replace(
+                strategy, "training_step", self.recorder.recorded(self.recorder.unobserved(strategy.training_step))
+            )
+            self._replace(strategy, "post_backward", self.recorder.ended_by(strategy.post_backward))
+        else:
+            self._replace(module, "training_step", self.recorder.recorded(module.training_step))
+        self._replace(module, "log", self.recorder.unobserved(module.log))
 
     def _make_twin(self) -> None:
         try:
@@ -194,14 +208,32 @@ class _Window:
         except UnjudgeableError as reason:
             self.report.abstained.append(str(reason))
             return
-        call: Callable[..., Any] = module.training_step
-        self.twin = Twin(module, optimizers, call, is_sharded(self.module), partial(before_step, module, self.trainer))
+        self.twin = Twin(
+            module,
+            optimizers,
+            partial(self._step, module) if self.has_own_step else module.training_step,
+            is_sharded(self.module),
+            self.num_together,
+            partial(before_step, module, self.trainer),
+        )
         if (on_one_device := _runner_of_one_device(self.trainer.strategy)) is not None:
+            module.to(device_of(self.module))
             module.use_runner(on_one_device(module.network))  # type: ignore[operator]
+
+    def _step(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.trainer.precision_plugin.train_step_context():
+            return module.training_step(*args, **kwargs)
 
     def close(self) -> None:
         self.recorder.close()
-        del self.module.training_step, self.module.log
+        self._replaced.close()
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        """Until `close`."""
+        before = vars(owner).get(name)
+        put_back = partial(delattr, owner, name) if before is None else partial(setattr, owner, name, before)
+        self._replaced.callback(put_back)
+        setattr(owner, name, value)
 
     def judged(self) -> Report:
         """The same report on every rank; the record is removed."""
@@ -248,7 +280,8 @@ def _new_report(trainer: pl.Trainer, module: pl.LightningModule) -> Report:
     if not _is_known(strategy):
         report.abstained.append(f"{type(strategy).__name__} is not known here: docs/replay.md lists those that are")
     report.abstained += what_cannot_be_judged(strategy.model, module, autocast="mixed" in str(trainer.precision))
-    reasons = [getattr(callback, "not_replayed", None) for callback in trainer.callbacks]  # type: ignore[attr-defined]
+    its: list[Any] = [strategy, *trainer.callbacks]  # type: ignore[attr-defined]
+    reasons = [getattr(one, "not_replayed", None) for one in its]
     report.abstained += filter(None, reasons)
     return report
 
@@ -284,5 +317,7 @@ def _folder_for_all(trainer: pl.Trainer, report: Report) -> Path | None:
 
 
 def _is_synced(strategy: Strategy) -> bool:
+    if getattr(strategy, "averages_gradients", False):
+        return True
     model = strategy.model
     return isinstance(model, DistributedDataParallel) and bool(model.require_backward_grad_sync)

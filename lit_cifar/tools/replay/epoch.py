@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from lit_cifar.tools.replay.lightning_view import empty_report
+from lit_cifar.tools.replay.lightning_view import empty_report, num_together
 from lit_cifar.tools.replay.reduction import gamma
 from lit_cifar.tools.replay.verdict import Finding, Report
 
@@ -164,6 +164,7 @@ class Epochs:
         self.num_batches = 0  # of this epoch
         self.evaluation: Evaluation | None = None
         self._read = ReadIds()
+        self._each = num_together(trainer.strategy)
         self._before: list[int] = []  # what rank 0 read in the epoch before
         self._epochs_left, self._evaluations_left = 2, 1
 
@@ -180,7 +181,7 @@ class Epochs:
         self._epochs_left -= 1
         if not self._epochs_left:
             self._read.close()
-        of_ranks = gathered(ids)
+        of_ranks = gathered(ids)[:: self._each]
         report = self._report(f"data of epoch {self.trainer.current_epoch}")
         if of_ranks:
             judge_epoch(report, of_ranks, num_samples=len(loader.dataset), before=self._before)  # type: ignore[arg-type]
@@ -203,8 +204,8 @@ class Epochs:
             return
         its, self.evaluation = self.evaluation, None
         its.close()
-        read = gathered(self.evaluated())
-        of_ranks = gathered(its.logged)
+        read = gathered(self.evaluated())[:: self._each]
+        of_ranks = gathered(its.logged)[:: self._each]
         report = self._report(f"evaluation after step {self.trainer.global_step}")
         if of_ranks:
             judge_evaluation(report, of_ranks, self.trainer.callback_metrics, read)

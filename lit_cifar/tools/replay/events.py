@@ -1,11 +1,15 @@
-"""What a record holds: calls, backward passes and optimizer steps of one rank, in their order."""
+"""What a record holds: calls, backward passes and optimizer steps of one rank, in their order.
+
+Ranks that hold a replica together each write down what is theirs. Together they are one, as `join` makes it.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from lit_cifar.tools.replay.digests import Digest, Surroundings
+from lit_cifar.tools.replay.digests import Digest, Surroundings, digest
 from lit_cifar.tools.replay.exchange import Exchange
 
 Digests: TypeAlias = dict[str, Digest]
@@ -39,7 +43,7 @@ class Backward:
     local: dict[str, list[Digest]]  # what it has added to each parameter's gradient, before any reduction
     fresh: list[str]  # parameters that had no gradient before, or zeros
     grads: Digests  # of `.grad` afterwards
-    values: Tensors  # those themselves, where synced and on rank 0
+    values: Tensors  # those themselves, where synced and in the first replica
     exchanges: list[Exchange]  # with other ranks
 
 
@@ -52,11 +56,40 @@ class Step:
     surroundings: Surroundings
     groups: list[dict[str, Any]]  # learning rates and the like
     grads: Digests  # that it has used
-    values: Tensors  # those themselves on rank 0, where clipping or a hook has changed them since the backward pass
+    values: Tensors  # those themselves in the first replica, where they have changed since the backward pass
     after: Digests  # parameters and its state
 
 
 Event: TypeAlias = Call | Backward | Step
+
+
+@dataclass
+class Start:
+    """What a rank begins with, where that of rank 0 is not all."""
+
+    values: Tensors  # of parameters
+    states: list[dict[str, Any]]  # of each optimizer
+
+
+def join(event: Event, other: Event) -> str:
+    """Give `event` what `other` has of its own, and return what both must have alike and have not, in words."""
+    for name, value in vars(event).items():
+        if isinstance(value, dict):
+            setattr(event, name, {**getattr(other, name), **value})
+    if isinstance(event, Backward) and isinstance(other, Backward):
+        event.fresh += other.fresh
+    if isinstance(event, Step) and isinstance(other, Step) and event.groups != other.groups:
+        return f"{other.groups}, not {event.groups}"
+    if isinstance(event, Call) and isinstance(other, Call):
+        if _bits(event.inputs) != _bits(other.inputs):
+            return "another batch"
+        if event.outputs != other.outputs:
+            return "another loss"
+    return ""
+
+
+def _bits(inputs: Any) -> list[int]:
+    return [digest(leaf).bits for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
 
 
 class UnjudgeableError(Exception):

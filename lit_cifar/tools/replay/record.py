@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from lit_cifar.tools.replay.events import Call, Event, Step
+from lit_cifar.tools.replay.events import Call, Start, Step
 
 
 @dataclass
@@ -38,10 +39,12 @@ class Record:
             found[-1].append(path)
         return found
 
-    def load(self, path: Path) -> Event:
+    def load(self, path: Path) -> Any:
         """Batches may hold any objects. The ranks of this very run have written them, where nobody else can write."""
-        event: Event = torch.load(path, map_location=self.device, weights_only=False)
-        return event
+        return torch.load(path, map_location=self.device, weights_only=False)
+
+    def starts(self) -> list[Start]:
+        return [self.load(path) for path in self.folder.glob("start-*.pt")]
 
     @property
     def mebibytes(self) -> float:

@@ -5,7 +5,7 @@ nothing else is sent to another process.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial, wraps
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from lit_cifar.tools.replay.digests import Digest, Surroundings, digest
-from lit_cifar.tools.replay.events import Backward, Call, Digests, Event, Step
+from lit_cifar.tools.replay.events import Backward, Call, Digests, Event, Start, Step
 from lit_cifar.tools.replay.exchange import Exchange, can_be_replayed, intercepted, observed
 from lit_cifar.tools.replay.graph import Outputs, forget, observe
 from lit_cifar.tools.replay.sharded import is_of_fsdp, is_sharded, whole
@@ -38,20 +38,27 @@ class Recorder:
         is_synced: Callable[[], bool],
         progress: Callable[[], dict[str, Any]] = dict,
         by_engine: bool = False,
+        num_together: int = 1,
+        copies: Collection[Tensor] = (),
     ) -> None:
-        """`by_engine`: the end of a backward pass is seen by itself; else `backward_ended` is called."""
+        """`by_engine`: the end of a backward pass is seen by itself; else `backward_ended` is called.
+
+        So many ranks hold a replica together; `copies` are of what others of them train, and are not looked at.
+        """
         self.folder, self.rank, self.module, self.optimizers = folder, rank, module, list(optimizers)
         self.num_steps = 0
         self._is_synced, self._progress, self._by_engine = is_synced, progress, by_engine
         self._device = device_of(module)
-        self._names = names_of(module, self.optimizers)
+        self._copies = copies
+        self._names = {its: name for its, name in names_of(module, self.optimizers).items() if its not in copies}
+        self._in_first_replica = rank < num_together
         self._sharded = is_sharded(module)  # then gradients appear when they have been averaged, with no hook before
         self._reasons: list[str] = []
         self._next = 0
         self._open: list[tuple[int, Call]] = []  # calls whose outputs may still get a gradient
         self._depth = 0
         self._local: dict[str, list[Digest]] = {}
-        self._fresh: list[str] = []
+        self._fresh: dict[str, bool] = {}  # whether a parameter had no gradient before, or zeros
         self._synced = False
         self._grads: Digests = {}
         self._step: tuple[int, Step] | None = None
@@ -64,6 +71,16 @@ class Recorder:
         self._outputs = Outputs(self._names)
         self._observer = (self._before_backward, self._after_backward)
         observe(self._observer)
+        if rank and self._in_first_replica:
+            self._save_start()
+
+    def _save_start(self) -> None:
+        values = {name: parameter.detach() for parameter, name in self._names.items()}
+        states = [{self._names[p]: its for p, its in o.state.items() if p in self._names} for o in self.optimizers]
+        try:
+            torch.save(Start(values, states), self.folder / f"start-{self.rank}.pt")
+        except Exception as error:  # as in `_write`
+            self._reasons.append(f"what rank {self.rank} holds cannot be written down: {error}")
 
     def _hooks(self) -> Iterator[RemovableHandle]:
         for parameter, name in self._names.items():
@@ -110,7 +127,7 @@ class Recorder:
                 for parameter, name in self._names.items()
                 if found[name].bits != self._known[name].bits
             },
-            buffers={name: buffer.detach().clone() for name, buffer in self.module.named_buffers()},
+            buffers={name: buffer.detach().clone() for name, buffer in self._buffers()},
             attributes=dict(plain_attributes(self.module)),
             progress=self._progress(),
         )
@@ -129,9 +146,13 @@ class Recorder:
                 leaf.register_hook(  # type: ignore[no-untyped-call]
                     partial(self._began, call.output_grads, place, leaf.grad_fn)
                 )
-        call.buffers_after = {name: digest(buffer) for name, buffer in self.module.named_buffers()}
+        call.buffers_after = {name: digest(buffer) for name, buffer in self._buffers()}
         call.has_drawn = call.surroundings.has_drawn(self._device)
         self._exchanges = None
+        self._fresh = {}
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, buffer) for name, buffer in self.module.named_buffers() if buffer not in self._copies)
 
     def unobserved(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, what it exchanges with other ranks not being written down."""
@@ -142,6 +163,16 @@ class Recorder:
                 return function(*args, **kwargs)
             finally:
                 self._exchanges = kept
+
+        return wrapper
+
+    def ended_by(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, with which a backward pass ends."""
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            result = self.unobserved(function)(*args, **kwargs)
+            self.backward_ended()
+            return result
 
         return wrapper
 
@@ -159,7 +190,7 @@ class Recorder:
         if not self._depth:  # what is inside of a call is repeated with it
             self._reasons += self._outputs.begin(roots)
         if self._sharded:
-            self._fresh = [name for parameter, name in self._names.items() if parameter.grad is None]
+            self._fresh = {name: parameter.grad is None for parameter, name in self._names.items()}
             self._synced = True
 
     def _after_backward(self) -> None:
@@ -174,8 +205,8 @@ class Recorder:
 
     def _on_gradient(self, name: str, parameter: Tensor, gradient: Tensor) -> None:
         self._synced = self._is_synced()
-        if name not in self._local and (parameter.grad is None or not parameter.grad.any()):
-            self._fresh.append(name)
+        if name not in self._fresh:
+            self._fresh[name] = parameter.grad is None or not parameter.grad.any()
         self._local.setdefault(name, []).append(digest(gradient))
 
     @torch.no_grad()
@@ -184,10 +215,10 @@ class Recorder:
         synced = self._synced
         grads = {name: whole(p.grad) for p, name in self._names.items() if p.grad is not None}
         self._grads = {name: digest(gradient) for name, gradient in grads.items()}
-        values = {n: g.detach().clone() for n, g in grads.items()} if synced and self.rank == 0 else {}
-        inside = self._depth > 0
-        self._write(Backward(inside, synced, self._local, self._fresh, self._grads, values, self._of_backward))
-        self._local, self._fresh = {}, []
+        values = {n: g.detach().clone() for n, g in grads.items()} if synced and self._in_first_replica else {}
+        inside, fresh = self._depth > 0, [name for name, is_fresh in self._fresh.items() if is_fresh]
+        self._write(Backward(inside, synced, self._local, fresh, self._grads, values, self._of_backward))
+        self._local, self._fresh = {}, {}
         if not inside:
             self._exchanges, self._of_backward = None, []
             self._flush()
@@ -211,10 +242,11 @@ class Recorder:
         if self._step is not None:
             self._reasons.append(f"{type(optimizer).__name__} evaluates its closure several times in a step")
         groups = [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        grads = {self._names[p]: whole(p.grad) for p in parameters_of(optimizer) if p.grad is not None}
+        mine = [p for p in parameters_of(optimizer) if p in self._names and p.grad is not None]
+        grads = {self._names[p]: whole(p.grad) for p in mine}
         found = {name: digest(gradient) for name, gradient in grads.items()}
         changed = [name for name, its in found.items() if name not in self._grads or its.bits != self._grads[name].bits]
-        values = {name: grads[name].detach().clone() for name in changed} if self.rank == 0 else {}
+        values = {name: grads[name].detach().clone() for name in changed} if self._in_first_replica else {}
         now = Surroundings.now(self._device)
         self._step = self._number(), Step(self._depth > 0, number, now, groups, found, values, {})
 
@@ -278,7 +310,7 @@ def names_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[Tensor,
 
 def state_digests(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Digests:
     """Of an optimizer's parameters, by name, and of its state, "<name>: <key>"."""
-    found = {names[parameter]: digest(parameter) for parameter in parameters_of(optimizer)}
+    found = {names[its]: digest(its) for its in parameters_of(optimizer) if its in names}
     for parameter, state in optimizer.state.items():
         if parameter in names:
             found |= {f"{names[parameter]}: {key}": digest(value) for key, value in state.items()}

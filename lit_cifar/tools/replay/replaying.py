@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lit_cifar.tools.replay.digests import Digest, Surroundings, digest
-from lit_cifar.tools.replay.events import Backward, Call, Event, Step, Tensors, UnjudgeableError
+from lit_cifar.tools.replay.events import Backward, Call, Event, Step, Tensors, UnjudgeableError, join
 from lit_cifar.tools.replay.exchange import Done, Exchange, problem, received_by, sent_by
 from lit_cifar.tools.replay.record import Record
 from lit_cifar.tools.replay.recording import device_of, names_of, state_digests
@@ -40,6 +40,8 @@ def judge(
     report.abstained += record.reasons()
     report.mebibytes = record.mebibytes
     if twin is not None and not report.abstained:
+        for start in record.starts():
+            twin.begin(start)
         replayer = Replayer(record, twin, report)
         prepare(replayer)
         try:
@@ -48,17 +50,17 @@ def judge(
             report.abstained.append(str(reason))
         except Exception as error:
             report.error = f"the replay ended by {type(error).__name__}: {error}"
-        _abstain_where_it_may_be_chance(report, device)
+        _abstain_where_it_may_be_chance(report, device, num_replicas=report.num_ranks // twin.num_together)
     report.seconds = perf_counter() - start
 
 
-def _abstain_where_it_may_be_chance(report: Report, device: torch.device) -> None:
+def _abstain_where_it_may_be_chance(report: Report, device: torch.device, *, num_replicas: int) -> None:
     """Kernels of a GPU may add in another order each time; and ranks that never average leave nothing to judge."""
     local = [finding for finding in report.findings if finding.part == "local computation"]
     if local and device.type != "cpu" and not torch.are_deterministic_algorithms_enabled():
         report.abstained.append(f"{local[0]}; this may be a kernel that is not deterministic: pass deterministic=True")
         report.findings = [finding for finding in report.findings if finding not in local]
-    if report.num_ranks > 1 and not report.counts["reduced"] and not report.findings and not report.abstained:
+    if num_replicas > 1 and not report.counts["reduced"] and not report.findings and not report.abstained:
         report.abstained.append("no gradient was averaged over the ranks in these steps")
     if report.num_steps and not report.counts["steps"] and not report.findings and not report.abstained:
         report.abstained.append("no optimizer made a step, as where gradients overflow: replay later ones")
@@ -86,6 +88,7 @@ class Replayer:
         self._wrong_locally: set[str] = set()  # parameters of which some rank's own gradient is another
         self._draws: dict[int, list[Surroundings]] = {}
         self._exchanges: deque[Exchange] = deque()  # of the call or backward pass that is replayed
+        self._holders: dict[str, int] = {}  # by tensor, of ranks that hold a replica together: the place among them
         for parameter, name in self._names.items():
             if parameter.requires_grad:
                 parameter.register_hook(partial(self._on_gradient, name))  # type: ignore[no-untyped-call]
@@ -115,12 +118,12 @@ class Replayer:
         data: dict[int, list[Call]] = {}
         exchanges: dict[int, list[Exchange]] = {}
         wrong = False
-        for rank, paths in enumerate(of_ranks):
+        for rank in range(0, len(of_ranks), self.twin.num_together):
             before.restore(self.twin)
             self._rank, self._shared = rank, 0
             self._outputs, self._local, self._is_first_pass = [], {}, True
             self._of_run = {n: p.grad for n, p in self._parameters.items() if self.twin.sharded and p.grad is not None}
-            events = [self.record.load(path) for path in paths]
+            events = self._joined(of_ranks[rank : rank + self.twin.num_together])
             data[rank] = [event for event in events if isinstance(event, Call)]
             exchanges[rank] = [its for event in events if not isinstance(event, Step) for its in event.exchanges]
             if rank == 0:
@@ -137,6 +140,26 @@ class Replayer:
         self.report.num_steps += 1
         if wrong:
             raise StopReplay
+
+    def _joined(self, of_ranks: Sequence[Sequence[Path]]) -> list[Event]:
+        """The events of ranks that hold a replica together, as those of the first of them."""
+        joined, *others = [[self.record.load(path) for path in paths] for paths in of_ranks]
+        first = self._rank
+        for place, its in enumerate(others, start=1):
+            self._rank = first + place
+            if [*map(type, its)] != [*map(type, joined)]:
+                self._found("local computation", "this rank", f"made other passes and steps than rank {first}")
+                raise StopReplay
+            for event, other in zip(joined, its, strict=True):
+                if isinstance(event, Call) and isinstance(other, Call):
+                    if other.has_drawn and not other.progress.get("callbacks"):
+                        raise UnjudgeableError("ranks that hold a replica together each draw their own random numbers")
+                    own = {*other.parameters, *other.buffers} - {*event.parameters, *event.buffers}
+                    self._holders |= dict.fromkeys(own, place)
+                if unlike := join(event, other):
+                    self._found("local computation", "this rank", f"has {unlike}, beside rank {first}")
+        self._rank = first
+        return joined
 
     def _replay(self, event: Event) -> bool:
         """True if what follows cannot be judged."""
@@ -310,7 +333,8 @@ class Replayer:
         """Add this rank's gradients to the exact mean, and go on with those of the run."""
         place, first = self._next_shared(Backward)
         mine = {name: self._parameters[name].grad for name in event.grads}
-        mean = self._means.setdefault(place, ExactMean(self.record.num_ranks, self._before))
+        num_replicas = self.record.num_ranks // self.twin.num_together
+        mean = self._means.setdefault(place, ExactMean(num_replicas, self._before))
         mean.add({name: gradient for name, gradient in mine.items() if gradient is not None})
         for name, its in event.grads.items():
             self._is_not_of_rank_0(name, its, first.grads.get(name))
@@ -323,7 +347,8 @@ class Replayer:
         if first is not None and its.bits == first.bits:
             return False
         norm = "none" if first is None else f"one of norm {first.norm:.9g}"
-        self._found("reduction", name, f"has a gradient of norm {its.norm:.9g}, on rank 0 {norm}")
+        holder = self._holders.get(name, 0)
+        self._found("reduction", name, f"has a gradient of norm {its.norm:.9g}, on rank {holder} {norm}")
         return True
 
     def _judge_reductions(self) -> None:
@@ -389,12 +414,12 @@ class Replayer:
         return unlike or any(wrong)
 
     def _is_scaled_alike(self, gradient: Tensor | None, first: Step, name: str) -> bool:
-        """Whether a sharded gradient was clipped by the norm of all, whose n squares ranks add in another order.
+        """Whether a gradient was clipped by the norm of all, whose n squares the ranks that share it add otherwise.
 
         A sum of n rounded numbers is rarely more than a few sqrt(n) u off: N. Higham and T. Mary, A new approach to
         probabilistic rounding error analysis, 2019.
         """
-        if not self.twin.sharded or gradient is None:
+        if not (self.twin.sharded or self.twin.num_together > 1) or gradient is None:
             return False
         number = sum(parameter.numel() for parameter in self._parameters.values())
         bound = 8 * number**0.5 * torch.finfo(gradient.dtype).eps / 2 * gradient.abs()
@@ -432,7 +457,7 @@ class Replayer:
         return True
 
     def _found(self, part: Part, tensor: str, text: str) -> None:
-        rank = self._rank if self._rank >= 0 else None
+        rank = self._rank + self._holders.get(tensor.partition(":")[0], 0) if self._rank >= 0 else None
         self.report.findings.append(Finding(part, self._step_number, rank, tensor, text))
 
 

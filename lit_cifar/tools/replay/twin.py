@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_cifar.tools.replay.digests import Surroundings
-from lit_cifar.tools.replay.events import UnjudgeableError
+from lit_cifar.tools.replay.events import Start, UnjudgeableError
 from lit_cifar.tools.replay.exchange import Handler, intercepted, process_groups
 from lit_cifar.tools.replay.recording import names_of, parameters_of
 from lit_cifar.tools.replay.sharded import is_sharded, what_is_not_replayed, whole, whole_copy
@@ -27,10 +27,22 @@ class Twin:
     optimizers: list[Optimizer]
     call: Callable[..., Any]
     sharded: bool = False  # in the run
+    num_together: int = 1  # so many ranks of the run hold a replica together
     # What the trainer does between backward pass and step, as clipping; None if a script does it, which is not known.
     before_step: Callable[[Optimizer], None] | None = None
     loss_gradient: Callable[[], float] | None = None  # with which a backward pass begins, where that is known
     progress: Callable[[dict[str, Any]], None] = lambda progress: None
+
+    @torch.no_grad()
+    def begin(self, start: Start) -> None:
+        """With what another rank has held."""
+        for parameter, name in names_of(self.module, self.optimizers).items():
+            if name in start.values:
+                parameter.copy_(start.values[name])
+                for optimizer, states in zip(self.optimizers, start.states, strict=True):
+                    optimizer.state.pop(parameter, None)
+                    if name in states:
+                        optimizer.state[parameter] = states[name]
 
 
 def what_cannot_be_judged(model: nn.Module | None, module: nn.Module, *, autocast: bool) -> list[str]:
