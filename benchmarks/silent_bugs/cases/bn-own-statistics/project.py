@@ -43,16 +43,17 @@ def scans(count, seed):
     labels = torch.randint(0, 2, (count,), generator=made)
     images = torch.randn(count, 1, 12, 12, generator=made)
     images[:, :, 4:7, 5:8] += 1.5 * labels.view(-1, 1, 1, 1)
-    images[1::2] = 0.6 * images[1::2] + 1.0  # every second file is of the other scanner
+    images[1::2] = 0.8 * images[1::2] + 0.4  # every second file is of the other scanner
     return TensorDataset(images, labels)
 
 
 if __name__ == "__main__":
     pl.seed_everything(SEED, workers=True, verbose=False)
     trainer = pl.Trainer(
-        accelerator="cpu", strategy=DDPStrategy(broadcast_buffers=False), devices=2, max_epochs=3, use_distributed_sampler=False,
-        callbacks=watching(), logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, num_sanity_val_steps=0,
+        accelerator="cpu", strategy=DDPStrategy(forward_sync_buffers=False), devices=2, max_epochs=3,
+        use_distributed_sampler=False,
+        callbacks=watching(), logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
     )  # fmt: skip
 
     def loader(data, size):

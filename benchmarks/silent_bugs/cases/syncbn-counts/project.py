@@ -5,26 +5,32 @@ With the bug the running statistics, and with them the accuracy of the evaluatio
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional
 from case import BUG, SEED, report_loss, spawn, watch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+
+class SumOfRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values):
+        values = values.clone()
+        dist.all_reduce(values)
+        return values
+
+    @staticmethod
+    def backward(ctx, gradients):
+        return SumOfRanks.forward(ctx, gradients)
 
 
 class SyncNorm(nn.BatchNorm1d):
     def forward(self, series):
         if not self.training:
             return super().forward(series)
-        count = torch.tensor([series.numel() / self.num_features])
-        own = torch.stack([series.mean((0, 2)), series.var((0, 2), unbiased=False)])
-        means, variances = torch.stack(dist.nn.functional.all_gather(own)).unbind(1)
-        counts = [count.clone() for _ in range(dist.get_world_size())]
-        if not BUG:
-            dist.all_gather(counts, count)
-        total = torch.stack(counts).sum()
-        shares = torch.stack(counts) / total
-        mean = (shares * means).sum(0)
-        variance = (shares * (variances + (means - mean) ** 2)).sum(0)
+        count = torch.tensor(series.numel() / self.num_features)
+        total = count * dist.get_world_size() if BUG else SumOfRanks.apply(count)
+        share, own = count / total, series.mean((0, 2))
+        mean = SumOfRanks.apply(share * own)
+        variance = SumOfRanks.apply(share * (series.var((0, 2), unbiased=False) + (own - mean) ** 2))
         with torch.no_grad():
             self.running_mean.lerp_(mean, self.momentum)
             self.running_var.lerp_(variance * total / (total - 1), self.momentum)

@@ -25,7 +25,7 @@ class Forecaster(nn.Module):
     def forward(self, waves):
         mask = nn.Transformer.generate_square_subsequent_mask(waves.size(1))
         hidden = self.embed(waves.unsqueeze(-1)) + self.positions
-        return self.head(self.blocks(hidden, mask=mask, is_causal=True))
+        return waves.unsqueeze(-1) + self.head(self.blocks(hidden, mask=mask, is_causal=True))
 
 
 def clip_gradients(parameters, max_norm):
