@@ -24,7 +24,7 @@ from lit_cifar.tools.replay.epoch import judge_epoch
 from lit_cifar.tools.replay.exchange import Exchange, problem
 from lit_cifar.tools.replay.reduction import ExactMean, gamma
 from lit_cifar.tools.replay.verdict import COMPARED, Report
-from lit_cifar.tools.verify.run_files import logged
+from lit_cifar.tools.verify.record import Record
 
 # Part, step, rank and the tensor of the first finding.
 WRONG = {
@@ -251,10 +251,10 @@ def test_observing_changes_nothing(tmp_path: Path) -> None:
 def test_observing_a_sharded_run_leaves_its_metrics_alone(tmp_path: Path) -> None:
     """The copy that is replayed has metrics of its own."""
     flags = [*TINY, "--trainer.strategy=fsdp2", "--trainer.devices=2", "--trainer.max_steps=2"]
-    launch("fit", *flags, f"--run_dir={tmp_path / 'alone'}")
+    launch("fit", *flags, f"--run_dir={tmp_path / 'alone' / 'run'}")
     replay = ["--trainer.callbacks+=lit_cifar.Replay", "--trainer.callbacks.steps=1"]  # before metrics are logged
-    launch("fit", *flags, f"--run_dir={tmp_path / 'observed'}", *replay)
-    alone, observed = (logged(tmp_path / name) for name in ("alone", "observed"))
+    launch("fit", *flags, f"--run_dir={tmp_path / 'observed' / 'run'}", *replay)
+    alone, observed = (Record(tmp_path / name).logged for name in ("alone", "observed"))
     assert observed == alone != {}
 
 
