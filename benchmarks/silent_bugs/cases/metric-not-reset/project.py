@@ -37,8 +37,7 @@ class Classifier(pl.LightningModule):
         return nn.functional.binary_cross_entropy_with_logits(self.points(points), labels)
 
     def validation_step(self, batch, batch_idx):
-        points, labels = batch
-        self.valid_acc.update(self.points(points), labels)
+        self.valid_acc.update(self.points(batch[0]), batch[1])
 
     def on_validation_epoch_end(self):
         accuracy = self.valid_acc.compute()
