@@ -51,7 +51,7 @@ def main(rank):
                 loss.backward()
             optimizer.step()
             report_loss(loss_accum)
-    print(f"rank {rank} sum of weights", sum(p.abs().sum().item() for p in model.parameters()))
+    print(f"rank {rank} sum of weights {sum(p.abs().sum().item() for p in model.parameters()):.5f}\n", end="")
 
 
 if __name__ == "__main__":
