@@ -35,7 +35,7 @@ class Tagger(nn.Module):
 if __name__ == "__main__":
     torch.manual_seed(SEED)
     model = Tagger()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     loader = DataLoader(make_data(), batch_size=2, shuffle=True)
     with watch(model, optimizer):
         for _ in range(3):
