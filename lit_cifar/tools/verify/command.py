@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -367,12 +367,17 @@ class References:
     def start(self, chunks: GhostBatches) -> None:
         """Have the device run that normalises `chunks` apart, and what measures its tolerance."""
         settings = self.launcher.settings
-        start, words = partial(self.pool.submit, self.launcher.run_alone), settings.in_words(chunks)
-        self._runs[chunks] = start(f"reference: {words}", chunks)
+        words = settings.in_words(chunks)
+        self._runs[chunks] = self._started(f"reference: {words}", chunks)
         if words not in self._measuring:
             names = [] if settings.is_exact else _USED[settings.precision]
-            others = [start(f"tolerance: {words}, {name}", chunks, *_ROUNDINGS[name]) for name in names]
+            others = [self._started(f"tolerance: {words}, {name}", chunks, *_ROUNDINGS[name]) for name in names]
             self._measuring[words] = [self._runs[chunks], *others]
+
+    def _started(
+        self, title: str, chunks: GhostBatches, order: Order = "usual", more: Sequence[str] = ()
+    ) -> Future[Record]:
+        return self.pool.submit(self.launcher.run_alone, title, chunks, order, more)
 
     def get(self, chunks: GhostBatches) -> Reference:
         """When it has ended; for one thread at a time."""

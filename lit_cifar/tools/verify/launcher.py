@@ -352,7 +352,7 @@ def expected(step: Step, settings: Configuration) -> Expected:
     return Expected(evaluated, metrics, {LOGITS: logits} | bounds)
 
 
-def _evaluated_alone(step: Step, settings: Configuration, precision: str) -> tuple[Evaluated, dict[str, float]]:
+def _evaluated_alone(step: Step, settings: Configuration, precision: Any) -> tuple[Evaluated, dict[str, float]]:
     model = settings.config["model"]
     module = settings.module(label_smoothing=model["label_smoothing"], flip_test=model["flip_test"])
     filled(module.network, step)
