@@ -22,6 +22,7 @@ from lit_cifar.checkpoint.format import POSITION, read_checkpoint
 from lit_cifar.errors import CheckpointError
 from lit_cifar.reporting.evaluation_tables import CONFUSION, PER_RANK
 from lit_cifar.tools.replay.callback import RESULT
+from lit_cifar.tools.replay.resume import KEY as OF_REPLAY
 from lit_cifar.tools.replay.verdict import TAKEN, Finding
 from lit_cifar.tools.verify.launcher import Configuration, expected, made
 from lit_cifar.tools.verify.record import (
@@ -53,11 +54,13 @@ MAY_DIFFER = {
     "optimizer_states": "likewise",
     "update_count": "how many batches a process has counted depends on the number of processes",
     "epoch_loop.val_loop.batch_progress": "so does how many it has evaluated, and nothing reads it",
+    OF_REPLAY: "digests of all that a resumed run begins with, which only runs that are replayed have",
 }
 OF_ACCUMULATION = {"loops": "Lightning counts the batches of the loader, and an accumulated step has several"}
 OF_RESUME = {
     "current_score": "Lightning forgets the last score of the best checkpoint, and nothing reads it",
     "epoch_loop.val_loop.batch_progress": "a resumed run counts them from 0",
+    OF_REPLAY: "a resumed run is not replayed",
 }
 
 # "failed": compared, and wrong. "abstained": it could not be judged. "crashed": its run ended by an error.
