@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 
-from lit_cifar.tools.replay.epoch import Epochs
+from lit_cifar.tools.replay.epoch import Epochs, gathered
 from lit_cifar.tools.replay.events import UnjudgeableError
 from lit_cifar.tools.replay.lightning_view import (
     TrainerView,
@@ -27,6 +27,7 @@ from lit_cifar.tools.replay.lightning_view import (
 )
 from lit_cifar.tools.replay.recording import Recorder, device_of
 from lit_cifar.tools.replay.replaying import Replayer, judge
+from lit_cifar.tools.replay.resume import KEY, differences, judge_resume, states_of
 from lit_cifar.tools.replay.sharded import is_sharded
 from lit_cifar.tools.replay.twin import Twin, twin_of, what_cannot_be_judged
 from lit_cifar.tools.replay.verdict import Report
@@ -64,6 +65,30 @@ class Replay(pl.Callback):
         self._first: int | None = None
         self._judged = 0  # windows
         self._epochs: Epochs | None = None
+        self._saved: dict[str, Any] | None = None  # what the checkpoint that the training began with says
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if self._epochs is not None and not is_sharded(pl_module):
+            checkpoint[KEY] = {"states": states_of(trainer)} | self._epochs.position()
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._saved = checkpoint.get(KEY)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._saved is None or self._epochs is None or is_sharded(pl_module):
+            return
+        self._epochs.resumed = self._saved
+        report = empty_report(trainer)
+        report.subject = f"resume at step {trainer.global_step}"
+        now = states_of(trainer)
+        if of_ranks := gathered([*differences(self._saved["states"], now)]):
+            judge_resume(report, len(now), of_ranks)
+        self._saved = None
+        self._tell(trainer, trainer.strategy.broadcast(report))
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if _is_known(trainer.strategy):
@@ -126,7 +151,7 @@ class Replay(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._epochs is not None:
-            self._epochs.num_batches += 1
+            self._epochs.batch_ended(batch_idx)
         window = self._window
         if window is not None and trainer.global_step - window.first_step >= self.steps * window.steps_per_count:
             self._judge(trainer)
