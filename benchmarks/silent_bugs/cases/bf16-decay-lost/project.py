@@ -30,10 +30,7 @@ class AdamWBF16(torch.optim.Optimizer):
                 state["square"].lerp_(gradient.square(), 1 - second)
                 corrected = (state["square"] / (1 - second ** state["step"])).sqrt() + 1e-8
                 decay = 1 - group["lr"] * group["weight_decay"]
-                if BUG:
-                    value = weight.mul_(decay).float()
-                else:
-                    value = value * decay
+                value = weight.mul_(decay).float() if BUG else value * decay
                 step = group["lr"] / (1 - first ** state["step"]) * state["mean"] / corrected
                 weight.copy_(round_at_random(value - step))
 
