@@ -26,7 +26,7 @@ from lit_cifar.models import build_resnet
 from lit_cifar.models.blocks import Partition
 from lit_cifar.strategies.mp import StagedRunner
 from lit_cifar.tools.verify import verify
-from lit_cifar.tools.verify.comparison import EXACT_BOUND
+from lit_cifar.tools.verify.record import EXACT_BOUND
 
 ACCELERATOR = os.environ.get("LIT_CIFAR_GPU_TESTS", "cuda")
 DEVICE = torch.device(ACCELERATOR, 0) if ACCELERATOR == "cuda" else torch.device(ACCELERATOR)

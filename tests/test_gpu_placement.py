@@ -11,10 +11,9 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.models import build_resnet
 from lit_cifar.strategies import DataParallelStrategy, OneDeviceDDPStrategy
 from lit_cifar.tools.modes import SizedMode, sized_modes
-from lit_cifar.tools.verify.comparison import EXACT_BOUND
-from lit_cifar.tools.verify.configuration import Configuration
-from lit_cifar.tools.verify.launcher import Launcher, placed
-from lit_cifar.tools.verify.verifier import Verifier, _possible, verify_modes
+from lit_cifar.tools.verify.command import Verifier, _possible, verify_modes
+from lit_cifar.tools.verify.launcher import Configuration, Launcher, placed
+from lit_cifar.tools.verify.record import EXACT_BOUND
 from tests.mutations.self_test import ARGS
 
 

@@ -11,12 +11,11 @@ from documents import ROOT
 from verifying import settings
 
 from lit_cifar.tools.modes import sized_modes
+from lit_cifar.tools.verify.command import Compared, References, Verifier
+from lit_cifar.tools.verify.judge import Reference, VerifiedMode
 from lit_cifar.tools.verify.launcher import Launcher
 from lit_cifar.tools.verify.record import Record
-from lit_cifar.tools.verify.reference import Reference, References
 from lit_cifar.tools.verify.runs import Outcome
-from lit_cifar.tools.verify.verdict_table import VerifiedMode
-from lit_cifar.tools.verify.verifier import Compared, Verifier
 from tests.mutations import of_one_process, unseen
 from tests.mutations.__main__ import main, parser
 from tests.mutations.catalogue import BY_NAME, OF_MODES, OF_PARTS, on_python_path
@@ -103,7 +102,7 @@ def test_a_run_that_breaks_down_has_caught_nothing(
     status: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = Outcome(status, "", "AttributeError", 1.0)
-    monkeypatch.setattr(Launcher, "run_alone", lambda *args: None)
+    monkeypatch.setattr(Launcher, "run_alone", lambda self, *args: Record(self.new_folder("reference")))
     monkeypatch.setattr(References, "get", lambda self, chunks: Reference(Record(tmp_path), [{}]))
     monkeypatch.setattr(Launcher, "run_mode", lambda *args, **kwargs: broken)
     (planted,) = named("last-replica")

@@ -14,11 +14,9 @@ from verifying import TINY as CUT
 from lit_cifar.cli.main import CLI
 from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.tools.verify import verify
-from lit_cifar.tools.verify.comparison import EXACT_BOUND
-from lit_cifar.tools.verify.configuration import Configuration
-from lit_cifar.tools.verify.launcher import Launcher
-from lit_cifar.tools.verify.record import Record
-from lit_cifar.tools.verify.reference import References
+from lit_cifar.tools.verify.command import References
+from lit_cifar.tools.verify.launcher import Configuration, Launcher
+from lit_cifar.tools.verify.record import EXACT_BOUND, Record
 from lit_cifar.tools.verify.runs import Outcome
 
 PAGE = Path(__file__).parents[1] / "docs" / "gpu-options.md"
@@ -142,7 +140,7 @@ def test_the_one_device_goes_without_what_the_modes_are_to_show_equal(
 ) -> None:
     started = []
 
-    def note(self: Launcher, title: str, folder: Path, flags: list[str], trace: dict[str, str]) -> Outcome:
+    def note(self: Launcher, title: str, folder: Path, flags: list[str], *, order: str) -> Outcome:
         started.append(dict(flag.split("=", 1) for flag in (*self.settings.flags, *flags) if "=" in flag))
         return Outcome(0, "", "", 0.0)
 
@@ -150,9 +148,8 @@ def test_the_one_device_goes_without_what_the_modes_are_to_show_equal(
     monkeypatch.setattr(Record, "steps", [])
     config = {"trainer": {"precision": precision, "accelerator": "cpu"}, "data": {"batch_size": 8, "val_size": 0}}
     settings = Configuration(("--model.compile=true", "--model.channels_last=true", f"--precision={precision}"), config)
-    references = References(Launcher(settings, 2, tmp_path, lambda line: None))
     with ThreadPoolExecutor() as pool:
-        references.start(GhostBatches(), pool)
+        References(Launcher(settings, 2, tmp_path, lambda line: None), pool).start(GhostBatches())
     assert all((last["--model.compile"], last["--model.channels_last"]) == ("false", "false") for last in started)
     precisions = Counter(last.get("--trainer.precision") for last in started)
     assert precisions == {None: 3} | ({} if precision == "32-true" else {"32-true": 1})

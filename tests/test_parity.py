@@ -12,7 +12,7 @@ from data_files import draw_pictures
 
 from lit_cifar.tools.modes import sized_modes
 from lit_cifar.tools.verify import verify
-from lit_cifar.tools.verify.comparison import EXACT_BOUND
+from lit_cifar.tools.verify.record import EXACT_BOUND
 
 TINY = ["--model.arch=tiny", "--model.stem=imagenet"]
 # Two optimizer steps in an epoch, the second of a ragged batch.

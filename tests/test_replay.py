@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -15,16 +16,16 @@ import torch
 from commands import TINY, launch
 from replay_cases import CASES, PLAIN, Pictures, Task
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lit_cifar import Replay, ReplayError
 from lit_cifar.__main__ import main
 from lit_cifar.tools.replay.digests import digest
-from lit_cifar.tools.replay.epoch import judge_epoch
+from lit_cifar.tools.replay.epoch import is_order_of_epoch_0, judge_epoch, judge_resumed_epoch
 from lit_cifar.tools.replay.exchange import Exchange, problem
 from lit_cifar.tools.replay.reduction import ExactMean, gamma
 from lit_cifar.tools.replay.verdict import COMPARED, Report
-from lit_cifar.tools.verify.run_files import logged
+from lit_cifar.tools.verify.record import Record
 
 # Part, step, rank and the tensor of the first finding.
 WRONG = {
@@ -195,22 +196,86 @@ def test_other_projects_get_a_fixture(tmp_path: Path) -> None:
     assert "exit status" in done.stdout
 
 
-def trained(folder: Path, *callbacks: pl.Callback) -> pl.LightningModule:
+def trained(
+    folder: Path, *callbacks: pl.Callback, module: pl.LightningModule | None = None, **options: Any
+) -> pl.LightningModule:
+    """A training of 16 batches per epoch; `options` of the trainer, and `ckpt_path`."""
     pl.seed_everything(3, verbose=False)
-    module = Task()
+    module = module or Task()
+    checkpoint = options.pop("ckpt_path", None)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
-        max_steps=6,
         callbacks=[*callbacks],
         default_root_dir=folder,
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **{"max_steps": 6, "enable_checkpointing": False} | options,
     )
-    trainer.fit(module, DataLoader(Pictures(), batch_size=4, shuffle=True, drop_last=True))
+    trainer.fit(module, DataLoader(Pictures(), batch_size=4, shuffle=True, drop_last=True), ckpt_path=checkpoint)
     return module
+
+
+def resumed(folder: Path, module: pl.LightningModule, *, at: int) -> dict[str, Report]:
+    """Reports of a training that is resumed at a step, by their subject without their numbers."""
+    saving = pl.callbacks.ModelCheckpoint(dirpath=folder, filename="saved", every_n_train_steps=at, save_top_k=1)
+    trained(folder, Replay(1), saving, max_steps=-1, max_epochs=1, enable_checkpointing=True)
+    replay = Replay(1)
+    trained(folder, replay, module=module, max_steps=32, ckpt_path=folder / "saved.ckpt")
+    return {" ".join(re.findall(r"[a-z]+", report.subject)): report for report in replay.reports}
+
+
+class Forgetful(Task):
+    """Its checkpoint's weights of one layer are not loaded, and its optimizer begins anew for one parameter."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"]["net.5.bias"].zero_()
+        del checkpoint["optimizer_states"][0]["state"][0]
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*num_workers", "ignore:.*ckpt_path", "ignore:.*resuming from", "ignore:.*not empty"
+)
+def test_a_resumed_training_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    """Lightning's own loader begins anew where the checkpoint lies within an epoch."""
+    right = resumed(tmp_path / "right", Task(), at=16)
+    assert {subject: report.outcome for subject, report in right.items()} == {
+        "resume at step": "pass",
+        "": "pass",
+        "data of epoch": "pass",
+    }
+    assert right["resume at step"].counts["states"] > 40
+    wrong = resumed(tmp_path / "wrong", Forgetful(), at=10)
+    assert wrong[""].outcome == "pass"  # each step by itself is right
+    found = {finding.tensor: finding.text for finding in wrong["resume at step"].findings}
+    assert set(found) == {"net.5.bias", "net.0.weight: step", "net.0.weight: exp_avg", "net.0.weight: exp_avg_sq"}
+    (again,) = wrong["data of epoch resumed at batch"].findings
+    assert again.part == "data"
+    assert again.tensor.endswith(" of 40 samples")
+
+
+@pytest.mark.parametrize(
+    ("before", "finding", "note"),
+    [([4, 5], "", ""), ([3, 5], "are read again", ""), (None, "", "without Replay"), ([3, 3], "", "with replacement")],
+)
+def test_the_rest_of_an_epoch(before: list[int] | None, finding: str, note: str) -> None:
+    report = Report("ddp", 2, "32-true", 0, subject="data of epoch 1, resumed at batch 1")
+    judge_resumed_epoch(report, [0, 3], before)
+    assert [finding in its.text for its in report.findings] == [True] * bool(finding)
+    assert note in " ".join(report.notes)
+
+
+def test_an_epoch_in_the_order_of_the_first_is_known_where_the_sampler_says_it() -> None:
+    sampler = DistributedSampler(Pictures(), num_replicas=2, rank=1)
+    loader = DataLoader(Pictures(), sampler=sampler, batch_size=4)
+    first = [*sampler]
+    sampler.set_epoch(3)
+    assert is_order_of_epoch_0(loader, first, epoch=3)
+    assert not is_order_of_epoch_0(loader, [*sampler], epoch=3)
+    assert not is_order_of_epoch_0(loader, first, epoch=0)
+    assert sampler.epoch == 3
+    assert not is_order_of_epoch_0(DataLoader(Pictures(), shuffle=True), first, epoch=3)
 
 
 OWN_MODES = {
@@ -251,10 +316,10 @@ def test_observing_changes_nothing(tmp_path: Path) -> None:
 def test_observing_a_sharded_run_leaves_its_metrics_alone(tmp_path: Path) -> None:
     """The copy that is replayed has metrics of its own."""
     flags = [*TINY, "--trainer.strategy=fsdp2", "--trainer.devices=2", "--trainer.max_steps=2"]
-    launch("fit", *flags, f"--run_dir={tmp_path / 'alone'}")
+    launch("fit", *flags, f"--run_dir={tmp_path / 'alone' / 'run'}")
     replay = ["--trainer.callbacks+=lit_cifar.Replay", "--trainer.callbacks.steps=1"]  # before metrics are logged
-    launch("fit", *flags, f"--run_dir={tmp_path / 'observed'}", *replay)
-    alone, observed = (logged(tmp_path / name) for name in ("alone", "observed"))
+    launch("fit", *flags, f"--run_dir={tmp_path / 'observed' / 'run'}", *replay)
+    alone, observed = (Record(tmp_path / name).logged for name in ("alone", "observed"))
     assert observed == alone != {}
 
 

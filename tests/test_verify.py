@@ -27,39 +27,49 @@ from lit_cifar.task.module import LitResNet
 from lit_cifar.tools.modes import chosen, sized_modes
 from lit_cifar.tools.replay.callback import RESULT
 from lit_cifar.tools.replay.verdict import TAKEN, Finding
-from lit_cifar.tools.verify.command import _verify, verify, verify_parser
-from lit_cifar.tools.verify.comparison import (
+from lit_cifar.tools.verify.command import (
+    ROUNDING,
+    References,
+    Verifier,
+    _possible,
+    _verified,
+    exit_status,
+    verify,
+    verify_modes,
+    verify_parser,
+)
+from lit_cifar.tools.verify.judge import (
+    Reference,
+    Verdict,
+    VerifiedMode,
+    _equal,
+    checkpoint_problems,
+    digest_problems,
+    logged_problems,
+    logits_problems,
+    other_weights,
+    replay_problems,
+)
+from lit_cifar.tools.verify.launcher import DEFAULTS, Configuration, Launcher, expected
+from lit_cifar.tools.verify.record import (
     EXACT_BOUND,
     KINDS,
     LOGITS,
+    Evaluated,
+    Record,
     Step,
+    change_problems,
     difference,
     differences,
-    first_excess,
     largest,
     measured_bounds,
-    sample_problems,
-)
-from lit_cifar.tools.verify.configuration import DEFAULTS, Configuration, module_of
-from lit_cifar.tools.verify.evaluation import Evaluated, expected, logits_problems
-from lit_cifar.tools.verify.judge import ROUNDING, other_weights, replay_problems
-from lit_cifar.tools.verify.launcher import Launcher
-from lit_cifar.tools.verify.rank_state import (
-    Snapshot,
-    State,
-    change_problems,
-    digest,
-    own_state,
     peer_problems,
+    sample_problems,
     saved_problems,
+    step_problems,
 )
-from lit_cifar.tools.verify.record import Record
-from lit_cifar.tools.verify.recorder import Trace, counted
-from lit_cifar.tools.verify.reference import Reference, References
-from lit_cifar.tools.verify.run_files import _equal, checkpoint_problems, digest_problems, logged, logged_problems
+from lit_cifar.tools.verify.recorder import Snapshot, State, Trace, counted, digest, own_state
 from lit_cifar.tools.verify.runs import Outcome, quiet
-from lit_cifar.tools.verify.verdict_table import Verdict, VerifiedMode, exit_status
-from lit_cifar.tools.verify.verifier import Verifier, _possible, verify_modes
 
 
 def step(*, loss: float = 2.0, weight: float = 0.5, mean: float = 0.1, momentum: float = 0.3, lr: float = 0.1) -> Step:
@@ -106,9 +116,10 @@ def test_a_change_of_each_kind_is_seen_and_named(change: dict[str, float], kind:
     of_step = differences(step(**change), step())
     assert [*largest(of_step)] == [*KINDS]
     assert [k for k, value in largest(of_step).items() if value] == [kind] * bool(change)
-    excess = first_excess(of_step, dict.fromkeys(KINDS, EXACT_BOUND if change else 0.0), step=2)
-    assert (excess and (excess.step, excess.kind, excess.name)) == ((2, kind, name) if change else None)
-    assert excess is None or str(name) in str(excess)
+    problems = step_problems(of_step, dict.fromkeys(KINDS, EXACT_BOUND if change else 0.0), step=2)
+    assert [(words.split(" differs ")[0], words.rpartition(" ")[2]) for words in problems] == (
+        [(f"step 2: {name}", f"({kind})")] if change else []
+    )
 
 
 @pytest.mark.parametrize(("kind", "lost"), [("parameters", "conv.weight"), ("buffers", "bn.running_mean")])
@@ -120,9 +131,8 @@ def test_what_one_side_lacks_is_an_infinite_difference(kind: str, lost: str) -> 
 
 def test_the_first_difference_follows_the_network_and_the_others_are_counted() -> None:
     of_step = {"loss": {}, "buffers": {}, "parameters": {"a": 0.0, "b": 2.0, "c": 3.0}, "optimizer": {"a": 9.0}}
-    excess = first_excess(of_step, dict.fromkeys(KINDS, 1.0), step=1)
-    assert excess is not None
-    assert str(excess) == "step 1: b differs by 2.0e+00, allowed 1.0e+00 (parameters), and 2 more"
+    problems = step_problems(of_step, dict.fromkeys(KINDS, 1.0), step=1)
+    assert problems == ["step 1: b differs by 2.0e+00, allowed 1.0e+00 (parameters), and 2 more"]
 
 
 def test_tolerance_is_the_largest_noise_so_far_and_never_below_the_floor() -> None:
@@ -170,15 +180,16 @@ def test_all_leaves_out_what_cannot_cut_batch_or_network_or_have_the_bits_of_one
 
 
 def test_with_virtual_replicas_a_bit_is_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Launcher, "run_alone", lambda *args: None)
-    references = References(Launcher(settings(num_parts=4), 1, tmp_path, print))
+    monkeypatch.setattr(Launcher, "run_alone", lambda *args: Record(tmp_path))
+    launcher = Launcher(settings(num_parts=4), 1, tmp_path, print)
     with ThreadPoolExecutor() as pool:
-        references.start(GhostBatches(), pool)
+        references = References(launcher, pool)
+        references.start(GhostBatches())
         (bounds,) = references.get(GhostBatches()).bounds
-    assert references.words(GhostBatches()) == "one device, 4 virtual replicas"
-    assert first_excess(differences(step(loss=3.0), step()), bounds, step=1) is None  # the loss of another part
-    excess = first_excess(differences(step(momentum=math.nextafter(0.3, 1)), step()), bounds, step=1)
-    assert str(excess) == "step 1: conv.weight:momentum_buffer differs by 5.6e-17, allowed 0.0e+00 (optimizer)"
+    assert launcher.settings.in_words(GhostBatches()) == "one device, 4 virtual replicas"
+    assert step_problems(differences(step(loss=3.0), step()), bounds, step=1) == []  # the loss of another part
+    problems = step_problems(differences(step(momentum=math.nextafter(0.3, 1)), step()), bounds, step=1)
+    assert problems == ["step 1: conv.weight:momentum_buffer differs by 5.6e-17, allowed 0.0e+00 (optimizer)"]
 
 
 def test_a_batch_that_one_device_cannot_train_on_is_never_left_out() -> None:
@@ -190,8 +201,8 @@ def test_what_only_a_run_of_the_mode_finds_is_refused_too(tmp_path: Path, monkey
     """Once, in the words of the first rank; of all modes it is left out."""
     words = "lit_cifar: error: no such thing\n  pass another\n"
     refused = Outcome(2, "", f"{words}[rank 1] {words}", 1.0)
-    monkeypatch.setattr(Launcher, "run_alone", lambda *args: None)
-    monkeypatch.setattr("lit_cifar.tools.verify.verifier.judge", lambda *args: None)
+    monkeypatch.setattr(Launcher, "run_alone", lambda self, *args: Record(self.new_folder("reference")))
+    monkeypatch.setattr("lit_cifar.tools.verify.command.judge", lambda *args: None)
     monkeypatch.setattr(Launcher, "run_mode", lambda *args, **kwargs: refused)
     monkeypatch.setattr(References, "get", lambda *args: None)
     said: list[str] = []
@@ -220,7 +231,7 @@ def test_the_exit_status_is_a_pass_only_if_something_was_compared(outcomes: list
 
 
 def test_a_run_that_crashed_is_not_called_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Launcher, "run_alone", lambda *args: None)
+    monkeypatch.setattr(Launcher, "run_alone", lambda self, *args: Record(self.new_folder("reference")))
     monkeypatch.setattr(References, "get", lambda self, chunks: Reference(Record(tmp_path), [{}]))
     monkeypatch.setattr(Launcher, "run_mode", lambda *args, **kwargs: Outcome(1, "", "OSError: disk full", 1.0))
     (row,) = verify_modes(Verifier(Launcher(settings(), 3, tmp_path, print)), [sized_modes(2)["ddp"]])
@@ -265,7 +276,7 @@ def test_what_verify_s_own_network_is(
     config = settings().config
     config["model"] |= {"network": None, "stem": None, "arch": None} | model
     printed = Outcome(0, yaml.safe_dump(config), "", 1.0)
-    monkeypatch.setattr("lit_cifar.tools.verify.configuration.run", lambda *args, **kwargs: printed)
+    monkeypatch.setattr("lit_cifar.tools.verify.launcher.run", lambda *args, **kwargs: printed)
     found = Configuration.of([], devices=2, folder=tmp_path)
     assert [flag for flag in found.flags if flag.startswith("--model.") and "optimizer" not in flag] == added
     assert {name: found.config["model"][name] for name in model} == model
@@ -275,8 +286,8 @@ def test_what_verify_s_own_network_is(
 @pytest.mark.timeout(400)
 def test_a_mode_beyond_measured_bounds_is_judged_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """With bounds that rounding exceeds; what is wrong in float64 too is a failure."""
-    monkeypatch.setattr("lit_cifar.tools.verify.comparison.NOISE_FACTOR", 0.0)
-    monkeypatch.setattr("lit_cifar.tools.verify.comparison.FLOOR_ULP", 0.0)
+    monkeypatch.setattr("lit_cifar.tools.verify.record.NOISE_FACTOR", 0.0)
+    monkeypatch.setattr("lit_cifar.tools.verify.record.FLOOR_ULP", 0.0)
     cheap = ["--model.arch=tiny", "--data.val_size=0", "--trainer.precision=32-true"]
     (row,) = verify(["dp"], steps=2, args=cheap)
     assert row.outcome == "abstained"
@@ -286,7 +297,7 @@ def test_a_mode_beyond_measured_bounds_is_judged_in_float64(monkeypatch: pytest.
     monkeypatch.setattr(Record, "own_problems", lambda self: said.pop() if said else [])
     (row,) = verify(["dp"], steps=2, args=cheap)
     assert row.outcome == "failed"
-    monkeypatch.setattr("lit_cifar.tools.verify.reference.EXACT_BOUND", 0.0)
+    monkeypatch.setattr("lit_cifar.tools.verify.command.EXACT_BOUND", 0.0)
     (row,) = verify(["dp"], steps=2, args=cheap)
     assert row.outcome == "failed"
 
@@ -301,32 +312,22 @@ def test_a_reference_that_takes_too_long_is_none(tmp_path: Path) -> None:
     said: list[str] = []
     launcher = Launcher(settings(), 3, tmp_path, said.append, timeout_s=0.2)
     with pytest.raises(ConfigError, match="time limit"):
-        launcher.run_alone("reference: one device", launcher.new_folder("reference"), GhostBatches())
+        launcher.run_alone("reference: one device", GhostBatches())
     assert said[0] == "running  reference: one device"
     assert any(line.endswith(" s  reference: one device") for line in said)
 
 
-def test_a_tolerance_is_measured_once_for_what_is_normalised_alike(tmp_path: Path) -> None:
+def test_a_tolerance_is_measured_once_for_what_is_normalised_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     titles: list[str] = []
-
-    def run_alone(title: str, *args: object) -> None:
-        titles.append(title)
-
-    launcher = SimpleNamespace(
-        settings=SimpleNamespace(precision="32-true", batch_size=64, num_parts=None),
-        steps=2,
-        run_alone=run_alone,
-        new_folder=lambda name: tmp_path,
-    )
-    references = References(launcher)  # type: ignore[arg-type]
+    monkeypatch.setattr(Launcher, "run_alone", lambda self, title, *args: titles.append(title))
+    in_float32 = settings(batch_size=64)
+    in_float32.config["trainer"]["precision"] = "32-true"
     with ThreadPoolExecutor(1) as pool:
-        for chunks in (
-            GhostBatches(dp_size=2, num_microbatches=2),
-            GhostBatches(num_microbatches=4),
-            GhostBatches(),
-            GhostBatches(dp_size=2, num_microbatches=2),
-        ):
-            references.start(chunks, pool)
+        references = References(Launcher(in_float32, 2, tmp_path, print), pool)
+        for chunks in (GhostBatches(dp_size=2, num_microbatches=2), GhostBatches(num_microbatches=4), GhostBatches()):
+            references.start(chunks)
     apart = "one device, 4 x 16 images normalised apart"
     assert titles == [
         f"reference: {apart}",
@@ -346,7 +347,7 @@ def test_a_run_that_ends_early_is_refused(tmp_path: Path) -> None:
         (*shortened.flags, "--trainer.fast_dev_run=true", "--trainer.accelerator=cpu"), shortened.config
     )
     with pytest.raises(ConfigError, match="after 1 of 2 steps"):
-        Launcher(shortened, 2, tmp_path, print).run_alone("reference", tmp_path, GhostBatches())
+        Launcher(shortened, 2, tmp_path, print).run_alone("reference", GhostBatches())
 
 
 def test_threads_that_want_quiet_at_the_same_time_leave_none() -> None:
@@ -487,9 +488,12 @@ def test_of_a_pipeline_a_process_answers_for_its_own_stages() -> None:
 
 
 def test_metrics_are_read_by_step_without_those_of_one_process(tmp_path: Path) -> None:
-    assert logged(tmp_path) == {}
-    (tmp_path / "metrics.csv").write_text("epoch,lr-SGD,step,train/loss,train/loss_step\n,0.1,0,,\n0,,1,2.5,2.0\n")
-    assert logged(tmp_path) == {("lr-SGD", 1): 0.1, ("epoch", 2): 0.0, ("train/loss", 2): 2.5}
+    assert Record(tmp_path).logged == {}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.csv").write_text(
+        "epoch,lr-SGD,step,train/loss,train/loss_step\n,0.1,0,,\n0,,1,2.5,2.0\n"
+    )
+    assert Record(tmp_path).logged == {("lr-SGD", 1): 0.1, ("epoch", 2): 0.0, ("train/loss", 2): 2.5}
 
 
 @pytest.mark.parametrize(
@@ -562,18 +566,18 @@ def test_tied_weights_and_what_is_not_saved_are_no_mistakes(tf32: list[Any], tmp
     config["model"] |= {"network": {"class_path": "own_networks.Odd"}, "label_smoothing": 0.0, "flip_test": False}
     config["model"] |= {"arch": None, "stem": None}
     config["model"]["optimizer"] = {"class_path": "lit_cifar.NesterovSGD", "init_args": {"lr": 0.1}}
-    module = module_of(config)
+    own = Configuration((), config)
     assert record.own_problems() == []
-    assert checkpoint_problems(record, module, config=config) == []
-    assert digest_problems(record, record, module.network) == []
-    (found,), alone = record.evaluated(3).values(), expected(record.step(3), config=config)
+    assert checkpoint_problems(record, own) == []
+    assert digest_problems(record, record, own.plain_module.network) == []
+    (found,), alone = record.evaluated(3).values(), expected(record.step(3), own)
     assert logits_problems("evaluation", 0, found.gaps(alone.evaluated), bound=0.0) == []
 
 
 def test_the_first_wrong_sample_of_an_evaluation_is_named_with_its_process() -> None:
     ids, read = torch.tensor([3, 5, 7, 9]), torch.tensor([9, 7, 5])
-    wanted = Evaluated(ids, torch.zeros(4, dtype=torch.int64), ids[:, None].repeat(1, 10).double())
-    found = Evaluated(read, torch.tensor([0, 0, 1]), read[:, None].repeat(1, 10).double())
+    wanted = Evaluated(ids, torch.zeros(4, dtype=torch.int64), ids[:, None].repeat(1, 10).double(), torch.tensor([4]))
+    found = Evaluated(read, torch.tensor([0, 0, 1]), read[:, None].repeat(1, 10).double(), torch.tensor([3]))
     found.logits[1, 2] += 4.5
     (problem,) = logits_problems("evaluation after step 2", 1, found.gaps(wanted), bound=1e-9)
     assert problem.startswith("evaluation after step 2: logits of sample 7 of process 1 differ by 5.0e-01, allowed")
@@ -604,7 +608,7 @@ def test_one_process_holds_what_it_held_and_what_it_saved(tf32: list[Any], tmp_p
     assert record.own_problems() == []
     assert record.count_problems() == []
     assert record.steps == [1, 2, 3]
-    names = {name for name, _ in logged(record.run)}
+    names = {name for name, _ in record.logged}
     assert names >= {"train/loss", "train/acc", "val/loss", "val/acc", "lr-NesterovSGD"}
     assert "train/loss (metrics)" in lines[-2]["state"]
     for line, words in ((lines[3], "step 3"), (lines[4], "step 3"), (lines[5], "step 3"), (lines[6], "checkpoint")):
@@ -625,7 +629,7 @@ def test_the_json_file_has_the_findings_that_are_not_printed(
     problems = [f"step {number}: wrong" for number in range(1, 8)]
     row = VerifiedMode("ddp", "one device", outcome="failed", problems=problems)
     monkeypatch.setattr("lit_cifar.tools.verify.command.verify", lambda *args, **kwargs: [row])
-    content = _verify(verify_parser().parse_args([]), [])
+    content = _verified(verify_parser().parse_args([]), [])
     assert content["rows"][0]["problems"] == problems
     assert "ddp: step 5: wrong\nddp: 2 more findings: see --json FILE\n" in capsys.readouterr().out
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lit_cifar.tools.verify.configuration import Configuration
+from lit_cifar.tools.verify.launcher import Configuration
 
 TINY = [
     "--model.arch=resnet10",

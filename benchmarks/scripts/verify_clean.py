@@ -21,7 +21,7 @@ from run_record import complete
 from lit_cifar.cli.usage_errors import cli_exit
 from lit_cifar.reporting.output import without_banners
 from lit_cifar.tools.terminal import say
-from lit_cifar.tools.verify.verifier import verify
+from lit_cifar.tools.verify import verify
 
 DEVICES, STEPS = 2, 4
 HERE = Path(__file__).parent

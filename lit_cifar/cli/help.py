@@ -60,11 +60,11 @@ SUBCOMMANDS = {
 DESCRIPTION = "Train networks on CIFAR-10 and similar data, in any mode of parallelism."
 EPILOG = """\
 further commands, each with a --help of its own:
-    bench               How fast this machine is, and how near training comes to its limits.
+    bench               What training costs on this machine.
     doctor              Whether this machine is fit to train in parallel, mode by mode.
     modes               Which modes run on this machine, and how to start them.
     verify              Compare modes step by step with the single-device computation that each must equal.
-    chaos               Kill, stop and resize small trainings at random, and check that nothing is lost.
+    chaos               Kill, stop and resize a training at random, and check that nothing is lost.
     export              Write a checkpoint's network as torch.export and ONNX, compared with the checkpoint.
     report              Write an HTML page about runs, to compare them or to send it to somebody.
 """

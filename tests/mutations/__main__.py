@@ -12,7 +12,7 @@ import torch
 from lit_cifar.reporting.output import without_banners
 from lit_cifar.tools.terminal import about, console, exit_orderly_when_terminated, say, writable, write_json
 from lit_cifar.tools.verify.command import RULES
-from lit_cifar.tools.verify.configuration import EXACT
+from lit_cifar.tools.verify.launcher import EXACT
 from tests.mutations.catalogue import BY_NAME, on_python_path
 from tests.mutations.self_test import NUM_PARTS, Finding, findings_table, self_test
 

@@ -178,7 +178,14 @@ def _dropped_microbatch(site: Site, run: Any, runner: StagedRunner, images: Tens
 @mutation("a device computes with a copy that is not trained", "mp", StagedRunner, "__init__")
 def _copied_stage(site: Site, make: Any, runner: StagedRunner, stages: Any, *args: Any, **kwargs: Any) -> None:
     *others, last = stages
-    make(runner, [*others, deepcopy(last)], *args, **kwargs)
+    copied = deepcopy(last)
+
+    def follow(*_: Any) -> None:  # else the copy would normalise while evaluating, which one image alone cannot be
+        for its, module in zip(copied.modules(), last.modules(), strict=True):
+            its.training = module.training
+
+    copied.register_forward_pre_hook(follow)
+    make(runner, [*others, copied], *args, **kwargs)
 
 
 @mutation("the last layer's gradient is not averaged", "ddp_mp", DDPStrategy, "configure_ddp", devices=4)

@@ -11,11 +11,10 @@ from rich.table import Table
 from lit_cifar.errors import ConfigError
 from lit_cifar.tools import terminal
 from lit_cifar.tools.modes import SizedMode, sized_modes
-from lit_cifar.tools.verify.configuration import EXACT, Configuration
+from lit_cifar.tools.verify.command import Case, Compared, Verifier
 from lit_cifar.tools.verify.judge import RESUMED
-from lit_cifar.tools.verify.launcher import Launcher, Report
+from lit_cifar.tools.verify.launcher import EXACT, Configuration, Launcher, Report
 from lit_cifar.tools.verify.runs import quiet
-from lit_cifar.tools.verify.verifier import Case, Compared, Verifier
 from tests.mutations.catalogue import OF_MODES, OF_PARTS, planting_flags
 from tests.mutations.of_virtual_replicas import NO_PLACE
 from tests.mutations.planting import Mutation

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.tools.verify.comparison import EXACT_BOUND, KINDS, differences, first_excess, largest
+from lit_cifar.tools.verify.record import EXACT_BOUND, KINDS, differences, largest, step_problems
 
 _LOSSES = ("train/loss", "val/loss")  # of all samples of an epoch; that of a step is of this process alone
 
@@ -16,8 +16,8 @@ def compare(found: Path, expected: Path) -> tuple[str, dict[str, float]]:
     reference = _end(expected)
     gaps = differences(_end(found), reference)
     last = read_checkpoint(last_checkpoint(expected))["global_step"]
-    excess = first_excess(gaps, dict.fromkeys(KINDS, EXACT_BOUND), step=last)
-    return str(excess or ""), largest(gaps)
+    problems = step_problems(gaps, dict.fromkeys(KINDS, EXACT_BOUND), step=last)
+    return "".join(problems), largest(gaps)
 
 
 def last_checkpoint(run: Path) -> Path:

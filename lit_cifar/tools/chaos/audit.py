@@ -23,7 +23,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.images import Batch
-from lit_cifar.tools.verify.comparison import difference
+from lit_cifar.tools.verify.record import difference
 
 # Environment variable: how often the job was launched; torchrun counts its own restarts.
 LAUNCH = "LIT_CIFAR_CHAOS_LAUNCH"

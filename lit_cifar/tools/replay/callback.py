@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 
-from lit_cifar.tools.replay.epoch import Epochs
+from lit_cifar.tools.replay.epoch import Epochs, gathered
 from lit_cifar.tools.replay.events import UnjudgeableError
 from lit_cifar.tools.replay.lightning_view import (
     TrainerView,
@@ -29,6 +29,7 @@ from lit_cifar.tools.replay.lightning_view import (
 )
 from lit_cifar.tools.replay.recording import Recorder, device_of
 from lit_cifar.tools.replay.replaying import Replayer, judge
+from lit_cifar.tools.replay.resume import KEY, differences, judge_resume, states_of
 from lit_cifar.tools.replay.sharded import is_sharded
 from lit_cifar.tools.replay.twin import Twin, twin_of, what_cannot_be_judged
 from lit_cifar.tools.replay.verdict import Report
@@ -66,6 +67,30 @@ class Replay(pl.Callback):
         self._first: int | None = None
         self._judged = 0  # windows
         self._epochs: Epochs | None = None
+        self._saved: dict[str, Any] | None = None  # what the checkpoint that the training began with says
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if self._epochs is not None and _each_rank_holds_all(trainer):
+            checkpoint[KEY] = {"states": states_of(trainer)} | self._epochs.position()
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._saved = checkpoint.get(KEY)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._saved is None or self._epochs is None or not _each_rank_holds_all(trainer):
+            return
+        self._epochs.resumed = self._saved
+        report = empty_report(trainer)
+        report.subject = f"resume at step {trainer.global_step}"
+        now = states_of(trainer)
+        if of_ranks := gathered([*differences(self._saved["states"], now)]):
+            judge_resume(report, len(now), of_ranks)
+        self._saved = None
+        self._tell(trainer, trainer.strategy.broadcast(report))
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if _is_known(trainer.strategy):
@@ -128,7 +153,7 @@ class Replay(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._epochs is not None:
-            self._epochs.num_batches += 1
+            self._epochs.batch_ended(batch_idx)
         window = self._window
         if window is not None and trainer.global_step - window.first_step >= self.steps * window.steps_per_count:
             self._judge(trainer)
@@ -273,6 +298,11 @@ def _runner_of_one_device(strategy: Strategy) -> Callable[..., Any] | None:
     """By which a strategy that replaces the forward pass of `module.network` says what one device would compute."""
     found: Callable[..., Any] | None = getattr(strategy, "on_one_device", None)
     return found
+
+
+def _each_rank_holds_all(trainer: pl.Trainer) -> bool:
+    """Weights and optimizer states."""
+    return num_together(trainer.strategy) == 1 and not is_sharded(trainer.lightning_module)
 
 
 def _new_report(trainer: pl.Trainer, module: pl.LightningModule) -> Report:

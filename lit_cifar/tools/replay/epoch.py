@@ -1,5 +1,6 @@
-"""Findings about whole epochs: which samples the ranks read, and whether a logged metric is that of the whole set."""
+"""Findings about epochs: which samples the ranks read, and whether a logged metric is that of the whole set."""
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lit_cifar.tools.replay.lightning_view import empty_report, num_together
@@ -23,7 +24,7 @@ class ReadIds:
     """Which samples the loaders of this process ask their data sets for, by the loader's sampler, in their order."""
 
     def __init__(self) -> None:
-        self._ids: dict[int, list[int]] = {}
+        self._ids: dict[int, list[list[int]]] = {}  # batch by batch, by the sampler that makes them
         self._real: Any = vars(_BaseDataLoaderIter)["_next_index"]  # all loaders ask by it, also those with workers
         ids, real = self._ids, self._real
 
@@ -31,7 +32,7 @@ class ReadIds:
             index = real(iterator)
             its = index if isinstance(index, list) else [index]
             if all(isinstance(number, int) for number in its):
-                ids.setdefault(id(iterator._index_sampler), []).extend(its)
+                ids.setdefault(id(iterator._index_sampler), []).append(its)
             return index
 
         self._observed = next_index
@@ -41,9 +42,13 @@ class ReadIds:
         if vars(_BaseDataLoaderIter)["_next_index"] is self._observed:
             _BaseDataLoaderIter._next_index = self._real  # type: ignore[method-assign]
 
-    def take(self, loader: DataLoader[Any]) -> list[int]:
-        """Those since the last time."""
-        return self._ids.pop(id(loader._index_sampler), [])
+    def of(self, loader: DataLoader[Any], num_batches: int | None = None) -> list[int]:
+        """Those of the first batches since they were forgotten; processes of a loader are asked for more than these."""
+        batches = self._ids.get(id(loader._index_sampler), [])[:num_batches]
+        return [sample for batch in batches for sample in batch]
+
+    def forget(self, loader: DataLoader[Any]) -> None:
+        self._ids.pop(id(loader._index_sampler), None)
 
 
 def gathered(value: Any) -> list[Any]:
@@ -55,7 +60,14 @@ def gathered(value: Any) -> list[Any]:
     return found or []
 
 
-def judge_epoch(report: Report, of_ranks: Sequence[Sequence[int]], *, num_samples: int, before: Sequence[int]) -> None:
+def judge_epoch(
+    report: Report,
+    of_ranks: Sequence[Sequence[int]],
+    *,
+    num_samples: int,
+    before: Sequence[int],
+    is_order_of_epoch_0: bool = False,
+) -> None:
     """What is wrong with the samples that ranks have read in an epoch; `before`: those of rank 0 in the last one."""
     times = Counter(sample for ids in of_ranks for sample in ids)
     readers = Counter(sample for ids in of_ranks for sample in set(ids))
@@ -73,9 +85,36 @@ def judge_epoch(report: Report, of_ranks: Sequence[Sequence[int]], *, num_sample
             report.notes.append("the data are not shuffled")
         else:
             _found(report, "the order", "is that of the epoch before: call set_epoch on the sampler")
+    elif is_order_of_epoch_0:
+        _found(report, "the order", "is that of epoch 0: the sampler was asked for it before set_epoch was called")
     if len({len(ids) for ids in of_ranks}) > 1:
         sizes = ", ".join(str(len(ids)) for ids in of_ranks)
         report.notes.append(f"ranks read {sizes} samples; the mean over ranks weighs the ranks alike")
+
+
+def is_order_of_epoch_0(loader: DataLoader[Any], ids: Sequence[int], epoch: int) -> bool:
+    """Whether a later epoch was read in the order of the first, where the sampler makes it of seed and epoch alone."""
+    sampler: Any = copy.copy(loader.sampler)
+    if epoch == 0 or type(sampler).__iter__ is not DistributedSampler.__iter__:
+        return False
+    orders = []
+    for number in (0, epoch):
+        sampler.set_epoch(number)
+        orders.append([*sampler][: len(ids)])
+    return orders[0] == [*ids] != orders[1]
+
+
+def judge_resumed_epoch(report: Report, ids: Sequence[int], before: Sequence[int] | None) -> None:
+    """Whether rank 0 reads samples again that it had read when the checkpoint of this epoch was written."""
+    report.counts["samples"] = len(ids)
+    if before is None:
+        report.notes.append("the checkpoint was written without Replay: which samples came before it is not known")
+    elif again := len({*ids} & {*before}):
+        text = "that rank 0 read before the checkpoint are read again in the same epoch"
+        if len({*before}) == len(before):
+            _found(report, f"{again} of {len(before)} samples", text)
+        else:
+            report.notes.append("samples are drawn with replacement: whether the order goes on is not known")
 
 
 @dataclass
@@ -157,35 +196,61 @@ def _found(report: Report, what: str, text: str) -> None:
 
 
 class Epochs:
-    """What is seen of the first two epochs and of the first evaluation."""
+    """What is seen of the first two epochs, of one that is resumed in its middle, and of the first evaluation."""
 
     def __init__(self, trainer: pl.Trainer, tell: Callable[[Report], None]) -> None:
         self.trainer, self._tell = trainer, tell
-        self.num_batches = 0  # of this epoch
+        self.resumed: Mapping[str, Any] = {}  # the `position` in the checkpoint that the training began with
         self.evaluation: Evaluation | None = None
         self._read = ReadIds()
         self._each = num_together(trainer.strategy)
+        self._num_batches = self._batches_before = 0  # of this epoch: trained here, and before the checkpoint
         self._before: list[int] = []  # what rank 0 read in the epoch before
         self._epochs_left, self._evaluations_left = 2, 1
 
     def begin(self) -> None:
-        self.num_batches = 0
+        loader = self.trainer.train_dataloader
+        if self._num_batches and isinstance(loader, DataLoader):
+            self._read.forget(loader)
+        self._num_batches = 0
+
+    def batch_ended(self, batch_idx: int) -> None:
+        self._num_batches += 1
+        self._batches_before = batch_idx + 1 - self._num_batches
+
+    def position(self) -> dict[str, Any]:
+        """Which samples this process has used in the epoch that is being trained."""
+        loader = self.trainer.train_dataloader
+        own = self._read.of(loader, self._num_batches) if isinstance(loader, DataLoader) else []
+        earlier = self.resumed["ids"].tolist() if self._batches_before and self.resumed else []
+        return {"ids": torch.tensor(earlier + own, dtype=torch.int32)}
 
     def end(self) -> None:
         loader = self.trainer.train_dataloader
-        if not (self._epochs_left and isinstance(loader, DataLoader)):
+        if not isinstance(loader, DataLoader):
             return
-        ids = self._read.take(loader)
-        if not ids or self.num_batches != len(loader):
-            return  # an iterable data set, or an epoch that was not trained whole
-        self._epochs_left -= 1
-        if not self._epochs_left:
-            self._read.close()
-        of_ranks = gathered(ids)[:: self._each]
-        report = self._report(f"data of epoch {self.trainer.current_epoch}")
-        if of_ranks:
-            judge_epoch(report, of_ranks, num_samples=len(loader.dataset), before=self._before)  # type: ignore[arg-type]
+        ids, before = self._read.of(loader, self._num_batches), self._before
         self._before = ids
+        if self._batches_before and ids:
+            self._end_resumed(ids)
+        elif ids and self._epochs_left and self._num_batches == len(loader):  # no iterable data set, and trained whole
+            self._epochs_left -= 1
+            of_ranks = gathered(ids)[:: self._each]
+            report = self._report(f"data of epoch {self.trainer.current_epoch}")
+            if of_ranks:
+                first = is_order_of_epoch_0(loader, ids, self.trainer.current_epoch)
+                judge_epoch(
+                    report,
+                    of_ranks,
+                    num_samples=len(loader.dataset),  # type: ignore[arg-type]
+                    before=before,
+                    is_order_of_epoch_0=first,
+                )
+            self._tell(self.trainer.strategy.broadcast(report))
+
+    def _end_resumed(self, ids: Sequence[int]) -> None:
+        report = self._report(f"data of epoch {self.trainer.current_epoch}, resumed at batch {self._batches_before}")
+        judge_resumed_epoch(report, ids, self.resumed["ids"].tolist() if self.resumed else None)
         self._tell(self.trainer.strategy.broadcast(report))
 
     def begin_evaluation(self) -> None:
@@ -197,7 +262,11 @@ class Epochs:
         """The samples that this process has read for evaluations since the last call."""
         loaders = self.trainer.val_dataloaders
         one = loaders[0] if isinstance(loaders, list) and len(loaders) == 1 else loaders
-        return self._read.take(one) if isinstance(one, DataLoader) else []
+        if not isinstance(one, DataLoader):
+            return []
+        ids = self._read.of(one)
+        self._read.forget(one)
+        return ids
 
     def end_evaluation(self) -> None:
         if self.evaluation is None:

@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
-Part: TypeAlias = Literal["data", "parameters", "local computation", "exchange", "reduction", "optimizer", "evaluation"]
+Part: TypeAlias = Literal[
+    "data", "parameters", "local computation", "exchange", "reduction", "optimizer", "evaluation", "resume"
+]
 Outcome: TypeAlias = Literal["pass", "fail", "abstain", "error"]
 COMPARED = (
     "batches",
@@ -39,7 +41,7 @@ class Finding:
 
 @dataclass
 class Report:
-    """The replay of some steps; or, with a `subject`, what was seen of an epoch."""
+    """The replay of some steps; or, with a `subject`, what was seen of an epoch or of a checkpoint."""
 
     strategy: str
     num_ranks: int
@@ -75,7 +77,7 @@ class Report:
         of = self.subject or f"replay of {self.num_steps} steps from step {self.first_step}"
         ranks = "1 process" if self.num_ranks == 1 else f"{self.num_ranks} processes"
         yield f"{of}, {self.strategy} on {ranks}, {self.precision}: {self.outcome.upper()}"
-        yield from self._lines_of_epoch() if self.subject else self._lines_of_steps()
+        yield from self._lines_of_subject() if self.subject else self._lines_of_steps()
         yield from (f"  note: {note}" for note in self.notes)
         yield from (f"  not judged: {reason}" for reason in self.abstained)
         yield from (f"  {finding}" for finding in self.findings[:_SHOWN])
@@ -84,7 +86,10 @@ class Report:
         if self.error is not None:
             yield f"  {self.error}"
 
-    def _lines_of_epoch(self) -> Iterator[str]:
+    def _lines_of_subject(self) -> Iterator[str]:
+        if self.counts["states"]:
+            yield f"  {self.counts['states']} tensors and settings, compared bit for bit"
+            return
         metrics = f", {self.counts['metrics']} logged means" if self.counts["metrics"] else ""
         yield f"  {self.counts['samples']} samples{metrics}"
 

@@ -1,6 +1,6 @@
 """`python -m lit_cifar verify`: proof that a mode trains the same model as one device, and that the proof can fail."""
 
-from lit_cifar.tools.verify.verdict_table import VerifiedMode
-from lit_cifar.tools.verify.verifier import verify
+from lit_cifar.tools.verify.command import verify
+from lit_cifar.tools.verify.judge import VerifiedMode
 
 __all__ = ["VerifiedMode", "verify"]

@@ -1,25 +1,44 @@
-"""`python -m lit_cifar verify`: arguments, table and exit status."""
+"""`python -m lit_cifar verify`: from its arguments to the row of each mode, the printed table and the exit status."""
 
 import argparse
-from dataclasses import asdict
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, Future, as_completed
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
+from rich.table import Table
 
+from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.errors import ConfigError
+from lit_cifar.models.ghost_batchnorm import normalises_batches
 from lit_cifar.reporting.run_folder import process_rank
-from lit_cifar.tools.terminal import (
-    CommandParser,
-    about,
-    console,
-    exit_orderly_when_terminated,
-    say,
-    writable,
-    write_json,
+from lit_cifar.tools import terminal
+from lit_cifar.tools.modes import SizedMode, chosen
+from lit_cifar.tools.verify.judge import Reference, Verdict, VerifiedMode, judge
+from lit_cifar.tools.verify.launcher import EXACT, Configuration, Launcher, Report, placed
+from lit_cifar.tools.verify.record import (
+    EXACT_BOUND,
+    FLOOR_ULP,
+    KINDS,
+    LOGITS,
+    NOISE_FACTOR,
+    SAME_BITS,
+    Bounds,
+    Record,
+    differences,
+    largest,
+    measured_bounds,
 )
-from lit_cifar.tools.verify.comparison import EXACT_BOUND, FLOOR_ULP, NOISE_FACTOR
-from lit_cifar.tools.verify.verdict_table import NO_VERDICT, exit_status, verdict_table
-from lit_cifar.tools.verify.verifier import verify
+from lit_cifar.tools.verify.recorder import Order
+from lit_cifar.tools.verify.runs import REFUSED, Outcome, quiet, workers
 
 _DESCRIPTION = """\
 Train a configuration for a few steps in each mode, and compare it step by step with the single-device computation that
@@ -35,7 +54,33 @@ With --module, a training of your own: its first steps are replayed on one devic
 argument is then one of LightningCLI, e.g. --trainer.strategy=ddp --trainer.devices=2 --model.width=64."""
 
 RULES = {"noise_factor": NOISE_FACTOR, "floor_ulp": FLOOR_ULP, "float64": EXACT_BOUND}
-_SHOWN = 5  # findings of a mode
+NO_VERDICT = 3  # the exit status where nothing is known to be wrong, but not everything that ran could be compared
+_NUM_SHOWN = 5  # findings of a mode
+_COLUMNS = (*KINDS, LOGITS)
+_SHOWN: dict[Verdict, str] = {
+    "passed": "[bold green]PASS[/]",
+    "failed": "[bold red]FAIL[/]",
+    "abstained": "[bold yellow]ABSTAIN[/]",
+    "crashed": "[bold red]CRASH[/]",
+}
+
+RANDOM = (
+    "not judged: the network draws random numbers in training, as dropout does, and with several parts of a batch it "
+    "draws others than one device; pass --virtual_replicas=2 or more, with which all modes draw the same"
+)
+ROUNDING = (
+    "not judged: it is further from one device than measured rounding, but not in float64, so this is rounding or a "
+    "mistake of this precision alone; pass --virtual_replicas=2 or more, with which no bit may differ"
+)
+
+# Runs of one device in which only the rounding differs: the order of `Trace`, and further flags.
+_ROUNDINGS: dict[str, tuple[Order, list[str]]] = {
+    "reversed": ("reversed", []),
+    "plain kernels": ("plain_kernels", []),
+    "float32": ("usual", ["--trainer.precision=32-true"]),
+}
+# By which of them the tolerance is measured.
+_USED = {"32-true": ["reversed", "plain kernels"], "bf16-mixed": ["reversed", "plain kernels", "float32"]}
 
 
 def main(args: list[str]) -> int:
@@ -46,41 +91,24 @@ def main(args: list[str]) -> int:
             "--self-test plants mistakes in this package's own code, and is not installed with it",
             remedy="in a clone of the repository: python -m tests.mutations",
         )
-    target = writable(options.json) if process_rank() == 0 else None  # with --module every rank comes here
-    record = about() | {"rules": RULES}
-    exit_orderly_when_terminated()
+    target = terminal.writable(options.json) if process_rank() == 0 else None  # with --module every rank comes here
+    record = terminal.about() | {"rules": RULES}
+    terminal.exit_orderly_when_terminated()
     if options.module is not None:
         from lit_cifar.tools.replay.command import replayed  # a training of others
 
         report = replayed(options.module, options.data, steps=options.steps, args=rest)
         status = {"pass": 0, "fail": 1}.get(report["outcome"], NO_VERDICT)
-        write_json(target, record | report | {"exit_status": status})
+        terminal.write_json(target, record | report | {"exit_status": status})
         return status
     torch.set_num_threads(1)  # the other cores belong to the runs, beside which this process compares
-    content = _verify(options, rest)
-    write_json(target, record | content)
+    content = _verified(options, rest)
+    terminal.write_json(target, record | content)
     return int(content["exit_status"])
 
 
-def _verify(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    names = options.modes.split(",")
-    if options.virtual_replicas is not None:
-        rest = [*rest, f"--virtual_replicas={options.virtual_replicas}"]
-    rows = verify(names, devices=options.devices, steps=options.steps, args=rest, report=say)
-    out = console()
-    out.print(verdict_table(rows, title=f"{options.steps} steps, compared one by one"))
-    for row in rows:
-        for problem in row.problems[:_SHOWN]:
-            out.print(f"{row.mode}: {problem}", markup=False)
-        if len(row.problems) > _SHOWN:
-            out.print(f"{row.mode}: {len(row.problems) - _SHOWN} more findings: see --json FILE", markup=False)
-    found = [asdict(row) | {"passed": row.passed} for row in rows]
-    content = {"devices": options.devices, "steps": options.steps, "rows": found}
-    return content | {"passed": not exit_status(rows), "exit_status": exit_status(rows)}
-
-
 def verify_parser() -> argparse.ArgumentParser:
-    parser = CommandParser("verify", description=_DESCRIPTION)
+    parser = terminal.CommandParser("verify", description=_DESCRIPTION)
     parser.add_argument("--modes", default="all", metavar="A,B", help="Modes to verify (default: all).")
     parser.add_argument("--devices", type=int, default=2, metavar="N", help="Devices of each mode (default: 2).")
     parser.add_argument("--steps", type=int, default=4, metavar="K", help="Optimizer steps of each run (default: 4).")
@@ -92,3 +120,283 @@ def verify_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", metavar="FILE", help="Write all results, versions and hardware to this file.")
     parser.add_argument("--self-test", action="store_true", help="Where mistakes are planted that it must find.")
     return parser
+
+
+def _verified(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    """What came of it, which is printed too."""
+    if options.virtual_replicas is not None:
+        rest = [*rest, f"--virtual_replicas={options.virtual_replicas}"]
+    names = options.modes.split(",")
+    rows = verify(names, devices=options.devices, steps=options.steps, args=rest, report=terminal.say)
+    out = terminal.console()
+    out.print(verdict_table(rows, title=f"{options.steps} steps, compared one by one"))
+    for row in rows:
+        for problem in row.problems[:_NUM_SHOWN]:
+            out.print(f"{row.mode}: {problem}", markup=False)
+        if len(row.problems) > _NUM_SHOWN:
+            out.print(f"{row.mode}: {len(row.problems) - _NUM_SHOWN} more findings: see --json FILE", markup=False)
+    found = [asdict(row) | {"passed": row.passed} for row in rows]
+    content = {"devices": options.devices, "steps": options.steps, "rows": found}
+    return content | {"passed": not exit_status(rows), "exit_status": exit_status(rows)}
+
+
+def exit_status(rows: Sequence[VerifiedMode]) -> int:
+    """0 if a mode passed and none failed or crashed, 1 if one was compared and is wrong, else `NO_VERDICT`."""
+    outcomes = {row.outcome for row in rows}
+    if "failed" in outcomes:
+        return 1
+    return 0 if "passed" in outcomes and "crashed" not in outcomes else NO_VERDICT
+
+
+def verdict_table(rows: Sequence[VerifiedMode], *, title: str) -> Table:
+    """A row for each mode; below each of the largest differences what it may be. It fits 120 columns."""
+    table = terminal.table(title)
+    table.add_column("mode", no_wrap=True)
+    table.add_column("proc.", justify="right")
+    table.add_column("equals", max_width=33)
+    for kind in (*_COLUMNS, "time"):
+        table.add_column(kind, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for row in rows:
+        processes = "-" if row.processes is None else str(row.processes)
+        cells = [_cell(row, kind) for kind in _COLUMNS]
+        table.add_row(row.mode, processes, row.equals, *cells, f"{row.seconds:.0f} s", _SHOWN[row.outcome])
+    return table
+
+
+def _cell(row: VerifiedMode, kind: str) -> str:
+    if kind not in row.differences:
+        return "-"
+    value, bound = row.differences[kind], row.tolerance[kind]
+    shown = f"{value:.1e}" if value else "0"
+    return f"{shown if value <= bound else f'[red]{shown}[/]'}\n[dim]<= {f'{bound:.1e}' if bound else '0'}[/]"
+
+
+# The rows ------------------------------------------------------------------------------------------------------------
+
+
+def verify(
+    names: Sequence[str],
+    *,
+    devices: int = 2,
+    steps: int = 4,
+    args: Sequence[str] = (),
+    report: Report = lambda line: None,
+) -> list[VerifiedMode]:
+    """Compare modes, "all" for every one, with one device: a row for each.
+
+    A mode has so many `devices`: GPUs, or on the CPU processes or virtual devices of one process. `args` are flags of
+    `fit`; by default it is `tiny` on synthetic images, in float64. In float32 and bfloat16 rounding is magnified from
+    step to step: a mode beyond the measured bounds fails only if it fails in float64 too, else nothing is known. A mode
+    called by its name that cannot run so is a `ConfigError`; "all" leaves it out.
+    """
+    if steps < 2:
+        raise ConfigError(f"--steps={steps} leaves no step before a resume", remedy="pass --steps 2 or more")
+    rows = _rows(names, devices=devices, steps=steps, args=args, report=report)
+    if doubted := {row.mode: row for row in rows if row.may_be_rounding}:
+        report("once more in float64, where rounding is no excuse: " + ", ".join(doubted))
+        in_float64 = [*args, f"--trainer.precision={EXACT}"]
+        for again in _rows([*doubted], devices=devices, steps=steps, args=in_float64, report=report):
+            if again.passed:
+                doubted[again.mode].outcome = "abstained"
+                doubted[again.mode].problems.insert(0, ROUNDING)
+    return rows
+
+
+def _rows(names: Sequence[str], *, devices: int, steps: int, args: Sequence[str], report: Report) -> list[VerifiedMode]:
+    wanted, leave_out = chosen(list(names), devices=devices), "all" in names
+    with tempfile.TemporaryDirectory(prefix="lit_cifar-verify-") as folder:
+        settings = Configuration.of(list(args), devices=devices, folder=Path(folder))
+        verifier = Verifier(Launcher(settings, steps, Path(folder), report))
+        return verify_modes(verifier, [*_possible(wanted, settings, report, leave_out=leave_out)], leave_out=leave_out)
+
+
+def _possible(
+    wanted: Sequence[SizedMode], settings: Configuration, report: Report, *, leave_out: bool
+) -> Iterator[SizedMode]:
+    """Those that can run on so many devices with such batches: `tp`, say, must divide the channels.
+
+    Of the others `report` says why they are left out, or the error is raised if none may be.
+    """
+    module, data = settings.module(), settings.data()
+    sampler = settings.train_sampler(data)
+    for mode in wanted if settings.num_parts is None else [mode.with_parts() for mode in wanted]:
+        try:
+            with quiet():
+                on = placed(mode, num_gpus=settings.num_gpus)
+                on.check(module, data, sampler, num_parts=settings.num_parts)
+        except ConfigError as error:
+            if not leave_out:
+                raise
+            report(f"left out {mode.name}: {error.problem}")
+        else:
+            if on != mode:
+                report(f"on one GPU: {mode.name}")
+            yield on
+
+
+def verify_modes(verifier: "Verifier", wanted: Sequence[SizedMode], *, leave_out: bool = False) -> list[VerifiedMode]:
+    """Rows in the order of `wanted`.
+
+    What only the run of a mode finds wrong with the user's flags is a `ConfigError`, no failed proof; or the mode is
+    left out.
+    """
+    rows = {mode.name: row for mode in wanted if (row := verifier.abstained(mode))}
+    for compared in verifier.compare([Case(mode) for mode in wanted if mode.name not in rows]):
+        if compared.outcome.status != REFUSED:
+            rows[compared.row.mode] = compared.row
+        elif leave_out:
+            verifier.launcher.report(f"left out {compared.row.mode}: {compared.outcome.refusal.problem}")
+        else:
+            raise compared.outcome.refusal
+    return [rows[mode.name] for mode in wanted if mode.name in rows]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mode to compare."""
+
+    mode: SizedMode
+    flags: tuple[str, ...] = ()  # further ones of `fit`, for the runs of the mode alone
+    title: str | None = None  # of its runs, where it is not the mode's name
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What came of the case of that number; the folder of its run is removed when the next one is asked for."""
+
+    number: int
+    row: VerifiedMode
+    outcome: Outcome
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """Compares modes under the launcher's configuration."""
+
+    launcher: Launcher
+
+    def compare(self, cases: Sequence[Case]) -> Iterator[Compared]:
+        """Run each case and the references that they need, several at a time; yields as they are judged.
+
+        A worker judges what it has run before it runs the next: records are large, and must not pile up on the disk. So
+        each reference is forgotten as soon as its last case has been judged.
+        """
+        settings = self.launcher.settings
+        chunks = [self.ghost_batches_of(case.mode) for case in cases]
+        waiting = Counter(chunks)
+        judging = Lock()  # the precision in which an evaluation is repeated is set for all threads
+
+        def compared(number: int, references: References) -> Compared:
+            case = cases[number]
+            folder = self.launcher.new_folder(case.mode.name)
+            outcome = self.launcher.run_mode(case.mode, folder, title=case.title or case.mode.name, more=case.flags)
+            row = VerifiedMode(case.mode.name, settings.in_words(chunks[number]))
+            with judging:
+                judge(row, outcome, Record(folder), references.get(chunks[number]), settings)
+            return Compared(number, row, outcome, folder)
+
+        # First those whose processes import everything anew: what comes last runs with nothing beside it.
+        slowest_first = sorted(range(len(cases)), key=lambda number: cases[number].mode.name != "ddp_spawn")
+        launched: list[Future[Compared]] = []
+        with workers(settings.num_at_once) as pool:
+            references = References(self.launcher, pool)
+            for key in dict.fromkeys(chunks[number] for number in slowest_first):
+                references.start(key)
+                numbers = [number for number in slowest_first if chunks[number] == key]
+                launched += [pool.submit(compared, number, references) for number in numbers]
+            for done in as_completed(launched):
+                yield done.result()
+                shutil.rmtree(done.result().folder)
+                key = chunks[done.result().number]
+                waiting[key] -= 1
+                if not waiting[key]:
+                    references.forget(key)
+
+    def ghost_batches_of(self, mode: SizedMode) -> GhostBatches:
+        """What the mode normalises together, as its strategy tells it; the same for all that have no BatchNorm.
+
+        Virtual replicas normalise the same parts in every mode.
+        """
+        if not self._normalises_batches or self.launcher.settings.num_parts is not None:
+            return GhostBatches()
+        with quiet():
+            return mode.ghost_batches(accumulation=self.launcher.settings.accumulation)
+
+    def abstained(self, mode: SizedMode) -> VerifiedMode | None:
+        """The row of a mode that draws other random numbers than one device, so that nothing would be known."""
+        settings = self.launcher.settings
+        if settings.num_parts is not None or not self._draws_random_numbers:
+            return None
+        with quiet():
+            whole = mode.batch_split().ghost_batches(accumulation=settings.accumulation) == GhostBatches()
+            if whole and mode.num_processes == 1:  # it passes a batch as one device does, and draws the same
+                return None
+        return VerifiedMode(mode.name, settings.in_words(self.ghost_batches_of(mode)), problems=[RANDOM])
+
+    @cached_property
+    def _normalises_batches(self) -> bool:
+        """Whether it matters which images pass the network together."""
+        return normalises_batches(self.launcher.settings.module().network)
+
+    @cached_property
+    @torch.no_grad()
+    def _draws_random_numbers(self) -> bool:
+        """Whether a pass in training advances torch's generator: dropout does, and so does any code that samples."""
+        module = self.launcher.settings.module()
+        with torch.random.fork_rng(devices=[]):
+            before = torch.get_rng_state()
+            with suppress(Exception):  # of the user's own code; `fit` says in words what is wrong
+                module.network.train()(torch.zeros(4, *module.image_shape))
+            return not torch.equal(before, torch.get_rng_state())
+
+
+@dataclass(frozen=True)
+class References:
+    """Single-device runs that are made once and kept until they are forgotten, and how far a mode may be from them."""
+
+    launcher: Launcher
+    pool: Executor
+    _runs: dict[GhostBatches, Future[Record]] = field(default_factory=dict)
+    # How far depends on how many samples are normalised at once, so it is measured once for equal words: by a
+    # reference, and the runs that differ from it by rounding alone.
+    _measuring: dict[str, list[Future[Record]]] = field(default_factory=dict)
+    _bounds: dict[str, list[Bounds]] = field(default_factory=dict)
+
+    def start(self, chunks: GhostBatches) -> None:
+        """Have the device run that normalises `chunks` apart, and what measures its tolerance."""
+        settings = self.launcher.settings
+        words = settings.in_words(chunks)
+        self._runs[chunks] = self._started(f"reference: {words}", chunks)
+        if words not in self._measuring:
+            names = [] if settings.is_exact else _USED[settings.precision]
+            others = [self._started(f"tolerance: {words}, {name}", chunks, *_ROUNDINGS[name]) for name in names]
+            self._measuring[words] = [self._runs[chunks], *others]
+
+    def _started(
+        self, title: str, chunks: GhostBatches, order: Order = "usual", more: Sequence[str] = ()
+    ) -> Future[Record]:
+        return self.pool.submit(self.launcher.run_alone, title, chunks, order, more)
+
+    def get(self, chunks: GhostBatches) -> Reference:
+        """When it has ended; for one thread at a time."""
+        words = self.launcher.settings.in_words(chunks)
+        if words not in self._bounds:
+            self._bounds[words] = self._measured(*(run.result() for run in self._measuring[words]))
+        return Reference(self._runs[chunks].result(), self._bounds[words])
+
+    def _measured(self, expected: Record, *others: Record) -> list[Bounds]:
+        """What each kind may differ by after each step."""
+        if not others:
+            same_bits = self.launcher.settings.num_parts is not None
+            return [SAME_BITS if same_bits else dict.fromkeys(KINDS, EXACT_BOUND)] * self.launcher.steps
+        steps = range(1, self.launcher.steps + 1)
+        noise = [[largest(differences(other.step(k), expected.step(k))) for k in steps] for other in others]
+        for other in others:
+            shutil.rmtree(other.folder)
+        dtype = next(iter(expected.step(1)["parameters"].values())).dtype
+        return measured_bounds(noise, eps=torch.finfo(dtype).eps)
+
+    def forget(self, chunks: GhostBatches) -> None:
+        shutil.rmtree(self._runs.pop(chunks).result().folder)

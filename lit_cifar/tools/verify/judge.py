@@ -1,143 +1,134 @@
-"""Compares the record of a mode with that of the single-device computation that it equals, or says why it cannot."""
+"""Judges a mode: what its runs have left, compared with the single-device computation that it equals.
 
+Compared are steps, samples, evaluations, logged metrics, checkpoints and tables, and the same run resumed.
+"""
+
+import csv
 import json
 import math
-from collections.abc import Sequence
-from contextlib import suppress
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from types import SimpleNamespace
+from typing import Any, Literal, TypeAlias
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from lit_cifar.checkpoint.files import DIGESTS
-from lit_cifar.data.batch_split import GhostBatches
-from lit_cifar.task.module import LitResNet
-from lit_cifar.tools.modes import SizedMode
+from lit_cifar.checkpoint.files import BEST, DIGESTS, digest
+from lit_cifar.checkpoint.format import POSITION, read_checkpoint
+from lit_cifar.errors import CheckpointError
+from lit_cifar.reporting.evaluation_tables import CONFUSION, PER_RANK
 from lit_cifar.tools.replay.callback import RESULT
+from lit_cifar.tools.replay.resume import KEY as OF_REPLAY
 from lit_cifar.tools.replay.verdict import TAKEN, Finding
-from lit_cifar.tools.verify.comparison import (
+from lit_cifar.tools.verify.launcher import Configuration, expected, made
+from lit_cifar.tools.verify.record import (
     LOGITS,
     METRIC_BOUND,
+    METRICS,
     SAME_BITS,
     Bounds,
-    and_more,
+    Evaluated,
+    Logged,
+    Record,
+    Step,
+    difference,
     differences,
-    first_excess,
+    first,
     largest,
+    step_problems,
 )
-from lit_cifar.tools.verify.configuration import Configuration
-from lit_cifar.tools.verify.evaluation import Evaluated, expected, logits_problems
-from lit_cifar.tools.verify.record import Record
-from lit_cifar.tools.verify.reference import Reference
-from lit_cifar.tools.verify.run_files import (
-    MAY_DIFFER,
-    OF_ACCUMULATION,
-    OF_EVALUATION,
-    OF_RESUME,
-    checkpoint_problems,
-    digest_problems,
-    entry_problems,
-    evaluation_file_problems,
-    file_problems,
-    logged,
-    logged_problems,
-)
+from lit_cifar.tools.verify.recorder import filled, held, kinds
 from lit_cifar.tools.verify.runs import Outcome
-from lit_cifar.tools.verify.verdict_table import VerifiedMode
 
 ONE_DEVICE, SAME_WEIGHTS, FIRST_RUN = "one device", "one device with the same weights", "the undisturbed run"
-
 RESUMED = "resumed"
+_SAME_METRICS = dict.fromkeys(("train/", "val/", "lr-", "epoch"), 0.0)  # bounds by the beginnings of their names
 
-RANDOM = (
-    "not judged: the network draws random numbers in training, as dropout does, and with several parts of a batch it "
-    "draws others than one device; pass --virtual_replicas=2 or more, with which all modes draw the same"
-)
+# Entries of a checkpoint that need not be those of the one device, and why.
+MAY_DIFFER = {
+    "state_dict": "each checkpoint's is compared with the steps of its own run",
+    "optimizer_states": "likewise",
+    "update_count": "how many batches a process has counted depends on the number of processes",
+    "epoch_loop.val_loop.batch_progress": "so does how many it has evaluated, and nothing reads it",
+    OF_REPLAY: "digests of all that a resumed run begins with, which only runs that are replayed have",
+}
+OF_ACCUMULATION = {"loops": "Lightning counts the batches of the loader, and an accumulated step has several"}
+OF_RESUME = {
+    "current_score": "Lightning forgets the last score of the best checkpoint, and nothing reads it",
+    "epoch_loop.val_loop.batch_progress": "a resumed run counts them from 0",
+    OF_REPLAY: "a resumed run is not replayed",
+}
 
-ROUNDING = (
-    "not judged: it is further from one device than measured rounding, but not in float64, so this is rounding or a "
-    "mistake of this precision alone; pass --virtual_replicas=2 or more, with which no bit may differ"
-)
+# "failed": compared, and wrong. "abstained": it could not be judged. "crashed": its run ended by an error.
+Verdict: TypeAlias = Literal["passed", "failed", "abstained", "crashed"]
 
 
-def judge(
-    row: VerifiedMode, outcome: Outcome, record: Record, reference: Reference, settings: Configuration
-) -> VerifiedMode:
+@dataclass
+class VerifiedMode:
+    """The result of a mode."""
+
+    mode: str
+    equals: str  # the single-device computation that it was compared with
+    processes: int | None = None  # number of processes; None if the run failed before that was known
+    losses: list[float] = field(default_factory=list)  # the loss of the global batch, step by step
+    expected_losses: list[float] = field(default_factory=list)  # those of the single-device computation
+    differences: Bounds = field(default_factory=dict)  # the largest difference of each kind over all steps
+    tolerance: Bounds = field(default_factory=dict)  # what each kind may differ by after the last step
+    counts: tuple[int, int] | None = None  # right and seen samples of its last evaluation
+    seconds: float = 0.0  # the duration of its run, without that of the reference
+    outcome: Verdict = "abstained"  # until it has been compared
+    # What is wrong, the first step first; why it was not judged; the last words of a crash; empty if it passed.
+    problems: list[str] = field(default_factory=list)
+    # Whether these are differences beyond measured bounds alone, which rounding may exceed too.
+    may_be_rounding: bool = False
+
+    @property
+    def passed(self) -> bool:
+        return self.outcome == "passed"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A single-device run, and how far a mode may be from it after each step."""
+
+    record: Record
+    bounds: list[Bounds]
+
+
+def judge(row: VerifiedMode, outcome: Outcome, record: Record, reference: Reference, settings: Configuration) -> None:
     """Complete the mode's `row` by what its runs have left; it passes only if it was compared."""
     row.tolerance, row.seconds = dict(reference.bounds[-1]), outcome.seconds
     num_steps = len(reference.bounds)
-    finished = record.resumed.folder.exists()
-    if outcome.status != 0 and not finished:
+    if outcome.status != 0 and not record.resumed.folder.exists():
         row.outcome = "crashed"
         row.problems.append(outcome.last_words)
-        return row
+        return
     if record.steps != [*range(1, num_steps + 1)]:
-        row.problems.append(f"the run ended after {len(record.steps)} of {num_steps} steps")
         row.outcome = "failed"
-        return row
-    row.processes = record.about["world_size"]
+        row.problems.append(f"the run ended after {len(record.steps)} of {num_steps} steps")
+        return
+    row.processes = record.num_processes
     of_steps = _compare_steps(row, record, reference)
-    row.problems += [
-        *of_steps,
-        *replay_problems(record, settings.added_callbacks),
-        *record.sample_problems(reference.record),
-    ]
+    row.problems += of_steps
+    row.problems += replay_problems(record, settings.added_callbacks)
+    row.problems += record.sample_problems(reference.record)
     if (reason := other_weights(reference.record, settings.added_callbacks)) is not None:
         row.outcome = "failed" if row.problems else "crashed" if outcome.status else "abstained"
         row.problems.append(f"{RESUMED}: {outcome.last_words}" if outcome.status else reason)
-        return row
+        return
     row.problems += [*record.own_problems(), *record.count_problems(), *record.weight_problems()]
     of_metrics = _compare_metrics(row, record, reference, settings)
     row.problems += of_metrics
-    _compare_rest(row, record, reference, settings)
+    row.problems += _file_problems(record, reference.record, settings)
     crashed = outcome.status != 0 and not row.problems
     row.problems += [f"{RESUMED}: {problem}" for problem in _resumed_problems(outcome, record, reference, settings)]
     row.outcome = "crashed" if crashed else "failed" if row.problems else "passed"
     rounded = {*of_steps, *of_metrics}
     row.may_be_rounding = not settings.is_exact and row.outcome == "failed" and rounded.issuperset(row.problems)
-    return row
-
-
-def replay_problems(record: Record, added_callbacks: Sequence[str] = ()) -> list[str]:
-    """What a replay of the same steps, in the same precision, has found; nothing where the mode has none.
-
-    Without callbacks of the user's nothing happens in `fit` that a replay has to take as it is. One that passes says
-    nothing of the order of the data and their augmentation.
-    """
-    path = record.run / RESULT
-    if not path.exists():
-        return []
-    reports = json.loads(path.read_text())
-    findings = [str(Finding(**finding)) for report in reports for finding in report["findings"]]
-    if not added_callbacks:
-        findings += [note for report in reports for note in report["notes"] if note.endswith(TAKEN)]
-    return [f"replay: {findings[0]}" + and_more(len(findings) - 1)] if findings else []
-
-
-def _compare_metrics(row: VerifiedMode, record: Record, reference: Reference, settings: Configuration) -> list[str]:
-    """What is logged and evaluated, beyond its bounds."""
-    bounds = _bounds_of_metrics(reference, settings)
-    wanted = logged(reference.record.run)
-    problems = logged_problems(logged(record.run), wanted, bounds=bounds, source=f"{ONE_DEVICE} has")
-    for number in record.steps:
-        if evaluated := record.evaluated(number):
-            problems += _compare_evaluation(row, number, evaluated, record, reference, settings)
-    return problems
-
-
-def _compare_rest(row: VerifiedMode, record: Record, reference: Reference, settings: Configuration) -> None:
-    """Files and checkpoints, which rounding does not touch."""
-    alone = reference.record
-    if (last := record.evaluated(max(record.steps))) and logged(alone.run):
-        row.problems += evaluation_file_problems(record, last, in_chunks=settings.num_parts is None)
-    row.problems += checkpoint_problems(record, settings.plain_module, config=settings.config)
-    row.problems += entry_problems(
-        record,
-        alone,
-        bound=0.0 if settings.num_parts is not None else METRIC_BOUND if settings.is_exact else math.inf,
-        source=ONE_DEVICE,
-        leave_out=[*MAY_DIFFER, *(OF_ACCUMULATION if settings.accumulation > 1 else [])],
-    )
-    row.problems += file_problems(record, alone, source=ONE_DEVICE, leave_out=(*OF_EVALUATION, DIGESTS))
-    row.problems += digest_problems(record, alone, settings.plain_module.network)
 
 
 def _compare_steps(row: VerifiedMode, record: Record, reference: Reference) -> list[str]:
@@ -151,77 +142,22 @@ def _compare_steps(row: VerifiedMode, record: Record, reference: Reference) -> l
         for kind, value in largest(found).items():
             if kind in bounds:
                 row.differences[kind] = max(row.differences.get(kind, 0.0), value)
-        excess = first_excess(found, bounds, step=number)
-        problems += [] if excess is None else [str(excess)]
+        problems += step_problems(found, bounds, step=number)
     return problems
 
 
-def _compare_evaluation(
-    row: VerifiedMode,
-    number: int,
-    evaluated: dict[int, Evaluated],
-    record: Record,
-    reference: Reference,
-    settings: Configuration,
-) -> list[str]:
-    """With one device that has the same weights."""
-    when = f"evaluation after step {number}"
-    problems = []
-    if settings.num_parts is None:
-        alone = expected(record.step(number), config=settings.config)
-        own = {key: value for key, value in logged(record.run).items() if key[0] in alone.metrics and key[1] == number}
-        wanted = {key: alone.metrics[key[0]] for key in own}
-        problems += logged_problems(own, wanted, bounds=alone.bounds, source=f"{SAME_WEIGHTS} has")
-        samples, bound = alone.evaluated, alone.bounds[LOGITS]
-    else:  # the bits of the one device itself
-        (samples,), bound = reference.record.evaluated(number).values(), 0.0
-    for process, its in evaluated.items():
-        gaps = its.gaps(samples)
-        problems += logits_problems(when, process, gaps, bound=bound)
-        row.differences[LOGITS] = max([row.differences.get(LOGITS, 0.0), *(gap for _, gap in gaps)])
-    row.tolerance[LOGITS] = max(row.tolerance.get(LOGITS, 0.0), bound)
-    if number == max(record.steps):
-        counts = [its.counts for its in record.first_of_ranks(evaluated).values()]
-        row.counts = (sum(right for right, _ in counts), sum(seen for _, seen in counts))
-    return problems
+def replay_problems(record: Record, added_callbacks: Sequence[str] = ()) -> list[str]:
+    """What a replay of the same steps, in the same precision, has found; nothing where the mode has none.
 
-
-def _resumed_problems(outcome: Outcome, record: Record, reference: Reference, settings: Configuration) -> list[str]:
-    """Where the process that has made the last step once more has not done what the first one did: bits on the CPU."""
-    last, resumed = max(record.steps), record.resumed
-    if outcome.status != 0:
-        return [outcome.last_words]
-    if resumed.steps != [last]:
-        return [f"it has made the steps {resumed.steps}, not {last} alone"]
-    same_bits = settings.config["trainer"]["accelerator"] == "cpu"
-    bounds = {"loss": 0.0} | SAME_BITS if same_bits else reference.bounds[-1]
-    excess = first_excess(differences(resumed.step(last), record.step(last)), bounds, step=last)
-    problems = ([] if excess is None else [str(excess)]) + resumed.own_problems()
-    if same_bits:
-        everything = dict.fromkeys(("train/", "val/", "lr-", "epoch"), 0.0)
-        wanted = logged(record.run)
-        problems += logged_problems(logged(resumed.run), wanted, bounds=everything, source=f"{FIRST_RUN} has")
-        problems += entry_problems(resumed, record, bound=0.0, source=FIRST_RUN, leave_out=OF_RESUME)
-        problems += file_problems(resumed, record, source=FIRST_RUN)
-    return problems
-
-
-def _bounds_of_metrics(reference: Reference, settings: Configuration) -> Bounds:
-    """By the beginnings of their names."""
-    if settings.num_parts is not None:
-        return {"train/": 0.0, "val/": 0.0, "lr-": 0.0, "epoch": 0.0}
-    # Rounding may turn two answers, in bfloat16 any number.
-    turned = {"64-true": METRIC_BOUND, "32-true": 2 / settings.batch_size, "bf16-mixed": math.inf}
-    return {
-        "train/loss": reference.bounds[-1]["loss"] + METRIC_BOUND,
-        "train/acc": turned[settings.precision],
-        "val/": math.inf,  # that they are there; the evaluation compares their values with those of the same weights
-        "lr-": 0.0,
-        "epoch": 0.0,
-    }
-
-
-# Why a mode cannot be judged, though nothing need be wrong with it ---------------------------------------------------
+    Without callbacks of the user's nothing happens in `fit` that a replay has to take as it is. One that passes says
+    nothing of the order of the data and their augmentation.
+    """
+    path = record.run / RESULT
+    reports = json.loads(path.read_text()) if path.exists() else []
+    findings = [str(Finding(**finding)) for report in reports for finding in report["findings"]]
+    if not added_callbacks:
+        findings += [note for report in reports for note in report["notes"] if note.endswith(TAKEN)]
+    return first([f"replay: {finding}" for finding in findings])
 
 
 def other_weights(alone: Record, added_callbacks: Sequence[str]) -> str | None:
@@ -239,16 +175,258 @@ def other_weights(alone: Record, added_callbacks: Sequence[str]) -> str | None:
     )
 
 
-@torch.no_grad()
-def draws_random_numbers(module: LitResNet) -> bool:
-    """Whether a pass in training advances torch's generator: dropout does, and so does any code that samples."""
-    with torch.random.fork_rng(devices=[]):
-        before = torch.get_rng_state()
-        with suppress(Exception):  # of the user's own code; `fit` says in words what is wrong
-            module.network.train()(torch.zeros(4, *module.image_shape))
-        return not torch.equal(before, torch.get_rng_state())
+def _resumed_problems(outcome: Outcome, record: Record, reference: Reference, settings: Configuration) -> list[str]:
+    """Where the process that has made the last step once more has not done what the first one did: bits on the CPU."""
+    last, resumed = max(record.steps), record.resumed
+    if outcome.status != 0:
+        return [outcome.last_words]
+    if resumed.steps != [last]:
+        return [f"it has made the steps {resumed.steps}, not {last} alone"]
+    bounds = {"loss": 0.0} | SAME_BITS if settings.on_cpu else reference.bounds[-1]
+    problems = step_problems(differences(resumed.step(last), record.step(last)), bounds, step=last)
+    problems += resumed.own_problems()
+    if settings.on_cpu:
+        source = f"{FIRST_RUN} has"
+        problems += logged_problems(resumed.logged, record.logged, bounds=_SAME_METRICS, source=source)
+        problems += entry_problems(resumed, record, bound=0.0, source=FIRST_RUN, leave_out=OF_RESUME)
+        problems += table_problems(resumed, record, source=FIRST_RUN)
+    return problems
 
 
-def masks_of_one_device(mode: SizedMode, *, accumulation: int) -> bool:
-    """Whether one process passes a batch as a whole, so that it draws what one device does."""
-    return mode.num_processes == 1 and mode.batch_split().ghost_batches(accumulation=accumulation) == GhostBatches()
+# Evaluations, and what is logged -------------------------------------------------------------------------------------
+
+
+def _compare_metrics(row: VerifiedMode, record: Record, reference: Reference, settings: Configuration) -> list[str]:
+    """What is logged and evaluated, beyond its bounds."""
+    bounds = dict(_SAME_METRICS)
+    if settings.num_parts is None:
+        # Rounding may turn two answers, in bfloat16 any number.
+        turned = {"64-true": METRIC_BOUND, "32-true": 2 / settings.batch_size, "bf16-mixed": math.inf}
+        of_loss = reference.bounds[-1]["loss"] + METRIC_BOUND
+        bounds = {"train/loss": of_loss, "train/acc": turned[settings.precision], **_SAME_METRICS}
+        bounds["val/"] = math.inf  # that they are there; `_compare_evaluation` compares their values
+    problems = logged_problems(record.logged, reference.record.logged, bounds=bounds, source=f"{ONE_DEVICE} has")
+    for number in record.steps:
+        if evaluated := record.evaluated(number):
+            problems += _compare_evaluation(row, number, evaluated, record, reference, settings)
+    return problems
+
+
+def _compare_evaluation(
+    row: VerifiedMode,
+    number: int,
+    evaluated: dict[int, Evaluated],
+    record: Record,
+    reference: Reference,
+    settings: Configuration,
+) -> list[str]:
+    """With one device that has the same weights."""
+    problems = []
+    if settings.num_parts is None:
+        alone = expected(record.step(number), settings)
+        own = {key: value for key, value in record.logged.items() if key[0] in alone.metrics and key[1] == number}
+        wanted = {key: alone.metrics[key[0]] for key in own}
+        problems += logged_problems(own, wanted, bounds=alone.bounds, source=f"{SAME_WEIGHTS} has")
+        samples, bound = alone.evaluated, alone.bounds[LOGITS]
+    else:  # the bits of the one device itself
+        (samples,), bound = reference.record.evaluated(number).values(), 0.0
+    for process, its in evaluated.items():
+        gaps = its.gaps(samples)
+        problems += logits_problems(f"evaluation after step {number}", process, gaps, bound=bound)
+        row.differences[LOGITS] = max([row.differences.get(LOGITS, 0.0), *(gap for _, gap in gaps)])
+    row.tolerance[LOGITS] = max(row.tolerance.get(LOGITS, 0.0), bound)
+    if number == max(record.steps):
+        row.counts = _sum([its.counts for its in record.first_of_ranks(evaluated)])
+    return problems
+
+
+def logits_problems(when: str, rank: int, gaps: Sequence[tuple[int, float]], *, bound: float) -> list[str]:
+    """The first sample of process `rank` whose logits, or label, are not those of one device, and how many more."""
+    return first(
+        [
+            f"{when}: logits of sample {sample} of process {rank} differ by {gap:.1e}, allowed {bound:.1e}"
+            for sample, gap in gaps
+            if not gap <= bound
+        ]
+    )
+
+
+def logged_problems(found: Logged, expected: Logged, *, bounds: Mapping[str, float], source: str) -> list[str]:
+    """Where what a mode has logged is not what it should be, name by name and step by step.
+
+    `bounds` say, by the beginning of a name, how far |found - expected| / max(1, |expected|) may go; other names are
+    left out. `source` is where `expected` comes from, in words.
+    """
+    problems = []
+    for name, step in sorted(found.keys() | expected.keys(), key=lambda key: (key[1], key[0])):
+        bound = next((value for start, value in bounds.items() if name.startswith(start)), None)
+        a, b = found.get((name, step)), expected.get((name, step))
+        if bound is None or a == b:
+            continue
+        if a is None or b is None:
+            problems.append(f"logged: {name} of step {step} is only in {source if a is None else 'the run'}")
+        elif not abs(a - b) / max(1.0, abs(b)) <= bound:
+            problems.append(f"logged: {name} of step {step} is {a:.6g}, {source} {b:.6g}")
+    return problems
+
+
+# Checkpoints and tables, which rounding does not touch ---------------------------------------------------------------
+
+
+def _file_problems(record: Record, alone: Record, settings: Configuration) -> list[str]:
+    problems = []
+    if (last := record.evaluated(max(record.steps))) and alone.logged:
+        problems += evaluation_table_problems(record, last, in_chunks=settings.num_parts is None)
+    problems += checkpoint_problems(record, settings)
+    problems += entry_problems(
+        record,
+        alone,
+        bound=0.0 if settings.num_parts is not None else METRIC_BOUND if settings.is_exact else math.inf,
+        source=ONE_DEVICE,
+        leave_out=[*MAY_DIFFER, *(OF_ACCUMULATION if settings.accumulation > 1 else [])],
+    )
+    problems += table_problems(record, alone, source=ONE_DEVICE, leave_out=(PER_RANK, CONFUSION, DIGESTS))
+    return problems + digest_problems(record, alone, settings.plain_module.network)
+
+
+def checkpoint_problems(record: Record, settings: Configuration) -> list[str]:
+    """Where a checkpoint, loaded strictly into a plain module, is not bit for bit the step that it is of."""
+    found = []
+    for name, path in record.checkpoints.items():
+        checkpoint = read_checkpoint(path)
+        number = checkpoint.get(POSITION, {}).get("global_step")
+        try:
+            loaded = _loaded(checkpoint, settings)
+        except (CheckpointError, RuntimeError, ValueError, KeyError, IndexError) as error:
+            found.append(f"{name}: one device cannot load it: {str(error).splitlines()[0][:160]}")
+            continue
+        if number not in record.steps:
+            found.append(f"{name}: it is of step {number}, which this run has not made")
+            continue
+        step = record.step(number)
+        gaps = differences({**step, **loaded}, step)
+        other = [(key, kind) for kind, by_name in gaps.items() for key, gap in by_name.items() if gap]
+        found += first([f"{name}: {key} differs from step {number} ({kind})" for key, kind in other])
+    return found
+
+
+def _loaded(checkpoint: dict[str, Any], settings: Configuration) -> Step:
+    settings.plain_module.header.check(checkpoint)
+    network, weights = settings.plain_module.network, checkpoint["state_dict"]
+    network.to(next(iter(weights.values())).dtype).load_state_dict(weights, strict=True)
+    optimizer: Optimizer = made(settings.config["model"]["optimizer"], network.parameters())
+    optimizer.load_state_dict(checkpoint["optimizer_states"][0])
+    return kinds(held(SimpleNamespace(strategy=None, optimizers=[optimizer]), network))
+
+
+def entry_problems(
+    found: Record, expected: Record, *, bound: float, source: str, leave_out: Collection[str] = ()
+) -> list[str]:
+    """Where the checkpoints of a run are not entry by entry those of another one, of which it should have the same.
+
+    Numbers in tensors may differ by `bound`, all else not at all. Of metrics, of which every rank has a row, the sums
+    are compared. Where rounding may turn answers, and `bound` is infinite, the best checkpoint may be of another step.
+    """
+    problems = []
+    for name in sorted(found.checkpoints.keys() | expected.checkpoints.keys()):
+        if name not in found.checkpoints or name not in expected.checkpoints:
+            problems.append(f"{name}: only {source if name not in found.checkpoints else 'this run'} has one")
+        elif name != BEST or math.isfinite(bound):
+            mine, wanted = (
+                dict(_entries("", read_checkpoint(record.checkpoints[name]), leave_out)) for record in (found, expected)
+            )
+            other = [key for key in {**wanted, **mine} if not _equal(mine.get(key), wanted.get(key), bound=bound)]
+            problems += first(
+                [f"{name}: {key} is {_shown(mine.get(key))}, {source} has {_shown(wanted.get(key))}" for key in other]
+            )
+    return problems
+
+
+def _entries(path: str, value: Any, leave_out: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """The leaves of a checkpoint by their path in it; the run's own folder is called RUN."""
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            if key not in leave_out:
+                yield from _entries(f"{path}/{key}".lstrip("/"), inner, leave_out)
+    else:
+        yield _in_run(path), _in_run(value) if isinstance(value, str) else value
+
+
+def _in_run(text: str) -> str:
+    return re.sub(r"[^ ]*/run/checkpoints", "RUN/checkpoints", text)
+
+
+def _equal(found: Any, wanted: Any, *, bound: float) -> bool:
+    if not (isinstance(found, Tensor) and isinstance(wanted, Tensor)):
+        return type(found) is type(wanted) and bool(found == wanted)
+    if found.shape != wanted.shape and found.shape[1:] == wanted.shape[1:]:
+        found, wanted = found.sum(0), wanted.sum(0)
+    if found.dtype == wanted.dtype and torch.equal(found, wanted):  # also where both are infinite
+        return True
+    return found.shape == wanted.shape and difference(found, wanted) <= bound
+
+
+def _shown(value: Any) -> str:
+    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) and value.ndim else str(value)[:80]
+
+
+def table_problems(found: Record, expected: Record, *, source: str, leave_out: Collection[str] = ()) -> list[str]:
+    """Tables of which a run has not the same, byte for byte, as another one."""
+    paths = [path for record in (found, expected) for end in ("csv", "sha256") for path in record.run.glob(f"*.{end}")]
+    problems = []
+    for name in sorted({path.name for path in paths} - {METRICS, *leave_out}):
+        problems += _line_problems(name, found.lines(name), expected.lines(name), f"the one that {source} has")
+    return problems
+
+
+def evaluation_table_problems(record: Record, last: dict[int, Evaluated], *, in_chunks: bool) -> list[str]:
+    """Where `per_rank.csv` and `confusion.csv` are not what the logits of the last evaluation say.
+
+    By process, and `in_chunks` also by replica of `dp`, which virtual replicas divide in another way.
+    """
+    ranks, problems = record.first_of_ranks(last), []
+    matrix = torch.zeros(2 * [ranks[0].logits.shape[1]], dtype=torch.int64)
+    for its in ranks:
+        matrix.index_put_((its.labels, its.logits.argmax(dim=1)), torch.tensor(1), accumulate=True)
+    if [list(map(int, row[2:])) for row in _rows(record, CONFUSION)] != matrix.tolist():
+        problems.append(f"{CONFUSION} is not what the logits of the last evaluation say")
+    *counted, total = [(int(row[2]), int(row[3])) for row in _rows(record, PER_RANK)] or [(0, 0)]
+    share = max(1, len(counted) // len(ranks))  # a process of `dp` has several replicas
+    if in_chunks:
+        wanted = [counts for its in ranks for counts in its.of_replicas(share)]
+    else:
+        wanted = [its.counts for its in ranks]
+        counted = [_sum(counted[place : place + share]) for place in range(0, len(counted), share)]
+    for rank, (mine, right) in enumerate(zip_longest([*counted, total], [*wanted, _sum(wanted)])):
+        if mine != right:
+            who = "all" if rank == len(wanted) else f"rank {rank}"
+            problems.append(f"{PER_RANK}: right and seen of {who} are {mine}, its logits say {right}")
+    wrong = [row[1] for row in _rows(record, PER_RANK) if row[4] != f"{int(row[2]) / max(1, int(row[3])):.6f}"]
+    return problems + [f"{PER_RANK}: the accuracy of {who} is not its quotient" for who in wrong]
+
+
+def digest_problems(record: Record, expected: Record, network: nn.Module) -> list[str]:
+    """Lines of `weights.sha256` that are not of the weights at the end of their epoch, of as many as `expected` has.
+
+    The weights are put into `network`, one after the other.
+    """
+    ends = record.ends_of_epochs  # an epoch that has not ended is reported by its samples
+    steps = (record.step(ends.get(epoch, max(record.steps))) for epoch in range(len(expected.lines(DIGESTS))))
+    digests = [digest(filled(network, step).state_dict()) for step in steps]
+    wanted = [f"{line}  epoch {epoch}" for epoch, line in enumerate(digests)]
+    return _line_problems(DIGESTS, record.lines(DIGESTS), wanted, "of the weights at the end of its epoch")
+
+
+def _line_problems(name: str, found: Sequence[Any], wanted: Sequence[Any], source: str) -> list[str]:
+    other = [number for number, (line, its) in enumerate(zip_longest(found, wanted), 1) if line != its]
+    return first([f"{name}: line {number} is not {source}" for number in other])
+
+
+def _rows(record: Record, name: str) -> list[list[str]]:
+    return [row for row in csv.reader(record.lines(name)) if row[0] == "val"]
+
+
+def _sum(counts: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    return sum(right for right, _ in counts), sum(seen for _, seen in counts)

@@ -1,24 +1,227 @@
-"""Starts the runs that are compared: of a mode, on its GPUs if there are any, and of one device."""
+"""How runs are made: what the user's flags resolve to, how a mode and one device are started with them and recorded."""
 
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property
+from importlib import import_module
 from os import cpu_count
 from pathlib import Path
+from typing import Any
 
+import lightning as L
+import torch
+import yaml  # type: ignore[import-untyped]
+
+from lit_cifar.callbacks import default_callbacks
+from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.batch_split import GhostBatches
+from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import ConfigError
-from lit_cifar.tools.modes import SizedMode
-from lit_cifar.tools.verify.configuration import Configuration
-from lit_cifar.tools.verify.record import Record
-from lit_cifar.tools.verify.runs import REFUSED, TIMEOUT_S, Outcome, quiet, run
+from lit_cifar.models.resnet import SHAPES
+from lit_cifar.task.module import LitResNet
+from lit_cifar.tools.modes import SILENT, SizedMode, in_words
+from lit_cifar.tools.terminal import names_config, refuse_owned
+from lit_cifar.tools.verify.record import (
+    EXACT_BOUND,
+    FLOOR_ULP,
+    LOGITS,
+    METRIC_BOUND,
+    NOISE_FACTOR,
+    Bounds,
+    Evaluated,
+    Record,
+    Step,
+)
+from lit_cifar.tools.verify.recorder import Logits, Order, filled
+from lit_cifar.tools.verify.runs import REFUSED, TIMEOUT_S, Outcome, quiet, refuse_if_invalid, run
 
-TRACE = "lit_cifar.tools.verify.recorder.Trace"
+EXACT = "64-true"
+
+# In float64, in which no rounding looks like a mistake, on images that need no files. An epoch is a batch of 64 and a
+# ragged one of 37, of which no two or four processes have equal parts, but 9 or more: BatchNorm over few values
+# magnifies rounding, and so does a large learning rate. The evaluation has batches of 24, 24 and 13.
+DEFAULTS = (
+    f"--trainer.precision={EXACT}",
+    "--model.optimizer.lr=1e-4",
+    "--data.dataset=synthetic",
+    "--data.num_train=162",
+    "--data.num_test=1",
+    "--data.val_size=61",
+    "--data.batch_size=64",
+    "--data.eval_batch_size=24",
+)
+
+_OWNED = (
+    "trainer.strategy",
+    "trainer.devices",
+    "trainer.sync_batchnorm",
+    "trainer.max_steps",
+    "trainer.max_epochs",
+    "run_dir",
+    "ckpt_path",
+    "resume",
+)
+
+# Outputs that are not used here; each of them takes longer than a step.
+_LEFT_OUT = ("--trainer.enable_progress_bar=false", "--trainer.num_sanity_val_steps=0", "--figures.every_n_epochs=0")
+
+# Precisions in which rounding does not cancel a whole step; and the next wider one, in which one device evaluates once
+# more, to measure what rounding does.
+_PRECISIONS = {"32": "32-true", "64": EXACT, "bf16": "bf16-mixed"}
+_PRECISIONS |= {name: name for name in ("32-true", EXACT, "bf16-mixed")}
+_WIDER = {"32-true": EXACT, "bf16-mixed": "32-true"}
+
+_MAX_AT_ONCE = 8  # each holds some copies of the network on disk
 
 Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """The flags that all runs share, and their values after defaults and files."""
+
+    flags: tuple[str, ...]  # what to pass to `fit`
+    config: dict[str, Any]  # every setting with its value, as `fit --print_config` shows it
+
+    @classmethod
+    def of(cls, args: list[str], *, devices: int, folder: Path) -> "Configuration":
+        """Resolve the user's `args`; refuse flags that `verify` sets, and precisions that leave out steps."""
+        refuse_owned(args, _OWNED, command="verify")
+        own_config = names_config(args)
+        flags = [*([] if own_config else DEFAULTS), *args, *_LEFT_OUT]
+        outcome = run("fit", *flags, "--print_config", folder=folder)
+        refuse_if_invalid(outcome)
+        config = yaml.safe_load(outcome.stdout)
+        if (precision := str(config["trainer"]["precision"] or "32-true")) not in _PRECISIONS:
+            raise ConfigError(
+                f"verify compares in 32-true, 64-true or bf16-mixed, not in --trainer.precision={precision}, in which "
+                "rounding leaves out steps",
+                remedy="leave it out, or pass --trainer.precision=64-true",
+            )
+        if config["trainer"]["accelerator"] == "auto" and torch.cuda.device_count() < devices:
+            flags.append("--trainer.accelerator=cpu")
+            config["trainer"]["accelerator"] = "cpu"
+        if not own_config and config["model"]["network"] is None:
+            flags += _network_flags(config["model"])
+        return cls(tuple(flags), config)
+
+    @property
+    def precision(self) -> str:
+        """In full: "32-true", "64-true" or "bf16-mixed"."""
+        return _PRECISIONS[str(self.config["trainer"]["precision"] or "32-true")]
+
+    @property
+    def num_parts(self) -> int | None:
+        """The number of virtual replicas: then every mode is to have the bits of one device."""
+        found: int | None = self.config.get("virtual_replicas")
+        return found
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether bounds are far below any mistake; else they are measured, and rounding may go beyond them."""
+        return self.precision == EXACT or self.num_parts is not None
+
+    @property
+    def on_cpu(self) -> bool:
+        return bool(self.config["trainer"]["accelerator"] == "cpu")
+
+    @property
+    def num_gpus(self) -> int:
+        return 0 if self.on_cpu else torch.cuda.device_count()
+
+    @property
+    def num_at_once(self) -> int:
+        """Number of runs at the same time: on the CPU a short run mostly starts up, which uses one core."""
+        return min(cpu_count() or 1, _MAX_AT_ONCE) if self.on_cpu else 1
+
+    @property
+    def accumulation(self) -> int:
+        return int(self.config["trainer"]["accumulate_grad_batches"])
+
+    @property
+    def batch_size(self) -> int:
+        return int(self.config["data"]["batch_size"])
+
+    @property
+    def added_callbacks(self) -> list[str]:
+        """Classes of the callbacks that are the user's choice."""
+        known = {type(callback).__name__ for callback in default_callbacks()}
+        classes = [callback["class_path"] for callback in self.config["trainer"].get("callbacks") or []]
+        return [path for path in classes if path.rpartition(".")[2] not in known]
+
+    def module(self, **kwargs: Any) -> LitResNet:
+        """With the network that `fit` would train; `kwargs` are further arguments."""
+        model, data = self.config["model"], CIFAR10DataModule(**self.config["data"])
+        return LitResNet(
+            model["arch"],
+            stem=model["stem"],
+            network=None if model["network"] is None else made(model["network"]),
+            num_classes=model["num_classes"] or len(data.classes),
+            image_size=model["image_size"] or data.image_size,
+            **kwargs,
+        )
+
+    @cached_property
+    def plain_module(self) -> LitResNet:
+        """One for checkpoints to be loaded into: to draw the weights of another takes longer than to read them."""
+        return self.module()
+
+    def data(self) -> CIFAR10DataModule:
+        data = CIFAR10DataModule(**self.config["data"])
+        data.prepare_data()
+        data.setup("fit")
+        return data
+
+    def train_sampler(self, data: CIFAR10DataModule) -> TrainSampler:
+        """The sampler of one device."""
+        sampler = replace(data.train_sampler(), accumulation=self.accumulation)
+        sampler.check()
+        return sampler
+
+    def in_words(self, chunks: GhostBatches) -> str:
+        """The single-device computation, as the table names it."""
+        if self.num_parts is not None:
+            return f"one device, {self.num_parts} virtual replicas"
+        return in_words(chunks, batch_size=self.batch_size)
+
+    def length_flags(self, *, steps: int, accumulation: int) -> list[str]:
+        """Flags for `steps` optimizer steps, each logged, in any number of epochs, with a checkpoint before the last.
+
+        There are equally many steps between evaluations, the last of which comes at the end.
+        """
+        flags = [f"--trainer.max_steps={steps}", "--trainer.max_epochs=-1", "--trainer.log_every_n_steps=1"]
+        flags += [f"--trainer.accumulate_grad_batches={accumulation}", f"--last_checkpoint.every_n_steps={steps - 1}"]
+        if CIFAR10DataModule(**self.config["data"]).val_size > 0 and self.config["trainer"]["limit_val_batches"] != 0:
+            every = max(
+                every for every in range(1, max(steps, 2)) if steps % every == 0
+            )  # half of them if that divides
+            flags += ["--trainer.check_val_every_n_epoch=null", f"--trainer.val_check_interval={every * accumulation}"]
+        return flags
+
+
+def _network_flags(model: dict[str, Any]) -> list[str]:
+    """Fill in what the user has left open: `tiny` has every kind of layer that ResNet34 has, with an eighth of the
+    channels, so that a run takes little more than its start.
+
+    Returns flags that say so.
+    """
+    flags = []
+    if model["arch"] is None:
+        model["arch"] = "tiny"
+        flags.append("--model.arch=tiny")
+    if model["arch"] in SHAPES and model["stem"] is None:
+        model["stem"] = "imagenet"
+        flags.append("--model.stem=imagenet")
+    return flags
+
+
+def made(config: Mapping[str, Any], *args: Any) -> Any:
+    """An object of the class that a configuration names, with its arguments there, after `args`."""
+    module, _, name = config["class_path"].rpartition(".")
+    return getattr(import_module(module), name)(*args, **config.get("init_args", {}))
 
 
 @dataclass(frozen=True)
@@ -42,30 +245,20 @@ class Launcher:
         """
         flags = self.settings.length_flags(steps=self.steps, accumulation=self.settings.accumulation)
         flags += [*mode.flags, *more]
-        with quiet():
-            processes, ranks = mode.num_processes, mode.num_ranks
-        fit = partial(self._fit, processes=processes, ranks=ranks)
         replay = []
         if not self.settings.is_exact:  # where bounds are measured, and wide
             replay = ["--trainer.callbacks+=lit_cifar.Replay", f"--trainer.callbacks.steps={self.steps}"]
-        first = fit(title, folder, [*flags, *replay])
+        first = self._fit(title, folder, [*flags, *replay], mode)
         if first.status != 0:
             return first
         again = _with_checkpoint_before_last_step(Record(folder))
-        resumed = fit(f"{title}, resumed", again, [*flags, "--resume=auto"])
+        resumed = self._fit(f"{title}, resumed", again, [*flags, "--resume=auto"], mode)
         # What the first run has accepted, no second one may refuse.
         status = 1 if resumed.status == REFUSED else resumed.status
         return replace(resumed, status=status, seconds=first.seconds + resumed.seconds)
 
-    def run_alone(
-        self,
-        title: str,
-        folder: Path,
-        chunks: GhostBatches,
-        trace: Mapping[str, str] | None = None,
-        more: Sequence[str] = (),
-    ) -> None:
-        """Run one device in `folder`, which normalises `chunks` apart, with further arguments of `Trace` and flags.
+    def run_alone(self, title: str, chunks: GhostBatches, order: Order = "usual", more: Sequence[str] = ()) -> Record:
+        """The record of one device, which normalises `chunks` apart; `order` is that of `Trace`.
 
         Raises a `ConfigError` if it cannot train the configuration, or not to its last step, or not in time.
         """
@@ -75,7 +268,8 @@ class Launcher:
             flags += ["--model.channels_last=false", "--model.compile=false"]  # which the modes are to show equal to it
         if chunks != GhostBatches():
             flags += [f"--model.ghost_batchnorm.{name}={value}" for name, value in asdict(chunks).items()]
-        outcome = self._fit(title, folder, flags, trace)
+        record = Record(self.new_folder("reference"))
+        outcome = self._fit(title, record.folder, flags, order=order)
         if outcome.status is None:
             raise ConfigError(
                 f"one device is too slow for this configuration: {outcome.last_words}",
@@ -86,33 +280,28 @@ class Launcher:
                 f"one device cannot train this configuration: {outcome.last_words}",
                 remedy="correct it until `python -m lit_cifar fit` runs with it",
             )
-        if (num_steps := len(Record(folder).steps)) < self.steps:
+        if (num_steps := len(record.steps)) < self.steps:
             raise ConfigError(
                 f"the configuration ends a run after {num_steps} of {self.steps} steps",
                 remedy="leave out what does, e.g. --trainer.max_time or --trainer.fast_dev_run",
             )
+        return record
 
     def _fit(
-        self,
-        title: str,
-        folder: Path,
-        flags: list[str],
-        trace: Mapping[str, str] | None = None,
-        *,
-        processes: int = 1,
-        ranks: int = 1,
+        self, title: str, folder: Path, flags: list[str], mode: SizedMode | None = None, *, order: Order = "usual"
     ) -> Outcome:
+        with quiet():
+            processes, ranks = (1, 1) if mode is None else (mode.num_processes, mode.num_ranks)
         (folder / "trace").mkdir()
-        arguments = {"folder": str(folder / "trace"), **(trace or {})}
-        recording = [f"--trainer.callbacks+={TRACE}"]
-        recording += [f"--trainer.callbacks.{name}={value}" for name, value in arguments.items()]
+        trace = ["--trainer.callbacks+=lit_cifar.tools.verify.recorder.Trace"]
+        trace += [f"--trainer.callbacks.folder={folder / 'trace'}", f"--trainer.callbacks.order={order}"]
         self.report(f"running  {title}")
         outcome = run(
             "fit",
             *self.settings.flags,
             *flags,
             f"--run_dir={folder / 'run'}",
-            *recording,
+            *trace,
             folder=folder,
             threads=max(1, (cpu_count() or 1) // (processes * self.settings.num_at_once)),
             timeout_s=self.timeout_s,
@@ -132,6 +321,48 @@ def _with_checkpoint_before_last_step(record: Record) -> Path:
 def _link(source: str, target: str) -> None:
     """Checkpoints are large, and are replaced as a whole; other files are written on."""
     (os.link if source.endswith(".ckpt") else shutil.copy2)(source, target)
+
+
+# An evaluation by one device, in this very process -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Expected:
+    """An evaluation by one device, and how far another one with the same weights may be from it."""
+
+    evaluated: Evaluated
+    metrics: dict[str, float]  # by the names under which they are logged
+    bounds: Bounds  # of the logits, and of the metrics by their names
+
+
+def expected(step: Step, settings: Configuration) -> Expected:
+    """The validation of one device with the weights of `step`.
+
+    What may differ is 1e-9 in float64; else it is measured, by the same evaluation in the next wider precision.
+    """
+    evaluated, metrics = _evaluated_alone(step, settings, settings.precision)
+    logits, bounds = EXACT_BOUND, dict.fromkeys(metrics, METRIC_BOUND)
+    if (wider := _WIDER.get(settings.precision)) is not None:
+        wide, wide_metrics = _evaluated_alone(step, settings, wider)
+        rounding = NOISE_FACTOR * max(gap for _, gap in evaluated.gaps(wide))
+        logits = max(FLOOR_ULP * torch.finfo(torch.float32).eps, rounding)
+        if wider == "32-true":
+            turned = max(2, round(NOISE_FACTOR * abs(wide.counts[0] - evaluated.counts[0]))) / len(wide.ids)
+            bounds = {name: max(turned, NOISE_FACTOR * abs(wide_metrics[name] - metrics[name])) for name in metrics}
+    return Expected(evaluated, metrics, {LOGITS: logits} | bounds)
+
+
+def _evaluated_alone(step: Step, settings: Configuration, precision: Any) -> tuple[Evaluated, dict[str, float]]:
+    model = settings.config["model"]
+    module = settings.module(label_smoothing=model["label_smoothing"], flip_test=model["flip_test"])
+    filled(module.network, step)
+    callback = Logits()
+    trainer_settings = {name: settings.config["trainer"][name] for name in ("accelerator", "limit_val_batches")}
+    with quiet(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # as `Trace`
+        trainer = L.Trainer(devices=1, precision=precision, callbacks=[callback], **SILENT, **trainer_settings)
+        trainer.validate(module, CIFAR10DataModule(**settings.config["data"]), verbose=False)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return Evaluated(**callback.take()), metrics
 
 
 # Where a mode runs: each part on a GPU of its own, or several parts on one --------------------------------------------

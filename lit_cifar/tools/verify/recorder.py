@@ -1,45 +1,88 @@
-"""What a run computed, step by step, written by a callback that every mode runs with."""
+"""What every process of a run writes down, by a callback that every mode runs with.
+
+Rank 0 alone would not show what goes wrong elsewhere: softmax hides a shift of all logits, an average the share of one
+process, and a strategy that collects a checkpoint may put right what had diverged.
+"""
 
 import json
-from dataclasses import asdict
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import lightning as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchmetrics import MeanMetric, Metric
 
 from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.images import Batch
 from lit_cifar.models.ghost_batchnorm import GhostBatchNorm2d
-from lit_cifar.tools.verify.evaluation import LogitsOfAll
-from lit_cifar.tools.verify.rank_state import State, metrics_state, module_state, own_state, pieces_of
+from lit_cifar.strategies.mesh import local_part
 
 Order = Literal["usual", "reversed", "plain_kernels"]
 
+# By name, a kind in brackets: which part of the whole it is, and the digest. Equal names and parts are equal bits.
+State: TypeAlias = dict[str, tuple[str, str]]
+PARAMETERS, BUFFERS, OPTIMIZER, METRICS = "parameters", "buffers", "optimizer", "metrics"
 
-class Trace(L.Callback):
+# A process's own part of a tensor. "at": its place along each axis of a mesh; "dims": what each axis divides, if any.
+Piece: TypeAlias = dict[str, Any]
+Pieces: TypeAlias = dict[str, dict[str, Piece]]  # by kind and name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """What a process held at a moment of a run."""
+
+    when: str  # the moment, e.g. "step 2"
+    rank: int
+    same_as: str | None  # an earlier moment since which nothing may have changed; None if something was to
+    state: State
+
+
+class Logits(L.Callback):
+    """Collects what a process computes in an evaluation."""
+
+    def __init__(self) -> None:
+        self._batches: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def on_validation_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int, *_: Any
+    ) -> None:
+        self._batches.append((batch.ids.cpu(), batch.labels.cpu(), outputs.detach().cpu().clone()))
+
+    def take(self) -> dict[str, Tensor]:
+        """The arguments of `Evaluated`; the next evaluation begins."""
+        ids, labels, logits = (torch.cat(column) for column in zip(*self._batches, strict=True))
+        sizes = torch.tensor([len(batch[0]) for batch in self._batches])
+        self._batches = []
+        return {"ids": ids, "labels": labels, "logits": logits, "sizes": sizes}
+
+
+class Trace(Logits):
     """Writes down what every process holds after every optimizer step and in every evaluation.
 
     It only reads: nothing is gathered from other processes, and nothing is written into a tensor, as that could put
     right what a strategy does wrong. Process `r` writes `step<k>-<r>.pt` (its loss, and its pieces of all tensors, see
     `pieces_of`), `evaluation<k>-<r>.pt` (ids, labels and logits, of the weights after step k), `samples<r>.jsonl` (the
-    ids of each step, epoch and evaluation, and how many samples its metrics have counted) and `own<r>.jsonl` (digests
-    of what it holds, see `rank_state`). Rank 0 writes `run.json` at the end.
+    ids of each step, epoch and evaluation, and how many samples its metrics have counted) and `own<r>.jsonl` (a
+    `Snapshot` in each line: digests of what it holds). Rank 0 writes `run.json` at the end.
 
     `order` changes the rounding of sums alone: "reversed" turns the samples round inside every chunk that is normalised
     by itself; "plain_kernels" uses torch's own convolutions in place of oneDNN's or cuDNN's.
     """
 
     def __init__(self, folder: str, *, order: Order = "usual") -> None:
+        super().__init__()
         self.folder = Path(folder)
         self.order = order
         self._step = 0
         self._loss: Tensor | float = 0.0
         self._ids: dict[str, list[int]] = {"step": [], "epoch": [], "evaluation": []}
         self._parts: list[tuple[int, float]] = []  # of the step's batch: number of samples, and weight in the mean
-        self._logits = LogitsOfAll()
         self._one_model = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -74,30 +117,30 @@ class Trace(L.Callback):
         self._step = trainer.global_step
         self._one_model = False
         self._write_own(trainer, f"step {self._step}", self._own_state(trainer, pl_module))
-        self._write_samples(trainer, "step", f"step {self._step}")
+        self._write_samples(trainer, "step", f"step {self._step}", parts=self._parts)
         self._parts = []
         step = {"dp_rank": BatchSplit.of(trainer.strategy).dp_rank, "loss": float(self._loss)}
         self._save(trainer, "step", step | {"pieces": pieces_of(trainer, pl_module)})
         self._loss = 0.0
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._write_samples(trainer, "epoch", f"epoch {trainer.current_epoch}", counted=_counted(pl_module, "train"))
+        self._write_samples(trainer, "epoch", f"epoch {trainer.current_epoch}", counted=counted(pl_module, "train_"))
 
     def on_validation_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int, *_: Any
     ) -> None:
         """Write down logits, and after the first batch what has computed them."""
+        super().on_validation_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._ids["evaluation"] += batch.ids.tolist()
-        self._logits.add(outputs, batch)
         if batch_idx == 0:
             self._one_model = True
             self._write_own(trainer, f"{self._evaluation}, first batch", self._own_state(trainer, pl_module), same=True)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write down the samples of this process, how many its metrics have counted, and what it has evaluated."""
-        self._write_samples(trainer, "evaluation", self._evaluation, counted=_counted(pl_module, "val"))
+        self._write_samples(trainer, "evaluation", self._evaluation, counted=counted(pl_module, "val_"))
         self._write_own(trainer, self._evaluation, self._own_state(trainer, pl_module), same=True)
-        self._save(trainer, "evaluation", self._logits.take())
+        self._save(trainer, "evaluation", self.take())
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write down what kind of run it was; the rest when all other callbacks have had their turn."""
@@ -108,13 +151,11 @@ class Trace(L.Callback):
             self._write_own(trainer, "end", own, same=True)
             teardown()
             replica = "" if self._one_model else f"replica {BatchSplit.of(trainer.strategy).dp_rank}"
-            self._write_own(trainer, "whole network", module_state(pl_module, replica=replica))
+            self._write_own(trainer, "whole network", _state(_tensors(pl_module), replica=replica))
 
         trainer.strategy.teardown = written_before_and_after  # type: ignore[method-assign]
         if trainer.is_global_zero:
-            chunks = BatchSplit.of(trainer.strategy).ghost_batches(accumulation=trainer.accumulate_grad_batches)
-            content = {"world_size": trainer.world_size, "chunks": asdict(chunks)}
-            (self.folder / "run.json").write_text(json.dumps(content))
+            (self.folder / "run.json").write_text(json.dumps({"world_size": trainer.world_size}))
 
     @property
     def _evaluation(self) -> str:
@@ -125,47 +166,30 @@ class Trace(L.Callback):
 
     def _write_own(self, trainer: L.Trainer, when: str, state: State, *, same: bool = False) -> None:
         same_as = f"step {self._step}" if same else None
-        line = {"when": when, "rank": trainer.global_rank, "same_as": same_as, "state": state}
-        self._append(f"own{trainer.global_rank}.jsonl", line)
+        self._append(
+            trainer, "own", asdict(Snapshot(when=when, rank=trainer.global_rank, same_as=same_as, state=state))
+        )
 
     def _write_samples(
-        self, trainer: L.Trainer, period: str, when: str, *, counted: dict[str, int] | None = None
+        self,
+        trainer: L.Trainer,
+        period: str,
+        when: str,
+        *,
+        counted: Mapping[str, int] | None = None,
+        parts: Iterable[tuple[int, float]] = (),
     ) -> None:
         dp_rank = BatchSplit.of(trainer.strategy).dp_rank
         line = {"when": when, "rank": trainer.global_rank, "dp_rank": dp_rank, "ids": self._ids[period]}
-        line |= {"counted": counted or {}, "parts": self._parts if period == "step" else []}
-        self._append(f"samples{trainer.global_rank}.jsonl", line)
+        self._append(trainer, "samples", line | {"counted": counted or {}, "parts": [*parts]})
         self._ids[period] = []
 
-    def _append(self, name: str, line: dict[str, Any]) -> None:
-        with (self.folder / name).open("a") as file:
+    def _append(self, trainer: L.Trainer, name: str, line: dict[str, Any]) -> None:
+        with (self.folder / f"{name}{trainer.global_rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 
     def _save(self, trainer: L.Trainer, what: str, content: dict[str, Any]) -> None:
         torch.save(content, self.folder / f"{what}{self._step}-{trainer.global_rank}.pt")
-
-
-def counted(metrics: torch.nn.Module) -> dict[str, int]:
-    """How many samples each metric among `metrics` has counted in this process since it was reset."""
-    found: dict[str, int] = {}
-    for name, metric in metrics.named_modules():
-        state: Any = metric.metric_state if isinstance(metric, Metric) else {}
-        if isinstance(metric, MeanMetric):
-            found[name] = round(float(state["weight"]))
-        elif "confmat" in state:
-            found[name] = int(state["confmat"].sum())
-        elif "tp" in state:  # what is right, and what another class was taken for
-            found[name] = int(state["tp"].sum() + state["fn"].sum())
-    return found
-
-
-def _counted(module: torch.nn.Module, split: str) -> dict[str, int]:
-    """How many samples the metrics of a split have counted in this process; those of training have no common name."""
-    found = counted(module)
-    evaluation = {name: count for name, count in found.items() if name.startswith(("val_", "test_"))}
-    if split == "train":
-        return {name: count for name, count in found.items() if name not in evaluation}
-    return {name: count for name, count in evaluation.items() if name.startswith(f"{split}_")}
 
 
 def _reverse_chunks(batch: Batch, pl_module: Any) -> None:
@@ -181,3 +205,146 @@ def _reverse_chunks(batch: Batch, pl_module: Any) -> None:
         group = group.to(batch.ids.device)
         for tensor in (batch.images, batch.labels, batch.ids):
             tensor[group] = tensor[group.flip(0)]
+
+
+def counted(module: nn.Module, prefix: str = "") -> dict[str, int]:
+    """How many samples each metric in `module` whose name begins so has counted in this process since it was reset."""
+    found: dict[str, int] = {}
+    for name, metric in module.named_modules():
+        if not (isinstance(metric, Metric) and name.startswith(prefix)):
+            continue
+        state: Any = metric.metric_state
+        if isinstance(metric, MeanMetric):
+            found[name] = round(float(state["weight"]))
+        elif "confmat" in state:
+            found[name] = int(state["confmat"].sum())
+        elif "tp" in state:  # what is right, and what another class was taken for
+            found[name] = int(state["tp"].sum() + state["fn"].sum())
+    return found
+
+
+# The tensors themselves ----------------------------------------------------------------------------------------------
+
+
+def pieces_of(trainer: Any, module: nn.Module) -> Pieces:
+    """What this process answers for; nothing is gathered, and nothing is changed.
+
+    Of tensors that every replica has, only the first replica writes its own: all others are compared bit for bit.
+    """
+    first = BatchSplit.of(trainer.strategy).dp_rank == 0
+    return {
+        kind: {name: _piece(tensor) for name, tensor in of_kind.items() if first or _part(tensor)}
+        for kind, of_kind in kinds(held(trainer, module)).items()
+    }
+
+
+def _piece(tensor: Tensor) -> Piece:
+    own = local_part(tensor.detach()).cpu().clone()  # of a view `torch.save` would write all that it is a view of
+    if not isinstance(tensor, DTensor):
+        return {"tensor": own, "at": [], "dims": []}
+    dims = [None if placement.is_replicate() else placement.dim for placement in tensor.placements]  # type: ignore[attr-defined]
+    return {"tensor": own, "at": list(tensor.device_mesh.get_coordinate() or []), "dims": dims}
+
+
+def kinds(values: Iterable[tuple[str, str, Any]]) -> dict[str, dict[str, Tensor]]:
+    """What has a number, by kind and name; of a list of names it is how many there are."""
+    found: dict[str, dict[str, Tensor]] = {PARAMETERS: {}, BUFFERS: {}, OPTIMIZER: {}}
+    for name, kind, value in values:
+        if isinstance(value, Tensor | float | int | tuple | list):
+            found[kind][name] = torch.as_tensor(len(value) if isinstance(value, list) else value)
+    return found
+
+
+def held(trainer: Any, module: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """Name, kind and value of all that this process itself trains with: of a pipeline its own stages, elsewhere all."""
+    pipeline = getattr(trainer.strategy, "pipeline", None)
+    modules = [module] if pipeline is None else pipeline.stages.values()
+    own = {tensor for part in modules for tensor in (*part.parameters(), *part.buffers())}
+    yield from (found for found in _tensors(module) if found[2] in own)
+    names: dict[Tensor, str] = {parameter: _plain(name) for name, parameter in module.named_parameters()}
+    for optimizer in trainer.optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            settings = {**group, "params": [names.get(parameter, "a stranger") for parameter in group["params"]]}
+            yield from ((f"group {number}:{key}", OPTIMIZER, value) for key, value in settings.items())
+            for parameter in group["params"]:
+                if parameter in own:
+                    state = optimizer.state.get(parameter, {})  # asked with [], it would make an entry
+                    for key, value in {"entries": sorted(state), **state}.items():
+                        yield f"{names[parameter]}:{key}", OPTIMIZER, value
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """Parameters, and the buffers that are saved; names lose the prefix that a LightningModule gives to its network."""
+    saved = module.state_dict().keys()
+    yield from ((_plain(name), PARAMETERS, parameter) for name, parameter in module.named_parameters())
+    yield from ((_plain(name), BUFFERS, buffer) for name, buffer in module.named_buffers() if name in saved)
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("network.")
+
+
+@torch.no_grad()
+def filled(network: nn.Module, step: Mapping[str, Mapping[str, Tensor]]) -> nn.Module:
+    """`network` itself with the parameters and buffers of a step.
+
+    Not by its state dict, which has tied weights under all their names; a step has them under the first.
+    """
+    found = {**step[PARAMETERS], **step.get(BUFFERS, {})}
+    network.to(next(iter(found.values())).dtype)
+    for name, _, tensor in _tensors(network):
+        tensor.copy_(found[name])
+    return network
+
+
+# Digests of them, with the part of the whole that each is ------------------------------------------------------------
+
+
+def own_state(trainer: Any, module: nn.Module, *, one_model: bool) -> State:
+    """This process's own parts: parameters, buffers and optimizer state, without those of other stages.
+
+    With `one_model` all replicas have just been given the same running statistics, as for an evaluation. After a
+    training step each has those of its own samples, unless BatchNorm is synchronised; they are overwritten by those of
+    the first one before anybody uses them.
+    """
+    strategy = trainer.strategy
+    apart = not one_model and getattr(strategy, "_layer_sync", None) is None
+    return _state(held(trainer, module), replica=f"replica {BatchSplit.of(strategy).dp_rank}" if apart else "")
+
+
+def _state(values: Iterable[tuple[str, str, Any]], *, replica: str) -> State:
+    """`replica` says whose running statistics they are, where replicas have their own."""
+    found: State = {}
+    for name, kind, value in values:
+        # Batches are counted alike by all; only what is averaged over samples is a replica's own.
+        own = replica if kind == BUFFERS and value.is_floating_point() else ""
+        found[f"{name} ({kind})"] = f"{_part(value)} {own}".strip(), digest(value)
+    return found
+
+
+def _part(tensor: Any) -> str:
+    """Where this process stands along the axes of the mesh over which a tensor is divided; empty for a whole one."""
+    if not isinstance(tensor, DTensor):
+        return ""
+    coordinates = tensor.device_mesh.get_coordinate()
+    assert coordinates is not None
+    divided = [at for placement, at in zip(tensor.placements, coordinates, strict=True) if not placement.is_replicate()]
+    return f"part {divided}" if divided else ""
+
+
+def metrics_state(metrics: Mapping[str, Tensor]) -> State:
+    """What a process takes for the values of the run's metrics, without those that each has of its own."""
+    return {f"{name} ({METRICS})": ("", digest(float(value))) for name, value in metrics.items() if is_shared(name)}
+
+
+def is_shared(metric: str) -> bool:
+    """Whether a logged metric is one of the run: not of a process's share of a step, and not of the clock."""
+    return not metric.endswith(("_step", "_per_s"))
+
+
+def digest(value: Any) -> str:
+    """Eight digits that differ where a bit of the local part does."""
+    if not isinstance(value, Tensor):
+        return f"{zlib.crc32(repr(value).encode()):08x}"
+    bits = local_part(value.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
+    return f"{zlib.crc32(bits.numpy().data):08x}"

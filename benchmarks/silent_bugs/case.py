@@ -1,0 +1,91 @@
+"""What every case imports: whether it runs with its bug, its seed, and who watches it.
+
+A case is a folder of `cases/`: `case.toml` names the report, `project.py` is a small training that a stranger could
+have written. It has the bug where `BUG` is true, and the mended line beside it where it is not. The runner sets the
+variables of the environment; without them a project runs with its bug, seed 0, and nobody watches.
+"""
+
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+BUG = os.environ.get("SILENT_BUG", "1") == "1"
+SEED = int(os.environ.get("SILENT_BUG_SEED", "0"))
+_WATCHED = os.environ.get("SILENT_BUG_TOOL") == "replay"
+_OUT = Path(os.environ.get("SILENT_BUG_OUT", "."))  # gets `losses.jsonl` and `reports.jsonl`
+
+
+def report_loss(loss: Any) -> None:
+    """A loss of one step, as the project would show it to its user; rank 0 alone writes it down."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        with (_OUT / "losses.jsonl").open("a") as file:
+            file.write(f"{float(loss)}\n")
+
+
+def watching() -> list[pl.Callback]:
+    """The callbacks that a Lightning project adds to its own."""
+    if not _WATCHED:
+        return [_Watcher(None)]
+    from lit_cifar import Replay  # not loaded by a run that nobody watches
+
+    replay = Replay()
+    return [replay, _Watcher(replay)]
+
+
+class _Watcher(pl.Callback):
+    def __init__(self, replay: Any) -> None:
+        self._replay = replay
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        if loss is not None and trainer.is_global_zero:
+            report_loss(loss)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if self._replay is not None and trainer.is_global_zero:
+            for report in self._replay.reports:
+                _write_report(report.as_json(), "\n".join(report.lines()))
+
+
+@contextmanager
+def watch(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, steps: int = 4) -> Iterator[None]:
+    """Around the loop of a project in plain PyTorch."""
+    if not _WATCHED:
+        yield
+        return
+    from lit_cifar import replay
+
+    with replay(model, *optimizers, steps=steps) as watched:
+        yield
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        _write_report(watched.report.as_json(), "\n".join(watched.report.lines()))
+
+
+def _write_report(report: dict[str, Any], text: str) -> None:
+    with (_OUT / "reports.jsonl").open("a") as file:
+        file.write(json.dumps(report | {"text": text}) + "\n")
+
+
+def spawn(main: Callable[[int], None], processes: int = 2) -> None:
+    """Run `main(rank)` in processes that form a gloo group."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(_in_group, args=(main, processes, port), nprocs=processes)
+
+
+def _in_group(rank: int, main: Callable[[int], None], processes: int, port: int) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(processes))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=processes)
+    main(rank)
+    dist.destroy_process_group()

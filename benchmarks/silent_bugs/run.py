@@ -1,0 +1,115 @@
+"""Runs every case with its bug and mended, each watched by `Replay`, and writes what was found.
+
+    python benchmarks/silent_bugs/run.py --out RECORD.json [CASE ...]
+
+A run counts as "found" if a report fails, or has a note or a reason to abstain that the mended twin has not. It is a
+false alarm if a report of the mended twin fails. Beside it the losses: do those with the bug leave the range of the
+mended twin's under five seeds?
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+HERE = Path(__file__).parent
+SEEDS = 5
+LIMIT_S = 240
+
+
+def run(case: str, *, bug: bool, seed: int = 0, tool: str = "") -> dict[str, Any]:
+    """Reports, losses, seconds and the exit status of one run."""
+    with tempfile.TemporaryDirectory() as folder:
+        env = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)]),
+            "SILENT_BUG": str(int(bug)),
+            "SILENT_BUG_SEED": str(seed),
+            "SILENT_BUG_TOOL": tool,
+            "SILENT_BUG_OUT": folder,
+        }
+        start = perf_counter()
+        project = HERE / "cases" / case / "project.py"
+        done = subprocess.run(
+            [sys.executable, str(project)], cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT_S
+        )
+        seconds = perf_counter() - start
+        lines = {
+            name: file.read_text().splitlines() if (file := Path(folder, name)).exists() else []
+            for name in ("reports.jsonl", "losses.jsonl")
+        }
+    return {
+        "exit_status": done.returncode,
+        "seconds": seconds,
+        "reports": [json.loads(line) for line in lines["reports.jsonl"]],
+        "losses": [float(line) for line in lines["losses.jsonl"]],
+        "error": done.stderr[-500:] if done.returncode else "",
+    }
+
+
+def said(one: dict[str, Any], what: str) -> list[str]:
+    """Findings, notes or reasons to abstain, of all reports of a run."""
+    return [str(its["part"] + ": " + its["tensor"] + " " + its["text"]) if isinstance(its, dict) else its
+            for report in one["reports"] for its in report[what]]  # fmt: skip
+
+
+def judged(case: str) -> dict[str, Any]:
+    """What `Replay` and the losses say of a case."""
+    with_bug, mended = run(case, bug=True, tool="replay"), run(case, bug=False, tool="replay")
+    others = [run(case, bug=False, seed=seed) for seed in range(1, SEEDS)]
+    findings = said(with_bug, "findings")
+    hints = [line for what in ("notes", "abstained") for line in said(with_bug, what) if line not in said(mended, what)]
+    about = tomllib.loads((HERE / "cases" / case / "case.toml").read_text())
+    return {
+        "case": case,
+        "report": about["report"],
+        "class": about["class"],
+        "kind": about["kind"],
+        "place": about["place"],
+        "found": "fail" if findings else "note" if hints else "",
+        "said": (findings or hints)[:2],
+        "false_alarm": said(mended, "findings")[:2],
+        "outcomes_mended": [report["outcome"] for report in mended["reports"]],
+        "beyond_seed_noise": beyond_noise(with_bug["losses"], [mended["losses"], *(one["losses"] for one in others)]),
+        "seconds": round(with_bug["seconds"], 1),
+        "exit_status": [with_bug["exit_status"], mended["exit_status"], *(one["exit_status"] for one in others)],
+        "errors": [one["error"] for one in (with_bug, mended, *others) if one["error"]],
+    }
+
+
+def beyond_noise(losses: list[float], seeds: list[list[float]]) -> bool:
+    """Whether the mean of the last quarter of the losses lies outside the range of those of the seeds."""
+    if not losses or not all(seeds):
+        return False
+
+    def last(its: list[float]) -> float:
+        quarter = its[-max(1, len(its) // 4) :]
+        return sum(quarter) / len(quarter)
+
+    range_of = [last(its) for its in seeds]
+    return not min(range_of) <= last(losses) <= max(range_of)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", help="Default: all.")
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE")
+    options = parser.parse_args()
+    cases = options.cases or sorted(path.name for path in (HERE / "cases").iterdir())
+    rows = []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for row in pool.map(judged, cases):
+            rows.append(row)
+            print(f"{row['case']:32} {row['found'] or '-':5} {'FALSE ALARM' if row['false_alarm'] else ''}", flush=True)
+            options.out.write_text(json.dumps(rows, indent=1))
+    return int(any(row["false_alarm"] or any(row["exit_status"]) for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""Whether a resumed training goes on from what its checkpoint was written at."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+
+import lightning.pytorch as pl
+from torch import Tensor, nn
+
+from lit_cifar.tools.replay.digests import Digest, digest
+from lit_cifar.tools.replay.recording import names_of, state_digests
+from lit_cifar.tools.replay.verdict import Finding, Report
+
+KEY = "lit_cifar.replay"  # in a checkpoint
+States: TypeAlias = dict[str, tuple[int, float]]  # of `Digest`s, in types that a checkpoint may hold
+
+
+def states_of(trainer: pl.Trainer) -> States:
+    """Digests of what a training goes on from: values, states and settings of optimizers and schedules, counters."""
+    module, optimizers = trainer.lightning_module, trainer.optimizers
+    names = names_of(module, optimizers)
+    found = {name: digest(parameter) for parameter, name in names.items()}
+    found |= {name: digest(buffer) for name, buffer in _kept_buffers(module)}
+    settings: dict[str, Any] = {"global_step": trainer.global_step}
+    for number, optimizer in enumerate(optimizers):
+        found |= state_digests(optimizer, names)
+        for place, group in enumerate(optimizer.param_groups):
+            its = {key: value for key, value in group.items() if key != "params"}
+            settings |= {f"{key} of group {place} of optimizer {number}": value for key, value in its.items()}
+    for number, config in enumerate(trainer.lr_scheduler_configs):
+        settings |= {f"{key} of schedule {number}": value for key, value in config.scheduler.state_dict().items()}
+    settings |= {f"{key} of the scaler": value for key, value in trainer.precision_plugin.state_dict().items()}
+    found |= {name: digest(value) for name, value in settings.items() if _is_plain(value)}
+    return {name: (its.bits, its.norm) for name, its in found.items()}
+
+
+def _kept_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Those that a checkpoint holds."""
+    for path, its in module.named_modules():
+        for name, buffer in its.named_buffers(recurse=False):
+            if name not in its._non_persistent_buffers_set:
+                yield f"{path}.{name}".lstrip("."), buffer
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether two that are equal are written alike: an object's `repr` may have its address."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str | Tensor)
+
+
+def differences(saved: Mapping[str, tuple[int, float]], now: States) -> Iterator[tuple[str, str]]:
+    """Name, and what is wrong with it."""
+    for name, its in saved.items():
+        before = Digest(*its)
+        if name not in now:
+            yield name, "was in the training that wrote the checkpoint and is not in this one"
+        elif before.bits != now[name][0]:
+            norms = f": its norm was {before.norm:.9g} and is {now[name][1]:.9g}" if before.norm or now[name][1] else ""
+            yield name, f"is not what it was when the checkpoint was written{norms}"
+    for name in now.keys() - saved.keys():
+        yield name, "is in this training and was not in the one that wrote the checkpoint"
+
+
+def judge_resume(report: Report, num_states: int, of_ranks: list[list[tuple[str, str]]]) -> None:
+    report.counts["states"] = num_states
+    for rank, its in enumerate(of_ranks):
+        report.findings += [Finding("resume", report.first_step, rank, name, text) for name, text in its]
