@@ -351,7 +351,7 @@ class InTurn(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         totals: dict[Tensor, Tensor] = {}
         with torch.autocast(*ctx.autocast):
-            for output, its in zip(ctx.outputs, grad.split([*map(len, ctx.outputs)]), strict=True):
+            for output, its in zip(ctx.outputs, torch.split(grad, [*map(len, ctx.outputs)]), strict=True):
                 found = torch.autograd.grad(output, ctx.parameters, its, allow_unused=True)
                 for parameter, gradient in zip(ctx.parameters, found, strict=True):
                     if gradient is not None:

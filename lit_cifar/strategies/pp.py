@@ -159,6 +159,7 @@ class PipelineStrategy(CutStrategy, MeshStrategy):
         for parameter in parameters:
             parameter.grad = None
         # A scaler multiplies the loss when backward has been run here, and Lightning divides it.
+        assert self.lightning_module is not None
         scale = (
             loss_scale(self.precision_plugin, self.root_device) / self.lightning_module.trainer.accumulate_grad_batches
         )

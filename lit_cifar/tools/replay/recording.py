@@ -242,8 +242,8 @@ class Recorder:
         if self._step is not None:
             self._reasons.append(f"{type(optimizer).__name__} evaluates its closure several times in a step")
         groups = [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        mine = [p for p in parameters_of(optimizer) if p in self._names and p.grad is not None]
-        grads = {self._names[p]: whole(p.grad) for p in mine}
+        mine = [parameter for parameter in parameters_of(optimizer) if parameter in self._names]
+        grads = {self._names[p]: whole(p.grad) for p in mine if p.grad is not None}
         found = {name: digest(gradient) for name, gradient in grads.items()}
         changed = [name for name, its in found.items() if name not in self._grads or its.bits != self._grads[name].bits]
         values = {name: grads[name].detach().clone() for name in changed} if self._in_first_replica else {}

@@ -40,8 +40,8 @@ def judge(
     report.abstained += record.reasons()
     report.mebibytes = record.mebibytes
     if twin is not None and not report.abstained:
-        for start in record.starts():
-            twin.begin(start)
+        for held in record.starts():
+            twin.begin(held)
         replayer = Replayer(record, twin, report)
         prepare(replayer)
         try:
