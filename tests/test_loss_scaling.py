@@ -63,7 +63,7 @@ def test_a_pipeline_scales_the_loss_of_its_own_backward(tmp_path: Path, monkeypa
     scales, train = [], Pipeline.train
 
     def noting(self: Pipeline, images: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
-        scales.append(float(kwargs["scales"][0]) * len(images))
+        scales.append(float(kwargs["scale"]))
         return train(self, images, labels, **kwargs)
 
     monkeypatch.setattr(Pipeline, "train", noting)

@@ -316,9 +316,10 @@ def test_observing_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_observing_a_sharded_run_leaves_its_metrics_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["fsdp2", "pp"])
+def test_observing_a_divided_network_leaves_its_metrics_alone(mode: str, tmp_path: Path) -> None:
     """The copy that is replayed has metrics of its own."""
-    flags = [*TINY, "--trainer.strategy=fsdp2", "--trainer.devices=2", "--trainer.max_steps=2"]
+    flags = [*TINY, f"--trainer.strategy={mode}", "--trainer.devices=2", "--trainer.max_steps=2"]
     launch("fit", *flags, f"--run_dir={tmp_path / 'alone' / 'run'}")
     replay = ["--trainer.callbacks+=lit_cifar.Replay", "--trainer.callbacks.steps=1"]  # before metrics are logged
     launch("fit", *flags, f"--run_dir={tmp_path / 'observed' / 'run'}", *replay)

@@ -552,11 +552,11 @@ def _summed_twice(site: Site, backward: Any, ctx: Any, grad: Tensor) -> tuple[Te
 
 @mutation("microbatches have each other's labels", "pp", Pipeline, "train")
 def _other_labels(
-    site: Site, original: Any, pipeline: Pipeline, images: Tensor, labels: Tensor, *, sizes: Any, scales: Any
+    site: Site, original: Any, pipeline: Pipeline, images: Tensor, labels: Tensor, *, sizes: Any, **kwargs: Any
 ) -> Any:
     if len(set(sizes)) == 1:
         labels = torch.cat([*reversed(torch.split(labels, sizes))])
-    return original(pipeline, images, labels, sizes=sizes, scales=scales)
+    return original(pipeline, images, labels, sizes=sizes, **kwargs)
 
 
 @mutation("the loss is the mean of the replicas' means", "dp", MODULE, "loss")
