@@ -24,6 +24,7 @@ from lit_cifar.tools.replay.digests import digest
 from lit_cifar.tools.replay.epoch import is_order_of_epoch_0, judge_epoch, judge_resumed_epoch
 from lit_cifar.tools.replay.exchange import Exchange, problem
 from lit_cifar.tools.replay.reduction import ExactMean, gamma
+from lit_cifar.tools.replay.replicas import judge_replicas
 from lit_cifar.tools.replay.verdict import COMPARED, Report
 from lit_cifar.tools.verify.record import Record
 
@@ -46,6 +47,7 @@ WRONG = {
     "same samples": ("data", 0, None, "4 of 4 samples"),
     "not wrapped": ("reduction", 0, 1, "weight"),
     "plain and wrong": ("optimizer", 0, 1, "0.weight"),
+    "two passes": ("parameters", 0, 1, "net.weight"),  # DDP averages the first one only
 }
 ABSTAINED = {
     "compressed": "fp16_compress_hook",
@@ -56,7 +58,6 @@ ABSTAINED = {
     "uncopyable": "cannot be copied",
     "penalty on weights": "the loss depends on net.weight beside what calls return",
     "penalty on an output": "on another one that the call computes from it",
-    "two passes": "a call that is older than the pass before it",
 }
 RIGHT = [*({*CASES, *PLAIN, "plain", "plain and sharded", "older package"} - {*WRONG, *ABSTAINED})]
 
@@ -118,7 +119,7 @@ def test_what_cannot_be_judged_never_passes(name: str, reports: dict[str, Any]) 
 @pytest.mark.timeout(360)
 @pytest.mark.xdist_group("replay")
 def test_whole_epochs_and_evaluations_are_judged(reports: dict[str, Any]) -> None:
-    subjects = {"", "data of epoch 0", "data of epoch 1", "evaluation after step 8"}
+    subjects = {"", "data of epoch 0", "data of epoch 1", "evaluation after step 8", "replicas after step 16"}
     right, wrong = reports["right epochs"], reports["wrong epochs"]
     assert set(right) == subjects
     assert {report["outcome"] for report in right.values()} == {"pass"}
@@ -266,6 +267,17 @@ def test_the_rest_of_an_epoch(before: list[int] | None, finding: str, note: str)
     assert note in " ".join(report.notes)
 
 
+def test_ranks_that_end_with_other_parameters_are_found() -> None:
+    weight, bias = torch.ones(2), torch.zeros(1)
+    ranks = [{"weight": digest(weight), "bias": digest(bias)} for _ in range(3)]
+    report = Report("ddp", 3, "32-true", 7)
+    judge_replicas(report, ranks)
+    assert (report.outcome, report.counts["states"]) == ("pass", 4)
+    ranks[2]["weight"] = digest(weight + 1e-7)
+    judge_replicas(report, ranks)
+    assert [(its.part, its.rank, its.tensor) for its in report.findings] == [("parameters", 2, "weight")]
+
+
 def test_an_epoch_in_the_order_of_the_first_is_known_where_the_sampler_says_it() -> None:
     sampler = DistributedSampler(Pictures(), num_replicas=2, rank=1)
     loader = DataLoader(Pictures(), sampler=sampler, batch_size=4)
@@ -299,9 +311,9 @@ def test_modes_with_a_runner_of_their_own_are_judged(mode: str, precision: str, 
     flags = ["--model.network=own_networks.Drawing", "--trainer.callbacks+=lit_cifar.Replay", "--trainer.max_steps=3"]
     own = [flag for flag in TINY if not flag.startswith("--model")]
     launch("fit", *own, *flags, *strategy, f"--trainer.precision={precision}", f"--run_dir={tmp_path}")
-    (report,) = json.loads((tmp_path / "replay.json").read_text())
-    assert report["outcome"] == "pass"
+    report, *of_replicas = json.loads((tmp_path / "replay.json").read_text())
     assert report["num_steps"] == 3
+    assert {its["outcome"] for its in (report, *of_replicas)} == {"pass"}
 
 
 @pytest.mark.filterwarnings("ignore:.*num_workers:UserWarning")

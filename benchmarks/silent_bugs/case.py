@@ -20,6 +20,7 @@ import torch.multiprocessing as mp
 
 BUG = os.environ.get("SILENT_BUG", "1") == "1"
 SEED = int(os.environ.get("SILENT_BUG_SEED", "0"))
+STEPS = 64  # that are replayed: in these small trainings, most or all
 _WATCHED = os.environ.get("SILENT_BUG_TOOL") == "replay"
 _OUT = Path(os.environ.get("SILENT_BUG_OUT", "."))  # gets `losses.jsonl` and `reports.jsonl`
 
@@ -37,7 +38,7 @@ def watching() -> list[pl.Callback]:
         return [_Watcher(None)]
     from lit_cifar import Replay  # not loaded by a run that nobody watches
 
-    replay = Replay()
+    replay = Replay(STEPS)
     return [replay, _Watcher(replay)]
 
 
@@ -57,7 +58,7 @@ class _Watcher(pl.Callback):
 
 
 @contextmanager
-def watch(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, steps: int = 4) -> Iterator[None]:
+def watch(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, steps: int = STEPS) -> Iterator[None]:
     """Around the loop of a project in plain PyTorch."""
     if not _WATCHED:
         yield

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 
-from lit_cifar.tools.replay.epoch import Epochs, gathered
+from lit_cifar.tools.replay.epoch import Epochs
 from lit_cifar.tools.replay.events import UnjudgeableError
 from lit_cifar.tools.replay.lightning_view import (
     TrainerView,
@@ -29,6 +29,7 @@ from lit_cifar.tools.replay.lightning_view import (
 )
 from lit_cifar.tools.replay.recording import Recorder, device_of
 from lit_cifar.tools.replay.replaying import Replayer, judge
+from lit_cifar.tools.replay.replicas import are_replicas, gathered, judge_replicas, parameters_of_ranks
 from lit_cifar.tools.replay.resume import KEY, differences, judge_resume, states_of
 from lit_cifar.tools.replay.sharded import is_sharded
 from lit_cifar.tools.replay.twin import Twin, twin_of, what_cannot_be_judged
@@ -161,6 +162,12 @@ class Replay(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._window is not None:
             self._judge(trainer)
+        if trainer.world_size > 1 and are_replicas(trainer.strategy.model):
+            report = empty_report(trainer)
+            report.subject = f"replicas after step {trainer.global_step}"
+            if of_ranks := parameters_of_ranks(pl_module):
+                judge_replicas(report, of_ranks)
+            self._tell(trainer, trainer.strategy.broadcast(report))
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leave nothing behind."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
@@ -17,6 +16,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lit_cifar.tools.replay.lightning_view import empty_report, num_together
 from lit_cifar.tools.replay.reduction import gamma
+from lit_cifar.tools.replay.replicas import gathered
 from lit_cifar.tools.replay.verdict import Finding, Report
 
 
@@ -49,15 +49,6 @@ class ReadIds:
 
     def forget(self, loader: DataLoader[Any]) -> None:
         self._ids.pop(id(loader._index_sampler), None)
-
-
-def gathered(value: Any) -> list[Any]:
-    """The values of all ranks on rank 0; elsewhere an empty list."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return [value]
-    found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(value, found)
-    return found or []
 
 
 def judge_epoch(

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lit_cifar.tools.replay.events import UnjudgeableError
 from lit_cifar.tools.replay.recording import Recorder, device_of
 from lit_cifar.tools.replay.replaying import judge
+from lit_cifar.tools.replay.replicas import are_replicas, judge_replicas, parameters_of_ranks
 from lit_cifar.tools.replay.sharded import is_sharded
 from lit_cifar.tools.replay.twin import Twin, twin_of, what_cannot_be_judged
 from lit_cifar.tools.replay.verdict import Report
@@ -96,6 +97,10 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
         self._close()
         if self._folder is not None:
             self._judge(self._folder)
+        if dist.is_initialized() and are_replicas(self.model):
+            if of_ranks := parameters_of_ranks(self.module):
+                judge_replicas(self.report, of_ranks)
+            self.report = _from_rank_0(self.report)
         if self._rank == 0:
             print("\n".join(self.report.lines()), flush=True)
         return self.report
