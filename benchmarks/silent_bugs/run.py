@@ -19,6 +19,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from case import STEPS
+
+from lit_cifar.tools.terminal import about
+
 HERE = Path(__file__).parent
 SEEDS = 5
 LIMIT_S = 240
@@ -55,8 +59,8 @@ def run(case: str, *, bug: bool, seed: int = 0, tool: str = "") -> dict[str, Any
 
 def said(one: dict[str, Any], what: str) -> list[str]:
     """Findings, notes or reasons to abstain, of all reports of a run."""
-    return [str(its["part"] + ": " + its["tensor"] + " " + its["text"]) if isinstance(its, dict) else its
-            for report in one["reports"] for its in report[what]]  # fmt: skip
+    found = [its for report in one["reports"] for its in report[what]]
+    return [its if isinstance(its, str) else f"{its['part']}: {its['tensor']} {its['text']}" for its in found]
 
 
 def judged(case: str) -> dict[str, Any]:
@@ -102,12 +106,13 @@ def main() -> int:
     parser.add_argument("--out", required=True, type=Path, metavar="FILE")
     options = parser.parse_args()
     cases = options.cases or sorted(path.name for path in (HERE / "cases").iterdir())
-    rows = []
+    record: dict[str, Any] = about() | {"steps": STEPS, "seeds": SEEDS, "rows": []}
+    rows = record["rows"]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for row in pool.map(judged, cases):
             rows.append(row)
             print(f"{row['case']:32} {row['found'] or '-':5} {'FALSE ALARM' if row['false_alarm'] else ''}", flush=True)
-            options.out.write_text(json.dumps(rows, indent=1))
+            options.out.write_text(json.dumps(record, indent=1) + "\n")
     return int(any(row["false_alarm"] or any(row["exit_status"]) for row in rows))
 
 
