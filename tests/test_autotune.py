@@ -70,7 +70,7 @@ def test_the_weights_at_the_start_are_those_without_it(tmp_path: Path, bf16_is_f
 @pytest.mark.parametrize(
     ("subcommand", "variables", "problem"),
     [
-        ("fit", {"WORLD_SIZE": "2"}, "bench step"),  # processes of torchrun cannot agree
+        ("fit", {"WORLD_SIZE": "2"}, "run fit once without torchrun"),  # processes of torchrun cannot agree
         ("fit", {autotune.VARIABLE: "fp8"}, "LIT_CIFAR_AUTOTUNE='fp8' in the environment is none of 32-true, "),
         ("test", {}, "--autotune=true is for training"),
     ],

@@ -79,8 +79,8 @@ def _measure(arguments: Namespace) -> dict[Candidate, float]:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ConfigError(
             "--autotune=true measures before a run starts its processes, and torchrun has started them already",
-            remedy="measure once with python -m lit_cifar bench step, and pass --trainer.precision and "
-            "--model.channels_last",
+            remedy="run fit once without torchrun, and pass the --trainer.precision and --model.channels_last that its "
+            "config.yaml has",
         )
     model = arguments.model
     sizes = {"num_classes": model.num_classes, "image_size": model.image_size}
