@@ -190,6 +190,38 @@ def replayed() -> Values:
     }
 
 
+def silent_bugs() -> Values:
+    """Which bugs of public trackers `Replay` finds, and which of them the losses show."""
+    rows = read("silent_bugs/2026-11-25/results.json")
+    words = {"fail": "found", "note": "noted", "": "missed"}
+
+    def counted(its: list[dict[str, Any]]) -> list[str]:
+        numbers = [len(its), *(sum(row["found"] == kind for row in its) for kind in words)]
+        return [*map(str, numbers), str(sum(row["beyond_seed_noise"] for row in its))]
+
+    kinds = sorted({row["class"] for row in rows})
+    return {
+        "silent-bugs-classes": [
+            [name, *counted(its)]
+            for name, its in (*((kind, [r for r in rows if r["class"] == kind]) for kind in kinds), ("all", rows))
+        ],
+        "silent-bugs": [
+            [
+                f"[{row['case']}]({row['report']})",
+                words[row["found"]],
+                (row["said"] or ["-"])[0].split(" differs")[0].split(" is not ")[0][:90].replace("|", "/"),
+                "yes" if row["beyond_seed_noise"] else "no",
+            ]
+            for row in rows
+        ],
+        "silent-bugs-found": f"{sum(row['found'] == 'fail' for row in rows)} of {len(rows)}",
+        "silent-bugs-noted": str(sum(row["found"] == "note" for row in rows)),
+        "silent-bugs-by-losses": str(sum(row["beyond_seed_noise"] for row in rows)),
+        "silent-bugs-false": f"{sum(bool(row['false_alarm']) for row in rows) or 'none'}",
+        "silent-bugs-seconds": f"{median(row['seconds'] for row in rows):.0f} s",
+    }
+
+
 def job(row: dict[str, Any]) -> list[str]:
     """What became of a job that `chaos` has killed and resized."""
     kinds = Counter(event["fault"]["kind"] for event in row["events"])
@@ -297,6 +329,7 @@ def main(*, check: bool) -> int:
         | in_precisions()
         | compared()
         | replayed()
+        | silent_bugs()
         | chaos()
         | trained()
         | on_one_gpu()

@@ -58,7 +58,7 @@ def main(rank):
     states = {"ema": first.ema.state_dict(), "optimizer": first.optimizer.state_dict()}
     torch.save(states | ({} if BUG else {"model": first.ddp.module.state_dict()}), path)
 
-    second = Trainer(torch.load(path))
+    second = Trainer(torch.load(path, weights_only=True))
     with watch(second.ddp, second.optimizer):
         second.train(25, made)
     if rank == 0:

@@ -33,7 +33,7 @@ class Engine:
         return file.getvalue()
 
     def load(self, saved):
-        saved = torch.load(io.BytesIO(saved))
+        saved = torch.load(io.BytesIO(saved), weights_only=True)
         with torch.no_grad():
             for name, parameter in self.model.module.named_parameters():
                 if name in saved["weights"]:

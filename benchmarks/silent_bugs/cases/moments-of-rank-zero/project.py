@@ -60,7 +60,7 @@ def main(rank):
     resumed = DistributedDataParallel(make_model())
     resumed.load_state_dict(ddp.state_dict())
     optimizer = ShardedAdam(resumed.parameters(), rank, lr=5e-3)
-    optimizer.load_state_dict(torch.load(Path(folder[0]) / name))
+    optimizer.load_state_dict(torch.load(Path(folder[0]) / name, weights_only=True))
     with watch(resumed, optimizer):
         train(resumed, optimizer, made, 30)
     if rank == 0:

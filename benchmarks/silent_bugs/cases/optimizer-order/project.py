@@ -57,7 +57,7 @@ if __name__ == "__main__":
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "names": names}, file)
 
-    checkpoint = torch.load(io.BytesIO(file.getvalue()))
+    checkpoint = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     model = Attention(SECOND_RUN)
     model.load_state_dict(checkpoint["model"])
     if BUG:

@@ -53,7 +53,7 @@ if __name__ == "__main__":
     epochs(model, optimizer, LambdaLR(optimizer, decay), 0, 6)
     torch.save({"epoch": 6, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
 
-    saved = torch.load(path)
+    saved = torch.load(path, weights_only=True)
     model, optimizer = make_model()
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
