@@ -35,13 +35,32 @@ class Reading:
             ids, dataset = [int(dataset.indices[number]) for number in ids], dataset.dataset
         return ids
 
-    @property
-    def is_drawn(self) -> bool:
-        """Whether each epoch should have an order of its own."""
-        its = self.loader_sampler
-        while (inner := getattr(its, "batch_sampler", None) or getattr(its, "sampler", None)) is not None:
-            its = inner
-        return isinstance(its, RandomSampler) or hasattr(its, "set_epoch")
+    def pass_of(self, num_batches: int | None = None) -> "Pass":
+        """What is told to other ranks."""
+        sampler = self.loader_sampler
+        while (inner := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)) is not None:
+            sampler = inner
+        whole = Reading(
+            sampler, self.dataset, [[*range(len(self.dataset))]] if isinstance(self.dataset, Subset) else []
+        )
+        return Pass(
+            self.samples(num_batches),
+            len(self.dataset),
+            Reading(sampler, self.dataset, [every]).samples(),
+            is_drawn=isinstance(sampler, RandomSampler) or hasattr(sampler, "set_epoch"),
+            is_divided=isinstance(sampler, DistributedSampler),
+        )
+
+
+@dataclass
+class Pass:
+    """What one rank has read of its data set in an epoch."""
+
+    samples: list[int]
+    size: int  # of the data set
+    subset: list[int]  # all samples of it, if it is a part of another
+    is_drawn: bool  # each epoch should have an order of its own
+    is_divided: bool  # the sampler gives each rank a share of one order
 
 
 class ReadIds:
@@ -88,9 +107,13 @@ class ReadIds:
 
     def of(self, loader: DataLoader[Any], num_batches: int | None = None) -> list[int]:
         """Those of the first batches since they were forgotten; processes of a loader are asked for more than these."""
+        return self.reading(loader).samples(num_batches)
+
+    def reading(self, loader: DataLoader[Any]) -> Reading:
+        """All that was read since it was forgotten."""
         its = Reading(loader._index_sampler, loader.dataset)
         its.batches = [b for one in self.readings if one.loader_sampler is its.loader_sampler for b in one.batches]
-        return its.samples(num_batches)
+        return its
 
     def forget(self, loader: DataLoader[Any]) -> None:
         self.readings = [one for one in self.readings if one.loader_sampler is not loader._index_sampler]
@@ -98,39 +121,35 @@ class ReadIds:
 
 
 def judge_epoch(
-    report: Report,
-    of_ranks: Sequence[Sequence[int]],
-    *,
-    num_samples: int,
-    before: Sequence[int],
-    is_drawn: bool = True,
-    is_order_of_epoch_0: bool = False,
+    report: Report, of_ranks: Sequence[Pass], *, before: Sequence[int], is_order_of_epoch_0: bool = False
 ) -> None:
-    """What is wrong with the samples that ranks have read in an epoch; `before`: those of rank 0 in the last one.
-
-    `is_drawn`: each epoch should have an order of its own.
-    """
-    times = Counter(sample for ids in of_ranks for sample in ids)
-    readers = Counter(sample for ids in of_ranks for sample in set(ids))
+    """What is wrong with the samples that ranks have read in an epoch; `before`: those of rank 0 in the last one."""
+    own, num_ranks = of_ranks[0], len(of_ranks)
+    times = Counter(sample for its in of_ranks for sample in its.samples)
+    readers = Counter(sample for its in of_ranks for sample in {*its.samples})
+    subsets = {frozenset(its.subset) for its in of_ranks}
+    num_samples = len(frozenset().union(*subsets)) or own.size
     shared = sum(number > 1 for number in readers.values())
     repeated, left_out = sum(times.values()) - len(times), num_samples - len(times)
-    if len(of_ranks) > 1 and shared >= len(times) / 2:
+    if num_ranks > 1 and shared >= len(times) / 2:
         _found(report, f"{shared} of {len(times)} samples", "are read by several ranks, each of which needs its own")
+    elif len(subsets) > 1 and (several := sum(map(len, subsets)) - num_samples):
+        _found(report, f"{several} of {num_samples} samples", "are in the subsets of some ranks and not of others")
+    elif own.is_divided and repeated >= num_ranks and left_out:
+        _found(report, f"{repeated} samples", f"are read again and {left_out} left out: ranks share unlike orders")
     elif repeated:
         report.note(f"{repeated} of {len(times)} samples are used again: padding, or a sampler's choice")
-    if left_out < 0:
-        _found(report, f"{len(times)} samples", f"of a set of {num_samples} are read: ranks divide the data otherwise")
-    elif left_out:
+    if left_out:
         report.note(f"{left_out} of {num_samples} samples are left out")
-    if before and [*of_ranks[0]] == [*before]:
-        if [*before] == sorted(before):
+    if before and own.samples == [*before]:
+        if own.samples == sorted(before):
             report.note("the data are not shuffled")
-        elif is_drawn:
+        elif own.is_drawn:
             _found(report, "the order", "is that of the epoch before: call set_epoch on the sampler")
     elif is_order_of_epoch_0:
         _found(report, "the order", "is that of epoch 0: the sampler was asked for it before set_epoch was called")
-    if len({len(ids) for ids in of_ranks}) > 1:
-        sizes = ", ".join(str(len(ids)) for ids in of_ranks)
+    if len({len(its.samples) for its in of_ranks}) > 1:
+        sizes = ", ".join(str(len(its.samples)) for its in of_ranks)
         report.note(f"ranks read {sizes} samples; the mean over ranks weighs the ranks alike")
 
 
@@ -163,13 +182,12 @@ def judge_readings(report: Report, readings: Sequence[Reading]) -> None:
     """The same of replicas in plain PyTorch: passes over loaders that were trained whole. All ranks must call this."""
     own = [one for one in readings if one.trains and one.is_whole]
     datasets = [*{id(one.dataset): None for one in own}]
-    its = [(datasets.index(id(one.dataset)), len(one.dataset), one.is_drawn, one.samples()) for one in own]
     before: dict[int, list[int]] = {}
-    for epoch in zip(*gathered(its), strict=False):
-        which, num_samples, is_drawn, ids = epoch[0]
-        of_ranks = [samples for *_, samples in epoch]
-        judge_epoch(report, of_ranks, num_samples=num_samples, before=before.get(which, []), is_drawn=is_drawn)
-        before[which] = ids
+    for epoch in zip(*gathered([(datasets.index(id(one.dataset)), one.pass_of()) for one in own]), strict=False):
+        of_ranks = [its for _, its in epoch]
+        dataset = epoch[0][0]
+        judge_epoch(report, of_ranks, before=before.get(dataset, []))
+        before[dataset] = of_ranks[0].samples
 
 
 def _found(report: Report, what: str, text: str) -> None:
@@ -210,27 +228,20 @@ class Epochs:
         loader = self.trainer.train_dataloader
         if not isinstance(loader, DataLoader):
             return
-        ids, before = self._read.of(loader, self._num_batches), self._before
-        self._before = ids
+        reading, before = self._read.reading(loader), self._before
+        self._before = ids = reading.samples(self._num_batches)
         if self._batches_before and ids:
             self._end_resumed(ids)
         elif ids and self._epochs_left and self._num_batches == len(loader):  # no iterable data set, and trained whole
             self._epochs_left -= 1
-            of_ranks = gathered(ids)[:: self._each]
+            of_ranks = gathered(reading.pass_of(self._num_batches))[:: self._each]
             report = self._report(f"data of epoch {self.trainer.current_epoch}")
             if of_ranks:
-                report.counts["samples"] = len({sample for one in of_ranks for sample in one})
+                report.counts["samples"] = len({sample for its in of_ranks for sample in its.samples})
                 if type(loader.sampler).__name__ == "DistributedSamplerWrapper" and vars(loader.sampler)["shuffle"]:
                     report.note("Lightning shuffles the order of your sampler: pass use_distributed_sampler=False")
                 first = is_order_of_epoch_0(loader, ids, self.trainer.current_epoch)
-                judge_epoch(
-                    report,
-                    of_ranks,
-                    num_samples=len(loader.dataset),  # type: ignore[arg-type]
-                    before=before,
-                    is_drawn=Reading(loader._index_sampler, loader.dataset).is_drawn,
-                    is_order_of_epoch_0=first,
-                )
+                judge_epoch(report, of_ranks, before=before, is_order_of_epoch_0=first)
             self._tell(self.trainer.strategy.broadcast(report))
 
     def _end_resumed(self, ids: Sequence[int]) -> None:

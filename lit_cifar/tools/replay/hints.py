@@ -55,8 +55,10 @@ class Hints:
         """A backward pass has given gradients to these."""
         self._reached |= set(names)
 
-    def reached_unknown(self, shape: Sequence[int]) -> None:
-        self._add(f"a parameter of shape {tuple(shape)} takes part in a call, and neither module nor optimizer know it")
+    def met_unknown(self, number: int) -> None:
+        """So many parameters take part in calls, and have no name."""
+        if number:
+            self._add(f"{number} parameters that the loss depends on are in no module and no optimizer, as in a list")
 
     def stepped(self) -> None:
         """An optimizer has made a step."""

@@ -121,7 +121,8 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
     def _make_twin(self) -> None:
         try:
             module, optimizers = twin_of(self.module, self.optimizers)
-            self._twin = Twin(module, optimizers, module, is_sharded(self.module))
+            is_plain = self.model is self.module and not is_sharded(self.module)
+            self._twin = Twin(module, optimizers, module, is_sharded(self.module), may_be_part=is_plain)
         except UnjudgeableError as reason:
             self.report.abstained.append(str(reason))
 

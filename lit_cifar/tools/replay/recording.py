@@ -102,8 +102,7 @@ class Recorder:
         self._interception.close()
         self._flush()
         if not self._sharded and not self._copies:
-            for shape in self._outputs.unknown:
-                self._hints.reached_unknown(shape)
+            self._hints.met_unknown(len(self._outputs.unknown))
         hints = self._hints.close(self._names, [parameters_of(optimizer) for optimizer in self.optimizers])
         with suppress(OSError, RuntimeError):  # rank 0 misses the file, and says so
             torch.save((self._reasons, hints), self.folder / f"{self.rank}.pt")
@@ -224,7 +223,7 @@ class Recorder:
         synced = self._synced
         grads = {name: whole(p.grad) for p, name in self._names.items() if p.grad is not None}
         self._grads = {name: digest(gradient) for name, gradient in grads.items()}
-        self._hints.reached(grads)
+        self._hints.reached(grads if self._sharded else self._local)
         values = {n: g.detach().clone() for n, g in grads.items()} if synced and self._in_first_replica else {}
         inside, fresh = self._depth > 0, [name for name, is_fresh in self._fresh.items() if is_fresh]
         self._write(Backward(inside, synced, self._local, fresh, self._grads, values, self._of_backward))

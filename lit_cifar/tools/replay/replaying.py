@@ -181,7 +181,12 @@ class Replayer:
                 self._parameters[name].copy_(value)
             self._note_changes(call)
         for name, its in call.parameters.items():
-            if self._differs("parameters", name, its, digest(self._parameters[name]), "before the step"):
+            mine = digest(self._parameters[name])
+            if self.twin.may_be_part and self._rank and call.exchanges and its.bits != mine.bits:
+                raise UnjudgeableError(
+                    "ranks hold unlike parameters and exchange data inside a step, as parts of a model"
+                )
+            if self._differs("parameters", name, its, mine, "before the step"):
                 self._events.clear()
                 return True
         self._fill(call)
