@@ -3,8 +3,8 @@
     python benchmarks/silent_bugs/run.py --out RECORD.json [CASE ...]
 
 A run is "found" if a report fails, "noted" if it has a note or a reason to abstain that the mended twin has not, with
-whatever numbers and names. It is a false alarm if a report of the mended twin fails. Beside it the losses: do those with
-the bug leave the range of the mended twin's under five seeds?
+whatever numbers and names. It is a false alarm if a report of the mended twin fails. Beside it the losses: do those
+with the bug leave the range of the mended twin's under five seeds?
 """
 
 import argparse

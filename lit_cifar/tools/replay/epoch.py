@@ -40,9 +40,7 @@ class Reading:
         sampler = self.loader_sampler
         while (inner := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)) is not None:
             sampler = inner
-        whole = Reading(
-            sampler, self.dataset, [[*range(len(self.dataset))]] if isinstance(self.dataset, Subset) else []
-        )
+        every = [*range(len(self.dataset))] if isinstance(self.dataset, Subset) else []
         return Pass(
             self.samples(num_batches),
             len(self.dataset),
