@@ -41,9 +41,8 @@ def run(case: str, *, bug: bool, seed: int = 0, tool: str = "") -> dict[str, Any
         }
         start = perf_counter()
         project = HERE / "cases" / case / "project.py"
-        done = subprocess.run(
-            [sys.executable, str(project)], cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT_S
-        )
+        command = ["timeout", str(LIMIT_S), sys.executable, str(project)]
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
         seconds = perf_counter() - start
         lines = {
             name: file.read_text().splitlines() if (file := Path(folder, name)).exists() else []
