@@ -497,6 +497,32 @@ def report_of_unwrapped() -> dict[str, Any]:
     return its.report.as_json()
 
 
+class Half(nn.Module):
+    """The part of a layer that a rank holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.net(x)
+        all_reduce(other := outputs.detach().clone())
+        return outputs + other - outputs.detach()
+
+
+def report_of_parts() -> dict[str, Any]:
+    torch.manual_seed(dist.get_rank())
+    model = Half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(1)
+    with replay(model, optimizer, steps=2) as its:
+        for _ in range(2):
+            optimizer.zero_grad()
+            cross_entropy(model(torch.randn(8, 16)), torch.randint(0, 5, (8,))).backward()
+            optimizer.step()
+    return its.report.as_json()
+
+
 def plain_report(*, wrong: bool) -> dict[str, Any]:
     """A loop without Lightning, with accumulation and clipping."""
     torch.manual_seed(1)
@@ -546,6 +572,10 @@ PLAIN = {
     "trains nothing": lambda model, loss, outputs: (0 * loss).backward(),
     "penalty on weights": lambda model, loss, outputs: (loss + model.module.net.weight.abs().sum()).backward(),
     "penalty on an output": lambda model, loss, outputs: (loss + outputs.square().mean()).backward(),
+    "gathers outputs": lambda model, loss, outputs: (
+        dist.all_gather([torch.empty_like(outputs) for _ in range(2)], outputs),
+        loss.backward(),
+    ),
     "two passes": lambda model, loss, outputs: (loss.backward(retain_graph=True), outputs.square().mean().backward()),
 }
 
@@ -573,6 +603,7 @@ def reports(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "older package", report_of_the_older_package(folder)
     yield "plain and sharded", report_of_plain_shards()
     yield "not wrapped", report_of_unwrapped()
+    yield "parts by hand", report_of_parts()
     for name, backward in PLAIN.items():
         yield name, report_of_loss(backward)
 

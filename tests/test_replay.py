@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lit_cifar import Replay, ReplayError
 from lit_cifar.__main__ import main
 from lit_cifar.tools.replay.digests import digest
-from lit_cifar.tools.replay.epoch import is_order_of_epoch_0, judge_epoch, judge_resumed_epoch
+from lit_cifar.tools.replay.epoch import Pass, is_order_of_epoch_0, judge_epoch, judge_resumed_epoch
 from lit_cifar.tools.replay.exchange import Exchange, problem
 from lit_cifar.tools.replay.reduction import ExactMean, gamma
 from lit_cifar.tools.replay.replicas import judge_replicas
@@ -57,6 +57,7 @@ ABSTAINED = {
     "unrepeatable": "two replays of a step differ",
     "uncopyable": "cannot be copied",
     "penalty on weights": "the loss depends on net.weight beside what calls return",
+    "parts by hand": "as parts of a model",
     "penalty on an output": "on another one that the call computes from it",
 }
 RIGHT = [*({*CASES, *PLAIN, "plain", "plain and sharded", "older package"} - {*WRONG, *ABSTAINED})]
@@ -101,6 +102,12 @@ def test_gradients_that_are_all_zero_are_noted(name: str, reports: dict[str, Any
     assert "so the loss trains nothing" not in " ".join(reports["loss from inside"]["notes"])
 
 
+@each_of(["gathers outputs"])
+def test_a_collective_that_no_gradient_passes_is_noted(name: str, reports: dict[str, Any]) -> None:
+    assert "by a collective that no gradient passes" in " ".join(reports[name]["notes"])
+    assert reports["loss from inside"]["notes"] == []
+
+
 @each_of(WRONG)
 def test_a_mistake_is_found_where_it_is(name: str, reports: dict[str, Any]) -> None:
     report = reports[name]
@@ -141,14 +148,31 @@ def test_whole_epochs_and_evaluations_are_judged(reports: dict[str, Any]) -> Non
         ([[3, 1], [2, 0, 3]], [], "", "1 of 4 samples are used again"),
         ([[3, 1], [2]], [], "", "1 of 4 samples are left out"),
         ([[3, 1], [2]], [], "", "ranks read 2, 1 samples"),
+        ([[3, 1], [1, 0, 1]], [], "ranks share unlike orders", "1 of 4 samples are left out"),
     ],
 )
 def test_the_samples_of_an_epoch(ids: list[list[int]], before: list[int], finding: str, note: str) -> None:
     report = Report("ddp", 2, "32-true", 0, subject="data of epoch 1")
-    judge_epoch(report, ids, num_samples=4, before=before)
+    report.counts["samples"] = 4
+    judge_epoch(report, [Pass(its, 4, [], is_drawn=True, is_divided=True) for its in ids], before=before)
     assert [finding in its.text for its in report.findings] == [True] * bool(finding)
     assert note in " ".join(report.notes)
     assert report.outcome == ("fail" if finding else "pass")
+
+
+@pytest.mark.parametrize(
+    ("subsets", "finding"),
+    [
+        ([[4, 5, 6, 7], [4, 5, 6, 7]], ""),  # which a sampler divides
+        ([[4, 5], [6, 7]], ""),
+        ([[4, 5, 6], [6, 7, 8]], "1 of 5 samples are in the subsets of some ranks and not of others"),
+    ],
+)
+def test_ranks_have_one_subset_or_parts_of_it(subsets: list[list[int]], finding: str) -> None:
+    report = Report("ddp", 2, "32-true", 0, subject="data of epoch 0")
+    ranks = [Pass(its[rank::2], 4, its, is_drawn=True, is_divided=True) for rank, its in enumerate(subsets)]
+    judge_epoch(report, ranks, before=[])
+    assert " ".join(f"{its.tensor} {its.text}" for its in report.findings) == finding
 
 
 def test_a_replay_gives_each_collective_its_own_judgement() -> None:

@@ -29,7 +29,7 @@ def report_loss(loss: Any) -> None:
     """A loss of one step, as the project would show it to its user; rank 0 alone writes it down."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         with (_OUT / "losses.jsonl").open("a") as file:
-            file.write(f"{float(loss)}\n")
+            file.write(f"{loss.item() if isinstance(loss, torch.Tensor) else loss}\n")
 
 
 def watching() -> list[pl.Callback]:

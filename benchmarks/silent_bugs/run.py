@@ -2,14 +2,15 @@
 
     python benchmarks/silent_bugs/run.py --out RECORD.json [CASE ...]
 
-A run counts as "found" if a report fails, or has a note or a reason to abstain that the mended twin has not. It is a
-false alarm if a report of the mended twin fails. Beside it the losses: do those with the bug leave the range of the
-mended twin's under five seeds?
+A run is "found" if a report fails, "noted" if it has a note or a reason to abstain that the mended twin has not, with
+whatever numbers and names. It is a false alarm if a report of the mended twin fails. Beside it the losses: do those
+with the bug leave the range of the mended twin's under five seeds?
 """
 
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -40,9 +41,8 @@ def run(case: str, *, bug: bool, seed: int = 0, tool: str = "") -> dict[str, Any
         }
         start = perf_counter()
         project = HERE / "cases" / case / "project.py"
-        done = subprocess.run(
-            [sys.executable, str(project)], cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT_S
-        )
+        command = ["timeout", str(LIMIT_S), sys.executable, str(project)]
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
         seconds = perf_counter() - start
         lines = {
             name: file.read_text().splitlines() if (file := Path(folder, name)).exists() else []
@@ -63,12 +63,18 @@ def said(one: dict[str, Any], what: str) -> list[str]:
     return [its if isinstance(its, str) else f"{its['part']}: {its['tensor']} {its['text']}" for its in found]
 
 
+def kind(line: str) -> str:
+    """A note without its numbers and names."""
+    return re.sub(r"\S*[\d._]\S*", "_", line)
+
+
 def judged(case: str) -> dict[str, Any]:
     """What `Replay` and the losses say of a case."""
     with_bug, mended = run(case, bug=True, tool="replay"), run(case, bug=False, tool="replay")
     others = [run(case, bug=False, seed=seed) for seed in range(1, SEEDS)]
     findings = said(with_bug, "findings")
-    hints = [line for what in ("notes", "abstained") for line in said(with_bug, what) if line not in said(mended, what)]
+    known = {kind(line) for what in ("notes", "abstained") for line in said(mended, what)}
+    hints = [line for what in ("notes", "abstained") for line in said(with_bug, what) if kind(line) not in known]
     about = tomllib.loads((HERE / "cases" / case / "case.toml").read_text())
     return {
         "case": case,

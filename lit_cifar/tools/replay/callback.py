@@ -245,8 +245,8 @@ class _Window:
             optimizers,
             partial(self._step, module) if self.has_own_step else module.training_step,
             is_sharded(self.module),
-            self.num_together,
-            partial(before_step, module, self.trainer),
+            num_together=self.num_together,
+            before_step=partial(before_step, module, self.trainer),
         )
         if (on_one_device := _runner_of_one_device(self.trainer.strategy)) is not None:
             module.to(device_of(self.module))

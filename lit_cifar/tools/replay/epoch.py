@@ -1,86 +1,154 @@
-"""Findings about epochs: which samples the ranks read, and whether a logged metric is that of the whole set."""
+"""Findings about epochs: which samples the ranks read."""
 
 import copy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.data import extract_batch_size
-from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from lit_cifar.tools.replay.evaluation import Evaluation, judge_evaluation
 from lit_cifar.tools.replay.lightning_view import empty_report, num_together
-from lit_cifar.tools.replay.reduction import gamma
 from lit_cifar.tools.replay.replicas import gathered
 from lit_cifar.tools.replay.verdict import Finding, Report
+
+
+@dataclass
+class Reading:
+    """What one pass over a loader has asked its data set for, batch by batch."""
+
+    loader_sampler: Any  # that makes the batches
+    dataset: Any
+    batches: list[list[int]] = field(default_factory=list)
+    is_whole: bool = False
+    trains: bool = False
+
+    def samples(self, num_batches: int | None = None) -> list[int]:
+        """Their numbers in the whole data set, of which a `Subset` has some."""
+        ids, dataset = [sample for batch in self.batches[:num_batches] for sample in batch], self.dataset
+        while isinstance(dataset, Subset):
+            ids, dataset = [int(dataset.indices[number]) for number in ids], dataset.dataset
+        return ids
+
+    def pass_of(self, num_batches: int | None = None) -> "Pass":
+        """What is told to other ranks."""
+        sampler = self.loader_sampler
+        while (inner := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)) is not None:
+            sampler = inner
+        every = [*range(len(self.dataset))] if isinstance(self.dataset, Subset) else []
+        return Pass(
+            self.samples(num_batches),
+            len(self.dataset),
+            Reading(sampler, self.dataset, [every]).samples(),
+            is_drawn=isinstance(sampler, RandomSampler) or hasattr(sampler, "set_epoch"),
+            is_divided=isinstance(sampler, DistributedSampler),
+        )
+
+
+@dataclass
+class Pass:
+    """What one rank has read of its data set in an epoch."""
+
+    samples: list[int]
+    size: int  # of the data set
+    subset: list[int]  # all samples of it, if it is a part of another
+    is_drawn: bool  # each epoch should have an order of its own
+    is_divided: bool  # the sampler gives each rank a share of one order
 
 
 class ReadIds:
     """Which samples the loaders of this process ask their data sets for, by the loader's sampler, in their order."""
 
     def __init__(self) -> None:
-        self._ids: dict[int, list[list[int]]] = {}  # batch by batch, by the sampler that makes them
+        self.readings: list[Reading] = []
+        self._of_iterator: WeakKeyDictionary[Any, Reading] = WeakKeyDictionary()
+        self._last: Reading | None = None
         self._real: Any = vars(_BaseDataLoaderIter)["_next_index"]  # all loaders ask by it, also those with workers
-        ids, real = self._ids, self._real
+        real = self._real
 
         def next_index(iterator: Any) -> Any:
-            index = real(iterator)
+            try:
+                index = real(iterator)
+            except StopIteration:
+                if iterator in self._of_iterator:
+                    self._of_iterator[iterator].is_whole = True
+                raise
             its = index if isinstance(index, list) else [index]
             if all(isinstance(number, int) for number in its):
-                ids.setdefault(id(iterator._index_sampler), []).append(its)
+                self._reading(iterator).batches.append(its)
             return index
 
         self._observed = next_index
         _BaseDataLoaderIter._next_index = next_index  # type: ignore[method-assign]
 
+    def _reading(self, iterator: Any) -> Reading:
+        found = self._of_iterator.get(iterator)
+        if found is None or found.is_whole:  # one with workers that persist goes on to the next epoch
+            found = self._of_iterator[iterator] = Reading(iterator._index_sampler, iterator._dataset)
+            self.readings.append(found)
+        self._last = found
+        return found
+
     def close(self) -> None:
         if vars(_BaseDataLoaderIter)["_next_index"] is self._observed:
             _BaseDataLoaderIter._next_index = self._real  # type: ignore[method-assign]
 
+    def trains(self) -> None:
+        """What was read last is being trained."""
+        if self._last is not None:
+            self._last.trains = True
+
     def of(self, loader: DataLoader[Any], num_batches: int | None = None) -> list[int]:
         """Those of the first batches since they were forgotten; processes of a loader are asked for more than these."""
-        batches = self._ids.get(id(loader._index_sampler), [])[:num_batches]
-        return [sample for batch in batches for sample in batch]
+        return self.reading(loader).samples(num_batches)
+
+    def reading(self, loader: DataLoader[Any]) -> Reading:
+        """All that was read since it was forgotten."""
+        its = Reading(loader._index_sampler, loader.dataset)
+        its.batches = [b for one in self.readings if one.loader_sampler is its.loader_sampler for b in one.batches]
+        return its
 
     def forget(self, loader: DataLoader[Any]) -> None:
-        self._ids.pop(id(loader._index_sampler), None)
+        self.readings = [one for one in self.readings if one.loader_sampler is not loader._index_sampler]
+        self._of_iterator.clear()
 
 
 def judge_epoch(
-    report: Report,
-    of_ranks: Sequence[Sequence[int]],
-    *,
-    num_samples: int,
-    before: Sequence[int],
-    is_order_of_epoch_0: bool = False,
+    report: Report, of_ranks: Sequence[Pass], *, before: Sequence[int], is_order_of_epoch_0: bool = False
 ) -> None:
     """What is wrong with the samples that ranks have read in an epoch; `before`: those of rank 0 in the last one."""
-    times = Counter(sample for ids in of_ranks for sample in ids)
-    readers = Counter(sample for ids in of_ranks for sample in set(ids))
+    own, num_ranks = of_ranks[0], len(of_ranks)
+    times = Counter(sample for its in of_ranks for sample in its.samples)
+    readers = Counter(sample for its in of_ranks for sample in {*its.samples})
+    subsets = {frozenset(its.subset) for its in of_ranks}
+    num_samples = len(frozenset().union(*subsets)) or own.size
     shared = sum(number > 1 for number in readers.values())
     repeated, left_out = sum(times.values()) - len(times), num_samples - len(times)
-    report.counts["samples"] = len(times)
-    if len(of_ranks) > 1 and shared >= len(times) / 2:
+    if num_ranks > 1 and shared >= len(times) / 2:
         _found(report, f"{shared} of {len(times)} samples", "are read by several ranks, each of which needs its own")
+    elif len(subsets) > 1 and (several := sum(map(len, subsets)) - num_samples):
+        _found(report, f"{several} of {num_samples} samples", "are in the subsets of some ranks and not of others")
+    elif own.is_divided and repeated >= num_ranks and left_out:
+        _found(report, f"{repeated} samples", f"are read again and {left_out} left out: ranks share unlike orders")
     elif repeated:
-        report.notes.append(f"{repeated} of {len(times)} samples are used again: padding, or a sampler's choice")
+        report.note(f"{repeated} of {len(times)} samples are used again: padding, or a sampler's choice")
     if left_out:
-        report.notes.append(f"{left_out} of {num_samples} samples are left out")
-    if before and [*of_ranks[0]] == [*before]:
-        if [*before] == sorted(before):
-            report.notes.append("the data are not shuffled")
-        else:
+        report.note(f"{left_out} of {num_samples} samples are left out")
+    if before and own.samples == [*before]:
+        if own.samples == sorted(before):
+            report.note("the data are not shuffled")
+        elif own.is_drawn:
             _found(report, "the order", "is that of the epoch before: call set_epoch on the sampler")
     elif is_order_of_epoch_0:
         _found(report, "the order", "is that of epoch 0: the sampler was asked for it before set_epoch was called")
-    if len({len(ids) for ids in of_ranks}) > 1:
-        sizes = ", ".join(str(len(ids)) for ids in of_ranks)
-        report.notes.append(f"ranks read {sizes} samples; the mean over ranks weighs the ranks alike")
+    if len({len(its.samples) for its in of_ranks}) > 1:
+        sizes = ", ".join(str(len(its.samples)) for its in of_ranks)
+        report.note(f"ranks read {sizes} samples; the mean over ranks weighs the ranks alike")
 
 
 def is_order_of_epoch_0(loader: DataLoader[Any], ids: Sequence[int], epoch: int) -> bool:
@@ -99,91 +167,29 @@ def judge_resumed_epoch(report: Report, ids: Sequence[int], before: Sequence[int
     """Whether rank 0 reads samples again that it had read when the checkpoint of this epoch was written."""
     report.counts["samples"] = len(ids)
     if before is None:
-        report.notes.append("the checkpoint was written without Replay: which samples came before it is not known")
+        report.note("the checkpoint was written without Replay: which samples came before it is not known")
     elif again := len({*ids} & {*before}):
         text = "that rank 0 read before the checkpoint are read again in the same epoch"
         if len({*before}) == len(before):
             _found(report, f"{again} of {len(before)} samples", text)
         else:
-            report.notes.append("samples are drawn with replacement: whether the order goes on is not known")
+            report.note("samples are drawn with replacement: whether the order goes on is not known")
 
 
-@dataclass
-class Logged:
-    """What this process has logged under a name in an evaluation, weighted by the sizes of its batches."""
-
-    total: float = 0.0
-    magnitude: float = 0.0
-    num_samples: int = 0
-    num_batches: int = 0
-
-    def add(self, value: float, size: int) -> None:
-        self.total += value * size
-        self.magnitude += abs(value) * size
-        self.num_samples += size
-        self.num_batches += 1
-
-
-@dataclass
-class Evaluation:
-    """The means that one evaluation logs."""
-
-    module: pl.LightningModule
-    logged: dict[str, Logged] = field(default_factory=dict)
-    batch: Any = None  # that is being evaluated
-
-    def __post_init__(self) -> None:
-        self._own = vars(self.module).get("log")
-        self.module.log = partial(self._log, self.module.log)  # type: ignore[method-assign]
-
-    def close(self) -> None:
-        del self.module.log
-        if self._own is not None:
-            self.module.log = self._own  # type: ignore[method-assign]
-
-    def _log(self, log: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        plain = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
-        if plain and self.batch is not None and kwargs.get("reduce_fx", "mean") in ("mean", torch.mean):
-            size = kwargs.get("batch_size") or extract_batch_size(self.batch)
-            self.logged.setdefault(name, Logged()).add(float(value), size)
-        log(name, value, *args, **kwargs)
-
-
-def judge_evaluation(
-    report: Report,
-    of_ranks: Sequence[dict[str, Logged]],
-    metrics: Mapping[str, Any],
-    read: Sequence[Sequence[int]],
-) -> None:
-    """Compare each logged mean with the mean over all samples of all ranks; `read`: ids of the samples by rank.
-
-    The bound is that of its own sums in float32: each batch is added once, so is each rank.
-    """
-    for name in of_ranks[0]:
-        its = [of_rank[name] for of_rank in of_ranks if name in of_rank]
-        if name not in metrics:
-            continue
-        num_samples = sum(one.num_samples for one in its)
-        true, logged = sum(one.total for one in its) / num_samples, float(metrics[name])
-        roundings = max(one.num_batches for one in its) + len(its) + 3
-        bound = gamma(roundings, torch.float32) * sum(one.magnitude for one in its) / num_samples
-        report.counts["samples"] = max(report.counts["samples"], num_samples)
-        report.counts["metrics"] += 1
-        if not abs(true - logged) <= bound:
-            own = its[0].total / its[0].num_samples
-            why = "ranks or batches of unequal size weigh alike"
-            if abs(own - logged) <= bound:
-                why = "it is that of rank 0's samples alone, pass sync_dist=True"
-            text = f"is logged as {logged:.9g}, the mean over all {num_samples} samples is {true:.9g}: {why}"
-            _found(report, name, text)
-    distinct = {sample for ids in read for sample in ids}
-    if repeated := sum(map(len, read)) - len(distinct):
-        report.notes.append(f"{repeated} of {len(distinct)} samples are evaluated again: a sampler's padding")
+def judge_readings(report: Report, readings: Sequence[Reading]) -> None:
+    """The same of replicas in plain PyTorch: passes over loaders that were trained whole. All ranks must call this."""
+    own = [one for one in readings if one.trains and one.is_whole]
+    datasets = [*{id(one.dataset): None for one in own}]
+    before: dict[int, list[int]] = {}
+    for epoch in zip(*gathered([(datasets.index(id(one.dataset)), one.pass_of()) for one in own]), strict=False):
+        of_ranks = [its for _, its in epoch]
+        dataset = epoch[0][0]
+        judge_epoch(report, of_ranks, before=before.get(dataset, []))
+        before[dataset] = of_ranks[0].samples
 
 
 def _found(report: Report, what: str, text: str) -> None:
-    part: Any = "evaluation" if report.counts["metrics"] else "data"
-    report.findings.append(Finding(part, report.first_step, None, what, text))
+    report.findings.append(Finding("data", report.first_step, None, what, text))
 
 
 class Epochs:
@@ -220,23 +226,20 @@ class Epochs:
         loader = self.trainer.train_dataloader
         if not isinstance(loader, DataLoader):
             return
-        ids, before = self._read.of(loader, self._num_batches), self._before
-        self._before = ids
+        reading, before = self._read.reading(loader), self._before
+        self._before = ids = reading.samples(self._num_batches)
         if self._batches_before and ids:
             self._end_resumed(ids)
         elif ids and self._epochs_left and self._num_batches == len(loader):  # no iterable data set, and trained whole
             self._epochs_left -= 1
-            of_ranks = gathered(ids)[:: self._each]
+            of_ranks = gathered(reading.pass_of(self._num_batches))[:: self._each]
             report = self._report(f"data of epoch {self.trainer.current_epoch}")
             if of_ranks:
+                report.counts["samples"] = len({sample for its in of_ranks for sample in its.samples})
+                if type(loader.sampler).__name__ == "DistributedSamplerWrapper" and vars(loader.sampler)["shuffle"]:
+                    report.note("Lightning shuffles the order of your sampler: pass use_distributed_sampler=False")
                 first = is_order_of_epoch_0(loader, ids, self.trainer.current_epoch)
-                judge_epoch(
-                    report,
-                    of_ranks,
-                    num_samples=len(loader.dataset),  # type: ignore[arg-type]
-                    before=before,
-                    is_order_of_epoch_0=first,
-                )
+                judge_epoch(report, of_ranks, before=before, is_order_of_epoch_0=first)
             self._tell(self.trainer.strategy.broadcast(report))
 
     def _end_resumed(self, ids: Sequence[int]) -> None:
@@ -265,7 +268,7 @@ class Epochs:
         its, self.evaluation = self.evaluation, None
         its.close()
         read = gathered(self.evaluated())[:: self._each]
-        of_ranks = gathered(its.logged)[:: self._each]
+        of_ranks = gathered(its.seen())[:: self._each]
         report = self._report(f"evaluation after step {self.trainer.global_step}")
         if of_ranks:
             judge_evaluation(report, of_ranks, self.trainer.callback_metrics, read)

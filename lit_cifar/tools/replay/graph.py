@@ -5,7 +5,7 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
@@ -48,6 +48,7 @@ class Outputs:
 
     def __init__(self, names: Mapping[Tensor, str]) -> None:
         self.begun: set[Node] | None = None  # outputs at which the last backward pass begins; None before the first
+        self.unknown: set[Tensor] = set()  # parameters inside of calls that have no name
         self._names = names
         self._calls: list[set[Node]] = []
         self._num_old = 0  # calls before the last backward pass
@@ -75,6 +76,8 @@ class Outputs:
             leaf: Any = getattr(node, "variable", None)
             if call is None and leaf in self._names:
                 beside.add(self._names[leaf])
+            if call is not None and isinstance(leaf, nn.Parameter) and leaf not in self._names:
+                self.unknown.add(leaf)
             following = node.next_functions
             if node.name() == _SINK:
                 following = following[place : place + 1]

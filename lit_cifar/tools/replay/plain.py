@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lit_cifar.tools.replay.epoch import ReadIds, judge_readings
 from lit_cifar.tools.replay.events import UnjudgeableError
 from lit_cifar.tools.replay.recording import Recorder, device_of
 from lit_cifar.tools.replay.replaying import judge
@@ -41,6 +42,7 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
         self.optimizers = [*map(_unwrapped, optimizers)]
         self.module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         self._is_open = False
+        self._read: ReadIds | None = None
         self._folder: Path | None = None
         self._twin: Twin | None = None
 
@@ -77,6 +79,7 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
             self.module.register_forward_hook(self._after_forward),
         ]
         self._is_open = True
+        self._read = ReadIds()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -86,6 +89,8 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
         else:
             self._close()
             self._remove()
+            if self._read is not None:
+                self._read.close()
 
     @property
     def done(self) -> bool:
@@ -97,6 +102,10 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
         self._close()
         if self._folder is not None:
             self._judge(self._folder)
+        if self._read is not None:
+            self._read.close()
+            if not dist.is_initialized() or are_replicas(self.model):
+                judge_readings(self.report, self._read.readings)
         if dist.is_initialized() and are_replicas(self.model):
             if of_ranks := parameters_of_ranks(self.module):
                 judge_replicas(self.report, of_ranks)
@@ -112,7 +121,8 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
     def _make_twin(self) -> None:
         try:
             module, optimizers = twin_of(self.module, self.optimizers)
-            self._twin = Twin(module, optimizers, module, is_sharded(self.module))
+            is_plain = self.model is self.module and not is_sharded(self.module)
+            self._twin = Twin(module, optimizers, module, is_sharded(self.module), may_be_part=is_plain)
         except UnjudgeableError as reason:
             self.report.abstained.append(str(reason))
 
@@ -123,6 +133,8 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
         if self._recorder.num_steps >= self.steps:
             self._close()
         elif torch.is_grad_enabled() and module.training:
+            assert self._read is not None
+            self._read.trains()
             self._recorder.begin(args, kwargs)
 
     def _after_forward(self, module: nn.Module, args: Any, outputs: Any) -> None:

@@ -17,16 +17,19 @@ class Record:
     num_ranks: int
     device: torch.device
 
-    def reasons(self) -> list[str]:
-        """Why a rank could not write down what it did."""
-        found: list[str] = []
+    def remarks(self) -> tuple[list[str], list[str]]:
+        """Why a rank could not write down what it did; and what it has noticed beside."""
+        reasons: list[str] = []
+        hints: list[str] = []
         for rank in range(self.num_ranks):
             path = self.folder / f"{rank}.pt"
             if path.exists():
-                found += torch.load(path, weights_only=True)
+                of_rank = torch.load(path, weights_only=True)
+                reasons += of_rank[0]
+                hints += of_rank[1]
             else:
-                found.append(f"the record of rank {rank} cannot be seen from rank 0")
-        return [*dict.fromkeys(found)]
+                reasons.append(f"the record of rank {rank} cannot be seen from rank 0")
+        return [*dict.fromkeys(reasons)], [*dict.fromkeys(hints)]
 
     def segments(self, rank: int) -> list[list[Path]]:
         """Paths of events, in their order; a segment ends with the last optimizer step before another call."""

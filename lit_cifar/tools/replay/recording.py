@@ -20,8 +20,9 @@ from torch.utils.hooks import RemovableHandle
 
 from lit_cifar.tools.replay.digests import Digest, Surroundings, digest
 from lit_cifar.tools.replay.events import Backward, Call, Digests, Event, Start, Step
-from lit_cifar.tools.replay.exchange import Exchange, can_be_replayed, intercepted, observed
+from lit_cifar.tools.replay.exchange import Exchange, can_be_replayed, intercepted, observed, sent_by
 from lit_cifar.tools.replay.graph import Outputs, forget, observe
+from lit_cifar.tools.replay.hints import Hints
 from lit_cifar.tools.replay.sharded import is_of_fsdp, is_sharded, whole
 
 
@@ -68,6 +69,7 @@ class Recorder:
         self._interception.enter_context(intercepted(self._exchange))
         self._known = {name: digest(parameter) for parameter, name in self._names.items()}
         self._handles = [*self._hooks()]
+        self._hints = Hints(module, self._is_changed)
         self._outputs = Outputs(self._names)
         self._observer = (self._before_backward, self._after_backward)
         observe(self._observer)
@@ -99,8 +101,11 @@ class Recorder:
         forget(self._observer)
         self._interception.close()
         self._flush()
+        if not self._sharded and not self._copies:
+            self._hints.met_unknown(len(self._outputs.unknown))
+        hints = self._hints.close(self._names, [parameters_of(optimizer) for optimizer in self.optimizers])
         with suppress(OSError, RuntimeError):  # rank 0 misses the file, and says so
-            torch.save(self._reasons, self.folder / f"{self.rank}.pt")
+            torch.save((self._reasons, hints), self.folder / f"{self.rank}.pt")
 
     def recorded(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, with its calls written down; a trainer passes it what its signature has."""
@@ -148,6 +153,7 @@ class Recorder:
                 )
         call.buffers_after = {name: digest(buffer) for name, buffer in self._buffers()}
         call.has_drawn = call.surroundings.has_drawn(self._device)
+        self._hints.called(call)
         self._exchanges = None
         self._fresh = {}
 
@@ -178,6 +184,8 @@ class Recorder:
 
     def _exchange(self, name: str, real: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
         if self._exchanges is None or (self._sharded and is_of_fsdp()):
+            if self._by_engine and self._exchanges is None and can_be_replayed(name):
+                self._hints.sent_beside(sent_by(name, args))
             return real(group, *args, **kwargs)
         if not can_be_replayed(name):
             self._reasons.append(f"ranks exchange data inside a step by {name}, which is not replayed")
@@ -215,6 +223,7 @@ class Recorder:
         synced = self._synced
         grads = {name: whole(p.grad) for p, name in self._names.items() if p.grad is not None}
         self._grads = {name: digest(gradient) for name, gradient in grads.items()}
+        self._hints.reached(grads if self._sharded else self._local)
         values = {n: g.detach().clone() for n, g in grads.items()} if synced and self._in_first_replica else {}
         inside, fresh = self._depth > 0, [name for name, is_fresh in self._fresh.items() if is_fresh]
         self._write(Backward(inside, synced, self._local, fresh, self._grads, values, self._of_backward))
@@ -261,6 +270,15 @@ class Recorder:
         self._write(step, place)
         self._step = None
         self.num_steps += 1
+        self._hints.stepped()
+
+    def _is_changed(self, optimizer: Optimizer) -> bool:
+        """Whether its gradients are not those after the last backward pass."""
+        pairs = [(self._names[its], its.grad) for its in parameters_of(optimizer) if its in self._names]
+        return any(
+            gradient is not None and name in self._grads and digest(whole(gradient)).bits != self._grads[name].bits
+            for name, gradient in pairs
+        )
 
     def _copied(self, values: Any) -> Any:
         def copied(leaf: Any) -> Any:

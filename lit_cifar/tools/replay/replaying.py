@@ -37,7 +37,9 @@ def judge(
     """
     start = perf_counter()
     record = Record(folder, report.num_ranks, device)
-    report.abstained += record.reasons()
+    reasons, hints = record.remarks()
+    report.abstained += reasons
+    report.notes += hints
     report.mebibytes = record.mebibytes
     if twin is not None and not report.abstained:
         for held in record.starts():
@@ -79,6 +81,7 @@ class Replayer:
         self._outputs: list[tuple[list[Tensor], list[Tensor | None]]] = []
         self._local: dict[str, list[Digest]] = {}
         self._is_first_pass = True  # of the segment
+        self._kept: set[str] = set()  # gradients that were there before it
         self._has_gradients = False  # other than zero
         self._of_rank_0: list[Backward | Step] = []  # of the segment: those whose gradients all ranks share
         self._shared = 0  # how many of them have been reached
@@ -178,7 +181,12 @@ class Replayer:
                 self._parameters[name].copy_(value)
             self._note_changes(call)
         for name, its in call.parameters.items():
-            if self._differs("parameters", name, its, digest(self._parameters[name]), "before the step"):
+            mine = digest(self._parameters[name])
+            if self.twin.may_be_part and self._rank and call.exchanges and its.bits != mine.bits:
+                raise UnjudgeableError(
+                    "ranks hold unlike parameters and exchange data inside a step, as parts of a model"
+                )
+            if self._differs("parameters", name, its, mine, "before the step"):
                 self._events.clear()
                 return True
         self._fill(call)
@@ -290,13 +298,16 @@ class Replayer:
                 self._differs("local computation", name, its, digest(gradient), "(accumulated gradient)")
 
     def _note_zeroing(self, event: Backward) -> None:
-        """Gradients that did not add up, where the trainer alone decides when they begin anew."""
+        """Gradients that did not add up between two steps, and those that add up beyond a step."""
         first, self._is_first_pass = self._is_first_pass, False
-        if first or self.twin.loss_gradient is None:
-            return
         grads = self._of_run if self.twin.sharded else {name: p.grad for name, p in self._parameters.items()}
-        if lost := [name for name in event.fresh if (its := grads.get(name)) is not None and its.any()]:
-            self.report.note(f"the gradient of {lost[0]} is zeroed between accumulated batches: {TAKEN}")
+        left = {name for name, its in grads.items() if its is not None and its.any() and its.isfinite().all()}
+        if first:
+            self._kept = left - {*event.fresh}
+        elif lost := sorted(left & {*event.fresh}):
+            known = self.twin.loss_gradient is not None  # then the trainer alone decides when they begin anew
+            what = "between accumulated batches" if known else "before a step has used it"
+            self.report.note(f"the gradient of {lost[0]} is zeroed {what}" + (f": {TAKEN}" if known else ""))
 
     # Exchange
 
@@ -388,7 +399,9 @@ class Replayer:
         if self.twin.before_step is not None and not event.inside:
             self.twin.before_step(optimizer)
         if self.twin.before_step is None and first.values:
-            self.report.note("gradients change between backward pass and step, as by clipping: taken as they are")
+            self.report.note(f"gradients change between backward pass and step, {self._how(first)}: taken as they are")
+        if kept := sorted(self._kept & {*event.grads}) if self.report.num_steps else []:
+            self.report.note(f"the gradient of {kept[0]} is not zeroed after a step, so it is used again")
         unlike = False
         for name, its in event.grads.items():
             gradient = self._parameters[name].grad
@@ -412,6 +425,23 @@ class Replayer:
         self._count("steps", int(self._rank == 0))
         wrong = [self._differs("optimizer", name, its, after.get(name)) for name, its in event.after.items()]
         return unlike or any(wrong)
+
+    def _how(self, step: Step) -> str:
+        """What a script has done to the gradients of a step, as far as a factor tells."""
+        factors = []
+        for name in step.grads:
+            before = self._parameters[name].grad
+            used = step.values.get(name, before)
+            if before is None or used is None or not before.any():
+                continue
+            factor = float((before.double() * used.double()).sum() / before.double().square().sum())
+            bound = 8 * torch.finfo(before.dtype).eps * abs(factor)
+            if not bool(((used.double() - factor * before.double()).abs() <= bound * before.double().abs()).all()):
+                return "not by a factor"
+            factors.append(factor)
+        if factors and max(factors) - min(factors) > 1e-3 * abs(max(factors)):
+            return "by another factor for each parameter"
+        return "by one factor, as by clipping"
 
     def _is_scaled_alike(self, gradient: Tensor | None, first: Step, name: str) -> bool:
         """Whether a gradient was clipped by the norm of all, whose n squares the ranks that share it add otherwise.

@@ -27,6 +27,7 @@ class Twin:
     optimizers: list[Optimizer]
     call: Callable[..., Any]
     sharded: bool = False  # in the run
+    may_be_part: bool = False  # nothing says that ranks should hold the same parameters
     num_together: int = 1  # so many ranks of the run hold a replica together
     # What the trainer does between backward pass and step, as clipping; None if a script does it, which is not known.
     before_step: Callable[[Optimizer], None] | None = None
@@ -68,7 +69,9 @@ def twin_of(module: Module, optimizers: Sequence[Optimizer]) -> tuple[Module, li
         raise UnjudgeableError(f"{type(module).__name__} cannot be copied: {error}") from error
     names = {name: parameter for parameter, name in names_of(module, optimizers).items()}
     for parameter, name in names_of(its, copies).items():
-        parameter._backward_hooks = copy.copy(names[name]._backward_hooks)  # a stranger's; torch does not copy them
+        # What torch does not copy: a stranger's hooks, and gradients that are there already.
+        parameter._backward_hooks = copy.copy(names[name]._backward_hooks)
+        parameter.grad = None if (gradient := names[name].grad) is None else whole(gradient).clone()
     return its, copies
 
 

@@ -1,0 +1,117 @@
+"""Findings about evaluations: whether a logged metric is that of the whole set, and of one model."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch import Tensor
+from torchmetrics import Metric
+
+from lit_cifar.tools.replay.digests import digest
+from lit_cifar.tools.replay.reduction import gamma
+from lit_cifar.tools.replay.verdict import Finding, Report
+
+
+@dataclass
+class Logged:
+    """What this process has logged under a name in an evaluation, weighted by the sizes of its batches."""
+
+    total: float = 0.0
+    magnitude: float = 0.0
+    num_samples: int = 0
+    num_batches: int = 0
+
+    def add(self, value: float, size: int) -> None:
+        self.total += value * size
+        self.magnitude += abs(value) * size
+        self.num_samples += size
+        self.num_batches += 1
+
+
+@dataclass
+class Evaluation:
+    """The means that one evaluation logs."""
+
+    module: pl.LightningModule
+    logged: dict[str, Logged] = field(default_factory=dict)
+    batch: Any = None  # that is being evaluated
+
+    def __post_init__(self) -> None:
+        self._counts = self._updates()
+        self._own = vars(self.module).get("log")
+        self.module.log = partial(self._log, self.module.log)  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        del self.module.log
+        if self._own is not None:
+            self.module.log = self._own  # type: ignore[method-assign]
+
+    def seen(self) -> "Seen":
+        """To be asked when all batches are through."""
+        kept = [name for name, number in self._updates().items() if number > self._counts.get(name, 0) > 0]
+        return Seen(self.logged, kept, {name: digest(its).bits for name, its in self.module.named_buffers()})
+
+    def _updates(self) -> dict[str, int]:
+        """How many batches each metric has counted."""
+        return {name: its.update_count for name, its in self.module.named_modules() if isinstance(its, Metric)}
+
+    def _log(self, log: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        plain = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+        if plain and self.batch is not None and kwargs.get("reduce_fx", "mean") in ("mean", torch.mean):
+            size = kwargs.get("batch_size") or extract_batch_size(self.batch)
+            self.logged.setdefault(name, Logged()).add(float(value), size)
+        log(name, value, *args, **kwargs)
+
+
+@dataclass
+class Seen:
+    """What a rank shows of an evaluation."""
+
+    logged: dict[str, Logged]
+    kept: list[str]  # metrics that have counted before it and in it
+    buffers: dict[str, int]  # bits
+
+
+def judge_evaluation(
+    report: Report,
+    seen: Sequence[Seen],
+    metrics: Mapping[str, Any],
+    read: Sequence[Sequence[int]],
+) -> None:
+    """Compare each logged mean with the mean over all samples of all ranks; `read`: ids of the samples by rank.
+
+    The bound is that of its own sums in float32: each batch is added once, so is each rank.
+    """
+    of_ranks = [one.logged for one in seen]
+    for name in of_ranks[0]:
+        its = [of_rank[name] for of_rank in of_ranks if name in of_rank]
+        if name not in metrics:
+            continue
+        num_samples = sum(one.num_samples for one in its)
+        true, logged = sum(one.total for one in its) / num_samples, float(metrics[name])
+        roundings = max(one.num_batches for one in its) + len(its) + 3
+        bound = gamma(roundings, torch.float32) * sum(one.magnitude for one in its) / num_samples
+        report.counts["samples"] = max(report.counts["samples"], num_samples)
+        report.counts["metrics"] += 1
+        if not abs(true - logged) <= bound:
+            own = its[0].total / its[0].num_samples
+            why = "ranks or batches of unequal size weigh alike"
+            if abs(own - logged) <= bound:
+                why = "it is that of rank 0's samples alone, pass sync_dist=True"
+            text = f"is logged as {logged:.9g}, the mean over all {num_samples} samples is {true:.9g}: {why}"
+            report.findings.append(Finding("evaluation", report.first_step, None, name, text))
+    distinct = {sample for ids in read for sample in ids}
+    if repeated := sum(map(len, read)) - len(distinct):
+        report.notes.append(f"{repeated} of {len(distinct)} samples are evaluated again: a sampler's padding")
+    for name, bits in seen[0].buffers.items():
+        if any(one.buffers.get(name) != bits for one in seen[1:]):
+            report.notes.append(
+                f"the ranks evaluate with unlike buffers, as {name}: what they log is of several models"
+            )
+            break
+    if seen[0].kept:
+        report.notes.append(f"{seen[0].kept[0]} goes on counting from before the evaluation: call reset() on it")

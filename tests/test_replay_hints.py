@@ -1,0 +1,121 @@
+"""`replay` passes a loop whose habits are often a mistake, and notes each of them."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+
+from lit_cifar import replay
+from lit_cifar.tools.replay.evaluation import Logged, Seen, judge_evaluation
+from lit_cifar.tools.replay.verdict import Report
+
+STEPS, BATCHES = 3, 2  # that are accumulated
+
+HABITS = {
+    "none": "",
+    "clips": "by one factor, as by clipping",
+    "clips a part": "by another factor for each parameter",
+    "clips by value": "not by a factor",
+    "clips what is scaled": "before the scale of the loss is taken out of them",
+    "steps a schedule for each batch": "a schedule makes several steps between two steps of an optimizer",
+    "zeroes for each batch": "the gradient of 0.bias is zeroed before a step has used it",
+    "zeroes never": "the gradient of 0.bias is not zeroed after a step, so it is used again",
+    "leaves frozen statistics in training": "1 is frozen, and still changes its buffers: call eval() on it",
+    "keeps a layer in a list": "2 parameters that the loss depends on are in no module and no optimizer",
+    "leaves a layer to no optimizer": "2.bias gets a gradient, and is in no optimizer",
+    "has a layer that nothing uses": "2.extra.bias is in an optimizer, and no loss reaches it",
+}
+
+
+class Listed(nn.Sequential):
+    """With a last layer that it does not know."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.others = [nn.Linear(3, 3)]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.others[0](super().forward(inputs))
+        return found
+
+
+def trained(habit: str) -> Report:
+    torch.manual_seed(5)
+    layers = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+    model = (Listed if "list" in habit else nn.Sequential)(*layers)
+    if "nothing uses" in habit:
+        model[2].register_module("extra", nn.Linear(1, 1))
+    if "frozen" in habit:
+        model[1].requires_grad_(False)
+    its = [its for name, its in model.named_parameters() if its.requires_grad]
+    optimizer = torch.optim.SGD(its[:-2] if "no optimizer" in habit else its, lr=0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    scaler = torch.amp.GradScaler("cpu", enabled="scaled" in habit)
+    with replay(model, optimizer, steps=STEPS) as watched:
+        for _ in range(STEPS):
+            for _ in range(BATCHES):
+                if "zeroes for each" in habit:
+                    optimizer.zero_grad()
+                loss = cross_entropy(model(torch.randn(4, 6)), torch.randint(3, (4,))) / BATCHES
+                scaler.scale(loss).backward()
+            if "value" in habit:
+                nn.utils.clip_grad_value_(model.parameters(), 0.01)
+            elif "clips" in habit:
+                nn.utils.clip_grad_norm_(model[0].parameters() if "part" in habit else model.parameters(), 0.01)
+            scaler.step(optimizer)
+            scaler.update()
+            for _ in range(BATCHES if "schedule" in habit else 1):
+                schedule.step()
+            if "zeroes" not in habit:
+                optimizer.zero_grad()
+    return watched.report
+
+
+@pytest.mark.parametrize("habit", HABITS)
+def test_a_habit_is_noted(habit: str) -> None:
+    report = trained(habit)
+    assert report.outcome == "pass", report
+    assert HABITS[habit] in " ".join(report.notes)
+    assert report.notes or habit == "none"
+    if habit == "none":
+        assert report.notes == []
+
+
+def loops(*, sampler: DistributedSampler[int] | None) -> Iterator[Report]:
+    data = TensorDataset(torch.randn(24, 6))
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(Subset(data, range(4, 24)), batch_size=5, sampler=sampler, shuffle=sampler is None)
+    with replay(model, optimizer, steps=8) as watched:
+        for _ in range(2):
+            for (inputs,) in loader:
+                optimizer.zero_grad()
+                model(inputs).square().mean().backward()
+                optimizer.step()
+            for _ in DataLoader(data, batch_size=5):  # an evaluation: read twice in one order, and not judged
+                pass
+    yield watched.report
+
+
+def test_the_epochs_of_a_loop_are_judged() -> None:
+    (right,) = loops(sampler=None)
+    (wrong,) = loops(sampler=DistributedSampler(range(20), num_replicas=1, rank=0))
+    assert (right.outcome, right.notes) == ("pass", [])
+    assert [str(its) for its in wrong.findings] == [
+        "data: step 0: the order is that of the epoch before: call set_epoch on the sampler"
+    ]
+
+
+def test_an_evaluation_of_several_models_is_noted() -> None:
+    """And a metric that was not reset."""
+    report = Report("ddp", 2, "32-true", 0, subject="evaluation")
+    seen = [Seen({"loss": Logged(1.0, 1.0, 1, 1)}, ["accuracy"], {"mean": bits}) for bits in (1, 2)]
+    judge_evaluation(report, seen, {"loss": torch.tensor(1.0)}, [[0], [1]])
+    assert report.outcome == "pass"
+    assert report.notes == [
+        "the ranks evaluate with unlike buffers, as mean: what they log is of several models",
+        "accuracy goes on counting from before the evaluation: call reset() on it",
+    ]
