@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -32,29 +31,16 @@ def report_loss(loss: Any) -> None:
             file.write(f"{loss.item() if isinstance(loss, torch.Tensor) else loss}\n")
 
 
-def watching() -> list[pl.Callback]:
+def watching() -> list[Any]:
     """The callbacks that a Lightning project adds to its own."""
+    from watcher import Watcher  # not loaded by a project in plain PyTorch
+
     if not _WATCHED:
-        return [_Watcher(None)]
+        return [Watcher(None, report_loss, write_report)]
     from lit_cifar import Replay  # not loaded by a run that nobody watches
 
     replay = Replay(STEPS)
-    return [replay, _Watcher(replay)]
-
-
-class _Watcher(pl.Callback):
-    def __init__(self, replay: Any) -> None:
-        self._replay = replay
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
-        if loss is not None and trainer.is_global_zero:
-            report_loss(loss)
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        if self._replay is not None and trainer.is_global_zero:
-            for report in self._replay.reports:
-                _write_report(report.as_json(), "\n".join(report.lines()))
+    return [replay, Watcher(replay, report_loss, write_report)]
 
 
 @contextmanager
@@ -68,10 +54,11 @@ def watch(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, steps: int
     with replay(model, *optimizers, steps=steps) as watched:
         yield
     if not dist.is_initialized() or dist.get_rank() == 0:
-        _write_report(watched.report.as_json(), "\n".join(watched.report.lines()))
+        write_report(watched.report.as_json(), "\n".join(watched.report.lines()))
 
 
-def _write_report(report: dict[str, Any], text: str) -> None:
+def write_report(report: dict[str, Any], text: str) -> None:
+    """What a tool says of a run, as JSON and as text."""
     with (_OUT / "reports.jsonl").open("a") as file:
         file.write(json.dumps(report | {"text": text}) + "\n")
 
@@ -81,7 +68,8 @@ def spawn(main: Callable[[int], None], processes: int = 2) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(_in_group, args=(main, processes, port), nprocs=processes)
+    # Nothing has been computed yet, so that a fork is safe; it imports torch once.
+    mp.start_processes(_in_group, args=(main, processes, port), nprocs=processes, start_method="fork")
 
 
 def _in_group(rank: int, main: Callable[[int], None], processes: int, port: int) -> None:
