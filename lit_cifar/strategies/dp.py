@@ -34,24 +34,6 @@ def replica_of(num_samples: int, *, num_replicas: int) -> Tensor:
     return torch.arange(num_samples) // samples_per_chunk
 
 
-def replicate(network: nn.Module, devices: Sequence[torch.device]) -> Runner:
-    """Divide batches (n, ...) over `devices`, one for each replica; `network`, batches and outputs are on the first.
-
-    CUDA devices, which several replicas may share, or the CPU for all of them.
-    """
-    if devices[0].type != "cuda" or len(devices) == 1:
-        return EmulatedReplicas(network, num_replicas=len(devices))
-    parallel = _DataParallel(network, device_ids=[device.index for device in devices])
-
-    def run(images: Tensor) -> Tensor:
-        for replica, device in enumerate(devices):
-            begin_part(replica, device=device)
-        output: Tensor = parallel(images) if len(images) else network(images)
-        return output
-
-    return run
-
-
 class EmulatedReplicas:
     """Computes on one device what `nn.DataParallel` computes, which on the CPU would run the plain network.
 
@@ -158,23 +140,24 @@ class DataParallelStrategy(SingleProcessStrategy):
 
     @override
     def make_runner(self, network: nn.Module) -> Runner:
-        make = RoundRobinReplicas if self.parts.one_by_one else replicate
-        return make(network, self.copying_devices[0])
-
-    def on_one_device(self, network: nn.Module) -> Runner:
-        """The chunks one after the other; the running statistics of the first are kept."""
+        devices = self.copying_devices[0]  # CUDA devices, which several replicas may share, or the CPU for all of them
+        if self.parts.one_by_one:
+            return RoundRobinReplicas(network, devices)
+        if devices[0].type != "cuda" or len(devices) == 1:
+            return EmulatedReplicas(network, num_replicas=len(devices))
+        parallel = _DataParallel(network, device_ids=[device.index for device in devices])
 
         def run(images: Tensor) -> Tensor:
-            before = {name: buffer.clone() for name, buffer in network.named_buffers()}
-            outputs = []
-            for replica, chunk in enumerate(images.chunk(self.replicas_per_rank)):
-                if replica:
-                    begin_part(replica)
-                buffers = {name: buffer.clone() for name, buffer in before.items()} if replica else {}
-                outputs.append(functional_call(network, buffers, (chunk,)))
-            return torch.cat(outputs)
+            for replica, device in enumerate(devices):
+                begin_part(replica, device=device)
+            output: Tensor = parallel(images) if len(images) else network(images)
+            return output
 
         return run
+
+    def on_one_device(self, network: nn.Module) -> Runner:
+        """The chunks one after the other."""
+        return EmulatedReplicas(network, num_replicas=self.replicas_per_rank)
 
     @property
     @override

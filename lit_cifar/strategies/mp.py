@@ -164,16 +164,7 @@ class StagedStrategy(CutStrategy, ABC):
 
     def on_one_device(self, network: nn.Module) -> Runner:
         """The microbatches one after the other."""
-
-        def run(images: Tensor) -> Tensor:
-            outputs = []
-            for number, piece in enumerate(images.tensor_split(self.num_microbatches)):
-                if self.num_microbatches > 1:
-                    begin_part(number)
-                outputs.append(network(piece))
-            return torch.cat(outputs)
-
-        return run
+        return StagedRunner([network], [self.root_device], num_microbatches=self.num_microbatches)
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
