@@ -29,7 +29,7 @@ from lit_cifar.models.compiled import Compiled
 from lit_cifar.strategies.base import Runner, at_least_one, check_untied, compiles
 from lit_cifar.strategies.mesh import MeshStrategy, local_part
 from lit_cifar.strategies.parts import Parts
-from lit_cifar.strategies.state_dicts import full_optimizer_state, full_state, load_full_state, split_optimizer_state
+from lit_cifar.strategies.state_dicts import full, load_full_state, split_optimizer_state
 from lit_cifar.strategies.sync_batchnorm import synchronise_along
 from lit_cifar.strategies.tp import check_divisible, placements, split_tensors
 from lit_cifar.strategies.tree_sum import TreeSum, tree_reduce_scatter
@@ -218,7 +218,7 @@ class ShardedStrategy(MeshStrategy):
         """Whole tensors; every process must call this."""
         self.use_first_buffers()
         assert self.lightning_module is not None
-        return full_state(self.lightning_module)
+        return full(self.lightning_module.state_dict())
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -227,7 +227,7 @@ class ShardedStrategy(MeshStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return full_optimizer_state(super().optimizer_state(optimizer))
+        return full(super().optimizer_state(optimizer))
 
     @override
     def part_of_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
@@ -238,7 +238,7 @@ class ShardedStrategy(MeshStrategy):
         if self._whole is not None:
             if not self._failed:
                 self.use_first_buffers()
-                self._whole.load_state_dict(full_state(self.module.network))
+                self._whole.load_state_dict(full(self.module.network.state_dict()))
             self.module.network = self._whole
             self._whole = None
         super().teardown()

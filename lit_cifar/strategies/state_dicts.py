@@ -5,7 +5,7 @@ parameter. `torch.distributed.checkpoint.state_dict` does the same in a structur
 part in what gathers.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from lit_cifar.strategies.mesh import local_part, parameters_of
 
@@ -24,7 +25,7 @@ def merge_optimizer_states(state: dict[str, Any], *, group: dist.ProcessGroup) -
     `group` together have all.
     """
     parts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(parts, full_optimizer_state(state)["state"], group=group)
+    dist.all_gather_object(parts, full(state["state"]), group=group)
     merged = {index: entry for part in parts for index, entry in part.items()}
     return {**state, "state": dict(sorted(merged.items()))}
 
@@ -36,21 +37,14 @@ def only_parameters(state: dict[str, Any], optimizer: Optimizer, parameters: Ite
     return {**state, "state": {index: entry for index, entry in state["state"].items() if index in indices}}
 
 
-def full_state(module: nn.Module) -> dict[str, Any]:
-    return {name: _full(value) for name, value in module.state_dict().items()}
+def full(state: dict[Any, Any]) -> dict[Any, Any]:
+    """A `state_dict()` with each tensor as a whole, plain one on the CPU."""
 
+    def whole(tensor: Tensor) -> Tensor:
+        return (_gather(tensor) if isinstance(tensor, DTensor) else tensor).cpu()
 
-def full_optimizer_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's `state_dict()` of whole tensors."""
-    return _converted(state, lambda index, value: _full(value))
-
-
-def _full(value: Any) -> Any:
-    """A tensor as a whole, plain one on the CPU; any other object unchanged."""
-    if not isinstance(value, Tensor):
-        return value
-    value = value.detach()
-    return (_gather(value) if isinstance(value, DTensor) else value).cpu()
+    found: dict[Any, Any] = tree_map_only(Tensor, whole, state)
+    return found
 
 
 def _gather(tensor: DTensor) -> Tensor:
@@ -60,14 +54,6 @@ def _gather(tensor: DTensor) -> Tensor:
         placements[axis] = Replicate()
         tensor = tensor.redistribute(placements=placements)
     return tensor.to_local()
-
-
-def _converted(state: Mapping[str, Any], convert: Callable[[int, Any], Any]) -> dict[str, Any]:
-    """An optimizer's `state_dict()` with other values, each made from the number of its parameter and the old one."""
-    entries = {
-        index: {name: convert(index, value) for name, value in entry.items()} for index, entry in state["state"].items()
-    }
-    return {**state, "state": entries}
 
 
 @torch.no_grad()
@@ -81,7 +67,11 @@ def load_full_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool
 def split_optimizer_state(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """A state of whole tensors as `optimizer.load_state_dict` needs it if the parameters are parts."""
     parameters = parameters_of(optimizer)
-    return _converted(state, lambda index, value: _part_of(value, parameters[index]))
+    entries = {
+        index: {name: _part_of(value, parameters[index]) for name, value in entry.items()}
+        for index, entry in state["state"].items()
+    }
+    return {**state, "state": entries}
 
 
 def _part_of(whole: Any, like: Tensor) -> Any:
