@@ -24,16 +24,6 @@ from lit_cifar.models.random_streams import begin_part
 from lit_cifar.strategies.base import Runner, SingleProcessStrategy, compiles
 
 
-def replica_of(num_samples: int, *, num_replicas: int) -> Tensor:
-    """Which replica processes each sample of a batch: int64, (num_samples,), ascending, by the rule of `Tensor.chunk`.
-
-    Every chunk but the last has `ceil(num_samples / num_replicas)` samples, so replicas at the end may get none: 5
-    samples over 4 replicas are cut into 2, 2, 1.
-    """
-    samples_per_chunk = max(1, -(-num_samples // num_replicas))
-    return torch.arange(num_samples) // samples_per_chunk
-
-
 class EmulatedReplicas:
     """Computes on one device what `nn.DataParallel` computes, which on the CPU would run the plain network.
 
@@ -133,10 +123,15 @@ class DataParallelStrategy(SingleProcessStrategy):
         return len(self.devices) if self.num_replicas is None else self.num_replicas
 
     def replica_of(self, num_samples: int) -> Tensor:
-        """Which replica processes each sample of a batch of `num_samples`: int64, (num_samples,)."""
+        """Which replica processes each sample of a batch of `num_samples`: int64, (num_samples,).
+
+        By the rule of `Tensor.chunk`: every chunk but the last has `ceil(num_samples / replicas)` samples, so replicas
+        at the end may get none. 5 samples over 4 replicas are cut into 2, 2, 1.
+        """
         if self.parts.one_by_one:  # sample i is in part i modulo their number, and the replicas take turns
             return torch.arange(num_samples) % self.replicas_per_rank
-        return replica_of(num_samples, num_replicas=self.replicas_per_rank)
+        samples_per_chunk = max(1, -(-num_samples // self.replicas_per_rank))
+        return torch.arange(num_samples) // samples_per_chunk
 
     @override
     def make_runner(self, network: nn.Module) -> Runner:

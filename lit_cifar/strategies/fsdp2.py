@@ -74,15 +74,6 @@ class ShardedStrategy(MeshStrategy):
 
     @override
     def check(self) -> None:
-        self._check_sizes()
-        super().check()
-        if self._layer_sync is not None and self.num_replicas == 1 < self.all_processes:
-            rank_zero_warn(
-                f"--trainer.sync_batchnorm=true has no effect on --trainer.strategy={self.strategy_name} with one "
-                "replica: it sees the whole batch"
-            )
-
-    def _check_sizes(self) -> None:
         sizes = {"data_parallel_size": self.data_parallel_size, "tensor_parallel_size": self.tensor_parallel_size}
         at_least_one(**sizes)
         given = {name: size for name, size in sizes.items() if size is not None}
@@ -93,6 +84,12 @@ class ShardedStrategy(MeshStrategy):
             raise ConfigError(
                 f"--trainer.strategy={self.strategy_name}: {formula} {verb} {self.all_processes} processes",
                 remedy=f"pass --trainer.devices={product}, or other sizes",
+            )
+        super().check()
+        if self._layer_sync is not None and self.num_replicas == 1 < self.all_processes:
+            rank_zero_warn(
+                f"--trainer.sync_batchnorm=true has no effect on --trainer.strategy={self.strategy_name} with one "
+                "replica: it sees the whole batch"
             )
 
     @override
@@ -260,7 +257,8 @@ def shard(network: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype | None = N
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     modules = set(network.modules())
     for block in (blocks_of(network) or {}).values():
-        wide = [] if dtype is None else list(_wide_layers(block))
+        layers = [layer for layer in block.modules() if [*layer.parameters()] and not [*layer.children()]]
+        wide = [] if dtype is None else [layer for layer in layers if not isinstance(layer, NARROW)]
         if wide:
             fully_shard(wide, mesh=mesh)
         # A ResNet's stem and head are chains of its layers, and no modules of it.
@@ -304,13 +302,6 @@ def reduce_in_tree(network: nn.Module, parts: Parts) -> None:
             module.set_custom_reduce_scatter(cast(Any, TreeReduceScatter(parts)))
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
-
-
-def _wide_layers(block: nn.Module) -> Iterator[nn.Module]:
-    """Single layers with parameters of their own that autocast leaves as they are."""
-    for layer in block.modules():
-        if not isinstance(layer, NARROW) and not [*layer.children()] and [*layer.parameters()]:
-            yield layer
 
 
 def autocast_dtype(precision: Precision) -> torch.dtype | None:

@@ -130,7 +130,8 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        agree_on_overflow(self.precision_plugin)
+        if isinstance(self.precision_plugin, MixedPrecision) and self.precision_plugin.scaler is not None:
+            self.precision_plugin.scaler.__class__ = AgreedGradScaler
         # Lightning leaves clipping to the precision plugin, which sees this process's gradients only.
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
 
@@ -244,12 +245,6 @@ class AgreedGradScaler(GradScaler):
         for has_overflowed in found.values():
             dist.all_reduce(has_overflowed, op=dist.ReduceOp.MAX)
         return found
-
-
-def agree_on_overflow(precision: Precision) -> None:
-    """Make the scaler of `precision`, if it has one, an `AgreedGradScaler`."""
-    if isinstance(precision, MixedPrecision) and precision.scaler is not None:
-        precision.scaler.__class__ = AgreedGradScaler
 
 
 def loss_scale(precision: Precision, device: torch.device) -> Tensor | float:

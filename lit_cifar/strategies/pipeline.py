@@ -235,14 +235,11 @@ class Pipeline:
         return logits
 
     def _boundary(self, index: int, num_samples: int, dtype: torch.dtype) -> Tensor:
-        """Room for what stage `index` gets from the one before it."""
+        """Room for what stage `index` gets from the one before it, for images of `dtype`."""
         shape = self.partition.stages[index - 1].output_shape
-        return torch.empty(num_samples, *shape, dtype=self._dtypes(dtype)[index - 1], device=self.device)
-
-    def _dtypes(self, dtype: torch.dtype) -> list[torch.dtype]:
-        """What each stage returns for images of `dtype`, which under autocast depends on its layers."""
-        narrows = torch.is_autocast_enabled(self.device.type)
-        return self._narrow(dtype) if narrows else [dtype] * len(self.partition.stages)
+        if torch.is_autocast_enabled(self.device.type):  # then the dtype depends on the layers
+            dtype = self._narrow(dtype)[index - 1]
+        return torch.empty(num_samples, *shape, dtype=dtype, device=self.device)
 
     def _prepare(self, num_samples: int, dtype: torch.dtype) -> Any:
         """Torch's schedule for microbatches of this size."""
