@@ -47,28 +47,26 @@ class EmulatedReplicas:
         return torch.cat(outputs)
 
 
-class RoundRobinReplicas:
-    """Gives whole batches to the replicas in turn, which all work on the network's own parameters and buffers.
+def in_turn(network: nn.Module, devices: Sequence[torch.device]) -> Runner:
+    """Give whole batches to the replicas in turn, which all work on the network's own parameters and buffers.
 
     For parts of a batch, each of which is to be computed as one device would. There is a replica for each of `devices`;
     the network, batches and outputs, (n, ...), are on the first.
     """
+    turns = cycle(devices)
 
-    def __init__(self, network: nn.Module, devices: Sequence[torch.device]) -> None:
-        self.network = network
-        self._root, self._turns = devices[0], cycle(devices)
-
-    def __call__(self, images: Tensor) -> Tensor:
-        buffers = dict(self.network.named_buffers())
-        device = next(self._turns)
-        whole = {**dict(self.network.named_parameters()), **buffers}
+    def run(images: Tensor) -> Tensor:
+        device, buffers = next(turns), dict(network.named_buffers())
+        whole = {**dict(network.named_parameters()), **buffers}
         state = {name: tensor.to(device) for name, tensor in whole.items()}
-        output: Tensor = functional_call(self.network, state, (images.to(device),))
-        if self.network.training:
+        output: Tensor = functional_call(network, state, (images.to(device),))
+        if network.training:
             for name, buffer in buffers.items():
                 if state[name] is not buffer:
                     buffer.copy_(state[name])
-        return output.to(self._root)
+        return output.to(devices[0])
+
+    return run
 
 
 class _DataParallel(nn.DataParallel[nn.Module]):
@@ -137,7 +135,7 @@ class DataParallelStrategy(SingleProcessStrategy):
     def make_runner(self, network: nn.Module) -> Runner:
         devices = self.copying_devices[0]  # CUDA devices, which several replicas may share, or the CPU for all of them
         if self.parts.one_by_one:
-            return RoundRobinReplicas(network, devices)
+            return in_turn(network, devices)
         if devices[0].type != "cuda" or len(devices) == 1:
             return EmulatedReplicas(network, num_replicas=len(devices))
         parallel = _DataParallel(network, device_ids=[device.index for device in devices])

@@ -188,12 +188,9 @@ def state_to_parameters(optimizer: Optimizer) -> None:
                 state[name] = value.to(parameter.device)
 
 
-def device_names(devices: Sequence[torch.device], *, first: int = 0) -> list[str]:
-    """What to call `devices` in a table, the CPU's virtual ones by their number from `first` on."""
-    return [
-        f"{device.type} {index if device.index is None else device.index}"
-        for index, device in enumerate(devices, start=first)
-    ]
+def device_names(devices: Sequence[torch.device]) -> list[str]:
+    """What to call `devices` in a table, the CPU's virtual ones by their number."""
+    return [f"{device.type} {place if device.index is None else device.index}" for place, device in enumerate(devices)]
 
 
 class LayerParallelStrategy(StagedStrategy, SingleProcessStrategy):
@@ -265,15 +262,15 @@ class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
     @property
     @override
     def stage_devices(self) -> list[torch.device]:
-        return self._devices_of(self.local_rank)
+        return self.copying_devices[self.local_rank]
 
     @property
     @override
     def copying_devices(self) -> list[list[torch.device]]:
-        return [self._devices_of(local_rank) for local_rank in range(self.num_processes)]
+        return self._of_each_process(self.parallel_devices or [])
 
-    def _devices_of(self, local_rank: int) -> list[torch.device]:
-        return (self.parallel_devices or [])[local_rank * self.num_stages :][: self.num_stages]
+    def _of_each_process(self, values: list[Any]) -> list[Any]:
+        return [values[rank * self.num_stages :][: self.num_stages] for rank in range(self.num_processes)]
 
     @override
     def check(self) -> None:
@@ -320,8 +317,6 @@ class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
 
     def split_lines(self) -> list[str]:
         """The stages and their devices, a line each, and the devices of the machine's further processes."""
-        names = [
-            device_names(devices, first=rank * self.num_stages) for rank, devices in enumerate(self.copying_devices)
-        ]
+        names = self._of_each_process(device_names(self.parallel_devices or []))
         others = [f"process {rank}: the same on {', '.join(place)}" for rank, place in enumerate(names)]
         return self.partition.table(names[0]) + others[1:]

@@ -5,12 +5,12 @@ parameter. `torch.distributed.checkpoint.state_dict` does the same in a structur
 part in what gathers.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
@@ -56,25 +56,7 @@ def _gather(tensor: DTensor) -> Tensor:
     return tensor.to_local()
 
 
-@torch.no_grad()
-def load_full_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
-    """`module.load_state_dict` for a module that has parts of the whole tensors in `state`."""
-    own = module.state_dict()
-    parts = {name: _part_of(value, own[name]) if name in own else value for name, value in state.items()}
-    module.load_state_dict(parts, strict=strict)
-
-
-def split_optimizer_state(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """A state of whole tensors as `optimizer.load_state_dict` needs it if the parameters are parts."""
-    parameters = parameters_of(optimizer)
-    entries = {
-        index: {name: _part_of(value, parameters[index]) for name, value in entry.items()}
-        for index, entry in state["state"].items()
-    }
-    return {**state, "state": entries}
-
-
-def _part_of(whole: Any, like: Tensor) -> Any:
+def part_of(whole: Any, like: Tensor) -> Any:
     """`whole` divided as `like` is; a value of another shape, such as the number of steps, unchanged."""
     if not (isinstance(whole, Tensor) and isinstance(like, DTensor) and whole.shape == like.shape):
         return whole
