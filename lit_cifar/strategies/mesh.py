@@ -205,22 +205,17 @@ def make_mesh(device_type: str, *, model_size: int, timeout: timedelta | None) -
 
     `init_device_mesh` would give the groups of the axes torch's own time limit, ten minutes under NCCL.
     """
-    world = dist.group.WORLD
-    if world is not None and dist.get_backend() == "gloo":
+    world = cast(dist.ProcessGroup, dist.group.WORLD)
+    if dist.get_backend() == "gloo":
         # Lightning binds it to the GPU. torch then splits it, as gloo says that it can, by a call that only NCCL has.
         world.bound_device_id = None
     ranks = torch.arange(dist.get_world_size()).view(-1, model_size)
-    groups = [_own_group(lines.tolist(), timeout=timeout) for lines in (ranks.T, ranks)]
+    groups: list[Any] = [
+        # The group of all processes is there already.
+        world if len(lines) == 1 else dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout)[0]
+        for lines in (ranks.T, ranks)
+    ]
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("data", "model"))
-
-
-def _own_group(lines: list[list[int]], *, timeout: timedelta | None) -> dist.ProcessGroup:
-    """This process's of the groups that the ranks in `lines` make; the one of all processes is there already."""
-    world = dist.group.WORLD
-    if len(lines) == 1 and world is not None:
-        return world
-    own, _ = dist.new_subgroups_by_enumeration(lines, timeout=timeout)
-    return cast(dist.ProcessGroup, own)
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

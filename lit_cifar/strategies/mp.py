@@ -11,12 +11,12 @@ from typing import Any
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -206,16 +206,16 @@ class LayerParallelStrategy(StagedStrategy, SingleProcessStrategy):
     @property
     @override
     def stage_devices(self) -> list[torch.device]:
-        return [self.devices[index] for index in self._device_indices]
+        return self._spread(self.devices)
 
     @property
     @override
     def copying_devices(self) -> list[list[torch.device]]:
         return [self.stage_devices]
 
-    @property
-    def _device_indices(self) -> list[int]:
-        return [stage * len(self.devices) // self.num_stages for stage in range(self.num_stages)]
+    def _spread(self, values: list[Any]) -> list[Any]:
+        """Of each stage, from one value for each device."""
+        return [value for value in values for _ in range(self.num_stages // len(values))]
 
     @override
     def check(self) -> None:
@@ -223,8 +223,7 @@ class LayerParallelStrategy(StagedStrategy, SingleProcessStrategy):
         self.check_divides("num_stages", self.num_stages)
 
     def split_lines(self) -> list[str]:
-        names = device_names(self.devices)
-        return self.partition.table([names[index] for index in self._device_indices])
+        return self.partition.table(self._spread(device_names(self.devices)))
 
 
 class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
@@ -304,16 +303,9 @@ class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
         _init_dist_connection(self.cluster_environment, self._process_group_backend, timeout=self._timeout)
 
     @override
-    def determine_ddp_device_ids(self) -> None:
-        """None: DistributedDataParallel then accepts a module on several devices."""
-
-    @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if not dist.is_initialized():
-            return
-        # Without device ids NCCL would use the device of the process's rank, which may belong to another process.
-        device_ids = [self.root_device.index] if dist.get_backend() == "nccl" else None
-        dist.barrier(device_ids=device_ids)
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        """Without device ids: DistributedDataParallel then accepts a module on several devices."""
+        return DistributedDataParallel(model, **self._ddp_kwargs)
 
     def split_lines(self) -> list[str]:
         """The stages and their devices, a line each, and the devices of the machine's further processes."""

@@ -243,11 +243,10 @@ class Pipeline:
 
     def _prepare(self, num_samples: int, dtype: torch.dtype) -> Any:
         """Torch's schedule for microbatches of this size."""
-        stages: list[Any] = []
+        images = torch.empty(num_samples, *self.partition.image_shape, dtype=dtype, device=self.device)
         # With all shapes given torch makes no trial run to infer them, which would move BatchNorm's running statistics.
-        for index in self.stages:
-            images = torch.empty(num_samples, *self.partition.image_shape, dtype=dtype, device=self.device)
-            stage = Stage(
+        stages: list[Any] = [
+            Stage(
                 self._callable(index, num_samples),
                 index,
                 self.schedule.num_stages,
@@ -257,7 +256,8 @@ class Pipeline:
                 group=self.group,
                 pipeline=self,
             )
-            stages.append(stage)
+            for index in self.stages
+        ]
         kind: Any = get_schedule_class(self.schedule.name)
         one_or_all = stages if len(stages) > 1 else stages[0]
         return kind(one_or_all, self.num_microbatches, loss_fn=self._scaled_loss, scale_grads=False)

@@ -27,7 +27,6 @@ class TreeSum:
         return sum(count for count, _ in self._sums)
 
     def push(self, value: Tensor) -> None:
-        """Add a tensor."""
         count = 1
         while self._sums and self._sums[-1][0] == count:
             _, left = self._sums.pop()
