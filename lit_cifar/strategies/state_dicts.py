@@ -5,36 +5,14 @@ parameter. `torch.distributed.checkpoint.state_dict` does the same in a structur
 part in what gathers.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from lit_cifar.strategies.mesh import local_part, parameters_of
-
-
-def merge_optimizer_states(state: dict[str, Any], *, group: dist.ProcessGroup) -> dict[str, Any]:
-    """The states of all parameters, ordered as one process would have them; every process must call this.
-
-    `state` is an optimizer's `state_dict()` with the entries of this process's parameters alone. The processes of
-    `group` together have all.
-    """
-    parts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(parts, full(state["state"]), group=group)
-    merged = {index: entry for part in parts for index, entry in part.items()}
-    return {**state, "state": dict(sorted(merged.items()))}
-
-
-def only_parameters(state: dict[str, Any], optimizer: Optimizer, parameters: Iterable[Tensor]) -> dict[str, Any]:
-    """`state` (an optimizer's `state_dict()`) with the entries of `parameters` alone."""
-    wanted = set(parameters)
-    indices = {index for index, parameter in enumerate(parameters_of(optimizer)) if parameter in wanted}
-    return {**state, "state": {index: entry for index, entry in state["state"].items() if index in indices}}
+from lit_cifar.strategies.mesh import local_part
 
 
 def full(state: dict[Any, Any]) -> dict[Any, Any]:

@@ -28,7 +28,6 @@ from lit_cifar.strategies.dp import EmulatedReplicas
 from lit_cifar.strategies.mesh import MeshStrategy, local_part
 from lit_cifar.strategies.mp import StagedRunner
 from lit_cifar.strategies.pipeline import Pipeline
-from lit_cifar.strategies.state_dicts import only_parameters
 from lit_cifar.strategies.sync_batchnorm import _Normalise, _Synchronised
 from lit_cifar.strategies.tp import _all_reduce, _Sum
 from lit_cifar.task.optim import WarmupDecay
@@ -150,7 +149,8 @@ def _own_part_for_all(site: Site) -> None:
 # hpcaitech/ColossalAI#1259
 @mutation("the file has the first stage's momentum alone", "pp", STRATEGY, "optimizer_state")
 def _state_of_one_stage(site: Site, merge: Any, optimizer: Any) -> dict[str, Any]:
-    return only_parameters(merge(optimizer), optimizer, site.trainer.strategy.pipeline.parameters)
+    state: dict[str, Any] = site.trainer.strategy.part_of_state(merge(optimizer), optimizer)
+    return state
 
 
 # Evaluation
