@@ -43,7 +43,6 @@ def test_processes_and_their_devices(
         assert [device.index for device in strategy.stage_devices] == indices
         assert strategy.root_device.index == indices[0]
         assert strategy.distributed_sampler_kwargs == {"num_replicas": len(of_ranks), "rank": rank}
-        assert strategy.determine_ddp_device_ids() is None
 
 
 def test_plan_names_the_devices_of_every_process() -> None:
@@ -64,11 +63,13 @@ def test_nccl_is_tied_to_none_of_the_devices_and_waits_on_the_first(monkeypatch:
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     monkeypatch.setattr(dist, "barrier", lambda device_ids: calls.append(device_ids))
+    monkeypatch.setattr(lit_cifar.strategies.mp, "DistributedDataParallel", lambda model, **its: calls.append(its))
     strategy = strategy_of(4, rank=1)
     strategy.barrier()
     strategy.setup_distributed()
+    strategy._setup_model(torch.nn.Linear(2, 2))
     monkeypatch.undo()
-    assert calls == [[2], ["timeout"]]
+    assert calls == [[2], ["timeout"], {}]
 
 
 def test_torchrun_with_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,10 @@ from torch import Tensor
 from lit_cifar.errors import ConfigError
 from lit_cifar.strategies import DataParallelStrategy, DDPLayerParallelStrategy, LayerParallelStrategy, device_copies
 from lit_cifar.strategies.base import CustomForwardStrategy
-from lit_cifar.strategies.device_copies import CopyFault, copy_faults, refuse_faulty_copies
+from lit_cifar.strategies.device_copies import copy_faults, refuse_faulty_copies
 
 CPU = torch.device("cpu")
 CUDA = [torch.device("cuda", 0), torch.device("cuda", 1)]
-FAULT = CopyFault(source="cuda:0", destination="cuda:1", num_bytes=2**20, wrong_bytes=2**20, was_lost=True)
 
 
 class Spoiling:
@@ -39,18 +38,18 @@ class Spoiling:
 @pytest.mark.parametrize("kind", ["lost", "torn", "stale", "flipped"])
 def test_each_fault_is_found(kind: str) -> None:
     """Two pairs, so the fourth copy is the second of the second size."""
-    assert copy_faults([CPU] * 3) == []
-    (fault, *_) = copy_faults([CPU] * 2, copy=Spoiling(kind))
-    assert (fault.source, fault.destination, fault.num_bytes) == ("cpu:1", "cpu:0", 2**20)
-    assert fault.was_lost == (kind in ("lost", "torn"))
-    assert fault.wrong_bytes == {"torn": 2**19, "flipped": 8}.get(kind, 2**20)
+    assert copy_faults([CPU] * 3) == {}
+    kept = ", the destination kept its old content" if kind in ("lost", "torn") else ""
+    wrong = {"torn": "524,288", "flipped": "8"}.get(kind, "1,048,576")
+    said = f"of a copy of 1,048,576 bytes from cpu:1 to cpu:0 {wrong} did not arrive{kept}"
+    assert copy_faults([CPU] * 2, copy=Spoiling(kind))["cpu:1", "cpu:0"] == said
 
 
 def test_a_fault_is_refused_with_the_pair_and_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_copies, "copy_faults", lambda devices: [FAULT])
+    monkeypatch.setattr(device_copies, "copy_faults", lambda devices: {("cuda:0", "cuda:1"): "8 bytes are lost"})
     with pytest.raises(ConfigError) as refused:
         refuse_faulty_copies(CUDA, strategy="dp")
-    for words in (str(FAULT), "NCCL_P2P_DISABLE=1", "--trainer.strategy=ddp", "--trainer.devices=1", "IOMMU"):
+    for words in ("8 bytes are lost", "NCCL_P2P_DISABLE=1", "--trainer.strategy=ddp", "--trainer.devices=1", "IOMMU"):
         assert words in str(refused.value)
 
 

@@ -22,7 +22,6 @@ from rich.console import Console
 
 from lit_cifar import LitResNet, strategies
 from lit_cifar.errors import ConfigError
-from lit_cifar.strategies.device_copies import CopyFault
 from lit_cifar.tools.doctor import ALL_MODES, COPY_MODES, PROCESS_MODES, Check, Finding, command, machine
 from lit_cifar.tools.doctor.command import Examination, placed, print_page
 from lit_cifar.tools.doctor.measurement import OPERATIONS, SIZES, Measurement, fault, inputs, pattern
@@ -130,9 +129,6 @@ def test_what_nccl_loses_is_tried_without_copies_from_gpu_to_gpu(without: Ranks,
 # The machine.
 
 
-FAULT = CopyFault(source="cuda:1", destination="cuda:0", num_bytes=4096, wrong_bytes=4096, was_lost=True)
-
-
 def fails(*_: object, **__: object) -> Any:
     raise RuntimeError("CUDA error: unknown\nmore")
 
@@ -140,7 +136,7 @@ def fails(*_: object, **__: object) -> Any:
 def test_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.check_copies([CPU, CPU]) == Check("GPU to GPU", "all of 2 ordered pairs copied every byte")
     assert machine.check_copies([CPU]).seen == "not tried: that needs two GPUs, and torch sees 1"
-    monkeypatch.setattr(machine, "copy_faults", lambda devices: [FAULT])
+    monkeypatch.setattr(machine, "copy_faults", lambda devices: {("cuda:1", "cuda:0"): "of a copy of 4,096"})
     (finding,) = machine.check_copies([CPU, CPU]).findings
     assert finding.problem.startswith("Copies between devices do not arrive (cuda:1 to cuda:0): of a copy of 4,096")
     assert finding.modes == COPY_MODES

@@ -18,8 +18,8 @@ from lit_cifar import LitResNet
 from lit_cifar.errors import ConfigError
 from lit_cifar.models import build_resnet
 from lit_cifar.models.blocks import Partition
-from lit_cifar.strategies import LayerParallelStrategy
-from lit_cifar.strategies.dp import EmulatedReplicas, _DataParallel, in_context_of_caller, replica_of
+from lit_cifar.strategies import DataParallelStrategy, LayerParallelStrategy
+from lit_cifar.strategies.dp import EmulatedReplicas, _DataParallel, in_context_of_caller
 from lit_cifar.strategies.mp import StagedRunner, gpipe_order
 
 pytestmark = short
@@ -83,10 +83,11 @@ def test_a_module_without_a_runner_is_refused(mode: str) -> None:
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 4, 7])
 def test_replica_of_is_the_rule_of_chunk(num_replicas: int) -> None:
+    strategy = DataParallelStrategy(num_replicas=num_replicas)
     for num_samples in (*range(9), 13, 128):
         chunks = torch.zeros(num_samples).chunk(num_replicas)
         expected = [replica for replica, chunk in enumerate(chunks) for _ in chunk]
-        assert replica_of(num_samples, num_replicas=num_replicas).tolist() == expected
+        assert strategy.replica_of(num_samples).tolist() == expected
 
 
 def test_all_replicas_start_from_the_buffers_before_the_step() -> None:

@@ -5,7 +5,6 @@ peer-to-peer copies there (CUDA C++ programming guide, "IOMMU on Linux"; pytorch
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,34 +18,16 @@ _WORD_BYTES = 8
 Copy = Callable[[Tensor, Tensor], object]
 
 
-@dataclass(frozen=True, kw_only=True)
-class CopyFault:
-    """The first copy from one device to another that did not arrive."""
-
-    source: str  # e.g. "cuda:0"
-    destination: str
-    num_bytes: int
-    wrong_bytes: int
-    was_lost: bool  # the destination kept its old content
-
-    def __str__(self) -> str:
-        kept = ", the destination kept its old content" if self.was_lost else ""
-        return (
-            f"of a copy of {self.num_bytes:,} bytes from {self.source} to {self.destination} "
-            f"{self.wrong_bytes:,} did not arrive{kept}"
-        )
-
-
 def copy_faults(
     devices: Sequence[torch.device], *, copy: Copy = lambda source, out: out.copy_(source, non_blocking=True)
-) -> list[CopyFault]:
-    """One for each ordered pair of `devices` between which a copy did not arrive, while all pairs copied at once.
+) -> dict[tuple[str, str], str]:
+    """The ordered pairs of `devices`, as ("cuda:0", "cuda:1"), between which a copy did not arrive, and what was wrong.
 
-    `copy` fills its second tensor, int64 (n,), with the first.
+    All pairs copy at once. `copy` fills its second tensor, int64 (n,), with the first.
     """
     names = [str(device) if device.type == "cuda" else f"{device.type}:{i}" for i, device in enumerate(devices)]
     pairs = [(a, b) for a in range(len(devices)) for b in range(len(devices)) if a != b]
-    faults: dict[tuple[int, int], CopyFault] = {}
+    faults: dict[tuple[str, str], str] = {}
     for number, num_bytes in enumerate(SIZES * 2):  # each time with another pattern, so that an old one is no right one
         sent = [_pattern(num_bytes // _WORD_BYTES, number * len(devices) + i, on) for i, on in enumerate(devices)]
         outs = {pair: torch.full_like(sent[pair[1]], _SENTINEL) for pair in pairs}
@@ -56,15 +37,14 @@ def copy_faults(
             right = _pattern(len(out), number * len(devices) + source, devices[destination])
             wrong = out != right  # as in a training, only the receiver's stream waits for the copy, not the host
             if num_wrong := int(wrong.sum()):
-                fault = CopyFault(
-                    source=names[source],
-                    destination=names[destination],
-                    num_bytes=num_bytes,
-                    wrong_bytes=num_wrong * _WORD_BYTES,
-                    was_lost=bool((out[wrong] == _SENTINEL).all()),
+                kept = ", the destination kept its old content" * bool((out[wrong] == _SENTINEL).all())
+                pair = names[source], names[destination]
+                faults.setdefault(
+                    pair,
+                    f"of a copy of {num_bytes:,} bytes from {pair[0]} to {pair[1]} {num_wrong * _WORD_BYTES:,} did not "
+                    f"arrive{kept}",
                 )
-                faults.setdefault((source, destination), fault)
-    return list(faults.values())
+    return faults
 
 
 def _pattern(num_words: int, number: int, device: torch.device) -> Tensor:
@@ -77,7 +57,8 @@ def refuse_faulty_copies(devices: Sequence[torch.device], *, strategy: str) -> N
     """Raise a `ConfigError` if a copy between `devices` does not arrive."""
     if faults := copy_faults(devices):
         raise ConfigError(
-            f"--trainer.strategy={strategy} copies tensors between devices, but not all of them arrive:\n{faults[0]}.",
+            f"--trainer.strategy={strategy} copies tensors between devices, but not all of them arrive:\n"
+            f"{next(iter(faults.values()))}.",
             remedy=f"NCCL_P2P_DISABLE=1 with --trainer.strategy=ddp --trainer.devices={len(devices)} avoids such "
             "copies, --trainer.devices=1\nneeds none. To mend them, turn off the IOMMU (VT-d, AMD-Vi) or PCIe ACS in "
             "the BIOS, or boot Linux with iommu=pt.",

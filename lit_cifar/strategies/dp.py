@@ -24,34 +24,6 @@ from lit_cifar.models.random_streams import begin_part
 from lit_cifar.strategies.base import Runner, SingleProcessStrategy, compiles
 
 
-def replica_of(num_samples: int, *, num_replicas: int) -> Tensor:
-    """Which replica processes each sample of a batch: int64, (num_samples,), ascending, by the rule of `Tensor.chunk`.
-
-    Every chunk but the last has `ceil(num_samples / num_replicas)` samples, so replicas at the end may get none: 5
-    samples over 4 replicas are cut into 2, 2, 1.
-    """
-    samples_per_chunk = max(1, -(-num_samples // num_replicas))
-    return torch.arange(num_samples) // samples_per_chunk
-
-
-def replicate(network: nn.Module, devices: Sequence[torch.device]) -> Runner:
-    """Divide batches (n, ...) over `devices`, one for each replica; `network`, batches and outputs are on the first.
-
-    CUDA devices, which several replicas may share, or the CPU for all of them.
-    """
-    if devices[0].type != "cuda" or len(devices) == 1:
-        return EmulatedReplicas(network, num_replicas=len(devices))
-    parallel = _DataParallel(network, device_ids=[device.index for device in devices])
-
-    def run(images: Tensor) -> Tensor:
-        for replica, device in enumerate(devices):
-            begin_part(replica, device=device)
-        output: Tensor = parallel(images) if len(images) else network(images)
-        return output
-
-    return run
-
-
 class EmulatedReplicas:
     """Computes on one device what `nn.DataParallel` computes, which on the CPU would run the plain network.
 
@@ -75,28 +47,26 @@ class EmulatedReplicas:
         return torch.cat(outputs)
 
 
-class RoundRobinReplicas:
-    """Gives whole batches to the replicas in turn, which all work on the network's own parameters and buffers.
+def in_turn(network: nn.Module, devices: Sequence[torch.device]) -> Runner:
+    """Give whole batches to the replicas in turn, which all work on the network's own parameters and buffers.
 
     For parts of a batch, each of which is to be computed as one device would. There is a replica for each of `devices`;
     the network, batches and outputs, (n, ...), are on the first.
     """
+    turns = cycle(devices)
 
-    def __init__(self, network: nn.Module, devices: Sequence[torch.device]) -> None:
-        self.network = network
-        self._root, self._turns = devices[0], cycle(devices)
-
-    def __call__(self, images: Tensor) -> Tensor:
-        buffers = dict(self.network.named_buffers())
-        device = next(self._turns)
-        whole = {**dict(self.network.named_parameters()), **buffers}
+    def run(images: Tensor) -> Tensor:
+        device, buffers = next(turns), dict(network.named_buffers())
+        whole = {**dict(network.named_parameters()), **buffers}
         state = {name: tensor.to(device) for name, tensor in whole.items()}
-        output: Tensor = functional_call(self.network, state, (images.to(device),))
-        if self.network.training:
+        output: Tensor = functional_call(network, state, (images.to(device),))
+        if network.training:
             for name, buffer in buffers.items():
                 if state[name] is not buffer:
                     buffer.copy_(state[name])
-        return output.to(self._root)
+        return output.to(devices[0])
+
+    return run
 
 
 class _DataParallel(nn.DataParallel[nn.Module]):
@@ -151,30 +121,36 @@ class DataParallelStrategy(SingleProcessStrategy):
         return len(self.devices) if self.num_replicas is None else self.num_replicas
 
     def replica_of(self, num_samples: int) -> Tensor:
-        """Which replica processes each sample of a batch of `num_samples`: int64, (num_samples,)."""
+        """Which replica processes each sample of a batch of `num_samples`: int64, (num_samples,).
+
+        By the rule of `Tensor.chunk`: every chunk but the last has `ceil(num_samples / replicas)` samples, so replicas
+        at the end may get none. 5 samples over 4 replicas are cut into 2, 2, 1.
+        """
         if self.parts.one_by_one:  # sample i is in part i modulo their number, and the replicas take turns
             return torch.arange(num_samples) % self.replicas_per_rank
-        return replica_of(num_samples, num_replicas=self.replicas_per_rank)
+        samples_per_chunk = max(1, -(-num_samples // self.replicas_per_rank))
+        return torch.arange(num_samples) // samples_per_chunk
 
     @override
     def make_runner(self, network: nn.Module) -> Runner:
-        make = RoundRobinReplicas if self.parts.one_by_one else replicate
-        return make(network, self.copying_devices[0])
-
-    def on_one_device(self, network: nn.Module) -> Runner:
-        """The chunks one after the other; the running statistics of the first are kept."""
+        devices = self.copying_devices[0]  # CUDA devices, which several replicas may share, or the CPU for all of them
+        if self.parts.one_by_one:
+            return in_turn(network, devices)
+        if devices[0].type != "cuda" or len(devices) == 1:
+            return EmulatedReplicas(network, num_replicas=len(devices))
+        parallel = _DataParallel(network, device_ids=[device.index for device in devices])
 
         def run(images: Tensor) -> Tensor:
-            before = {name: buffer.clone() for name, buffer in network.named_buffers()}
-            outputs = []
-            for replica, chunk in enumerate(images.chunk(self.replicas_per_rank)):
-                if replica:
-                    begin_part(replica)
-                buffers = {name: buffer.clone() for name, buffer in before.items()} if replica else {}
-                outputs.append(functional_call(network, buffers, (chunk,)))
-            return torch.cat(outputs)
+            for replica, device in enumerate(devices):
+                begin_part(replica, device=device)
+            output: Tensor = parallel(images) if len(images) else network(images)
+            return output
 
         return run
+
+    def on_one_device(self, network: nn.Module) -> Runner:
+        """The chunks one after the other."""
+        return EmulatedReplicas(network, num_replicas=self.replicas_per_rank)
 
     @property
     @override

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, cast
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,9 +26,9 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.models.blocks import blocks_of
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.strategies.base import Runner, at_least_one, check_untied, compiles
-from lit_cifar.strategies.mesh import MeshStrategy, local_part
+from lit_cifar.strategies.mesh import MeshStrategy, local_part, parameters_of
 from lit_cifar.strategies.parts import Parts
-from lit_cifar.strategies.state_dicts import full_optimizer_state, full_state, load_full_state, split_optimizer_state
+from lit_cifar.strategies.state_dicts import full, part_of
 from lit_cifar.strategies.sync_batchnorm import synchronise_along
 from lit_cifar.strategies.tp import check_divisible, placements, split_tensors
 from lit_cifar.strategies.tree_sum import TreeSum, tree_reduce_scatter
@@ -74,15 +73,6 @@ class ShardedStrategy(MeshStrategy):
 
     @override
     def check(self) -> None:
-        self._check_sizes()
-        super().check()
-        if self._layer_sync is not None and self.num_replicas == 1 < self.all_processes:
-            rank_zero_warn(
-                f"--trainer.sync_batchnorm=true has no effect on --trainer.strategy={self.strategy_name} with one "
-                "replica: it sees the whole batch"
-            )
-
-    def _check_sizes(self) -> None:
         sizes = {"data_parallel_size": self.data_parallel_size, "tensor_parallel_size": self.tensor_parallel_size}
         at_least_one(**sizes)
         given = {name: size for name, size in sizes.items() if size is not None}
@@ -93,6 +83,12 @@ class ShardedStrategy(MeshStrategy):
             raise ConfigError(
                 f"--trainer.strategy={self.strategy_name}: {formula} {verb} {self.all_processes} processes",
                 remedy=f"pass --trainer.devices={product}, or other sizes",
+            )
+        super().check()
+        if self._layer_sync is not None and self.num_replicas == 1 < self.all_processes:
+            rank_zero_warn(
+                f"--trainer.sync_batchnorm=true has no effect on --trainer.strategy={self.strategy_name} with one "
+                "replica: it sees the whole batch"
             )
 
     @override
@@ -166,7 +162,7 @@ class ShardedStrategy(MeshStrategy):
             split_tensors(parts, self.mesh["model"])
         synchronise_along(parts, self.data_group)
         if self.data_parallel_size != 1:
-            shard(parts, self.mesh["data"], dtype=autocast_dtype(self.precision_plugin))
+            shard(parts, self.mesh["data"], dtype=AUTOCAST.get(self.precision_plugin.precision))
         if compiles(self.lightning_module):
             modules = set(parts.modules())
             blocks = [block for block in (blocks_of(parts) or {}).values() if block in modules]
@@ -218,33 +214,41 @@ class ShardedStrategy(MeshStrategy):
         """Whole tensors; every process must call this."""
         self.use_first_buffers()
         assert self.lightning_module is not None
-        return full_state(self.lightning_module)
+        return full(self.lightning_module.state_dict())
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        load_full_state(self.lightning_module, checkpoint["state_dict"], strict=strict)
+        own, state = self.lightning_module.state_dict(), checkpoint["state_dict"]
+        parts = {name: part_of(value, own[name]) if name in own else value for name, value in state.items()}
+        self.lightning_module.load_state_dict(parts, strict=strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return full_optimizer_state(super().optimizer_state(optimizer))
+        return full(super().optimizer_state(optimizer))
 
     @override
     def part_of_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-        return split_optimizer_state(state, optimizer)
+        parameters = parameters_of(optimizer)
+        entries = {
+            index: {name: part_of(value, parameters[index]) for name, value in entry.items()}
+            for index, entry in state["state"].items()
+        }
+        return {**state, "state": entries}
 
     @override
     def teardown(self) -> None:
         if self._whole is not None:
             if not self._failed:
                 self.use_first_buffers()
-                self._whole.load_state_dict(full_state(self.module.network))
+                self._whole.load_state_dict(full(self.module.network.state_dict()))
             self.module.network = self._whole
             self._whole = None
         super().teardown()
 
 
-# What autocast computes in the narrow type. Of all else it takes the parameters as they are.
+# By precision, what autocast computes in; and in which layers. Of all others it takes the parameters as they are.
+AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 NARROW = (nn.modules.conv._ConvNd, nn.Linear)
 
 
@@ -260,7 +264,8 @@ def shard(network: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype | None = N
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     modules = set(network.modules())
     for block in (blocks_of(network) or {}).values():
-        wide = [] if dtype is None else list(_wide_layers(block))
+        layers = [layer for layer in block.modules() if [*layer.parameters()] and not [*layer.children()]]
+        wide = [] if dtype is None else [layer for layer in layers if not isinstance(layer, NARROW)]
         if wide:
             fully_shard(wide, mesh=mesh)
         # A ResNet's stem and head are chains of its layers, and no modules of it.
@@ -304,17 +309,3 @@ def reduce_in_tree(network: nn.Module, parts: Parts) -> None:
             module.set_custom_reduce_scatter(cast(Any, TreeReduceScatter(parts)))
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
-
-
-def _wide_layers(block: nn.Module) -> Iterator[nn.Module]:
-    """Single layers with parameters of their own that autocast leaves as they are."""
-    for layer in block.modules():
-        if not isinstance(layer, NARROW) and not [*layer.children()] and [*layer.parameters()]:
-            yield layer
-
-
-def autocast_dtype(precision: Precision) -> torch.dtype | None:
-    """In which layers compute under autocast; None without it."""
-    if not isinstance(precision, MixedPrecision):
-        return None
-    return torch.bfloat16 if precision.precision == "bf16-mixed" else torch.float16

@@ -130,7 +130,8 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        agree_on_overflow(self.precision_plugin)
+        if isinstance(self.precision_plugin, MixedPrecision) and self.precision_plugin.scaler is not None:
+            self.precision_plugin.scaler.__class__ = AgreedGradScaler
         # Lightning leaves clipping to the precision plugin, which sees this process's gradients only.
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
 
@@ -204,22 +205,17 @@ def make_mesh(device_type: str, *, model_size: int, timeout: timedelta | None) -
 
     `init_device_mesh` would give the groups of the axes torch's own time limit, ten minutes under NCCL.
     """
-    world = dist.group.WORLD
-    if world is not None and dist.get_backend() == "gloo":
+    world = cast(dist.ProcessGroup, dist.group.WORLD)
+    if dist.get_backend() == "gloo":
         # Lightning binds it to the GPU. torch then splits it, as gloo says that it can, by a call that only NCCL has.
         world.bound_device_id = None
     ranks = torch.arange(dist.get_world_size()).view(-1, model_size)
-    groups = [_own_group(lines.tolist(), timeout=timeout) for lines in (ranks.T, ranks)]
+    groups: list[Any] = [
+        # The group of all processes is there already.
+        world if len(lines) == 1 else dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout)[0]
+        for lines in (ranks.T, ranks)
+    ]
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("data", "model"))
-
-
-def _own_group(lines: list[list[int]], *, timeout: timedelta | None) -> dist.ProcessGroup:
-    """This process's of the groups that the ranks in `lines` make; the one of all processes is there already."""
-    world = dist.group.WORLD
-    if len(lines) == 1 and world is not None:
-        return world
-    own, _ = dist.new_subgroups_by_enumeration(lines, timeout=timeout)
-    return cast(dist.ProcessGroup, own)
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -244,12 +240,6 @@ class AgreedGradScaler(GradScaler):
         for has_overflowed in found.values():
             dist.all_reduce(has_overflowed, op=dist.ReduceOp.MAX)
         return found
-
-
-def agree_on_overflow(precision: Precision) -> None:
-    """Make the scaler of `precision`, if it has one, an `AgreedGradScaler`."""
-    if isinstance(precision, MixedPrecision) and precision.scaler is not None:
-        precision.scaler.__class__ = AgreedGradScaler
 
 
 def loss_scale(precision: Precision, device: torch.device) -> Tensor | float:

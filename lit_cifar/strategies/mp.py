@@ -11,12 +11,12 @@ from typing import Any
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -164,16 +164,7 @@ class StagedStrategy(CutStrategy, ABC):
 
     def on_one_device(self, network: nn.Module) -> Runner:
         """The microbatches one after the other."""
-
-        def run(images: Tensor) -> Tensor:
-            outputs = []
-            for number, piece in enumerate(images.tensor_split(self.num_microbatches)):
-                if self.num_microbatches > 1:
-                    begin_part(number)
-                outputs.append(network(piece))
-            return torch.cat(outputs)
-
-        return run
+        return StagedRunner([network], [self.root_device], num_microbatches=self.num_microbatches)
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
@@ -197,12 +188,9 @@ def state_to_parameters(optimizer: Optimizer) -> None:
                 state[name] = value.to(parameter.device)
 
 
-def device_names(devices: Sequence[torch.device], *, first: int = 0) -> list[str]:
-    """What to call `devices` in a table, the CPU's virtual ones by their number from `first` on."""
-    return [
-        f"{device.type} {index if device.index is None else device.index}"
-        for index, device in enumerate(devices, start=first)
-    ]
+def device_names(devices: Sequence[torch.device]) -> list[str]:
+    """What to call `devices` in a table, the CPU's virtual ones by their number."""
+    return [f"{device.type} {place if device.index is None else device.index}" for place, device in enumerate(devices)]
 
 
 class LayerParallelStrategy(StagedStrategy, SingleProcessStrategy):
@@ -218,16 +206,16 @@ class LayerParallelStrategy(StagedStrategy, SingleProcessStrategy):
     @property
     @override
     def stage_devices(self) -> list[torch.device]:
-        return [self.devices[index] for index in self._device_indices]
+        return self._spread(self.devices)
 
     @property
     @override
     def copying_devices(self) -> list[list[torch.device]]:
         return [self.stage_devices]
 
-    @property
-    def _device_indices(self) -> list[int]:
-        return [stage * len(self.devices) // self.num_stages for stage in range(self.num_stages)]
+    def _spread(self, values: list[Any]) -> list[Any]:
+        """Of each stage, from one value for each device."""
+        return [value for value in values for _ in range(self.num_stages // len(values))]
 
     @override
     def check(self) -> None:
@@ -235,8 +223,7 @@ class LayerParallelStrategy(StagedStrategy, SingleProcessStrategy):
         self.check_divides("num_stages", self.num_stages)
 
     def split_lines(self) -> list[str]:
-        names = device_names(self.devices)
-        return self.partition.table([names[index] for index in self._device_indices])
+        return self.partition.table(self._spread(device_names(self.devices)))
 
 
 class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
@@ -274,15 +261,15 @@ class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
     @property
     @override
     def stage_devices(self) -> list[torch.device]:
-        return self._devices_of(self.local_rank)
+        return self.copying_devices[self.local_rank]
 
     @property
     @override
     def copying_devices(self) -> list[list[torch.device]]:
-        return [self._devices_of(local_rank) for local_rank in range(self.num_processes)]
+        return self._of_each_process(self.parallel_devices or [])
 
-    def _devices_of(self, local_rank: int) -> list[torch.device]:
-        return (self.parallel_devices or [])[local_rank * self.num_stages :][: self.num_stages]
+    def _of_each_process(self, values: list[Any]) -> list[Any]:
+        return [values[rank * self.num_stages :][: self.num_stages] for rank in range(self.num_processes)]
 
     @override
     def check(self) -> None:
@@ -316,21 +303,12 @@ class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
         _init_dist_connection(self.cluster_environment, self._process_group_backend, timeout=self._timeout)
 
     @override
-    def determine_ddp_device_ids(self) -> None:
-        """None: DistributedDataParallel then accepts a module on several devices."""
-
-    @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if not dist.is_initialized():
-            return
-        # Without device ids NCCL would use the device of the process's rank, which may belong to another process.
-        device_ids = [self.root_device.index] if dist.get_backend() == "nccl" else None
-        dist.barrier(device_ids=device_ids)
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        """Without device ids: DistributedDataParallel then accepts a module on several devices."""
+        return DistributedDataParallel(model, **self._ddp_kwargs)
 
     def split_lines(self) -> list[str]:
         """The stages and their devices, a line each, and the devices of the machine's further processes."""
-        names = [
-            device_names(devices, first=rank * self.num_stages) for rank, devices in enumerate(self.copying_devices)
-        ]
+        names = self._of_each_process(device_names(self.parallel_devices or []))
         others = [f"process {rank}: the same on {', '.join(place)}" for rank, place in enumerate(names)]
         return self.partition.table(names[0]) + others[1:]

@@ -13,8 +13,8 @@ from lit_cifar.strategies.fsdp2 import ShardedStrategy
 from lit_cifar.strategies.mp import DDPLayerParallelStrategy
 
 
-class _OneDevice(DDPStrategy):
-    """Uses the trainer's one device as `num_devices` devices."""
+class OneDeviceDDPStrategy(DDPStrategy):
+    """`ddp` and `ddp_spawn`. Uses the trainer's one device as `num_devices` devices, and so do the others."""
 
     def __init__(self, *, num_devices: int = 2, **kwargs: Any) -> None:
         self._num_devices = num_devices
@@ -30,13 +30,9 @@ class _OneDevice(DDPStrategy):
         self._devices = devices and devices[:1]
 
 
-class OneDeviceDDPStrategy(_OneDevice):
-    """`ddp` and `ddp_spawn`."""
-
-
-class OneDeviceDDPLayerParallelStrategy(_OneDevice, DDPLayerParallelStrategy):
+class OneDeviceDDPLayerParallelStrategy(OneDeviceDDPStrategy, DDPLayerParallelStrategy):
     """`ddp_mp`."""
 
 
-class OneDeviceShardedStrategy(_OneDevice, ShardedStrategy):
+class OneDeviceShardedStrategy(OneDeviceDDPStrategy, ShardedStrategy):
     """`tp`."""

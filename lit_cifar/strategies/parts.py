@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lit_cifar.data.images import Batch
-from lit_cifar.strategies.tree_sum import TreeAllReduce, TreeSum, in_tree_order
+from lit_cifar.strategies.tree_sum import TreeSum, in_tree_order, tree_all_reduce
 
 BUCKET_BYTES = 25 << 20  # DistributedDataParallel's
 Microbatches = tuple[Tensor, Tensor, list[int], list[float]]  # images, labels, the size of each, the weight of its loss
@@ -147,16 +147,10 @@ class Parts(WholeBatch):
         """The sum over all processes for each key, exchanged bucket by bucket."""
         if self._is_alone:
             return {key: total.take() for key, total in parts.items()}
-        buckets = _buckets(parts)
-        exchanges = []
-        for bucket in buckets:
-            flat = torch.cat([parts[key].take().flatten() for key in bucket])
-            exchanges.append(TreeAllReduce(flat, group=self._group))
-        for exchange in exchanges:
-            exchange.add()
         sums: dict[Tensor, Tensor] = {}
-        for bucket, exchange in zip(buckets, exchanges, strict=True):
-            totals = torch.split(exchange.take(), [key.numel() for key in bucket])
+        for bucket in _buckets(parts):
+            flat = torch.cat([parts[key].take().flatten() for key in bucket])
+            totals = torch.split(tree_all_reduce(flat, group=self._group), [key.numel() for key in bucket])
             sums |= {key: total.view(key.shape) for key, total in zip(bucket, totals, strict=True)}
         return sums
 

@@ -235,22 +235,18 @@ class Pipeline:
         return logits
 
     def _boundary(self, index: int, num_samples: int, dtype: torch.dtype) -> Tensor:
-        """Room for what stage `index` gets from the one before it."""
+        """Room for what stage `index` gets from the one before it, for images of `dtype`."""
         shape = self.partition.stages[index - 1].output_shape
-        return torch.empty(num_samples, *shape, dtype=self._dtypes(dtype)[index - 1], device=self.device)
-
-    def _dtypes(self, dtype: torch.dtype) -> list[torch.dtype]:
-        """What each stage returns for images of `dtype`, which under autocast depends on its layers."""
-        narrows = torch.is_autocast_enabled(self.device.type)
-        return self._narrow(dtype) if narrows else [dtype] * len(self.partition.stages)
+        if torch.is_autocast_enabled(self.device.type):  # then the dtype depends on the layers
+            dtype = self._narrow(dtype)[index - 1]
+        return torch.empty(num_samples, *shape, dtype=dtype, device=self.device)
 
     def _prepare(self, num_samples: int, dtype: torch.dtype) -> Any:
         """Torch's schedule for microbatches of this size."""
-        stages: list[Any] = []
+        images = torch.empty(num_samples, *self.partition.image_shape, dtype=dtype, device=self.device)
         # With all shapes given torch makes no trial run to infer them, which would move BatchNorm's running statistics.
-        for index in self.stages:
-            images = torch.empty(num_samples, *self.partition.image_shape, dtype=dtype, device=self.device)
-            stage = Stage(
+        stages: list[Any] = [
+            Stage(
                 self._callable(index, num_samples),
                 index,
                 self.schedule.num_stages,
@@ -260,7 +256,8 @@ class Pipeline:
                 group=self.group,
                 pipeline=self,
             )
-            stages.append(stage)
+            for index in self.stages
+        ]
         kind: Any = get_schedule_class(self.schedule.name)
         one_or_all = stages if len(stages) > 1 else stages[0]
         return kind(one_or_all, self.num_microbatches, loss_fn=self._scaled_loss, scale_grads=False)

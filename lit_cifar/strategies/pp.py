@@ -14,7 +14,7 @@ from typing_extensions import override
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.random_streams import begin_part
 from lit_cifar.strategies.base import CutStrategy, Runner, compiles
-from lit_cifar.strategies.mesh import MeshStrategy, loss_scale
+from lit_cifar.strategies.mesh import MeshStrategy, loss_scale, parameters_of
 from lit_cifar.strategies.parts import Parts
 from lit_cifar.strategies.pipeline import (
     InTurn,
@@ -24,7 +24,7 @@ from lit_cifar.strategies.pipeline import (
     ScheduleName,
     stages_per_process,
 )
-from lit_cifar.strategies.state_dicts import merge_optimizer_states, only_parameters
+from lit_cifar.strategies.state_dicts import full
 
 
 class PipelineStrategy(CutStrategy, MeshStrategy):
@@ -256,11 +256,16 @@ class PipelineStrategy(CutStrategy, MeshStrategy):
         """The state of all parameters, as one device would save it; every process must call this."""
         # Adagrad begins with a state of every parameter; here it moves on for this process's parameters alone.
         own = self.part_of_state(super().optimizer_state(optimizer), optimizer)
-        return merge_optimizer_states(own, group=self.model_group)
+        parts: list[Any] = [None] * self.processes_per_replica
+        dist.all_gather_object(parts, full(own["state"]), group=self.model_group)
+        merged = {index: entry for part in parts for index, entry in part.items()}
+        return {**own, "state": dict(sorted(merged.items()))}
 
     @override
     def part_of_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-        return only_parameters(state, optimizer, self.pipeline.parameters)
+        own = set(self.pipeline.parameters)
+        indices = {index for index, parameter in enumerate(parameters_of(optimizer)) if parameter in own}
+        return {**state, "state": {index: entry for index, entry in state["state"].items() if index in indices}}
 
     @override
     def teardown(self) -> None:

@@ -5,52 +5,24 @@ parameter. `torch.distributed.checkpoint.state_dict` does the same in a structur
 part in what gathers.
 """
 
-from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
-from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
-from lit_cifar.strategies.mesh import local_part, parameters_of
-
-
-def merge_optimizer_states(state: dict[str, Any], *, group: dist.ProcessGroup) -> dict[str, Any]:
-    """The states of all parameters, ordered as one process would have them; every process must call this.
-
-    `state` is an optimizer's `state_dict()` with the entries of this process's parameters alone. The processes of
-    `group` together have all.
-    """
-    parts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(parts, full_optimizer_state(state)["state"], group=group)
-    merged = {index: entry for part in parts for index, entry in part.items()}
-    return {**state, "state": dict(sorted(merged.items()))}
+from lit_cifar.strategies.mesh import local_part
 
 
-def only_parameters(state: dict[str, Any], optimizer: Optimizer, parameters: Iterable[Tensor]) -> dict[str, Any]:
-    """`state` (an optimizer's `state_dict()`) with the entries of `parameters` alone."""
-    wanted = set(parameters)
-    indices = {index for index, parameter in enumerate(parameters_of(optimizer)) if parameter in wanted}
-    return {**state, "state": {index: entry for index, entry in state["state"].items() if index in indices}}
+def full(state: dict[Any, Any]) -> dict[Any, Any]:
+    """A `state_dict()` with each tensor as a whole, plain one on the CPU."""
 
+    def whole(tensor: Tensor) -> Tensor:
+        return (_gather(tensor) if isinstance(tensor, DTensor) else tensor).cpu()
 
-def full_state(module: nn.Module) -> dict[str, Any]:
-    return {name: _full(value) for name, value in module.state_dict().items()}
-
-
-def full_optimizer_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's `state_dict()` of whole tensors."""
-    return _converted(state, lambda index, value: _full(value))
-
-
-def _full(value: Any) -> Any:
-    """A tensor as a whole, plain one on the CPU; any other object unchanged."""
-    if not isinstance(value, Tensor):
-        return value
-    value = value.detach()
-    return (_gather(value) if isinstance(value, DTensor) else value).cpu()
+    found: dict[Any, Any] = tree_map_only(Tensor, whole, state)
+    return found
 
 
 def _gather(tensor: DTensor) -> Tensor:
@@ -62,29 +34,7 @@ def _gather(tensor: DTensor) -> Tensor:
     return tensor.to_local()
 
 
-def _converted(state: Mapping[str, Any], convert: Callable[[int, Any], Any]) -> dict[str, Any]:
-    """An optimizer's `state_dict()` with other values, each made from the number of its parameter and the old one."""
-    entries = {
-        index: {name: convert(index, value) for name, value in entry.items()} for index, entry in state["state"].items()
-    }
-    return {**state, "state": entries}
-
-
-@torch.no_grad()
-def load_full_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
-    """`module.load_state_dict` for a module that has parts of the whole tensors in `state`."""
-    own = module.state_dict()
-    parts = {name: _part_of(value, own[name]) if name in own else value for name, value in state.items()}
-    module.load_state_dict(parts, strict=strict)
-
-
-def split_optimizer_state(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """A state of whole tensors as `optimizer.load_state_dict` needs it if the parameters are parts."""
-    parameters = parameters_of(optimizer)
-    return _converted(state, lambda index, value: _part_of(value, parameters[index]))
-
-
-def _part_of(whole: Any, like: Tensor) -> Any:
+def part_of(whole: Any, like: Tensor) -> Any:
     """`whole` divided as `like` is; a value of another shape, such as the number of steps, unchanged."""
     if not (isinstance(whole, Tensor) and isinstance(like, DTensor) and whole.shape == like.shape):
         return whole

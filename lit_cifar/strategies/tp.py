@@ -54,10 +54,13 @@ def split_tensors(network: nn.Module, mesh: DeviceMesh) -> None:
     `models.blocks.num_tensor_parts`.
     """
     placed, split = placements(network), tensor_split_of(network)
+    for name, split_as in split.items():
+        target: Any = network.get_submodule(name)
+        if split_as in _SENDING:
+            _derive(target, _SENDING[split_as])
+            target.group = mesh.get_group()
     for name, layer in list(network.named_modules()):
         own = dict(layer.named_parameters(recurse=False)) | dict(layer.named_buffers(recurse=False))
-        if own and split.get(name) != "head":
-            _derive(layer, _ComputesLocally)
         for key, tensor in own.items():
             # Without a source rank each process cuts its part from its own, equal tensor.
             placement = [placed[f"{name}.{key}".lstrip(".")]]
@@ -65,15 +68,12 @@ def split_tensors(network: nn.Module, mesh: DeviceMesh) -> None:
             if isinstance(tensor, nn.Parameter):
                 part = nn.Parameter(part, requires_grad=tensor.requires_grad)
             setattr(layer, key, part)
-    for name, split_as in split.items():
-        target: Any = network.get_submodule(name)
-        if split_as == "head":
-            parallelize_module(target, mesh, RowwiseParallel(input_layouts=Replicate()))
+        if split.get(name) == "head":
+            parallelize_module(layer, mesh, RowwiseParallel(input_layouts=Replicate()))
             # It returns a view, on which the hooks of `fully_shard` could be lost.
-            target.register_forward_hook(lambda layer, inputs, output: output.clone())
-        elif split_as in _SENDING:
-            _derive(target, _SENDING[split_as])
-            target.group = mesh.get_group()
+            layer.register_forward_hook(lambda layer, inputs, output: output.clone())
+        elif own:
+            _derive(layer, _ComputesLocally)
 
 
 def placements(network: nn.Module) -> dict[str, Placement]:
@@ -119,14 +119,12 @@ class _ByInputChannel(nn.Module):
     group: dist.ProcessGroup
 
     def forward(self, input: Tensor) -> Tensor:
+        # From the local parts, which `_ComputesLocally` has collected for this call alone.
         bias, self._parameters["bias"] = self._parameters["bias"], None
-        try:
-            total = cast(Tensor, _Sum.apply(super().forward(input), self.group))
-        finally:
-            self._parameters["bias"] = bias
+        total = cast(Tensor, _Sum.apply(super().forward(input), self.group))
         if bias is None:
             return total
-        return total + _local_part(bias).to(total.dtype).view(-1, *([1] * (self._parameters["weight"].ndim - 2)))  # type: ignore
+        return total + bias.to(total.dtype).view(-1, *([1] * (self._parameters["weight"].ndim - 2)))  # type: ignore
 
 
 _SENDING: dict[SplitKind, type[nn.Module]] = {"columns": _ByOutputChannel, "rows": _ByInputChannel}

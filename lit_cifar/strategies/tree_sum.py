@@ -27,7 +27,6 @@ class TreeSum:
         return sum(count for count, _ in self._sums)
 
     def push(self, value: Tensor) -> None:
-        """Add a tensor."""
         count = 1
         while self._sums and self._sums[-1][0] == count:
             _, left = self._sums.pop()
@@ -58,40 +57,20 @@ def tree_sum(values: Iterable[Tensor]) -> Tensor:
     return total.take()
 
 
-class TreeAllReduce:
+def tree_all_reduce(flat: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
     """The sum of `flat`, (n,), over the processes of `group`, in the order of the tree over the parts that they hold.
 
-    Each process adds one slice of all and sends the sum to all. A ring all-reduce sends as many bytes. Slices are
-    exchanged in the background from the start, and sums from `add` on. All processes make and add in the same order.
+    Each process adds one slice of all and sends the sum to all: as many bytes as a ring all-reduce sends.
     """
-
-    def __init__(self, flat: Tensor, *, group: dist.ProcessGroup | None = None) -> None:
-        self._group, self._size = group, len(flat)
-        self._flat = F.pad(flat, (0, -len(flat) % dist.get_world_size(group)))
-        self._received = torch.empty_like(self._flat)
-        self._work: Any = dist.all_to_all_single(self._received, self._flat, group=group, async_op=True)
-
-    def add(self) -> None:
-        """Wait for the slices, and add this process's own."""
-        self._work.wait()
-        total = _sum_of_ranks(self._received, group=self._group)
-        self._work = all_gather(self._flat, total, group=self._group, async_op=True)
-
-    def take(self) -> Tensor:
-        """Wait for the sums of all; the whole, (n,)."""
-        self._work.wait()
-        return self._flat[: self._size]
+    padded = F.pad(flat, (0, -len(flat) % dist.get_world_size(group)))
+    all_gather(padded, tree_reduce_scatter(padded, group=group), group=group)
+    return padded[: len(flat)]
 
 
 def tree_reduce_scatter(flat: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
     """This process's slice, (n / processes,), of the sum of `flat`, (n,), over the processes of `group`."""
     received = torch.empty_like(flat)
     dist.all_to_all_single(received, flat, group=group)
-    return _sum_of_ranks(received, group=group)
-
-
-def _sum_of_ranks(received: Tensor, *, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum of the slices that the processes have sent to this one."""
-    count = dist.get_world_size(group)
-    slices = received.view(count, -1)
-    return tree_sum(slices[rank] for rank in in_tree_order(count))
+    num_processes = dist.get_world_size(group)
+    slices = received.view(num_processes, -1)
+    return tree_sum(slices[rank] for rank in in_tree_order(num_processes))

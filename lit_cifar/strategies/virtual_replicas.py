@@ -88,8 +88,34 @@ class VirtualReplicas(Callback):
 
     def check(self, trainer: L.Trainer, data: CIFAR10DataModule) -> None:
         """Refuse what would change the bits, before any process is started: a `ConfigError`."""
-        check_same_bits(self.num_parts, trainer, data)
-        self._divide(trainer.strategy)
+        num_parts, strategy = self.num_parts, trainer.strategy
+        name = f"--virtual_replicas={num_parts}"
+        if num_parts < 1 or num_parts & (num_parts - 1):
+            nearest = 1 << max(0, num_parts.bit_length() - 1)
+            raise ConfigError(
+                f"{name} is no power of two, and a binary tree adds the parts",
+                remedy=f"pass --virtual_replicas={nearest} or {2 * nearest}",
+            )
+        _check_mode(name, strategy)
+        if num_parts % (replicas := BatchSplit.of(strategy).num_replicas):
+            raise ConfigError(
+                f"{name} cannot be divided among {replicas} replicas",
+                remedy="change --trainer.devices, so that there are "
+                f"{1 << (min(replicas, num_parts).bit_length() - 1)}",
+            )
+        if trainer.accumulate_grad_batches > 1:
+            raise ConfigError(
+                f"{name} with --trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} would add gradients "
+                "in another order",
+                remedy="leave out the latter: the parts of a batch pass one after the other already",
+            )
+        if getattr(strategy, "_layer_sync", None) is not None and BatchSplit.of(strategy).dp_size > 1:
+            raise ConfigError(
+                f"{name} with --trainer.sync_batchnorm=true would normalise parts of several processes together",
+                remedy="leave out the latter: each part is normalised by itself",
+            )
+        _check_sizes(num_parts, data)
+        self._divide(strategy)
 
     def _divide(self, strategy: Strategy, *, group: dist.ProcessGroup | None = None) -> None:
         self._parts = Parts(self.num_parts, num_processes=BatchSplit.of(strategy).dp_size, group=group)
@@ -135,35 +161,6 @@ def _with_whole_gradient(strategy: Strategy) -> dist.ProcessGroup | None:
     if isinstance(strategy, PipelineStrategy):
         return strategy.model_group
     return strategy.data_group if isinstance(strategy, ShardedStrategy) else None
-
-
-def check_same_bits(num_parts: int, trainer: L.Trainer, data: CIFAR10DataModule) -> None:
-    """Raise a `ConfigError` for a run that would not end with the same bits on every number of devices."""
-    name, strategy = f"--virtual_replicas={num_parts}", trainer.strategy
-    if num_parts < 1 or num_parts & (num_parts - 1):
-        nearest = 1 << max(0, num_parts.bit_length() - 1)
-        raise ConfigError(
-            f"{name} is no power of two, and a binary tree adds the parts",
-            remedy=f"pass --virtual_replicas={nearest} or {2 * nearest}",
-        )
-    _check_mode(name, strategy)
-    if num_parts % (replicas := BatchSplit.of(strategy).num_replicas):
-        raise ConfigError(
-            f"{name} cannot be divided among {replicas} replicas",
-            remedy=f"change --trainer.devices, so that there are {1 << (min(replicas, num_parts).bit_length() - 1)}",
-        )
-    if trainer.accumulate_grad_batches > 1:
-        raise ConfigError(
-            f"{name} with --trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} would add gradients in "
-            "another order",
-            remedy="leave out the latter: the parts of a batch pass one after the other already",
-        )
-    if getattr(strategy, "_layer_sync", None) is not None and BatchSplit.of(strategy).dp_size > 1:
-        raise ConfigError(
-            f"{name} with --trainer.sync_batchnorm=true would normalise parts of several processes together",
-            remedy="leave out the latter: each part is normalised by itself",
-        )
-    _check_sizes(num_parts, data)
 
 
 def _check_mode(name: str, strategy: Strategy) -> None:

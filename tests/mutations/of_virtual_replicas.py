@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lit_cifar.data.images import Batch
-from lit_cifar.strategies import tree_sum, virtual_replicas
+from lit_cifar.strategies import parts, tree_sum, virtual_replicas
 from lit_cifar.strategies.fsdp2 import TreeReduceScatter
 from lit_cifar.strategies.parts import Parts
-from lit_cifar.strategies.tree_sum import TreeAllReduce, TreeSum, tree_reduce_scatter
+from lit_cifar.strategies.tree_sum import TreeSum, tree_reduce_scatter
 from lit_cifar.task.metrics import MeanLoss
 from tests.mutations.planting import PIPELINE, Mutation, Site, planted
 
@@ -34,8 +34,7 @@ def _order_of_ranks(site: Site) -> None:
 
 @mutation("each process keeps the sum of its own parts", "ddp")
 def _no_exchange(site: Site) -> None:
-    site.replace(TreeAllReduce, "add", lambda add, own: None)
-    site.replace(TreeAllReduce, "take", lambda take, own: own._flat[: own._size])
+    site.replace(parts, "tree_all_reduce", lambda tree_all_reduce, flat, group: flat)
 
 
 @mutation("each part is summed over the processes", "fsdp2", TreeReduceScatter, "__call__")

@@ -28,7 +28,6 @@ from lit_cifar.strategies.dp import EmulatedReplicas
 from lit_cifar.strategies.mesh import MeshStrategy, local_part
 from lit_cifar.strategies.mp import StagedRunner
 from lit_cifar.strategies.pipeline import Pipeline
-from lit_cifar.strategies.state_dicts import only_parameters
 from lit_cifar.strategies.sync_batchnorm import _Normalise, _Synchronised
 from lit_cifar.strategies.tp import _all_reduce, _Sum
 from lit_cifar.task.optim import WarmupDecay
@@ -79,10 +78,10 @@ def _own_shard_statistics(site: Site) -> None:
     site.replace(site.trainer.strategy, "on_validation_start", lambda take_first: None)
 
 
-@mutation("the file has each rank's momentum in another's place", "tp", fsdp2, "full_optimizer_state")
-def _swapped_shards(site: Site, gather: Any, state: dict[str, Any]) -> dict[str, Any]:
-    whole: dict[str, Any] = gather(state)
-    for index, entry in state["state"].items():
+@mutation("the file has each rank's momentum in another's place", "tp", STRATEGY, "optimizer_state")
+def _swapped_shards(site: Site, gather: Any, optimizer: Any) -> dict[str, Any]:
+    whole: dict[str, Any] = gather(optimizer)
+    for index, entry in optimizer.state_dict()["state"].items():
         for name, part in entry.items():
             if isinstance(part, DTensor) and (dims := [p.dim for p in part.placements if isinstance(p, Shard)]):
                 tensor = whole["state"][index][name]
@@ -103,11 +102,11 @@ def _stale_buffer(site: Site) -> None:
     site.replace(site.module, "on_save_checkpoint", with_old)
 
 
-@mutation("the network gets its first buffers back", "fsdp2", fsdp2, "full_state")
-def _old_statistics(site: Site, collect: Any, module: nn.Module) -> dict[str, Any]:
-    whole = site.trainer.strategy._whole
-    found: dict[str, Any] = collect(module)
-    return found | (dict(whole.named_buffers()) if module is not site.module else {})
+@mutation("the network gets its first buffers back", "fsdp2", fsdp2, "full")
+def _old_statistics(site: Site, collect: Any, state: dict[str, Any]) -> dict[str, Any]:
+    whole = dict(site.trainer.strategy._whole.named_buffers())
+    found: dict[str, Any] = collect(state)
+    return found | (whole if whole.keys() <= state.keys() else {})
 
 
 @mutation("the file has a tensor's momentum of the step before", "mp")
@@ -150,7 +149,8 @@ def _own_part_for_all(site: Site) -> None:
 # hpcaitech/ColossalAI#1259
 @mutation("the file has the first stage's momentum alone", "pp", STRATEGY, "optimizer_state")
 def _state_of_one_stage(site: Site, merge: Any, optimizer: Any) -> dict[str, Any]:
-    return only_parameters(merge(optimizer), optimizer, site.trainer.strategy.pipeline.parameters)
+    state: dict[str, Any] = site.trainer.strategy.part_of_state(merge(optimizer), optimizer)
+    return state
 
 
 # Evaluation

@@ -118,8 +118,8 @@ def check_copies(devices: Sequence[torch.device]) -> Check:
     if not faults:
         return Check("GPU to GPU", f"all of {num_pairs} ordered pairs copied every byte")
     seen = f"faults in {len(faults)} of {num_pairs} ordered pairs"
-    pairs = ", ".join(f"{fault.source} to {fault.destination}" for fault in faults)
-    problem = f"Copies between devices do not arrive ({pairs}): {faults[0]}."
+    pairs = ", ".join(f"{source} to {destination}" for source, destination in faults)
+    problem = f"Copies between devices do not arrive ({pairs}): {next(iter(faults.values()))}."
     return Check("GPU to GPU", seen, [Finding(problem, _MEND_COPIES, COPY_MODES)])
 
 
