@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import TINY, launch, refused
+from commands import TINY, refused
 from data_files import draw_pictures
 
 from lit_cifar import CIFAR10DataModule, ConfigError, DataError
@@ -204,15 +204,7 @@ def test_a_damaged_picture_is_found_before_it_is_used(folder: Folder) -> None:
     assert len(folder.decoded()) == 19
 
 
-def test_two_processes_at_once_decode_once(folder: Folder, tmp_path: Path) -> None:
-    flags = [*TINY, "--data.dataset=folder", f"--data.root={folder.root}", f"--data.cache_dir={folder.cache}"]
-    flags = [flag for flag in flags if "synthetic" not in flag and "num_" not in flag]
-    more = ["--data.val_size=3", "--data.batch_size=8", "--trainer.strategy=ddp", "--trainer.devices=2"]
-    result = launch("fit", *flags, *more, f"--run_dir={tmp_path / 'run'}", ranks=2)
-    assert result.stderr.count("pictures are decoded once") == 1, result.stderr
-
-
-def test_others_wait_for_the_one_that_decodes(folder: Folder) -> None:
+def test_of_two_processes_one_decodes_and_the_other_waits(folder: Folder) -> None:
     """Both find nothing; the second has the lock when the first is done, and looks again."""
     context = multiprocessing.get_context("forkserver")
     both = [context.Process(target=_set_up_slowly, args=(folder,)) for _ in range(2)]
