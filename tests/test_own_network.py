@@ -224,7 +224,7 @@ def test_what_a_folder_of_pictures_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "root" / "dog").mkdir()
     assert problem() == f"{tmp_path / 'root' / 'dog'} holds no files"
     (tmp_path / "root" / "dog" / "torn.png").write_bytes((tmp_path / "root" / "cat" / "0.png").read_bytes()[:500])
-    assert f"{tmp_path / 'root' / 'dog' / 'torn.png'} cannot be read as a picture" in problem()
+    assert f"1 of 13 files cannot be read as pictures: {tmp_path / 'root' / 'dog' / 'torn.png'}: OSError" in problem()
     (tmp_path / "root" / "dog" / "torn.png").rename(tmp_path / "root" / "dog" / ".torn.png")
     draw_pictures(tmp_path / "root" / "train" / "cat", 12)
     draw_pictures(tmp_path / "root" / "val" / "fox", 1)

@@ -36,6 +36,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "trainer.gradient_clip_val": (0, math.inf),
     "model.label_smoothing": (0, 1),
     "model.base_batch_size": (1, math.inf),
+    "data.cache_limit_gb": (0, math.inf),
     "data.cutout": (0, math.inf),
     "data.eval_batch_size": (1, math.inf),
     "data.seed": (0, math.inf),

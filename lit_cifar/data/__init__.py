@@ -1,4 +1,4 @@
-"""Data sets as uint8 images in memory, and batches of them. Nothing here knows of models or strategies."""
+"""Data sets as uint8 images, in memory or a mapped file, and their batches. Nothing here knows models or strategies."""
 
 from lit_cifar.data.datamodule import CIFAR10DataModule
 from lit_cifar.data.images import Batch, ImageSet

@@ -35,15 +35,24 @@ DATASETS = {
 }
 
 
-def open_dataset(name: str, root: str | Path, *, image_size: int | None = None, seed: int = 0) -> Dataset:
-    """The data set called `name`, with `Dataset`'s arguments."""
+def open_dataset(
+    name: str, root: str | Path, *, image_size: int | None = None, seed: int = 0, **of_folder: Any
+) -> Dataset:
+    """The data set called `name`, with `Dataset`'s arguments; those `of_folder` are for that one alone."""
     if name not in DATASETS:
         meant = nearest(name, DATASETS)
         guess = "" if meant is None else f"did you mean --data.dataset={meant}? "
         raise ConfigError(f"there is no data set {name!r}", remedy=f"{guess}choose one of {', '.join(DATASETS)}")
+    given = {option: value for option, value in of_folder.items() if value not in (None, False)}
+    if given and name != "folder":
+        option, value = next(iter(given.items()))
+        raise ConfigError(
+            f"--data.{option}={value} is for pictures of your own, which are decoded",
+            remedy="leave it out, or pass --data.dataset=folder",
+        )
     module, _, kind = DATASETS[name].partition(".")
     dataset: type[Dataset] = getattr(import_module(f"lit_cifar.data.{module}"), kind)
-    return dataset(Path(root), image_size=image_size, seed=seed)
+    return dataset(Path(root), image_size=image_size, seed=seed, **given)
 
 
 class CIFAR10DataModule(L.LightningDataModule):
@@ -75,6 +84,10 @@ class CIFAR10DataModule(L.LightningDataModule):
         resident: Where the uint8 images are kept: in "host" memory, or on the "device", where the GPU makes its batches
             itself. With "auto" they are on the GPU if it has room for four copies of them.
         download: Download the data set if it is missing.
+        cache_dir: Folder for the pictures of "folder" once they are decoded. The default is lit_cifar in the user's
+            cache folder.
+        cache_limit_gb: How many GB may be in that folder. The default is 100.
+        skip_unreadable: Leave out pictures of "folder" that cannot be read. With false they are an error.
         seed: Seed of order, augmentation, split and synthetic images, and of dropout; not negative.
         predict_dir: Folder of the images that `predict` classifies.
 
@@ -107,6 +120,9 @@ class CIFAR10DataModule(L.LightningDataModule):
         pad_eval: bool = False,
         resident: Literal["auto", "host", "device"] = "auto",
         download: bool = True,
+        cache_dir: str | Path | None = None,
+        cache_limit_gb: float | None = None,
+        skip_unreadable: bool = False,
         seed: int = 0,
         predict_dir: str | Path | None = None,
     ) -> None:
@@ -124,7 +140,15 @@ class CIFAR10DataModule(L.LightningDataModule):
         self.download = download
         self.seed = seed
         self.predict_dir = None if predict_dir is None else Path(predict_dir)
-        self.source = open_dataset(dataset, root, image_size=image_size, seed=seed)
+        self.source = open_dataset(
+            dataset,
+            root,
+            image_size=image_size,
+            seed=seed,
+            cache_dir=cache_dir,
+            cache_limit_gb=cache_limit_gb,
+            skip_unreadable=skip_unreadable,
+        )
         self.dataset = self.source.identity(dataset)
         self.name, self.classes, self.image_size = self.source.title, self.source.classes, self.source.image_size
         own = self.source.val_size

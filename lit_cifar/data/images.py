@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Labelled images in memory."""
+    """Labelled images in memory; `lit_cifar.data.picture_cache` has those in a file."""
 
     images: Tensor  # uint8, (N, 3, height, width), RGB
     labels: Tensor  # int64, (N,), each in `range(len(classes))`
@@ -18,9 +18,13 @@ class ImageSet:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def gather(self, ids: Tensor) -> Tensor:
+        """A copy of the pixels at positions `ids` (int64, (M,)), uint8, (M, 3, height, width)."""
+        return self.images.index_select(0, ids)
+
     def subset(self, ids: Tensor) -> "ImageSet":
         """The images at positions `ids` (int64, (M,)), in that order."""
-        return replace(self, images=self.images.index_select(0, ids), labels=self.labels[ids])
+        return replace(self, images=self.gather(ids), labels=self.labels[ids])
 
     def to(self, device: torch.device) -> "ImageSet":
         return replace(self, images=self.images.to(device), labels=self.labels.to(device))

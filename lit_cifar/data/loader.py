@@ -1,7 +1,8 @@
-"""A loader for images that fit in memory: one gather for some batches, on the host or on the GPU.
+"""A loader for decoded images: one gather for some batches, on the host or on the GPU.
 
-torch's DataLoader exists to hide slow decoding behind worker processes. 180 MB of uint8 images need no decoding: the
-gather below feeds a GPU without any worker, and Lightning leaves an iterable that is no DataLoader as it is.
+torch's DataLoader exists to hide slow decoding behind worker processes. uint8 images, in memory or in a mapped file,
+need no decoding: the gather below feeds a GPU without any worker, and Lightning leaves an iterable that is no
+DataLoader as it is.
 """
 
 from collections.abc import Iterator
@@ -15,7 +16,8 @@ from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.data.samplers import EvaluationSampler, TrainSampler
 from lit_cifar.errors import CheckpointError
 
-# Images that are made at a time: on the host the fastest of those tried, and so many that a GPU is rarely asked.
+# Images of 32 x 32 that are made at a time, and fewer larger ones: on the host the fastest of those tried, and so many
+# that a GPU is rarely asked.
 _BLOCK_ON_HOST, _BLOCK_ON_DEVICE = 1024, 16384
 
 
@@ -50,10 +52,11 @@ class BatchLoader:
     def _images(self, ids: Tensor, sizes: list[int]) -> Iterator[Tensor]:
         """The images of each batch, made in blocks, as the host starts as many operators for one image as for 1000."""
         num_images = _BLOCK_ON_HOST if ids.device.type == "cpu" else _BLOCK_ON_DEVICE
+        num_images = num_images * 32 * 32 // self.images.images.shape[2:].numel()
         length = max(1, num_images // max(1, *sizes))  # of a block, in batches
         blocks = [sizes[start : start + length] for start in range(0, len(sizes), length)]
         of_blocks = torch.split(ids, [sum(block) for block in blocks])
-        made: Iterator[Tensor] = (self.images.images.index_select(0, part) for part in of_blocks)
+        made: Iterator[Tensor] = (self.images.gather(part) for part in of_blocks)
         if self._augmentation is not None:
             size, epoch = self.images.images.shape[2:], getattr(self.sampler, "epoch", 0)
             draws = self._augmentation.draw(ids, size, epoch=epoch)

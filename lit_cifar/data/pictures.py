@@ -1,17 +1,27 @@
 """The user's own pictures, made into small RGB squares, uint8: folders of classes to train on, a folder to classify."""
 
+import os
+import stat
 import warnings
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from itertools import zip_longest
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
+import PIL
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from lit_cifar.data.dataset import Channels, Dataset, Split
 from lit_cifar.data.images import ImageSet
+from lit_cifar.data.picture_cache import FORMAT, LIMIT_GB, UNREADABLE, MappedImages, PictureCache
 from lit_cifar.errors import ConfigError, DataError, one_line, printable
 
 # What is read, whatever a file is called. Pillow knows forty more formats, most of them old, and starts Ghostscript for
@@ -26,8 +36,8 @@ class OwnPictures(Dataset):
     Without `root/val` some of the first are held out. The classes are the folders, sorted by name; control characters
     and bytes that are not UTF-8 are escaped in the name of a class.
 
-    A file that is no picture is an error, a hidden one is passed over. Of a split there is one picture of each class
-    in turn, so that the first n are of all classes.
+    A file that is no picture is an error, or left out with `skip_unreadable`; a hidden one is passed over. Of a split
+    there is one picture of each class in turn, so that the first n are of all classes.
     """
 
     title = "own pictures"
@@ -35,11 +45,23 @@ class OwnPictures(Dataset):
     mean: ClassVar[Channels] = (0.485, 0.456, 0.406)
     std: ClassVar[Channels] = (0.229, 0.224, 0.225)
 
-    def __init__(self, root: Path, *, image_size: int | None = None, seed: int = 0) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        image_size: int | None = None,
+        seed: int = 0,
+        cache_dir: str | Path | None = None,
+        cache_limit_gb: float | None = None,
+        skip_unreadable: bool = False,
+    ) -> None:
         self.image_size = 32 if image_size is None else image_size
         if self.image_size < 1:
             raise ConfigError(f"--data.image_size={image_size} is less than a pixel", remedy="pass one of 32, say")
         super().__init__(root, image_size=image_size, seed=seed)
+        self._cache_dir = None if cache_dir is None else Path(cache_dir)
+        self._limit_gb = LIMIT_GB if cache_limit_gb is None else cache_limit_gb
+        self._skip_unreadable = skip_unreadable
         folder = self._folder("train")
         others = ("val", "test") if folder == self.root else ()
         self._names = sorted(found.name for found in _folders(folder) if found.name not in others)
@@ -49,33 +71,70 @@ class OwnPictures(Dataset):
         if len(set(self.classes)) < len(self.classes):
             raise DataError(f"two folders in {folder} have the same name when printed", remedy="rename one of them")
         self.own_val = (self.root / "val").is_dir()
-        self.val_size = len(self._files("val")) if self.own_val else len(self._files("train")) // 10
+        self._listed: dict[Split, list[_File]] = {}  # until they are loaded
+
+    @property
+    def val_size(self) -> int:  # type: ignore[override]  # it is known once the pictures are listed, which takes long
+        return len(self._files("val")) if self.own_val else len(self._files("train")) // 10
 
     def identity(self, name: str) -> str:
         """With the classes: those of another folder are others."""
         return f"{name} of {', '.join(self.classes)}"
 
-    def load(self, split: Split, *, num_images: int | None = None) -> ImageSet:
+    def load(self, split: Split, *, num_images: int | None = None) -> MappedImages:
+        """They are decoded once, into the user's cache folder, which later calls and other processes map."""
         files = self._files(split)
         if num_images is not None:
             self.check_number(num_images, split, known=len(files))
-        images = torch.stack([self._read(file) for file, _ in files[:num_images]])
-        labels = torch.tensor([label for _, label in files[:num_images]])
-        return ImageSet(images, labels, self.classes)
+        del self._listed[split]
+        files = files[:num_images]
+        of_pixels = repr((FORMAT, PIL.__version__, self.image_size, files))
+        folder = self._folder(split)
+        cache = PictureCache(
+            root=self._cache_dir,
+            source="\n".join([str(self.root.resolve()), split, str(self.image_size), str(num_images)]),
+            digest=sha256(of_pixels.encode(errors="surrogateescape")).hexdigest()[:16],
+            limit_gb=self._limit_gb,
+        )
+        paths = [f"{folder}/{file.path}" for file in files]
+        pixels, hashes, cached = cache.open(paths, size=self.image_size, read=partial(_pixels, size=self.image_size))
+        unreadable = hashes == UNREADABLE
+        self._judge([path for path, bad in zip(paths, unreadable, strict=True) if bad], len(paths), cached)
+        rows = torch.from_numpy(np.flatnonzero(~unreadable))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # nobody writes to it: torch warns of arrays that are read-only
+            images = torch.from_numpy(pixels)
+        labels = torch.tensor([file.label for file in files])[rows]
+        checked = torch.zeros(len(files), dtype=torch.bool)
+        return MappedImages(images, labels, self.classes, rows, hashes, checked, cached)
 
-    def _read(self, file: Path) -> Tensor:
-        image = read_image(file, size=self.image_size)
-        if isinstance(image, str):
-            name = printable(str(file))
-            raise DataError(f"{name} cannot be read as a picture: {image}", remedy="replace it, or move it away")
-        return image
+    def _judge(self, unreadable: list[str], num_files: int, cached: Path) -> None:
+        """Refuse pictures that cannot be read, or say that they are left out."""
+        if not unreadable:
+            return
+        number = f"{len(unreadable):,} of {num_files:,} files cannot be read as pictures"
+        if self._skip_unreadable and len(unreadable) < num_files:
+            rank_zero_warn(f"{number} and are left out; the first is {printable(unreadable[0])}")
+            return
+        with suppress(OSError):
+            cached.rename(f"{cached}.part")  # the next run tries these again, and these alone
+        listed = "; ".join(f"{printable(path)}: {read_image(path, size=1)}" for path in unreadable[:3])
+        raise DataError(
+            f"{number}: {listed}" + ("; ..." if len(unreadable) > 3 else ""),
+            remedy="replace them, move them away, or leave them out: --data.skip_unreadable=true",
+        )
 
     def _folder(self, split: Split) -> Path:
         folder = self.root / split
         return self.root if split == "train" and not folder.is_dir() else folder
 
-    def _files(self, split: Split) -> list[tuple[Path, int]]:
-        """With their labels: those of each class in the order of their names, one of each class in turn."""
+    def _files(self, split: Split) -> "list[_File]":
+        """Those of each class in the order of their names, one of each class in turn."""
+        if split not in self._listed:
+            self._listed[split] = self._list(split)
+        return self._listed[split]
+
+    def _list(self, split: Split) -> "list[_File]":
         folder = self._folder(split)
         names = {found.name for found in _folders(folder)}
         if split != "train" and (unknown := sorted(names - set(self._names))):
@@ -83,11 +142,25 @@ class OwnPictures(Dataset):
                 f"{printable(str(folder / unknown[0]))} is a class without pictures to train on",
                 remedy="move it away, or put pictures of it beside those to train on",
             )
-        by_class = [(folder / name, label) for label, name in enumerate(self._names) if name in names]
-        in_turn = [(turn, label, path / file) for path, label in by_class for turn, file in enumerate(list_files(path))]
-        if not in_turn:
+        by_class = [
+            [_File(f"{name}/{path}", label, version) for path, version in list_files(folder / name).items()]
+            for label, name in enumerate(self._names)
+            if name in names
+        ]
+        if not by_class:
             raise DataError(f"{folder} holds no pictures", remedy=f"put some into {folder}/CLASS/")
-        return [(file, label) for _, label, file in sorted(in_turn)]
+        return [file for turn in zip_longest(*by_class) for file in turn if file is not None]
+
+
+class _File(NamedTuple):
+    path: str  # in the folder of the split
+    label: int
+    version: tuple[int, int]  # size in bytes, and when it was changed, in ns
+
+
+def _pixels(path: str, *, size: int) -> bytes | None:
+    image = read_image(path, size=size)
+    return None if isinstance(image, str) else image.numpy().tobytes()
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -112,7 +185,7 @@ def read_folder(folder: Path, *, classes: tuple[str, ...], size: int = 32) -> Fo
     A file that is no image of `FORMATS`, or a damaged one, gets an entry in `errors`.
     """
     folder = folder.expanduser()
-    files = list_files(folder)
+    files = tuple(map(Path, list_files(folder)))
     outcomes = [read_image(folder / file, size=size) for file in files]
     images = [outcome for outcome in outcomes if isinstance(outcome, Tensor)]
     errors = tuple(outcome if isinstance(outcome, str) else None for outcome in outcomes)
@@ -128,24 +201,42 @@ def read_folder(folder: Path, *, classes: tuple[str, ...], size: int = 32) -> Fo
 _IMAGES_WANTED = "name a folder that holds images, e.g. PNG or JPEG files"
 
 
-def list_files(folder: Path) -> tuple[Path, ...]:
-    """Regular files and broken links, relative to `folder`; nothing that could block, such as a named pipe."""
+def list_files(folder: Path) -> dict[str, tuple[int, int]]:
+    """Regular files and broken links, relative to `folder`, with size and time of the last change in ns.
+
+    Sorted as strings, without those that are hidden, and without what could block, such as a named pipe.
+    """
     if not folder.is_dir():
         problem = "is a file, not a folder" if folder.exists() else "does not exist"
         raise DataError(f"{folder} {problem}", remedy=_IMAGES_WANTED)
     try:
-        entries = [path for path in folder.rglob("*") if path.is_file() or (path.is_symlink() and not path.exists())]
+        listed = dict(sorted(_scan(str(folder), "")))
     except OSError as error:
         raise DataError(f"{folder} cannot be listed: {error}", remedy="make it readable, or copy it") from error
-    files = (path.relative_to(folder) for path in entries)
-    visible = (file for file in files if not any(part.startswith(".") for part in file.parts))
-    listed = tuple(sorted(visible, key=Path.as_posix))
     if not listed:
         raise DataError(f"{folder} holds no files", remedy=_IMAGES_WANTED)
     return listed
 
 
-def read_image(path: Path, *, size: int) -> Tensor | str:
+def _scan(folder: str, prefix: str) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Each file is asked for once: with a million of them anything more takes long."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                yield from _scan(entry.path, f"{prefix}{entry.name}/")
+                continue
+            try:
+                found = entry.stat()
+            except OSError:  # a broken link
+                yield prefix + entry.name, (0, 0)
+                continue
+            if stat.S_ISREG(found.st_mode):
+                yield prefix + entry.name, (found.st_size, found.st_mtime_ns)
+
+
+def read_image(path: Path | str, *, size: int) -> Tensor | str:
     """The image, uint8, (3, size, size), or one line on why there is none.
 
     It is turned upright as its EXIF orientation says, laid on white where it is transparent, cut to its central square

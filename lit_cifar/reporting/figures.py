@@ -184,7 +184,7 @@ def _look_up(
     images: ImageSet, confidences: Sequence[float], ids: Sequence[int], predictions: Sequence[int]
 ) -> list[WrongImage]:
     chosen = torch.tensor(ids, dtype=torch.int64).to(images.labels.device)
-    pixels, truths = images.images[chosen].cpu(), images.labels[chosen].tolist()
+    pixels, truths = images.gather(chosen).cpu(), images.labels[chosen].tolist()
     return [
         WrongImage(image, images.classes[truth], images.classes[prediction], confidence)
         for image, truth, prediction, confidence in zip(pixels, truths, predictions, confidences, strict=True)

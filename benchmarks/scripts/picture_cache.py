@@ -1,0 +1,203 @@
+"""What pictures that are decoded once cost and give: `python benchmarks/scripts/picture_cache.py OUTPUT FOLDER`.
+
+Makes JPEG pictures of 224 x 224 in FOLDER, and measures each case in a process of its own: decoding beside plain loops,
+the start when all is decoded, an epoch of the loader from the file and from memory, and a `fit`, both with less memory
+than the pictures take. Other work on the machine makes wall time longer, CPU time hardly.
+"""
+
+import argparse
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torchvision
+from PIL import Image
+from run_record import complete
+from torch import nn
+
+from lit_cifar import CIFAR10DataModule
+from lit_cifar.data.images import ImageSet
+from lit_cifar.data.pictures import read_image
+from lit_cifar.tools.terminal import say
+
+SIZE, CLASSES, LINKS, BATCH = 224, 10, 10, 128
+LIMIT = 2_000_000_000  # bytes of memory of its own (RLIMIT_DATA) that a process may have where it is limited
+Row = dict[str, Any]
+
+
+def make(folder: Path, num: int) -> None:
+    """`folder/few` with `num` pictures, smooth with some noise, and `folder/many` with ten names for each."""
+    for index in range(num):
+        path = folder / "few" / f"class{index % CLASSES}" / f"{index}.jpg"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            generator = np.random.default_rng(index)
+            smooth = Image.fromarray(generator.integers(0, 256, (28, 28, 3), np.uint8)).resize((SIZE, SIZE))
+            noise = generator.integers(0, 24, (SIZE, SIZE, 3), np.uint8)
+            Image.fromarray(np.asarray(smooth) // 12 * 11 + noise // 2).save(path, quality=90)
+        for link in range(LINKS):
+            other = folder / "many" / f"class{index % CLASSES}" / f"{index}-{link}.jpg"
+            other.parent.mkdir(parents=True, exist_ok=True)
+            if not other.exists():
+                other.hardlink_to(path)
+
+
+def opened(folder: Path, name: str = "few", size: int = SIZE) -> CIFAR10DataModule:
+    """Set up to train on all pictures."""
+    options: Row = {"cache_dir": folder / "cache", "image_size": size, "val_size": 0, "batch_size": BATCH}
+    data = CIFAR10DataModule(folder / name, dataset="folder", **options)
+    data.setup("fit")
+    return data
+
+
+def in_memory(data: CIFAR10DataModule) -> CIFAR10DataModule:
+    """The same pictures as a copy of this process's own."""
+    images = data.sets["train"]
+    data.sets["train"] = ImageSet(images.gather(torch.arange(len(images))), images.labels, images.classes)
+    return data
+
+
+def one_by_one(folder: Path, read: Callable[[str], object]) -> Row:
+    """In this process, on one thread."""
+    torch.set_num_threads(1)
+    paths = [str(path) for path in sorted((folder / "few").rglob("*.jpg"))[:2000]]
+    for path in paths[:20]:
+        read(path)
+    start, cpu = time.perf_counter(), time.process_time()
+    for path in paths:
+        read(path)
+    return timed(len(paths), start, time.process_time() - cpu)
+
+
+def timed(num: int, start: float, cpu: float) -> Row:
+    return {"pictures": num, "seconds": round(time.perf_counter() - start, 3), "cpu_seconds": round(cpu, 3)}
+
+
+def setting_up(folder: Path, *arguments: Any) -> Row:
+    """Decoding, or the start when that was done."""
+    start, cpu = time.perf_counter(), time.process_time()
+    num = len(opened(folder, *arguments).sets["train"])
+    of_workers = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = time.process_time() - cpu + of_workers.ru_utime + of_workers.ru_stime
+    return timed(num, start, spent) | {"largest_child_mb": of_workers.ru_maxrss // 1000}
+
+
+def blank(folder: Path) -> Row:
+    """A file for very many pictures, which are not decoded, as only the start with it is measured."""
+    with mock.patch("lit_cifar.data.pictures._pixels", lambda path, *, size: bytes(3 * size * size)):
+        return setting_up(folder, "many", 32)
+
+
+def epochs(data: CIFAR10DataModule) -> Row:
+    """Two epochs of augmented and normalised batches, on one thread; the first compares hashes."""
+    torch.set_num_threads(1)
+    found: Row = {"epochs": [], "rss_anon_mb": []}
+    loader = data.train_dataloader()
+    for epoch in range(2):
+        loader.sampler.set_epoch(epoch)
+        start, cpu = time.perf_counter(), time.process_time()
+        for index, batch in enumerate(loader):
+            data.on_after_batch_transfer(batch, 0)
+            if index % (len(loader) // 4) == len(loader) // 4 - 1:
+                found["rss_anon_mb"].append(rss_anon_mb(os.getpid()))
+        found["epochs"].append(timed(len(data.sets["train"]), start, time.process_time() - cpu))
+    return found
+
+
+def rss_anon_mb(process: int) -> int:
+    status = Path(f"/proc/{process}/status").read_text()
+    found = re.search(r"RssAnon:\s+(\d+) kB", status)
+    return int(found[1]) // 1000 if found else 0
+
+
+def out_of_page_cache(folder: Path) -> None:
+    """Let the next process read the decoded pictures from the disk."""
+    for path in (folder / "cache").rglob("*.pixels"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+class Patches(nn.Sequential):
+    """A network that takes less time than its batches."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(3, 16, 16, stride=16), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 14 * 14, CLASSES))
+
+
+def fit(folder: Path) -> Row:
+    """An epoch on all pictures, with what this process had of its own each 5 seconds."""
+    words = ["fit", "--data.dataset=folder", f"--data.root={folder / 'few'}", f"--data.cache_dir={folder / 'cache'}"]
+    words += [f"--data.image_size={SIZE}", f"--data.batch_size={BATCH}", "--data.val_size=0"]
+    words += ["--model.network=picture_cache.Patches", "--trainer.max_epochs=1", "--trainer.accelerator=cpu"]
+    words += ["--trainer.enable_progress_bar=false", f"--run_dir={folder / 'runs' / str(time.time_ns())}"]
+    found: Row = {"rss_anon_mb": []}
+    start = time.perf_counter()
+    environment = os.environ | {"PYTHONPATH": f"{Path(__file__).parent}:{Path.cwd()}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "lit_cifar", *words]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
+    while process.poll() is None:
+        found["rss_anon_mb"].append(rss_anon_mb(process.pid))
+        time.sleep(5)
+    return found | {"status": process.returncode, "seconds": round(time.perf_counter() - start, 1)}
+
+
+CASES: dict[str, Callable[[Path], Row]] = {
+    "loop of PIL": lambda folder: one_by_one(folder, lambda path: np.asarray(Image.open(path).convert("RGB"))),
+    "loop of torchvision.io": lambda folder: one_by_one(folder, torchvision.io.decode_image),
+    "loop of read_image": lambda folder: one_by_one(folder, lambda path: read_image(path, size=SIZE)),
+    "decoded": setting_up,
+    "many, blank": blank,
+    "start": setting_up,
+    **{f"start with many, {n}": lambda folder: setting_up(folder, "many", 32) for n in (1, 2, 3)},
+    "from memory": lambda folder: epochs(in_memory(opened(folder))),
+    "from the file": lambda folder: epochs(opened(folder)),
+    "from the file, not in the page cache": lambda folder: epochs(opened(folder)),
+    "from memory, limited": lambda folder: epochs(in_memory(opened(folder))),
+    "from the file, limited": lambda folder: epochs(opened(folder)),
+    "fit, limited": fit,
+}
+
+
+def measured(case: str, folder: Path) -> Row:
+    """In a new process."""
+    if "not in the page cache" in case:
+        out_of_page_cache(folder)
+
+    def limit() -> None:
+        if "limited" in case:
+            resource.setrlimit(resource.RLIMIT_DATA, (LIMIT, LIMIT))
+
+    command = [sys.executable, __file__, "--case", case, "-", str(folder)]
+    done = subprocess.run(command, preexec_fn=limit, capture_output=True, text=True)
+    if done.returncode:
+        return {"case": case, "failed": done.stderr.splitlines()[-1]}
+    return {"case": case} | json.loads(done.stdout)
+
+
+def main(output: Path, folder: Path, num: int) -> None:
+    make(folder, num)
+    settings = {"pictures": num, "size": SIZE, "batch_size": BATCH, "limit": LIMIT}
+    complete(output, list(CASES), lambda case: measured(case, folder), settings=settings, tell=say)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="What pictures that are decoded once cost and give.")
+    parser.add_argument("output", type=Path, help="JSON file to write")
+    parser.add_argument("folder", type=Path, help="for the pictures, their cache and runs")
+    parser.add_argument("--num", type=int, default=20_000, help="pictures")
+    parser.add_argument("--case", choices=CASES, help="measure this one here, and print it")
+    options = parser.parse_args()
+    if options.case:
+        say(json.dumps(CASES[options.case](options.folder)))
+    else:
+        main(options.output, options.folder, options.num)

@@ -1,0 +1,225 @@
+"""Pictures decoded once: a file of uint8 pixels for each split, which every process of a machine maps and none copies.
+
+The file holds the pixels of every picture, and behind them eight bytes for each: the beginning of their SHA-256, or a
+mark that the picture cannot be read. It is written as `.part`, synced, and renamed when it is whole. After a kill,
+what agrees with its hash is kept. Its name is a digest of names, sizes and times of the pictures: a changed
+folder, size of the images, Pillow or `FORMAT` is another file, and the old one is deleted.
+"""
+
+import fcntl
+import os
+import re
+import shlex
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+from lit_cifar.data.images import ImageSet
+from lit_cifar.errors import DataError
+
+FORMAT = 1  # of the file; another one where `read_image` makes other pixels of a picture
+UNREADABLE = 2**64 - 1  # in place of a hash
+LIMIT_GB = 100.0
+_CHUNK = 64  # pictures that a worker decodes at a time
+_HASH = np.dtype("<u8")
+
+
+@dataclass(frozen=True)
+class MappedImages(ImageSet):
+    """Images in a file that is mapped into memory; only those of a batch are copied, and their hashes compared."""
+
+    rows: Tensor  # int64, (N,): where they are among `images`, which are all of the file
+    hashes: npt.NDArray[np.uint64]  # of all of the file
+    checked: Tensor  # bool, those of the file that this process has compared: each one once
+    path: Path
+
+    def subset(self, ids: Tensor) -> "MappedImages":
+        return replace(self, rows=self.rows[ids], labels=self.labels[ids])
+
+    def gather(self, ids: Tensor) -> Tensor:
+        rows = self.rows[ids]
+        images = self.images.index_select(0, rows)
+        for index in (~self.checked[rows]).nonzero().flatten().tolist():
+            row = int(rows[index])
+            if hash_of(images[index].numpy().data) != self.hashes[row]:
+                path = shlex.quote(str(self.path))
+                raise DataError(
+                    f"picture {row} in {self.path} is damaged: its hash is another",
+                    remedy=f"decode it again, and start again: mv {path} {path}.part",
+                )
+        self.checked[rows] = True
+        return images
+
+    def to(self, device: torch.device) -> ImageSet:
+        if device.type == "cpu":
+            return self
+        images = torch.empty((len(self), *self.images.shape[1:]), dtype=torch.uint8, device=device)
+        for ids in torch.split(torch.arange(len(self)), 256):
+            images[ids[0] : ids[-1] + 1] = self.gather(ids)
+        return ImageSet(images, self.labels.to(device), self.classes)
+
+
+def hash_of(pixels: bytes | memoryview) -> int:
+    return int.from_bytes(sha256(pixels).digest()[:8], "little")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureCache:
+    """Where the pictures of one split are decoded to.
+
+    Attributes:
+        root: The folder of all caches; None for `lit_cifar` in the user's own, which XDG_CACHE_HOME names.
+        source: What it is a cache of. A cache of the same source with another digest is deleted.
+        digest: Of all that decides about the pixels.
+        limit_gb: How much may be in `root`.
+    """
+
+    root: Path | None
+    source: str
+    digest: str
+    limit_gb: float
+
+    def open(
+        self, paths: Sequence[str], *, size: int, read: Callable[[str], bytes | None]
+    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint64], Path]:
+        """The pixels, (N, 3, size, size), mapped and read-only, their hashes, and the file.
+
+        The first process that comes writes the file, on all cores; others wait for it. `read` decodes a picture, and
+        returns None if that cannot be done.
+
+        Raises:
+            DataError: The folder cannot be written to or locked, or is to hold more than it may.
+        """
+        shape, path = (len(paths), 3, size, size), self._folder / f"{self.digest}.pixels"
+        pictures = _Pictures(paths, read, path.with_name(path.name + ".part"), 3 * size * size)
+        if not _has_size(path, pictures.num_bytes):
+            try:
+                with _locked(self._folder):
+                    if not _has_size(path, pictures.num_bytes):
+                        self._write(pictures, path)
+            except OSError as error:
+                raise DataError(
+                    f"decoded pictures cannot be written to {self._folder}: {error.strerror or error}",
+                    remedy="pass a folder on a disk of this machine with enough room: --data.cache_dir=FOLDER",
+                ) from error
+        # Not `torch.from_file`: it maps such that Linux refuses a file that is larger than the memory.
+        pixels = np.memmap(path, np.uint8, "r", shape=shape)
+        return pixels, np.fromfile(path, _HASH, offset=pixels.nbytes), path
+
+    @property
+    def _root(self) -> Path:
+        own = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lit_cifar"
+        return (self.root or own).expanduser().absolute()
+
+    @property
+    def _folder(self) -> Path:
+        name = re.sub(r"[^\w-]+", "_", Path(self.source.splitlines()[0]).name)[:40]
+        return self._root / f"{name}-{sha256(os.fsencode(self.source)).hexdigest()[:12]}"
+
+    def _write(self, pictures: "_Pictures", path: Path) -> None:
+        """Decode, or go on where a process was killed."""
+        stale = [file for file in self._folder.glob("*.pixels*") if file != pictures.file]
+        for file in stale:
+            file.unlink()
+        others = sum(file.stat().st_size for file in self._root.glob("*/*") if file != pictures.file)
+        whole_gb = (others + pictures.num_bytes) / 1e9
+        if whole_gb > self.limit_gb:
+            raise DataError(
+                f"{len(pictures.paths):,} decoded pictures take {pictures.num_bytes / 1e9:.3g} GB: {self._root} would "
+                f"hold {whole_gb:.3g} GB of --data.cache_limit_gb={self.limit_gb:g}",
+                remedy=f"pass --data.cache_limit_gb={whole_gb * 1.01:.3g}, a smaller --data.image_size or "
+                f"--data.num_train,\nor delete what nobody needs there: du -sh {shlex.quote(str(self._root))}/*",
+            )
+        again = "again, as they or the program have changed, " if stale else ""
+        print(
+            f"lit_cifar: {len(pictures.paths):,} pictures are decoded once {again}into {path}, "
+            f"{pictures.num_bytes / 1e9:.3g} GB; {self._root} then holds {whole_gb:.3g} GB",
+            file=sys.stderr,
+            flush=True,
+        )
+        with pictures.file.open("ab") as whole:
+            try:
+                os.posix_fallocate(whole.fileno(), 0, pictures.num_bytes)  # a full disk is found before the work
+            except OSError:
+                pictures.file.unlink()
+                raise
+            pictures.decode_all()
+            os.fsync(whole.fileno())
+        pictures.file.rename(path)
+
+
+def _has_size(path: Path, num_bytes: int) -> bool:
+    return path.is_file() and path.stat().st_size == num_bytes
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """For one process at a time. The kernel or a file server unlocks it when that ends; workers do not inherit it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            rank_zero_info(f"another process decodes pictures into {folder}: waiting for it")
+            fcntl.lockf(lock, fcntl.LOCK_EX)
+        yield
+
+
+class _Pictures(Dataset[int]):
+    """Those of a file, in chunks, which workers decode into it; an item is the number of pictures in a chunk."""
+
+    def __init__(self, paths: Sequence[str], read: Callable[[str], bytes | None], file: Path, num_bytes: int) -> None:
+        self.paths, self.file = paths, file
+        self._read, self._row_bytes = read, num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.paths) * (self._row_bytes + _HASH.itemsize)
+
+    def __len__(self) -> int:
+        return -(-len(self.paths) // _CHUNK)
+
+    def __getitem__(self, index: int) -> int:
+        rows = range(len(self.paths))[index * _CHUNK : (index + 1) * _CHUNK]
+        with self.file.open("r+b", buffering=0) as file:
+            for row in rows:
+                self._decode(row, file.fileno())
+        return len(rows)
+
+    def _decode(self, row: int, file: int) -> None:
+        """Unless it was done before the process was killed."""
+        at, hash_at = row * self._row_bytes, len(self.paths) * self._row_bytes + row * _HASH.itemsize
+        known = int.from_bytes(os.pread(file, _HASH.itemsize, hash_at), "little")
+        if known and hash_of(os.pread(file, self._row_bytes, at)) == known:
+            return
+        pixels = self._read(self.paths[row])
+        if pixels is not None:
+            os.pwrite(file, pixels, at)
+        found = UNREADABLE if pixels is None else hash_of(pixels)
+        os.pwrite(file, found.to_bytes(_HASH.itemsize, "little"), hash_at)
+
+    def decode_all(self) -> None:
+        workers = min(len(os.sched_getaffinity(0)), len(self)) if len(self) > 1 else 0
+        loader = DataLoader(
+            self,
+            batch_size=None,
+            num_workers=workers,
+            multiprocessing_context="fork" if workers else None,
+            generator=torch.Generator(),  # without one, it would draw a number from that of the training
+        )
+        with warnings.catch_warnings(), tqdm(total=len(self.paths), unit=" pictures", disable=None) as bar:
+            warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: a fork of a process with threads
+            for num_pictures in loader:
+                bar.update(num_pictures)

@@ -1,0 +1,243 @@
+"""Pictures that are decoded once: the same batches as from memory, whatever interrupts, changes or damages the file."""
+
+import errno
+import multiprocessing
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import TINY, refused
+from data_files import draw_pictures
+
+from lit_cifar import CIFAR10DataModule, ConfigError, DataError
+from lit_cifar.data import picture_cache, pictures
+from lit_cifar.data.counter_rng import Purpose, keyed_permutation
+from lit_cifar.data.images import ImageSet
+from lit_cifar.data.loader import BatchLoader
+from lit_cifar.data.pictures import read_image
+
+SIZE = 24
+
+
+@dataclass
+class Folder:
+    """19 pictures of two classes, a cache, and a list of the pictures that were decoded."""
+
+    root: Path
+    cache: Path
+    log: Path
+
+    def data(self, **options: Any) -> CIFAR10DataModule:
+        """Set up to train."""
+        settings = {"batch_size": 4, "image_size": SIZE, "cache_dir": self.cache, "val_size": 3}
+        data = CIFAR10DataModule(self.root, dataset="folder", **settings | options)
+        data.setup("fit")
+        return data
+
+    def decoded(self) -> list[str]:
+        """Since the last call."""
+        names = self.log.read_text().split() if self.log.exists() else []
+        self.log.unlink(missing_ok=True)
+        return names
+
+    def files(self) -> list[Path]:
+        return [path for path in self.cache.rglob("*") if path.is_file() and path.name != ".lock"]
+
+    def in_memory(self) -> ImageSet:
+        """As they were kept before there was a cache."""
+        cats, dogs = ([self.root / name / f"{i}.png" for i in range(num)] for name, num in (("cat", 10), ("dog", 9)))
+        files = [*(path for pair in zip(cats, dogs, strict=False) for path in pair), cats[-1]]
+        images = [image for path in files if isinstance(image := read_image(path, size=SIZE), torch.Tensor)]
+        return ImageSet(torch.stack(images), torch.tensor([0, 1] * 9 + [0]), ("cat", "dog"))
+
+
+def log_decoding(log: Path, replace: Callable[[Any, str, Any], None], *, die_at: int | None = None) -> None:
+    """Note each picture that is decoded from now on; SIGKILL this process in place of the one at `die_at`."""
+
+    def read(path: Path | str, *, size: int) -> Any:
+        if die_at is not None and log.exists() and len(log.read_text().split()) == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with log.open("a") as file:
+            file.write(f"{Path(path).parent.name}/{Path(path).name}\n")
+        return read_image(path, size=size)
+
+    replace(pictures, "read_image", read)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    made = Folder(tmp_path / "pictures", tmp_path / "cache", tmp_path / "decoded")
+    draw_pictures(made.root / "cat", 10)
+    draw_pictures(made.root / "dog", 9, seed=1)
+    log_decoding(made.log, monkeypatch.setattr)
+    return made
+
+
+@pytest.mark.parametrize("chunk", [3, 64], ids=["in workers", "in this process"])
+def test_batches_are_those_of_pictures_in_memory(folder: Folder, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(picture_cache, "_CHUNK", chunk)
+    generator = torch.get_rng_state()
+    data = folder.data()
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert len(folder.decoded()) == 19
+    images, order = folder.in_memory(), keyed_permutation(19, seed=0, epoch=0, purpose=Purpose.SPLIT)
+    expected = {"train": images.subset(order[3:].sort().values), "val": images.subset(order[:3].sort().values)}
+    for epoch in range(2):
+        sampler = data.train_sampler()
+        sampler.set_epoch(epoch)
+        of_memory = BatchLoader(expected["train"], sampler, augmentation=data.augmentation)
+        for ours, theirs in zip(
+            BatchLoader(data.sets["train"], sampler, augmentation=data.augmentation), of_memory, strict=True
+        ):
+            assert all(torch.equal(*pair) for pair in zip(ours[:3], theirs[:3], strict=True))
+    val = list(data.val_dataloader())
+    assert torch.equal(torch.cat([batch.images for batch in val]), expected["val"].images)
+    assert torch.equal(torch.cat([batch.labels for batch in val]), expected["val"].labels)
+
+
+def test_nothing_is_decoded_or_copied_when_it_is_there(folder: Folder) -> None:
+    folder.data()
+    folder.decoded()
+    data = folder.data(val_size=5)
+    assert folder.decoded() == []
+    train, val = (data.sets[name].images for name in ("train", "val"))
+    assert train.data_ptr() == val.data_ptr()
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder.files()[0]) in line]
+    assert {line.split()[1] for line in mapped} == {"r--s"}  # shared with all processes, and nobody can write to it
+
+
+def _set_up_and_die(folder: Folder) -> None:
+    log_decoding(folder.log, setattr, die_at=11)
+    folder.data()
+
+
+def test_after_a_kill_it_goes_on(folder: Folder) -> None:
+    process = multiprocessing.get_context("forkserver").Process(target=_set_up_and_die, args=(folder,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert [path.suffix for path in folder.files()] == [".part"]
+    assert len(folder.decoded()) == 11
+    # One that was being written when the machine lost power.
+    with folder.files()[0].open("r+b") as file:
+        file.seek(2 * 3 * SIZE * SIZE)
+        file.write(bytes(100))
+    data = folder.data()
+    assert sorted(folder.decoded()) == sorted(
+        ["cat/1.png", *(f"dog/{i}.png" for i in range(5, 9)), *(f"cat/{i}.png" for i in range(6, 10))]
+    )
+    assert torch.equal(data.source.load("train").gather(torch.arange(19)), folder.in_memory().images)
+    assert [path.suffix for path in folder.files()] == [".pixels"]
+
+
+def test_a_folder_or_a_format_that_has_changed_is_decoded_again(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changed(num_pictures: int) -> bool:
+        folder.data()
+        assert len(folder.files()) == 1  # the old one is gone
+        return len(folder.decoded()) == num_pictures
+
+    assert changed(19)
+    picture = folder.root / "cat" / "3.png"
+    os.utime(picture, ns=(0, 12345))
+    assert changed(19)
+    picture.rename(picture.with_name("33.png"))
+    assert changed(19)
+    picture.with_name("33.png").unlink()
+    assert changed(18)
+    monkeypatch.setattr(pictures, "FORMAT", picture_cache.FORMAT + 1)
+    assert changed(18)
+    assert not changed(18)
+
+
+def test_pictures_that_cannot_be_read_are_counted_and_may_be_left_out(folder: Folder) -> None:
+    torn = [folder.root / "cat" / f"{i}.png" for i in (2, 4, 5, 6)]
+    whole = torn[0].read_bytes()
+    for path in torn:
+        path.write_bytes(whole[:500])
+    with pytest.raises(
+        DataError, match=r"4 of 19 files cannot be read as pictures: .*2.png: .*4.png: .*5.png: .*; \.\.\."
+    ) as error:
+        folder.data()
+    assert "--data.skip_unreadable=true" in error.value.remedy
+    assert set(folder.decoded()) >= {"cat/9.png"}  # all are found at once
+    with pytest.warns(
+        UserWarning, match=r"4 of 19 files cannot be read as pictures and are left out; the first is .*2.png"
+    ):
+        data = folder.data(skip_unreadable=True)
+    assert sorted(folder.decoded()) == [f"cat/{i}.png" for i in (2, 4, 5, 6)]  # once more, and these alone
+    assert (len(data.sets["train"]), len(data.sets["val"])) == (12, 3)
+    with pytest.warns(UserWarning, match="are left out"):
+        left = folder.data(skip_unreadable=True).source.load("train")
+    kept = torch.tensor([i for i in range(19) if i not in (4, 8, 10, 12)])
+    for path in torn:
+        path.write_bytes(whole)
+    expected = folder.in_memory().subset(kept)
+    assert torch.equal(left.gather(torch.arange(15)), expected.images)
+    assert torch.equal(left.labels, expected.labels)
+
+
+def test_a_damaged_picture_is_found_before_it_is_used(folder: Folder) -> None:
+    folder.data()
+    folder.decoded()
+    (file,) = folder.files()
+    content = bytearray(file.read_bytes())
+    content[7 * 3 * SIZE * SIZE + 100] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(DataError, match=rf"picture 7 in {file} is damaged") as error:
+        folder.data().source.load("train").gather(torch.arange(19))
+    subprocess.run(shlex.split(error.value.remedy.partition(": ")[2]), check=True)
+    again = folder.data().source.load("train")
+    assert folder.decoded() == ["dog/3.png"]
+    assert torch.equal(again.gather(torch.arange(19)), folder.in_memory().images)
+    file.write_bytes(content[:-100])
+    folder.data()
+    assert len(folder.decoded()) == 19
+
+
+def test_of_two_processes_one_decodes_and_the_other_waits(folder: Folder) -> None:
+    """Both find nothing; the second has the lock when the first is done, and looks again."""
+    context = multiprocessing.get_context("forkserver")
+    both = [context.Process(target=_set_up_slowly, args=(folder,)) for _ in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join()
+    assert [process.exitcode for process in both] == [0, 0]
+    assert len(folder.decoded()) == 19
+
+
+def _set_up_slowly(folder: Folder) -> None:
+    log_decoding(folder.log, setattr)
+    logged = pictures.read_image
+    pictures.read_image = lambda path, *, size: (time.sleep(0.05), logged(path, size=size))[1]
+    folder.data()
+
+
+def test_too_much_for_the_cache_or_the_disk(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DataError, match=r"hold 3\.3e-05 GB of --data.cache_limit_gb=1e-05") as error:
+        folder.data(cache_limit_gb=1e-5)
+    assert "--data.cache_limit_gb=3.33e-05" in error.value.remedy
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(DataError, match=r"cannot be written to .*: No space left on device"):
+        folder.data()
+    assert (folder.files(), folder.decoded()) == ([], [])
+
+
+def test_options_of_the_cache_are_refused_where_nothing_is_decoded() -> None:
+    assert "--data.cache_limit_gb=5.0 is for pictures of your own" in refused("fit", *TINY, "--data.cache_limit_gb=5")
+    with pytest.raises(ConfigError, match=r"--data.skip_unreadable=True is for"):
+        CIFAR10DataModule(dataset="synthetic", skip_unreadable=True)
