@@ -131,7 +131,7 @@ def test_a_step_ends_with_its_time_and_the_visit_with_its_own_or_when_it_is_told
 def test_the_wheels_cover_what_the_package_needs() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = [*project["dependencies"], *project["optional-dependencies"]["test"]]
-    of_the_machine = {"torch", "torchvision", "lightning", "torchmetrics", "tensorboard", "numpy", "lit-cifar"}
+    of_the_machine = {"torch", "torchvision", "lightning", "torchmetrics", "tensorboard", "numpy", "tqdm", "lit-cifar"}
     floors = [re.match(r"([\w-]+)(?:\[.*\])?(>=[\d.]+)?", each.lower()) for each in needed]
     there = {word.strip("'") for word in (BENCHMARKS / "gpu_wheels.sh").read_text().split() if ">=" in word}
     assert {f"{each[1]}{each[2]}" for each in floors if each and each[1] not in of_the_machine} == there

@@ -23,7 +23,7 @@ HABITS = {
     "steps a schedule for each batch": "a schedule makes several steps between two steps of an optimizer",
     "zeroes for each batch": "the gradient of 0.bias is zeroed before a step has used it",
     "zeroes never": "the gradient of 0.bias is not zeroed after a step, so it is used again",
-    "leaves frozen statistics in training": "1 is frozen, and still changes its buffers: call eval() on it",
+    "leaves frozen statistics in training": "1 is frozen, and still changes its buffers: it needs eval mode",
     "keeps a layer in a list": "2 parameters that the loss depends on are in no module and no optimizer",
     "leaves a layer to no optimizer": "2.bias gets a gradient, and is in no optimizer",
     "has a layer that nothing uses": "2.extra.bias is in an optimizer, and no loss reaches it",

@@ -49,7 +49,7 @@ class Hints:
             if own and its.training and not any(parameter.requires_grad for parameter in own):
                 names = [f"{path}.{name}".lstrip(".") for name, _ in its.named_buffers(recurse=False)]
                 if any(n in call.buffers and digest(call.buffers[n]).bits != call.buffers_after[n].bits for n in names):
-                    self._add(f"{path} is frozen, and still changes its buffers: call eval() on it")
+                    self._add(f"{path} is frozen, and still changes its buffers: it needs eval mode")
 
     def reached(self, names: Collection[str]) -> None:
         """A backward pass has given gradients to these."""

@@ -41,7 +41,7 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
         self.model, self.steps = model, steps
         self.optimizers = [*map(_unwrapped, optimizers)]
         self.module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
-        self._is_open = False
+        self._is_open = self._syncs = False
         self._read: ReadIds | None = None
         self._folder: Path | None = None
         self._twin: Twin | None = None
@@ -127,7 +127,7 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
             self.report.abstained.append(str(reason))
 
     def _is_synced(self) -> bool:
-        return isinstance(self.model, DistributedDataParallel) and bool(self.model.require_backward_grad_sync)
+        return self._syncs
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._recorder.num_steps >= self.steps:
@@ -135,6 +135,8 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
         elif torch.is_grad_enabled() and module.training:
             assert self._read is not None
             self._read.trains()
+            # DDP decides in the forward pass, whatever `no_sync` surrounds the backward pass.
+            self._syncs = isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync
             self._recorder.begin(args, kwargs)
 
     def _after_forward(self, module: nn.Module, args: Any, outputs: Any) -> None:

@@ -17,7 +17,7 @@ from lit_cifar.tools.replay.digests import Digest, Surroundings, digest
 from lit_cifar.tools.replay.events import Backward, Call, Event, Step, Tensors, UnjudgeableError, join
 from lit_cifar.tools.replay.exchange import Done, Exchange, problem, received_by, sent_by
 from lit_cifar.tools.replay.record import Record
-from lit_cifar.tools.replay.recording import device_of, names_of, state_digests
+from lit_cifar.tools.replay.recording import device_of, names_of, parameters_of, state_digests
 from lit_cifar.tools.replay.reduction import ExactMean, gamma
 from lit_cifar.tools.replay.step_data import judge_batches, judge_draws
 from lit_cifar.tools.replay.twin import Twin, TwinState, one_process
@@ -413,6 +413,14 @@ class Replayer:
                 unlike |= self._is_not_of_rank_0(name, its, first.grads.get(name))
             if name in first.values:
                 self._parameters[name].grad = first.values[name].clone()
+        for name in sorted({self._names[its] for its in parameters_of(optimizer)} - {*event.grads}):
+            if self._parameters[name].grad is not None:
+                self._parameters[name].grad = None
+                if name in first.grads:
+                    unlike = True
+                    self._found("optimizer", name, "has no gradient when the optimizer steps, on rank 0 it has one")
+                else:
+                    self.report.note(f"something takes the gradient of {name} away before the step: {TAKEN}")
         if event.groups != first.groups:
             unlike = True
             self._found("optimizer", type(optimizer).__name__, f"has {event.groups}, on rank 0 {first.groups}")
