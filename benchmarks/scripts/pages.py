@@ -190,6 +190,15 @@ def replayed() -> Values:
     }
 
 
+def unseen_bugs() -> str:
+    """What became of the cases that were written after the checks."""
+    rows = read("silent_bugs/2026-11-25/unseen.json")
+    alarms = sum(bool(row["false_alarm"]) for row in rows)
+    found, noted = (sum(row["found"] == kind and not row["false_alarm"] for row in rows) for kind in ("fail", "note"))
+    missed = len(rows) - found - noted
+    return f"{found} is found, {noted} are noted, {missed} missed, and {alarms} mended twin is called wrong"
+
+
 def silent_bugs() -> Values:
     """Which bugs of public trackers `Replay` finds, and which of them the losses show."""
     rows = read("silent_bugs/2026-11-25/results.json")
@@ -219,6 +228,7 @@ def silent_bugs() -> Values:
         "silent-bugs-found": f"{sum(row['found'] == 'fail' for row in rows)} of {len(rows)}",
         "silent-bugs-noted": str(sum(row["found"] == "note" for row in rows)),
         "silent-bugs-by-losses": str(sum(row["beyond_seed_noise"] for row in rows)),
+        "silent-bugs-unseen": unseen_bugs(),
         "silent-bugs-false": f"{sum(bool(row['false_alarm']) for row in rows) or 'none'}",
         "silent-bugs-seconds": f"{median(row['seconds'] for row in rows):.0f} s",
     }
