@@ -138,7 +138,12 @@ def fit(folder: Path) -> Row:
     """An epoch on all pictures, with what this process had of its own each 5 seconds."""
     words = ["fit", "--data.dataset=folder", f"--data.root={folder / 'few'}", f"--data.cache_dir={folder / 'cache'}"]
     words += [f"--data.image_size={SIZE}", f"--data.batch_size={BATCH}", "--data.val_size=0"]
-    words += ["--model.network=picture_cache.Patches", "--trainer.max_epochs=1", "--trainer.accelerator=cpu"]
+    words += [
+        "--model.network=picture_cache.Patches",
+        "--model.optimizer.lr=0.001",
+        "--trainer.max_epochs=1",
+        "--trainer.accelerator=cpu",
+    ]
     words += ["--trainer.enable_progress_bar=false", f"--run_dir={folder / 'runs' / str(time.time_ns())}"]
     found: Row = {"rss_anon_mb": []}
     start = time.perf_counter()
