@@ -138,7 +138,12 @@ def fit(folder: Path) -> Row:
     """An epoch on all pictures, with what this process had of its own each 5 seconds."""
     words = ["fit", "--data.dataset=folder", f"--data.root={folder / 'few'}", f"--data.cache_dir={folder / 'cache'}"]
     words += [f"--data.image_size={SIZE}", f"--data.batch_size={BATCH}", "--data.val_size=0"]
-    words += ["--model.network=picture_cache.Patches", "--trainer.max_epochs=1", "--trainer.accelerator=cpu"]
+    words += [
+        "--model.network=picture_cache.Patches",
+        "--model.optimizer.lr=0.001",
+        "--trainer.max_epochs=1",
+        "--trainer.accelerator=cpu",
+    ]
     words += ["--trainer.enable_progress_bar=false", f"--run_dir={folder / 'runs' / str(time.time_ns())}"]
     found: Row = {"rss_anon_mb": []}
     start = time.perf_counter()
@@ -190,13 +195,17 @@ def main(output: Path, folder: Path, num: int) -> None:
     complete(output, list(CASES), lambda case: measured(case, folder), settings=settings, tell=say)
 
 
-if __name__ == "__main__":
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="What pictures that are decoded once cost and give.")
     parser.add_argument("output", type=Path, help="JSON file to write")
     parser.add_argument("folder", type=Path, help="for the pictures, their cache and runs")
     parser.add_argument("--num", type=int, default=20_000, help="pictures")
     parser.add_argument("--case", choices=CASES, help="measure this one here, and print it")
-    options = parser.parse_args()
+    return parser
+
+
+if __name__ == "__main__":
+    options = parser().parse_args()
     if options.case:
         say(json.dumps(CASES[options.case](options.folder)))
     else:
