@@ -115,6 +115,20 @@ class Adversarial(pl.LightningModule):
         return [torch.optim.Adam(part.parameters(), lr=1e-3) for part in parts], []
 
 
+class TakesAway(Task):
+    """Leaves a layer as it is by taking its gradients away, on these ranks."""
+
+    ranks = (0, 1)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if dist.get_rank() in self.ranks:
+            self.net[5].bias.grad = None
+
+
+class TakesAwayOnRank1(TakesAway):
+    ranks = (1,)
+
+
 class WrongLoss(Task):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
         found = super().training_step(batch, batch_idx)
@@ -329,6 +343,8 @@ CASES: dict[str, tuple[type[pl.LightningModule], dict[str, Any]]] = {
     "float32": (Task, {}),
     "float64": (Task, {"precision": "64-true"}),
     "talkative": (Talkative, {}),
+    "takes away": (TakesAway, {}),
+    "takes away on one rank": (TakesAwayOnRank1, {}),
     "talkative, unused": (Talkative, {"strategy": "ddp_find_unused_parameters_true"}),
     "bf16": (Task, {"precision": "bf16-mixed"}),
     "scaled": (Task, {"plugins": scaled, "gradient_clip_val": 0.05, "accumulate_grad_batches": 2}),
@@ -483,20 +499,6 @@ def report_of_plain_shards() -> dict[str, Any]:
     return its.finish().as_json()
 
 
-def report_of_unwrapped() -> dict[str, Any]:
-    """Each rank trains a model of its own."""
-    torch.manual_seed(1)
-    model = nn.Linear(16, 5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.manual_seed(dist.get_rank())
-    with replay(model, optimizer, steps=2) as its:
-        for _ in range(2):
-            optimizer.zero_grad()
-            cross_entropy(model(torch.randn(8, 16)), torch.randint(0, 5, (8,))).backward()
-            optimizer.step()
-    return its.report.as_json()
-
-
 class Half(nn.Module):
     """The part of a layer that a rank holds."""
 
@@ -510,11 +512,12 @@ class Half(nn.Module):
         return outputs + other - outputs.detach()
 
 
-def report_of_parts() -> dict[str, Any]:
-    torch.manual_seed(dist.get_rank())
-    model = Half()
+def report_of_unwrapped(make: Callable[[], nn.Module], *, seed_of_model: int, seed_of_data: int) -> dict[str, Any]:
+    """Nothing wraps the model, and nothing averages its gradients."""
+    torch.manual_seed(seed_of_model)
+    model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.manual_seed(1)
+    torch.manual_seed(seed_of_data)
     with replay(model, optimizer, steps=2) as its:
         for _ in range(2):
             optimizer.zero_grad()
@@ -523,8 +526,11 @@ def report_of_parts() -> dict[str, Any]:
     return its.report.as_json()
 
 
-def plain_report(*, wrong: bool) -> dict[str, Any]:
-    """A loop without Lightning, with accumulation and clipping."""
+def plain_report(*, wrong: bool = False, forward_outside: bool = False) -> dict[str, Any]:
+    """A loop without Lightning, with accumulation and clipping.
+
+    `forward_outside`: `no_sync` surrounds the backward pass alone, so that gradients are averaged after each batch.
+    """
     torch.manual_seed(1)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Linear(20, 5)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -532,8 +538,10 @@ def plain_report(*, wrong: bool) -> dict[str, Any]:
     with replay(model, optimizer, steps=2) as its:
         for _ in range(4):
             for last in (False, True):
-                with contextlib.nullcontext() if last else model.no_sync():
+                unsynced: Any = contextlib.nullcontext if last else model.no_sync
+                with contextlib.nullcontext() if forward_outside else unsynced():
                     loss: Tensor = cross_entropy(model(torch.randn(8, 16)), torch.randint(0, 5, (8,)))
+                with unsynced():
                     loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             if wrong and dist.get_rank():
@@ -596,14 +604,16 @@ def report_of_loss(backward: Callable[[Any, Tensor, Tensor], Any]) -> dict[str, 
 def reports(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, (module, options) in CASES.items():
         yield name, report_of(module, options, folder)
-    yield "plain", plain_report(wrong=False)
+    yield "plain", plain_report()
+    yield "plain, forward outside of no_sync", plain_report(forward_outside=True)
     yield "plain and wrong", plain_report(wrong=True)
     yield "right epochs", epoch_reports(sync_dist=True, frozen=False)
     yield "wrong epochs", epoch_reports(sync_dist=False, frozen=True)
     yield "older package", report_of_the_older_package(folder)
     yield "plain and sharded", report_of_plain_shards()
-    yield "not wrapped", report_of_unwrapped()
-    yield "parts by hand", report_of_parts()
+    rank = dist.get_rank()
+    yield "not wrapped", report_of_unwrapped(lambda: nn.Linear(16, 5), seed_of_model=1, seed_of_data=rank)
+    yield "parts by hand", report_of_unwrapped(Half, seed_of_model=rank, seed_of_data=1)
     for name, backward in PLAIN.items():
         yield name, report_of_loss(backward)
 

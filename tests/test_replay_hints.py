@@ -49,9 +49,11 @@ def trained(habit: str) -> Report:
     if "nothing uses" in habit:
         model[2].register_module("extra", nn.Linear(1, 1))
     if "frozen" in habit:
+        model(torch.randn(4, 6)).sum().backward()  # leaves a gradient that is never used
         model[1].requires_grad_(False)
     its = [its for name, its in model.named_parameters() if its.requires_grad]
     optimizer = torch.optim.SGD(its[:-2] if "no optimizer" in habit else its, lr=0.1)
+    optimizer.zero_grad()
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     scaler = torch.amp.GradScaler("cpu", enabled="scaled" in habit)
     with replay(model, optimizer, steps=STEPS) as watched:

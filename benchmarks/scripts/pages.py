@@ -226,6 +226,8 @@ def silent_bugs() -> Values:
             for row in rows
         ],
         "silent-bugs-found": f"{sum(row['found'] == 'fail' for row in rows)} of {len(rows)}",
+        "silent-bugs-cases": str(len(rows)),
+        "silent-bugs-found-number": str(sum(row["found"] == "fail" for row in rows)),
         "silent-bugs-noted": str(sum(row["found"] == "note" for row in rows)),
         "silent-bugs-by-losses": str(sum(row["beyond_seed_noise"] for row in rows)),
         "silent-bugs-unseen": unseen_bugs(),
