@@ -526,6 +526,53 @@ def report_of_unwrapped(make: Callable[[], nn.Module], *, seed_of_model: int, se
     return its.report.as_json()
 
 
+def report_of_stages(*, by_broadcast: bool) -> dict[str, Any]:
+    """Two stages by hand: the second gets what the first returns, and sends a gradient back."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    stage = nn.Sequential(nn.Linear(16, 16))
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+
+    def moved(tensor: Tensor, sender: int) -> Tensor:
+        if by_broadcast:
+            dist.broadcast(tensor, sender)
+        elif rank == sender:
+            dist.send(tensor, 1 - sender)
+        else:
+            dist.recv(tensor, sender)
+        return tensor
+
+    with replay(stage, optimizer, steps=2) as its:
+        for _ in range(2):
+            optimizer.zero_grad()
+            if rank == 0:
+                outputs = stage(torch.randn(8, 16))
+                moved(outputs.detach(), 0)
+                outputs.backward(moved(torch.empty(8, 16), 1))
+            else:
+                inputs = moved(torch.empty(8, 16), 0).requires_grad_()
+                cross_entropy(stage(inputs), torch.randint(0, 16, (8,))).backward()
+                moved(inputs.grad, 1)
+            optimizer.step()
+    return its.report.as_json()
+
+
+def report_of_uneven_ranks() -> dict[str, Any]:
+    """Rank 1 has one batch less in each of two epochs."""
+    torch.manual_seed(1)
+    model = DistributedDataParallel(nn.Linear(16, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(dist.get_rank())
+    with replay(model, optimizer, steps=8) as its:
+        for _ in range(2):
+            with model.join():
+                for _ in range(3 - dist.get_rank()):
+                    optimizer.zero_grad()
+                    cross_entropy(model(torch.randn(8, 16)), torch.randint(0, 5, (8,))).backward()
+                    optimizer.step()
+    return its.report.as_json()
+
+
 def plain_report(*, wrong: bool = False, forward_outside: bool = False) -> dict[str, Any]:
     """A loop without Lightning, with accumulation and clipping.
 
@@ -614,6 +661,9 @@ def reports(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     rank = dist.get_rank()
     yield "not wrapped", report_of_unwrapped(lambda: nn.Linear(16, 5), seed_of_model=1, seed_of_data=rank)
     yield "parts by hand", report_of_unwrapped(Half, seed_of_model=rank, seed_of_data=1)
+    yield "stages by hand", report_of_stages(by_broadcast=False)
+    yield "stages by hand, broadcast", report_of_stages(by_broadcast=True)
+    yield "uneven ranks", report_of_uneven_ranks()
     for name, backward in PLAIN.items():
         yield name, report_of_loss(backward)
 

@@ -23,6 +23,8 @@ from lit_cifar.tools.replay.step_data import judge_batches, judge_draws
 from lit_cifar.tools.replay.twin import Twin, TwinState, one_process
 from lit_cifar.tools.replay.verdict import TAKEN, Finding, Part, Report
 
+_RAN_OUT = "ranks have unlike numbers of batches under join()"
+
 
 class StopReplay(Exception):  # noqa: N818  # it is no error
     """What follows would start from other values than the run had."""
@@ -88,6 +90,7 @@ class Replayer:
         self._means: dict[int, ExactMean] = {}
         self._of_run: Tensors = {}  # of a sharded run: gradients as they were after the last reduction,
         self._before: Tensors = {}  # and those of them to which the next one is added
+        self._are_parts = False  # ranks may hold parts of a model
         self._wrong_locally: set[str] = set()  # parameters of which some rank's own gradient is another
         self._draws: dict[int, list[Surroundings]] = {}
         self._exchanges: deque[Exchange] = deque()  # of the call or backward pass that is replayed
@@ -99,17 +102,26 @@ class Replayer:
     def run(self) -> None:
         """Every step, until the values of one are not those of the run."""
         segments = [self.record.segments(rank) for rank in range(self.record.num_ranks)]
-        if len({len(its) for its in segments}) > 1:
+        is_uneven = len({len(its) for its in segments}) > 1
+        if is_uneven and not self.twin.is_joined:
             steps = ", ".join(str(len(its)) for its in segments)
             self._found("data", "the ranks", f"have made {steps} steps: all that follows is of different steps")
         with one_process(self._exchange, lambda: self._as_rank):
             try:
                 for of_ranks in zip(*segments, strict=False):
+                    self._judge_join(of_ranks)
                     self._segment(of_ranks)
+                if is_uneven and self.twin.is_joined:
+                    raise UnjudgeableError(_RAN_OUT)
             except StopReplay:
                 self.report.notes.append(f"steps after step {self._step_number} were not judged: nothing equals them")
         if self.report.counts["gradients"] and not self._has_gradients:
             self.report.note("every gradient is zero in these steps, so the loss trains nothing")
+
+    def _judge_join(self, of_ranks: Sequence[Sequence[Path]]) -> None:
+        """Ranks without a batch wait at the end of `join()` while others make steps: a later `join` is not theirs."""
+        if self.twin.is_joined and len({self.record.load(paths[0]).progress["joins"] for paths in of_ranks}) > 1:
+            raise UnjudgeableError(_RAN_OUT)
 
     @property
     def _step_number(self) -> int:
@@ -180,12 +192,11 @@ class Replayer:
             for name, value in call.changed.items():
                 self._parameters[name].copy_(value)
             self._note_changes(call)
+        self._are_parts |= self.twin.may_be_part and (call.beside or bool(call.exchanges))
         for name, its in call.parameters.items():
-            mine = digest(self._parameters[name])
-            if self.twin.may_be_part and self._rank and call.exchanges and its.bits != mine.bits:
-                raise UnjudgeableError(
-                    "ranks hold unlike parameters and exchange data inside a step, as parts of a model"
-                )
+            mine = digest(self._parameters[name]) if name in self._parameters else None
+            if self._are_parts and self._rank and (mine is None or its.bits != mine.bits):
+                raise UnjudgeableError("ranks hold unlike parameters and send one another data, as parts of a model")
             if self._differs("parameters", name, its, mine, "before the step"):
                 self._events.clear()
                 return True
