@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from commands import TINY, launch
+from lightning.pytorch.callbacks import BaseFinetuning
 from replay_cases import CASES, PLAIN, Pictures, Task
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
@@ -164,6 +165,14 @@ def test_the_samples_of_an_epoch(ids: list[list[int]], before: list[int], findin
     assert [finding in its.text for its in report.findings] == [True] * bool(finding)
     assert note in " ".join(report.notes)
     assert report.outcome == ("fail" if finding else "pass")
+
+
+def test_ranks_may_have_a_data_set_each() -> None:
+    """Which is seen where they are not of one size."""
+    report = Report("ddp", 2, "32-true", 0, subject="data of epoch 0")
+    ranks = [Pass([*range(size)], size, [], is_drawn=True, is_divided=False) for size in (6, 4)]
+    judge_epoch(report, ranks, before=[])
+    assert (report.findings, len(report.notes)) == ([], 1), report
 
 
 @pytest.mark.parametrize(
@@ -367,6 +376,27 @@ def test_observing_a_divided_network_leaves_its_metrics_alone(mode: str, tmp_pat
     launch("fit", *flags, f"--run_dir={tmp_path / 'observed' / 'run'}", *replay)
     alone, observed = (Record(tmp_path / name).logged for name in ("alone", "observed"))
     assert observed == alone != {}
+
+
+@pytest.mark.filterwarnings("ignore:.*num_workers:UserWarning")
+def test_a_layer_that_begins_to_learn_within_the_steps_is_not_judged(tmp_path: Path) -> None:
+    class Thawed(BaseFinetuning):
+        def freeze_before_training(self, pl_module: Any) -> None:
+            self.freeze(pl_module.net[0])
+
+        def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
+
+    class Learning(Task):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.net[5].parameters(), lr=0.1)
+
+    trained(tmp_path, Thawed(), watch := Replay(4), module=Learning(), max_steps=4, limit_train_batches=2)
+    assert watch.reports[-1].abstained == [
+        "an optimizer gets a new group of parameters in these steps: replay others"
+    ], watch.reports
+    assert [report.num_steps for report in watch.reports if not report.subject] == [2]
 
 
 @pytest.mark.filterwarnings("ignore:.*num_workers:UserWarning")

@@ -139,6 +139,8 @@ class Replayer:
             self._outputs, self._local, self._is_first_pass = [], {}, True
             self._of_run = {n: p.grad for n, p in self._parameters.items() if self.twin.sharded and p.grad is not None}
             events = self._joined(of_ranks[rank : rank + self.twin.num_together])
+            if any(self._has_new_group(event) for event in events):
+                raise UnjudgeableError("an optimizer gets a new group of parameters in these steps: replay others")
             data[rank] = [event for event in events if isinstance(event, Call)]
             exchanges[rank] = [its for event in events if not isinstance(event, Step) for its in event.exchanges]
             if rank == 0:
@@ -155,6 +157,9 @@ class Replayer:
         self.report.num_steps += 1
         if wrong:
             raise StopReplay
+
+    def _has_new_group(self, event: Event) -> bool:
+        return isinstance(event, Step) and len(event.groups) > len(self.twin.optimizers[event.optimizer].param_groups)
 
     def _joined(self, of_ranks: Sequence[Sequence[Path]]) -> list[Event]:
         """The events of ranks that hold a replica together, as those of the first of them."""
