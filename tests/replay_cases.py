@@ -235,6 +235,47 @@ class OddBatches(Task):
         return DataLoader(Odd(), batch_size=4, shuffle=True, collate_fn=listed)
 
 
+class Sequences(Dataset[tuple[Tensor, Tensor]]):
+    """Of tokens, and how many of each are valid."""
+
+    def __init__(self, is_even: bool) -> None:
+        made = torch.Generator().manual_seed(7)
+        self.tokens = torch.randn(64, 5, 3, generator=made)
+        self.numbers = torch.full((64,), 3) if is_even else torch.randint(1, 6, (64,), generator=made)
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.tokens[index], self.numbers[index]
+
+
+class Tokens(pl.LightningModule):
+    """The loss is a mean over valid tokens, of which batches have unlike numbers."""
+
+    is_even = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 2))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        tokens, numbers = batch
+        loss: Tensor = self.net(tokens[torch.arange(5) < numbers[:, None]]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Sequences(self.is_even), batch_size=4)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class EvenTokens(Tokens):
+    is_even = True
+
+
 class Compressed(pl.Callback):
     """Lightning's own option for it has no effect on a CPU."""
 
@@ -377,6 +418,9 @@ CASES: dict[str, tuple[type[pl.LightningModule], dict[str, Any]]] = {
     "sends": (Sends, {}),
     "synchronised": (Task, {"plugins": [ProcessSyncBatchNorm()], "sync_batchnorm": True}),
     "odd batches": (OddBatches, {}),
+    "tokens": (Tokens, {}),
+    "tokens in bf16": (Tokens, {"precision": "bf16-mixed"}),
+    "even tokens": (EvenTokens, {"accumulate_grad_batches": 2}),
     "unrepeatable": (Unrepeatable, {}),
     "uncopyable": (Uncopyable, {}),
 }
@@ -426,8 +470,8 @@ def report_of(module: type[pl.LightningModule], options: dict[str, Any], folder:
         enable_model_summary=False,
         **options,
     )
-    loaders = {} if module is OddBatches else {"train_dataloaders": DataLoader(Pictures(), batch_size=4, shuffle=True)}
-    trainer.fit(module(), **loaders)
+    has_own_data = issubclass(module, OddBatches | Tokens)
+    trainer.fit(module(), None if has_own_data else DataLoader(Pictures(), batch_size=4, shuffle=True))
     assert not [*folder.glob("replay-*")]
     return watch.reports[0].as_json()
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lit_cifar.tools.replay.digests import Digest, Surroundings, digest
 from lit_cifar.tools.replay.events import Backward, Call, Event, Step, Tensors, UnjudgeableError, join
 from lit_cifar.tools.replay.exchange import Done, Exchange, problem, received_by, sent_by
+from lit_cifar.tools.replay.joined import JoinedBatch
 from lit_cifar.tools.replay.record import Record
 from lit_cifar.tools.replay.recording import device_of, names_of, parameters_of, state_digests
 from lit_cifar.tools.replay.reduction import ExactMean, gamma
@@ -94,6 +95,7 @@ class Replayer:
         self._wrong_locally: set[str] = set()  # parameters of which some rank's own gradient is another
         self._draws: dict[int, list[Surroundings]] = {}
         self._exchanges: deque[Exchange] = deque()  # of the call or backward pass that is replayed
+        self.joined: JoinedBatch | None = None  # where a step is given to it too
         self._holders: dict[str, int] = {}  # by tensor, of ranks that hold a replica together: the place among them
         for parameter, name in self._names.items():
             if parameter.requires_grad:
@@ -154,6 +156,8 @@ class Replayer:
         self._judge_exchanges(exchanges)
         judge_batches(self.report, self._step_number, data)
         judge_draws(self.report, self._draws)
+        if self.joined is not None and (text := self.joined.note(data)) and not self.report.findings:
+            self.report.note(text)
         self.report.num_steps += 1
         if wrong:
             raise StopReplay
@@ -206,6 +210,8 @@ class Replayer:
                 self._events.clear()
                 return True
         self._fill(call)
+        if self.joined is not None:
+            self.joined.begin(self.twin.module)
         outputs, found, has_steps = self._outputs_of(call)
         if [its.bits for its in found] != [its.bits for its in call.outputs] and not has_steps:
             self._fill(call)
