@@ -240,7 +240,7 @@ class Sequences(Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(self, is_even: bool) -> None:
         made = torch.Generator().manual_seed(7)
-        self.tokens = torch.randn(64, 5, 3, generator=made)
+        self.tokens = torch.randn(64, 5, 4, generator=made)
         self.numbers = torch.full((64,), 3) if is_even else torch.randint(1, 6, (64,), generator=made)
 
     def __len__(self) -> int:
@@ -257,7 +257,7 @@ class Tokens(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 2))
+        self.net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 2))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         tokens, numbers = batch
