@@ -39,14 +39,14 @@ def failing(outputs: Tensor) -> Tensor:
     raise RuntimeError
 
 
-def note(*batches: Any, loss: Callable[[Tensor], Tensor] = mean, num_accumulated: int = 1) -> str:
+def note(*batches: Any, loss: Callable[[Tensor], Tensor] = mean, accumulated: bool = False) -> str:
     """Each batch is that of a rank, or one of those that one rank accumulates."""
     module = Task(loss)
     before = copy.deepcopy(module.state_dict())
     calls = [Call(((its, 0), {}), Surroundings.now(CPU), {}, {}, {}, {}, {}) for its in batches]
-    its = JoinedBatch(copy.deepcopy, num_accumulated, CPU)
+    its = JoinedBatch(copy.deepcopy, CPU)
     its.begin(module)
-    text = its.note({0: calls} if num_accumulated > 1 else {rank: [call] for rank, call in enumerate(calls)})
+    text = its.note({0: calls} if accumulated else {rank: [call] for rank, call in enumerate(calls)})
     assert module.seen == 0
     assert module.training
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
@@ -58,10 +58,10 @@ def of_size(number: int, **others: Any) -> dict[str, Any]:
     return {"x": torch.randn(number, 4)} | others
 
 
-@pytest.mark.parametrize("num_accumulated", [1, 2])
-def test_batches_of_one_size_are_one_batch_and_others_are_not(num_accumulated: int) -> None:
-    assert note(of_size(5), of_size(5), num_accumulated=num_accumulated) == ""
-    assert "(2 batches have 5 to 9)" in note(of_size(5), of_size(9), num_accumulated=num_accumulated)
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_batches_of_one_size_are_one_batch_and_others_are_not(accumulated: bool) -> None:
+    assert note(of_size(5), of_size(5), accumulated=accumulated) == ""
+    assert "(2 batches have 5 to 9)" in note(of_size(5), of_size(9), accumulated=accumulated)
 
 
 def test_sums_and_losses_that_compare_samples_are_noted() -> None:

@@ -286,11 +286,11 @@ class _Window:
         view = TrainerView(self.trainer, twin.optimizers)
         twin.progress = view.follow
         if self.module.automatic_optimization and not has_own_backward(self.module):
-            accumulated = self.trainer.accumulate_grad_batches
-            twin.loss_gradient = lambda: view.loss_scale / accumulated
-            if not twin.sharded and _runner_of_one_device(self.trainer.strategy) is None:
+            twin.loss_gradient = lambda: view.loss_scale / self.trainer.accumulate_grad_batches
+            is_alone = self.trainer.world_size * self.trainer.accumulate_grad_batches == 1
+            if not is_alone and not twin.sharded and _runner_of_one_device(self.trainer.strategy) is None:
                 copied = partial(quiet_copy, view=view, replayer=replayer)
-                replayer.joined = JoinedBatch(copied, accumulated, device_of(self.module))
+                replayer.joined = JoinedBatch(copied, device_of(self.module))
         detach(twin.module, view, replayer)
 
     def remove(self) -> None:

@@ -25,11 +25,10 @@ class JoinedBatch:
 
     Args:
         copied: Makes a copy of a LightningModule that logs nothing.
-        num_accumulated: By which the loss of each batch is divided, beside the number of ranks.
     """
 
-    def __init__(self, copied: Callable[[Any], Any], num_accumulated: int, device: torch.device) -> None:
-        self._copied, self._num_accumulated, self._device = copied, num_accumulated, device
+    def __init__(self, copied: Callable[[Any], Any], device: torch.device) -> None:
+        self._copied, self._device = copied, device
         self._module: Any = None
         self._has_begun = False
 
@@ -52,16 +51,16 @@ class JoinedBatch:
         """What there is to say after that step, an empty text if nothing is; `calls` by rank."""
         its = [call for of_rank in calls.values() for call in of_rank]
         try:
-            return self._compared(its, len(calls)) if self._module is not None and len(its) > 1 else ""
+            return self._compared(its) if self._module is not None and len(its) > 1 else ""
         except Exception:
             return ""
         finally:
             self._module = None
 
-    def _compared(self, calls: Sequence[Call], num_ranks: int) -> str:
+    def _compared(self, calls: Sequence[Call]) -> str:
         batches = [call.inputs[0][0] for call in calls]
         one, sizes = joined(batches), [*map(_size, batches)]
-        mean = sum(self._gradient(batch, calls[0]) for batch in batches) / (num_ranks * self._num_accumulated)
+        mean = sum(self._gradient(batch, calls[0]) for batch in batches) / len(batches)
         expected = self._gradient(one, calls[0])
         share = float((mean - expected).norm() / expected.norm())
         numbers = f" ({len(sizes)} batches have {min(sizes)} to {max(sizes)})" if len({*sizes}) > 1 else ""
