@@ -235,6 +235,47 @@ class OddBatches(Task):
         return DataLoader(Odd(), batch_size=4, shuffle=True, collate_fn=listed)
 
 
+class Sequences(Dataset[tuple[Tensor, Tensor]]):
+    """Of tokens, and how many of each are valid."""
+
+    def __init__(self, is_even: bool) -> None:
+        made = torch.Generator().manual_seed(7)
+        self.tokens = torch.randn(64, 5, 4, generator=made)
+        self.numbers = torch.full((64,), 3) if is_even else torch.randint(1, 6, (64,), generator=made)
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.tokens[index], self.numbers[index]
+
+
+class Tokens(pl.LightningModule):
+    """The loss is a mean over valid tokens, of which batches have unlike numbers."""
+
+    is_even = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 2))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        tokens, numbers = batch
+        loss: Tensor = self.net(tokens[torch.arange(5) < numbers[:, None]]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Sequences(self.is_even), batch_size=4)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class EvenTokens(Tokens):
+    is_even = True
+
+
 class Compressed(pl.Callback):
     """Lightning's own option for it has no effect on a CPU."""
 
@@ -377,6 +418,9 @@ CASES: dict[str, tuple[type[pl.LightningModule], dict[str, Any]]] = {
     "sends": (Sends, {}),
     "synchronised": (Task, {"plugins": [ProcessSyncBatchNorm()], "sync_batchnorm": True}),
     "odd batches": (OddBatches, {}),
+    "tokens": (Tokens, {}),
+    "tokens in bf16": (Tokens, {"precision": "bf16-mixed"}),
+    "even tokens": (EvenTokens, {"accumulate_grad_batches": 2}),
     "unrepeatable": (Unrepeatable, {}),
     "uncopyable": (Uncopyable, {}),
 }
@@ -426,8 +470,8 @@ def report_of(module: type[pl.LightningModule], options: dict[str, Any], folder:
         enable_model_summary=False,
         **options,
     )
-    loaders = {} if module is OddBatches else {"train_dataloaders": DataLoader(Pictures(), batch_size=4, shuffle=True)}
-    trainer.fit(module(), **loaders)
+    has_own_data = issubclass(module, OddBatches | Tokens)
+    trainer.fit(module(), None if has_own_data else DataLoader(Pictures(), batch_size=4, shuffle=True))
     assert not [*folder.glob("replay-*")]
     return watch.reports[0].as_json()
 
@@ -526,6 +570,53 @@ def report_of_unwrapped(make: Callable[[], nn.Module], *, seed_of_model: int, se
     return its.report.as_json()
 
 
+def report_of_stages(*, by_broadcast: bool) -> dict[str, Any]:
+    """Two stages by hand: the second gets what the first returns, and sends a gradient back."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    stage = nn.Sequential(nn.Linear(16, 16))
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+
+    def moved(tensor: Tensor, sender: int) -> Tensor:
+        if by_broadcast:
+            dist.broadcast(tensor, sender)
+        elif rank == sender:
+            dist.send(tensor, 1 - sender)
+        else:
+            dist.recv(tensor, sender)
+        return tensor
+
+    with replay(stage, optimizer, steps=2) as its:
+        for _ in range(2):
+            optimizer.zero_grad()
+            if rank == 0:
+                outputs = stage(torch.randn(8, 16))
+                moved(outputs.detach(), 0)
+                outputs.backward(moved(torch.empty(8, 16), 1))
+            else:
+                inputs = moved(torch.empty(8, 16), 0).requires_grad_()
+                cross_entropy(stage(inputs), torch.randint(0, 16, (8,))).backward()
+                moved(inputs.grad, 1)
+            optimizer.step()
+    return its.report.as_json()
+
+
+def report_of_uneven_ranks() -> dict[str, Any]:
+    """Rank 1 has one batch less in each of two epochs."""
+    torch.manual_seed(1)
+    model = DistributedDataParallel(nn.Linear(16, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(dist.get_rank())
+    with replay(model, optimizer, steps=8) as its:
+        for _ in range(2):
+            with model.join():
+                for _ in range(3 - dist.get_rank()):
+                    optimizer.zero_grad()
+                    cross_entropy(model(torch.randn(8, 16)), torch.randint(0, 5, (8,))).backward()
+                    optimizer.step()
+    return its.report.as_json()
+
+
 def plain_report(*, wrong: bool = False, forward_outside: bool = False) -> dict[str, Any]:
     """A loop without Lightning, with accumulation and clipping.
 
@@ -614,6 +705,9 @@ def reports(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     rank = dist.get_rank()
     yield "not wrapped", report_of_unwrapped(lambda: nn.Linear(16, 5), seed_of_model=1, seed_of_data=rank)
     yield "parts by hand", report_of_unwrapped(Half, seed_of_model=rank, seed_of_data=1)
+    yield "stages by hand", report_of_stages(by_broadcast=False)
+    yield "stages by hand, broadcast", report_of_stages(by_broadcast=True)
+    yield "uneven ranks", report_of_uneven_ranks()
     for name, backward in PLAIN.items():
         yield name, report_of_loss(backward)
 

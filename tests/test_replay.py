@@ -14,7 +14,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from commands import TINY, launch
-from replay_cases import CASES, PLAIN, Pictures, Task
+from lightning.pytorch.callbacks import BaseFinetuning
+from replay_cases import CASES, PLAIN, Pictures, Sequences, Task, Tokens
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -59,6 +60,9 @@ ABSTAINED = {
     "uncopyable": "cannot be copied",
     "penalty on weights": "the loss depends on net.weight beside what calls return",
     "parts by hand": "as parts of a model",
+    "stages by hand": "as parts of a model",
+    "stages by hand, broadcast": "as parts of a model",
+    "uneven ranks": "unlike numbers of batches under join()",
     "penalty on an output": "on another one that the call computes from it",
 }
 OTHERS = {"plain", "plain, forward outside of no_sync", "plain and sharded", "older package"}
@@ -123,6 +127,7 @@ def test_what_cannot_be_judged_never_passes(name: str, reports: dict[str, Any]) 
     report = reports[name]
     assert report["outcome"] == "abstain", report
     assert ABSTAINED[name] in " ".join(report["abstained"])
+    assert name != "uneven ranks" or report["num_steps"] == 2  # those before one of them has run out
 
 
 @pytest.mark.timeout(360)
@@ -160,6 +165,14 @@ def test_the_samples_of_an_epoch(ids: list[list[int]], before: list[int], findin
     assert [finding in its.text for its in report.findings] == [True] * bool(finding)
     assert note in " ".join(report.notes)
     assert report.outcome == ("fail" if finding else "pass")
+
+
+def test_ranks_may_have_a_data_set_each() -> None:
+    """Which is seen where they are not of one size."""
+    report = Report("ddp", 2, "32-true", 0, subject="data of epoch 0")
+    ranks = [Pass([*range(size)], size, [], is_drawn=True, is_divided=False) for size in (6, 4)]
+    judge_epoch(report, ranks, before=[])
+    assert (report.findings, len(report.notes)) == ([], 1), report
 
 
 @pytest.mark.parametrize(
@@ -223,12 +236,30 @@ def test_other_projects_get_a_fixture(tmp_path: Path) -> None:
     assert "exit status" in done.stdout
 
 
+@each_of(["tokens", "tokens in bf16"])
+def test_means_over_unlike_numbers_are_noted_with_their_size(name: str, reports: dict[str, Any]) -> None:
+    pl.seed_everything(1, verbose=False)
+    net = Tokens().net.double()
+    for layer in (net[1], net[2]):
+        layer.eval()
+    data = Sequences(False)
+    read = [[*DistributedSampler(data, num_replicas=2, rank=rank, seed=1)][:4] for rank in range(2)]
+    valid = [data.tokens.double()[its][torch.arange(5) < data.numbers[its, None]] for its in read]
+    losses = [net(its).square().mean() for its in (*valid, torch.cat(valid))]
+    grads = [torch.cat([*map(torch.flatten, torch.autograd.grad(loss, net.parameters()))]) for loss in losses]
+    share = (grads[0] + grads[1] - 2 * grads[2]).norm() / (2 * grads[2]).norm()
+    (note,) = [its for its in reports[name]["notes"] if "joined to one" in its]
+    assert f"its gradient is {100 * share:.3g} % away" in note
+    assert 1 < 100 * share < 100
+    assert "joined to one" not in " ".join(reports["even tokens"]["notes"])
+
+
 def trained(
-    folder: Path, *callbacks: pl.Callback, module: pl.LightningModule | None = None, **options: Any
+    folder: Path, *callbacks: pl.Callback, make: Callable[[], pl.LightningModule] = Task, **options: Any
 ) -> pl.LightningModule:
     """A training of 16 batches per epoch; `options` of the trainer, and `ckpt_path`."""
     pl.seed_everything(3, verbose=False)
-    module = module or Task()
+    module = make()
     checkpoint = options.pop("ckpt_path", None)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -240,16 +271,17 @@ def trained(
         enable_model_summary=False,
         **{"max_steps": 6, "enable_checkpointing": False} | options,
     )
-    trainer.fit(module, DataLoader(Pictures(), batch_size=4, shuffle=True, drop_last=True), ckpt_path=checkpoint)
+    loader = DataLoader(Pictures(), batch_size=4, shuffle=True, drop_last=True)
+    trainer.fit(module, None if isinstance(module, Tokens) else loader, ckpt_path=checkpoint)
     return module
 
 
-def resumed(folder: Path, module: pl.LightningModule, *, at: int) -> dict[str, Report]:
+def resumed(folder: Path, make: Callable[[], pl.LightningModule], *, at: int) -> dict[str, Report]:
     """Reports of a training that is resumed at a step, by their subject without their numbers."""
     saving = pl.callbacks.ModelCheckpoint(dirpath=folder, filename="saved", every_n_train_steps=at, save_top_k=1)
     trained(folder, Replay(1), saving, max_steps=-1, max_epochs=1, enable_checkpointing=True)
     replay = Replay(1)
-    trained(folder, replay, module=module, max_steps=32, ckpt_path=folder / "saved.ckpt")
+    trained(folder, replay, make=make, max_steps=32, ckpt_path=folder / "saved.ckpt")
     return {" ".join(re.findall(r"[a-z]+", report.subject)): report for report in replay.reports}
 
 
@@ -266,14 +298,14 @@ class Forgetful(Task):
 )
 def test_a_resumed_training_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     """Lightning's own loader begins anew where the checkpoint lies within an epoch."""
-    right = resumed(tmp_path / "right", Task(), at=16)
+    right = resumed(tmp_path / "right", Task, at=16)
     assert {subject: report.outcome for subject, report in right.items()} == {
         "resume at step": "pass",
         "": "pass",
         "data of epoch": "pass",
     }
     assert right["resume at step"].counts["states"] > 40
-    wrong = resumed(tmp_path / "wrong", Forgetful(), at=10)
+    wrong = resumed(tmp_path / "wrong", Forgetful, at=10)
     assert wrong[""].outcome == "pass"  # each step by itself is right
     found = {finding.tensor: finding.text for finding in wrong["resume at step"].findings}
     assert set(found) == {"net.5.bias", "net.0.weight: step", "net.0.weight: exp_avg", "net.0.weight: exp_avg_sq"}
@@ -343,13 +375,16 @@ def test_modes_with_a_runner_of_their_own_are_judged(mode: str, precision: str, 
 
 
 @pytest.mark.filterwarnings("ignore:.*num_workers:UserWarning")
-def test_observing_changes_nothing(tmp_path: Path) -> None:
-    observed = trained(tmp_path, watch := Replay(2, at=(0, 3)))
-    alone = trained(tmp_path)
+@pytest.mark.parametrize("module", [Task, Tokens])
+def test_observing_changes_nothing(module: type[pl.LightningModule], tmp_path: Path) -> None:
+    each = 1 if module is Task else 2  # accumulated, so that batches are joined
+    observed = trained(tmp_path, watch := Replay(2, at=(0, 3)), make=module, accumulate_grad_batches=each)
+    alone = trained(tmp_path, make=module, accumulate_grad_batches=each)
     for name, value in alone.state_dict().items():
         assert torch.equal(value, observed.state_dict()[name]), name
     assert [report.outcome for report in watch.reports] == ["pass", "pass"]
     assert [report.first_step for report in watch.reports] == [0, 3]
+    assert ["joined to one" in " ".join(report.notes) for report in watch.reports] == [module is Tokens] * 2
     assert [path.name for path in tmp_path.iterdir()] == ["replay.json"]
 
 
@@ -363,6 +398,27 @@ def test_observing_a_divided_network_leaves_its_metrics_alone(mode: str, tmp_pat
     launch("fit", *flags, f"--run_dir={tmp_path / 'observed' / 'run'}", *replay)
     alone, observed = (Record(tmp_path / name).logged for name in ("alone", "observed"))
     assert observed == alone != {}
+
+
+@pytest.mark.filterwarnings("ignore:.*num_workers:UserWarning")
+def test_a_layer_that_begins_to_learn_within_the_steps_is_not_judged(tmp_path: Path) -> None:
+    class Thawed(BaseFinetuning):
+        def freeze_before_training(self, pl_module: Any) -> None:
+            self.freeze(pl_module.net[0])
+
+        def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
+
+    class Learning(Task):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.net[5].parameters(), lr=0.1)
+
+    trained(tmp_path, Thawed(), watch := Replay(4), make=Learning, max_steps=4, limit_train_batches=2)
+    assert watch.reports[-1].abstained == [
+        "an optimizer gets a new group of parameters in these steps: replay others"
+    ], watch.reports
+    assert [report.num_steps for report in watch.reports if not report.subject] == [2]
 
 
 @pytest.mark.filterwarnings("ignore:.*num_workers:UserWarning")

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lit_cifar.tools.replay.epoch import Epochs
 from lit_cifar.tools.replay.events import UnjudgeableError
+from lit_cifar.tools.replay.joined import JoinedBatch
 from lit_cifar.tools.replay.lightning_view import (
     TrainerView,
     before_step,
@@ -25,6 +26,7 @@ from lit_cifar.tools.replay.lightning_view import (
     is_a,
     load_step_states,
     num_together,
+    quiet_copy,
     step_states,
 )
 from lit_cifar.tools.replay.recording import Recorder, device_of
@@ -285,6 +287,10 @@ class _Window:
         twin.progress = view.follow
         if self.module.automatic_optimization and not has_own_backward(self.module):
             twin.loss_gradient = lambda: view.loss_scale / self.trainer.accumulate_grad_batches
+            is_alone = self.trainer.world_size * self.trainer.accumulate_grad_batches == 1
+            if not is_alone and not twin.sharded and _runner_of_one_device(self.trainer.strategy) is None:
+                copied = partial(quiet_copy, view=view, replayer=replayer)
+                replayer.joined = JoinedBatch(copied, device_of(self.module))
         detach(twin.module, view, replayer)
 
     def remove(self) -> None:

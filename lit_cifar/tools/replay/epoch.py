@@ -123,10 +123,13 @@ def judge_epoch(
 ) -> None:
     """What is wrong with the samples that ranks have read in an epoch; `before`: those of rank 0 in the last one."""
     own, num_ranks = of_ranks[0], len(of_ranks)
-    times = Counter(sample for its in of_ranks for sample in its.samples)
-    readers = Counter(sample for its in of_ranks for sample in {*its.samples})
+    sizes = {its.size for its in of_ranks if not its.subset}
+    is_apart = len(sizes) > 1  # each rank has a data set of its own
+    samples = [[(rank * is_apart, number) for number in its.samples] for rank, its in enumerate(of_ranks)]
+    times = Counter(sample for its in samples for sample in its)
+    readers = Counter(sample for its in samples for sample in {*its})
     subsets = {frozenset(its.subset) for its in of_ranks}
-    num_samples = len(frozenset().union(*subsets)) or own.size
+    num_samples = sum(its.size for its in of_ranks) if is_apart else len(frozenset().union(*subsets)) or own.size
     shared = sum(number > 1 for number in readers.values())
     repeated, left_out = sum(times.values()) - len(times), num_samples - len(times)
     if num_ranks > 1 and shared >= len(times) / 2:
@@ -147,8 +150,8 @@ def judge_epoch(
     elif is_order_of_epoch_0:
         _found(report, "the order", "is that of epoch 0: the sampler was asked for it before set_epoch was called")
     if len({len(its.samples) for its in of_ranks}) > 1:
-        sizes = ", ".join(str(len(its.samples)) for its in of_ranks)
-        report.note(f"ranks read {sizes} samples; the mean over ranks weighs the ranks alike")
+        numbers = ", ".join(str(len(its.samples)) for its in of_ranks)
+        report.note(f"ranks read {numbers} samples; the mean over ranks weighs the ranks alike")
 
 
 def is_order_of_epoch_0(loader: DataLoader[Any], ids: Sequence[int], epoch: int) -> bool:

@@ -32,6 +32,7 @@ class Call:
     buffers_after: Digests = field(default_factory=dict)
     has_drawn: bool = False  # random numbers
     exchanges: list[Exchange] = field(default_factory=list)  # with other ranks, those of inner backward passes too
+    beside: bool = False  # whether ranks have sent one another, outside of calls, what parts of a model send
 
 
 @dataclass

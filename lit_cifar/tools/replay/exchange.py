@@ -4,7 +4,7 @@ A recorder writes down what a rank has sent and received; in a replay it receive
 `DistributedDataParallel` averages are no part of it: they do not pass through Python.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lit_cifar.tools.replay.digests import digest
+from lit_cifar.tools.replay.digests import Digest, digest
 from lit_cifar.tools.replay.reduction import ExactMean
 
 # Methods of a process group, to which all functions of torch.distributed come down: the arguments that hold what is
@@ -48,6 +48,8 @@ class Exchange:
     sent: list[Tensor]
     received: list[Tensor]
 
+
+_ONE_BY_ONE = ("send", "recv", "recv_anysource")
 
 # Called with a collective's name, the real method, the process group and its arguments.
 Handler: TypeAlias = Callable[..., Any]
@@ -90,6 +92,13 @@ def process_groups() -> list[Any]:
 
 def can_be_replayed(name: str) -> bool:
     return name in _PLACES
+
+
+def is_of_parts(name: str, tensors: Sequence[Any], outputs: Collection[Digest]) -> bool:
+    """Whether parts of a model exchange data so: one by one, or by a broadcast of what a call has returned."""
+    if name != "broadcast":
+        return name in _ONE_BY_ONE
+    return any(its.numel() > 1 and digest(its) in outputs for its in tree_leaves(tensors))
 
 
 def observed(name: str, real: Any, group: Any, *args: Any, **kwargs: Any) -> tuple[Any, Exchange]:

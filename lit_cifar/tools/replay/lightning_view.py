@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lit_cifar.tools.replay.exchange import process_groups
 from lit_cifar.tools.replay.recording import parameters_of
 from lit_cifar.tools.replay.replaying import Replayer
 from lit_cifar.tools.replay.verdict import Report
@@ -109,6 +110,16 @@ def detach(module: nn.Module, view: TrainerView, replayer: Replayer) -> None:
                 optimizers=lambda use_pl_optimizer=True, views=views: views,
                 lr_schedulers=lambda: schedule,
             )
+
+
+def quiet_copy(module: pl.LightningModule, *, view: TrainerView, replayer: Replayer) -> pl.LightningModule:
+    """One more copy, which has no logger either."""
+    kept = (view, replayer, *process_groups())
+    its = copy.deepcopy(module, {id(one): one for one in kept})
+    quiet = TrainerView(view._trainer, view.optimizers)
+    vars(quiet).update(vars(view), logger=None, loggers=[])
+    detach(its, quiet, replayer)
+    return its
 
 
 def has_own_backward(module: pl.LightningModule) -> bool:

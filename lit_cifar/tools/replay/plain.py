@@ -42,6 +42,8 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
         self.optimizers = [*map(_unwrapped, optimizers)]
         self.module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         self._is_open = self._syncs = False
+        self._join: Any = None  # in which the model was called last, and how many there were
+        self._joins = 0
         self._read: ReadIds | None = None
         self._folder: Path | None = None
         self._twin: Twin | None = None
@@ -72,6 +74,7 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
             module=self.module,
             optimizers=self.optimizers,
             is_synced=self._is_synced,
+            progress=lambda: {"joins": self._joins},
             by_engine=True,
         )
         self._handles = [
@@ -136,6 +139,8 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
             assert self._read is not None
             self._read.trains()
             # DDP decides in the forward pass, whatever `no_sync` surrounds the backward pass.
+            if (join := getattr(self.model, "_join_config", None)) is not self._join:
+                self._join, self._joins = join, self._joins + 1
             self._syncs = isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync
             self._recorder.begin(args, kwargs)
 
@@ -154,6 +159,8 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
         if dist.is_initialized():
             dist.barrier()
         if self._rank == 0:
+            if self._twin is not None and isinstance(self.model, DistributedDataParallel):
+                self._twin.is_joined = self.model._join_config.enable
             judge(folder, self._twin, self.report, device=device_of(self.module), prepare=lambda replayer: None)
         self._remove()
         self.report = _from_rank_0(self.report)

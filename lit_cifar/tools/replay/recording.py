@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lit_cifar.tools.replay.digests import Digest, Surroundings, digest
 from lit_cifar.tools.replay.events import Backward, Call, Digests, Event, Start, Step
-from lit_cifar.tools.replay.exchange import Exchange, can_be_replayed, intercepted, observed, sent_by
+from lit_cifar.tools.replay.exchange import Exchange, can_be_replayed, intercepted, is_of_parts, observed, sent_by
 from lit_cifar.tools.replay.graph import Outputs, forget, observe
 from lit_cifar.tools.replay.hints import Hints
 from lit_cifar.tools.replay.sharded import is_of_fsdp, is_sharded, whole
@@ -65,6 +65,7 @@ class Recorder:
         self._step: tuple[int, Step] | None = None
         self._exchanges: list[Exchange] | None = None  # where the next one belongs; None between calls and backward
         self._of_backward: list[Exchange] = []
+        self._beside = False  # see `Call`
         self._interception = ExitStack()
         self._interception.enter_context(intercepted(self._exchange))
         self._known = {name: digest(parameter) for parameter, name in self._names.items()}
@@ -184,8 +185,11 @@ class Recorder:
 
     def _exchange(self, name: str, real: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
         if self._exchanges is None or (self._sharded and is_of_fsdp()):
-            if self._by_engine and self._exchanges is None and can_be_replayed(name):
-                self._hints.sent_beside(sent_by(name, args))
+            if self._by_engine and self._exchanges is None:
+                outputs = {its for _, call in self._open for its in call.outputs}
+                self._beside |= is_of_parts(name, args[0], outputs)
+                if can_be_replayed(name):
+                    self._hints.sent_beside(sent_by(name, args))
             return real(group, *args, **kwargs)
         if not can_be_replayed(name):
             self._reasons.append(f"ranks exchange data inside a step by {name}, which is not replayed")
@@ -298,6 +302,7 @@ class Recorder:
 
     def _flush(self) -> None:
         for place, call in self._open:
+            call.beside = self._beside
             self._write(call, place)
         self._open = []
 

@@ -16,12 +16,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lit_cifar.tools.replay.digests import Digest, Surroundings, digest
 from lit_cifar.tools.replay.events import Backward, Call, Event, Step, Tensors, UnjudgeableError, join
 from lit_cifar.tools.replay.exchange import Done, Exchange, problem, received_by, sent_by
+from lit_cifar.tools.replay.joined import JoinedBatch
 from lit_cifar.tools.replay.record import Record
 from lit_cifar.tools.replay.recording import device_of, names_of, parameters_of, state_digests
 from lit_cifar.tools.replay.reduction import ExactMean, gamma
 from lit_cifar.tools.replay.step_data import judge_batches, judge_draws
 from lit_cifar.tools.replay.twin import Twin, TwinState, one_process
 from lit_cifar.tools.replay.verdict import TAKEN, Finding, Part, Report
+
+_RAN_OUT = "ranks have unlike numbers of batches under join()"
 
 
 class StopReplay(Exception):  # noqa: N818  # it is no error
@@ -88,9 +91,11 @@ class Replayer:
         self._means: dict[int, ExactMean] = {}
         self._of_run: Tensors = {}  # of a sharded run: gradients as they were after the last reduction,
         self._before: Tensors = {}  # and those of them to which the next one is added
+        self._are_parts = False  # ranks may hold parts of a model
         self._wrong_locally: set[str] = set()  # parameters of which some rank's own gradient is another
         self._draws: dict[int, list[Surroundings]] = {}
         self._exchanges: deque[Exchange] = deque()  # of the call or backward pass that is replayed
+        self.joined: JoinedBatch | None = None  # where a step is given to it too
         self._holders: dict[str, int] = {}  # by tensor, of ranks that hold a replica together: the place among them
         for parameter, name in self._names.items():
             if parameter.requires_grad:
@@ -99,17 +104,26 @@ class Replayer:
     def run(self) -> None:
         """Every step, until the values of one are not those of the run."""
         segments = [self.record.segments(rank) for rank in range(self.record.num_ranks)]
-        if len({len(its) for its in segments}) > 1:
+        is_uneven = len({len(its) for its in segments}) > 1
+        if is_uneven and not self.twin.is_joined:
             steps = ", ".join(str(len(its)) for its in segments)
             self._found("data", "the ranks", f"have made {steps} steps: all that follows is of different steps")
         with one_process(self._exchange, lambda: self._as_rank):
             try:
                 for of_ranks in zip(*segments, strict=False):
+                    self._judge_join(of_ranks)
                     self._segment(of_ranks)
+                if is_uneven and self.twin.is_joined:
+                    raise UnjudgeableError(_RAN_OUT)
             except StopReplay:
                 self.report.notes.append(f"steps after step {self._step_number} were not judged: nothing equals them")
         if self.report.counts["gradients"] and not self._has_gradients:
             self.report.note("every gradient is zero in these steps, so the loss trains nothing")
+
+    def _judge_join(self, of_ranks: Sequence[Sequence[Path]]) -> None:
+        """Ranks without a batch wait at the end of `join()` while others make steps: a later `join` is not theirs."""
+        if self.twin.is_joined and len({self.record.load(paths[0]).progress["joins"] for paths in of_ranks}) > 1:
+            raise UnjudgeableError(_RAN_OUT)
 
     @property
     def _step_number(self) -> int:
@@ -127,6 +141,8 @@ class Replayer:
             self._outputs, self._local, self._is_first_pass = [], {}, True
             self._of_run = {n: p.grad for n, p in self._parameters.items() if self.twin.sharded and p.grad is not None}
             events = self._joined(of_ranks[rank : rank + self.twin.num_together])
+            if any(self._has_new_group(event) for event in events):
+                raise UnjudgeableError("an optimizer gets a new group of parameters in these steps: replay others")
             data[rank] = [event for event in events if isinstance(event, Call)]
             exchanges[rank] = [its for event in events if not isinstance(event, Step) for its in event.exchanges]
             if rank == 0:
@@ -140,9 +156,14 @@ class Replayer:
         self._judge_exchanges(exchanges)
         judge_batches(self.report, self._step_number, data)
         judge_draws(self.report, self._draws)
+        if self.joined is not None and (text := self.joined.note(data)) and not self.report.findings:
+            self.report.note(text)
         self.report.num_steps += 1
         if wrong:
             raise StopReplay
+
+    def _has_new_group(self, event: Event) -> bool:
+        return isinstance(event, Step) and len(event.groups) > len(self.twin.optimizers[event.optimizer].param_groups)
 
     def _joined(self, of_ranks: Sequence[Sequence[Path]]) -> list[Event]:
         """The events of ranks that hold a replica together, as those of the first of them."""
@@ -180,16 +201,17 @@ class Replayer:
             for name, value in call.changed.items():
                 self._parameters[name].copy_(value)
             self._note_changes(call)
+        self._are_parts |= self.twin.may_be_part and (call.beside or bool(call.exchanges))
         for name, its in call.parameters.items():
-            mine = digest(self._parameters[name])
-            if self.twin.may_be_part and self._rank and call.exchanges and its.bits != mine.bits:
-                raise UnjudgeableError(
-                    "ranks hold unlike parameters and exchange data inside a step, as parts of a model"
-                )
+            mine = digest(self._parameters[name]) if name in self._parameters else None
+            if self._are_parts and self._rank and (mine is None or its.bits != mine.bits):
+                raise UnjudgeableError("ranks hold unlike parameters and send one another data, as parts of a model")
             if self._differs("parameters", name, its, mine, "before the step"):
                 self._events.clear()
                 return True
         self._fill(call)
+        if self.joined is not None:
+            self.joined.begin(self.twin.module)
         outputs, found, has_steps = self._outputs_of(call)
         if [its.bits for its in found] != [its.bits for its in call.outputs] and not has_steps:
             self._fill(call)

@@ -28,6 +28,7 @@ class Twin:
     call: Callable[..., Any]
     sharded: bool = False  # in the run
     may_be_part: bool = False  # nothing says that ranks should hold the same parameters
+    is_joined: bool = False  # in a `join()`, where ranks may have unlike numbers of batches
     num_together: int = 1  # so many ranks of the run hold a replica together
     # What the trainer does between backward pass and step, as clipping; None if a script does it, which is not known.
     before_step: Callable[[Optimizer], None] | None = None
