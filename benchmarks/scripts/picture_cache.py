@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -132,6 +133,28 @@ def epochs(data: CIFAR10DataModule) -> Row:
     return {"epochs": [epoch(data, number) for number in range(2)]}
 
 
+def large(folder: Path) -> CIFAR10DataModule:
+    return opened(folder, "many", SIZE, LARGE)
+
+
+def training(data: CIFAR10DataModule, num_steps: int = 15) -> Row:
+    """Steps of ResNet18 with SGD in a plain loop, on one thread, after two that are not counted."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    network = torchvision.models.resnet18(num_classes=CLASSES)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9)
+    start = cpu = 0.0
+    for index, batch in enumerate(islice(data.train_dataloader(), 2 + num_steps)):
+        if index == 2:
+            start, cpu = time.perf_counter(), time.process_time()
+        ready = data.on_after_batch_transfer(batch, 0)
+        loss = nn.functional.cross_entropy(network(ready.images), ready.labels)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return timed(num_steps * BATCH, start, time.process_time() - cpu) | {"rss_anon_mb": [rss_anon_mb(os.getpid())]}
+
+
 def rss_anon_mb(process: int) -> int:
     status = Path(f"/proc/{process}/status").read_text()
     found = re.search(r"RssAnon:\s+(\d+) kB", status)
@@ -186,9 +209,11 @@ CASES: dict[str, Callable[[Path], Row]] = {
     "from a copy, at most 2 GB": lambda folder: epochs(in_memory(opened(folder))),
     "from the file, at most 2 GB": lambda folder: epochs(opened(folder)),
     "large, decoded": lambda folder: setting_up(folder, "many", SIZE, LARGE),
+    "large, from a copy": lambda folder: epochs(in_memory(large(folder))),
+    "large, from the file, a tenth": lambda folder: epochs(large(folder)),
     **{
-        f"large, {kind}, {number}": lambda folder, copied=kind == "from a copy": epochs(
-            in_memory(opened(folder, "many", SIZE, LARGE)) if copied else opened(folder, "many", SIZE, LARGE)
+        f"large, ResNet18, {kind}, {number}": lambda folder, copied=kind == "from a copy": training(
+            in_memory(large(folder)) if copied else large(folder)
         )
         for number in (1, 2, 3)
         for kind in ("from a copy", "from the file, a tenth")

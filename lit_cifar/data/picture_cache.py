@@ -129,7 +129,9 @@ class PictureCache:
                 ) from error
         # Not `torch.from_file`: it maps such that Linux refuses a file that is larger than the memory.
         with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), path
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        mapped.madvise(mmap.MADV_RANDOM)  # else the kernel reads some MB around each picture, which nobody needs
+        return mapped, path
 
     @property
     def _root(self) -> Path:
