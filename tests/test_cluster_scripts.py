@@ -4,10 +4,13 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 CLUSTER = Path(__file__).parents[1] / "configs" / "cluster"
 
@@ -44,6 +47,39 @@ def test_one_machine_keeps_the_rendezvous_whatever_its_interface(
     assert f"is_host={is_host}," in done.stdout
     assert "--local-addr=10.1.0.3 " in done.stdout
     assert done.stdout.split()[-1] == "100"  # seconds to save in
+
+
+def of_jobset(job: Any) -> tuple[str, dict[str, str]]:
+    container = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
+    return container["args"][0], {each["name"]: each["value"] for each in container["env"]}
+
+
+def of_trainjob(job: Any) -> tuple[str, dict[str, str]]:
+    trainer = job["spec"]["trainer"]
+    variables = {each["name"]: each["value"] for each in trainer["env"]}
+    return trainer["args"][0], variables | {"PET_MASTER_ADDR": "node3", "PET_NNODES": str(trainer["numNodes"])}
+
+
+def of_skypilot(job: Any) -> tuple[str, dict[str, str]]:
+    given = {"NODE_IPS": "node3\nnode4", "NUM_NODES": str(job["num_nodes"]), "NUM_GPUS_PER_NODE": "4", "TASK_ID": "7"}
+    return job["run"], job["envs"] | {f"SKYPILOT_{name}": value for name, value in given.items()}
+
+
+@pytest.mark.parametrize(
+    ("file", "read", "nodes"),
+    [("jobset", of_jobset, "1:2"), ("trainjob", of_trainjob, "2"), ("skypilot", of_skypilot, "1:2")],
+)
+def test_what_a_scheduler_starts_is_torchrun_on_its_machines(
+    file: str, read: Callable[[Any], tuple[str, dict[str, str]]], nodes: str, network: dict[str, str]
+) -> None:
+    command, variables = read(yaml.safe_load((CLUSTER / f"{file}.yaml").read_text()))
+    here = {"INTERFACE": "ib0", "RDZV_HOST": "node3"}  # what this machine has in place of the cluster's
+    environment = network | variables | here
+    done = subprocess.run(
+        ["bash", "-c", command], env=environment, cwd=CLUSTER.parents[1], capture_output=True, text=True, check=True
+    )
+    assert f"--nnodes={nodes} " in done.stdout
+    assert "-m lit_cifar fit --trainer.strategy=ddp --resume=auto --run_dir=/shared/runs/first" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 start runs.
 """
 
+import ast
 import os
 import re
 import signal
@@ -165,6 +166,17 @@ def test_a_committed_notebook_shows_its_output_and_no_path_of_a_machine(name: st
     assert [output for output in outputs if "image/png" in output.get("data", {})]
     assert executed == list(range(1, len(executed) + 1)), "run it from top to bottom in a fresh kernel, then save it"
     assert not [piece for piece in ("/tmp", "/home/", "/root/", "/Users/", "site-packages") if piece in text]
+
+
+@pytest.mark.parametrize("name", sorted(SMALL))
+def test_what_a_notebook_imports_is_there(name: str) -> None:
+    cells = nbformat.read(NOTEBOOKS / name, as_version=4).cells
+    source = "\n".join(re.sub("(?m)^[%!].*", "", cell.source) for cell in cells if cell.cell_type == "code")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [each.name for each in node.names]
+            module = __import__(node.module, fromlist=names)  # with its submodules of these names
+            assert not [name for name in names if not hasattr(module, name)]
 
 
 @pytest.mark.timeout(300)

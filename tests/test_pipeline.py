@@ -65,17 +65,20 @@ def test_processes_of_a_pipeline_read_the_same_part(
     assert made.strategy_name == ("pp" if batch_split.dp_size == 1 else "ddp_pp")
 
 
-def test_the_groups_of_both_axes_have_the_time_limit_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = Mock(wraps=dist.new_subgroups_by_enumeration)
-    monkeypatch.setattr(dist, "new_subgroups_by_enumeration", make)
+def test_a_process_makes_its_own_two_groups_alone_with_the_time_limit_of_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The groups of 1,024 processes would take each of them more than 1,024 calls, and NCCL as many splits of all."""
+    make = Mock(wraps=dist.new_group)
+    monkeypatch.setattr(dist, "new_group", make)
     monkeypatch.setattr(DDPStrategy, "setup_environment", lambda self: None)
-    dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
+    dist.init_process_group("fake", rank=5, world_size=1024, store=FakeStore())
     try:
-        strategy: Any = trainer(4, PipelineStrategy(num_stages=2, timeout=TIMEOUT)).strategy
+        strategy: Any = trainer(1024, PipelineStrategy(num_stages=4, timeout=TIMEOUT)).strategy
         strategy.setup_environment()
         assert [made.kwargs["timeout"] for made in make.call_args_list] == [TIMEOUT] * 2
         groups = (strategy.data_group, strategy.model_group)
-        assert [dist.get_process_group_ranks(group) for group in groups] == [[1, 3], [0, 1]]
+        assert [dist.get_process_group_ranks(group) for group in groups] == [[*range(1, 1024, 4)], [4, 5, 6, 7]]
     finally:
         dist.destroy_process_group()
 

@@ -1,8 +1,8 @@
 """What pictures that are decoded once cost and give: `python benchmarks/scripts/picture_cache.py OUTPUT FOLDER`.
 
 Makes JPEG pictures of 224 x 224 in FOLDER, and measures each case in a process of its own: decoding beside plain loops,
-the start when all is decoded, an epoch of the loader from the file and from memory, and a `fit`, both with less memory
-than the pictures take. Other work on the machine makes wall time longer, CPU time hardly.
+the start when all is decoded, epochs of the loader from the file and from a copy in memory, and a `fit`, also with less
+memory than the pictures take. Other work on the machine makes wall time longer, CPU time hardly.
 """
 
 import argparse
@@ -13,7 +13,9 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,9 +30,11 @@ from torch import nn
 from lit_cifar import CIFAR10DataModule
 from lit_cifar.data.images import ImageSet
 from lit_cifar.data.pictures import read_image
+from lit_cifar.launch.malloc_tuning import keep_freed_memory
 from lit_cifar.tools.terminal import say
 
 SIZE, CLASSES, LINKS, BATCH = 224, 10, 10, 128
+LARGE = 80_000  # pictures of 224 x 224, 12 GB, for processes that may use a tenth of that
 LIMIT = 2_000_000_000  # bytes of memory of its own (RLIMIT_DATA) that a process may have where it is limited
 Row = dict[str, Any]
 
@@ -52,9 +56,10 @@ def make(folder: Path, num: int) -> None:
                 other.hardlink_to(path)
 
 
-def opened(folder: Path, name: str = "few", size: int = SIZE) -> CIFAR10DataModule:
-    """Set up to train on all pictures."""
+def opened(folder: Path, name: str = "few", size: int = SIZE, num: int | None = None) -> CIFAR10DataModule:
+    """Set up to train on all pictures, or the first `num`."""
     options: Row = {"cache_dir": folder / "cache", "image_size": size, "val_size": 0, "batch_size": BATCH}
+    options |= {"num_train": num, "cache_limit_gb": 1000.0}
     data = CIFAR10DataModule(folder / name, dataset="folder", **options)
     data.setup("fit")
     return data
@@ -98,20 +103,56 @@ def blank(folder: Path) -> Row:
         return setting_up(folder, "many", 32)
 
 
-def epochs(data: CIFAR10DataModule) -> Row:
-    """Two epochs of augmented and normalised batches, on one thread; the first compares hashes."""
+def epoch(data: CIFAR10DataModule, number: int) -> Row:
+    """One of augmented and normalised batches, on one thread, in a process that keeps what it frees, as `fit` does."""
     torch.set_num_threads(1)
-    found: Row = {"epochs": [], "rss_anon_mb": []}
+    keep_freed_memory()
     loader = data.train_dataloader()
-    for epoch in range(2):
-        loader.sampler.set_epoch(epoch)
-        start, cpu = time.perf_counter(), time.process_time()
-        for index, batch in enumerate(loader):
-            data.on_after_batch_transfer(batch, 0)
-            if index % (len(loader) // 4) == len(loader) // 4 - 1:
-                found["rss_anon_mb"].append(rss_anon_mb(os.getpid()))
-        found["epochs"].append(timed(len(data.sets["train"]), start, time.process_time() - cpu))
+    loader.sampler.set_epoch(number)
+    start, cpu, own = time.perf_counter(), time.process_time(), []
+    for index, batch in enumerate(loader):
+        data.on_after_batch_transfer(batch, 0)
+        if index % (len(loader) // 4) == len(loader) // 4 - 1:
+            own.append(rss_anon_mb(os.getpid()))
+    return timed(len(data.sets["train"]), start, time.process_time() - cpu) | {"rss_anon_mb": own}
+
+
+def in_turn(folder: Path) -> Row:
+    """Epochs from the file and from a copy, in one process; the first of the file also compares hashes."""
+    sets = {"file": opened(folder), "copy": in_memory(opened(folder))}
+    sets["file"].sets["train"].checked[:] = True
+    found: Row = {name: [] for name in sets}
+    for number in range(6):
+        for name in sets if number % 2 else reversed(sets):
+            found[name].append(epoch(sets[name], number))
     return found
+
+
+def epochs(data: CIFAR10DataModule) -> Row:
+    """The first compares hashes."""
+    return {"epochs": [epoch(data, number) for number in range(2)]}
+
+
+def large(folder: Path) -> CIFAR10DataModule:
+    return opened(folder, "many", SIZE, LARGE)
+
+
+def training(data: CIFAR10DataModule, num_steps: int = 15) -> Row:
+    """Steps of ResNet18 with SGD in a plain loop, on one thread, after two that are not counted."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    network = torchvision.models.resnet18(num_classes=CLASSES)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9)
+    start = cpu = 0.0
+    for index, batch in enumerate(islice(data.train_dataloader(), 2 + num_steps)):
+        if index == 2:
+            start, cpu = time.perf_counter(), time.process_time()
+        ready = data.on_after_batch_transfer(batch, 0)
+        loss = nn.functional.cross_entropy(network(ready.images), ready.labels)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return timed(num_steps * BATCH, start, time.process_time() - cpu) | {"rss_anon_mb": [rss_anon_mb(os.getpid())]}
 
 
 def rss_anon_mb(process: int) -> int:
@@ -164,34 +205,58 @@ CASES: dict[str, Callable[[Path], Row]] = {
     "many, blank": blank,
     "start": setting_up,
     **{f"start with many, {n}": lambda folder: setting_up(folder, "many", 32) for n in (1, 2, 3)},
-    "from memory": lambda folder: epochs(in_memory(opened(folder))),
-    "from the file": lambda folder: epochs(opened(folder)),
-    "from the file, not in the page cache": lambda folder: epochs(opened(folder)),
-    "from memory, limited": lambda folder: epochs(in_memory(opened(folder))),
-    "from the file, limited": lambda folder: epochs(opened(folder)),
-    "fit, limited": fit,
+    "from the file and a copy, in turn": in_turn,
+    "from a copy, at most 2 GB": lambda folder: epochs(in_memory(opened(folder))),
+    "from the file, at most 2 GB": lambda folder: epochs(opened(folder)),
+    "large, decoded": lambda folder: setting_up(folder, "many", SIZE, LARGE),
+    "large, from a copy": lambda folder: epochs(in_memory(large(folder))),
+    "large, from the file, a tenth": lambda folder: epochs(large(folder)),
+    **{
+        f"large, ResNet18, {kind}, {number}": lambda folder, copied=kind == "from a copy": training(
+            in_memory(large(folder)) if copied else large(folder)
+        )
+        for number in (1, 2, 3)
+        for kind in ("from a copy", "from the file, a tenth")
+    },
+    "fit, at most 2 GB": fit,
 }
+
+
+@contextmanager
+def with_a_tenth() -> Iterator[Path]:
+    """A control group (version 1) whose processes, with the pages of files that they read, get a tenth of the set."""
+    group = Path(f"/sys/fs/cgroup/memory/pictures-{os.getpid()}")
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(LARGE * 3 * SIZE * SIZE // 10))
+        yield group
+    finally:
+        group.rmdir()
 
 
 def measured(case: str, folder: Path) -> Row:
     """In a new process."""
-    if "not in the page cache" in case:
+    if "a tenth" in case:
         out_of_page_cache(folder)
+        with with_a_tenth() as group:
+            row = run(case, folder, lambda: (group / "cgroup.procs").write_text(str(os.getpid())))
+            peak = int((group / "memory.max_usage_in_bytes").read_text())
+            return row | {"limit_mb": LARGE * 3 * SIZE * SIZE // 10_000_000, "peak_mb": peak // 1_000_000}
+    limit = (LIMIT, LIMIT) if "at most 2 GB" in case else resource.getrlimit(resource.RLIMIT_DATA)
+    return run(case, folder, lambda: resource.setrlimit(resource.RLIMIT_DATA, limit))
 
-    def limit() -> None:
-        if "limited" in case:
-            resource.setrlimit(resource.RLIMIT_DATA, (LIMIT, LIMIT))
 
+def run(case: str, folder: Path, limit: Callable[[], object]) -> Row:
     command = [sys.executable, __file__, "--case", case, "-", str(folder)]
     done = subprocess.run(command, preexec_fn=limit, capture_output=True, text=True)
     if done.returncode:
-        return {"case": case, "failed": done.stderr.splitlines()[-1]}
+        return {"case": case, "failed": (done.stderr.splitlines() or [str(done.returncode)])[-1]}
     return {"case": case} | json.loads(done.stdout)
 
 
 def main(output: Path, folder: Path, num: int) -> None:
     make(folder, num)
-    settings = {"pictures": num, "size": SIZE, "batch_size": BATCH, "limit": LIMIT}
+    settings = {"large": LARGE, "pictures": num, "size": SIZE, "batch_size": BATCH, "limit": LIMIT}
     complete(output, list(CASES), lambda case: measured(case, folder), settings=settings, tell=say)
 
 

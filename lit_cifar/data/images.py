@@ -1,5 +1,6 @@
 """What every data set is, once read: uint8 images and int64 labels, and the batches cut from them."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -21,6 +22,10 @@ class ImageSet:
     def gather(self, ids: Tensor) -> Tensor:
         """A copy of the pixels at positions `ids` (int64, (M,)), uint8, (M, 3, height, width)."""
         return self.images.index_select(0, ids)
+
+    def gather_each(self, parts: Sequence[Tensor]) -> Iterator[Tensor]:
+        """`gather` of each, in turn."""
+        return map(self.gather, parts)
 
     def subset(self, ids: Tensor) -> "ImageSet":
         """The images at positions `ids` (int64, (M,)), in that order."""

@@ -56,7 +56,7 @@ class BatchLoader:
         length = max(1, num_images // max(1, *sizes))  # of a block, in batches
         blocks = [sizes[start : start + length] for start in range(0, len(sizes), length)]
         of_blocks = torch.split(ids, [sum(block) for block in blocks])
-        made: Iterator[Tensor] = (self.images.gather(part) for part in of_blocks)
+        made = self.images.gather_each(of_blocks)
         if self._augmentation is not None:
             size, epoch = self.images.images.shape[2:], getattr(self.sampler, "epoch", 0)
             draws = self._augmentation.draw(ids, size, epoch=epoch)

@@ -7,6 +7,7 @@ folder, size of the images, Pillow or `FORMAT` is another file, and the old one 
 """
 
 import fcntl
+import mmap
 import os
 import re
 import shlex
@@ -33,13 +34,14 @@ FORMAT = 1  # of the file; another one where `read_image` makes other pixels of 
 UNREADABLE = 2**64 - 1  # in place of a hash
 LIMIT_GB = 100.0
 _CHUNK = 64  # pictures that a worker decodes at a time
-_HASH = np.dtype("<u8")
+HASH = np.dtype("<u8")
 
 
 @dataclass(frozen=True)
 class MappedImages(ImageSet):
     """Images in a file that is mapped into memory; only those of a batch are copied, and their hashes compared."""
 
+    file: mmap.mmap  # begins with `images`
     rows: Tensor  # int64, (N,): where they are among `images`, which are all of the file
     hashes: npt.NDArray[np.uint64]  # of all of the file
     checked: Tensor  # bool, those of the file that this process has compared: each one once
@@ -61,6 +63,19 @@ class MappedImages(ImageSet):
                 )
         self.checked[rows] = True
         return images
+
+    def gather_each(self, parts: Sequence[Tensor]) -> Iterator[Tensor]:
+        """`gather` of each, in turn; while one is trained on, the kernel reads the next one."""
+        for number, part in enumerate(parts):
+            for following in parts[number + 1 : number + 2]:
+                self._read_ahead(following)
+            yield self.gather(part)
+
+    def _read_ahead(self, ids: Tensor) -> None:
+        size = self.images[0].nbytes
+        for row in self.rows[ids].tolist():
+            start = row * size // mmap.PAGESIZE * mmap.PAGESIZE
+            self.file.madvise(mmap.MADV_WILLNEED, start, (row + 1) * size - start)
 
     def to(self, device: torch.device) -> ImageSet:
         if device.type == "cpu":
@@ -91,10 +106,8 @@ class PictureCache:
     digest: str
     limit_gb: float
 
-    def open(
-        self, paths: Sequence[str], *, size: int, read: Callable[[str], bytes | None]
-    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint64], Path]:
-        """The pixels, (N, 3, size, size), mapped and read-only, their hashes, and the file.
+    def open(self, paths: Sequence[str], *, size: int, read: Callable[[str], bytes | None]) -> tuple[mmap.mmap, Path]:
+        """The file, mapped and read-only: uint8 pixels, (N, 3, size, size), and uint64 hashes, (N,).
 
         The first process that comes writes the file, on all cores; others wait for it. `read` decodes a picture, and
         returns None if that cannot be done.
@@ -102,7 +115,7 @@ class PictureCache:
         Raises:
             DataError: The folder cannot be written to or locked, or is to hold more than it may.
         """
-        shape, path = (len(paths), 3, size, size), self._folder / f"{self.digest}.pixels"
+        path = self._folder / f"{self.digest}.pixels"
         pictures = _Pictures(paths, read, path.with_name(path.name + ".part"), 3 * size * size)
         if not _has_size(path, pictures.num_bytes):
             try:
@@ -115,8 +128,10 @@ class PictureCache:
                     remedy="pass a folder on a disk of this machine with enough room: --data.cache_dir=FOLDER",
                 ) from error
         # Not `torch.from_file`: it maps such that Linux refuses a file that is larger than the memory.
-        pixels = np.memmap(path, np.uint8, "r", shape=shape)
-        return pixels, np.fromfile(path, _HASH, offset=pixels.nbytes), path
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        mapped.madvise(mmap.MADV_RANDOM)  # else the kernel reads some MB around each picture, which nobody needs
+        return mapped, path
 
     @property
     def _root(self) -> Path:
@@ -186,7 +201,7 @@ class _Pictures(Dataset[int]):
 
     @property
     def num_bytes(self) -> int:
-        return len(self.paths) * (self._row_bytes + _HASH.itemsize)
+        return len(self.paths) * (self._row_bytes + HASH.itemsize)
 
     def __len__(self) -> int:
         return -(-len(self.paths) // _CHUNK)
@@ -200,15 +215,15 @@ class _Pictures(Dataset[int]):
 
     def _decode(self, row: int, file: int) -> None:
         """Unless it was done before the process was killed."""
-        at, hash_at = row * self._row_bytes, len(self.paths) * self._row_bytes + row * _HASH.itemsize
-        known = int.from_bytes(os.pread(file, _HASH.itemsize, hash_at), "little")
+        at, hash_at = row * self._row_bytes, len(self.paths) * self._row_bytes + row * HASH.itemsize
+        known = int.from_bytes(os.pread(file, HASH.itemsize, hash_at), "little")
         if known and hash_of(os.pread(file, self._row_bytes, at)) == known:
             return
         pixels = self._read(self.paths[row])
         if pixels is not None:
             os.pwrite(file, pixels, at)
         found = UNREADABLE if pixels is None else hash_of(pixels)
-        os.pwrite(file, found.to_bytes(_HASH.itemsize, "little"), hash_at)
+        os.pwrite(file, found.to_bytes(HASH.itemsize, "little"), hash_at)
 
     def decode_all(self) -> None:
         workers = min(len(os.sched_getaffinity(0)), len(self)) if len(self) > 1 else 0

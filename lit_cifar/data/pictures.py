@@ -1,5 +1,6 @@
 """The user's own pictures, made into small RGB squares, uint8: folders of classes to train on, a folder to classify."""
 
+import math
 import os
 import stat
 import warnings
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from lit_cifar.data.dataset import Channels, Dataset, Split
 from lit_cifar.data.images import ImageSet
-from lit_cifar.data.picture_cache import FORMAT, LIMIT_GB, UNREADABLE, MappedImages, PictureCache
+from lit_cifar.data.picture_cache import FORMAT, HASH, LIMIT_GB, UNREADABLE, MappedImages, PictureCache
 from lit_cifar.errors import ConfigError, DataError, one_line, printable
 
 # What is read, whatever a file is called. Pillow knows forty more formats, most of them old, and starts Ghostscript for
@@ -97,16 +98,18 @@ class OwnPictures(Dataset):
             limit_gb=self._limit_gb,
         )
         paths = [f"{folder}/{file.path}" for file in files]
-        pixels, hashes, cached = cache.open(paths, size=self.image_size, read=partial(_pixels, size=self.image_size))
+        file, cached = cache.open(paths, size=self.image_size, read=partial(_pixels, size=self.image_size))
+        shape = (len(paths), 3, self.image_size, self.image_size)
+        hashes = np.frombuffer(file, HASH, offset=math.prod(shape))
         unreadable = hashes == UNREADABLE
         self._judge([path for path, bad in zip(paths, unreadable, strict=True) if bad], len(paths), cached)
         rows = torch.from_numpy(np.flatnonzero(~unreadable))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # nobody writes to it: torch warns of arrays that are read-only
-            images = torch.from_numpy(pixels)
+            warnings.simplefilter("ignore")  # nobody writes to it: torch warns of buffers that are read-only
+            images = torch.frombuffer(file, dtype=torch.uint8, count=math.prod(shape)).view(shape)
         labels = torch.tensor([file.label for file in files])[rows]
         checked = torch.zeros(len(files), dtype=torch.bool)
-        return MappedImages(images, labels, self.classes, rows, hashes, checked, cached)
+        return MappedImages(images, labels, self.classes, file, rows, hashes, checked, cached)
 
     def _judge(self, unreadable: list[str], num_files: int, cached: Path) -> None:
         """Refuse pictures that cannot be read, or say that they are left out."""

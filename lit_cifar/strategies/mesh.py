@@ -206,16 +206,24 @@ def make_mesh(device_type: str, *, model_size: int, timeout: timedelta | None) -
     `init_device_mesh` would give the groups of the axes torch's own time limit, ten minutes under NCCL.
     """
     world = cast(dist.ProcessGroup, dist.group.WORLD)
-    if dist.get_backend() == "gloo":
-        # Lightning binds it to the GPU. torch then splits it, as gloo says that it can, by a call that only NCCL has.
-        world.bound_device_id = None
     ranks = torch.arange(dist.get_world_size()).view(-1, model_size)
+    data, model = divmod(dist.get_rank(), model_size)
+    # Lightning binds the group of all to the GPU. Then all processes would have to split it for each group of any of
+    # them, and with gloo torch would do so by a call that only NCCL has.
+    bound, world.bound_device_id = world.bound_device_id, None
     groups: list[Any] = [
         # The group of all processes is there already.
-        world if len(lines) == 1 else dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout)[0]
-        for lines in (ranks.T, ranks)
+        world if len(line) == len(ranks.view(-1)) else _own_group(line.tolist(), timeout)
+        for line in (ranks[:, model], ranks[data])
     ]
+    if dist.get_backend() != "gloo":
+        world.bound_device_id = bound
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("data", "model"))
+
+
+def _own_group(ranks: list[int], timeout: timedelta | None) -> Any:
+    """The group of these processes, of which this one is one; no other takes part, however many there are."""
+    return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
