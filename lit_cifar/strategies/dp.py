@@ -149,8 +149,19 @@ class DataParallelStrategy(SingleProcessStrategy):
         return run
 
     def on_one_device(self, network: nn.Module) -> Runner:
-        """The chunks one after the other."""
-        return EmulatedReplicas(network, num_replicas=self.replicas_per_rank)
+        """The chunks one after the other; not by `EmulatedReplicas`, as a mistake in that would be repeated."""
+
+        def run(images: Tensor) -> Tensor:
+            before = {name: buffer.clone() for name, buffer in network.named_buffers()}
+            outputs = []
+            for replica, chunk in enumerate(images.chunk(self.replicas_per_rank)):
+                if replica:
+                    begin_part(replica)
+                buffers = {name: buffer.clone() for name, buffer in before.items()} if replica else {}
+                outputs.append(functional_call(network, buffers, (chunk,)))
+            return torch.cat(outputs)
+
+        return run
 
     @property
     @override

@@ -163,8 +163,17 @@ class StagedStrategy(CutStrategy, ABC):
         )
 
     def on_one_device(self, network: nn.Module) -> Runner:
-        """The microbatches one after the other."""
-        return StagedRunner([network], [self.root_device], num_microbatches=self.num_microbatches)
+        """The microbatches one after the other; not by `StagedRunner`, as a mistake in that would be repeated."""
+
+        def run(images: Tensor) -> Tensor:
+            outputs = []
+            for number, piece in enumerate(images.tensor_split(self.num_microbatches)):
+                if self.num_microbatches > 1:
+                    begin_part(number)
+                outputs.append(network(piece))
+            return torch.cat(outputs)
+
+        return run
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
