@@ -41,7 +41,7 @@ def run(case: str, *, bug: bool, seed: int = 0, tool: str = "") -> dict[str, Any
             "SILENT_BUG_SEED": str(seed),
             "SILENT_BUG_TOOL": tool,
             "SILENT_BUG_OUT": folder,
-            **other_tools.ENVIRONMENTS.get(tool, {}),
+            **other_tools.environment(case, tool),
         }
         start = perf_counter()
         project = HERE / "cases" / case / "project.py"
