@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any, TypeAlias
 
 import gallery
+import silent_bugs as bugs
 from figures import PLANTED, farthest, mistakes
 
 HERE = Path(__file__).parents[1]
@@ -230,6 +231,7 @@ def silent_bugs() -> Values:
         "silent-bugs-found-number": str(sum(row["found"] == "fail" for row in rows)),
         "silent-bugs-noted": str(sum(row["found"] == "note" for row in rows)),
         "silent-bugs-by-losses": str(sum(row["beyond_seed_noise"] for row in rows)),
+        "silent-bugs-tools": bugs.compared(),
         "silent-bugs-unseen": unseen_bugs(),
         "silent-bugs-false": f"{sum(bool(row['false_alarm']) for row in rows) or 'none'}",
         "silent-bugs-seconds": f"{median(row['seconds'] for row in rows):.0f} s",

@@ -21,6 +21,8 @@ BUG = os.environ.get("SILENT_BUG", "1") == "1"
 SEED = int(os.environ.get("SILENT_BUG_SEED", "0"))
 STEPS = 64  # that are replayed: in these small trainings, most or all
 _WATCHED = os.environ.get("SILENT_BUG_TOOL") == "replay"
+TORCH_CHECKS = os.environ.get("SILENT_BUG_TOOL") == "torch-checks"
+torch.autograd.set_detect_anomaly(TORCH_CHECKS)
 _OUT = Path(os.environ.get("SILENT_BUG_OUT", "."))  # gets `losses.jsonl` and `reports.jsonl`
 
 

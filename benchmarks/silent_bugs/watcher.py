@@ -4,6 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from case import TORCH_CHECKS
 
 
 class Watcher(pl.Callback):
@@ -11,6 +13,9 @@ class Watcher(pl.Callback):
 
     def __init__(self, replay: Any, report_loss: Callable[[Any], None], write_report: Callable[..., None]) -> None:
         self.replay, self.report_loss, self.write_report = replay, report_loss, write_report
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        torch.autograd.set_detect_anomaly(TORCH_CHECKS)  # which the trainer has set to its own
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
