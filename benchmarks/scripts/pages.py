@@ -230,7 +230,7 @@ def silent_bugs() -> Values:
             [
                 f"[{row['case']}]({row['report']})",
                 words[row["found"]],
-                (row["said"] or ["-"])[0].split(" differs")[0].split(" is not ")[0][:90].replace("|", "/"),
+                (row["said"] or ["-"])[0].split(" differs")[0].split(" is not ")[0].replace("|", "/"),
                 "yes" if row["beyond_seed_noise"] else "no",
             ]
             for row in rows
