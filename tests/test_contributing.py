@@ -72,4 +72,4 @@ def test_an_added_data_set_is_trained_on(tmp_path: Path) -> None:
 def test_an_added_mutation_is_found(tmp_path: Path) -> None:
     succeeds(tmp_path, *added("A mutation", tmp_path), "--json", "found.json")
     findings = json.loads((tmp_path / "found.json").read_text())["findings"]
-    assert [(found["bug"], found["right"]) for found in findings] == [(None, True), ("no-warmup", True)]
+    assert [(found["mutation"], found["right"]) for found in findings] == [(None, True), ("no-warmup", True)]

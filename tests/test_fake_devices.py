@@ -15,7 +15,7 @@ from torchmetrics import MeanMetric
 import lit_cifar.strategies.mp
 from lit_cifar.data.images import Batch
 from lit_cifar.models.blocks import Partition
-from lit_cifar.strategies.mp import StagedRunner, StagedStrategy
+from lit_cifar.strategies.mp import StagedForward, StagedStrategy
 from lit_cifar.task.module import LitResNet
 
 misplaced = pytest.raises(RuntimeError, match="device")  # FakeTensorDeviceMismatchError is one
@@ -42,7 +42,7 @@ def test_the_host_waits_for_what_a_stage_of_its_own_is_going_to_read() -> None:
         network, devices = lit_resnet().network, [torch.device("meta", 0), torch.device("cpu")]
         partition = Partition.of(network, (3, 32, 32), num_stages=2)
         stages = [stage.module(network).to(device) for stage, device in zip(partition.stages, devices, strict=True)]
-        logits = StagedRunner(stages, devices, num_microbatches=2)(torch.zeros(4, 3, 32, 32, device=devices[0]))
+        logits = StagedForward(stages, devices, num_microbatches=2)(torch.zeros(4, 3, 32, 32, device=devices[0]))
         assert logits.device == devices[0]
 
 

@@ -24,7 +24,7 @@ from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.models import build_resnet
 from lit_cifar.models.blocks import Partition
-from lit_cifar.strategies.mp import StagedRunner
+from lit_cifar.strategies.mp import StagedForward
 from lit_cifar.tools.verify import verify
 from lit_cifar.tools.verify.record import EXACT_BOUND
 
@@ -99,7 +99,7 @@ def test_stages_on_the_cpu_and_a_gpu_are_the_plain_network() -> None:
     divided = deepcopy(plain)
     parts = Partition.of(divided, (3, 32, 32), num_stages=2).modules(divided)
     stages = [stage.to(device) for stage, device in zip(parts, devices, strict=True)]
-    output = StagedRunner(stages, devices)(images.to(DEVICE))
+    output = StagedForward(stages, devices)(images.to(DEVICE))
     assert output.device == DEVICE
     for logits in (plain(images), output):
         logits.square().sum().backward()

@@ -77,7 +77,7 @@ def test_one_device_stands_for_several() -> None:
     strategy = DataParallelStrategy(num_replicas=3)
     strategy.parallel_devices = [torch.device("cpu")]
     assert BatchSplit.of(strategy).replicas_per_rank == 3
-    assert strategy.make_runner(build_resnet("tiny", stem="imagenet")).num_replicas == 3  # type: ignore[attr-defined]
+    assert strategy.make_forward_fn(build_resnet("tiny", stem="imagenet")).num_replicas == 3  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"num_replicas=3.*\n.*num_replicas=4"):
         L.Trainer(accelerator="cpu", devices=2, strategy=DataParallelStrategy(num_replicas=3), logger=False)
     trainer = L.Trainer(accelerator="cpu", devices=1, strategy=OneDeviceDDPStrategy(num_devices=3), logger=False)

@@ -249,4 +249,4 @@ def test_the_exit_status_and_the_record_say_whether_all_were_caught(
     assert main(["shifted-bias", "--json", str(tmp_path / "found.json")]) == status
     content = json.loads((tmp_path / "found.json").read_text())
     assert (content["passed"], content["exit_status"]) == (status == 0, status)
-    assert [row["bug"] for row in content["findings"]] == ["shifted-bias"]
+    assert [row["mutation"] for row in content["findings"]] == ["shifted-bias"]

@@ -363,7 +363,7 @@ OWN_MODES = {
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("mode", OWN_MODES)
-def test_modes_with_a_runner_of_their_own_are_judged(mode: str, precision: str, tmp_path: Path) -> None:
+def test_modes_with_a_forward_fn_of_their_own_are_judged(mode: str, precision: str, tmp_path: Path) -> None:
     """With layers that draw random numbers, of which each part of a batch has its own."""
     strategy = [f"--trainer.strategy={OWN_MODES[mode][0]}", *OWN_MODES[mode][1:]] if OWN_MODES[mode] else []
     flags = ["--model.network=own_networks.Drawing", "--trainer.callbacks+=lit_cifar.Replay", "--trainer.max_steps=3"]

@@ -20,7 +20,7 @@ from lit_cifar.models import build_resnet
 from lit_cifar.models.blocks import Partition
 from lit_cifar.strategies import DataParallelStrategy, LayerParallelStrategy
 from lit_cifar.strategies.dp import EmulatedReplicas, _DataParallel, in_context_of_caller
-from lit_cifar.strategies.mp import StagedRunner, gpipe_order
+from lit_cifar.strategies.mp import StagedForward, gpipe_order
 
 pytestmark = short
 
@@ -73,8 +73,8 @@ def test_other_processes_are_refused(mode: str, instead: str, monkeypatch: pytes
 
 
 @both
-def test_a_module_without_a_runner_is_refused(mode: str) -> None:
-    with pytest.raises(ConfigError, match="LightningModule has no network and no use_runner"):
+def test_a_module_without_a_forward_fn_is_refused(mode: str) -> None:
+    with pytest.raises(ConfigError, match="LightningModule has no network and no use_forward_fn"):
         trainer_of(mode).strategy.connect(L.LightningModule())
 
 
@@ -138,7 +138,7 @@ def test_a_setup_that_fails_keeps_its_error_and_is_torn_down(tmp_path: Path) -> 
     module = LitResNet("tiny", stem="imagenet", optimizer=no_optimizer)
     with pytest.raises(LookupError, match="no such optimizer"):
         fit(module, tmp_path, strategy="dp", devices=2)
-    assert module._runner is None
+    assert module._forward_fn is None
 
 
 # ---------------------------------------------------------------- mp; "meta" stands for a device
@@ -162,10 +162,10 @@ def test_both_modes_evaluate_a_batch_of_any_size(num_samples: int) -> None:
     torch.manual_seed(0)
     network = build_resnet("tiny", stem="imagenet").double().eval()
     images, stages = torch.randn(num_samples, 3, 32, 32).double(), Partition.of(network, (3, 32, 32), num_stages=2)
-    staged = StagedRunner(stages.modules(network), [CPU] * 2, num_microbatches=4)
-    for runner in (EmulatedReplicas(network, num_replicas=4), staged):
+    staged = StagedForward(stages.modules(network), [CPU] * 2, num_microbatches=4)
+    for forward_fn in (EmulatedReplicas(network, num_replicas=4), staged):
         with torch.inference_mode():
-            output = runner(images)
+            output = forward_fn(images)
             torch.testing.assert_close(output, network(images), rtol=1e-12, atol=1e-12)
         assert output.shape == (num_samples, 10)
 

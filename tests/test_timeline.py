@@ -22,7 +22,7 @@ from analysis.stage_timeline import (
 )
 from lit_cifar.models import build_resnet
 from lit_cifar.models.blocks import Partition
-from lit_cifar.strategies.mp import StagedRunner, gpipe_order
+from lit_cifar.strategies.mp import StagedForward, gpipe_order
 from lit_cifar.tools.bench.timeline import Recorder, write_trace
 
 CPU = torch.device("cpu")
@@ -34,10 +34,10 @@ def trained(recorder: Recorder | None, *, num_microbatches: int) -> tuple[nn.Mod
     torch.manual_seed(0)
     network = build_resnet("tiny", stem="strided")
     stages = [stage.module(network) for stage in Partition.of(network, (3, 32, 32), num_stages=2).stages]
-    runner = StagedRunner(stages, [CPU, CPU], num_microbatches=num_microbatches, recorder=recorder)
+    forward_fn = StagedForward(stages, [CPU, CPU], num_microbatches=num_microbatches, recorder=recorder)
     if recorder is not None:
         recorder.begin(0, network)
-    logits = runner(torch.randn(8, 3, 32, 32))
+    logits = forward_fn(torch.randn(8, 3, 32, 32))
     F.cross_entropy(logits, torch.arange(8)).backward()
     return network, logits
 

@@ -124,7 +124,7 @@ def mistakes(record: Path) -> dict[str, dict[str, float]]:
     for finding in json.loads(record.read_text())["findings"]:
         sizes = re.findall(r"differs by (\S+),", " ".join(finding["problems"]))
         if sizes:
-            found.setdefault(finding["mode"], {})[finding["bug"]] = float(sizes[0])
+            found.setdefault(finding["mode"], {})[finding["mutation"]] = float(sizes[0])
     return found
 
 
@@ -138,10 +138,10 @@ def proof(verified: Path, planted: Path = PLANTED) -> Figure:
         names = ("the mode", "the mode with a planted mistake") if y == 0 else (None, None)
         axes.plot([max(right, SAME_BITS)], [y], "o", color=BLUE, markersize=8, label=names[0])
         axes.plot(list(wrong.values()), [y] * len(wrong), "x", color=RED, markersize=7, mew=1.8, label=names[1])
-        bug = min(wrong, key=wrong.__getitem__)
+        mutation = min(wrong, key=wrong.__getitem__)
         beside = {"xytext": (-7, 0), "textcoords": "offset points", "ha": "right", "va": "center", "fontsize": 8}
         over = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # the line of the bound
-        axes.annotate(SMALLEST_MISTAKES[bug], (wrong[bug], y), **beside, bbox=over)
+        axes.annotate(SMALLEST_MISTAKES[mutation], (wrong[mutation], y), **beside, bbox=over)
     axes.axvline(BOUND, color=GREY, linestyle="--", label="allowed by verify: 1e-9")
     axes.set(xscale="log", xlim=(SAME_BITS / 3, 2), ylim=(len(rows) - 0.4, -0.6), xlabel="difference from one device")
     ticks = ("1e-15", "1e-12", "1e-9", "1e-6", "1e-3", "1")

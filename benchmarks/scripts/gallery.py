@@ -114,7 +114,7 @@ def main(output: Path, flags: list[str]) -> None:
         without = {kind: start(*kind, "no mistake") for kind in kinds}
         planted = {it.name: start(it.mode, it.devices, it.args, it.name, it) for it in OF_MODES}
         rows = [
-            {"bug": it.name, "imitates": it.imitates, "mode": it.mode}
+            {"mutation": it.name, "imitates": it.imitates, "mode": it.mode}
             | {"without": without[it.mode, it.devices, it.args].result(), "with": planted[it.name].result()}
             for it in OF_MODES
         ]
@@ -196,7 +196,7 @@ def drawn(path: Path) -> Figure:
         if row["with"] is not None:
             panel.plot(smooth(row["with"]["train/loss_step"]), color=RED, linewidth=1)
         is_hidden = not is_seen(row, noise)
-        panel.set_title(f"{row['bug']}\n{row['mode']}", fontsize=8, color="black" if is_hidden else RED)
+        panel.set_title(f"{row['mutation']}\n{row['mode']}", fontsize=8, color="black" if is_hidden else RED)
         panel.set_ylim(1.4, 2.8)
         panel.tick_params(labelsize=7)
         panel.spines[["top", "right"]].set_visible(False)

@@ -69,10 +69,10 @@ def verified() -> Values:
 def planted() -> Values:
     """What the self-test says of each planted mistake, and what the curves of a training show of it."""
     of_seeds = read("mistakes/2026-11-22-gallery/gallery.json", "of_seeds")
-    rows = {row["bug"]: row for row in read("mistakes/2026-11-22-gallery/gallery.json")}
-    said = {it["bug"]: it for it in json.loads(PLANTED.read_text())["findings"] if it["bug"]}
+    rows = {row["mutation"]: row for row in read("mistakes/2026-11-22-gallery/gallery.json")}
+    said = {it["mutation"]: it for it in json.loads(PLANTED.read_text())["findings"] if it["mutation"]}
     parts = sorted((HERE / "mistakes/2026-11-24-unseen").glob("*.json"))
-    unseen = [it for part in parts for it in json.loads(part.read_text())["findings"] if it["bug"]]
+    unseen = [it for part in parts for it in json.loads(part.read_text())["findings"] if it["mutation"]]
     noise, finals = gallery.spread(of_seeds), [gallery.final(curves) for curves in of_seeds]
     widest = {kind: max(f[kind] for f in finals) - min(f[kind] for f in finals) for kind in noise}
     yardsticks = {"noise": noise, "widest": widest}
@@ -81,9 +81,14 @@ def planted() -> Values:
         return str(sum(not gallery.is_seen(row, by) for row in rows.values()))
 
     return {
-        "mistakes": [[f"`{bug}`", it["imitates"], f"`{it['mode']}`", it["caught_by"]] for bug, it in said.items()],
+        "mistakes": [[f"`{name}`", it["imitates"], f"`{it['mode']}`", it["caught_by"]] for name, it in said.items()],
         "unseen": [
-            [f"`{it['bug']}`", it["imitates"], f"`{it['mode']}`", it["problems"][0] if it["right"] else "not found"]
+            [
+                f"`{it['mutation']}`",
+                it["imitates"],
+                f"`{it['mode']}`",
+                it["problems"][0] if it["right"] else "not found",
+            ]
             for it in unseen
         ],
         "unseen-found": f"{sum(it['right'] for it in unseen)} of {len(unseen)}",
@@ -91,8 +96,13 @@ def planted() -> Values:
         "mistakes-found": str(sum(it["right"] for it in said.values())),
         "mistakes-sized": str(sum(map(len, mistakes(PLANTED).values()))),
         "gallery": [
-            [f"`{bug}`: {row['imitates']}", f"`{row['mode']}`", gallery.in_words(row, noise), said[bug]["problems"][0]]
-            for bug, row in rows.items()
+            [
+                f"`{name}`: {row['imitates']}",
+                f"`{row['mode']}`",
+                gallery.in_words(row, noise),
+                said[name]["problems"][0],
+            ]
+            for name, row in rows.items()
         ],
         **{f"gallery-{name}": hidden(by) for name, by in yardsticks.items()},
         **{f"gallery-{name}-{kind}": f"{by[kind]:.2f}" for name, by in yardsticks.items() for kind in by},
@@ -104,7 +114,7 @@ def in_precisions() -> Values:
     found: dict[str, dict[str, Any]] = {"32-true": {}, "bf16-mixed": {}}
     for name, its in found.items():
         rows = json.loads((HERE / f"mistakes/2026-11-25-precisions/{name}.json").read_text())["findings"]
-        its |= {row["bug"]: row for row in rows if row["bug"]}
+        its |= {row["mutation"]: row for row in rows if row["mutation"]}
 
     def word(row: dict[str, Any]) -> str:
         replayed = any(problem.startswith("replay: ") for problem in row["problems"])
@@ -117,8 +127,8 @@ def in_precisions() -> Values:
     ]
     return {
         "precisions": [
-            [f"`{bug}`: {row['imitates']}", f"`{row['mode']}`", *(word(its[bug]) for its in found.values())]
-            for bug, row in found["32-true"].items()
+            [f"`{name}`: {row['imitates']}", f"`{row['mode']}`", *(word(its[name]) for its in found.values())]
+            for name, row in found["32-true"].items()
         ],
         "precisions-replayed": " and ".join(map(str, counted)),
         **{f"precisions-{n}": f"{sum(r['right'] for r in its.values())} of {len(its)}" for n, its in found.items()},
@@ -221,7 +231,7 @@ def silent_bugs() -> Values:
             [
                 f"[{row['case']}]({row['report']})",
                 words[row["found"]],
-                (row["said"] or ["-"])[0].split(" differs")[0].split(" is not ")[0][:90].replace("|", "/"),
+                (row["said"] or ["-"])[0].split(" differs")[0].split(" is not ")[0].replace("|", "/"),
                 "yes" if row["beyond_seed_noise"] else "no",
             ]
             for row in rows

@@ -61,12 +61,12 @@ DESCRIPTION = "Train networks on CIFAR-10 and similar data, in any mode of paral
 EPILOG = """\
 further commands, each with a --help of its own:
     bench               What training costs on this machine.
-    doctor              Whether this machine is fit to train in parallel, mode by mode.
+    doctor              Whether this machine is fit to train in parallel.
     modes               Which modes run on this machine, and how to start them.
-    verify              Compare modes step by step with the single-device computation that each must equal.
-    chaos               Kill, stop and resize a training at random, and check that nothing is lost.
-    export              Write a checkpoint's network as torch.export and ONNX, compared with the checkpoint.
-    report              Write an HTML page about runs, to compare them or to send it to somebody.
+    verify              Compare modes with the one device that each must equal.
+    chaos               Kill, stop and resize a training: is anything lost?
+    export              Write a checkpoint's network as torch.export and ONNX.
+    report              Write an HTML page about runs, to compare or to send.
 """
 
 

@@ -1,4 +1,4 @@
-"""Base of the modes that replace the module's forward by a runner of their own, and what they ask of a module."""
+"""Base of the modes that replace the module's forward by a function of their own, and what they ask of a module."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -20,7 +20,7 @@ from lit_cifar.strategies.parts import Parts, WholeBatch
 
 # What takes the network's place. Not an `nn.Module`: as an attribute of one it would become its child, and every name
 # in a checkpoint would change.
-Runner = Callable[[Tensor], Tensor]
+ForwardFn = Callable[[Tensor], Tensor]
 
 
 class RunsNetwork(Protocol):
@@ -29,8 +29,8 @@ class RunsNetwork(Protocol):
     network: nn.Module
     image_shape: tuple[int, ...]  # of an image that enters it
 
-    def use_runner(self, runner: Runner | None) -> None:
-        """From now on `forward` calls `runner` in place of `network`; None restores `network`."""
+    def use_forward_fn(self, forward_fn: ForwardFn | None) -> None:
+        """From now on `forward` calls `forward_fn` in place of `network`; None restores `network`."""
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The loss of each sample, (n,), from `logits` (n, C) and `labels` (n,); `pp` alone asks for it."""
@@ -101,23 +101,23 @@ def check_gradient_hooks(network: nn.Module, *, strategy: str, also_accumulated:
 
 
 class CustomForwardStrategy(ParallelStrategy, ABC):
-    """From `setup` to `teardown` the module's `forward` calls a runner that the subclass makes.
+    """From `setup` to `teardown` the module's `forward` calls a function that the subclass makes.
 
     A subclass must name this before the Lightning strategy that it also derives from, whose methods this one extends.
     """
 
-    strategy_name = "runner"  # value of `--trainer.strategy`
+    strategy_name = "custom_forward"  # value of `--trainer.strategy`
     registered: ClassVar[dict[str, dict[str, Any]]] = {}  # such values and their arguments, if there are several
-    needs: ClassVar[list[str]] = ["network", "use_runner"]  # what a module must have, see `RunsNetwork`
-    # What passes through the runner: the batch, or with `--virtual_replicas` its parts one by one.
+    needs: ClassVar[list[str]] = ["network", "use_forward_fn"]  # what a module must have, see `RunsNetwork`
+    # What passes through it: the batch, or with `--virtual_replicas` its parts one by one.
     parts: WholeBatch = WholeBatch()
-    # `on_one_device(network)` returns what one device runs in place of the runner, with a whole copy of the network.
+    # `on_one_device(network)` returns what one device runs in its place, with a whole copy of the network.
     # `Replay` compares with it. None in modes whose steps one device cannot repeat bit for bit.
-    on_one_device: Callable[[nn.Module], Runner] | None = None
+    on_one_device: Callable[[nn.Module], ForwardFn] | None = None
     has_own_step = False  # whether gradients are computed in `training_step` here, around the module's
 
     @abstractmethod
-    def make_runner(self, network: nn.Module) -> Runner:
+    def make_forward_fn(self, network: nn.Module) -> ForwardFn:
         """The callable to use in place of `network`, which is on the device where `model_to_device` has put it."""
 
     @property
@@ -125,7 +125,7 @@ class CustomForwardStrategy(ParallelStrategy, ABC):
         return cast(RunsNetwork, self.lightning_module)
 
     def use_parts(self, parts: Parts) -> None:
-        """From the next `setup` on the runner gets `parts`, each of which is to be computed by itself.
+        """From the next `setup` on that function gets `parts`, each of which is to be computed by itself.
 
         A subclass raises a `ConfigError` for those that would end with other bits.
         """
@@ -176,13 +176,13 @@ class CustomForwardStrategy(ParallelStrategy, ABC):
     @override
     def setup(self, trainer: L.Trainer) -> None:
         super().setup(trainer)
-        self.module.use_runner(self.make_runner(self.module.network))
+        self.module.use_forward_fn(self.make_forward_fn(self.module.network))
 
     @override
     def teardown(self) -> None:
         # This is also called when `connect` or `setup` has failed.
-        if hasattr(self.lightning_module, "use_runner"):
-            self.module.use_runner(None)
+        if hasattr(self.lightning_module, "use_forward_fn"):
+            self.module.use_forward_fn(None)
         super().teardown()
 
     @classmethod

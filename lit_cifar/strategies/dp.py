@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.random_streams import begin_part
-from lit_cifar.strategies.base import Runner, SingleProcessStrategy, compiles
+from lit_cifar.strategies.base import ForwardFn, SingleProcessStrategy, compiles
 
 
 class EmulatedReplicas:
@@ -47,7 +47,7 @@ class EmulatedReplicas:
         return torch.cat(outputs)
 
 
-def in_turn(network: nn.Module, devices: Sequence[torch.device]) -> Runner:
+def in_turn(network: nn.Module, devices: Sequence[torch.device]) -> ForwardFn:
     """Give whole batches to the replicas in turn, which all work on the network's own parameters and buffers.
 
     For parts of a batch, each of which is to be computed as one device would. There is a replica for each of `devices`;
@@ -132,7 +132,7 @@ class DataParallelStrategy(SingleProcessStrategy):
         return torch.arange(num_samples) // samples_per_chunk
 
     @override
-    def make_runner(self, network: nn.Module) -> Runner:
+    def make_forward_fn(self, network: nn.Module) -> ForwardFn:
         devices = self.copying_devices[0]  # CUDA devices, which several replicas may share, or the CPU for all of them
         if self.parts.one_by_one:
             return in_turn(network, devices)
@@ -148,7 +148,7 @@ class DataParallelStrategy(SingleProcessStrategy):
 
         return run
 
-    def on_one_device(self, network: nn.Module) -> Runner:
+    def on_one_device(self, network: nn.Module) -> ForwardFn:
         """The chunks one after the other; not by `EmulatedReplicas`, as a mistake in that would be repeated."""
 
         def run(images: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from typing_extensions import override
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.blocks import blocks_of
 from lit_cifar.models.compiled import Compiled
-from lit_cifar.strategies.base import Runner, at_least_one, check_untied, compiles
+from lit_cifar.strategies.base import ForwardFn, at_least_one, check_untied, compiles
 from lit_cifar.strategies.mesh import MeshStrategy, local_part, parameters_of
 from lit_cifar.strategies.parts import Parts
 from lit_cifar.strategies.state_dicts import full, part_of
@@ -151,7 +151,7 @@ class ShardedStrategy(MeshStrategy):
             )
 
     @override
-    def make_runner(self, network: nn.Module) -> Runner:
+    def make_forward_fn(self, network: nn.Module) -> ForwardFn:
         """Put a copy in the network's place, and leave each process its parts of it."""
         self._whole = network
         # `fully_shard` takes parameters in torch's own order alone; the activations follow the images.
@@ -179,7 +179,7 @@ class ShardedStrategy(MeshStrategy):
 
         return run
 
-    def on_one_device(self, network: nn.Module) -> Runner:
+    def on_one_device(self, network: nn.Module) -> ForwardFn:
         """The network as it is."""
         return network
 

@@ -34,8 +34,8 @@ from lit_cifar.strategies.base import CustomForwardStrategy, check_gradient_hook
 class MeshStrategy(CustomForwardStrategy, DDPStrategy):
     """Starts processes as Lightning's `ddp` does; several of them hold one replica.
 
-    A subclass splits the network when it makes its runner. `self.model` is the LightningModule: there is no wrapper, so
-    the arguments of Lightning's `DDPStrategy` that configure its wrapper do not exist here.
+    A subclass splits the network in `make_forward_fn`. `self.model` is the LightningModule: there is no wrapper, so the
+    arguments of Lightning's `DDPStrategy` that configure its wrapper do not exist here.
 
     Args:
         process_group_backend: Backend of the process group; by default NCCL on GPUs and gloo on the CPU.
@@ -114,7 +114,7 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
-        """As Lightning's `ddp` does, with the runner in place of the wrapper."""
+        """As Lightning's `ddp` does, with that function in place of the wrapper."""
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)
@@ -125,7 +125,7 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
         self._reset_optimizers_and_schedulers()
         self.model.to(self.root_device)
         _sync_module_states(self.model)
-        self.module.use_runner(self.make_runner(self.module.network))
+        self.module.use_forward_fn(self.make_forward_fn(self.module.network))
         self._count_along_data(self.data_group)
         if fitting:
             self.setup_optimizers(trainer)

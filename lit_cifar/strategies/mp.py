@@ -23,11 +23,11 @@ from typing_extensions import override
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.random_streams import begin_part, begin_stage
-from lit_cifar.strategies.base import CutStrategy, NoRecorder, Runner, SingleProcessStrategy, at_least_one, compiles
+from lit_cifar.strategies.base import CutStrategy, ForwardFn, NoRecorder, SingleProcessStrategy, at_least_one, compiles
 from lit_cifar.strategies.parts import Parts
 
 
-class StagedRunner:
+class StagedForward:
     """Sends the microbatches of a batch, which `Tensor.tensor_split` cuts, through stages on different devices.
 
     Kernels on CUDA are queued, and the host returns at once: while a device works on one microbatch, the host issues
@@ -153,17 +153,17 @@ class StagedStrategy(CutStrategy, ABC):
             stage.module(network).to(device)
 
     @override
-    def make_runner(self, network: nn.Module) -> Runner:
+    def make_forward_fn(self, network: nn.Module) -> ForwardFn:
         stages = self.partition.modules(network)
-        return StagedRunner(
+        return StagedForward(
             [Compiled(stage) for stage in stages] if compiles(self.lightning_module) else stages,
             self.stage_devices,
             num_microbatches=self.num_microbatches,
             recorder=self.recorder,
         )
 
-    def on_one_device(self, network: nn.Module) -> Runner:
-        """The microbatches one after the other; not by `StagedRunner`, as a mistake in that would be repeated."""
+    def on_one_device(self, network: nn.Module) -> ForwardFn:
+        """The microbatches one after the other; not by `StagedForward`, as a mistake in that would be repeated."""
 
         def run(images: Tensor) -> Tensor:
             outputs = []

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.random_streams import begin_part
-from lit_cifar.strategies.base import CutStrategy, Runner, compiles
+from lit_cifar.strategies.base import CutStrategy, ForwardFn, compiles
 from lit_cifar.strategies.mesh import MeshStrategy, loss_scale, parameters_of
 from lit_cifar.strategies.parts import Parts
 from lit_cifar.strategies.pipeline import (
@@ -132,7 +132,7 @@ class PipelineStrategy(CutStrategy, MeshStrategy):
         return self.partition.table(owners)
 
     @override
-    def make_runner(self, network: nn.Module) -> Runner:
+    def make_forward_fn(self, network: nn.Module) -> ForwardFn:
         """Leave this process's stages on its device; the others go to host memory."""
         self.pipeline = Pipeline(
             network,
@@ -172,13 +172,13 @@ class PipelineStrategy(CutStrategy, MeshStrategy):
             parameter.grad = gradient
         # The module asks for the logits of the batch, or of one part after the other.
         outputs = iter(torch.split(logits, sizes) if self.parts.one_by_one else [logits])
-        self.module.use_runner(lambda images: next(outputs))
+        self.module.use_forward_fn(lambda images: next(outputs))
         loss = super().training_step(batch, *args, **kwargs)
-        self.module.use_runner(self.pipeline.evaluate)
+        self.module.use_forward_fn(self.pipeline.evaluate)
         with_gradients: Tensor = PrecomputedGradients.apply(loss, gradients, scale, *parameters)
         return with_gradients
 
-    def on_one_device(self, network: nn.Module) -> Runner:
+    def on_one_device(self, network: nn.Module) -> ForwardFn:
         """The microbatches one after the other, forward and then backward."""
         parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
 

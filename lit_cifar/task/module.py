@@ -117,7 +117,7 @@ class LitResNet(L.LightningModule):
         self.label_smoothing = label_smoothing
         self.lr_scaling: LRScaling = lr_scaling
         self.base_batch_size = base_batch_size
-        self._runner: Callable[[Tensor], Tensor] | None = None
+        self._forward_fn: Callable[[Tensor], Tensor] | None = None
         self.virtual_replicas: Any = None  # passes the parts of a batch one by one: strategies/virtual_replicas.py
         self._newest: tuple[Tensor, Tensor, Tensor] | None = None  # losses, logits, labels of a batch
         self._logged_epoch: int | None = None
@@ -137,26 +137,26 @@ class LitResNet(L.LightningModule):
             if isinstance(metric, Metric):
                 metric.reset()
         self._newest = self._logged_epoch = None
-        if self.compiles:  # a strategy with a runner of its own sets it later
-            self.use_runner(Compiled(self.network, cuda_graphs=self.cuda_graphs))
+        if self.compiles:  # a strategy with a function of its own sets it later
+            self.use_forward_fn(Compiled(self.network, cuda_graphs=self.cuda_graphs))
 
     def teardown(self, stage: str) -> None:
         """Let `forward` run the plain network again, on batches of any size without compiling."""
-        self.use_runner(None)
+        self.use_forward_fn(None)
 
-    def use_runner(self, runner: Callable[[Tensor], Tensor] | None) -> None:
-        """Let `forward` go through `runner`, a callable that runs `self.network`, or through the network itself again.
+    def use_forward_fn(self, forward_fn: Callable[[Tensor], Tensor] | None) -> None:
+        """Let `forward` call `forward_fn`, which runs `self.network`, or with None the network itself again.
 
         For strategies that split the network or its batch inside one process. Whatever they wrap around the network
         stays outside of this module's children, so that checkpoints keep their keys.
         """
-        self._runner = runner
+        self._forward_fn = forward_fn
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (n, num_classes) of normalised images (n, 3, height, width)."""
         if self.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
-        logits: Tensor = self.network(images) if self._runner is None else self._runner(images)
+        logits: Tensor = self.network(images) if self._forward_fn is None else self._forward_fn(images)
         return logits
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:

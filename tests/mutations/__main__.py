@@ -55,7 +55,7 @@ def _known(name: str) -> str:
 
 def _row(finding: Finding) -> dict[str, Any]:
     mutation = finding.mutation
-    named = {"bug": mutation and mutation.name, "imitates": mutation and mutation.imitates}
+    named = {"mutation": mutation and mutation.name, "imitates": mutation and mutation.imitates}
     shown = ("mode", "problems", "finished", "acted", "caught_by", "no_place", "right")
     return named | {name: getattr(finding, name) for name in shown}
 

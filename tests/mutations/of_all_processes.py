@@ -21,7 +21,7 @@ from lit_cifar.reporting.evaluation_tables import PerRankAccuracy
 from lit_cifar.strategies import ProcessSyncBatchNorm, tp
 from lit_cifar.strategies.dp import EmulatedReplicas
 from lit_cifar.strategies.mesh import local_part
-from lit_cifar.strategies.mp import StagedRunner
+from lit_cifar.strategies.mp import StagedForward
 from lit_cifar.strategies.pipeline import Pipeline
 from lit_cifar.task.metrics import EvaluationMetrics
 from lit_cifar.task.optim import WarmupDecay
@@ -166,17 +166,17 @@ def _stale_buffers(site: Site) -> None:
     site.replace(site.module, "on_save_checkpoint", with_old_buffers)
 
 
-@mutation("the last microbatch has no gradient", "mp-micro", StagedRunner, "__call__", args=PIPELINE)
-def _dropped_microbatch(site: Site, run: Any, runner: StagedRunner, images: Tensor) -> Tensor:
-    output: Tensor = run(runner, images)
+@mutation("the last microbatch has no gradient", "mp-micro", StagedForward, "__call__", args=PIPELINE)
+def _dropped_microbatch(site: Site, run: Any, forward_fn: StagedForward, images: Tensor) -> Tensor:
+    output: Tensor = run(forward_fn, images)
     if not output.requires_grad:
         return output
-    *others, last = output.tensor_split(runner.num_microbatches)
+    *others, last = output.tensor_split(forward_fn.num_microbatches)
     return torch.cat([*others, last.detach()])
 
 
-@mutation("a device computes with a copy that is not trained", "mp", StagedRunner, "__init__")
-def _copied_stage(site: Site, make: Any, runner: StagedRunner, stages: Any, *args: Any, **kwargs: Any) -> None:
+@mutation("a device computes with a copy that is not trained", "mp", StagedForward, "__init__")
+def _copied_stage(site: Site, make: Any, forward_fn: StagedForward, stages: Any, *args: Any, **kwargs: Any) -> None:
     *others, last = stages
     copied = deepcopy(last)
 
@@ -185,7 +185,7 @@ def _copied_stage(site: Site, make: Any, runner: StagedRunner, stages: Any, *arg
             its.training = module.training
 
     copied.register_forward_pre_hook(follow)
-    make(runner, [*others, copied], *args, **kwargs)
+    make(forward_fn, [*others, copied], *args, **kwargs)
 
 
 @mutation("the last layer's gradient is not averaged", "ddp_mp", DDPStrategy, "configure_ddp", devices=4)

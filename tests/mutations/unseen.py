@@ -26,7 +26,7 @@ from lit_cifar.reporting import evaluation_tables
 from lit_cifar.strategies import fsdp2, state_dicts, sync_batchnorm
 from lit_cifar.strategies.dp import EmulatedReplicas
 from lit_cifar.strategies.mesh import MeshStrategy, local_part
-from lit_cifar.strategies.mp import StagedRunner
+from lit_cifar.strategies.mp import StagedForward
 from lit_cifar.strategies.pipeline import Pipeline
 from lit_cifar.strategies.sync_batchnorm import _Normalise, _Synchronised
 from lit_cifar.strategies.tp import _all_reduce, _Sum
@@ -161,11 +161,11 @@ def _pieces_as_they_end(site: Site, evaluate: Any, pipeline: Pipeline, images: T
     return torch.cat([*reversed(evaluate(pipeline, images).tensor_split(pipeline.num_microbatches))])
 
 
-@mutation("cut by strides, joined as blocks", "mp-micro", StagedRunner, "__call__")
-def _strided_microbatches(site: Site, run: Any, runner: StagedRunner, images: Tensor) -> Any:
+@mutation("cut by strides, joined as blocks", "mp-micro", StagedForward, "__call__")
+def _strided_microbatches(site: Site, run: Any, forward_fn: StagedForward, images: Tensor) -> Any:
     if torch.is_grad_enabled():
-        return run(runner, images)
-    return torch.cat([run(runner, images[start :: runner.num_microbatches]) for start in range(2)])
+        return run(forward_fn, images)
+    return torch.cat([run(forward_fn, images[start :: forward_fn.num_microbatches]) for start in range(2)])
 
 
 @mutation("the last batch is compared with shifted labels", "single", BatchLoader, "__iter__")

@@ -250,9 +250,9 @@ class _Window:
             num_together=self.num_together,
             before_step=partial(before_step, module, self.trainer),
         )
-        if (on_one_device := _runner_of_one_device(self.trainer.strategy)) is not None:
+        if (on_one_device := _forward_fn_of_one_device(self.trainer.strategy)) is not None:
             module.to(device_of(self.module))
-            module.use_runner(on_one_device(module.network))  # type: ignore[operator]
+            module.use_forward_fn(on_one_device(module.network))  # type: ignore[operator]
 
     def _step(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         with self.trainer.precision_plugin.train_step_context():
@@ -288,7 +288,7 @@ class _Window:
         if self.module.automatic_optimization and not has_own_backward(self.module):
             twin.loss_gradient = lambda: view.loss_scale / self.trainer.accumulate_grad_batches
             is_alone = self.trainer.world_size * self.trainer.accumulate_grad_batches == 1
-            if not is_alone and not twin.sharded and _runner_of_one_device(self.trainer.strategy) is None:
+            if not is_alone and not twin.sharded and _forward_fn_of_one_device(self.trainer.strategy) is None:
                 copied = partial(quiet_copy, view=view, replayer=replayer)
                 replayer.joined = JoinedBatch(copied, device_of(self.module))
         detach(twin.module, view, replayer)
@@ -300,14 +300,14 @@ class _Window:
 
 def _is_known(strategy: Strategy) -> bool:
     """One device, ddp, FSDP2, or one that says what one device computes; no other that starts its processes so."""
-    if _runner_of_one_device(strategy) is not None:
+    if _forward_fn_of_one_device(strategy) is not None:
         return True
     if is_a(strategy, "DDPStrategy"):
         return isinstance(strategy.model, DistributedDataParallel) and strategy.root_device == device_of(strategy.model)
     return is_a(strategy, "SingleDeviceStrategy", "ModelParallelStrategy")
 
 
-def _runner_of_one_device(strategy: Strategy) -> Callable[..., Any] | None:
+def _forward_fn_of_one_device(strategy: Strategy) -> Callable[..., Any] | None:
     """By which a strategy that replaces the forward pass of `module.network` says what one device would compute."""
     found: Callable[..., Any] | None = getattr(strategy, "on_one_device", None)
     return found

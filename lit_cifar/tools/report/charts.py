@@ -54,12 +54,15 @@ def line_chart(title: str, lines: Sequence[Line], *, x_name: str, percent: bool 
     for line in lines:
         marker = ".s^Dv"[line.run // 10 % 5] if line.run >= 10 or len(line.points) <= _MOST_MARKERS else ""
         style: Any = {"color": f"C{line.run}", "linestyle": "--" if line.dashed else "-", "marker": marker}
+        style["fillstyle"] = "none" if line.dashed else "full"  # of one epoch there is a point and no line
         axes.plot(*zip(*line.points, strict=True), label=_end_of(line.name), **style)
     missing = sum(not math.isfinite(y) for line in lines for _, y in line.points)
     axes.set_title(f"{title}\nnot shown: {missing} values that are nan or infinite" if missing else title)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     if percent:
         axes.yaxis.set_major_formatter(PercentFormatter(1))
+    if zero:
+        axes.update_datalim([(0, 0)])  # so that the margin above is a part of the whole height
     axes.set(xlim=(0, None), ylim=(0 if zero else None, None), xlabel=x_name)
     axes.legend()
     return figure
