@@ -13,7 +13,7 @@ from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.cli.main import CLI
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-PATHS = sorted(CONFIGS.rglob("*.yaml"))
+PATHS = sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent.name != "cluster")  # those are no configurations
 # Few drawn images in place of a data set that must be downloaded, and a small network.
 DRAWN = ["--model.arch=tiny", "--data.dataset=synthetic", "--data.num_train=600", "--data.num_test=50"]
 SHORT = ["--trainer.max_steps=2", "--trainer.log_every_n_steps=1", "--trainer.limit_val_batches=0"]

@@ -13,8 +13,6 @@ import gallery
 import notebooks_path  # noqa: F401  # for `analysis`
 import silent_bugs
 from matplotlib.figure import Figure
-from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 
 from analysis.articles import PRINTED_LOSSES
 from analysis.run_frames import BLUE, GREY, RED, read_metrics, read_per_rank
@@ -207,13 +205,8 @@ def digest(figure: Figure) -> str:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a PNG that says what it shows, with a palette: half the bytes."""
+    """Write a PNG that says what it shows."""
     figure.savefig(path, dpi=160, metadata={"Content": digest(figure)})
-    with Image.open(path) as image:
-        texts = PngInfo()
-        for name, text in image.text.items():
-            texts.add_text(name, text)
-        image.convert("RGB").quantize(128).save(path, optimize=True, pnginfo=texts)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -110,11 +110,12 @@ def planted() -> Values:
 
 
 def in_precisions() -> Values:
-    """Planted mistakes that `verify` finds in float32 and bfloat16, by a replay or without one."""
-    found: dict[str, dict[str, Any]] = {"32-true": {}, "bf16-mixed": {}}
+    """Planted mistakes that `verify` finds in each precision, by a replay or without one."""
+    found: dict[str, dict[str, Any]] = {"64-true": {}, "32-true": {}, "bf16-mixed": {}, "virtual": {}}
     for name, its in found.items():
         rows = json.loads((HERE / f"mistakes/2026-11-25-precisions/{name}.json").read_text())["findings"]
-        its |= {row["mutation"]: row for row in rows if row["mutation"]}
+        its |= {row["mutation"]: row for row in rows if row["mutation"] and not row["no_place"]}
+    virtual = found.pop("virtual")
 
     def word(row: dict[str, Any]) -> str:
         replayed = any(problem.startswith("replay: ") for problem in row["problems"])
@@ -123,9 +124,11 @@ def in_precisions() -> Values:
 
     counted = [
         sum(any(problem.startswith("replay: ") for problem in row["problems"]) for row in its.values())
-        for its in found.values()
+        for its in (found["32-true"], found["bf16-mixed"])
     ]
+    found_there = sum(row["right"] for row in virtual.values())
     return {
+        "precisions-virtual": f"{found_there} of {len(virtual)}",
         "precisions": [
             [f"`{name}`: {row['imitates']}", f"`{row['mode']}`", *(word(its[name]) for its in found.values())]
             for name, row in found["32-true"].items()
