@@ -213,7 +213,7 @@ def save(figure: Figure, path: Path) -> None:
         texts = PngInfo()
         for name, text in image.text.items():
             texts.add_text(name, text)
-        image.convert("RGB").quantize(128).save(path, optimize=True, pnginfo=texts)
+        image.convert("RGB").quantize(256).save(path, optimize=True, pnginfo=texts)
 
 
 def parser() -> argparse.ArgumentParser:
