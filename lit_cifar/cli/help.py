@@ -66,6 +66,7 @@ further commands, each with a --help of its own:
     verify              Compare modes step by step with the single-device computation that each must equal.
     chaos               Kill, stop and resize a training at random, and check that nothing is lost.
     export              Write a checkpoint's network as torch.export and ONNX, compared with the checkpoint.
+    ray                 Train over the nodes of a Ray cluster, in any mode.
     report              Write an HTML page about runs, to compare them or to send it to somebody.
 """
 
