@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from math import inf
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,13 +23,13 @@ from lit_cifar.launch.signals import EXIT_STOPPED, handlers_put_back
 from lit_cifar.tools.terminal import CommandParser, names_config, refuse_owned, say
 
 _USERS_MISTAKE = 2  # exit status
-_LAST_CALL_S = 30.0  # for more nodes, when the smallest number is there
+_LAST_CALL_S = 30  # for more nodes, when the smallest number may be there
 _GRACE_S = 100.0  # after SIGTERM: for the current step or validation, and for saving
 _POLL_S = 0.3
-_FORWARDED = ("GLOO_", "NCCL_")  # what the variables begin with that go to every node
+_FORWARDED = ("GLOO_", "NCCL_")  # variables that begin so go to every node
 _DESCRIPTION = """\
 Train or evaluate over nodes of a running Ray cluster, in any mode. What follows fit, validate, test or predict is as
-without Ray. Each node has equally many workers, which are processes as those of torchrun."""
+without Ray."""
 _say = partial(say, file=sys.stderr)
 
 
@@ -63,12 +64,13 @@ class Job:
     """Starts the processes until they end well, or once more often than `--max_failures`."""
 
     def __init__(self, ray: Any, options: argparse.Namespace) -> None:
-        self.ray = ray
-        self.options = options
-        self.words = [options.command, *options.flags]
+        self.ray, self.options = ray, options
         self.num_stops = 0  # how often the user has asked it to end
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._stop)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self.num_stops += 1
 
     def run(self) -> int:
         for restarts in range(self.options.max_failures + 1):
@@ -83,38 +85,38 @@ class Job:
     @contextmanager
     def _placed(self) -> Iterator[list[Any]]:
         """An actor on each of as many nodes as there are; none if the user ends the job before."""
-        options = self.options
-        bundle = {"CPU": options.workers_per_node, "GPU": options.workers_per_node * options.gpus_per_worker}
-        smallest, largest = options.nodes
+        smallest, largest = self.options.nodes
+        each = {"CPU": self.options.workers_per_node, "GPU": self._gpus}
         for num_nodes in range(largest, smallest - 1, -1):
-            group = self.ray.util.placement_group([bundle] * num_nodes, strategy="STRICT_SPREAD")
+            group = self.ray.util.placement_group([each] * num_nodes, strategy="STRICT_SPREAD")
             try:
-                if self._wait(group, _LAST_CALL_S if num_nodes > smallest else float("inf")):
-                    yield [self._actor(group, node, bundle) for node in range(num_nodes)]
+                if self._wait(group, _LAST_CALL_S if num_nodes > smallest else sys.maxsize):
+                    yield [self._actor(group, node) for node in range(num_nodes)]
                     return
             finally:
                 self.ray.util.remove_placement_group(group)  # ends the actors, and with them what they have started
         yield []
 
-    def _wait(self, group: Any, limit_s: float) -> bool:
-        begin, said = time.monotonic(), False
-        while time.monotonic() - begin < limit_s and not self.num_stops:
-            if group.wait(timeout_seconds=1):
-                return True
-            if not said and time.monotonic() - begin > _LAST_CALL_S / 6:
-                said = True
-                each = ", ".join(f"{count:g} {name}" for name, count in group.bundle_specs[0].items() if count)
-                _say(f"lit_cifar: waiting for {group.bundle_count} nodes with {each} free on each")
+    def _wait(self, group: Any, limit_s: int) -> bool:
+        for second in range(limit_s):
+            if self.num_stops or group.wait(timeout_seconds=1):
+                return not self.num_stops
+            if second == 5:
+                _say(f"lit_cifar: waits for nodes with free resources: {group.bundle_specs}")
         return False
 
-    def _actor(self, group: Any, node: int, bundle: dict[str, int]) -> Any:
+    @property
+    def _gpus(self) -> int:
+        """Of each node."""
+        return int(self.options.workers_per_node * self.options.gpus_per_worker)
+
+    def _actor(self, group: Any, node: int) -> Any:
         variables = {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
         variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # Ray's would be that of the whole node
-        place = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, node)
         actor = self.ray.remote(NodeProcesses).options(
-            num_cpus=bundle["CPU"],
-            num_gpus=bundle["GPU"],
-            scheduling_strategy=place,
+            num_cpus=self.options.workers_per_node,
+            num_gpus=self._gpus,
+            scheduling_strategy=self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, node),
             runtime_env={"env_vars": variables},
         )
         return actor.remote()
@@ -122,15 +124,13 @@ class Job:
     def _attempt(self, nodes: list[Any], restarts: int) -> int:
         """The exit status of the rank that has failed first; 0 if none has."""
         errors = self.ray.exceptions
-        each = {"num_nodes": len(nodes), "num_local": self.options.workers_per_node, "restarts": restarts}
+        words = [self.options.command, *self.options.flags]
+        sizes = {"num_nodes": len(nodes), "num_local": self.options.workers_per_node}
+        each = {"folder": str(Path.cwd()), "restarts": restarts, **sizes}
         try:
             place = self.ray.get(nodes[0].meeting_place.remote(num_nodes=len(nodes)))
-            self.ray.get(
-                [
-                    actor.start.remote(self.words, folder=str(Path.cwd()), place=place, node=node, **each)
-                    for node, actor in enumerate(nodes)
-                ]
-            )
+            starts = [actor.start.remote(words, place=place, node=node, **each) for node, actor in enumerate(nodes)]
+            self.ray.get(starts)
             return self._follow(nodes)
         except errors.RayTaskError as error:
             raise error.cause if isinstance(error.cause, ConfigError) else error from None
@@ -140,7 +140,7 @@ class Job:
 
     def _follow(self, nodes: list[Any]) -> int:
         """Print what the processes print, until all have ended."""
-        failed, deadline = 0, float("inf")
+        failed, deadline = 0, inf
         while True:
             polled = self.ray.get([node.poll.remote() for node in nodes])
             for _, texts in polled:
@@ -154,15 +154,12 @@ class Job:
                 _say(f"lit_cifar: rank {rank} has ended with status {failed}")
             if None not in statuses:
                 return failed
-            if deadline == float("inf") and (failed or self.num_stops):
+            if deadline == inf and (failed or self.num_stops):
                 deadline = time.monotonic() + _GRACE_S
                 self.ray.get([node.signal.remote(signal.SIGTERM) for node in nodes])
             elif time.monotonic() > deadline or self.num_stops > 1:
                 self.ray.get([node.signal.remote(signal.SIGKILL) for node in nodes])
             time.sleep(_POLL_S)
-
-    def _stop(self, number: int, frame: FrameType | None) -> None:
-        self.num_stops += 1
 
 
 @contextmanager
