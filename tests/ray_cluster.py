@@ -1,4 +1,4 @@
-"""A Ray cluster of nodes on this machine, as a program: it prints its address and takes orders, a line each."""
+"""A Ray cluster of nodes on this machine, as a program that prints its address."""
 
 import os
 import socket
@@ -21,20 +21,16 @@ def _settings() -> dict[str, Any]:
 
 
 def main() -> None:
-    """`add` adds a node with room for two workers, `remove` kills the oldest; each is answered by a line."""
+    """Three nodes with room for two workers each, until stdin is closed."""
     os.environ.update(_BUSY, RAY_USAGE_STATS_ENABLED="0")
     from ray.cluster_utils import Cluster
 
     with TemporaryDirectory(dir="/tmp") as folder:  # a short name: that of a socket has at most 107 letters
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "temp_dir": folder, **_settings()})
-        nodes = []
+        for _ in range(3):
+            cluster.add_node(num_cpus=2, **_settings())
         print(cluster.address, flush=True)
-        for line in sys.stdin:
-            if line == "add\n":
-                nodes.append(cluster.add_node(num_cpus=2, **_settings()))
-            else:
-                cluster.remove_node(nodes.pop(0), allow_graceful=False)
-            print("done", flush=True)
+        sys.stdin.read()
         cluster.shutdown()
 
 
