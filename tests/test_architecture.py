@@ -30,7 +30,7 @@ LAYERS = [
     {"callbacks"},
     {"tools.modes", "tools.terminal", "tools.forked", "tools.replay", "tools.pytest_plugin"},
     {"tools.export", "tools.verify"},
-    {"tools.chaos", "tools.doctor", "tools.report"},
+    {"tools.chaos", "tools.doctor", "tools.ray", "tools.report"},
     {"tools.bench"},
     {"tools.commands"},
     {"cli"},

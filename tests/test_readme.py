@@ -24,6 +24,7 @@ from lit_cifar.tools.chaos.command import chaos_parser
 from lit_cifar.tools.doctor.command import doctor_parser
 from lit_cifar.tools.export import export_parser
 from lit_cifar.tools.modes import sized_modes
+from lit_cifar.tools.ray import ray_parser
 from lit_cifar.tools.report.page import report_parser
 from lit_cifar.tools.verify.command import verify_parser
 from tests.mutations.__main__ import parser as mutations_parser
@@ -89,6 +90,9 @@ def check_program(args: list[str]) -> None:
         case "export":
             _, rest = export_parser().parse_known_args(args[1:])
             assert all(word.startswith("--model.network.") for word in rest)
+        case "ray":
+            options = ray_parser().parse_args(args[1:])
+            parser_of("fit").parse_args([options.command, *options.flags])
         case "report":
             report_parser().parse_args(args[1:])
         case "verify":

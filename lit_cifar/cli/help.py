@@ -66,6 +66,7 @@ further commands, each with a --help of its own:
     verify              Compare modes with the one device that each must equal.
     chaos               Kill, stop and resize a training: is anything lost?
     export              Write a checkpoint's network as torch.export and ONNX.
+    ray                 Train over the nodes of a Ray cluster, in any mode.
     report              Write an HTML page about runs, to compare or to send.
 """
 

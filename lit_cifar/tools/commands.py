@@ -11,6 +11,7 @@ _MODULES = {
     "export": "export",
     "doctor": "doctor.command",
     "modes": "doctor.modes",
+    "ray": "ray",
     "report": "report.page",
     "verify": "verify.command",
 }

@@ -1,0 +1,94 @@
+"""The processes of a run on one machine, started with the variables that torchrun would give them.
+
+For schedulers that have an agent of their own on each machine. This file is all that the agent imports.
+"""
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from lit_cifar.launch.network_interfaces import address_of, loopback_interface, named_interface
+
+_PR_SET_PDEATHSIG = 1
+_PIPE_BYTES = 2**20
+_libc = ctypes.CDLL(None)
+
+
+class NodeProcesses:
+    """Starts them, hands over what they print, and ends them; they never outlive the thread that starts them."""
+
+    def __init__(self) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._pipes: list[int] = []
+
+    def meeting_place(self, *, num_nodes: int) -> tuple[str, int]:
+        """The address of this machine's interface, and a free port, for a rank 0 that is started here."""
+        address = address_of(named_interface() if num_nodes > 1 else loopback_interface())
+        with socket.create_server((address, 0)) as listener:
+            return address, listener.getsockname()[1]
+
+    def start(
+        self,
+        words: Sequence[str],
+        *,
+        folder: str,
+        place: tuple[str, int],
+        node: int,
+        num_nodes: int,
+        num_local: int,
+        restarts: int,
+    ) -> None:
+        """`python -m lit_cifar words` in `folder`, as each of the `num_local` ranks of node number `node`."""
+        common = {
+            "MASTER_ADDR": place[0],
+            "MASTER_PORT": place[1],
+            "WORLD_SIZE": num_nodes * num_local,
+            "LOCAL_WORLD_SIZE": num_local,
+            "GROUP_WORLD_SIZE": num_nodes,
+            "GROUP_RANK": node,
+            "TORCHELASTIC_RUN_ID": "lit-cifar",
+            "TORCHELASTIC_RESTART_COUNT": restarts,
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+        }
+        pipes = [os.pipe(), os.pipe()]
+        for local_rank in range(num_local):
+            own = common | {"RANK": node * num_local + local_rank, "LOCAL_RANK": local_rank}
+            process = subprocess.Popen(
+                [sys.executable, "-m", "lit_cifar", *words],
+                env=os.environ | {name: str(value) for name, value in own.items()},
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=pipes[0][1],
+                stderr=pipes[1][1],
+                preexec_fn=_die_with_parent,
+            )
+            self._processes.append(process)
+        for reader, writer in pipes:
+            os.close(writer)
+            os.set_blocking(reader, False)
+            self._pipes.append(reader)
+
+    def poll(self) -> tuple[list[int | None], list[bytes]]:
+        """The exit status of each process, None while it runs; and what is new on stdout and on stderr."""
+        statuses = [process.poll() for process in self._processes]
+        return statuses, [_new(pipe) for pipe in self._pipes]
+
+    def signal(self, number: int) -> None:
+        """Send a signal to those that run."""
+        for process in self._processes:
+            process.send_signal(number)
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _new(pipe: int) -> bytes:
+    try:
+        return os.read(pipe, _PIPE_BYTES)
+    except BlockingIOError:
+        return b""

@@ -1,0 +1,197 @@
+"""`python -m lit_cifar ray`: a run over nodes of a Ray cluster, started again when a worker or a node is lost.
+
+A train loop of Ray Train runs in a thread of Ray's worker, where neither signal handlers nor forks can be used. Here an
+actor on each node starts processes as torchrun would, and all that follows torchrun holds for them.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from math import inf
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from lit_cifar.errors import ConfigError, one_line
+from lit_cifar.launch.node import NodeProcesses
+from lit_cifar.launch.signals import EXIT_STOPPED, handlers_put_back
+from lit_cifar.tools.terminal import CommandParser, names_config, refuse_owned, say
+
+_USERS_MISTAKE = 2  # exit status
+_LAST_CALL_S = 30  # for more nodes, when the smallest number may be there
+_GRACE_S = 100.0  # after SIGTERM: for the current step or validation, and for saving
+_POLL_S = 0.3
+_FORWARDED = ("GLOO_", "NCCL_")  # variables that begin so go to every node
+_DESCRIPTION = """\
+Train or evaluate over nodes of a running Ray cluster, in any mode. What follows fit, validate, test or predict is as
+without Ray."""
+_say = partial(say, file=sys.stderr)
+
+
+def main(args: list[str]) -> int:
+    """Run it; return the exit status of the workers."""
+    options = ray_parser().parse_args(args)
+    refuse_owned(options.flags, {"trainer.devices", "trainer.num_nodes"}, command="ray")
+    resumes = names_config(options.flags) or any(flag.startswith("--resume") for flag in options.flags)
+    if options.max_failures and options.command == "fit" and not resumes:
+        raise ConfigError(
+            f"--max_failures={options.max_failures}, but a training that starts again would not resume",
+            remedy="add --resume=auto and --run_dir=FOLDER, which every node can read",
+        )
+    with _connected(options.address) as ray, handlers_put_back():
+        return Job(ray, options).run()
+
+
+def ray_parser() -> argparse.ArgumentParser:
+    parser = CommandParser("ray", description=_DESCRIPTION)
+    add = parser.add_argument
+    add("--nodes", type=_bounds, default=(1, 1), help="Number of nodes; 1:2 goes on while one is there (default: 1).")
+    add("--workers_per_node", type=_positive, default=1, metavar="N", help="Processes on each node (default: 1).")
+    add("--gpus_per_worker", type=int, default=0, metavar="N", help="GPUs of each process (default: 0).")
+    add("--max_failures", type=int, default=0, metavar="N", help="How often to start again (default: 0).")
+    add("--address", default="auto", help="Of the Ray cluster (default: the one that this machine belongs to).")
+    add("command", choices=["fit", "validate", "test", "predict"])
+    add("flags", nargs=argparse.REMAINDER, help="As without Ray.")
+    return parser
+
+
+class Job:
+    """Starts the processes until they end well, or once more often than `--max_failures`."""
+
+    def __init__(self, ray: Any, options: argparse.Namespace) -> None:
+        self.ray, self.options = ray, options
+        self.num_stops = 0  # how often the user has asked it to end
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._stop)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self.num_stops += 1
+
+    def run(self) -> int:
+        for restarts in range(self.options.max_failures + 1):
+            if restarts:
+                _say(f"lit_cifar: start {restarts} of {self.options.max_failures} after a failure")
+            with self._placed() as nodes:
+                status = self._attempt(nodes, restarts) if nodes else EXIT_STOPPED
+            if status in (0, _USERS_MISTAKE) or self.num_stops:
+                break
+        return status
+
+    @contextmanager
+    def _placed(self) -> Iterator[list[Any]]:
+        """An actor on each of as many nodes as there are; none if the user ends the job before."""
+        smallest, largest = self.options.nodes
+        each = {"CPU": self.options.workers_per_node, "GPU": self._gpus}
+        for num_nodes in range(largest, smallest - 1, -1):
+            group = self.ray.util.placement_group([each] * num_nodes, strategy="STRICT_SPREAD")
+            try:
+                if self._wait(group, _LAST_CALL_S if num_nodes > smallest else sys.maxsize):
+                    yield [self._actor(group, node) for node in range(num_nodes)]
+                    return
+            finally:
+                self.ray.util.remove_placement_group(group)  # ends the actors, and with them what they have started
+        yield []
+
+    def _wait(self, group: Any, limit_s: int) -> bool:
+        for second in range(limit_s):
+            if self.num_stops or group.wait(timeout_seconds=1):
+                return not self.num_stops
+            if second == 5:
+                _say(f"lit_cifar: waits for nodes with free resources: {group.bundle_specs}")
+        return False
+
+    @property
+    def _gpus(self) -> int:
+        """Of each node."""
+        return int(self.options.workers_per_node * self.options.gpus_per_worker)
+
+    def _actor(self, group: Any, node: int) -> Any:
+        variables = {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
+        variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # Ray's would be that of the whole node
+        actor = self.ray.remote(NodeProcesses).options(
+            num_cpus=self.options.workers_per_node,
+            num_gpus=self._gpus,
+            scheduling_strategy=self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, node),
+            runtime_env={"env_vars": variables},
+        )
+        return actor.remote()
+
+    def _attempt(self, nodes: list[Any], restarts: int) -> int:
+        """The exit status of the rank that has failed first; 0 if none has."""
+        errors = self.ray.exceptions
+        words = [self.options.command, *self.options.flags]
+        sizes = {"num_nodes": len(nodes), "num_local": self.options.workers_per_node}
+        each = {"folder": str(Path.cwd()), "restarts": restarts, **sizes}
+        try:
+            place = self.ray.get(nodes[0].meeting_place.remote(num_nodes=len(nodes)))
+            starts = [actor.start.remote(words, place=place, node=node, **each) for node, actor in enumerate(nodes)]
+            self.ray.get(starts)
+            return self._follow(nodes)
+        except errors.RayTaskError as error:
+            raise error.cause if isinstance(error.cause, ConfigError) else error from None
+        except errors.RayError as error:
+            _say(f"lit_cifar: a node is lost: {one_line(error)[:200]}")
+            return 1
+
+    def _follow(self, nodes: list[Any]) -> int:
+        """Print what the processes print, until all have ended."""
+        failed, deadline = 0, inf
+        while True:
+            polled = self.ray.get([node.poll.remote() for node in nodes])
+            for _, texts in polled:
+                for stream, text in zip((sys.stdout, sys.stderr), texts, strict=True):
+                    stream.write(text.decode(errors="replace"))
+                    stream.flush()
+            statuses = [status for found, _ in polled for status in found]
+            if not failed and any(statuses):
+                rank, failed = next((rank, status) for rank, status in enumerate(statuses) if status)
+                failed = 128 - failed if failed < 0 else failed
+                _say(f"lit_cifar: rank {rank} has ended with status {failed}")
+            if None not in statuses:
+                return failed
+            if deadline == inf and (failed or self.num_stops):
+                deadline = time.monotonic() + _GRACE_S
+                self.ray.get([node.signal.remote(signal.SIGTERM) for node in nodes])
+            elif time.monotonic() > deadline or self.num_stops > 1:
+                self.ray.get([node.signal.remote(signal.SIGKILL) for node in nodes])
+            time.sleep(_POLL_S)
+
+
+@contextmanager
+def _connected(address: str) -> Iterator[Any]:
+    try:
+        import ray
+        import ray.exceptions
+        import ray.util.scheduling_strategies
+    except ImportError as error:
+        raise ConfigError("Ray is not installed here", remedy="pip install 'lit-cifar[ray]'") from error
+    try:
+        ray.init(address, log_to_driver=False, logging_level="warning")
+    except (ConnectionError, ValueError) as error:
+        raise ConfigError(
+            f"there is no Ray cluster at --address={address}: {one_line(error)[:150]}",
+            remedy="start one: ray start --head; on the other machines ray start --address=HOST:6379",
+        ) from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def _bounds(text: str) -> tuple[int, int]:
+    smallest, _, largest = text.partition(":")
+    bounds = _positive(smallest), _positive(largest or smallest)
+    if bounds[0] > bounds[1]:
+        raise argparse.ArgumentTypeError(f"{text} is not NUMBER or SMALLEST:LARGEST")
+    return bounds
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1")
+    return int(text)
