@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -136,6 +136,13 @@ class Job:
             time.sleep(0.2)
 
 
+def wait_for_end(processes: Iterable[psutil.Process]) -> None:
+    deadline = time.monotonic() + 60
+    while alive := [process for process in processes if is_running(process)]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.2)
+
+
 def end_of(run: Path) -> tuple[str, str]:
     """The digest of the last weights, and which samples were used in which step."""
     return (run / "weights.sha256").read_text().splitlines()[-1], (run / "sample_audit.csv").read_text()
@@ -180,8 +187,11 @@ def test_a_killed_worker_costs_no_sample(cluster: Cluster, undisturbed: tuple[st
 def test_a_killed_node_costs_no_sample(cluster: Cluster, undisturbed: tuple[str, str], tmp_path: Path) -> None:
     job = Job(cluster, tmp_path, *LONG, "--resume=auto", own="--max_failures=1")
     job.wait_for(step=7)
-    psutil.Process(int(job.workers()[1].environ()["RAY_RAYLET_PID"])).kill()
+    node = psutil.Process(int(job.workers()[1].environ()["RAY_RAYLET_PID"]))
+    processes = node.children(recursive=True)
+    node.kill()
     assert job.status() == 0, job.log()
+    wait_for_end(processes)
     assert "start 1 of 1 after a failure" in job.log()
     assert end_of(job.run) == undisturbed
 
@@ -209,5 +219,5 @@ def test_no_worker_outlives_a_job_that_is_killed(cluster: Cluster, tmp_path: Pat
     workers = job.workers()
     assert sorted(workers) == [0, 1]
     job.process.kill()
-    _, alive = psutil.wait_procs(workers.values(), timeout=30)
-    assert alive == []
+    job.process.wait()
+    wait_for_end(workers.values())
