@@ -52,7 +52,6 @@ WRONG = {
     "two passes": ("parameters", 0, 1, "net.weight"),  # DDP averages the first one only
 }
 ABSTAINED = {
-    "compressed": "fp16_compress_hook",
     "sends": "exchange data inside a step by",
     "tensor parallel": "tensor parallelism adds up",
     "overflowed": "no optimizer made a step",
@@ -97,7 +96,8 @@ def test_a_right_training_passes(name: str, reports: dict[str, Any]) -> None:
     report = reports[name]
     assert report["outcome"] == "pass", report
     assert report["num_steps"] == 2
-    judged = ["samples", "reduced", "steps", "states", *["gradients"] * ("sharded" not in name)]
+    judged = ["samples", "steps", "states", *["gradients"] * ("sharded" not in name)]
+    judged += ["reduced"] * (name != "compressed")
     assert min(report["counts"][what] for what in judged) > 0
     assert report["largest_share"] <= 1
 
@@ -106,6 +106,22 @@ def test_a_right_training_passes(name: str, reports: dict[str, Any]) -> None:
 def test_gradients_that_are_all_zero_are_noted(name: str, reports: dict[str, Any]) -> None:
     assert "every gradient is zero in these steps, so the loss trains nothing" in reports[name]["notes"]
     assert "so the loss trains nothing" not in " ".join(reports["loss from inside"]["notes"])
+
+
+@each_of(["compressed"])
+def test_what_a_communication_hook_changes_is_noted(name: str, reports: dict[str, Any]) -> None:
+    (note,) = reports[name]["notes"]
+    assert re.fullmatch(r"gradients leave the communication hook fp16_compress_hook 0\.0\d+ % away from .*", note)
+
+
+def test_a_communication_hook_that_divides_twice_is_told_from_compression() -> None:
+    mean = ExactMean(2)
+    for gradient in torch.randn(2, 9, generator=torch.Generator().manual_seed(4)):
+        mean.add({"weight": gradient})
+    exact = mean.totals["weight"] / 2
+    factor, rest = mean.compared({"weight": exact.half() / 2, "unreached": torch.ones(2)})
+    assert factor == pytest.approx(0.5, rel=1e-3)
+    assert 0 < rest < 1e-3
 
 
 @each_of(["gathers outputs"])
