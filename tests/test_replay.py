@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from commands import TINY, launch
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lit_cifar import Replay, ReplayError
 from lit_cifar.__main__ import main
-from lit_cifar.tools.replay.digests import digest
+from lit_cifar.tools.replay.digests import checksum, digest
 from lit_cifar.tools.replay.epoch import Pass, is_order_of_epoch_0, judge_epoch, judge_resumed_epoch
 from lit_cifar.tools.replay.exchange import Exchange, problem
 from lit_cifar.tools.replay.reduction import ExactMean, gamma
@@ -177,18 +178,38 @@ def test_whole_epochs_and_evaluations_are_judged(reports: dict[str, Any]) -> Non
 def test_the_samples_of_an_epoch(ids: list[list[int]], before: list[int], finding: str, note: str) -> None:
     report = Report("ddp", 2, "32-true", 0, subject="data of epoch 1")
     report.counts["samples"] = 4
-    judge_epoch(report, [Pass(its, 4, [], is_drawn=True, is_divided=True) for its in ids], before=before)
+    judge_epoch(report, [Pass(its, 4, [], 7, is_drawn=True, is_divided=True) for its in ids], before=before)
     assert [finding in its.text for its in report.findings] == [True] * bool(finding)
     assert note in " ".join(report.notes)
     assert report.outcome == ("fail" if finding else "pass")
 
 
-def test_ranks_may_have_a_data_set_each() -> None:
-    """Which is seen where they are not of one size."""
+@pytest.mark.parametrize(
+    ("sizes", "data", "finding"),
+    [
+        ((6, 4), ("a", "a"), ""),
+        ((4, 4), ("a", "b"), ""),
+        ((4, 4), ("a", "a"), "are read by several ranks, each of which needs its own"),
+        ((4, 4), (lambda: 1, lambda: 2), "are read by several ranks, each of which needs its own"),  # not to be pickled
+    ],
+)
+def test_ranks_may_have_a_data_set_each(sizes: tuple[int, int], data: tuple[Any, Any], finding: str) -> None:
     report = Report("ddp", 2, "32-true", 0, subject="data of epoch 0")
-    ranks = [Pass([*range(size)], size, [], is_drawn=True, is_divided=False) for size in (6, 4)]
+    ranks = [
+        Pass([*range(size)], size, [], checksum(its), is_drawn=True, is_divided=False)
+        for size, its in zip(sizes, data, strict=True)
+    ]
     judge_epoch(report, ranks, before=[])
-    assert (report.findings, len(report.notes)) == ([], 1), report
+    assert " ".join(its.text for its in report.findings) == finding
+
+
+def test_a_checksum_is_of_the_beginning_of_large_data() -> None:
+    data = np.zeros(2**27, np.uint8)
+    first = checksum(data)
+    data[-1] = 1
+    assert checksum(data) == first
+    data[0] = 1
+    assert checksum(data) != first
 
 
 @pytest.mark.parametrize(
@@ -201,7 +222,7 @@ def test_ranks_may_have_a_data_set_each() -> None:
 )
 def test_ranks_have_one_subset_or_parts_of_it(subsets: list[list[int]], finding: str) -> None:
     report = Report("ddp", 2, "32-true", 0, subject="data of epoch 0")
-    ranks = [Pass(its[rank::2], 4, its, is_drawn=True, is_divided=True) for rank, its in enumerate(subsets)]
+    ranks = [Pass(its[rank::2], 4, its, 7, is_drawn=True, is_divided=True) for rank, its in enumerate(subsets)]
     judge_epoch(report, ranks, before=[])
     assert " ".join(f"{its.tensor} {its.text}" for its in report.findings) == finding
 
