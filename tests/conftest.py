@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
-from parts import in_part
 from processes import adopt_orphans, children
 
 import lit_cifar.strategies  # noqa: F401  # registers their names
@@ -48,23 +47,11 @@ torch.set_num_threads(1)
 logging.getLogger("lightning.pytorch").propagate = True
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", metavar="K/N", help="run every Nth of the chosen tests, from the Kth on")
-
-
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Let one process run what shares a fixture of its module: else each that runs tests makes it for itself."""
     fixtures = [fixture for found in item._fixtureinfo.name2fixturedefs.values() for fixture in found]
     if any(fixture.scope == "module" for fixture in fixtures):
         item.add_marker(pytest.mark.xdist_group(item.path.stem))
-
-
-@pytest.hookimpl(trylast=True)  # of the tests that -m and -k have left
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if part := config.getoption("--part"):
-        chosen = in_part({item.nodeid for item in items}, part)
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
-        items[:] = [item for item in items if item.nodeid in chosen]
 
 
 def settings() -> dict[str, Any]:

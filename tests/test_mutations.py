@@ -215,12 +215,14 @@ def assert_all_caught(findings: list[Finding], mutations: list[Mutation]) -> Non
 @pytest.mark.parametrize(
     ("planted", "with_parts"),
     [
-        pytest.param(OF_MODES, False, marks=pytest.mark.slow),
-        pytest.param([*OF_MODES, *OF_PARTS], True, marks=pytest.mark.exhaustive),
+        *(
+            pytest.param([its for its in OF_MODES if its.mode == mode], False, marks=pytest.mark.slow, id=mode)
+            for mode in dict.fromkeys(mutation.mode for mutation in OF_MODES)
+        ),
+        pytest.param([*OF_MODES, *OF_PARTS], True, marks=pytest.mark.exhaustive, id="by bits"),
         # Their author had not seen how `verify` compares.
-        pytest.param(unseen.MUTATIONS, False, marks=pytest.mark.exhaustive),
+        pytest.param(unseen.MUTATIONS, False, marks=pytest.mark.exhaustive, id="unseen"),
     ],
-    ids=["of modes", "by bits", "unseen"],
 )
 def test_the_whole_self_test(planted: list[Mutation], with_parts: bool) -> None:
     assert_all_caught(self_test(planted, with_parts=with_parts), planted)

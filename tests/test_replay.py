@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from commands import TINY, launch
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lit_cifar import Replay, ReplayError
 from lit_cifar.__main__ import main
-from lit_cifar.tools.replay.digests import digest
+from lit_cifar.tools.replay.digests import checksum, digest
 from lit_cifar.tools.replay.epoch import Pass, is_order_of_epoch_0, judge_epoch, judge_resumed_epoch
 from lit_cifar.tools.replay.exchange import Exchange, problem
 from lit_cifar.tools.replay.reduction import ExactMean, gamma
@@ -52,7 +53,6 @@ WRONG = {
     "two passes": ("parameters", 0, 1, "net.weight"),  # DDP averages the first one only
 }
 ABSTAINED = {
-    "compressed": "fp16_compress_hook",
     "sends": "exchange data inside a step by",
     "tensor parallel": "tensor parallelism adds up",
     "overflowed": "no optimizer made a step",
@@ -97,7 +97,8 @@ def test_a_right_training_passes(name: str, reports: dict[str, Any]) -> None:
     report = reports[name]
     assert report["outcome"] == "pass", report
     assert report["num_steps"] == 2
-    judged = ["samples", "reduced", "steps", "states", *["gradients"] * ("sharded" not in name)]
+    judged = ["samples", "steps", "states", *["gradients"] * ("sharded" not in name)]
+    judged += ["reduced"] * (name != "compressed")
     assert min(report["counts"][what] for what in judged) > 0
     assert report["largest_share"] <= 1
 
@@ -106,6 +107,22 @@ def test_a_right_training_passes(name: str, reports: dict[str, Any]) -> None:
 def test_gradients_that_are_all_zero_are_noted(name: str, reports: dict[str, Any]) -> None:
     assert "every gradient is zero in these steps, so the loss trains nothing" in reports[name]["notes"]
     assert "so the loss trains nothing" not in " ".join(reports["loss from inside"]["notes"])
+
+
+@each_of(["compressed"])
+def test_what_a_communication_hook_changes_is_noted(name: str, reports: dict[str, Any]) -> None:
+    notes = " ".join(reports[name]["notes"])
+    assert re.search(r"gradients leave the communication hook fp16_compress_hook 0\.0\d+ % away from their mean", notes)
+
+
+def test_a_communication_hook_that_divides_twice_is_told_from_compression() -> None:
+    mean = ExactMean(2)
+    for gradient in torch.randn(2, 9, generator=torch.Generator().manual_seed(4)):
+        mean.add({"weight": gradient})
+    exact = mean.totals["weight"] / 2
+    factor, rest = mean.compared({"weight": exact.half() / 2, "unreached": torch.ones(2)})
+    assert factor == pytest.approx(0.5, rel=1e-3)
+    assert 0 < rest < 1e-3
 
 
 @each_of(["gathers outputs"])
@@ -161,18 +178,38 @@ def test_whole_epochs_and_evaluations_are_judged(reports: dict[str, Any]) -> Non
 def test_the_samples_of_an_epoch(ids: list[list[int]], before: list[int], finding: str, note: str) -> None:
     report = Report("ddp", 2, "32-true", 0, subject="data of epoch 1")
     report.counts["samples"] = 4
-    judge_epoch(report, [Pass(its, 4, [], is_drawn=True, is_divided=True) for its in ids], before=before)
+    judge_epoch(report, [Pass(its, 4, [], 7, is_drawn=True, is_divided=True) for its in ids], before=before)
     assert [finding in its.text for its in report.findings] == [True] * bool(finding)
     assert note in " ".join(report.notes)
     assert report.outcome == ("fail" if finding else "pass")
 
 
-def test_ranks_may_have_a_data_set_each() -> None:
-    """Which is seen where they are not of one size."""
+@pytest.mark.parametrize(
+    ("sizes", "data", "finding"),
+    [
+        ((6, 4), ("a", "a"), ""),
+        ((4, 4), ("a", "b"), ""),
+        ((4, 4), ("a", "a"), "are read by several ranks, each of which needs its own"),
+        ((4, 4), (lambda: 1, lambda: 2), "are read by several ranks, each of which needs its own"),  # not to be pickled
+    ],
+)
+def test_ranks_may_have_a_data_set_each(sizes: tuple[int, int], data: tuple[Any, Any], finding: str) -> None:
     report = Report("ddp", 2, "32-true", 0, subject="data of epoch 0")
-    ranks = [Pass([*range(size)], size, [], is_drawn=True, is_divided=False) for size in (6, 4)]
+    ranks = [
+        Pass([*range(size)], size, [], checksum(its), is_drawn=True, is_divided=False)
+        for size, its in zip(sizes, data, strict=True)
+    ]
     judge_epoch(report, ranks, before=[])
-    assert (report.findings, len(report.notes)) == ([], 1), report
+    assert " ".join(its.text for its in report.findings) == finding
+
+
+def test_a_checksum_is_of_the_beginning_of_large_data() -> None:
+    data = np.zeros(2**27, np.uint8)
+    first = checksum(data)
+    data[-1] = 1
+    assert checksum(data) == first
+    data[0] = 1
+    assert checksum(data) != first
 
 
 @pytest.mark.parametrize(
@@ -185,7 +222,7 @@ def test_ranks_may_have_a_data_set_each() -> None:
 )
 def test_ranks_have_one_subset_or_parts_of_it(subsets: list[list[int]], finding: str) -> None:
     report = Report("ddp", 2, "32-true", 0, subject="data of epoch 0")
-    ranks = [Pass(its[rank::2], 4, its, is_drawn=True, is_divided=True) for rank, its in enumerate(subsets)]
+    ranks = [Pass(its[rank::2], 4, its, 7, is_drawn=True, is_divided=True) for rank, its in enumerate(subsets)]
     judge_epoch(report, ranks, before=[])
     assert " ".join(f"{its.tensor} {its.text}" for its in report.findings) == finding
 

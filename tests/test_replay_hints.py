@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 from lit_cifar import replay
@@ -20,6 +21,10 @@ HABITS = {
     "clips a part": "by another factor for each parameter",
     "clips by value": "not by a factor",
     "clips what is scaled": "before the scale of the loss is taken out of them",
+    "clips before the pass": "a call changes gradients of the pass before it, as by clipping too early",
+    "sets a rate for each batch": "a learning rate changes between the microbatches of a step",
+    "computes dropout again": "a backward pass draws random numbers, as dropout that is computed again",
+    "computes statistics again": "a backward pass changes 1.running_mean, as statistics that count a batch twice",
     "steps a schedule for each batch": "a schedule makes several steps between two steps of an optimizer",
     "zeroes for each batch": "the gradient of 0.bias is zeroed before a step has used it",
     "zeroes never": "the gradient of 0.bias is not zeroed after a step, so it is used again",
@@ -42,10 +47,30 @@ class Listed(nn.Sequential):
         return found
 
 
+class Checkpointed(nn.Sequential):
+    """With layers that are computed again in the backward pass, by another random state."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = checkpoint(super().forward, inputs, use_reentrant=False, preserve_rng_state=False)
+        return found
+
+
+class Clipping(nn.Sequential):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+        found: torch.Tensor = super().forward(inputs)
+        return found
+
+
+KINDS = {"list": Listed, "again": Checkpointed, "before the pass": Clipping}
+
+
 def trained(habit: str) -> Report:
     torch.manual_seed(5)
-    layers = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
-    model = (Listed if "list" in habit else nn.Sequential)(*layers)
+    layers = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)]
+    if "dropout" in habit:
+        layers[1] = nn.Dropout(0.1)
+    model = next((kind for words, kind in KINDS.items() if words in habit), nn.Sequential)(*layers)
     if "nothing uses" in habit:
         model[2].register_module("extra", nn.Linear(1, 1))
     if "frozen" in habit:
@@ -61,11 +86,13 @@ def trained(habit: str) -> Report:
             for _ in range(BATCHES):
                 if "zeroes for each" in habit:
                     optimizer.zero_grad()
+                if "rate" in habit:
+                    optimizer.param_groups[0]["lr"] *= 0.9
                 loss = cross_entropy(model(torch.randn(4, 6)), torch.randint(3, (4,))) / BATCHES
                 scaler.scale(loss).backward()
             if "value" in habit:
                 nn.utils.clip_grad_value_(model.parameters(), 0.01)
-            elif "clips" in habit:
+            elif "clips" in habit and "before" not in habit:
                 nn.utils.clip_grad_norm_(model[0].parameters() if "part" in habit else model.parameters(), 0.01)
             scaler.step(optimizer)
             scaler.update()
@@ -120,4 +147,14 @@ def test_an_evaluation_of_several_models_is_noted() -> None:
     assert report.notes == [
         "the ranks evaluate with unlike buffers, as mean: what they log is of several models",
         "accuracy goes on counting from before the evaluation: call reset() on it",
+    ]
+
+
+def test_batches_that_are_counted_as_more_samples_than_were_read_are_noted() -> None:
+    report = Report("ddp", 2, "32-true", 0, subject="evaluation")
+    seen = [Seen({"loss": Logged(5.0, 5.0, 5, 1)}, [], {}), Seen({"loss": Logged(7.0, 7.0, 7, 1)}, [], {})]
+    judge_evaluation(report, seen, {"loss": torch.tensor(1.0)}, [[0], [1]])
+    assert report.outcome == "pass"
+    assert report.notes == [
+        "loss is weighted by batches of 12 samples in all, and 2 are read: pass batch_size to self.log"
     ]

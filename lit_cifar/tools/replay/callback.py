@@ -34,7 +34,7 @@ from lit_cifar.tools.replay.replaying import Replayer, judge
 from lit_cifar.tools.replay.replicas import are_replicas, gathered, judge_replicas, parameters_of_ranks
 from lit_cifar.tools.replay.resume import KEY, differences, judge_resume, states_of
 from lit_cifar.tools.replay.sharded import is_sharded
-from lit_cifar.tools.replay.twin import Twin, twin_of, what_cannot_be_judged
+from lit_cifar.tools.replay.twin import Twin, communication_hook, twin_of, what_cannot_be_judged
 from lit_cifar.tools.replay.verdict import Report
 
 RESULT = "replay.json"
@@ -247,6 +247,7 @@ class _Window:
             optimizers,
             partial(self._step, module) if self.has_own_step else module.training_step,
             is_sharded(self.module),
+            hook=communication_hook(self.trainer.strategy.model),
             num_together=self.num_together,
             before_step=partial(before_step, module, self.trainer),
         )
@@ -322,7 +323,7 @@ def _new_report(trainer: pl.Trainer, module: pl.LightningModule) -> Report:
     strategy, report = trainer.strategy, empty_report(trainer)
     if not _is_known(strategy):
         report.abstained.append(f"{type(strategy).__name__} is not known here: docs/replay.md lists those that are")
-    report.abstained += what_cannot_be_judged(strategy.model, module, autocast="mixed" in str(trainer.precision))
+    report.abstained += what_cannot_be_judged(module, autocast="mixed" in str(trainer.precision))
     its: list[Any] = [strategy, *trainer.callbacks]  # type: ignore[attr-defined]
     reasons = [getattr(one, "not_replayed", None) for one in its]
     report.abstained += filter(None, reasons)

@@ -1,10 +1,11 @@
 """Digests of tensors, and the state of random generators and of torch that a computation depends on."""
 
+import pickle
 import random
 import sys
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,6 +32,31 @@ def digest(value: Any) -> Digest:
     norm = float(torch.linalg.vector_norm(plain.double())) if not plain.is_complex() else 0.0
     bits = zlib.crc32(plain.cpu().reshape(-1).view(torch.uint8).numpy().data)
     return Digest(zlib.crc32(repr((plain.dtype, plain.shape)).encode(), bits), norm)
+
+
+class _Checksum:
+    """A file that keeps nothing else of what is written to it; `EOFError` when that is much."""
+
+    def __init__(self) -> None:
+        self.value, self._left = 0, 2**26
+
+    def write(self, data: Any) -> None:
+        view = memoryview(data).cast("B")
+        self.value = zlib.crc32(view[: self._left], self.value)
+        self._left -= len(view)
+        if self._left <= 0:
+            raise EOFError
+
+
+def checksum(value: Any) -> int | None:
+    """Of the first 64 MiB of the pickle of an object; None if it cannot be pickled."""
+    file = _Checksum()
+    try:
+        with suppress(EOFError):
+            pickle.Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+    except Exception:  # of a stranger's class
+        return None
+    return file.value
 
 
 def _numpy_state() -> Any:

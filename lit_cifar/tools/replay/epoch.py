@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from lit_cifar.tools.replay.digests import checksum
 from lit_cifar.tools.replay.evaluation import Evaluation, judge_evaluation
 from lit_cifar.tools.replay.lightning_view import empty_report, num_together
 from lit_cifar.tools.replay.replicas import gathered
@@ -45,6 +46,7 @@ class Reading:
             self.samples(num_batches),
             len(self.dataset),
             Reading(sampler, self.dataset, [every]).samples(),
+            checksum(self.dataset),
             is_drawn=isinstance(sampler, RandomSampler) or hasattr(sampler, "set_epoch"),
             is_divided=isinstance(sampler, DistributedSampler),
         )
@@ -57,6 +59,7 @@ class Pass:
     samples: list[int]
     size: int  # of the data set
     subset: list[int]  # all samples of it, if it is a part of another
+    checksum: int | None  # of the data set, where it can be pickled
     is_drawn: bool  # each epoch should have an order of its own
     is_divided: bool  # the sampler gives each rank a share of one order
 
@@ -123,14 +126,12 @@ def judge_epoch(
 ) -> None:
     """What is wrong with the samples that ranks have read in an epoch; `before`: those of rank 0 in the last one."""
     own, num_ranks = of_ranks[0], len(of_ranks)
-    sizes = {its.size for its in of_ranks if not its.subset}
-    is_apart = len(sizes) > 1  # each rank has a data set of its own
+    is_apart = _are_apart(of_ranks)
     samples = [[(rank * is_apart, number) for number in its.samples] for rank, its in enumerate(of_ranks)]
     times = Counter(sample for its in samples for sample in its)
-    readers = Counter(sample for its in samples for sample in {*its})
     subsets = {frozenset(its.subset) for its in of_ranks}
     num_samples = sum(its.size for its in of_ranks) if is_apart else len(frozenset().union(*subsets)) or own.size
-    shared = sum(number > 1 for number in readers.values())
+    shared = _num_shared(samples)
     repeated, left_out = sum(times.values()) - len(times), num_samples - len(times)
     if num_ranks > 1 and shared >= len(times) / 2:
         _found(report, f"{shared} of {len(times)} samples", "are read by several ranks, each of which needs its own")
@@ -152,6 +153,21 @@ def judge_epoch(
     if len({len(its.samples) for its in of_ranks}) > 1:
         numbers = ", ".join(str(len(its.samples)) for its in of_ranks)
         report.note(f"ranks read {numbers} samples; the mean over ranks weighs the ranks alike")
+
+
+def _are_apart(of_ranks: Sequence[Pass]) -> bool:
+    """Whether each rank has a data set of its own, so that the same number is another sample on each."""
+    whole = [its for its in of_ranks if not its.subset]
+    if len({its.size for its in whole}) > 1:
+        return True
+    read_alike = _num_shared([its.samples for its in whole]) >= len({n for its in whole for n in its.samples}) / 2
+    return read_alike and len({its.checksum for its in whole}) > 1
+
+
+def _num_shared(of_ranks: Sequence[Sequence[Any]]) -> int:
+    """How many samples several ranks read."""
+    readers = Counter(sample for its in of_ranks for sample in {*its})
+    return sum(number > 1 for number in readers.values())
 
 
 def is_order_of_epoch_0(loader: DataLoader[Any], ids: Sequence[int], epoch: int) -> bool:

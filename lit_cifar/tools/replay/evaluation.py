@@ -104,6 +104,9 @@ def judge_evaluation(
                 why = "it is that of rank 0's samples alone, pass sync_dist=True"
             text = f"is logged as {logged:.9g}, the mean over all {num_samples} samples is {true:.9g}: {why}"
             report.findings.append(Finding("evaluation", report.first_step, None, name, text))
+        if 0 < sum(map(len, read)) < num_samples:
+            text = f"{name} is weighted by batches of {num_samples} samples in all, and {sum(map(len, read))} are read"
+            report.notes.append(f"{text}: pass batch_size to self.log")
     distinct = {sample for ids in read for sample in ids}
     if repeated := sum(map(len, read)) - len(distinct):
         report.notes.append(f"{repeated} of {len(distinct)} samples are evaluated again: a sampler's padding")

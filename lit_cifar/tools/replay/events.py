@@ -41,6 +41,7 @@ class Backward:
 
     inside: bool  # of a call: by manual optimization
     synced: bool  # whether gradients were averaged over the ranks
+    surroundings: Surroundings | None  # at its beginning, where that was seen
     local: dict[str, list[Digest]]  # what it has added to each parameter's gradient, before any reduction
     fresh: list[str]  # parameters that had no gradient before, or zeros
     grads: Digests  # of `.grad` afterwards

@@ -11,22 +11,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lit_cifar.tools.replay.digests import digest
+from lit_cifar.tools.replay.digests import Digest, Surroundings, digest
 from lit_cifar.tools.replay.events import Call
 
 
 class Hints:
-    """Texts about schedules, loss scaling, and parameters that are not trained, until `close`.
+    """Texts about schedules, backward passes, loss scaling, and parameters that are not trained, until `close`.
 
     Args:
         is_changed: Whether an optimizer's gradients are others than after the last backward pass.
     """
 
-    def __init__(self, module: nn.Module, is_changed: Callable[[Optimizer], bool]) -> None:
-        self.module, self._is_changed = module, is_changed
+    def __init__(self, module: nn.Module, device: torch.device, is_changed: Callable[[Optimizer], bool]) -> None:
+        self.module, self._device, self._is_changed = module, device, is_changed
         self._texts: dict[str, None] = {}
         self._scheduled: Counter[LRScheduler] = Counter()  # steps of schedules since the last one of an optimizer
+        self._rates: dict[Optimizer, list[float]] = {}  # at the first call since its last step
         self._reached: set[str] = set()
+        self._versions: dict[str, int] = {}  # of gradients, at the last call or backward pass
+        self._at_backward: tuple[Surroundings, dict[str, Digest]]
         self._watched = ExitStack()
         self._watched.enter_context(_before(LRScheduler, "step", lambda its: self._scheduled.update([its])))
         self._watched.enter_context(_before(torch.amp.GradScaler, "unscale_", self._unscaled))
@@ -42,8 +45,18 @@ class Hints:
             self._add(f"{idle[0]} is in an optimizer, and no loss reaches it")
         return [*self._texts]
 
+    def begins(self, optimizers: Sequence[Optimizer]) -> None:
+        """A call begins: look at rates, which belong to a step and not to a microbatch."""
+        self._versions = self._versions_now()
+        for optimizer in optimizers:
+            rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
+            if self._rates.setdefault(optimizer, rates) != rates:
+                self._add("a learning rate changes between the microbatches of a step")
+
     def called(self, call: Call) -> None:
-        """A call has ended: look at frozen layers that normalise by the batch."""
+        """A call has ended: look at frozen layers that normalise by the batch, and at gradients."""
+        if any(self._versions.get(name, version) != version for name, version in self._versions_now().items()):
+            self._add("a call changes gradients of the pass before it, as by clipping too early")
         for path, its in self.module.named_modules():
             own = [*its.parameters(recurse=False)]
             if own and its.training and not any(parameter.requires_grad for parameter in own):
@@ -60,8 +73,22 @@ class Hints:
         if number:
             self._add(f"{number} parameters that the loss depends on are in no module and no optimizer, as in a list")
 
-    def stepped(self) -> None:
+    def begins_backward(self, surroundings: Surroundings) -> None:
+        """A backward pass begins."""
+        self._at_backward = surroundings, self._buffers()
+
+    def ended_backward(self) -> None:
+        """Look for what belongs to a forward pass, as where a part of it is computed again."""
+        surroundings, buffers = self._at_backward
+        if surroundings.has_drawn(self._device):
+            self._add("a backward pass draws random numbers, as dropout that is computed again with other masks")
+        if changed := [name for name, its in self._buffers().items() if its.bits != buffers[name].bits]:
+            self._add(f"a backward pass changes {changed[0]}, as statistics that count a batch twice")
+        self._versions = {}
+
+    def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer has made a step."""
+        self._rates.pop(optimizer, None)
         if any(number > 1 for number in self._scheduled.values()):
             self._add("a schedule makes several steps between two steps of an optimizer")
         self._scheduled.clear()
@@ -74,6 +101,12 @@ class Hints:
     def _unscaled(self, scaler: Any, optimizer: Optimizer, *_: Any) -> None:
         if scaler.is_enabled() and self._is_changed(optimizer):
             self._add("gradients change, as by clipping, before the scale of the loss is taken out of them")
+
+    def _buffers(self) -> dict[str, Digest]:
+        return {name: digest(buffer) for name, buffer in self.module.named_buffers()}
+
+    def _versions_now(self) -> dict[str, int]:
+        return {name: its.grad._version for name, its in self.module.named_parameters() if its.grad is not None}
 
     def _add(self, text: str) -> None:
         self._texts[text] = None

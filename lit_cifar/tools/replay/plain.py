@@ -18,7 +18,7 @@ from lit_cifar.tools.replay.recording import Recorder, device_of
 from lit_cifar.tools.replay.replaying import judge
 from lit_cifar.tools.replay.replicas import are_replicas, judge_replicas, parameters_of_ranks
 from lit_cifar.tools.replay.sharded import is_sharded
-from lit_cifar.tools.replay.twin import Twin, twin_of, what_cannot_be_judged
+from lit_cifar.tools.replay.twin import Twin, communication_hook, twin_of, what_cannot_be_judged
 from lit_cifar.tools.replay.verdict import Report
 
 
@@ -57,7 +57,7 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
         self._rank = rank
         enabled = torch.is_autocast_enabled(device_of(self.module).type)
         self.report = Report(type(self.model).__name__, world_size, "autocast" if enabled else _dtype(self.module), 0)
-        self.report.abstained += what_cannot_be_judged(self.model, self.module, autocast=enabled)
+        self.report.abstained += what_cannot_be_judged(self.module, autocast=enabled)
         if world_size > 1 and _is_parallel_in_another_way(self.model):
             self.report.abstained.append(f"{type(self.model).__name__} is not known here: DistributedDataParallel is")
         if not self.report.abstained:
@@ -160,6 +160,7 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
             dist.barrier()
         if self._rank == 0:
             if self._twin is not None and isinstance(self.model, DistributedDataParallel):
+                self._twin.hook = communication_hook(self.model)
                 self._twin.is_joined = self.model._join_config.enable
             judge(folder, self._twin, self.report, device=device_of(self.module), prepare=lambda replayer: None)
         self._remove()

@@ -59,6 +59,7 @@ class Recorder:
         self._open: list[tuple[int, Call]] = []  # calls whose outputs may still get a gradient
         self._depth = 0
         self._local: dict[str, list[Digest]] = {}
+        self._surroundings: Surroundings | None = None  # of the first backward pass since the last event
         self._fresh: dict[str, bool] = {}  # whether a parameter had no gradient before, or zeros
         self._synced = False
         self._grads: Digests = {}
@@ -70,7 +71,7 @@ class Recorder:
         self._interception.enter_context(intercepted(self._exchange))
         self._known = {name: digest(parameter) for parameter, name in self._names.items()}
         self._handles = [*self._hooks()]
-        self._hints = Hints(module, self._is_changed)
+        self._hints = Hints(module, self._device, self._is_changed)
         self._outputs = Outputs(self._names)
         self._observer = (self._before_backward, self._after_backward)
         observe(self._observer)
@@ -137,6 +138,7 @@ class Recorder:
             attributes=dict(plain_attributes(self.module)),
             progress=self._progress(),
         )
+        self._hints.begins(self.optimizers)
         self._known = found
         self._exchanges = call.exchanges
         self._open.append((self._number(), call))
@@ -204,8 +206,12 @@ class Recorder:
         if self._sharded:
             self._fresh = {name: parameter.grad is None for parameter, name in self._names.items()}
             self._synced = True
+        now = Surroundings.now(self._device)
+        self._surroundings = self._surroundings or now
+        self._hints.begins_backward(now)
 
     def _after_backward(self) -> None:
+        self._hints.ended_backward()
         if self._by_engine and (self._local or (self._sharded and self._outputs.begun)):
             self.backward_ended()
 
@@ -230,8 +236,9 @@ class Recorder:
         self._hints.reached(grads if self._sharded else self._local)
         values = {n: g.detach().clone() for n, g in grads.items()} if synced and self._in_first_replica else {}
         inside, fresh = self._depth > 0, [name for name, is_fresh in self._fresh.items() if is_fresh]
-        self._write(Backward(inside, synced, self._local, fresh, self._grads, values, self._of_backward))
-        self._local, self._fresh = {}, {}
+        its = Backward(inside, synced, self._surroundings, self._local, fresh, self._grads, values, self._of_backward)
+        self._write(its)
+        self._surroundings, self._local, self._fresh = None, {}, {}
         if not inside:
             self._exchanges, self._of_backward = None, []
             self._flush()
@@ -274,7 +281,7 @@ class Recorder:
         self._write(step, place)
         self._step = None
         self.num_steps += 1
-        self._hints.stepped()
+        self._hints.stepped(optimizer)
 
     def _is_changed(self, optimizer: Optimizer) -> bool:
         """Whether its gradients are not those after the last backward pass."""

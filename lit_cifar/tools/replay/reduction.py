@@ -29,6 +29,14 @@ class ExactMean:
             self.totals[name] = self.totals.get(name, 0.0) + exact
             self.magnitudes[name] = self.magnitudes.get(name, 0.0) + exact.abs()
 
+    def compared(self, reduced: Mapping[str, Tensor]) -> tuple[float, float]:
+        """By which factor all these are the mean, in least squares, and the share of their norm that this leaves."""
+        pairs = [(its.double(), self.totals[n] / self.num_ranks) for n, its in reduced.items() if n in self.totals]
+        square = sum(float(mean.square().sum()) for _, mean in pairs) or 1.0
+        factor = sum(float((its * mean).sum()) for its, mean in pairs) / square
+        left = sum(float((its - factor * mean).square().sum()) for its, mean in pairs)
+        return factor, (left / square) ** 0.5
+
     def share(self, name: str, reduced: Tensor, *, is_sum: bool = False) -> float:
         """The largest distance of an element from the mean, or from the sum, as a share of its bound.
 

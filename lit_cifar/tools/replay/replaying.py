@@ -3,6 +3,7 @@
 import copy
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -55,7 +56,8 @@ def judge(
             report.abstained.append(str(reason))
         except Exception as error:
             report.error = f"the replay ended by {type(error).__name__}: {error}"
-        _abstain_where_it_may_be_chance(report, device, num_replicas=report.num_ranks // twin.num_together)
+        num_replicas = 1 if twin.hook else report.num_ranks // twin.num_together
+        _abstain_where_it_may_be_chance(report, device, num_replicas=num_replicas)
     report.seconds = perf_counter() - start
 
 
@@ -282,7 +284,8 @@ class Replayer:
         self._exchanges = deque(event.exchanges)
         self._judge_beginning([gradient for _, gradient in pairs])
         if pairs:
-            torch.autograd.backward([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
+            with event.surroundings.entered(self._device) if event.surroundings else nullcontext():
+                torch.autograd.backward([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
         self._after_backward(event)
 
     def _judge_beginning(self, gradients: Sequence[Tensor]) -> None:
@@ -379,6 +382,8 @@ class Replayer:
     def _is_not_of_rank_0(self, name: str, its: Digest, first: Digest | None) -> bool:
         if first is not None and its.bits == first.bits:
             return False
+        if self.twin.hook:
+            raise UnjudgeableError(f"the communication hook {self.twin.hook} leaves unlike gradients on the ranks")
         norm = "none" if first is None else f"one of norm {first.norm:.9g}"
         holder = self._holders.get(name, 0)
         self._found("reduction", name, f"has a gradient of norm {its.norm:.9g}, on rank {holder} {norm}")
@@ -389,9 +394,12 @@ class Replayer:
         for place, mean in self._means.items():
             event = self._of_rank_0[place]
             assert isinstance(event, Backward)
-            for name, value in event.values.items():
-                if name in self._wrong_locally:
-                    continue  # what it is the mean of is not known
+            # Of a gradient that is wrong locally it is not known what the mean is of.
+            judged = {name: value for name, value in event.values.items() if name not in self._wrong_locally}
+            if self.twin.hook:
+                self._note_hook(mean.compared(judged))
+                continue
+            for name, value in judged.items():
                 share = mean.share(name, value)
                 self._count("reduced")
                 self.report.largest_share = max(self.report.largest_share, share if share <= 1 else 0.0)
@@ -404,6 +412,13 @@ class Replayer:
                         f"is not the mean over ranks: its norm is {float(value.double().norm()):.9g}, the mean's "
                         f"{norm:.9g}; an element is {share:.3g} times the bound away",
                     )
+
+    def _note_hook(self, compared: tuple[float, float]) -> None:
+        factor, rest = compared
+        # What compression changes is small beside what a wrong divisor changes.
+        is_scaled = abs(factor - 1) > max(10 * rest, 1e-3)
+        how = f"as {factor:.3g} times" if is_scaled else f"{100 * rest:.2g} % away from"
+        self.report.note(f"gradients leave the communication hook {self.twin.hook} {how} their mean: {TAKEN}")
 
     # Optimizer
 

@@ -28,6 +28,7 @@ class Twin:
     call: Callable[..., Any]
     sharded: bool = False  # in the run
     may_be_part: bool = False  # nothing says that ranks should hold the same parameters
+    hook: str = ""  # the name of a communication hook, by which ranks average gradients in a way of its own
     is_joined: bool = False  # in a `join()`, where ranks may have unlike numbers of batches
     num_together: int = 1  # so many ranks of the run hold a replica together
     # What the trainer does between backward pass and step, as clipping; None if a script does it, which is not known.
@@ -47,14 +48,17 @@ class Twin:
                         optimizer.state[parameter] = states[name]
 
 
-def what_cannot_be_judged(model: nn.Module | None, module: nn.Module, *, autocast: bool) -> list[str]:
-    """Reasons; `model` is what wraps the module, if anything does, `autocast` whether it computes under it."""
-    hooks = [getattr(hook, "__name__", str(hook)) for hook, _ in getattr(model, "_comm_hooks", ())]
-    reasons = [f"the communication hook {name} changes gradients on their way" for name in hooks]
-    reasons += what_is_not_replayed(module, autocast=autocast)
+def what_cannot_be_judged(module: nn.Module, *, autocast: bool) -> list[str]:
+    """Reasons; `autocast`: whether the module computes under it."""
+    reasons = [*what_is_not_replayed(module, autocast=autocast)]
     if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in module.parameters()):
         reasons.append("a lazy layer has no parameters yet")
     return reasons
+
+
+def communication_hook(model: Any) -> str:
+    """The name of that by which `DistributedDataParallel` averages gradients, empty without one."""
+    return " and ".join(getattr(hook, "__name__", str(hook)) for hook, _ in getattr(model, "_comm_hooks", ()))
 
 
 def twin_of(module: Module, optimizers: Sequence[Optimizer]) -> tuple[Module, list[Optimizer]]:
