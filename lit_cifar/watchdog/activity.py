@@ -1,6 +1,7 @@
 """What the main thread does: its phase and how long that may take; without progress, whether it works or waits."""
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator
@@ -161,7 +162,7 @@ def effort(peers: Collection[int]) -> tuple[float, float, bool]:
     is whether one of all waits for a disk.
     """
     main_s, others_s, on_disk = 0.0, 0.0, False
-    main = threading.main_thread().native_id
+    main = os.getpid()  # `native_id` of a main thread that has been forked is that of its parent
     own = {main} | {thread.native_id for thread in threading.enumerate() if thread.name.startswith(HELPER)}
     with suppress(psutil.Error, OSError):
         me = psutil.Process()
