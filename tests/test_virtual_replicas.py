@@ -157,7 +157,7 @@ def test_a_mode_refuses_parts_that_it_cannot_have(strategy: Any, devices: int, t
 
 @pytest.mark.parametrize(
     ("deterministic", "benchmark", "remedy"),
-    [(False, False, "--trainer.deterministic=true"), (True, True, "leave out the latter"), (True, False, None)],
+    [(False, False, "pass --trainer.deterministic=true"), (True, True, "leave out the latter"), (True, False, None)],
 )
 def test_on_a_gpu_kernels_must_have_the_same_bits_each_time(
     deterministic: bool, benchmark: bool, remedy: str | None, monkeypatch: pytest.MonkeyPatch

@@ -195,7 +195,7 @@ def _settle_buckets(trainer: Trainer, pl_module: LightningModule) -> None:
     """
     model = trainer.strategy.model
     is_ddp = isinstance(model, DistributedDataParallel) and model.process_group.size() != 2
-    if not is_ddp or pl_module.virtual_replicas is not None:
+    if not is_ddp or getattr(pl_module, "virtual_replicas", None) is not None:
         return
     buffers = {name: buffer.clone() for name, buffer in pl_module.named_buffers()}
     sampler: TrainSampler = trainer.train_dataloader.sampler

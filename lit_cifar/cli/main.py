@@ -213,15 +213,16 @@ class CLI(LightningCLI):
         """How many images of a batch pass a layer together, in the mode that is asked for."""
         from lit_cifar.tools.modes import SILENT
 
-        asked, batch_size = self._arguments.trainer, self._arguments.data.batch_size
-        if self._arguments.virtual_replicas is not None:
-            return max(1, batch_size // self._arguments.virtual_replicas)
+        asked, parts = self._arguments.trainer, self._arguments.virtual_replicas
+        batch_size: int = self._arguments.data.batch_size
+        if parts is not None:
+            return max(1, batch_size // max(1, parts))
         strategy = asked.strategy if isinstance(asked.strategy, str) else instantiate_class((), asked.strategy)
         sizes = {name: asked[name] for name in ("accelerator", "devices", "num_nodes")}
         trainer = L.Trainer(strategy=strategy, **sizes, **SILENT)
         batch_split = BatchSplit.of(trainer.strategy)
-        parts = batch_split.num_replicas * batch_split.num_microbatches * asked.accumulate_grad_batches
-        return max(1, batch_size // parts)
+        num_chunks: int = batch_split.num_replicas * batch_split.num_microbatches * asked.accumulate_grad_batches
+        return max(1, batch_size // num_chunks)
 
     def instantiate_classes(self) -> None:
         """Build data, model and trainer; an error of their constructors is a mistake in the user's input.

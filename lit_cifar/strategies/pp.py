@@ -173,7 +173,7 @@ class PipelineStrategy(CutStrategy, MeshStrategy):
         # The module asks for the logits of the batch, or of one part after the other.
         outputs = iter(torch.split(logits, sizes) if self.parts.one_by_one else [logits])
         self.module.use_forward_fn(lambda images: next(outputs))
-        loss = super().training_step(batch, *args, **kwargs)
+        loss: Any = super().training_step(batch, *args, **kwargs)
         self.module.use_forward_fn(self.pipeline.evaluate)
         loss.requires_grad_()  # which Lightning's backward needs, also of a stage without parameters
         with_gradients: Tensor = PrecomputedGradients.apply(loss, gradients, scale, *parameters)
