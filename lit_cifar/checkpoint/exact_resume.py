@@ -193,12 +193,13 @@ def _settle_buckets(trainer: Trainer, pl_module: LightningModule) -> None:
     on a batch of blank images, and restores buffers and gradients. The sum of two processes is the same in any order,
     and virtual replicas have buckets of their own.
     """
-    model = trainer.strategy.model
+    model: Any = trainer.strategy.model
     is_ddp = isinstance(model, DistributedDataParallel) and model.process_group.size() != 2
     if not is_ddp or getattr(pl_module, "virtual_replicas", None) is not None:
         return
     buffers = {name: buffer.clone() for name, buffer in pl_module.named_buffers()}
-    sampler: TrainSampler = trainer.train_dataloader.sampler
+    loader: Any = trainer.train_dataloader
+    sampler: TrainSampler = loader.sampler
     # As many as in a batch: for others a compiled network would be compiled once more.
     num_images = sampler.batch_size // (sampler.batch_split.dp_size * sampler.accumulation)
     shape: tuple[int, ...] = pl_module.image_shape  # type: ignore[assignment]

@@ -213,10 +213,9 @@ class CLI(LightningCLI):
         """How many images of a batch pass a layer together, in the mode that is asked for."""
         from lit_cifar.tools.modes import SILENT
 
-        asked, parts = self._arguments.trainer, self._arguments.virtual_replicas
-        batch_size: int = self._arguments.data.batch_size
-        if parts is not None:
-            return max(1, batch_size // max(1, parts))
+        asked, batch_size = self._arguments.trainer, int(self._arguments.data.batch_size)
+        if self._arguments.virtual_replicas is not None:
+            return max(1, batch_size // max(1, int(self._arguments.virtual_replicas)))
         strategy = asked.strategy if isinstance(asked.strategy, str) else instantiate_class((), asked.strategy)
         sizes = {name: asked[name] for name in ("accelerator", "devices", "num_nodes")}
         trainer = L.Trainer(strategy=strategy, **sizes, **SILENT)
