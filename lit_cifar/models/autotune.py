@@ -49,8 +49,9 @@ CANDIDATES = tuple(Candidate(precision, layout) for precision in _PRECISIONS for
 
 def cpu_has_bf16() -> bool:
     """Whether the CPU's convolutions compute in bfloat16. Else they take 25 to 31 times as long (AMD Zen 3)."""
-    supported = torch.ops.mkldnn._is_mkldnn_bf16_supported
-    return torch.backends.mkldnn.is_available() and bool(supported())  # type: ignore[no-untyped-call]
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def autotune(arguments: Namespace, *, batch_size: Callable[[], int]) -> tuple[Candidate, dict[str, float]]:
