@@ -1,13 +1,18 @@
 """`--autotune=true`: the fastest of four is chosen, told to the other processes, kept by a resumed run."""
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 from commands import TINY, launch, mode_flags, refused, run_here
+from torch import nn
 
+from lit_cifar.cli import preflight
+from lit_cifar.errors import ConfigError
 from lit_cifar.models import autotune, build_network
 from lit_cifar.models.autotune import CANDIDATES, Candidate, time_candidates
 
@@ -27,7 +32,8 @@ def bf16_is_fastest(monkeypatch: pytest.MonkeyPatch) -> dict[Candidate, float]:
     return seconds
 
 
-def test_timing_changes_neither_network_nor_generators() -> None:
+def test_timing_changes_neither_network_nor_generators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autotune, "cpu_has_bf16", lambda: True)
     network = build_network("tiny", stem="imagenet", num_classes=10, image_size=32)
     before, generator = {k: v.clone() for k, v in network.state_dict().items()}, torch.get_rng_state()
     seconds = time_candidates(network, (3, 32, 32), batch_size=8, device=torch.device("cpu"))
@@ -36,6 +42,67 @@ def test_timing_changes_neither_network_nor_generators() -> None:
     assert all(value.equal(before[name]) for name, value in network.state_dict().items())
     assert torch.get_rng_state().equal(generator)
     assert all(parameter.grad is None for parameter in network.parameters())
+
+
+Timed = list[tuple[Candidate, int]]
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> Timed:
+    """Which candidates were timed on how many images; channels-last is faster on 64, and twice as slow on 4."""
+    found: Timed = []
+
+    def time_each(network: Any, candidates: Any, shape: Any, batch_size: int, device: Any) -> dict[Candidate, float]:
+        found.extend((each, batch_size) for each in candidates)
+        slower = {each: each.channels_last != (batch_size >= 64) for each in candidates}
+        return {
+            each: batch_size * (2.05 if slower[each] else 1.0) * (28.0 if each.precision == "bf16-mixed" else 1.0)
+            for each in candidates
+        }
+
+    monkeypatch.setattr(autotune, "_time_each", time_each)
+    return found
+
+
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_a_cpu_compares_layouts_on_whole_batches_and_never_tries_bf16_without_instructions_for_it(
+    has_bf16: bool, timed: Timed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autotune, "cpu_has_bf16", lambda: has_bf16)
+    plain, channels_last, *bf16 = CANDIDATES
+    seconds = time_candidates(nn.Identity(), (3, 32, 32), batch_size=64, device=torch.device("cpu"))
+    assert min(seconds, key=lambda each: seconds[each]) == channels_last
+    assert timed[-2:] == [(plain, 64), (channels_last, 64)]
+    assert [each for each, _ in timed if each in bf16] == bf16 * has_bf16
+    assert [*seconds] == [plain, channels_last, *bf16 * has_bf16]
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_images"),
+    [
+        ([], 16),
+        (["--trainer.accumulate_grad_batches=2"], 8),
+        (mode_flags("dp", 4), 4),
+        (mode_flags("ddp"), 8),
+        (["--trainer.strategy=PipelineStrategy", "--trainer.strategy.num_microbatches=8", "--trainer.devices=2"], 2),
+        ([*mode_flags("ddp"), "--virtual_replicas=4"], 4),
+    ],
+)
+def test_as_many_images_are_timed_as_pass_a_layer_at_once(
+    flags: list[str], num_images: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def time_none(*args: Any, batch_size: int, **kwargs: Any) -> None:
+        raise ConfigError(f"{batch_size} images", remedy="")
+
+    monkeypatch.setattr(autotune, "time_candidates", time_none)
+    assert f"error: {num_images} images" in refused("fit", *TINY, *flags, "--autotune=true")
+
+
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_who_asks_for_bf16_where_it_is_slow_is_told(has_bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "cpu_has_bf16", lambda: has_bf16)
+    with nullcontext() if has_bf16 else pytest.warns(UserWarning, match="without instructions for bfloat16"):
+        assert run_here("fit", *TINY, "--trainer.precision=bf16-mixed", "--trainer.fast_dev_run=1").status == 0
 
 
 def test_a_run_says_saves_and_uses_them_and_when_it_is_resumed_keeps_them(

@@ -12,6 +12,7 @@ from short_fits import fit, losses, short
 from torch import Tensor, nn
 
 from lit_cifar import LitResNet
+from lit_cifar.checkpoint.exact_resume import ExactResume, Position
 from lit_cifar.models import compiled
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.strategies import LayerParallelStrategy, PipelineStrategy
@@ -48,6 +49,18 @@ def test_the_largest_batch_is_compiled_and_a_ragged_one_is_not(graphs: list[tupl
     for width in range(4, 14):
         Compiled(nn.Sequential(nn.Linear(3, width)))(torch.randn(4, 3))
     assert len(graphs) == 13
+
+
+@short
+@pytest.mark.usefixtures("one_process")
+def test_a_resumed_ddp_compiles_for_its_batches_alone(graphs: list[tuple[int, ...]], tmp_path: Path) -> None:
+    """Of 16 images, in two steps; for DistributedDataParallel a batch passes before the first one."""
+    resume = ExactResume()
+    resume._resumed = Position(epoch=0, step=0, started=False, global_step=1)
+    settings: dict[str, Any] = {"accumulate_grad_batches": 2, "max_steps": 1, "limit_val_batches": 0}
+    model = LitResNet("tiny", stem="imagenet", compile=True)
+    fit(model, tmp_path, strategy="ddp", callbacks=[resume], **settings)
+    assert {shape[0] for shape in graphs} == {8}
 
 
 @short

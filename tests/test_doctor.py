@@ -178,6 +178,22 @@ def test_gpus_that_the_driver_knows_and_torch_does_not(monkeypatch: pytest.Monke
     assert finding.modes == ALL_MODES
 
 
+def test_that_a_process_sees_one_mig_instance_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-5d5ba0d6)",
+        "  MIG 3g.40gb     Device  0: (UUID: MIG-c7384736)",
+        "  MIG 1c.4g.40gb  Device  1: (UUID: MIG-a28ad590)",
+    ]
+    monkeypatch.setattr(machine, "ask_nvidia_smi", lambda *_: "\n".join(lines[:1]))
+    assert machine.check_mig() == []
+    monkeypatch.setattr(machine, "ask_nvidia_smi", lambda *_: "\n".join(lines))
+    (check,) = [check for check in machine.look_at_machine(folder=Path()) if check.name == "MIG"]
+    assert check.seen == "3g.40gb, 1c.4g.40gb"
+    (note,) = check.findings
+    assert note.problem.startswith("A process sees one of 2 MIG instances:")
+    assert (note.mend[:34], note.modes) == ("CUDA_VISIBLE_DEVICES=MIG-c7384736 ", ())
+
+
 def test_little_shared_memory_and_disk_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not machine.check_shared_memory(2**30).findings
     assert machine.check_shared_memory(2**26).findings[0].modes == ("ddp_spawn",)

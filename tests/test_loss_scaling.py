@@ -1,6 +1,7 @@
 """`16-mixed`: all processes leave out the same steps, and a pipeline scales by itself."""
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,30 @@ def test_a_step_is_left_out_where_another_process_has_overflowed(
     assert precision.scaler is not None
     assert precision.scaler.get_scale() == (512.0 if overflowed else 1024.0)
     assert model.network.fc.weight.equal(before) == overflowed
+
+
+@short
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # no step of the optimizer came before it
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_stage_without_gradients_takes_part_in_the_agreement(
+    fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its peers would wait for it; it learns from them that the scale has to be lowered."""
+    all_reduce = dist.all_reduce
+
+    def with_another(tensor: Tensor, op: Any = dist.ReduceOp.SUM, **kwargs: Any) -> Any:
+        if op == dist.ReduceOp.MAX:
+            tensor.fill_(1.0)
+        return all_reduce(tensor, op, **kwargs)
+
+    monkeypatch.setattr(dist, "all_reduce", with_another)
+    model, precision = LitResNet("tiny", stem="imagenet"), scaled(1024.0)
+    model.make_optimizer = partial(torch.optim.SGD, lr=0.1, fused=fused)
+    model.network.requires_grad_(False)
+    fit(model, tmp_path, strategy="pp", plugins=[precision], max_steps=1)
+    assert precision.scaler is not None
+    assert precision.scaler.get_scale() == 512.0
 
 
 @short

@@ -1,5 +1,6 @@
 """`fsdp2`, `tp` and both: processes that hold parts of every parameter train what one device trains."""
 
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,15 +11,20 @@ import pytest
 import torch
 from commands import TINY, launch, run_here
 from comparing import assert_same_checkpoint
+from lightning.pytorch.strategies import DDPStrategy
 from short_fits import data, fit, short
+from threads import on_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lit_cifar import LitResNet
 from lit_cifar.checkpoint.format import read_checkpoint
+from lit_cifar.models import build_network
 from lit_cifar.models.blocks import num_tensor_parts
 from lit_cifar.strategies import ShardedStrategy, fsdp2, tp
+from lit_cifar.strategies.mesh import local_part
 from lit_cifar.strategies.state_dicts import local_slice
 
 
@@ -182,6 +188,32 @@ def test_sizes(sizes: tuple[int | None, int | None], devices: int, num_replicas:
 def test_one_replica_says_that_it_synchronises_nothing() -> None:
     with pytest.warns(UserWarning, match="has no effect on --trainer.strategy=tp with one replica"):
         trainer(devices=2, strategy="tp", sync_batchnorm=True)
+
+
+def test_what_tp_does_not_split_cannot_drift_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two processes rounds otherwise than the first, by 1e-7."""
+    monkeypatch.setattr(DDPStrategy, "optimizer_step", lambda *args, **kwargs: None)
+    whole = build_network("tiny", stem="imagenet", num_classes=10, image_size=32)
+
+    def stepped(rank: int) -> dict[str, Tensor]:
+        strategy = ShardedStrategy(data_parallel_size=1, tensor_parallel_size=None)
+        strategy.mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "model"))
+        network = deepcopy(whole)
+        tp.split_tensors(network, strategy.mesh["model"])
+        strategy._lightning_module = SimpleNamespace(network=network)  # type: ignore[assignment]
+        for tensor in network.state_dict().values():
+            local_part(tensor).add_(rank * 1e-7 if tensor.is_floating_point() else 0)
+        strategy.optimizer_step()
+        return {name: local_part(tensor) for name, tensor in network.state_dict().items()}
+
+    first, second = on_ranks(2, stepped)
+    placed = tp.placements(whole)
+    replicated = [name for name, placement in placed.items() if placement.is_replicate()]
+    assert {"conv1.weight", "bn1.running_mean", "layer1.0.bn2.bias", "fc.bias"} <= {*replicated} < {*placed}
+    assert [name for name in replicated if not first[name].equal(second[name])] == []
+    assert [name for name in replicated if not first[name].equal(whole.state_dict()[name])] == []
+    split = [name for name in placed if name not in replicated]
+    assert [name for name in split if first[name].equal(second[name])] == []
 
 
 @pytest.mark.parametrize(("mode", "held"), [("fsdp2", "2.46"), ("tp", "2.55")])

@@ -2,6 +2,7 @@
 
 import shutil
 import warnings
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import pytest
 import torch
 from commands import TINY, launch, mode_flags, refused, run_here
 from comparing import assert_same_checkpoint
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from threads import on_ranks
 from torch import Tensor, nn
 
+from lit_cifar import CIFAR10DataModule
 from lit_cifar.checkpoint import exact_resume
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.data.batch_split import BatchSplit
@@ -22,7 +25,7 @@ from lit_cifar.reporting.environment import cpu_model
 from lit_cifar.strategies import LayerParallelStrategy, PipelineStrategy, parts
 from lit_cifar.strategies.parts import Parts, _buckets
 from lit_cifar.strategies.tree_sum import in_tree_order, tree_sum
-from lit_cifar.strategies.virtual_replicas import clip_in_order, squares_of_rows
+from lit_cifar.strategies.virtual_replicas import VirtualReplicas, clip_in_order, squares_of_rows
 from lit_cifar.task.metrics import MeanLoss
 from lit_cifar.tools.modes import SILENT
 
@@ -150,6 +153,23 @@ def test_a_mode_refuses_parts_that_it_cannot_have(strategy: Any, devices: int, t
     parts = Parts(4, num_processes=BatchSplit.of(trainer.strategy).dp_size)
     with pytest.raises(ConfigError, match=text):
         trainer.strategy.use_parts(parts)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "benchmark", "remedy"),
+    [(False, False, "pass --trainer.deterministic=true"), (True, True, "leave out the latter"), (True, False, None)],
+)
+def test_on_a_gpu_kernels_must_have_the_same_bits_each_time(
+    deterministic: bool, benchmark: bool, remedy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SingleDeviceStrategy, "root_device", torch.device("cuda", 0))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", benchmark)
+    data = CIFAR10DataModule(dataset="synthetic", batch_size=16, eval_batch_size=16)
+    trainer = L.Trainer(accelerator="cpu", devices=1, **SILENT)
+    with pytest.raises(ConfigError) if remedy else nullcontext() as refused:
+        VirtualReplicas(4).check(trainer, data)
+    assert refused is None or refused.value.remedy == remedy
 
 
 @pytest.fixture(scope="module")

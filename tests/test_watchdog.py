@@ -405,7 +405,9 @@ def test_a_run_ends_well_although_the_store_is_slow() -> None:
 class Pair:
     """Two watches in this process, with a store of its memory; they note that they would have ended it."""
 
-    def __init__(self, *, timeout_s: float = TIMEOUT_S, everyone: list[Heartbeat] | None = None) -> None:
+    def __init__(
+        self, *, timeout_s: float = TIMEOUT_S, everyone: list[Heartbeat] | None = None, on_gpu: bool = False
+    ) -> None:
         store = HashStore()
         prepare(store, run="test", world_size=2)
         self.ended: list[int] = []
@@ -416,6 +418,7 @@ class Pair:
                 rank=rank,
                 board=HeartbeatStore(store, run="test", rank=rank, world_size=2),
                 progress=self.progress[rank],
+                on_gpu=on_gpu,
                 store_host=0,
                 grace_s=0,
                 end=self.ended.append,
@@ -490,16 +493,21 @@ def test_the_one_that_does_not_get_on_is_found(capsys: pytest.CaptureFixture[str
     assert __file__ in capsys.readouterr().err  # where the main thread is
 
 
-@pytest.mark.parametrize("on_disk", [False, True])
-def test_one_that_waits_for_a_disk_does_not_hang(on_disk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activity, "effort", lambda peers: (0.0, on_disk))
-    pair = Pair()
+@pytest.mark.parametrize(
+    ("busy", "on_disk", "on_gpu", "hangs"),
+    [(False, False, False, True), (False, True, False, False), (True, False, False, False), (True, False, True, True)],
+)
+def test_one_that_computes_or_waits_for_a_disk_does_not_hang_but_one_that_spins_for_its_gpu(
+    busy: bool, on_disk: bool, on_gpu: bool, hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activity, "effort", lambda peers: (time.monotonic() * busy, 0.0, on_disk))
+    pair = Pair(on_gpu=on_gpu)
     pair.fall_behind(step=0)
     for progress in pair.progress:
         progress.moment = progress.moment._replace(since=progress.moment.since - 2 * TIMEOUT_S)
         progress._awake_since -= 2 * TIMEOUT_S
     verdicts = [watch._tick() for _ in range(3) for watch in pair.watches]
-    assert [verdict and verdict.rank for verdict in verdicts[-2:]] == ([None, None] if on_disk else [1, 1])
+    assert [verdict and verdict.rank for verdict in verdicts[-2:]] == ([1, 1] if hangs else [None, None])
     for watch in pair.watches:
         watch._board.close()
 
@@ -573,8 +581,8 @@ def test_a_thread_that_waits_for_other_processes_is_told_from_one_that_works_or_
 
     def look(module: str, *, after_s: float, used_s: float) -> tuple[bool, bool]:
         clock.now += after_s
-        monkeypatch.setattr(activity, "effort", lambda peers: (used_s, False))
-        found.look(module)
+        monkeypatch.setattr(activity, "effort", lambda peers: (used_s, 0.0, False))
+        found.look("", module)
         return found.waits, found.works
 
     assert not look("lit_cifar.data.loader", after_s=0, used_s=50)[1]  # what was used before counts for nothing
@@ -584,28 +592,49 @@ def test_a_thread_that_waits_for_other_processes_is_told_from_one_that_works_or_
     assert look("lit_cifar.task.module", after_s=10, used_s=40) == (False, False)
 
 
+@pytest.mark.parametrize(
+    ("on_gpu", "moves", "helped", "waits", "works"),
+    [
+        (True, False, False, True, False),  # in `cudaStreamSynchronize`, behind a stuck collective operation
+        (True, True, False, False, True),
+        (True, False, True, False, True),  # a helper writes a checkpoint meanwhile
+        (False, False, False, False, True),  # backward of a large batch is one call
+    ],
+)
+def test_a_thread_that_spins_for_its_gpu_does_not_work(
+    on_gpu: bool, moves: bool, helped: bool, waits: bool, works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    found = activity.Activity(peers=(), memory_s=10.0, on_gpu=on_gpu, clock=clock)
+    for clock.now in range(20):
+        used = 1.0 * clock.now, 0.5 * clock.now * helped, False
+        monkeypatch.setattr(activity, "effort", lambda peers, used=used: used)
+        found.look(f"line {clock.now if moves else 0}", "torch._tensor")
+    assert (found.waits, found.works) == (waits, works)
+
+
 def test_effort_is_of_the_main_thread_its_helpers_and_children_without_peers() -> None:
     """A helper writes a checkpoint, say; other threads spin while they wait."""
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
         while psutil.Process(child.pid).cpu_times().user < 0.2:
             time.sleep(0.05)
-        with_child_s, without_s = activity.effort(())[0], activity.effort({child.pid})[0]
+        with_child_s, without_s = sum(activity.effort(())[:2]), sum(activity.effort({child.pid})[:2])
         child.kill()
     assert without_s < with_child_s - 0.1
     for name, counts in ((f"{HELPER}_0", True), ("another", False)):
         over = threading.Event()
         thread = threading.Thread(target=lambda over=over: [None for _ in iter(over.is_set, True)], name=name)
-        before_s, begin = activity.effort(())[0], time.process_time()
+        before_s, begin = sum(activity.effort(())[:2]), time.process_time()
         thread.start()
         while time.process_time() < begin + 0.3:
             time.sleep(0.05)
-        assert (activity.effort(())[0] > before_s + 0.15) == counts
+        assert (sum(activity.effort(())[:2]) > before_s + 0.15) == counts
         over.set()
         thread.join()
-    before_s, begin = activity.effort(())[0], time.thread_time()
+    before_s, begin = sum(activity.effort(())[:2]), time.thread_time()
     while time.thread_time() - begin < 0.3:
         pass
-    assert activity.effort(())[0] - before_s > 0.1
+    assert sum(activity.effort(())[:2]) - before_s > 0.1
 
 
 def test_the_hooks_note_phase_step_and_shape() -> None:

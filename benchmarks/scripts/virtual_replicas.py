@@ -13,6 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from lit_cifar.tools.bench import interleaved
 from lit_cifar.tools.bench.memory import FILES
 from lit_cifar.tools.bench.mode_speed import images_per_s
@@ -26,7 +28,10 @@ WHAT = ("time", "memory")
 def flags_of(processes: int, parts: int | None) -> list[str]:
     flags = ["--model.stem=imagenet", "--data.eval_batch_size=8", f"--trainer.devices={processes}"]
     flags += ["--trainer.strategy=ddp"] if processes > 1 else []
-    return flags + ([] if parts is None else [f"--virtual_replicas={parts}"])
+    if parts is None:
+        return flags
+    needed = ["--trainer.deterministic=true"] if torch.cuda.is_available() else []
+    return [*flags, *needed, f"--virtual_replicas={parts}"]
 
 
 def step_s(processes: int, parts: int | None, more: tuple[str, ...] = (), *, folder: Path) -> float:

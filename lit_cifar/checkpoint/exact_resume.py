@@ -22,6 +22,7 @@ from torchmetrics import Metric
 
 from lit_cifar.checkpoint.format import METRICS, POSITION
 from lit_cifar.data.batch_split import BatchSplit
+from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.launch.signals import end_together
 from lit_cifar.reporting.environment import cpu_model
 
@@ -189,13 +190,18 @@ def _settle_buckets(trainer: Trainer, pl_module: LightningModule) -> None:
 
     With more than two processes, a ring all-reduce sums the elements of a bucket in an order that depends on their
     place, so the first step would differ by rounding from an uninterrupted run. This runs one forward and backward pass
-    on blank images, and restores buffers and gradients. The sum of two processes is the same in any order.
+    on a batch of blank images, and restores buffers and gradients. The sum of two processes is the same in any order,
+    and virtual replicas have buckets of their own.
     """
-    model = trainer.strategy.model
-    if not isinstance(model, DistributedDataParallel) or model.process_group.size() == 2:
+    model: Any = trainer.strategy.model
+    is_ddp = isinstance(model, DistributedDataParallel) and model.process_group.size() != 2
+    if not is_ddp or getattr(pl_module, "virtual_replicas", None) is not None:
         return
     buffers = {name: buffer.clone() for name, buffer in pl_module.named_buffers()}
-    num_images = 2 * BatchSplit.of(trainer.strategy).num_microbatches  # BatchNorm refuses one value per channel
+    loader: Any = trainer.train_dataloader
+    sampler: TrainSampler = loader.sampler
+    # As many as in a batch: for others a compiled network would be compiled once more.
+    num_images = sampler.batch_size // (sampler.batch_split.dp_size * sampler.accumulation)
     shape: tuple[int, ...] = pl_module.image_shape  # type: ignore[assignment]
     blank = torch.zeros(num_images, *shape, device=pl_module.device)
     with trainer.precision_plugin.train_step_context():

@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 
 import lightning as L
 from jsonargparse import Namespace
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_class
 from torch.distributed import is_torchelastic_launched
 
 from lit_cifar import __version__
@@ -26,6 +26,7 @@ from lit_cifar.cli.help import COMMON, DESCRIPTION, EPILOG, SUBCOMMANDS, HelpFor
 from lit_cifar.cli.preflight import check_arguments, check_bounds, check_run, check_sizes
 from lit_cifar.cli.usage_errors import PROGRAM, Parser, as_config_error, check_command, cli_exit
 from lit_cifar.data import CIFAR10DataModule
+from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.datamodule import open_dataset
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.rendezvous import as_list, check_processes, resolve_world_size
@@ -205,8 +206,22 @@ class CLI(LightningCLI):
         if self._arguments.autotune:
             from lit_cifar.models.autotune import autotune, exported
 
-            chosen, self._candidates = autotune(self._arguments)
+            chosen, self._candidates = autotune(self._arguments, batch_size=self._images_at_once)
             self._exported = exported(chosen)
+
+    def _images_at_once(self) -> int:
+        """How many images of a batch pass a layer together, in the mode that is asked for."""
+        from lit_cifar.tools.modes import SILENT
+
+        asked, batch_size = self._arguments.trainer, int(self._arguments.data.batch_size)
+        if self._arguments.virtual_replicas is not None:
+            return max(1, batch_size // max(1, int(self._arguments.virtual_replicas)))
+        strategy = asked.strategy if isinstance(asked.strategy, str) else instantiate_class((), asked.strategy)
+        sizes = {name: asked[name] for name in ("accelerator", "devices", "num_nodes")}
+        trainer = L.Trainer(strategy=strategy, **sizes, **SILENT)
+        batch_split = BatchSplit.of(trainer.strategy)
+        num_chunks: int = batch_split.num_replicas * batch_split.num_microbatches * asked.accumulate_grad_batches
+        return max(1, batch_size // num_chunks)
 
     def instantiate_classes(self) -> None:
         """Build data, model and trainer; an error of their constructors is a mistake in the user's input.

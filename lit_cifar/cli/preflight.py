@@ -20,6 +20,7 @@ from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.dataset import Dataset
 from lit_cifar.errors import ConfigError
+from lit_cifar.models.autotune import cpu_has_bf16
 from lit_cifar.models.blocks import check_network, unreached_parameters
 from lit_cifar.task.module import LitResNet
 
@@ -247,6 +248,11 @@ def _check_precision(trainer: Trainer, asked: Namespace, *, compiles: bool) -> N
             f"--trainer.precision={asked.precision} needs a GPU: it scales the loss for float16. On the CPU Lightning "
             "would compute in bfloat16",
             remedy="pass --trainer.precision=bf16-mixed",
+        )
+    if trainer.precision.startswith("bf16") and trainer.strategy.root_device.type == "cpu" and not cpu_has_bf16():
+        rank_zero_warn(
+            f"--trainer.precision={asked.precision} on a CPU without instructions for bfloat16: a step may take 30 "
+            "times as long as with --trainer.precision=32-true"
         )
     if compiles and asked.sync_batchnorm and trainer.world_size > 1:
         raise ConfigError(

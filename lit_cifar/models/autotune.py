@@ -29,8 +29,7 @@ Precision = Literal["32-true", "bf16-mixed"]
 VARIABLE = "LIT_CIFAR_AUTOTUNE"  # tells the processes that a run starts what their parent has found
 _STEPS = 2  # timed for each candidate
 _FEW_IMAGES = 4
-_NEAR = 1.3  # times the shortest step: candidates that are slower on few images are left out
-_LONGEST_STEP_S = 0.5  # about, with more images
+_NEAR = 2.0  # times the shortest step: a precision that is slower on few images is left out
 
 
 @dataclass(frozen=True)
@@ -48,16 +47,23 @@ _PRECISIONS: tuple[Precision, ...] = ("32-true", "bf16-mixed")
 CANDIDATES = tuple(Candidate(precision, layout) for precision in _PRECISIONS for layout in (False, True))
 
 
-def autotune(arguments: Namespace) -> tuple[Candidate, dict[str, float]]:
+def cpu_has_bf16() -> bool:
+    """Whether the CPU's convolutions compute in bfloat16. Else they take 25 to 31 times as long (AMD Zen 3)."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def autotune(arguments: Namespace, *, batch_size: Callable[[], int]) -> tuple[Candidate, dict[str, float]]:
     """The fastest candidate, written into `arguments` as `--trainer.precision` and `--model.channels_last`.
 
     A run that is resumed keeps what it had, as others round differently. Returns the seconds of a step too, by
-    candidate; none if nothing was measured here.
+    candidate; none if nothing was measured here. `batch_size` returns how many images pass a layer at once.
     """
     seconds: dict[Candidate, float] = {}
     chosen = from_environment() or _of_resumed(arguments)
     if chosen is None:
-        seconds = _measure(arguments)
+        seconds = _measure(arguments, batch_size)
         chosen = min(seconds, key=lambda each: seconds[each])  # of equals the first
     arguments.trainer.precision = chosen.precision
     arguments.model.channels_last = chosen.channels_last
@@ -75,7 +81,7 @@ def _of_resumed(arguments: Namespace) -> Candidate | None:
     return Candidate(config["trainer"]["precision"], config["model"]["channels_last"])
 
 
-def _measure(arguments: Namespace) -> dict[Candidate, float]:
+def _measure(arguments: Namespace, batch_size: Callable[[], int]) -> dict[Candidate, float]:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ConfigError(
             "--autotune=true measures before a run starts its processes, and torchrun has started them already",
@@ -95,7 +101,7 @@ def _measure(arguments: Namespace) -> dict[Candidate, float]:
     return time_candidates(
         network,
         (3, model.image_size, model.image_size),
-        batch_size=arguments.data.batch_size,
+        batch_size=batch_size(),
         device=torch.device("cuda" if has_gpu else "cpu"),
     )
 
@@ -105,28 +111,27 @@ def time_candidates(
 ) -> dict[Candidate, float]:
     """Seconds of forward and backward of the network for each of `CANDIDATES`, the shortest of some steps.
 
-    On a CPU the candidates are first timed on few images. Those that are much slower there are left out, and of the
-    others each is timed on more: which memory format is faster depends on the size of the batch. Neither the network
-    nor torch's global generators change.
+    On a CPU a precision that is much slower on few images is left out of the comparison; bfloat16 is not even tried
+    there without instructions for it. Memory formats are compared on whole batches: which is faster depends on their
+    size. Neither the network nor torch's global generators change.
 
     Args:
         network: From images (n, *image_shape) to logits (n, num_classes).
         image_shape: Channels, height and width.
-        batch_size: Of the training, on one device. On a CPU a step may have fewer images.
+        batch_size: How many images pass a layer at once.
         device: To measure on.
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         if device.type != "cpu":
             return _time_each(network, CANDIDATES, image_shape, batch_size, device)
-        few = min(_FEW_IMAGES, batch_size)
-        first = _time_each(network, CANDIDATES, image_shape, few, device)
-        best = min(first.values())
-        near = tuple(each for each in CANDIDATES if first[each] <= _NEAR * best)
-        more = min(batch_size, few * max(1, int(_LONGEST_STEP_S / best)))
-        second = _time_each(network, near, image_shape, more, device)
+        candidates = tuple(each for each in CANDIDATES if each.precision == "32-true" or cpu_has_bf16())
+        first = _time_each(network, candidates, image_shape, min(_FEW_IMAGES, batch_size), device)
+        near = {each.precision for each in candidates if first[each] <= _NEAR * min(first.values())}
+        left = tuple(each for each in candidates if each.precision in near)
+        second = _time_each(network, left, image_shape, batch_size, device)
         # What those that were left out would take, by how much slower they were.
-        scale = min(second[each] / first[each] for each in near)
-        return {each: second.get(each, scale * first[each]) for each in CANDIDATES}
+        scale = min(second[each] / first[each] for each in left)
+        return {each: second.get(each, scale * first[each]) for each in candidates}
 
 
 def _time_each(

@@ -9,6 +9,7 @@ together are torch's documented composition of the two.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
+from itertools import chain
 from typing import Any, ClassVar, cast
 
 import lightning as L
@@ -26,7 +27,7 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.models.blocks import blocks_of
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.strategies.base import ForwardFn, at_least_one, check_untied, compiles
-from lit_cifar.strategies.mesh import MeshStrategy, local_part, parameters_of
+from lit_cifar.strategies.mesh import MeshStrategy, at_once, local_part, parameters_of
 from lit_cifar.strategies.parts import Parts
 from lit_cifar.strategies.state_dicts import full, part_of
 from lit_cifar.strategies.sync_batchnorm import synchronise_along
@@ -178,6 +179,27 @@ class ShardedStrategy(MeshStrategy):
                 return cast(Tensor, parts(images.clone()))
 
         return run
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Then take what every process of a replica holds whole from the first of them.
+
+        Each computes its gradients itself, and kernels of a GPU may round differently every time. The optimizer would
+        keep such differences, and training enlarges them. So they end with each step; for a ResNet34 that sends 0.8 MB
+        beside the activations. Momentum may differ: only that of the first counts. Equal tensors keep their bits.
+        """
+        output = super().optimizer_step(*args, **kwargs)
+        if self.tensor_parallel_size != 1:
+            with torch.no_grad():
+                at_once(lambda flat: dist.broadcast(flat, group=self.model_group, group_src=0), [*self._replicated()])
+        return output
+
+    def _replicated(self) -> Iterator[Tensor]:
+        """This process's parts of the parameters and running statistics that `tp` does not split."""
+        for tensor in chain(self.module.network.parameters(), self.module.network.buffers()):
+            # Along the "model" axis, the last one. Counts of batches are exact.
+            if cast(DTensor, tensor).placements[-1].is_replicate() and tensor.is_floating_point():
+                yield local_part(tensor)
 
     def on_one_device(self, network: nn.Module) -> ForwardFn:
         """The network as it is."""

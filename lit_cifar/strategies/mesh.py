@@ -9,7 +9,7 @@ samples, and a sum over all would count them several times.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal, cast
 
@@ -230,6 +230,14 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def at_once(send: Callable[[Tensor], object], tensors: Sequence[Tensor]) -> None:
+    """Call `send` with all elements of `tensors`, (n,), and copy what it makes of them back, in place."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    send(flat)
+    for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """This process's part of a DTensor, or a plain tensor itself; the memory is shared."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -243,8 +251,10 @@ class AgreedGradScaler(GradScaler):
     parameters find the same overflows. Those with other parameters, or parts of them, have to agree.
     """
 
-    def _unscale_grads_(self, optimizer: Optimizer, *args: Any) -> dict[torch.device, Tensor]:
-        found: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, *args)
+    def _unscale_grads_(self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, *args: Any) -> Any:
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, *args)
+        if not found:  # no gradient is here, as in a stage without parameters; the others wait all the same
+            found[found_inf.device] = found_inf
         for has_overflowed in found.values():
             dist.all_reduce(has_overflowed, op=dist.ReduceOp.MAX)
         return found

@@ -14,7 +14,7 @@ from typing_extensions import override
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.random_streams import begin_part
 from lit_cifar.strategies.base import CutStrategy, ForwardFn, compiles
-from lit_cifar.strategies.mesh import MeshStrategy, loss_scale, parameters_of
+from lit_cifar.strategies.mesh import MeshStrategy, at_once, loss_scale, parameters_of
 from lit_cifar.strategies.parts import Parts
 from lit_cifar.strategies.pipeline import (
     InTurn,
@@ -173,8 +173,9 @@ class PipelineStrategy(CutStrategy, MeshStrategy):
         # The module asks for the logits of the batch, or of one part after the other.
         outputs = iter(torch.split(logits, sizes) if self.parts.one_by_one else [logits])
         self.module.use_forward_fn(lambda images: next(outputs))
-        loss = super().training_step(batch, *args, **kwargs)
+        loss: Any = super().training_step(batch, *args, **kwargs)
         self.module.use_forward_fn(self.pipeline.evaluate)
+        loss.requires_grad_()  # which Lightning's backward needs, also of a stage without parameters
         with_gradients: Tensor = PrecomputedGradients.apply(loss, gradients, scale, *parameters)
         return with_gradients
 
@@ -218,11 +219,8 @@ class PipelineStrategy(CutStrategy, MeshStrategy):
         if not self.averages_gradients:
             return
         gradients = [parameter.grad for parameter in self.pipeline.parameters if parameter.grad is not None]
-        flat = torch.cat([gradient.flatten() for gradient in gradients]) / self.num_replicas
-        dist.all_reduce(flat, group=self.data_group)
-        parts = torch.split(flat, [gradient.numel() for gradient in gradients])
-        for gradient, part in zip(gradients, parts, strict=True):
-            gradient.copy_(part.view_as(gradient))
+        if gradients:
+            at_once(lambda flat: dist.all_reduce(flat.div_(self.num_replicas), group=self.data_group), gradients)
 
     @override
     def share_of_norm(self, gradient: Tensor) -> float:

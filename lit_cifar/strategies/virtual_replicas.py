@@ -97,6 +97,7 @@ class VirtualReplicas(Callback):
                 remedy=f"pass --virtual_replicas={nearest} or {2 * nearest}",
             )
         _check_mode(name, strategy)
+        _check_kernels(name, strategy.root_device)
         if num_parts % (replicas := BatchSplit.of(strategy).num_replicas):
             raise ConfigError(
                 f"{name} cannot be divided among {replicas} replicas",
@@ -173,6 +174,20 @@ def _check_mode(name: str, strategy: Strategy) -> None:
         raise ConfigError(
             f"{name} with --model.compile=true: a part of a network is compiled to other kernels than the whole",
             remedy="leave out the latter, or pass --trainer.strategy=ddp",
+        )
+
+
+def _check_kernels(name: str, device: torch.device) -> None:
+    """Refuse kernels of a GPU with other bits each time; what the flags of the Trainer ask for, torch knows."""
+    if device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
+        raise ConfigError(
+            f"{name} on a GPU needs kernels that always add in the same order",
+            remedy="pass --trainer.deterministic=true",
+        )
+    if device.type == "cuda" and torch.backends.cudnn.benchmark:
+        raise ConfigError(
+            f"{name} with --trainer.benchmark=true, which chooses kernels by how fast they are at that moment",
+            remedy="leave out the latter",
         )
 
 

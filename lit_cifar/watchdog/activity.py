@@ -1,6 +1,7 @@
 """What the main thread does: its phase and how long that may take; without progress, whether it works or waits."""
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator
@@ -106,27 +107,42 @@ class Activity:
 
     The process works if it uses a processor or waits for a disk, see `effort`. An observation counts for `memory_s`:
     compilers pause, and after waiting it takes a moment until work is observed. `peers` are the pids of the ranks.
+
+    With `on_gpu` a main thread that uses a processor and stays at one place waits for its GPU, and so for a collective
+    operation that is stuck there: CUDA spins meanwhile. Without a GPU it computes, in backward say.
     """
 
-    def __init__(self, *, peers: Collection[int], memory_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        *,
+        peers: Collection[int],
+        memory_s: float,
+        on_gpu: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._peers = peers
+        self._on_gpu = on_gpu
         self._memory_s = memory_s
         self._clock = clock
         self.forget()
 
     def forget(self) -> None:
         """Reset: the main thread has made progress."""
-        self._last_s = self._last_at = math.inf
+        self._last_main_s = self._last_others_s = self._last_at = math.inf
+        self._last_stack = ""
         self._worked_at = self._waited_at = -math.inf
 
-    def look(self, module: str) -> None:
-        """Observe the activity since the last call; the main thread is in a function of `module`."""
-        now, (used_s, on_disk) = self._clock(), effort(self._peers)
-        much = used_s - self._last_s > _LEAST_SHARE * (now - self._last_at)
-        self._last_s, self._last_at = used_s, now
+    def look(self, stack: str, module: str) -> None:
+        """Observe the activity since the last call; of the main thread are given what `heartbeat.stack_of` returns."""
+        now, (main_s, others_s, on_disk) = self._clock(), effort(self._peers)
+        least_s = _LEAST_SHARE * (now - self._last_at)
+        of_main_s, of_others_s = main_s - self._last_main_s, others_s - self._last_others_s
+        spins = self._on_gpu and stack == self._last_stack and of_main_s > least_s
+        much = of_others_s + (0.0 if spins else of_main_s) > least_s
+        self._last_main_s, self._last_others_s, self._last_at, self._last_stack = main_s, others_s, now, stack
         if (much or on_disk) and module != _COLLECTIVES:
             self._worked_at = now
-        elif module.startswith(_WAITING_MODULES):
+        elif spins or module.startswith(_WAITING_MODULES):
             self._waited_at = now
 
     @property
@@ -138,25 +154,28 @@ class Activity:
         return self._clock() - self._waited_at <= self._memory_s and not self.works
 
 
-def effort(peers: Collection[int]) -> tuple[float, bool]:
-    """Processor time of those who work for this process's training, in seconds, and whether one waits for a disk.
+def effort(peers: Collection[int]) -> tuple[float, float, bool]:
+    """Processor time in seconds of the main thread, and of others who work for this process's training.
 
-    They are the main thread and its helpers, as those of NCCL use a processor while they wait, and the processes that
-    this one has started, such as compilers and data loaders, but not the other ranks, whose pids are `peers`.
+    These are the main thread's helpers, as those of NCCL use a processor while they wait, and the processes that this
+    one has started, such as compilers and data loaders, but not the other ranks, whose pids are `peers`. The last value
+    is whether one of all waits for a disk.
     """
-    used_s, on_disk = 0.0, False
-    own = {threading.main_thread().native_id}
-    own |= {thread.native_id for thread in threading.enumerate() if thread.name.startswith(HELPER)}
+    main_s, others_s, on_disk = 0.0, 0.0, False
+    main = os.getpid()  # `native_id` of a main thread that has been forked is that of its parent
+    own = {main} | {thread.native_id for thread in threading.enumerate() if thread.name.startswith(HELPER)}
     with suppress(psutil.Error, OSError):
         me = psutil.Process()
-        used_s = sum(thread.user_time + thread.system_time for thread in me.threads() if thread.id in own)
+        times = {each.id: each.user_time + each.system_time for each in me.threads() if each.id in own}
+        main_s = times.pop(main, 0.0)
+        others_s = sum(times.values())
         for process in (*map(psutil.Process, own), *_started_by(me, peers)):
             with suppress(psutil.Error, OSError):
                 on_disk = on_disk or process.status() == psutil.STATUS_DISK_SLEEP
                 if process.pid not in own:
-                    times = process.cpu_times()
-                    used_s += times.user + times.system
-    return used_s, on_disk
+                    used = process.cpu_times()
+                    others_s += used.user + used.system
+    return main_s, others_s, on_disk
 
 
 def _started_by(process: psutil.Process, peers: Collection[int]) -> Iterator[psutil.Process]:

@@ -153,7 +153,7 @@ def _of_late(late: Mapping[int, Peer]) -> Verdict | None:
     """The process that is behind the others; of equals one that neither waits for others nor works.
 
     While that one works the others wait for it, however long its phase took before, so there is no verdict for ten
-    minutes. A process that polls in a loop looks the same.
+    minutes. A process that polls in a loop looks the same, unless it waits for a GPU, see `Activity`.
     """
     culprit = min(late.values(), key=lambda peer: (peer.beat.events, peer.beat.waits, peer.beat.works, peer.beat.rank))
     if culprit.beat.works and culprit.beat.idle_s <= FIRST_TIME_S:

@@ -39,7 +39,8 @@ def start_monitor(trainer: Trainer, *, timeout_s: float) -> "Monitor":
     rank = trainer.global_rank
     board, everyone = meet(rank, trainer.world_size)
     progress = PhaseTimer(timeout_s=timeout_s)
-    watch = Monitor(everyone, rank=rank, board=board, progress=progress, store_host=host_of_store())
+    on_gpu = trainer.strategy.root_device.type == "cuda"
+    watch = Monitor(everyone, rank=rank, board=board, progress=progress, on_gpu=on_gpu, store_host=host_of_store())
     children = [child for child in getattr(trainer.strategy.launcher, "procs", []) if isinstance(child, Popen)]
     watch.mates.exit_codes = lambda: {child.pid: code for child in children if (code := child.poll()) is not None}
     _come_before_observer(watch)
@@ -81,6 +82,7 @@ class Monitor(threading.Thread):
         rank: int,
         board: HeartbeatStore,
         progress: PhaseTimer,
+        on_gpu: bool = False,
         store_host: int | None = None,
         grace_s: float = GRACE_S,
         end: Callable[[int], object] = os._exit,
@@ -98,7 +100,7 @@ class Monitor(threading.Thread):
         self._end = end
         self._main_thread = threading.main_thread().ident or 0
         peers = {beat.pid for beat in everyone if beat.host == self._own.host}
-        self._activity = Activity(peers=peers, memory_s=self._timeout_s / 2, clock=progress.clock)
+        self._activity = Activity(peers=peers, memory_s=self._timeout_s / 2, on_gpu=on_gpu, clock=progress.clock)
         self._failure = ""
         self._quiet = False
         self._over = self._told = False
@@ -216,7 +218,7 @@ class Monitor(threading.Thread):
         """Observe the main thread, once it has been idle for some time."""
         if self.progress.idle_s() > self._timeout_s / 2:
             self._stack, module = stack_of(self._main_thread)
-            self._activity.look(module)
+            self._activity.look(self._stack, module)
         else:
             self._stack = ""
             self._activity.forget()

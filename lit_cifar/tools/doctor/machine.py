@@ -5,6 +5,7 @@ interfaces, and a launcher's variables.
 """
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -40,6 +41,7 @@ def look_at_machine(*, folder: Path) -> list[Check]:
         Check("processor", f"{cpu_model()}, {os.cpu_count()} cores"),
         Check("memory", f"{size_of(memory.available)} of {size_of(memory.total)} free"),
         *(map(check_gpu, range(torch.cuda.device_count())) if torch.cuda.device_count() else [check_no_gpus()]),
+        *check_mig(),
         Check("versions", shown),
         *([check_shared_memory(shutil.disk_usage(_SHM).free)] if _SHM.exists() else []),
         check_disk(folder),
@@ -68,6 +70,16 @@ def check_gpu(index: int) -> Check:
     seen = f"{size_of(free)} of {size_of(total)}"
     busy = Finding(f"Of {name} {seen} are free: other processes use the rest.", "nvidia-smi   # shows which")
     return Check(name, f"{model}, {seen} free", [busy] if free < total / 2 else [])
+
+
+def check_mig() -> list[Check]:
+    """Whether GPUs are divided into MIG instances, of which CUDA gives a process one (NVIDIA's MIG User Guide)."""
+    instances = re.findall(r"MIG (\S+) .*UUID: (MIG-[^)\s]+)", ask_nvidia_smi("-L"))
+    if not instances:
+        return []
+    problem = f"A process sees one of {len(instances)} MIG instances: no run can divide its work among several."
+    mend = f"CUDA_VISIBLE_DEVICES={instances[0][1]} python -m lit_cifar fit   # a run for each instance, without a mode"
+    return [Check("MIG", ", ".join(profile for profile, _ in instances), [Finding(problem, mend)])]
 
 
 def check_no_gpus() -> Check:
