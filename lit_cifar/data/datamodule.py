@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 # The class of each, which is imported when it is asked for.
 DATASETS = {
     "cifar10": "cifar10.Cifar10",
+    "cifar100": "cifar10.Cifar100",
     "fashion_mnist": "fashion_mnist.Fashion",
     "synthetic": "synthetic.Synthetic",
     "folder": "pictures.OwnPictures",
@@ -63,9 +64,9 @@ class CIFAR10DataModule(L.LightningDataModule):
 
     Args:
         root: Folder of the data set. A download is stored here.
-        dataset: Data set: "cifar10", "fashion_mnist" (grey repeated to three channels, padded to 32 x 32), "synthetic"
-            (images drawn by code from `seed`, without files), or "folder": your own pictures, in ROOT/CLASS or in
-            ROOT/train/CLASS, with ROOT/val/CLASS and ROOT/test/CLASS if there are such.
+        dataset: Data set: "cifar10", "cifar100", "fashion_mnist" (grey repeated to three channels, padded to 32 x 32),
+            "synthetic" (images drawn by code from `seed`, without files), or "folder": your own pictures, in ROOT/CLASS
+            or in ROOT/train/CLASS, with ROOT/val/CLASS and ROOT/test/CLASS if there are such.
         image_size: Height and width to which the pictures of "folder" are resized, in pixels. The default is 32.
         batch_size: Global batch size: samples per optimizer step over all replicas and accumulation steps.
         eval_batch_size: Samples per evaluation step over all processes. It does not change any result.
