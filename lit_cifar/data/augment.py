@@ -48,7 +48,7 @@ class Augmentation:
         if self.resized_to is None:
             place = [pick(Purpose.CROP_ROW, 2 * self.padding + 1), pick(Purpose.CROP_COLUMN, 2 * self.padding + 1)]
         else:
-            sizes = window_sizes(height, ids.device)
+            sizes = _window_sizes(height, ids.device)
             window = list(sizes[pick(Purpose.CROP_SIZE, len(sizes))].T)
             place = [pick(Purpose.CROP_ROW, height + 1 - window[0]), pick(Purpose.CROP_COLUMN, width + 1 - window[1])]
             height = width = self.resized_to
@@ -97,7 +97,7 @@ def crop(images: Tensor, rows: Tensor, columns: Tensor, mirrored: Tensor, *, pad
 
 
 @cache
-def window_sizes(side: int, device: torch.device) -> Tensor:
+def _window_sizes(side: int, device: torch.device) -> Tensor:
     """All heights and widths of windows in an image of `side` x `side`, int64, (k, 2), each as likely as the others.
 
     They have 0.08 to 1 of its area, and a ratio from 3/4 to 4/3. torchvision's RandomResizedCrop draws the area and the
