@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from lit_cifar.data.cifar10 import FILES
+from lit_cifar.data.cifar10 import Cifar10
 from lit_cifar.data.datamodule import open_dataset
 from lit_cifar.data.dataset import Split
 from lit_cifar.data.images import ImageSet
@@ -31,7 +31,7 @@ def write_binary_edition(root: Path, *, records_per_file: int) -> Path:
     """Make `root/cifar-10-batches-bin`; file i holds `cifar10_records(records_per_file, seed=i)`."""
     folder = root / "cifar-10-batches-bin"
     folder.mkdir(parents=True)
-    for i, name in enumerate([*FILES["train"], *FILES["test"]]):
+    for i, name in enumerate([*Cifar10.files["train"], *Cifar10.files["test"]]):
         cifar10_records(records_per_file, seed=i).tofile(folder / name)
     return folder
 

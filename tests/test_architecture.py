@@ -105,7 +105,7 @@ def assert_in_order(title: str, calls: Path) -> None:
 
 
 def test_an_image_from_the_disk_to_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cifar10, "RECORDS_PER_FILE", 20)
+    monkeypatch.setattr(cifar10, "NUM_IMAGES", {"train": 100, "test": 20})
     write_binary_edition(tmp_path, records_per_file=20)
     flags = ["--data.dataset=cifar10", f"--data.root={tmp_path}", "--trainer.num_sanity_val_steps=0"]
     with traced(tmp_path / "calls"):

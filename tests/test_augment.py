@@ -6,6 +6,8 @@ import pytest
 import torch
 from counting import Operators
 from torch import Tensor
+from torchvision.transforms import RandomResizedCrop
+from torchvision.transforms.functional import resized_crop
 
 from lit_cifar.data.augment import Augmentation, crop
 from lit_cifar.data.counter_rng import Purpose, keyed_bits, keyed_integers, keyed_permutation
@@ -26,6 +28,7 @@ def digest(tensor: Tensor) -> str:
         (Augmentation(seed=5), "44edf9e5b545b3ce"),
         (Augmentation(seed=5, flip=False, cutout=9), "8343261e24483fee"),
         (Augmentation(seed=5, cutout=16, padding=2), "74cd95c8dc744600"),
+        (Augmentation(seed=5, resized_to=28), "468e9775e5df6949"),
     ],
 )
 def test_the_bytes_of_every_version_are_the_same(augmentation: Augmentation, expected: str) -> None:
@@ -64,12 +67,52 @@ def test_every_window_is_the_one_a_padded_image_has(padding: int) -> None:
     assert images.equal(before)
 
 
-def test_a_sample_is_augmented_alike_in_any_batch_and_otherwise_in_another_epoch() -> None:
+def test_windows_are_resized_as_by_torchvision() -> None:
+    """But for the rounding of weights to 7 bits, and of rows before columns. The host waits for nothing."""
+    images, ids = torch.randint(0, 256, (32, 3, 36, 36), dtype=torch.uint8), torch.arange(32)
+    augmentation = Augmentation(seed=1, resized_to=32)
+    draws = augmentation.draw(ids, (36, 36), epoch=0)
+    draws[3:, :2] = 36  # all of the image
+    draws[:2, :2] = 0
+    with Operators() as operators:
+        found = augmentation(images, draws)
+    assert not operators.waits
+    for ours, image, row, column, mirror, height, width in zip(found, images, *draws.tolist(), strict=True):
+        of_float = resized_crop(image.float(), row, column, height, width, [32, 32], antialias=False)
+        assert (ours.float() - (of_float.flip(2) if mirror else of_float)).abs().max() < 2.5
+    assert set(draws[2].tolist()) == {0, 1}
+
+
+def test_windows_are_as_likely_as_torchvisions() -> None:
+    """Their heights, areas, ratios and places, by the largest difference between two distributions (Kolmogorov)."""
+    num = 8000
+    torch.manual_seed(0)
+    image = torch.zeros(1, 256, 256)
+    expected = [RandomResizedCrop.get_params(image, [0.08, 1.0], [3 / 4, 4 / 3]) for _ in range(num)]
+    rows, columns, _, heights, widths = Augmentation(seed=0, resized_to=224).draw(
+        torch.arange(num), (256, 256), epoch=3
+    )
+    for ours, theirs in zip(
+        _features(rows, columns, heights, widths), _features(*torch.tensor(expected).T), strict=True
+    ):
+        every = torch.cat([ours, theirs]).sort().values
+        shares = [torch.searchsorted(of.sort().values, every, right=True) / num for of in (ours, theirs)]
+        assert (shares[0] - shares[1]).abs().max() < 1.95 * (2 / num) ** 0.5  # exceeded by 1 in 1,000
+
+
+def _features(rows: Tensor, columns: Tensor, heights: Tensor, widths: Tensor) -> list[Tensor]:
+    return [rows, columns, heights, heights * widths, heights / widths, (rows + 0.5) / (257 - heights)]
+
+
+@pytest.mark.parametrize("resized_to", [None, 24])
+def test_a_sample_is_augmented_alike_in_any_batch_and_otherwise_in_another_epoch(resized_to: int | None) -> None:
     images = torch.randint(0, 256, (64, 3, 32, 32), dtype=torch.uint8)
-    augmentation, ids = Augmentation(seed=1, cutout=8), torch.randperm(64)
+    augmentation, ids = Augmentation(seed=1, resized_to=resized_to, cutout=8), torch.randperm(64)
     whole = augmented(images[ids], ids, augmentation, epoch=0)
     for part in (ids[rank::3] for rank in range(3)):
         assert augmented(images[part], part, augmentation, epoch=0).equal(whole[torch.isin(ids, part)])
     assert not whole.equal(augmented(images[ids], ids, augmentation, epoch=1))
-    assert not whole.equal(augmented(images[ids], ids, Augmentation(seed=2, cutout=8), epoch=0))
-    assert augmented(images[:0], ids[:0], augmentation, epoch=0).shape == (0, 3, 32, 32)
+    other = Augmentation(seed=2, resized_to=resized_to, cutout=8)
+    assert not whole.equal(augmented(images[ids], ids, other, epoch=0))
+    side = resized_to or 32
+    assert augmented(images[:0], ids[:0], augmentation, epoch=0).shape == (0, 3, side, side)

@@ -58,9 +58,8 @@ def test_what_is_added_is_verified(title: str, modes: int, tmp_path: Path) -> No
 @pytest.mark.slow
 def test_an_added_data_set_is_trained_on(tmp_path: Path) -> None:
     command = added("A data set", tmp_path)
-    # A full data set has 10,000 records a file.
     reader = tmp_path / "lit_cifar" / "data" / "cifar10.py"
-    reader.write_text(reader.read_text().replace("RECORDS_PER_FILE = 10_000", "RECORDS_PER_FILE = 20"))
+    reader.write_text(reader.read_text().replace('"train": 50_000, "test": 10_000', '"train": 100, "test": 20'))
     write_binary_edition(tmp_path, records_per_file=20)
     small = [flag for flag in TINY if not flag.startswith(("--data.dataset", "--data.num"))]
     succeeds(tmp_path, *command, *small, f"--data.root={tmp_path}", "--run_dir=run")

@@ -8,6 +8,7 @@ import torchvision
 from torch import nn
 
 from lit_cifar import LitResNet
+from lit_cifar.checkpoint.format import load_weights
 from lit_cifar.models import Stem, build_resnet
 from lit_cifar.models.blocks import Partition
 from lit_cifar.models.vit import Attention
@@ -31,6 +32,19 @@ def test_imagenet_stem_is_torchvisions_resnet34() -> None:
     torch.manual_seed(0)
     theirs = torchvision.models.resnet34(num_classes=10)
     assert all(a.equal(b) for a, b in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("arch", ["resnet18", "resnet34", "resnet50"])
+def test_with_the_weights_of_torchvision_the_outputs_are_those_of_torchvision(arch: Any) -> None:
+    torch.manual_seed(0)
+    theirs = getattr(torchvision.models, arch)().train()
+    images = torch.randn(2, 3, 64, 64)
+    theirs(images)  # running statistics other than those of a new network
+    ours = build_resnet(arch, stem="imagenet", num_classes=1000)
+    load_weights(ours, theirs.state_dict(), any_classes=True)
+    for network in (ours, theirs):
+        network.eval()
+    assert ours(images).equal(theirs(images))
 
 
 @pytest.mark.parametrize(("stem", "side"), [("cifar", 32), ("strided", 16), ("imagenet", 8)])

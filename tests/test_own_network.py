@@ -93,6 +93,7 @@ def test_pictures_of_any_size_in_folders_of_any_name(tmp_path: Path) -> None:
     for seed, name in enumerate(folders):
         draw_pictures(root / name, 4, seed=seed)
     cheap = ["--model.arch=tiny", "--model.stem=imagenet", "--trainer.precision=32-true", "--data.image_size=224"]
+    cheap += ["--data.decoded_size=256"]
     given = [flag for flag in flags(root, *cheap, "--data.val_size=6") if "figures" not in flag]
     done("fit", *given, f"--run_dir={run}")
     done("report", run, f"--output={tmp_path / 'page.html'}")

@@ -19,6 +19,7 @@ from data_files import draw_pictures
 
 from lit_cifar import CIFAR10DataModule, ConfigError, DataError
 from lit_cifar.data import picture_cache, pictures
+from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.counter_rng import Purpose, keyed_permutation
 from lit_cifar.data.images import ImageSet
 from lit_cifar.data.loader import BatchLoader
@@ -101,6 +102,32 @@ def test_batches_are_those_of_pictures_in_memory(folder: Folder, chunk: int, mon
     val = list(data.val_dataloader())
     assert torch.equal(torch.cat([batch.images for batch in val]), expected["val"].images)
     assert torch.equal(torch.cat([batch.labels for batch in val]), expected["val"].labels)
+
+
+def test_windows_and_centres_of_pictures_that_are_decoded_larger(folder: Folder) -> None:
+    """What is evaluated and classified is the centre; so is what is trained on without augmentation."""
+    data, plain = folder.data(decoded_size=32), folder.data(decoded_size=32, augment=False)
+    assert len(folder.decoded()) == 19
+    files = sorted((folder.root / "cat").iterdir())
+    data.predict_dir = folder.root / "cat"
+    data.setup("predict")
+    (predicted,) = data.predict_dataloader()
+    decoded = torch.stack([read_image(path, size=32) for path in files])
+    assert torch.equal(predicted.images, decoded)
+    mean, std = (255 * torch.tensor(values)[:, None, None] for values in (data.source.mean, data.source.std))
+    centre = (decoded[:, :, 4:28, 4:28] - mean) / std
+    torch.testing.assert_close(data.on_after_batch_transfer(predicted, 0).images, centre)
+    of_plain, of_windows = (torch.cat([batch.images for batch in each.train_dataloader()]) for each in (plain, data))
+    ids = torch.cat([batch.ids for batch in data.train_dataloader()])
+    assert torch.equal(of_plain, data.sets["train"].gather(ids))
+    assert data.augmentation == Augmentation(seed=0, resized_to=SIZE)
+    assert torch.equal(of_windows, data.augmentation(of_plain, data.augmentation.draw(ids, (32, 32), epoch=0)))
+    for size in (SIZE - 1, 2 * SIZE + 1):
+        with pytest.raises(
+            ConfigError, match=rf"--data.decoded_size={size} is not between --data.image_size=24"
+        ) as error:
+            folder.data(decoded_size=size)
+        assert "--data.decoded_size=27" in error.value.remedy
 
 
 def test_nothing_is_decoded_or_copied_when_it_is_there(folder: Folder) -> None:
@@ -241,3 +268,5 @@ def test_options_of_the_cache_are_refused_where_nothing_is_decoded() -> None:
     assert "--data.cache_limit_gb=5.0 is for pictures of your own" in refused("fit", *TINY, "--data.cache_limit_gb=5")
     with pytest.raises(ConfigError, match=r"--data.skip_unreadable=True is for"):
         CIFAR10DataModule(dataset="synthetic", skip_unreadable=True)
+    with pytest.raises(ConfigError, match=r"--data.decoded_size=36 is for"):
+        CIFAR10DataModule(dataset="synthetic", decoded_size=36)

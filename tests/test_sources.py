@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 from data_files import cifar10_records, load, pack, prepare, served, write_binary_edition, write_idx
-from torchvision.datasets import CIFAR10, FashionMNIST
+from torchvision.datasets import CIFAR10, CIFAR100, FashionMNIST
 
 from lit_cifar.data import CIFAR10DataModule, cifar10, download, fashion_mnist
+from lit_cifar.data.cifar10 import Cifar10, Cifar100
 from lit_cifar.data.datamodule import open_dataset
 from lit_cifar.data.download import installing
 from lit_cifar.errors import ConfigError, DataError
@@ -30,9 +31,9 @@ NOWHERE = "http://127.0.0.1:9/small.tar.gz"  # at the discard port nothing liste
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of 20 records count as complete, and nothing is downloaded from elsewhere. `publish` may set the hash."""
-    monkeypatch.setattr(cifar10, "RECORDS_PER_FILE", PER_FILE)
-    monkeypatch.setattr(cifar10, "URL", NOWHERE)
-    monkeypatch.setattr(cifar10, "MD5", cifar10.MD5)
+    monkeypatch.setattr(cifar10, "NUM_IMAGES", {"train": 5 * PER_FILE, "test": PER_FILE})
+    monkeypatch.setattr(Cifar10, "url", NOWHERE)
+    monkeypatch.setattr(Cifar10, "md5", Cifar10.md5)
 
 
 @pytest.fixture
@@ -92,12 +93,12 @@ def assert_is_small_cifar10(root: Path) -> None:
 def test_both_editions(binary_root: Path, python_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The python edition where there is no other; below the home folder too."""
     batches = [path for path in (python_root / CIFAR10.base_folder).iterdir() if "batch_" in path.name]
-    shutil.move(python_root / cifar10.FOLDER, python_root / "elsewhere")
+    shutil.move(python_root / Cifar10.folder, python_root / "elsewhere")
     assert_is_small_cifar10(python_root)
     for path in batches:
         path.write_bytes(b"garbage")
     assert "is incomplete" in refused_by_both(python_root)
-    shutil.move(python_root / "elsewhere", python_root / cifar10.FOLDER)
+    shutil.move(python_root / "elsewhere", python_root / Cifar10.folder)
     monkeypatch.setenv("HOME", str(binary_root.parent))
     assert_is_small_cifar10(Path("~") / binary_root.name)
 
@@ -123,7 +124,7 @@ def records_with(old: int | None, label: int) -> bytes:
 def test_a_damaged_file_is_not_replaced_by_the_python_edition(
     binary_root: Path, python_root: Path, name: str, content: bytes | None, words: str
 ) -> None:
-    path = binary_root / cifar10.FOLDER / name
+    path = binary_root / Cifar10.folder / name
     path.unlink() if content is None else path.write_bytes(content)
     message = refusal(python_root) if "test" in name else refused_by_both(python_root)
     assert words.format(path=path) in message
@@ -134,7 +135,7 @@ def test_nothing_is_put_in_the_place_of_what_is_there(tmp_path: Path) -> None:
     """An empty folder, a link to a disk that is not mounted, a file."""
     for name, make in {"empty": Path.mkdir, "link": lambda path: path.symlink_to(tmp_path / "not-mounted")}.items():
         (tmp_path / name).mkdir()
-        make(tmp_path / name / cifar10.FOLDER)
+        make(tmp_path / name / Cifar10.folder)
         assert "data_batch_1.bin cannot be read: No such file" in refused_by_both(tmp_path / name)
     (tmp_path / "file").write_text("not a folder")
     for root in (tmp_path / "file", tmp_path / "file" / "below"):
@@ -148,31 +149,31 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder.mkdir()
     publish(pack(write_binary_edition(tmp_path / "original", records_per_file=PER_FILE), folder / "small.tar.gz"))
     with served(folder) as address:
-        monkeypatch.setattr(cifar10, "URL", f"{address}/small.tar.gz")
+        monkeypatch.setattr(Cifar10, "url", f"{address}/small.tar.gz")
         yield folder
 
 
 def publish(archive: Path) -> None:
     """Let the archive be the official one."""
-    cifar10.MD5 = hashlib.md5(archive.read_bytes()).hexdigest()
+    Cifar10.md5 = hashlib.md5(archive.read_bytes()).hexdigest()
 
 
 def test_a_download(site: Path, tmp_path: Path) -> None:
     root = tmp_path / "not" / "there" / "yet"
     prepare("cifar10", root, download=True)
-    assert [path.name for path in root.iterdir()] == [cifar10.FOLDER]
+    assert [path.name for path in root.iterdir()] == [Cifar10.folder]
     assert_is_small_cifar10(root)
     assert socket.getdefaulttimeout() is None
 
 
 def test_an_archive_in_root_is_used_and_kept(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where nothing may be downloaded; one that is not the official one is refused."""
-    monkeypatch.setattr(cifar10, "URL", NOWHERE)
+    monkeypatch.setattr(Cifar10, "url", NOWHERE)
     for may_download in (True, False):
         prepare("cifar10", site, download=may_download)
         assert_is_small_cifar10(site)
-        assert sorted(path.name for path in site.iterdir()) == [cifar10.FOLDER, "small.tar.gz"]
-        shutil.rmtree(site / cifar10.FOLDER)
+        assert sorted(path.name for path in site.iterdir()) == [Cifar10.folder, "small.tar.gz"]
+        shutil.rmtree(site / Cifar10.folder)
     (site / "small.tar.gz").write_bytes(b"half a download")
     assert f"{site / 'small.tar.gz'} is not the official archive" in refusal(site)
     assert [path.name for path in site.iterdir()] == ["small.tar.gz"]
@@ -192,14 +193,14 @@ def test_a_download_that_fails_leaves_nothing(
     root, archive = tmp_path / "root", site / "small.tar.gz"
     with socket.create_server(("127.0.0.1", 0)) as listener:
         if failure == "hash":
-            monkeypatch.setattr(cifar10, "MD5", "0" * 32)  # the archive is whole, but another one
+            monkeypatch.setattr(Cifar10, "md5", "0" * 32)  # the archive is whole, but another one
         elif failure == "half":
             monkeypatch.setattr(http.server.SimpleHTTPRequestHandler, "do_GET", send_half)
         elif failure == "refused":
-            monkeypatch.setattr(cifar10, "URL", NOWHERE)
+            monkeypatch.setattr(Cifar10, "url", NOWHERE)
         elif failure == "silent":
             monkeypatch.setattr(download, "TIMEOUT_S", 0.2)
-            monkeypatch.setattr(cifar10, "URL", f"http://127.0.0.1:{listener.getsockname()[1]}/small.tar.gz")
+            monkeypatch.setattr(Cifar10, "url", f"http://127.0.0.1:{listener.getsockname()[1]}/small.tar.gz")
         else:
             archive.write_bytes(b"no archive") if failure == "no archive" else pack(tmp_path / "site", archive)
             publish(archive)
@@ -271,15 +272,51 @@ def test_data_are_read_ahead_once_and_only_if_they_are_there(tmp_path: Path) -> 
     assert data.sets["train"] is read
 
 
-def test_the_real_cifar10(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("edition", ["binary", "python"])
+def test_the_fine_labels_of_cifar100(edition: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From an archive of small files, whose hash is taken for the official one; with its own number of each class."""
+    sizes = {"train": 200, "test": 100}
+    monkeypatch.setattr(cifar10, "NUM_IMAGES", sizes)
+    pixels = {split: cifar10_records(num, seed=num)[:, 1:] for split, num in sizes.items()}
+    labels = {split: np.arange(num) % 100 for split, num in sizes.items()}
+    assert (len(set(Cifar100.classes)), list(Cifar100.classes)) == (100, sorted(Cifar100.classes))
+    if edition == "binary":
+        folder = tmp_path / "original" / "cifar-100-binary"
+        folder.mkdir(parents=True)
+        for split in sizes:
+            coarse = np.full(len(labels[split]), 19)
+            np.column_stack([coarse, labels[split], pixels[split]]).astype(np.uint8).tofile(folder / f"{split}.bin")
+        archive = pack(folder, tmp_path / "cifar-100-binary.tar.gz")
+        monkeypatch.setattr(Cifar100, "md5", hashlib.md5(archive.read_bytes()).hexdigest())
+    else:
+        folder = tmp_path / CIFAR100.base_folder
+        folder.mkdir()
+        contents = {split: {"data": pixels[split], "fine_labels": labels[split].tolist()} for split in sizes}
+        for name, content in {**contents, "meta": {"fine_label_names": list(Cifar100.classes)}}.items():
+            (folder / name).write_bytes(pickle.dumps(content, protocol=2))
+        hashes = {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+        monkeypatch.setattr(CIFAR100, "train_list", [["train", hashes["train"]]])
+        monkeypatch.setattr(CIFAR100, "test_list", [["test", hashes["test"]]])
+        monkeypatch.setattr(CIFAR100, "meta", {**CIFAR100.meta, "md5": hashes["meta"]})
+    prepare("cifar100", tmp_path, download=False)
+    for split in sizes:
+        images = load("cifar100", tmp_path, split=split)
+        assert images.labels.tolist() == labels[split].tolist()
+        assert images.images.flatten(1).numpy().tolist() == pixels[split].tolist()
+        assert images.classes[5] == "bed"
+
+
+@pytest.mark.parametrize(("name", "data_set"), [("cifar10", Cifar10), ("cifar100", Cifar100)])
+def test_the_real_images(name: str, data_set: type[Cifar10], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    if not (REAL_ROOT / cifar10.FOLDER).is_dir():
-        pytest.skip(f"needs CIFAR-10's binary edition in {REAL_ROOT}; LIT_CIFAR_DATA names another folder")
-    prepare("cifar10", REAL_ROOT, download=False)
-    train, test = (load("cifar10", REAL_ROOT, split=split) for split in ("train", "test"))
-    assert torch.bincount(train.labels).tolist() == [5000] * 10
-    assert torch.bincount(test.labels).tolist() == [1000] * 10
-    info, num_pixels = open_dataset("cifar10", "nowhere"), 50_000 * 32 * 32
+    if not (REAL_ROOT / data_set.folder).is_dir():
+        pytest.skip(f"needs {data_set.title}'s binary edition in {REAL_ROOT}; LIT_CIFAR_DATA names another folder")
+    prepare(name, REAL_ROOT, download=False)
+    train, test = (load(name, REAL_ROOT, split=split) for split in ("train", "test"))
+    num_classes = len(data_set.classes)
+    assert torch.bincount(train.labels).tolist() == [50_000 // num_classes] * num_classes
+    assert torch.bincount(test.labels).tolist() == [10_000 // num_classes] * num_classes
+    info, num_pixels = open_dataset(name, "nowhere"), 50_000 * 32 * 32
     mean = train.images.sum((0, 2, 3)) / (255.0 * num_pixels)
     square = sum(part.float().square().sum((0, 2, 3)).double() for part in train.images.split(2000))
     std = (square / (255.0**2 * num_pixels) - mean.double().square()).sqrt()

@@ -1,4 +1,4 @@
-"""Pad-and-crop, flip and cutout of many uint8 images at once.
+"""Crops, flips and cutout of many uint8 images at once.
 
 What happens to a sample is a function of (seed, epoch, sample id) alone, never of its rank, batch or device, and is
 integer work throughout: the CPU and the GPU give the same bytes, and the host waits for nothing.
@@ -6,6 +6,7 @@ integer work throughout: the CPU and the GPU give the same bytes, and the host w
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -16,10 +17,15 @@ from lit_cifar.data.counter_rng import Purpose, keyed_integers
 
 @dataclass(frozen=True, kw_only=True)
 class Augmentation:
-    """The CIFAR recipe of He et al., "Deep residual learning", 2016, section 4.2, with optional cutout."""
+    """The CIFAR recipe of He et al., "Deep residual learning", 2016, section 4.2, with optional cutout.
+
+    With `resized_to` it begins as that of ImageNet does: a window of random size and place is resized (Szegedy et al.,
+    "Going deeper with convolutions", 2015, section 6).
+    """
 
     seed: int  # part of every draw's key
-    padding: int = 4  # pixels of black added on each side before a window of the image's size is cropped
+    resized_to: int | None = None  # height and width of a resized window; with None there is none
+    padding: int = 4  # otherwise, pixels of black added on each side before a window of the image's size is cropped
     flip: bool = True  # whether half of the images are mirrored left to right
     cutout: int = 0  # side in pixels of a black square at a random centre (DeVries and Taylor, 2017); 0 for none
 
@@ -30,27 +36,37 @@ class Augmentation:
 
         Returns:
             A column for each sample, int64, (3, n): the first row and column of its window in the padded image, and
-            whether that is mirrored. With cutout (5, n): the row and column of the square's centre too.
+            whether that is mirrored. With `resized_to` (5, n): the window's height and width too. With cutout two more:
+            the row and column of the square's centre.
         """
-        bounds = {
-            Purpose.CROP_ROW: 2 * self.padding + 1,
-            Purpose.CROP_COLUMN: 2 * self.padding + 1,
-            Purpose.FLIP: 2 if self.flip else 1,
-        }
+
+        def pick(purpose: Purpose, bound: int | Tensor) -> Tensor:
+            return keyed_integers(ids, bound, seed=self.seed, epoch=epoch, purpose=purpose)
+
+        height, width = size
+        window: list[Tensor] = []
+        if self.resized_to is None:
+            place = [pick(Purpose.CROP_ROW, 2 * self.padding + 1), pick(Purpose.CROP_COLUMN, 2 * self.padding + 1)]
+        else:
+            sizes = _window_sizes(height, ids.device)
+            window = list(sizes[pick(Purpose.CROP_SIZE, len(sizes))].T)
+            place = [pick(Purpose.CROP_ROW, height + 1 - window[0]), pick(Purpose.CROP_COLUMN, width + 1 - window[1])]
+            height = width = self.resized_to
+        draws = [*place, pick(Purpose.FLIP, 2 if self.flip else 1), *window]
         if self.cutout:
-            bounds |= {Purpose.CUTOUT_ROW: size[0], Purpose.CUTOUT_COLUMN: size[1]}
-        draws = [
-            keyed_integers(ids, bound, seed=self.seed, epoch=epoch, purpose=purpose)
-            for purpose, bound in bounds.items()
-        ]
+            draws += [pick(Purpose.CUTOUT_ROW, height), pick(Purpose.CUTOUT_COLUMN, width)]
         return torch.stack(draws)
 
     def __call__(self, images: Tensor, draws: Tensor) -> Tensor:
-        """The `images` (uint8, (n, C, H, W)) after their `draws`, a new tensor of the same shape."""
-        rows, columns, mirrored, *centres = draws
-        cropped = crop(images, rows, columns, mirrored.bool(), padding=self.padding)
-        if centres:
-            cropped.masked_fill_(self._square(centres, images.shape[2:])[:, None], 0)
+        """The `images` (uint8, (n, C, H, W)) after their `draws`, a new tensor, of the same shape unless resized."""
+        rows, columns, mirrored, *rest = draws
+        if self.resized_to is None:
+            cropped = crop(images, rows, columns, mirrored.bool(), padding=self.padding)
+        else:
+            heights, widths, *rest = rest
+            cropped = resized_crop(images, rows, columns, heights, widths, mirrored.bool(), size=self.resized_to)
+        if rest:
+            cropped.masked_fill_(self._square(rest, cropped.shape[2:])[:, None], 0)
         return cropped
 
     def _square(self, centres: Sequence[Tensor], size: Sequence[int]) -> Tensor:
@@ -78,3 +94,60 @@ def crop(images: Tensor, rows: Tensor, columns: Tensor, mirrored: Tensor, *, pad
     places = (rows[:, None] + down)[:, :, None] * padded.shape[3] + (columns[:, None] + across)[:, None, :]
     places = places.flatten(1)[:, None].expand(-1, images.shape[1], -1)
     return padded.flatten(2).gather(2, places).view(images.shape)
+
+
+@cache
+def _window_sizes(side: int, device: torch.device) -> Tensor:
+    """All heights and widths of windows in an image of `side` x `side`, int64, (k, 2), each as likely as the others.
+
+    They have 0.08 to 1 of its area, and a ratio from 3/4 to 4/3. torchvision's RandomResizedCrop draws the area and the
+    logarithm of the ratio uniformly, and both anew if the window does not fit: height and width are then uniform too,
+    as the determinant of that change of variables is constant, 2 / side**2.
+    """
+    sizes = torch.cartesian_prod(*[torch.arange(1, side + 1)] * 2)
+    heights, widths = sizes.T
+    fits = (25 * heights * widths >= 2 * side * side) & (4 * heights >= 3 * widths) & (4 * widths >= 3 * heights)
+    return sizes[fits].to(device)
+
+
+def resized_crop(
+    images: Tensor, rows: Tensor, columns: Tensor, heights: Tensor, widths: Tensor, mirrored: Tensor, *, size: int
+) -> Tensor:
+    """A window of each of the `images` (uint8, (n, C, H, W)), resized linearly: uint8, (n, C, size, size).
+
+    Its first row and column, height and width are int64, (n,). `mirrored` (bool, (n,)) as for `crop`.
+    """
+    images = _resample(images, _places(rows, heights, size))
+    places = _places(columns, widths, size)
+    places = tuple(torch.where(mirrored[:, None], each.flip(1), each) for each in places)
+    return _resample(images.transpose(2, 3), places).transpose(2, 3).contiguous()
+
+
+def _places(starts: Tensor, lengths: Tensor, size: int) -> tuple[Tensor, ...]:
+    """Where the `size` new rows of a window are among the old ones, each int64, (n, size).
+
+    That is between the first and the second one, and so many 128ths of a row behind the first.
+    """
+    lengths = lengths[:, None]
+    centres = (2 * torch.arange(size, device=starts.device) + 1) * lengths - size  # in 2 * size-ths of a row
+    places = ((64 * centres + size // 2) // size).clamp(min=0).minimum(128 * (lengths - 1))
+    first = places >> 7
+    second = (first + 1).minimum(lengths - 1)
+    return starts[:, None] + first, starts[:, None] + second, places & 127
+
+
+def _resample(images: Tensor, places: tuple[Tensor, ...]) -> Tensor:
+    """`images` (uint8, (n, C, H, W)) with other rows. In 16 bits, which the largest product just fills."""
+    first, second, share = places
+    all_rows = images.flatten(0, 2)
+    of_image = images.shape[2] * torch.arange(images.shape[0] * images.shape[1], device=images.device)
+
+    def rows(which: Tensor) -> Tensor:
+        index = which.repeat_interleave(images.shape[1], 0) + of_image[:, None]
+        return (
+            all_rows.index_select(0, index.flatten()).view(*images.shape[:2], *which.shape[1:], images.shape[3]).short()
+        )
+
+    above, below = rows(first), rows(second)
+    change = below.sub_(above).mul_(share[:, None, :, None].short()).add_(64).bitwise_right_shift_(7)
+    return change.add_(above).byte()

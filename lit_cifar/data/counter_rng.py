@@ -24,6 +24,7 @@ class Purpose(IntEnum):
     CUTOUT_ROW = 6
     CUTOUT_COLUMN = 7
     NETWORK = 8
+    CROP_SIZE = 9
 
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # int64 tensors wrap around as the generator's uint64 does
@@ -46,8 +47,11 @@ def key_of(*words: int) -> int:
     return key
 
 
-def keyed_integers(ids: Tensor, bound: int, *, seed: int, epoch: int, purpose: Purpose) -> Tensor:
-    """One int64 in `range(bound)` per sample, by multiply and shift (Lemire, 2019; bias below bound / 2**31)."""
+def keyed_integers(ids: Tensor, bound: int | Tensor, *, seed: int, epoch: int, purpose: Purpose) -> Tensor:
+    """One int64 in `range(bound)` per sample, by multiply and shift (Lemire, 2019; bias below bound / 2**31).
+
+    `bound` may be of each sample, int64, (n,).
+    """
     bits = keyed_bits(ids, seed=seed, epoch=epoch, purpose=purpose)
     return (_shift_right(bits, 33) * bound) >> 31
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 # The class of each, which is imported when it is asked for.
 DATASETS = {
     "cifar10": "cifar10.Cifar10",
+    "cifar100": "cifar10.Cifar100",
     "fashion_mnist": "fashion_mnist.Fashion",
     "synthetic": "synthetic.Synthetic",
     "folder": "pictures.OwnPictures",
@@ -63,10 +64,13 @@ class CIFAR10DataModule(L.LightningDataModule):
 
     Args:
         root: Folder of the data set. A download is stored here.
-        dataset: Data set: "cifar10", "fashion_mnist" (grey repeated to three channels, padded to 32 x 32), "synthetic"
-            (images drawn by code from `seed`, without files), or "folder": your own pictures, in ROOT/CLASS or in
-            ROOT/train/CLASS, with ROOT/val/CLASS and ROOT/test/CLASS if there are such.
+        dataset: Data set: "cifar10", "cifar100", "fashion_mnist" (grey repeated to three channels, padded to 32 x 32),
+            "synthetic" (images drawn by code from `seed`, without files), or "folder": your own pictures, in ROOT/CLASS
+            or in ROOT/train/CLASS, with ROOT/val/CLASS and ROOT/test/CLASS if there are such.
         image_size: Height and width to which the pictures of "folder" are resized, in pixels. The default is 32.
+        decoded_size: Height and width of the squares that the pictures of "folder" are decoded to, in pixels. Training
+            images are then windows of random size and place, and other images the centre, `image_size` x `image_size`.
+            The default is `image_size`, without windows. ImageNet's recipe has an `image_size` of 224 and 256 here.
         batch_size: Global batch size: samples per optimizer step over all replicas and accumulation steps.
         eval_batch_size: Samples per evaluation step over all processes. It does not change any result.
         val_size: Number of training images held out for validation by a seeded split. With 0 the run trains on all
@@ -108,6 +112,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         *,
         dataset: str = "cifar10",
         image_size: int | None = None,
+        decoded_size: int | None = None,
         eval_batch_size: int = 500,
         val_size: int | None = None,
         num_train: int | None = None,
@@ -131,7 +136,6 @@ class CIFAR10DataModule(L.LightningDataModule):
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size
         self.num_images = {"train": num_train, "test": num_test}
-        self.augmentation = Augmentation(seed=seed, cutout=cutout) if augment else None
         self.shuffle = shuffle
         self.frozen_order = frozen_order
         self.drop_last = drop_last
@@ -144,6 +148,7 @@ class CIFAR10DataModule(L.LightningDataModule):
             dataset,
             root,
             image_size=image_size,
+            decoded_size=decoded_size,
             seed=seed,
             cache_dir=cache_dir,
             cache_limit_gb=cache_limit_gb,
@@ -151,6 +156,9 @@ class CIFAR10DataModule(L.LightningDataModule):
         )
         self.dataset = self.source.identity(dataset)
         self.name, self.classes, self.image_size = self.source.title, self.source.classes, self.source.image_size
+        self.decoded_size = decoded_size or self.image_size
+        resized_to = None if decoded_size is None else self.image_size
+        self.augmentation = Augmentation(seed=seed, resized_to=resized_to, cutout=cutout) if augment else None
         own = self.source.val_size
         if not self.source.own_val and num_train is not None:
             own = min(own, max(num_train, 0) // 10)
@@ -202,7 +210,7 @@ class CIFAR10DataModule(L.LightningDataModule):
                 raise ConfigError("predict classifies a folder of images", remedy="pass --data.predict_dir=FOLDER")
             from lit_cifar.data.pictures import read_folder  # other commands read none
 
-            self.folder = read_folder(self.predict_dir, classes=self.classes, size=self.image_size)
+            self.folder = read_folder(self.predict_dir, classes=self.classes, size=self.decoded_size)
             self.sets["predict"] = self.folder.images
 
     def read_ahead(self, stage: str) -> None:
@@ -279,10 +287,12 @@ class CIFAR10DataModule(L.LightningDataModule):
         return images.to(device)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Normalise on the device: uint8 to float32 to the precision of the run."""
-        device = batch.images.device
+        """Take the centre and normalise it on the device: uint8 to float32 to the precision of the run."""
+        device, size = batch.images.device, self.image_size
+        border = (batch.images.shape[3] - size) // 2  # 0 after augmentation
+        centre = batch.images[:, :, border : border + size, border : border + size]
         mean, std = (_channel_values(values, device) for values in (self.source.mean, self.source.std))
-        images = batch.images.to(torch.float32, copy=True).sub_(mean).div_(std)
+        images = centre.to(torch.float32, copy=True).sub_(mean).div_(std)
         # Lightning converted the batch before the transfer, when there was no float in it yet.
         converted: Any = images if self.trainer is None else self.trainer.precision_plugin.convert_input(images)
         return batch._replace(images=converted)

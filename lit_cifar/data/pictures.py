@@ -51,6 +51,7 @@ class OwnPictures(Dataset):
         root: Path,
         *,
         image_size: int | None = None,
+        decoded_size: int | None = None,
         seed: int = 0,
         cache_dir: str | Path | None = None,
         cache_limit_gb: float | None = None,
@@ -59,6 +60,12 @@ class OwnPictures(Dataset):
         self.image_size = 32 if image_size is None else image_size
         if self.image_size < 1:
             raise ConfigError(f"--data.image_size={image_size} is less than a pixel", remedy="pass one of 32, say")
+        self._size = decoded_size or self.image_size
+        if not self.image_size <= self._size <= 2 * self.image_size:
+            raise ConfigError(
+                f"--data.decoded_size={decoded_size} is not between --data.image_size={self.image_size} and twice that",
+                remedy=f"pass --data.decoded_size={self.image_size * 8 // 7}, or leave it out",
+            )
         super().__init__(root, image_size=image_size, seed=seed)
         self._cache_dir = None if cache_dir is None else Path(cache_dir)
         self._limit_gb = LIMIT_GB if cache_limit_gb is None else cache_limit_gb
@@ -89,17 +96,17 @@ class OwnPictures(Dataset):
             self.check_number(num_images, split, known=len(files))
         del self._listed[split]
         files = files[:num_images]
-        of_pixels = repr((FORMAT, PIL.__version__, self.image_size, files))
+        of_pixels = repr((FORMAT, PIL.__version__, self._size, files))
         folder = self._folder(split)
         cache = PictureCache(
             root=self._cache_dir,
-            source="\n".join([str(self.root.resolve()), split, str(self.image_size), str(num_images)]),
+            source="\n".join([str(self.root.resolve()), split, str(self._size), str(num_images)]),
             digest=sha256(of_pixels.encode(errors="surrogateescape")).hexdigest()[:16],
             limit_gb=self._limit_gb,
         )
         paths = [f"{folder}/{file.path}" for file in files]
-        file, cached = cache.open(paths, size=self.image_size, read=partial(_pixels, size=self.image_size))
-        shape = (len(paths), 3, self.image_size, self.image_size)
+        file, cached = cache.open(paths, size=self._size, read=partial(_pixels, size=self._size))
+        shape = (len(paths), 3, self._size, self._size)
         hashes = np.frombuffer(file, HASH, offset=math.prod(shape))
         unreadable = hashes == UNREADABLE
         self._judge([path for path, bad in zip(paths, unreadable, strict=True) if bad], len(paths), cached)
