@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -210,18 +211,21 @@ def assert_all_caught(findings: list[Finding], mutations: list[Mutation]) -> Non
     assert {f.mutation for f in findings} - {None} == {*mutations}
 
 
+def of_each_mode(mutations: list[Mutation], with_parts: bool, which: str, mark: pytest.MarkDecorator) -> Iterator[Any]:
+    for mode in dict.fromkeys(mutation.mode for mutation in mutations):
+        own = [mutation for mutation in mutations if mutation.mode == mode]
+        yield pytest.param(own, with_parts, marks=mark, id=f"{which}, {mode}")
+
+
 @pytest.mark.usefixtures("on_path")
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(
     ("planted", "with_parts"),
     [
-        *(
-            pytest.param([its for its in OF_MODES if its.mode == mode], False, marks=pytest.mark.slow, id=mode)
-            for mode in dict.fromkeys(mutation.mode for mutation in OF_MODES)
-        ),
-        pytest.param([*OF_MODES, *OF_PARTS], True, marks=pytest.mark.exhaustive, id="by bits"),
+        *of_each_mode(OF_MODES, False, "of modes", pytest.mark.slow),
+        *of_each_mode([*OF_MODES, *OF_PARTS], True, "by bits", pytest.mark.exhaustive),
         # Their author had not seen how `verify` compares.
-        pytest.param(unseen.MUTATIONS, False, marks=pytest.mark.exhaustive, id="unseen"),
+        *of_each_mode(unseen.MUTATIONS, False, "unseen", pytest.mark.exhaustive),
     ],
 )
 def test_the_whole_self_test(planted: list[Mutation], with_parts: bool) -> None:
