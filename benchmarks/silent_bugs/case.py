@@ -38,7 +38,7 @@ def watching() -> list[Any]:
     from watcher import Watcher  # not loaded by a project in plain PyTorch
 
     if not _WATCHED:
-        return [Watcher(None, report_loss, write_report)]
+        return [Watcher(None, report_loss, write_report, detects_anomaly=TORCH_CHECKS)]
     from lit_cifar import Replay  # not loaded by a run that nobody watches
 
     replay = Replay(STEPS)
