@@ -150,11 +150,11 @@ def test_an_evaluation_of_several_models_is_noted() -> None:
     ]
 
 
-def test_batches_that_are_counted_as_more_samples_than_were_read_are_noted() -> None:
+@pytest.mark.parametrize("is_guessed", [True, False])
+def test_batches_that_are_counted_as_more_samples_than_were_read_are_noted(is_guessed: bool) -> None:
     report = Report("ddp", 2, "32-true", 0, subject="evaluation")
-    seen = [Seen({"loss": Logged(5.0, 5.0, 5, 1)}, [], {}), Seen({"loss": Logged(7.0, 7.0, 7, 1)}, [], {})]
-    judge_evaluation(report, seen, {"loss": torch.tensor(1.0)}, [[0], [1]])
+    seen = [Seen({"loss": Logged(n, n, n, 1, is_guessed), "f1": Logged(n, n, n, 1)}, [], {}) for n in (5, 7)]
+    judge_evaluation(report, seen, dict.fromkeys(["loss", "f1"], torch.tensor(1.0)), [[0], [1]])
     assert report.outcome == "pass"
-    assert report.notes == [
-        "loss is weighted by batches of 12 samples in all, and 2 are read: pass batch_size to self.log"
-    ]
+    text = "loss is weighted by batches of 12 samples in all, as Lightning guesses, and 2 are read: pass batch_size to"
+    assert [note.startswith(text) for note in report.notes] == [True] * is_guessed

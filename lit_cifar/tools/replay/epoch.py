@@ -275,7 +275,7 @@ class Epochs:
         """The samples that this process has read for evaluations since the last call."""
         loaders = self.trainer.val_dataloaders
         one = loaders[0] if isinstance(loaders, list) and len(loaders) == 1 else loaders
-        if not isinstance(one, DataLoader):
+        if not isinstance(one, DataLoader) or one.batch_sampler is None:  # then a number is that of a whole batch
             return []
         ids = self._read.of(one)
         self._read.forget(one)

@@ -24,6 +24,7 @@ class Logged:
     magnitude: float = 0.0
     num_samples: int = 0
     num_batches: int = 0
+    is_guessed: bool = False  # the size of a batch was, by Lightning
 
     def add(self, value: float, size: int) -> None:
         self.total += value * size
@@ -62,8 +63,10 @@ class Evaluation:
     def _log(self, log: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         plain = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
         if plain and self.batch is not None and kwargs.get("reduce_fx", "mean") in ("mean", torch.mean):
-            size = kwargs.get("batch_size") or extract_batch_size(self.batch)
-            self.logged.setdefault(name, Logged()).add(float(value), size)
+            size = kwargs.get("batch_size")
+            logged = self.logged.setdefault(name, Logged())
+            logged.is_guessed |= size is None
+            logged.add(float(value), size or extract_batch_size(self.batch))
         log(name, value, *args, **kwargs)
 
 
@@ -104,9 +107,12 @@ def judge_evaluation(
                 why = "it is that of rank 0's samples alone, pass sync_dist=True"
             text = f"is logged as {logged:.9g}, the mean over all {num_samples} samples is {true:.9g}: {why}"
             report.findings.append(Finding("evaluation", report.first_step, None, name, text))
-        if 0 < sum(map(len, read)) < num_samples:
-            text = f"{name} is weighted by batches of {num_samples} samples in all, and {sum(map(len, read))} are read"
-            report.notes.append(f"{text}: pass batch_size to self.log")
+        num_read = sum(map(len, read))
+        if its[0].is_guessed and 0 < num_read < num_samples:
+            text = (
+                f"is weighted by batches of {num_samples} samples in all, as Lightning guesses, and {num_read} are read"
+            )
+            report.notes.append(f"{name} {text}: pass batch_size to self.log")
     distinct = {sample for ids in read for sample in ids}
     if repeated := sum(map(len, read)) - len(distinct):
         report.notes.append(f"{repeated} of {len(distinct)} samples are evaluated again: a sampler's padding")
