@@ -204,13 +204,19 @@ def replayed() -> Values:
     }
 
 
-def unseen_bugs() -> str:
-    """What became of the cases that were written after the checks."""
-    rows = read("silent_bugs/2026-11-25/unseen.json")
+def found_of(file: str) -> str:
+    """Of how many of the cases `Replay` fails, and not on the mended twin."""
+    rows = read(f"silent_bugs/2026-11-25/{file}")
+    return f"{sum(row['found'] == 'fail' and not row['false_alarm'] for row in rows)} of {len(rows)}"
+
+
+def unseen_bugs(file: str) -> str:
+    """What became of the cases that were written after the checks of the first record."""
+    rows = read(f"silent_bugs/2026-11-25/{file}")
     alarms = sum(bool(row["false_alarm"]) for row in rows)
     found, noted = (sum(row["found"] == kind and not row["false_alarm"] for row in rows) for kind in ("fail", "note"))
     missed = len(rows) - found - noted
-    return f"{found} is found, {noted} are noted, {missed} missed, and {alarms} mended twin is called wrong"
+    return f"{found} is found, {noted} are noted, {missed} missed, and {alarms or 'no'} mended twin is called wrong"
 
 
 def silent_bugs() -> Values:
@@ -239,13 +245,14 @@ def silent_bugs() -> Values:
             ]
             for row in rows
         ],
-        "silent-bugs-found": f"{sum(row['found'] == 'fail' for row in rows)} of {len(rows)}",
-        "silent-bugs-cases": str(len(rows)),
-        "silent-bugs-found-number": str(sum(row["found"] == "fail" for row in rows)),
+        "silent-bugs-found": found_of("results.json"),
+        "silent-bugs-localised": str(sum(r["found"] == "fail" and ": the loss" not in r["said"][0] for r in rows)),
+        "silent-bugs-blind": found_of("unseen.json"),
         "silent-bugs-noted": str(sum(row["found"] == "note" for row in rows)),
         "silent-bugs-by-losses": str(sum(row["beyond_seed_noise"] for row in rows)),
         "silent-bugs-tools": bugs.compared(),
-        "silent-bugs-unseen": unseen_bugs(),
+        "silent-bugs-unseen": unseen_bugs("unseen.json"),
+        "silent-bugs-unseen-again": unseen_bugs("unseen_again.json"),
         "silent-bugs-false": f"{sum(bool(row['false_alarm']) for row in rows) or 'none'}",
         "silent-bugs-seconds": f"{median(row['seconds'] for row in rows):.0f} s",
     }
