@@ -212,18 +212,15 @@ def make_mesh(device_type: str, *, model_size: int, timeout: timedelta | None) -
     # them, and with gloo torch would do so by a call that only NCCL has.
     bound, world.bound_device_id = world.bound_device_id, None
     groups: list[Any] = [
-        # The group of all processes is there already.
-        world if len(line) == len(ranks.view(-1)) else _own_group(line.tolist(), timeout)
+        # The group of all processes is there already. In each other one only its own processes take part.
+        world
+        if len(line) == ranks.numel()
+        else dist.new_group(line.tolist(), timeout=timeout, use_local_synchronization=True)
         for line in (ranks[:, model], ranks[data])
     ]
     if dist.get_backend() != "gloo":
         world.bound_device_id = bound
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("data", "model"))
-
-
-def _own_group(ranks: list[int], timeout: timedelta | None) -> Any:
-    """The group of these processes, of which this one is one; no other takes part, however many there are."""
-    return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
