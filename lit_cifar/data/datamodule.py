@@ -92,7 +92,8 @@ class CIFAR10DataModule(L.LightningDataModule):
         download: Download the data set if it is missing.
         decode: When the pictures of "folder" are decoded: "once", into a file that takes 3 bytes for each pixel, or
             "as_needed", by worker processes, in each epoch anew. All else is the same.
-        num_workers: How many of these each process has that trains. The default is its share of the cores.
+        num_workers: How many of these each process has that trains. With 0 it decodes itself. The default is its share
+            of the cores.
         cache_dir: Folder for the pictures of "folder" once they are decoded. The default is lit_cifar in the user's
             cache folder.
         cache_limit_gb: How many GB may be in that folder. The default is 100.

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import parent_process, set_forkserver_preload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class EncodedImages(ImageSet):
     paths: Sequence[str]
     rows: Tensor  # int64, (N,): where they are among `paths`
     read: Callable[[str], Tensor | str]  # decodes one to uint8, (3, height, width), or says why that cannot be done
-    num_workers: int | None  # None for all cores, divided among `num_processes`
+    num_workers: int | None  # 0 for this process itself, None for its share of the cores
     num_processes: int = 1  # that train on this machine
 
     def subset(self, ids: Tensor) -> "EncodedImages":
@@ -45,19 +46,23 @@ class EncodedImages(ImageSet):
         """`gather` of each, in turn, decoded by workers; they are two parts ahead."""
         rows = self.rows[torch.cat(list(parts)).cpu()]  # at once, as the host waits for the device
         chunks = [torch.split(part, _CHUNK) for part in torch.split(rows, [len(part) for part in parts])]
-        workers = self.num_workers or max(1, len(os.sched_getaffinity(0)) // self.num_processes)
-        set_forkserver_preload(["lit_cifar.launch.fork_server", "lit_cifar.data.pictures"])
+        share = max(1, len(os.sched_getaffinity(0)) // self.num_processes)
+        workers = share if self.num_workers is None else self.num_workers
+        of_workers: dict[str, Any] = {}
+        if workers:
+            set_forkserver_preload(["lit_cifar.launch.fork_server", "lit_cifar.data.pictures"])
+            of_workers["multiprocessing_context"] = "forkserver"
+            of_workers["prefetch_factor"] = max(2, -(-2 * max(map(len, chunks)) // workers))
         decoded = iter(
             DataLoader(
                 _Decoder(self.read, self.images.shape[2:]),
                 batch_size=None,
                 sampler=(self._paths(chunk) for part in chunks for chunk in part),
                 num_workers=workers,
-                prefetch_factor=max(2, -(-2 * max(map(len, chunks)) // workers)),
                 pin_memory=self.images.device.type == "cuda",
                 worker_init_fn=_begin,
-                multiprocessing_context="forkserver",
                 generator=torch.Generator(),  # without one, it would draw a number from that of the training
+                **of_workers,
             )
         )
         for part in chunks:
