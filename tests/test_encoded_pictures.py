@@ -75,7 +75,7 @@ def test_a_picture_that_cannot_be_read_is_named_when_it_is(pictures: Path, tmp_p
     torn = root / "dog" / "7.jpg"
     torn.write_bytes(torn.read_bytes()[:500])
     data = opened(root, decode="as_needed", num_workers=1)
-    with pytest.raises(DataError, match=r"a picture cannot be read: .*/dog/7\.jpg: image file is truncated") as error:
+    with pytest.raises(DataError, match=r"a picture cannot be read: .*/dog/7\.jpg: OSError: Truncated") as error:
         batches(data, 0)
     assert "--resume=auto" in error.value.remedy
     shutil.copy(pictures / "dog" / "7.jpg", torn)
@@ -149,4 +149,5 @@ def test_workers_outlive_a_request_to_stop_but_not_the_process_that_trains(
     """
     environment = os.environ | {"PYTHONPATH": f"{TESTS}:{Path(TESTS).parent}"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, start_new_session=True, stderr=subprocess.PIPE)
-    assert (done.returncode, done.stderr.decode()) == (status, "")
+    assert done.returncode == status, done.stderr.decode()
+    assert b"Traceback" not in done.stderr

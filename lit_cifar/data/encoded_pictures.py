@@ -65,8 +65,11 @@ class EncodedImages(ImageSet):
                 **of_workers,
             )
         )
-        for part in chunks:
-            yield torch.cat([self._received(next(decoded)) for _ in part])
+        try:
+            for part in chunks:
+                yield torch.cat([self._received(next(decoded)) for _ in part])
+        finally:
+            del decoded  # and so end its workers, though the traceback of an error holds this frame
 
     def _paths(self, rows: Tensor) -> list[str]:
         return [self.paths[row] for row in rows.tolist()]
