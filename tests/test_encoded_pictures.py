@@ -132,18 +132,19 @@ def test_workers_outlive_a_request_to_stop_but_not_the_process_that_trains(
     """A scheduler's SIGTERM and Ctrl-C reach all of a job. That nothing is left is what every test looks at."""
     code = f"""if True:
         import os, signal, subprocess, sys
+        import torch
         from pathlib import Path
         from test_encoded_pictures import opened
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
-        data = opened(Path({str(pictures)!r}), decode="as_needed", num_workers=2)
-        batches = iter(data.train_dataloader())
-        next(batches)
+        images = opened(Path({str(pictures)!r}), decode="as_needed", num_workers=2).sets["train"]
+        parts = torch.split(torch.arange(90), 5)  # many more than are decoded ahead
+        decoded = images.gather_each(parts)
+        next(decoded)
         for name in ("TERM", "INT"):
             subprocess.run(["kill", "-" + name, "--", str(-os.getpgid(0))], start_new_session=True, check=True)
-        assert len(list(batches)) == 2
-        assert len(list(data.train_dataloader())) == 3
-        held = iter(data.train_dataloader())
+        assert len(list(decoded)) == 17
+        held = images.gather_each(parts)
         next(held)
         {end}
     """
