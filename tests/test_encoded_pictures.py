@@ -149,6 +149,8 @@ def test_workers_outlive_a_request_to_stop_but_not_the_process_that_trains(
         {end}
     """
     environment = os.environ | {"PYTHONPATH": f"{TESTS}:{Path(TESTS).parent}"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, start_new_session=True, stderr=subprocess.PIPE)
+    command = [sys.executable, "-c", code]
+    # Workers that are left would keep stderr open.
+    done = subprocess.run(command, env=environment, start_new_session=True, stderr=subprocess.PIPE, timeout=300)
     assert done.returncode == status, done.stderr.decode()
     assert b"Traceback" not in done.stderr
