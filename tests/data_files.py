@@ -70,13 +70,13 @@ class _QuietHandler(http.server.SimpleHTTPRequestHandler):
         """Say nothing."""
 
 
-def draw_pictures(folder: Path, num: int, *, seed: int = 0) -> None:
+def draw_pictures(folder: Path, num: int, *, seed: int = 0, kind: str = "png") -> None:
     """`num` pictures of noise, of different sizes."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(seed)
     for index in range(num):
         pixels = generator.integers(0, 256, (30 + index, 50, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f"{index}.png")
+        Image.fromarray(pixels).save(folder / f"{index}.{kind}")
 
 
 def prepare(name: str, root: Path, *, download: bool) -> None:

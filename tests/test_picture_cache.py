@@ -254,6 +254,7 @@ def test_too_much_for_the_cache_or_the_disk(folder: Folder, monkeypatch: pytest.
     with pytest.raises(DataError, match=r"hold 3\.3e-05 GB of --data.cache_limit_gb=1e-05") as error:
         folder.data(cache_limit_gb=1e-5)
     assert "--data.cache_limit_gb=3.33e-05" in error.value.remedy
+    assert "--data.decode=as_needed" in error.value.remedy
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -4,6 +4,7 @@ A damaged data set is an error: it is never repaired, or replaced by another in 
 """
 
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +19,7 @@ from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.counter_rng import Purpose, keyed_permutation
 from lit_cifar.data.dataset import Dataset, Split
+from lit_cifar.data.encoded_pictures import EncodedImages
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.samplers import EvaluationSampler, TrainSampler
@@ -88,6 +90,10 @@ class CIFAR10DataModule(L.LightningDataModule):
         resident: Where the uint8 images are kept: in "host" memory, or on the "device", where the GPU makes its batches
             itself. With "auto" they are on the GPU if it has room for four copies of them.
         download: Download the data set if it is missing.
+        decode: When the pictures of "folder" are decoded: "once", into a file that takes 3 bytes for each pixel, or
+            "as_needed", by worker processes, in each epoch anew. All else is the same.
+        num_workers: How many of these each process has that trains. With 0 it decodes itself. The default is its share
+            of the cores.
         cache_dir: Folder for the pictures of "folder" once they are decoded. The default is lit_cifar in the user's
             cache folder.
         cache_limit_gb: How many GB may be in that folder. The default is 100.
@@ -125,6 +131,8 @@ class CIFAR10DataModule(L.LightningDataModule):
         pad_eval: bool = False,
         resident: Literal["auto", "host", "device"] = "auto",
         download: bool = True,
+        decode: Literal["once", "as_needed"] = "once",
+        num_workers: int | None = None,
         cache_dir: str | Path | None = None,
         cache_limit_gb: float | None = None,
         skip_unreadable: bool = False,
@@ -150,6 +158,8 @@ class CIFAR10DataModule(L.LightningDataModule):
             image_size=image_size,
             decoded_size=decoded_size,
             seed=seed,
+            decode=None if decode == "once" else decode,
+            num_workers=num_workers,
             cache_dir=cache_dir,
             cache_limit_gb=cache_limit_gb,
             skip_unreadable=skip_unreadable,
@@ -279,6 +289,8 @@ class CIFAR10DataModule(L.LightningDataModule):
     def _resident(self, split: str) -> ImageSet:
         """The images of `split` where `resident` wants them."""
         images = self.sets[split]
+        if isinstance(images, EncodedImages) and self.trainer is not None:
+            images = replace(images, num_processes=getattr(self.trainer.strategy, "num_processes", 1))
         device = images.images.device if self.trainer is None else self.trainer.strategy.root_device
         if self.resident == "device" and device.type == "cpu":
             rank_zero_warn("--data.resident=device has no effect on the CPU: the host's memory is the device's")

@@ -1,8 +1,8 @@
 """A loader for decoded images: one gather for some batches, on the host or on the GPU.
 
 torch's DataLoader exists to hide slow decoding behind worker processes. uint8 images, in memory or in a mapped file,
-need no decoding: the gather below feeds a GPU without any worker, and Lightning leaves an iterable that is no
-DataLoader as it is.
+need no decoding: the gather below feeds a GPU without any worker (`encoded_pictures` has some, behind the same gather),
+and Lightning leaves an iterable that is no DataLoader as it is.
 """
 
 from collections.abc import Iterator

@@ -125,7 +125,8 @@ class PictureCache:
             except OSError as error:
                 raise DataError(
                     f"decoded pictures cannot be written to {self._folder}: {error.strerror or error}",
-                    remedy="pass a folder on a disk of this machine with enough room: --data.cache_dir=FOLDER",
+                    remedy="pass a folder on a disk of this machine with enough room: --data.cache_dir=FOLDER,\n"
+                    "or decode them as they are needed: --data.decode=as_needed",
                 ) from error
         # Not `torch.from_file`: it maps such that Linux refuses a file that is larger than the memory.
         with path.open("rb") as file:
@@ -155,7 +156,8 @@ class PictureCache:
                 f"{len(pictures.paths):,} decoded pictures take {pictures.num_bytes / 1e9:.3g} GB: {self._root} would "
                 f"hold {whole_gb:.3g} GB of --data.cache_limit_gb={self.limit_gb:g}",
                 remedy=f"pass --data.cache_limit_gb={whole_gb * 1.01:.3g}, a smaller --data.image_size or "
-                f"--data.num_train,\nor delete what nobody needs there: du -sh {shlex.quote(str(self._root))}/*",
+                f"--data.num_train,\ndelete what nobody needs there: du -sh {shlex.quote(str(self._root))}/*,\n"
+                "or decode them as they are needed: --data.decode=as_needed",
             )
         again = "again, as they or the program have changed, " if stale else ""
         print(

@@ -11,7 +11,7 @@ from functools import partial
 from hashlib import sha256
 from itertools import zip_longest
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 import PIL
@@ -21,6 +21,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from lit_cifar.data.dataset import Channels, Dataset, Split
+from lit_cifar.data.encoded_pictures import EncodedImages
 from lit_cifar.data.images import ImageSet
 from lit_cifar.data.picture_cache import FORMAT, HASH, LIMIT_GB, UNREADABLE, MappedImages, PictureCache
 from lit_cifar.errors import ConfigError, DataError, one_line, printable
@@ -56,6 +57,8 @@ class OwnPictures(Dataset):
         cache_dir: str | Path | None = None,
         cache_limit_gb: float | None = None,
         skip_unreadable: bool = False,
+        decode: Literal["once", "as_needed"] = "once",
+        num_workers: int | None = None,
     ) -> None:
         self.image_size = 32 if image_size is None else image_size
         if self.image_size < 1:
@@ -66,7 +69,16 @@ class OwnPictures(Dataset):
                 f"--data.decoded_size={decoded_size} is not between --data.image_size={self.image_size} and twice that",
                 remedy=f"pass --data.decoded_size={self.image_size * 8 // 7}, or leave it out",
             )
+        of_file = {"cache_dir": cache_dir, "cache_limit_gb": cache_limit_gb, "skip_unreadable": skip_unreadable or None}
+        unused, other = ({"num_workers": num_workers}, "as_needed") if decode == "once" else (of_file, "once")
+        for option, value in unused.items():
+            if value is not None:
+                raise ConfigError(
+                    f"--data.{option}={value} is not for --data.decode={decode}",
+                    remedy=f"leave it out, or pass --data.decode={other}",
+                )
         super().__init__(root, image_size=image_size, seed=seed)
+        self._decode, self._num_workers = decode, num_workers
         self._cache_dir = None if cache_dir is None else Path(cache_dir)
         self._limit_gb = LIMIT_GB if cache_limit_gb is None else cache_limit_gb
         self._skip_unreadable = skip_unreadable
@@ -89,22 +101,27 @@ class OwnPictures(Dataset):
         """With the classes: those of another folder are others."""
         return f"{name} of {', '.join(self.classes)}"
 
-    def load(self, split: Split, *, num_images: int | None = None) -> MappedImages:
-        """They are decoded once, into the user's cache folder, which later calls and other processes map."""
+    def load(self, split: Split, *, num_images: int | None = None) -> ImageSet:
+        """They are decoded once, into the user's cache folder, which later calls and other processes map; or later."""
         files = self._files(split)
         if num_images is not None:
             self.check_number(num_images, split, known=len(files))
         del self._listed[split]
         files = files[:num_images]
-        of_pixels = repr((FORMAT, PIL.__version__, self._size, files))
         folder = self._folder(split)
+        paths = [f"{folder}/{file.path}" for file in files]
+        labels = torch.tensor([file.label for file in files])
+        if self._decode == "as_needed":
+            none = torch.empty((0, 3, self._size, self._size), dtype=torch.uint8)
+            read = partial(read_image, size=self._size)
+            return EncodedImages(none, labels, self.classes, paths, torch.arange(len(paths)), read, self._num_workers)
+        of_pixels = repr((FORMAT, PIL.__version__, self._size, files))
         cache = PictureCache(
             root=self._cache_dir,
             source="\n".join([str(self.root.resolve()), split, str(self._size), str(num_images)]),
             digest=sha256(of_pixels.encode(errors="surrogateescape")).hexdigest()[:16],
             limit_gb=self._limit_gb,
         )
-        paths = [f"{folder}/{file.path}" for file in files]
         file, cached = cache.open(paths, size=self._size, read=partial(_pixels, size=self._size))
         shape = (len(paths), 3, self._size, self._size)
         hashes = np.frombuffer(file, HASH, offset=math.prod(shape))
@@ -114,9 +131,8 @@ class OwnPictures(Dataset):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # nobody writes to it: torch warns of buffers that are read-only
             images = torch.frombuffer(file, dtype=torch.uint8, count=math.prod(shape)).view(shape)
-        labels = torch.tensor([file.label for file in files])[rows]
         checked = torch.zeros(len(files), dtype=torch.bool)
-        return MappedImages(images, labels, self.classes, file, rows, hashes, checked, cached)
+        return MappedImages(images, labels[rows], self.classes, file, rows, hashes, checked, cached)
 
     def _judge(self, unreadable: list[str], num_files: int, cached: Path) -> None:
         """Refuse pictures that cannot be read, or say that they are left out."""
