@@ -98,6 +98,7 @@ REFUSED_LATER = {
     "test --ckpt_path=last": ["no checkpoint last"],
     **{command: ["untrained", "--ckpt_path"] for command in ("validate", "test", "predict")},
     "fit --trainer.max_epochs=-1": ["no end"],
+    "fit --trainer.callbacks+=lit_cifar.tools.bench.timeline.Timeline": ["records stages"],
     "fit --best_checkpoint.monitor=abc": ["abc", "--help"],
     "fit --trainer.limit_val_batches=0.5": ["limit_val_batches", "--help"],
     "fit --trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor=abc": ["abc", "--help"],
