@@ -173,7 +173,7 @@ ALL = [
 def test_what_cannot_work_is_refused_before_anything_is_written(
     command: list[str], says: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    """And before Lightning says on what it runs, and with which seed. Nothing of Python's types is in a fit's answer."""
+    """And before Lightning says on what it runs, and with which seed. A fit says nothing of Python's types."""
     monkeypatch.chdir(tmp_path)
     with caplog.at_level("INFO"):
         said = refused(*command, says=says)
