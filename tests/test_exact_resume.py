@@ -158,7 +158,7 @@ CASES = {
 # Over three processes the sums of a ring depend on how DistributedDataParallel has cut its buckets.
 THREE = [*SETTINGS, *mode_flags("ddp", 3), "--data.batch_size=18"]
 # With the ImageNet stem a single image is a single value per channel in the end, which BatchNorm refuses.
-STAGES = mode_flags("DDPLayerParallelStrategy", num_stages=2, num_microbatches=2)
+STAGES = mode_flags("DDPLayerParallelStrategy", 4, num_stages=2, num_microbatches=2)
 SLOW = {
     "random masks, dp": Case(drawing("dp", "DrawingWhole"), [2]),
     "random masks, pp": Case(drawing("pp", "Drawing"), [2], ranks=2),

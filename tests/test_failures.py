@@ -38,7 +38,7 @@ def test_a_tool_that_is_stopped_takes_its_runs_with_it(tool: str, number: signal
         time.sleep(1.0)
         process.send_signal(number)
         assert process.wait(30) == 128 + number
-    assert marked(tmp_path) == []
+    assert wait_until(lambda: not marked(tmp_path), limit_s=10, poll_s=0.1)
     assert not list(tmp_path.iterdir())
 
 
