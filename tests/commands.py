@@ -5,9 +5,14 @@ import io
 import json
 import os
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.cli.main import main
 from lit_cifar.tools.forked import ForkedRun
 
@@ -36,8 +41,8 @@ class Result:
     stderr: str
 
 
-def run_here(*args: str | Path) -> Result:
-    """`python -m lit_cifar *args` in this process."""
+def run_here(*args: str | Path, check: bool = True) -> Result:
+    """`python -m lit_cifar *args` in this process; without `check` it may fail."""
     out, err = io.StringIO(), io.StringIO()
     status = 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -45,15 +50,19 @@ def run_here(*args: str | Path) -> Result:
             main([str(arg) for arg in args])
         except SystemExit as stop:
             status = int(stop.code or 0)
+    if check and status:
+        raise AssertionError(f"exit status {status}\n{out.getvalue()[-2000:]}\n{err.getvalue()[-4000:]}")
     return Result(status, out.getvalue(), err.getvalue())
 
 
-def refused(*args: str | Path) -> str:
-    """What is said of a command that cannot work, in few lines, by `run_here`."""
-    result = run_here(*args)
+def refused(*args: str | Path, says: Iterable[str] = ()) -> str:
+    """What is said of a command that cannot work, in few lines, by `run_here`: all of `says`, wherever it is broken."""
+    result = run_here(*args, check=False)
     assert result.status == 2, result.stderr
     assert len([line for line in result.stderr.splitlines() if line.strip()]) <= 5, result.stderr
     assert "Traceback" not in result.stderr
+    whole = " ".join(result.stderr.split())
+    assert [words for words in says if words not in result.stderr and words not in whole] == [], result.stderr
     return result.stderr
 
 
@@ -85,11 +94,32 @@ def counts(run: Path, split: str = "test") -> dict[str, tuple[int, int]]:
     return {rank: (int(correct), int(total)) for name, rank, correct, total, _ in rows if name == split}
 
 
-def mode_flags(mode: str, devices: int = 2) -> list[str]:
-    """The flags of a mode; "single" is one device without any strategy."""
+def mode_flags(mode: str, devices: int = 2, **arguments: object) -> list[str]:
+    """The flags of a mode, or of a strategy's class with its arguments; "single" is one device without any strategy."""
     if mode == "single":
         return ["--trainer.devices=1"]
-    return [f"--trainer.strategy={mode}", f"--trainer.devices={devices}"]
+    own = [f"--trainer.strategy.{name}={value}" for name, value in arguments.items()]
+    return [f"--trainer.strategy={mode}", *own, f"--trainer.devices={devices}"]
+
+
+def callback(name: str, **arguments: object) -> list[str]:
+    """The flags that add a callback to a run."""
+    own = [f"--trainer.callbacks.{argument}={value}" for argument, value in arguments.items()]
+    return [f"--trainer.callbacks+={name}", *own]
+
+
+def last_checkpoint(run: Path) -> dict[str, Any]:
+    """What is in a run's `last.ckpt`."""
+    return read_checkpoint(run / "checkpoints" / "last.ckpt")
+
+
+def graded(*quick: Any, slow: Iterable[Any] = (), exhaustive: Iterable[Any] = ()) -> list[Any]:
+    """Parameters of a test, those that take long with their marks; a tuple is the values of several names."""
+    return [
+        pytest.param(*(values if isinstance(values, tuple) else (values,)), marks=marks)
+        for part, marks in ((quick, ()), (slow, pytest.mark.slow), (exhaustive, pytest.mark.exhaustive))
+        for values in part
+    ]
 
 
 def environment_of(run: Path) -> dict[str, object]:

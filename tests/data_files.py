@@ -1,15 +1,19 @@
 """Small data files in the official formats, and a web server on this machine to fetch them from."""
 
 import gzip
+import hashlib
 import http.server
+import pickle
 import tarfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from lit_cifar.data.cifar10 import Cifar10
@@ -33,6 +37,19 @@ def write_binary_edition(root: Path, *, records_per_file: int) -> Path:
     folder.mkdir(parents=True)
     for i, name in enumerate([*Cifar10.files["train"], *Cifar10.files["test"]]):
         cifar10_records(records_per_file, seed=i).tofile(folder / name)
+    return folder
+
+
+def write_python_edition(root: Path, kind: Any, contents: dict[str, object], patch: pytest.MonkeyPatch) -> Path:
+    """Make the folder of `kind`, a class of torchvision, which then takes these pickles for the official files."""
+    folder = root / kind.base_folder
+    folder.mkdir()
+    for name, content in contents.items():
+        (folder / name).write_bytes(pickle.dumps(content, protocol=2))
+    hashes = {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+    for split in ("train_list", "test_list"):
+        patch.setattr(kind, split, [[name, hashes[name]] for name, _ in getattr(kind, split)])
+    patch.setattr(kind, "meta", {**kind.meta, "md5": hashes[kind.meta["filename"]]})
     return folder
 
 

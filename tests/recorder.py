@@ -1,4 +1,4 @@
-"""Callbacks for tests, named on the command line as `--trainer.callbacks+=recorder.NAME`."""
+"""Callbacks that note what a run does, or let it fail: `callback("recorder.NAME", ...)` of `commands`."""
 
 import json
 import os
@@ -21,23 +21,10 @@ class RecordIds(L.Callback):
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, *_: object) -> None:
         line = {"epoch": trainer.current_epoch, "step": trainer.global_step, "ids": batch.ids.tolist()}
         with (self.folder / f"rank{trainer.global_rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
-
-
-class StopBefore(L.Callback):
-    """Fails at the start of `epoch`, as a run that dies."""
-
-    def __init__(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.current_epoch == self.epoch:
-            raise RuntimeError(f"stopped before epoch {self.epoch}")
 
 
 def global_steps(folder: Path) -> list[tuple[int, int, list[int]]]:
@@ -62,13 +49,10 @@ class KeepFirstWeights(L.Callback):
 class FailOn(L.Callback):
     """Fails on one rank at the start of a step, while the others go on."""
 
-    def __init__(self, rank: int, step: int = 1) -> None:
-        self.rank = rank
-        self.step = step
+    def __init__(self, rank: int, step: int) -> None:
+        self.rank, self.step = rank, step
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, *_: object) -> None:
         if (trainer.global_rank, trainer.global_step) == (self.rank, self.step):
             raise RuntimeError(f"rank {self.rank} fails at step {self.step}")
 
@@ -86,12 +70,8 @@ class WritePids(L.Callback):
             draft.replace(self.folder / f"rank{trainer.global_rank}")
 
 
-class HangOn(L.Callback):
-    """Hangs on one rank at the start of a step, in Python, while the others go on."""
-
-    def __init__(self, rank: int, step: int = 3) -> None:
-        self.rank = rank
-        self.step = step
+class HangOn(FailOn):
+    """Hangs there, in Python."""
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: object) -> None:
         if (trainer.global_rank, trainer.global_step) == (self.rank, self.step):

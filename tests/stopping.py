@@ -1,11 +1,14 @@
-"""Callbacks that stop runs or slow them down, named on the command line as `--trainer.callbacks+=stopping.NAME`."""
+"""Callbacks that stop runs, slow them down or spoil them: `callback("stopping.NAME", ...)` of `commands`."""
 
 import os
+import shutil
 import time
 from typing import Any
 
 import lightning as L
 import torch
+
+from lit_cifar.reporting.run_folder import run_folder
 
 
 class SignalAfter(L.Callback):
@@ -14,20 +17,12 @@ class SignalAfter(L.Callback):
     def __init__(self, step: int, rank: int = 0, number: int = 15) -> None:
         self.step, self.rank, self.number = step, rank, number
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Send it."""
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.on_train_batch_end(trainer)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if (trainer.global_step, trainer.global_rank) == (self.step, self.rank):
             os.kill(os.getpid(), self.number)
-
-
-class SignalAtStart(L.Callback):
-    """Asks the process to stop before it has taken a step."""
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Send SIGTERM."""
-        os.kill(os.getpid(), 15)
 
 
 class NotANumber(L.Callback):
@@ -36,10 +31,7 @@ class NotANumber(L.Callback):
     def __init__(self, step: int, rank: int = 0) -> None:
         self.step, self.rank = step, rank
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Spoil them."""
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if (trainer.global_step, trainer.global_rank) == (self.step, self.rank):
             batch.images.fill_(torch.nan)
 
@@ -50,10 +42,7 @@ class SpoilWeights(L.Callback):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Spoil it."""
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
         if trainer.global_step == self.step:
             pl_module.network.fc.weight.data[0, 0] = torch.inf
 
@@ -64,8 +53,33 @@ class SlowSteps(L.Callback):
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Wait."""
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         time.sleep(self.seconds)
+
+
+class NoFolder(L.Callback):
+    """Puts a file where the checkpoints' folder would be, which not even root can write into."""
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        folder = run_folder(trainer)
+        assert folder is not None
+        if trainer.is_global_zero:
+            folder.mkdir(exist_ok=True, parents=True)
+            (folder / "checkpoints").touch()
+
+
+class LoseRunFolder(L.Callback):
+    """Takes the run folder away after two optimizer steps, or fills the disk for `metrics.csv`."""
+
+    def __init__(self, *, full: bool = False) -> None:
+        self.full = full
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
+        folder = run_folder(trainer)
+        if trainer.global_step != 2 or not trainer.is_global_zero or folder is None:
+            return
+        if self.full:
+            (folder / "metrics.csv").unlink(missing_ok=True)
+            (folder / "metrics.csv").symlink_to("/dev/full")
+        else:
+            shutil.rmtree(folder)

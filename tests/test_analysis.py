@@ -12,14 +12,13 @@ import torch
 from commands import TINY, launch, mode_flags, run_here
 
 from analysis import interrupted_runs
+from analysis.comparing_runs import paired, read_run, read_shuffling, welch
 from analysis.interrupted_runs import (
     StepWatch,
     interruption,
     learning_rates,
     read_step_log,
-    steps_in_log,
     steps_in_metrics,
-    uses_per_epoch,
 )
 from analysis.run_frames import per_rank_frame, read_digests, read_metrics, read_per_rank
 from analysis.scaling import MIB, accuracy_over_time, read_memory, read_speed, scaling_frame, time_to
@@ -32,8 +31,6 @@ from analysis.training_differences import (
     read_losses,
     read_weights,
 )
-from lit_cifar.checkpoint.files import digest, note_epoch
-from lit_cifar.checkpoint.format import POSITION
 from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.evaluation_tables import write_per_rank
 from lit_cifar.reporting.rank_statistics import AccuracyCount
@@ -54,9 +51,7 @@ from lit_cifar.tools.bench import memory
         (read_timeline, r"no timeline\.json in the run folder .*\n.*timeline\.Timeline"),
     ],
 )
-def test_what_a_folder_lacks_is_named_with_what_writes_it(
-    read: Callable[[Path], object], text: str, tmp_path: Path
-) -> None:
+def test_a_missing_file_is_named_with_its_writer(read: Callable[[Path], object], text: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=text):
         read(tmp_path)
 
@@ -77,13 +72,6 @@ def test_metrics_have_one_row_for_each_step(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "last.ckpt").touch()
     assert read_losses(tmp_path) == [1.5, 1.25]
-
-
-def test_digests_are_those_of_the_run_folder(tmp_path: Path) -> None:
-    weights = [{"a": torch.tensor([value])} for value in (1.0, 2.0)]
-    for epoch, own in enumerate(weights, start=1):
-        note_epoch({"state_dict": own, POSITION: {"epoch": epoch, "step": 0}}, tmp_path)
-    assert read_digests(tmp_path).to_dict() == {1: digest(weights[0]), 2: digest(weights[1])}
 
 
 def test_per_rank_rows_come_back_with_intervals_and_flags(tmp_path: Path) -> None:
@@ -154,19 +142,6 @@ def test_steps_of_a_run_in_progress(lines: str | None, steps: int, tmp_path: Pat
     if lines is not None:
         (tmp_path / "metrics.csv").write_text("epoch,step,train/loss\n" + lines)
     assert steps_in_metrics(tmp_path) == steps
-
-
-def test_steps_of_a_loop_of_two_ranks_that_was_killed_in_its_second_epoch(tmp_path: Path) -> None:
-    assert steps_in_log(tmp_path) == 0
-    for rank in (0, 1):
-        rows = ["start,epoch,step,lr,loss,ids", "0,0,0,,,", f"0,0,1,0.1,2.5,{rank} 2", f"0,1,2,0.1,2.0,{rank}"]
-        rows += ["1,0,0,,,", f"1,0,1,0.1,1.5,{rank} 2", f"1,1,2,0.1,1.25,{rank}"]
-        (tmp_path / f"steps_rank{rank}.csv").write_text("\n".join(rows) + "\n")
-    assert steps_in_log(tmp_path) == 2
-    log = read_step_log(tmp_path)
-    assert log[log["rank"] == 1]["ids"].tolist() == [[1, 2], [1], [1, 2], [1]]
-    assert log["start"].tolist() == [0, 0, 1, 1] * 2
-    assert uses_per_epoch(log).to_dict() == {0: 8, 1: 4}
 
 
 def test_what_a_restart_repeats_and_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +233,7 @@ def test_what_one_device_holds(known: bool, tmp_path: Path, monkeypatch: pytest.
     """Also on a system that does not say what is resident."""
     if not known:
         monkeypatch.setattr(memory, "_PROCESS", tmp_path / "none")
-    assert run_here("fit", *TINY, MEMORY, f"--run_dir={tmp_path / 'run'}").status == 0
+    run_here("fit", *TINY, MEMORY, f"--run_dir={tmp_path / 'run'}")
     found = read_memory(tmp_path / "run")
     assert found["state_mib"].tolist() == [STATE_BYTES / MIB]
     assert math.isnan(found["resident_peak_mib"][0]) != known
@@ -279,3 +254,48 @@ def test_what_a_process_holds_of_it(mode: str, tmp_path: Path) -> None:
     else:  # the later layers have most of the weights
         assert first + second == pytest.approx(1)
         assert 0 < first < second
+
+
+# ---------------------------------------------------------------- comparisons of runs, against values of the literature
+
+# Student, "The probable error of a mean", Biometrika 6, 1908: additional hours of sleep of ten patients, two drugs.
+DEXTRO = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
+LAEVO = [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4]
+
+
+def test_student_s_data() -> None:
+    """As every textbook prints it, apart: t = -1.8608, 17.776 degrees of freedom, p = 0.07939, -3.365 to 0.205.
+
+    Student himself, in pairs: t = -4.0621 with 9 degrees of freedom, p = 0.002833, -2.45989 to -0.70011.
+    """
+    apart, pairs = welch(DEXTRO, LAEVO), paired(DEXTRO, LAEVO)
+    assert apart.num_runs == (10, 10)
+    assert apart.difference == pytest.approx(-1.58)
+    assert (apart.low, apart.high) == pytest.approx((-3.3654832, 0.2054832), abs=1e-4)
+    assert (pairs.low, pairs.high) == pytest.approx((-2.4598858, -0.7001142), abs=1e-4)
+    assert (apart.p, pairs.p) == pytest.approx((0.07939, 0.002833), abs=1e-5)
+
+
+@pytest.mark.parametrize("values", [([1.0], [2.0]), ([1.0, 1.0], [2.0, 2.0])])
+@pytest.mark.parametrize("compare", [welch, paired])
+def test_what_cannot_be_compared_says_so(compare, values) -> None:
+    with pytest.raises(ConfigError, match="train more seeds"):
+        compare(*values)
+
+
+def test_a_record_becomes_a_frame(tmp_path: Path) -> None:
+    row = {"seed": 0, "processes": 2, "set_epoch": True, "losses": [2.0, 0.5], "correct": 40, "total": 100}
+    (tmp_path / "record.json").write_text(json.dumps({"rows": [row, row | {"set_epoch": False, "correct": 30}]}))
+    frame = read_shuffling(tmp_path / "record.json")
+    found = {"seed": 0, "processes": 2, "set_epoch": True, "accuracy": 0.4, "loss": 0.5}
+    assert frame.to_dict("records") == [found, found | {"set_epoch": False, "accuracy": 0.3}]
+    with pytest.raises(ConfigError, match=r"no record .*\n.*benchmarks/scripts/shuffling\.py"):
+        read_shuffling(tmp_path / "absent.json")
+
+
+def test_a_run_s_accuracy_and_last_loss(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("epoch,step,train/loss,val/acc\n0,3,1.5,\n0,3,,0.5\n1,7,1.25,\n1,7,,0.6\n")
+    assert read_run(tmp_path) == {"accuracy": 0.6, "loss": 1.25}
+    (tmp_path / "metrics.csv").write_text("epoch,step,train/loss\n0,3,1.5\n")
+    with pytest.raises(ConfigError, match=r"has logged no val/acc.*\n.*--data\.val_size"):
+        read_run(tmp_path)

@@ -1,7 +1,6 @@
 """`benchmarks/scripts`: runs are trained with each seed or in each mode, and a record is continued where it ends."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,12 @@ from commands import TINY
 from documents import SCRIPTS, parser_of
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.tools.modes import SizedMode
 
 sys.path.insert(0, str(SCRIPTS))
 
 import articles
 import recipes
 import run_record
-import same_bits
-import virtual_replicas_accuracy as accuracy
 
 
 def test_a_record_is_continued_with_the_cases_that_it_lacks(tmp_path: Path) -> None:
@@ -42,19 +38,6 @@ def test_a_record_is_continued_with_the_cases_that_it_lacks(tmp_path: Path) -> N
     assert json.loads(output.read_text())["flags"] == settings["flags"]
     with pytest.raises(ConfigError, match=r"record\.json has been made with other flags\n.*name a new file"):
         run_record.complete(output, [1, 2], train, settings={"flags": ["--x"]}, tell=print)
-
-
-@pytest.mark.parametrize("script", ["articles", "shuffling", "virtual_replicas_accuracy", "same_bits"])
-def test_a_record_with_other_settings_is_refused_in_words(script: str, tmp_path: Path) -> None:
-    record = tmp_path / "record.json"
-    record.write_text('{"flags": [], "rows": []}')
-    command = [sys.executable, str(SCRIPTS / f"{script}.py"), str(record), "--data.batch_size=8"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"lit_cifar: error: {record} has been made with other ")
-    assert "flags\n" in done.stderr
-    assert len(done.stderr.splitlines()) <= 5
-    assert record.read_text() == '{"flags": [], "rows": []}'
 
 
 def recipe_row(seed: int, correct: int, *, at_once: int = 1) -> dict[str, float]:
@@ -84,28 +67,14 @@ def test_the_first_seed_of_a_recipe_is_trained_alone(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
-def test_a_recipe_is_trained_and_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_and_a_case_of_the_articles_are_trained_and_tested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(SCRIPTS))
     found = recipes.trained("muon_12_epochs", [*TINY, "--model.compile=false", "--trainer.max_epochs=3"], seed=3)
     assert (found["seed"], found["total"], found["epochs"]) == (3, 100, 3)
     # The first epoch and the last count as usual ones.
     assert found["train_s"] == pytest.approx(3 * found["epoch_s"], abs=0.01)
-
-
-def test_every_run_of_the_articles_is_trained_with_each_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, int]] = []
-
-    def trained(case: Any, flags: list[str], *, seed: int, at_once: int) -> dict[str, Any]:
-        asked.append((case.name, seed))
-        counts = {"correct": 70 + 2 * seed, "total": 100, "seconds": 1}
-        return {"name": case.name, "seed": seed, "losses": [2.0, 0.5]} | counts
-
-    monkeypatch.setattr(articles, "trained", trained)
-    output = tmp_path / "record.json"
-    articles.main(output, [], seeds=2)
-    assert asked == [(case.name, seed) for seed in range(2) for case in articles.CASES]
-    table = articles.summary(json.loads(output.read_text())["rows"])
-    assert "| dp, 2 GPUs | 74.79 | 71.00 +- 1.41 | 0.500 | 2 |" in table
+    found = articles.trained(articles.CASES[4], [*TINY, "--trainer.max_epochs=2"], seed=1)
+    assert (found["num_gpus"], found["seed"], found["total"], len(found["losses"])) == (2, 1, 100, 2)
 
 
 def test_the_cases_are_the_configurations_of_the_articles() -> None:
@@ -126,39 +95,3 @@ def test_the_cases_are_the_configurations_of_the_articles() -> None:
         "ddp, 4 GPUs": (512, 4, "new", False, 0.0),
         "ddp, 4 GPUs, without set_epoch": (512, 4, "frozen", False, 0.0),
     }
-
-
-@pytest.mark.slow
-def test_a_case_is_trained_and_tested() -> None:
-    found = articles.trained(articles.CASES[4], [*TINY, "--trainer.max_epochs=2"], seed=1)
-    assert (found["num_gpus"], found["seed"], found["total"], len(found["losses"])) == (2, 1, 100, 2)
-
-
-def test_every_mode_is_trained_once_in_each_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[tuple[str, str, int]] = []
-
-    def train(mode: SizedMode, precision: str, flags: list[str]) -> dict[str, Any]:
-        found.append((precision, mode.name, mode.devices))
-        return {"precision": precision, "mode": mode.name, "devices": mode.devices, "sha256": "0" * 64, "seconds": 1.0}
-
-    monkeypatch.setattr(same_bits, "trained", train)
-    same_bits.main(tmp_path / "digests.json", [], precisions=["32-true", "bf16-mixed"])
-    assert len(found) == len(set(found)) == 30
-
-
-def test_pairs_are_those_of_a_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def row(seed: int, parts: int | None, correct: int) -> dict[str, Any]:
-        return {"seed": seed, "parts": parts, "correct": correct, "total": 1000, "seconds": 3}
-
-    rows = [row(0, None, 600), row(0, 4, 590), row(1, 4, 610), row(1, None, 640), row(2, None, 620), row(2, 4, 600)]
-    last = accuracy.summary(rows).splitlines()[-1]
-    # Differences of -1, -3 and -2; Student's t with two degrees of freedom is 4.303 at 97.5 %.
-    assert last == "| 62.00 +- 2.00 | 60.00 +- 1.00 | -2.00 | -4.48 to +0.48 | 0.074 | 3 |"
-
-    def trained(flags: list[str], *, seed: int, parts: int | None) -> dict[str, Any]:
-        return row(seed, parts, 600 + 10 * seed * (parts or 1))
-
-    monkeypatch.setattr(accuracy, "trained", trained)
-    accuracy.main(tmp_path / "record.json", [], seeds=2)
-    found = json.loads((tmp_path / "record.json").read_text())["rows"]
-    assert [(each["seed"], each["parts"]) for each in found] == [(0, None), (0, 4), (1, None), (1, 4)]

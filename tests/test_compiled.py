@@ -1,4 +1,4 @@
-"""`--model.compile`: what is compiled, and what stays as it is."""
+"""`--model.compile` and `--model.channels_last`: what is compiled or laid out otherwise, and what stays as it is."""
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -13,9 +13,13 @@ from torch import Tensor, nn
 
 from lit_cifar import LitResNet
 from lit_cifar.checkpoint.exact_resume import ExactResume, Position
+from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.models import compiled
 from lit_cifar.models.compiled import Compiled
+from lit_cifar.models.memory_format import with_plain_gradient
 from lit_cifar.strategies import LayerParallelStrategy, PipelineStrategy
+
+pytestmark = [short, pytest.mark.usefixtures("one_process")]
 
 
 @pytest.fixture
@@ -51,8 +55,6 @@ def test_the_largest_batch_is_compiled_and_a_ragged_one_is_not(graphs: list[tupl
     assert len(graphs) == 13
 
 
-@short
-@pytest.mark.usefixtures("one_process")
 def test_a_resumed_ddp_compiles_for_its_batches_alone(graphs: list[tuple[int, ...]], tmp_path: Path) -> None:
     """Of 16 images, in two steps; for DistributedDataParallel a batch passes before the first one."""
     resume = ExactResume()
@@ -63,7 +65,6 @@ def test_a_resumed_ddp_compiles_for_its_batches_alone(graphs: list[tuple[int, ..
     assert {shape[0] for shape in graphs} == {8}
 
 
-@short
 def test_a_compiled_network_keeps_its_names_can_be_copied_and_is_plain_after_the_run(
     graphs: list[tuple[int, ...]], tmp_path: Path
 ) -> None:
@@ -78,8 +79,6 @@ def test_a_compiled_network_keeps_its_names_can_be_copied_and_is_plain_after_the
     assert len(graphs) == num_graphs
 
 
-@short
-@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(
     ("strategy", "parts"),
     [
@@ -138,3 +137,51 @@ def test_kernels_are_made_for_the_ragged_batch_too(tmp_path: Path) -> None:
     launch("fit", *flags, "--model.compile=true", f"--run_dir={tmp_path / 'run'}", timeout_s=580, ranks=2)
     launch("fit", *flags, f"--run_dir={tmp_path / 'plain'}", ranks=2)
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=1e-2)
+
+
+# ---------------------------------------------------------------- channels_last
+
+
+def channels_last(tensor: Tensor) -> bool:
+    return tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+class Seen(LitResNet):
+    """Notes whether activations and the network's weights lie pixel by pixel."""
+
+    def on_train_start(self) -> None:
+        layer = self.network.layer1[0].conv2
+        self.weight = channels_last(layer.weight)
+        layer.register_forward_hook(lambda layer, inputs, output: setattr(self, "output", channels_last(output)))
+
+
+@pytest.mark.parametrize(
+    ("mode", "asked", "weights"),
+    [("auto", False, False), ("auto", True, True), ("dp", True, True), ("mp", True, True), ("fsdp2", True, False)],
+)
+def test_activations_and_weights_lie_as_asked(mode: str, asked: bool, weights: bool, tmp_path: Path) -> None:
+    """Where the weights cannot, the activations follow the images."""
+    model = Seen("tiny", stem="imagenet", channels_last=asked)
+    fit(model, tmp_path, strategy=mode)
+    assert (model.output, model.weight) == (asked, weights)
+
+
+def test_checkpoints_lie_in_the_usual_order_and_are_read_into_the_one_asked_for(tmp_path: Path) -> None:
+    model = LitResNet("tiny", stem="imagenet", channels_last=True)
+    trainer = fit(model, tmp_path)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    found, (optimizer,) = read_checkpoint(tmp_path / "a.ckpt"), trainer.optimizers
+    momentum = [entry["momentum_buffer"] for entry in found["optimizer_states"][0]["state"].values()]
+    assert all(tensor.is_contiguous() for tensor in (*found["state_dict"].values(), *momentum))
+    optimizer.load_state_dict(found["optimizer_states"][0])
+    assert all(state["momentum_buffer"].stride() == p.stride() for p, state in optimizer.state.items())
+
+
+def test_a_gradient_lies_as_it_is_sent() -> None:
+    x = torch.randn(2, 4, 3, 3, requires_grad=True)
+    seen = []
+    y = with_plain_gradient(x)
+    y.register_hook(lambda grad: seen.append(grad.is_contiguous()))
+    (grad,) = torch.autograd.grad(y, x, torch.ones_like(y).to(memory_format=torch.channels_last))
+    assert grad.is_contiguous()
+    assert seen == [False]

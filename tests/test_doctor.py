@@ -84,10 +84,7 @@ def test_a_process_that_dies_is_named_with_its_place(monkeypatch: pytest.MonkeyP
     assert finding.problem.startswith("Processes that send each other tensors failed: they ended with status ")
     assert "rank 1 was at an all-reduce of 1,024 bytes" in finding.problem
     assert finding.modes == PROCESS_MODES
-
-
-def test_processes_that_take_too_long_are_ended() -> None:
-    """That none is left is checked after each test."""
+    # Those that take too long are ended; that none is left is checked after each test.
     assert "did not end within 0 s" in str(probe_ranks(2, "cpu", timeout_s=0).failure)
 
 
@@ -323,7 +320,6 @@ def test_the_form_with_a_class_trains(tmp_path: Path) -> None:
     assert words[1:] == ["--trainer.strategy.num_stages=2", "--trainer.devices=1"]
     assert hasattr(strategies, words[0].removeprefix("--trainer.strategy="))
     done = run_here("fit", *TINY, f"--run_dir={tmp_path / 'run'}", *words)
-    assert done.status == 0, done.stderr
     assert "split       0  cpu 0" in done.stdout
 
 
@@ -415,6 +411,6 @@ def test_this_machine_is_fit_and_the_page_is_that_of_docs(tmp_path: Path, monkey
 def test_a_fault_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = Finding("Rank 1 computes wrongly.", "another machine", ALL_MODES)
     monkeypatch.setattr(command, "examine_ranks", lambda *_: (measured(), [wrong]))
-    result = run_here("doctor")
+    result = run_here("doctor", check=False)
     assert result.status == 1
     assert "Not fit: 1 fault\n   1. Rank 1 computes wrongly.\n      another machine\n" in result.stdout

@@ -53,9 +53,7 @@ def rows_of_table(text: str) -> dict[str, list[str]]:
     return {first.strip(): [cell.strip() for cell in rest] for first, *rest in lines}
 
 
-def test_one_process_counts_every_batch_and_reports_everywhere(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_process_counts_each_batch_and_reports_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = trainer_for(tmp_path)
     trainer.test(TinyTask(), datamodule=data_of(5, 9, batch_size=4))
     assert counts(trainer, "test") == [AccuracyCount(5, 9)]
@@ -69,9 +67,7 @@ def test_one_process_counts_every_batch_and_reports_everywhere(
     assert rows_of_table(printed)["all"] == ["5", "9", "55.56%", "26.67% to 81.12%", ""]
 
 
-def test_fit_counts_each_validation_afresh_without_the_sanity_check_or_a_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fit_counts_each_validation_afresh_and_prints_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = trainer_for(tmp_path, max_epochs=2, num_sanity_val_steps=1)
     trainer.fit(TinyTask(), datamodule=data_of(5, 9, batch_size=5))
     assert counts(trainer, "val") == [AccuracyCount(5, 9)]
@@ -115,9 +111,7 @@ class SecondProcess(Replicas):
     distributed_sampler_kwargs = {"num_replicas": 2, "rank": 1}  # noqa: RUF012
 
 
-def test_a_rank_is_a_replica_where_one_process_holds_several(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_is_a_replica_where_a_process_holds_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = trainer_for(tmp_path, strategy=Replicas(torch.device("cpu")))
     trainer.test(TinyTask(), datamodule=data_of(400, 602, batch_size=600))
     # chunks of 200, 200, 200 and of 1, 1, none
@@ -130,9 +124,7 @@ def test_a_rank_is_a_replica_where_one_process_holds_several(
     assert seen == [(0, 0), (0, 0), (0, 0), (2, 2), (2, 2), (0, 2)]
 
 
-def test_a_split_replaces_its_own_rows_only_and_a_write_that_fails_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_split_replaces_its_rows_and_a_failed_write_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_per_rank(tmp_path, "val", [AccuracyCount(1, 2), AccuracyCount(2, 2)])
     write_per_rank(tmp_path, "test", [AccuracyCount(3, 4)])
     write_per_rank(tmp_path, "val", [AccuracyCount(0, 0)])

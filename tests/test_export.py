@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from commands import TINY, Result, own_network, run_here
-from test_own_network import draw_pictures
+from commands import TINY, graded, own_network, refused, run_here
+from data_files import draw_pictures
 from torch import Tensor, nn
 
 from lit_cifar import ConfigError, LitResNet
@@ -20,6 +20,7 @@ from lit_cifar.data.synthetic import Synthetic
 from lit_cifar.models import build_network
 from lit_cifar.tools.export import FORMATS, Classifier, trace
 
+TORCH = "--format=torch"
 MISSING = [name for name in FORMATS["onnx"].packages if importlib.util.find_spec(name) is None]
 KINDS = {name: kind for name, kind in FORMATS.items() if name == "torch" or not MISSING}
 
@@ -28,31 +29,17 @@ KINDS = {name: kind for name, kind in FORMATS.items() if name == "torch" or not 
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The last of a short training."""
     run = tmp_path_factory.mktemp("trained") / "run"
-    result = run_here("fit", *TINY, f"--run_dir={run}")
-    assert result.status == 0, result.stderr
+    run_here("fit", *TINY, f"--run_dir={run}")
     return run / "checkpoints" / "last.ckpt"
-
-
-def export(checkpoint: Path, *more: str | Path) -> Result:
-    return run_here("export", checkpoint, "--format=torch", *more)
 
 
 def some_images(num: int, side: int = 32) -> Tensor:
     return torch.randint(0, 256, (num, 3, side, side), dtype=torch.uint8)
 
 
-def refused(result: Result, *words: str) -> None:
-    assert result.status == 2, result.stderr
-    assert result.stdout == ""
-    assert len(result.stderr.splitlines()) <= 5
-    for word in words:
-        assert word in result.stderr
-
-
 def test_each_file_computes_by_itself_what_the_checkpoint_does(checkpoint: Path) -> None:
     """As without any options: in the run's own folder."""
-    result = run_here("export", checkpoint, *(["--format=torch"] if MISSING else []))
-    assert result.status == 0, result.stderr
+    result = run_here("export", checkpoint, *([TORCH] if MISSING else []))
     assert "network.pt2: logits within " in result.stdout
     folder = checkpoint.parents[1] / "export"
     record = json.loads((folder / "export.json").read_text())
@@ -69,7 +56,7 @@ def test_each_file_computes_by_itself_what_the_checkpoint_does(checkpoint: Path)
             torch.testing.assert_close(network(images), expected, rtol=1e-4, atol=1e-4)
         assert 0.0 <= entry["largest_difference"] <= 1e-4
         assert entry["sha256"] == sha256((folder / kind.file).read_bytes()).hexdigest()
-    refused(export(checkpoint), f"{folder} is not an empty folder", "--output FOLDER")
+    refused("export", checkpoint, TORCH, says=(f"{folder} is not an empty folder", "--output FOLDER"))
 
 
 @pytest.mark.skipif(bool(MISSING), reason=f"the extra `export` is not installed: {', '.join(MISSING)}")
@@ -87,7 +74,7 @@ def test_onnx_names_its_axes(tmp_path: Path) -> None:
 MORE = ("resnet18", "resnet50", "wide_resnet50_2", "vit_tiny", "tiny_bottleneck")
 
 
-@pytest.mark.parametrize("arch", ["vit_micro", *(pytest.param(arch, marks=pytest.mark.exhaustive) for arch in MORE)])
+@pytest.mark.parametrize("arch", graded("vit_micro", exhaustive=MORE))
 def test_every_network_can_be_traced(arch: Any, tmp_path: Path) -> None:
     network = build_network(arch, stem=None, num_classes=4, image_size=16).eval().requires_grad_(False)
     classifier = Classifier(network, mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.3))
@@ -115,22 +102,18 @@ DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize(("damage", "problem"), DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_checkpoint_is_refused(
-    checkpoint: Path, tmp_path: Path, damage: Callable[[Path], Any], problem: str
-) -> None:
+def test_damage_is_refused(checkpoint: Path, tmp_path: Path, damage: Callable[[Path], Any], problem: str) -> None:
     path = Path(shutil.copy(checkpoint, tmp_path))
     damage(path)
-    refused(export(path, f"--output={tmp_path / 'out'}"), f"{path} {problem}", "best.ckpt")
+    refused("export", path, TORCH, f"--output={tmp_path / 'out'}", says=(f"{path} {problem}", "best.ckpt"))
     assert not (tmp_path / "out").exists()
 
 
-def test_a_file_that_computes_something_else_is_not_kept(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_file_is_not_kept(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its network takes the red channel for the blue one."""
     swapped = lambda self, images: self.network((images.flip(1) - self.mean) / self.std)  # noqa: E731
     monkeypatch.setattr(Classifier, "forward", swapped)
-    result = export(checkpoint, f"--output={tmp_path / 'out'}")
+    result = run_here("export", checkpoint, TORCH, f"--output={tmp_path / 'out'}", check=False)
     assert (result.status, result.stdout) == (1, "")
     assert "nothing was exported" in result.stderr
     assert not any(tmp_path.iterdir())
@@ -141,17 +124,15 @@ def test_a_full_disk_leaves_nothing(checkpoint: Path, tmp_path: Path, monkeypatc
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", fail)
-    result = export(checkpoint, f"--output={tmp_path / 'out'}")
-    refused(result, f"{tmp_path / 'out'} cannot be written: No space left on device", "--output")
+    words = (f"{tmp_path / 'out'} cannot be written: No space left on device", "--output")
+    refused("export", checkpoint, TORCH, f"--output={tmp_path / 'out'}", says=words)
     assert not any(tmp_path.iterdir())
 
 
-def test_onnx_without_its_packages_says_what_to_install(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_onnx_says_what_is_to_be_installed(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lit_cifar.tools.export.find_spec", lambda name: None)
-    result = run_here("export", checkpoint, f"--output={tmp_path / 'out'}")
-    refused(result, "onnx, onnxscript, onnxruntime", "pip install 'lit-cifar[export]'", "--format torch")
+    words = ("onnx, onnxscript, onnxruntime", "pip install 'lit-cifar[export]'", "--format torch")
+    refused("export", checkpoint, f"--output={tmp_path / 'out'}", says=words)
 
 
 # ---------------------------------------------------------------- networks and pictures of one's own
@@ -165,22 +146,20 @@ def test_own_network_and_pictures(tmp_path: Path) -> None:
     flags = ["--data.dataset=folder", f"--data.root={pictures}", "--data.image_size=24", "--data.batch_size=8"]
     own = ["--model.network=own_networks.Chain", "--model.network.width=4", "--trainer.precision=64-true"]
     sizes = ["--data.num_train=null", "--data.num_test=null", "--data.val_size=2"]
-    result = run_here("fit", *own_network("Chain"), *flags, *own, *sizes, f"--run_dir={run}")
-    assert result.status == 0, result.stderr
+    run_here("fit", *own_network("Chain"), *flags, *own, *sizes, f"--run_dir={run}")
     path, config = run / "checkpoints" / "last.ckpt", f"--config={run / 'config.yaml'}"
 
     root = f"--data.root={pictures}"
-    refused(export(path, root), "no code is run because a checkpoint names it", "own_networks.Chain")
-    refused(export(path, own[0], root), "(4, 3, 3, 3) in the checkpoint, (8, 3, 3, 3) in the model")
-    refused(export(path, *own[:2]), "there is no folder data", "--data.root=FOLDER", "config.yaml")
+    refused("export", path, TORCH, root, says=("no code is run because a checkpoint names it", "own_networks.Chain"))
+    refused("export", path, TORCH, own[0], root, says=("(4, 3, 3, 3) in the checkpoint, (8, 3, 3, 3) in the model",))
+    refused("export", path, TORCH, *own[:2], says=("there is no folder data", "--data.root=FOLDER", "config.yaml"))
     moved = pictures.rename(tmp_path / "moved")
-    refused(export(path, config), f"there is no folder {pictures}", "--data.root=FOLDER")
-    done = export(path, config, f"--data.root={moved}")
-    assert done.status == 0, done.stderr
+    refused("export", path, TORCH, config, says=(f"there is no folder {pictures}", "--data.root=FOLDER"))
+    run_here("export", path, TORCH, config, f"--data.root={moved}")
     assert json.loads((run / "export" / "export.json").read_text())["classes"] == ["cat", "dog"]
     (moved / "dog").rename(moved / "fox")
-    again = export(path, config, f"--data.root={moved}", f"--output={tmp_path / 'again'}")
-    refused(again, "was trained on folder of cat, dog, not on folder of cat, fox")
+    words = ("was trained on folder of cat, dog, not on folder of cat, fox",)
+    refused("export", path, TORCH, config, f"--data.root={moved}", f"--output={tmp_path / 'again'}", says=words)
     assert not (tmp_path / "again").exists()
 
 

@@ -11,38 +11,35 @@ from pathlib import Path
 
 import psutil
 import pytest
-from commands import TINY
+from commands import TINY, callback, graded, mode_flags
 from processes import is_running, marked
 
 from lit_cifar.tools.chaos.job import wait_until
 from lit_cifar.tools.forked import ForkedRun
 
 LONG = ["--trainer.max_epochs=1000", "--trainer.check_val_every_n_epoch=1000"]
-MODES = {
-    "ddp": ["--trainer.strategy=ddp", "--trainer.devices=2"],
-    "ddp_spawn": ["--trainer.strategy=ddp_spawn", "--trainer.devices=2"],
-    "pp": ["--trainer.strategy=pp", "--trainer.devices=2"],
-    "ddp_pp": ["--trainer.strategy=PipelineStrategy", "--trainer.strategy.num_stages=2", "--trainer.devices=4"],
-}
+MODES = {mode: mode_flags(mode) for mode in ("ddp", "ddp_spawn", "pp")}
+MODES["ddp_pp"] = mode_flags("PipelineStrategy", 4, num_stages=2)
 
 
-@pytest.mark.slow
-def test_a_verification_that_is_stopped_takes_its_runs_with_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lit_cifar", "verify", "--modes", "ddp", "--model.arch=resnet10"]
+TOOLS = {"verify": ["--modes=ddp", "--model.arch=resnet10"], "chaos": []}
+
+
+@pytest.mark.parametrize(
+    ("tool", "number"),
+    graded(slow=[(tool, signal.SIGINT) for tool in TOOLS], exhaustive=[("chaos", signal.SIGTERM)]),
+)
+def test_a_tool_that_is_stopped_takes_its_runs_with_it(tool: str, number: signal.Signals, tmp_path: Path) -> None:
+    """And its temporary files."""
     environment = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    verify = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        while not list(tmp_path.glob("lit_cifar-verify-*/reference-*")):  # the settings are read, the first run begins
-            assert verify.poll() is None
-            time.sleep(0.1)
-        runs = psutil.Process(verify.pid).children(recursive=True)
-        verify.send_signal(signal.SIGINT)
-        assert verify.wait(30) == 128 + signal.SIGINT
-    finally:
-        verify.kill()
-        verify.wait()
+    command = [sys.executable, "-m", "lit_cifar", tool, *TOOLS[tool]]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        assert wait_until(lambda: len(marked(tmp_path)) >= 3, limit_s=60, poll_s=0.1)  # the first run begins
+        time.sleep(1.0)
+        process.send_signal(number)
+        assert process.wait(30) == 128 + number
+    assert wait_until(lambda: not marked(tmp_path), limit_s=10, poll_s=0.1)
     assert not list(tmp_path.iterdir())
-    assert not psutil.wait_procs(runs, timeout=10)[1]
 
 
 class Run:
@@ -55,7 +52,7 @@ class Run:
     """
 
     def __init__(self, folder: Path, *flags: str, num_ranks: int) -> None:
-        pids = ["--trainer.callbacks+=recorder.WritePids", f"--trainer.callbacks.folder={folder}"]
+        pids = callback("recorder.WritePids", folder=folder)
         words = ["fit", *TINY, *LONG, f"--run_dir={folder / 'run'}", *flags, *pids]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
         self._stderr = folder / "stderr"
@@ -105,17 +102,16 @@ SOON = "--watchdog.timeout_s=6"
 
 @pytest.mark.parametrize(
     ("number", "mode", "rank"),
-    [
+    graded(
         (signal.SIGKILL, "ddp", 0),
-        *(pytest.param(signal.SIGKILL, mode, 1, marks=pytest.mark.slow) for mode in ("ddp", "ddp_spawn", "pp")),
-        pytest.param(signal.SIGSTOP, "ddp", 0, marks=pytest.mark.slow),
-        *(pytest.param(signal.SIGKILL, mode, 0, marks=pytest.mark.exhaustive) for mode in ("ddp_spawn", "pp")),
-        *(pytest.param(signal.SIGKILL, "ddp_pp", rank, marks=pytest.mark.exhaustive) for rank in range(4)),
-    ],
+        slow=[*((signal.SIGKILL, mode, 1) for mode in ("ddp", "ddp_spawn", "pp")), (signal.SIGSTOP, "ddp", 0)],
+        exhaustive=[
+            *((signal.SIGKILL, mode, 0) for mode in ("ddp_spawn", "pp")),
+            *((signal.SIGKILL, "ddp_pp", rank) for rank in range(4)),
+        ],
+    ),
 )
-def test_a_rank_that_is_killed_or_stopped_is_named_and_the_others_end(
-    number: signal.Signals, mode: str, rank: int, tmp_path: Path
-) -> None:
+def test_a_lost_rank_is_named_and_the_others_end(number: signal.Signals, mode: str, rank: int, tmp_path: Path) -> None:
     soon = [SOON] if number == signal.SIGSTOP else []
     with Run(tmp_path, *MODES[mode], *soon, num_ranks=4 if mode == "ddp_pp" else 2) as run:
         pid = run.pids()[rank]
@@ -127,16 +123,9 @@ def test_a_rank_that_is_killed_or_stopped_is_named_and_the_others_end(
     assert run.status() in (1, -signal.SIGKILL)
 
 
-@pytest.mark.parametrize(
-    ("mode", "rank"),
-    [
-        pytest.param("ddp", 1, marks=pytest.mark.exhaustive),
-        pytest.param("ddp_spawn", 0, marks=pytest.mark.slow),
-        pytest.param("pp", 0, marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.parametrize(("mode", "rank"), graded(slow=[("ddp_spawn", 0)], exhaustive=[("ddp", 1), ("pp", 0)]))
 def test_a_main_thread_that_hangs_is_found_and_shown(mode: str, rank: int, tmp_path: Path) -> None:
-    hanging = ["--trainer.callbacks+=recorder.HangOn", f"--trainer.callbacks.rank={rank}", "--trainer.callbacks.step=8"]
+    hanging = callback("recorder.HangOn", rank=rank, step=8)
     with Run(tmp_path, *MODES[mode], SOON, *hanging, num_ranks=2) as run:
         pid = run.pids()[rank]
         message = told(run.wait(60))
@@ -146,19 +135,11 @@ def test_a_main_thread_that_hangs_is_found_and_shown(mode: str, rank: int, tmp_p
     assert run.status() == 1
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("ddp", "pp")),
-        pytest.param("ddp_spawn", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_an_exception_is_told_once_and_by_its_own_traceback(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("mode", graded(slow=["ddp", "pp"], exhaustive=["ddp_spawn"]))
+def test_an_exception_is_told_by_one_traceback(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    failing = ["--trainer.callbacks+=recorder.FailOn", "--trainer.callbacks.rank=1", "--trainer.callbacks.step=3"]
+    failing = callback("recorder.FailOn", rank=1, step=3)
     with Run(tmp_path, *MODES[mode], *failing, num_ranks=2) as run:
         run.pids()
         stderr = run.wait(30)

@@ -18,7 +18,6 @@ from lit_cifar.models.blocks import Partition
 from lit_cifar.strategies.mp import StagedForward, StagedStrategy
 from lit_cifar.task.module import LitResNet
 
-misplaced = pytest.raises(RuntimeError, match="device")  # FakeTensorDeviceMismatchError is one
 waiting = pytest.raises((DataDependentOutputException, DynamicOutputShapeException, HostWaitsError))
 
 
@@ -49,29 +48,28 @@ def test_the_host_waits_for_what_a_stage_of_its_own_is_going_to_read() -> None:
 # ---------------------------------------------------------------- planted mistakes
 
 
-def test_a_metric_left_on_the_host_is_caught() -> None:
-    """Its state is a scalar, which an operator takes from the host, but does not add to."""
-
-    class Lit(LitResNet):
-        def on_train_start(self) -> None:
-            self.train_loss = MeanMetric(nan_strategy="disable")
-
-    with misplaced:
-        train(MODES["single"](), Lit("tiny", stem="imagenet"), data_module())
-
-
-def test_a_stage_on_the_wrong_device_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Lightning's own strategies do: the whole module on the root device."""
-    monkeypatch.setattr(StagedStrategy, "model_to_device", lambda self: self.model.to(self.root_device))
-    with misplaced:
-        train(MODES["mp"](), lit_resnet(), data_module())
+MISPLACED: dict[str, tuple[str, Any, str, Any]] = {
+    # Its state is a scalar, which an operator takes from the host, but does not add to.
+    "a metric on the host": (
+        "single",
+        LitResNet,
+        "on_train_start",
+        lambda self: setattr(self, "train_loss", MeanMetric(nan_strategy="disable")),
+    ),
+    # As Lightning's own strategies do: the whole module on the root device.
+    "a stage": ("mp", StagedStrategy, "model_to_device", lambda self: self.model.to(self.root_device)),
+    # Where Lightning has put Adagrad's sums when training begins.
+    "an optimizer's state": ("mp", lit_cifar.strategies.mp, "state_to_parameters", lambda optimizer: None),
+}
 
 
-def test_an_optimizer_state_on_the_root_device_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where Lightning has put Adagrad's sums when training begins."""
-    monkeypatch.setattr(lit_cifar.strategies.mp, "state_to_parameters", lambda optimizer: None)
-    with misplaced:
-        train(MODES["mp"](), lit_resnet(optimizer=partial(Adagrad, lr=0.1)), data_module())
+@pytest.mark.parametrize(("mode", "owner", "name", "mistake"), MISPLACED.values(), ids=MISPLACED)
+def test_what_is_misplaced_is_caught(
+    mode: str, owner: Any, name: str, mistake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, mistake)
+    with pytest.raises(RuntimeError, match="device"):  # FakeTensorDeviceMismatchError is one
+        train(MODES[mode](), lit_resnet(optimizer=partial(Adagrad, lr=0.1)), data_module())
 
 
 class Waits(LitResNet):

@@ -10,10 +10,8 @@ from threading import Thread
 
 import psutil
 import pytest
-from commands import launch
 from processes import is_running
 
-from lit_cifar import __version__
 from lit_cifar.tools import forked
 from lit_cifar.tools.forked import ForkedRun, _rank_environments
 
@@ -24,13 +22,6 @@ def start(folder: Path, program: str, *words: str, num_ranks: int = 1) -> Forked
     streams = {"stdout": folder / "out", "stderr": folder / "err"}
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     return ForkedRun(words, environment=environment, num_ranks=num_ranks, module="program", **streams)
-
-
-def test_status_and_streams_are_those_of_the_command_line() -> None:
-    assert __version__ in launch("--version").stdout
-    refused = launch("fitt", check=False)
-    assert (refused.status, refused.stdout) == (2, "")
-    assert "there is no command fitt" in refused.stderr
 
 
 def test_an_exit_status_is_not_read_while_another_process_starts(tmp_path: Path) -> None:

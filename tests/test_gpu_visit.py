@@ -107,9 +107,7 @@ where_it_hangs()
         time.sleep(0.05)
 
 
-def test_a_step_ends_with_its_time_and_the_visit_with_its_own_or_when_it_is_told_to_stop(
-    visit: Visit, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_and_visits_end_with_their_time_or_when_stopped(visit: Visit, monkeypatch: pytest.MonkeyPatch) -> None:
     name = program(visit, "sleeps", "import time; time.sleep(600)")
 
     def slow(step: Step) -> None:

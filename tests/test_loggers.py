@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import TINY, run_here
+from commands import TINY, callback, run_here
+from lightning.pytorch import Callback, Trainer
 from tensorboard.summary.writer import event_file_writer
 from tiny_task import read_events
 
@@ -74,7 +75,7 @@ def test_every_row_of_a_run_has_its_step_its_epoch_and_more(tmp_path: Path) -> N
     """With a schedule by epochs too, which Lightning's monitor would log at the beginning of each."""
     run = tmp_path / "run"
     flags = ["--model.lr_scheduler=StepLR", "--model.lr_scheduler.step_size=1", "--trainer.max_epochs=2"]
-    assert run_here("fit", *TINY, *flags, "--trainer.log_every_n_steps=2", f"--run_dir={run}").status == 0
+    run_here("fit", *TINY, *flags, "--trainer.log_every_n_steps=2", f"--run_dir={run}")
     found = rows(run)
     # Of five steps an epoch, every second and the last.
     assert [int(row["step"]) for row in found] == [1, 3, 4, 5, 7, 9]
@@ -82,3 +83,28 @@ def test_every_row_of_a_run_has_its_step_its_epoch_and_more(tmp_path: Path) -> N
     assert {"train/loss_step", "lr-NesterovSGD"} <= found[0].keys()
     assert {"train/loss", "val/acc", "train/loss_step", "lr-NesterovSGD"} <= found[-1].keys()
     assert {"train/loss", "val/acc"} <= found[2].keys()
+
+
+class StopAfter(Callback):
+    """Stops the run after `stop_after` steps."""
+
+    def __init__(self, stop_after: int) -> None:
+        self.stop_after = stop_after
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.global_step == self.stop_after
+
+
+def test_logs_are_the_same_at_fewer_log_points(tmp_path: Path) -> None:
+    """Also in the step after which a callback stops the run: Lightning logs it out of turn."""
+    stop = callback(f"{__name__}.StopAfter", stop_after=3)
+    epochs, steps = [], []
+    for every in (1, 2):
+        run = tmp_path / str(every)
+        run_here("fit", *TINY, *stop, f"--trainer.log_every_n_steps={every}", f"--run_dir={run}")
+        found = rows(run)
+        steps.append({int(row["step"]): row["train/loss_step"] for row in found if "train/loss_step" in row})
+        epochs.append(found[-1]["train/loss"])
+    assert [*steps[0]] == [0, 1, 2]
+    assert steps[1] == {step: steps[0][step] for step in (1, 2)}
+    assert epochs[0] == epochs[1] != ""

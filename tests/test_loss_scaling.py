@@ -19,6 +19,12 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.strategies import PipelineStrategy
 from lit_cifar.strategies.pipeline import Pipeline
 
+pytestmark = [
+    short,
+    pytest.mark.usefixtures("one_process"),
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),  # no step of the optimizer came before it
+]
+
 
 def scaled(init_scale: float = 1024.0) -> MixedPrecision:
     return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=init_scale))
@@ -32,39 +38,9 @@ def test_what_a_fused_kernel_scales_back_is_not_clipped(fused: bool, clip: float
         check_clipping(trainer, optimizer)
 
 
-@short
-@pytest.mark.usefixtures("one_process")
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # no step of the optimizer came before it
-@pytest.mark.parametrize("overflowed", [True, False])
-@pytest.mark.parametrize("mode", ["pp", "fsdp2", "tp"])
-def test_a_step_is_left_out_where_another_process_has_overflowed(
-    mode: str, overflowed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All find the largest of what each has found; on the CPU, where torch scales too, but Lightning not."""
-    all_reduce = dist.all_reduce
-
-    def with_another(tensor: Tensor, op: Any = dist.ReduceOp.SUM, **kwargs: Any) -> Any:
-        if overflowed and op == dist.ReduceOp.MAX:
-            tensor.fill_(1.0)
-        return all_reduce(tensor, op, **kwargs)
-
-    monkeypatch.setattr(dist, "all_reduce", with_another)
-    model, precision = LitResNet("tiny", stem="imagenet"), scaled(1024.0)
-    before = model.network.fc.weight.detach().clone()
-    fit(model, tmp_path, strategy=mode, plugins=[precision], max_steps=1)
-    assert precision.scaler is not None
-    assert precision.scaler.get_scale() == (512.0 if overflowed else 1024.0)
-    assert model.network.fc.weight.equal(before) == overflowed
-
-
-@short
-@pytest.mark.usefixtures("one_process")
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # no step of the optimizer came before it
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_stage_without_gradients_takes_part_in_the_agreement(
-    fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its peers would wait for it; it learns from them that the scale has to be lowered."""
+@pytest.fixture
+def another_has_overflowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All find the largest of what each has found."""
     all_reduce = dist.all_reduce
 
     def with_another(tensor: Tensor, op: Any = dist.ReduceOp.SUM, **kwargs: Any) -> Any:
@@ -73,6 +49,28 @@ def test_a_stage_without_gradients_takes_part_in_the_agreement(
         return all_reduce(tensor, op, **kwargs)
 
     monkeypatch.setattr(dist, "all_reduce", with_another)
+
+
+@pytest.mark.parametrize("overflowed", [True, False])
+@pytest.mark.parametrize("mode", ["pp", "fsdp2", "tp"])
+def test_a_step_is_left_out_where_another_process_has_overflowed(
+    mode: str, overflowed: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """On the CPU, where torch scales too, but Lightning not."""
+    if overflowed:
+        request.getfixturevalue("another_has_overflowed")
+    model, precision = LitResNet("tiny", stem="imagenet"), scaled(1024.0)
+    before = model.network.fc.weight.detach().clone()
+    fit(model, tmp_path, strategy=mode, plugins=[precision], max_steps=1)
+    assert precision.scaler is not None
+    assert precision.scaler.get_scale() == (512.0 if overflowed else 1024.0)
+    assert model.network.fc.weight.equal(before) == overflowed
+
+
+@pytest.mark.usefixtures("another_has_overflowed")
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_stage_without_gradients_takes_part_in_the_agreement(fused: bool, tmp_path: Path) -> None:
+    """Its peers would wait for it; it learns from them that the scale has to be lowered."""
     model, precision = LitResNet("tiny", stem="imagenet"), scaled(1024.0)
     model.make_optimizer = partial(torch.optim.SGD, lr=0.1, fused=fused)
     model.network.requires_grad_(False)
@@ -81,8 +79,6 @@ def test_a_stage_without_gradients_takes_part_in_the_agreement(
     assert precision.scaler.get_scale() == 512.0
 
 
-@short
-@pytest.mark.usefixtures("one_process")
 def test_a_pipeline_scales_the_loss_of_its_own_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scaled only when the gradients are handed over, small ones would have been lost in float16."""
     scales, train = [], Pipeline.train

@@ -1,4 +1,4 @@
-"""Nobody outside this machine can reach a run on it, and a port that is taken stops none."""
+"""Where the processes of a run meet: nobody outside this machine can reach them, and a Trainer knows their number."""
 
 import os
 import pickle
@@ -10,23 +10,26 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-from commands import TINY
+from commands import TINY, callback, mode_flags
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy
 from recorder import global_steps
 from torch.distributed import TCPStore
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch import rendezvous
 from lit_cifar.launch.network_interfaces import LOOPBACK
-from lit_cifar.launch.rendezvous import LocalEnvironment, TorchrunEnvironment, open_store
+from lit_cifar.launch.rendezvous import LocalEnvironment, TorchrunEnvironment, open_store, resolve_world_size
+from lit_cifar.strategies import DDPLayerParallelStrategy, ProcessSyncBatchNorm
 
 CHECKOUT = Path(__file__).parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
 STARTS = {
-    "ddp": ([sys.executable, "-m", "lit_cifar"], ["--trainer.strategy=ddp", "--trainer.devices=2"]),
-    "ddp_spawn": ([sys.executable, "-m", "lit_cifar"], ["--trainer.strategy=ddp_spawn", "--trainer.devices=2"]),
+    **{mode: ([sys.executable, "-m", "lit_cifar"], mode_flags(mode)) for mode in ("ddp", "ddp_spawn")},
     "torchrun": ([*TORCHRUN, "--standalone", "-m", "lit_cifar"], ["--trainer.strategy=ddp"]),
     "torchrun with a file": (
         [*TORCHRUN, "--rdzv-backend=c10d", "--rdzv-conf=store_type=file", "-m", "lit_cifar"],
@@ -53,8 +56,8 @@ def addresses(process: psutil.Process) -> set[str]:
 def test_a_running_job_listens_on_the_loopback_interface_only(name: str, taken_port: int, tmp_path: Path) -> None:
     """All of its processes; but for torchrun itself, of which the last case shows how to have it listen nowhere."""
     command, flags = STARTS[name]
-    record = ["--trainer.callbacks+=recorder.RecordIds", f"--trainer.callbacks.folder={tmp_path}"]
-    slow = ["--trainer.callbacks+=stopping.SlowSteps", "--trainer.callbacks.seconds=1"]
+    record = callback("recorder.RecordIds", folder=tmp_path)
+    slow = callback("stopping.SlowSteps", seconds=1)
     settings = {"MASTER_PORT": str(taken_port), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "nowhere0"}
     if name == "torchrun with a file":
         settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -85,24 +88,20 @@ def test_a_running_job_listens_on_the_loopback_interface_only(name: str, taken_p
     assert own == ({"::"} if name == "torchrun" else set() if name == "torchrun with a file" else {LOOPBACK})
 
 
-def test_a_store_listens_where_it_is_told() -> None:
+def test_a_store_listens_where_it_is_told(taken_port: int) -> None:
     before = addresses(psutil.Process())
     store = open_store(LOOPBACK)
     assert addresses(psutil.Process()) - before <= {LOOPBACK}
     with pytest.raises(ConnectionRefusedError):  # at another address of this machine: all of 127/8 are its own
         socket.create_connection(("127.0.0.2", store.port), timeout=1)
     socket.create_connection((LOOPBACK, store.port), timeout=1).close()
-
-
-def test_a_port_in_use_is_replaced_or_refused(taken_port: int) -> None:
+    # A port in use is replaced or refused.
     assert open_store(LOOPBACK, port=taken_port).port != taken_port
     with pytest.raises(ConfigError, match=f"cannot meet at {LOOPBACK}:{taken_port}"):
         open_store(LOOPBACK, port=taken_port, only_there=True)
 
 
-def test_lightnings_processes_meet_at_another_port_which_is_held(
-    taken_port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lightnings_processes_meet_at_a_port_that_is_held(taken_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From when it is chosen; one that was launched goes where it was told."""
     monkeypatch.setenv("MASTER_PORT", str(taken_port))
     environment = LocalEnvironment()
@@ -178,3 +177,97 @@ def test_without_the_agents_store_rank_0_opens_one_at_the_chosen_port(
         monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
     environment = TorchrunEnvironment()
     assert (environment.main_address, str(environment.main_port)) == (LOOPBACK, os.environ["MASTER_PORT"])
+
+
+# ---------------------------------------------------------------- sizes from torchrun
+
+
+def trainer(**given: Any) -> dict[str, Any]:
+    """Arguments of a Trainer as the command line has them."""
+    return {"strategy": "ddp", "devices": "auto", "num_nodes": 1, "plugins": None, **given}
+
+
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two machines with three processes each."""
+    sizes = {"LOCAL_WORLD_SIZE": "3", "GROUP_WORLD_SIZE": "2", "WORLD_SIZE": "6"}
+    place = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}
+    for name, value in {**sizes, **place, "GLOO_SOCKET_IFNAME": "lo"}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("torchrun")
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    [("auto", 3), ("ddp", 3), ("pp", 3), ("fsdp2", 3), ("ddp_mp", 6), (DDPLayerParallelStrategy(num_stages=4), 12)],
+)
+@pytest.mark.parametrize("given", ["auto", 1, "1", "same"])
+def test_sizes_are_those_of_torchrun(given: Any, strategy: Any, devices: int) -> None:
+    same = given == "same"
+    config = trainer(strategy=strategy, devices=devices if same else given, num_nodes=2 if same else 1)
+    resolve_world_size(config)
+    assert (config["devices"], config["num_nodes"]) == (devices, 2)
+    assert [type(plugin) for plugin in config["plugins"]] == [TorchrunEnvironment]
+
+
+@pytest.mark.usefixtures("torchrun")
+@pytest.mark.parametrize("devices", [[0, 1, 2], "0,1,2", -1, "-1", "3"])
+def test_devices_named_one_by_one_stay(devices: Any) -> None:
+    config = trainer(devices=devices)
+    resolve_world_size(config)
+    assert config["devices"] == devices
+
+
+@pytest.mark.usefixtures("torchrun")
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"devices": 2}, "--trainer.devices=2, but torchrun started --nproc-per-node=3"),
+        ({"devices": "0,1"}, "--trainer.devices=0,1"),
+        ({"devices": [5]}, r"--trainer.devices=\[5\]"),
+        ({"devices": 3, "strategy": "ddp_mp"}, "which makes 6"),
+        ({"num_nodes": 3}, r"--trainer.num_nodes=3, but torchrun started 2 machine\(s\)"),
+        ({"strategy": "ddp_spawn"}, "--trainer.strategy=ddp_spawn starts processes itself"),
+        ({"WORLD_SIZE": "5"}, "5 processes on 2 machines, but 3 on this one"),
+        ({"GLOO_SOCKET_IFNAME": ""}, "export GLOO_SOCKET_IFNAME=NAME on every machine"),
+        ({"GLOO_SOCKET_IFNAME": "nowhere0"}, "GLOO_SOCKET_IFNAME=nowhere0 is not an interface of this machine"),
+    ],
+)
+def test_contradictions_are_refused(given: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in filter(str.isupper, given):
+        monkeypatch.setenv(name, given[name])
+    with pytest.raises(ConfigError, match=problem):
+        resolve_world_size(trainer(**{name: value for name, value in given.items() if name.islower()}))
+
+
+def test_several_machines_or_tasks_of_a_cluster_need_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"--trainer.num_nodes=2.*\n.*configs/cluster/torchrun.sh"):
+        resolve_world_size(trainer(num_nodes=2))
+    monkeypatch.setenv("SLURM_JOB_NAME", "training")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    with pytest.raises(ConfigError, match=r"a cluster has 4 tasks(.|\n)*configs/cluster/slurm.sh"):
+        resolve_world_size(trainer())
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    norm = ProcessSyncBatchNorm()
+    config = trainer(devices=2, plugins=norm)
+    resolve_world_size(config)  # then only the meeting place is added
+    assert (config["devices"], config["num_nodes"]) == (2, 1)
+    assert config["plugins"][0] is norm
+    assert type(config["plugins"][1]) is LocalEnvironment
+
+
+@pytest.mark.usefixtures("torchrun")
+@pytest.mark.parametrize("mode", ["dp", "mp"])
+def test_modes_of_one_process_are_left_to_refuse_others_themselves(mode: str) -> None:
+    config = trainer(strategy=mode, num_nodes=2)
+    resolve_world_size(config)
+    assert config == trainer(strategy=mode, num_nodes=2)
+
+
+@pytest.mark.parametrize("where", ["plugins", "strategy"])
+def test_the_users_own_environment_stays(where: str) -> None:
+    own = LightningEnvironment()
+    config = trainer(plugins=[own]) if where == "plugins" else trainer(strategy=DDPStrategy(cluster_environment=own))
+    before = dict(config)
+    resolve_world_size(config)
+    assert config == before

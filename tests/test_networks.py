@@ -1,5 +1,6 @@
-"""The networks: torchvision's names, shapes and arithmetic, and chains of blocks; `test_parity` has the modes."""
+"""The networks: torchvision's names, shapes and arithmetic; as chains of blocks, and where these are cut."""
 
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
@@ -9,8 +10,11 @@ from torch import nn
 
 from lit_cifar import LitResNet
 from lit_cifar.checkpoint.format import load_weights
-from lit_cifar.models import Stem, build_resnet
-from lit_cifar.models.blocks import Partition
+from lit_cifar.data.batch_split import GhostBatches
+from lit_cifar.errors import ConfigError
+from lit_cifar.models.blocks import Partition, balanced, measure
+from lit_cifar.models.ghost_batchnorm import normalise_apart
+from lit_cifar.models.resnet import Stem, build_resnet
 from lit_cifar.models.vit import Attention
 from lit_cifar.strategies.pipeline import output_dtypes
 
@@ -83,3 +87,104 @@ def test_what_a_stage_returns_is_known_before_it_runs(arch: Any, autocast: bool)
             x = stage.module(module.network)(x)
             assert x.dtype == dtype
     assert (found[1] == torch.bfloat16) == (autocast and arch == "tiny")
+
+
+# ---------------------------------------------------------------- stages
+
+
+IMAGE = (3, 32, 32)
+
+
+def largest(flop: list[int], bounds: tuple[int, ...]) -> int:
+    """FLOP of the largest stage when stages begin at `bounds`."""
+    return max(sum(flop[a:b]) for a, b in pairwise((0, *bounds, len(flop))))
+
+
+@pytest.mark.parametrize(("num_stages", "stem"), [(1, "cifar"), (2, "strided"), (3, "imagenet"), (6, "imagenet")])
+def test_stages_one_after_the_other_are_the_network_bit_for_bit(num_stages: int, stem: Stem) -> None:
+    """Outputs, gradients and running statistics, as the stages are made of the network's own layers."""
+    torch.manual_seed(0)
+    one, other = build_resnet("tiny", stem=stem), build_resnet("tiny", stem=stem)
+    other.load_state_dict(one.state_dict())
+    images = torch.randn(4, 3, 32, 32)
+    expected = one(images)
+    x = images
+    names = [name for name, _ in other.named_modules()]
+    partition = Partition.of(other, IMAGE, num_stages=num_stages)
+    stages = partition.modules(other)
+    for stage, module in zip(partition.stages, stages, strict=True):
+        x = module(x)
+        assert x.shape == (4, *stage.output_shape)
+    assert x.equal(expected)
+    parameters = [parameter for stage in stages for parameter in stage.parameters()]
+    assert all(a is b for a, b in zip(parameters, other.parameters(), strict=True))
+    assert [name for name, _ in other.named_modules()] == names
+    expected.square().sum().backward()
+    x.square().sum().backward()
+    assert all(a.grad.equal(b.grad) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    assert all(a.equal(b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+
+
+def test_flop_of_a_block_by_hand() -> None:
+    """A multiplication and an addition are two."""
+    flop = {block.name: block.flop for block in measure(build_resnet("resnet10", stem="cifar"), IMAGE)}
+    assert flop["stem"] == (2 * 3 * 64 * 9 * 32 * 32)
+    assert flop["layer1.0"] == 2 * (2 * 64 * 64 * 9 * 32 * 32)
+    assert flop["layer2.0"] == (2 * 64 * 128 * 9 + 2 * 128 * 128 * 9 + 2 * 64 * 128) * 16 * 16
+    assert flop["head"] == 2 * 512 * 10
+
+
+def test_cuts_do_not_depend_on_the_state_of_the_network_which_stays() -> None:
+    plain, changed = (build_resnet("tiny", stem="imagenet") for _ in range(2))
+    changed = normalise_apart(changed, GhostBatches(dp_size=2)).double().eval().requires_grad_(False)
+    before = {key: tensor.clone() for key, tensor in changed.state_dict().items()}
+    assert measure(changed, IMAGE) == measure(plain, IMAGE)
+    assert not changed.training
+    assert all(p.grad is None and p.device.type == "cpu" for p in plain.parameters())
+    assert all(tensor.equal(before[key]) for key, tensor in changed.state_dict().items())
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_cuts_are_the_best_that_there_are(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    num_blocks = int(torch.randint(2, 9, (), generator=generator))
+    flop: list[int] = torch.randint(1, 20, (num_blocks,), generator=generator).tolist()
+    for num_stages in range(1, num_blocks + 1):
+        bounds = balanced(flop, num_stages)
+        assert len(bounds) == num_stages - 1
+        choices = combinations(range(1, num_blocks), num_stages - 1)
+        assert largest(flop, bounds) == min(largest(flop, choice) for choice in choices)
+
+
+def test_named_cuts_replace_the_balanced_ones() -> None:
+    partition = Partition.of(build_resnet("resnet18", stem="imagenet"), IMAGE, num_stages=3, cuts=["layer1.1", "head"])
+    assert [stage.span for stage in partition.stages] == ["stem to layer1.0", "layer1.1 to layer4.1", "head"]
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "cuts", "problem", "remedy"),
+    [
+        (0, None, "0 stages of a network of 6 blocks", "1 to 6"),
+        (7, None, "7 stages of a network of 6 blocks", "1 to 6"),
+        (2, ["layer9.0"], "do not make 2 stages", "layer1.0, layer2.0, layer3.0, layer4.0, head"),
+        *((2, cuts, "do not make 2 stages", "name 1 of") for cuts in (["stem"], ["layer1.0", "layer2.0"], [])),
+        *((3, [f"layer{i}.0" for i in cuts], "do not make 3", "name 2 of") for cuts in ([2], [3, 2], [2, 2])),
+    ],
+)
+def test_impossible_cuts_are_refused(num_stages: int, cuts: list[str] | None, problem: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Partition.of(build_resnet("resnet10", stem="imagenet"), IMAGE, num_stages=num_stages, cuts=cuts)
+    assert problem in error.value.problem
+    assert remedy in error.value.remedy
+
+
+def test_table() -> None:
+    """Shares add up, the bytes are those of the images' activations in float32, the last stage sends nothing."""
+    network = build_resnet("resnet34", stem="cifar")
+    partition = Partition.of(network, IMAGE, num_stages=2)
+    assert 3 * sum(stage.flop for stage in partition.stages) == pytest.approx(6.95e9, rel=1e-3)  # and backward
+    assert partition.table(["cpu:0", "cuda:1"]) == [
+        "0  cpu:0       stem to layer3.0         49.4% of FLOP    2.26 M parameters  sends 64 KiB per image",
+        "1  cuda:1      layer3.1 to head         50.6% of FLOP   19.02 M parameters  sends -",
+    ]
+    assert partition.stages[0].module(network)(torch.zeros(1, 3, 32, 32)).nbytes == 64 * 1024

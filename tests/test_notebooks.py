@@ -8,10 +8,8 @@ import re
 import signal
 import sys
 import time
-from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from unittest.mock import Mock, call
 
 import nbformat
 import pytest
@@ -217,7 +215,7 @@ def short_commands(monkeypatch: pytest.MonkeyPatch) -> list[runs.Run]:
 
 
 @pytest.mark.usefixtures("short_commands")
-def test_a_run_returns_what_the_command_printed_or_raises_with_its_last_lines(
+def test_a_run_returns_what_the_command_printed_or_raises_its_last_lines(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     import_module("ipykernel")  # as another test may have done: that makes no notebook
@@ -253,38 +251,6 @@ def test_many_runs_show_one_line_and_one_that_fails_ends_those_beside_it(
         runs.run_all([["fail"], ["fit"], ["modes"]], at_once=2)
     assert len(short_commands) == 2
     assert short_commands[1].process.returncode == -signal.SIGTERM
-
-
-def test_a_command_may_be_started_by_torchrun_and_have_its_own_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "Run", lambda command, **_: command)
-    ours = ["-m", "lit_cifar", "fit", "--a=1"]
-    assert runs.start("fit", "--a=1") == [sys.executable, *ours]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
-    assert runs.start("fit", "--a=1", torchrun=["--nproc_per_node=2"]) == [*torchrun, *ours]
-    started = Mock()
-    monkeypatch.setattr(runs, "start", started)
-    runs.run_all([["fit"], ["test"]], env=[{"OMP_NUM_THREADS": "1"}, {}])
-    assert started.mock_calls[0] == call("fit", env={"OMP_NUM_THREADS": "1"})
-    assert call("test", env={}) in started.mock_calls
-
-
-def test_a_rank_is_found_and_can_be_killed() -> None:
-    """`fault_tolerance.ipynb` does it below torchrun."""
-    program = (
-        "import os, subprocess, sys; sleep = [sys.executable, '-c', 'import time; time.sleep(60)']; "
-        "ranks = [subprocess.Popen(sleep, env={**os.environ, 'RANK': str(rank)}) for rank in (0, 1)]; "
-        "ranks[1].wait(); ranks[0].kill(); ranks[0].wait(); sys.exit(1)"
-    )
-    run = runs.Run([sys.executable, "-c", program], title="torchrun", environment=os.environ)
-    while True:
-        with suppress(RuntimeError):  # not started yet
-            run.rank(1).kill()
-            break
-        time.sleep(0.05)
-    with pytest.raises(RuntimeError, match="torchrun: exit status 1"):
-        run.wait()
-    with pytest.raises(RuntimeError, match="no process of rank 1"):
-        run.rank(1)
 
 
 def test_a_notebook_shows_one_line_for_each_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from commands import TINY, mode_flags, refused
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -15,15 +14,10 @@ from lit_cifar.task.optim import WarmupDecay
 # ---------------------------------------------------------------- WarmupDecay
 
 
-def scheduled(total: int, **settings: Any) -> tuple[torch.optim.Optimizer, WarmupDecay]:
+def rates(total: int, **settings: Any) -> list[float]:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
     schedule = WarmupDecay(optimizer, **settings)
     schedule.set_total_steps(total)
-    return optimizer, schedule
-
-
-def rates(total: int, **settings: Any) -> list[float]:
-    optimizer, schedule = scheduled(total, **settings)
     seen = []
     for _ in range(total):
         seen.append(optimizer.param_groups[0]["lr"])
@@ -45,22 +39,6 @@ def test_linear_rise_and_fall_and_half_a_cosine() -> None:
 def test_warmup_is_a_share(warmup: float) -> None:
     with pytest.raises(ValueError, match="share of all steps"):
         rates(10, warmup=warmup)
-
-
-def test_a_longer_run_goes_on_in_its_own_plan() -> None:
-    """Where the old one has ended, at zero."""
-    (first, short), (second, long) = (scheduled(total, warmup=0, decay="linear") for total in (5, 10))
-    for _ in range(5):
-        first.step()
-        short.step()
-    assert first.param_groups[0]["lr"] == 0
-    second.load_state_dict(first.state_dict())
-    with pytest.warns(UserWarning, match=r"has 5 optimizer steps, this run has 10: from step 5 on"):
-        long.load_state_dict(short.state_dict())
-    assert second.param_groups[0]["lr"] == 1.0
-    second.step()
-    long.step()
-    assert second.param_groups[0]["lr"] == pytest.approx(0.8)
 
 
 # ---------------------------------------------------------------- MuonSGD
@@ -135,15 +113,3 @@ def test_gradients_may_lie_in_another_order_than_their_parameters() -> None:
             MuonSGD(net.parameters()).step()
         for (name, value), parameter in zip(nets[0].named_parameters(), nets[1].parameters(), strict=True):
             torch.testing.assert_close(parameter, value, rtol=1e-9, atol=1e-9, msg=name)
-
-
-@pytest.mark.parametrize(
-    ("flags", "problem"),
-    [
-        (mode_flags("fsdp2"), "multiplies whole matrices, and --trainer.strategy=fsdp2 gives each process parts"),
-        (mode_flags("tp"), "multiplies whole matrices, and --trainer.strategy=tp gives each process parts"),
-        (["--virtual_replicas=4"], "whose bits depend on how many matrices a process has"),
-    ],
-)
-def test_what_cuts_parameters_refuses_it(flags: list[str], problem: str) -> None:
-    assert problem in refused("fit", *TINY, *flags, "--model.optimizer=lit_cifar.MuonSGD")

@@ -4,17 +4,15 @@ import csv
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import own_networks
 import pytest
 import torch
-from commands import launch, mode_flags, refused, run_here
+from commands import callback, last_checkpoint, mode_flags, refused, run_here
 from data_files import draw_pictures
 from tiny_task import read_events
 
 from lit_cifar import CheckpointError, CIFAR10DataModule, ConfigError, DataError, LitResNet
-from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.models.blocks import blocks_of, tensor_split_of
 from lit_cifar.strategies import LayerParallelStrategy
 
@@ -43,30 +41,21 @@ def own(name: str) -> str:
     return f"--model.network=own_networks.{name}"
 
 
-def trained(run: Path) -> dict[str, Any]:
-    return read_checkpoint(run / "checkpoints" / "last.ckpt")
-
-
-def done(*command: str | Path) -> None:
-    result = run_here(*command)
-    assert result.status == 0, result.stderr
-
-
 def test_trained_tested_resumed_and_loaded(pictures: Path, tmp_path: Path) -> None:
     run, whole, path = tmp_path / "run", tmp_path / "whole", tmp_path / "run" / "checkpoints" / "last.ckpt"
     fitting = ["fit", *flags(pictures, own("Chain"), "--model.network.width=4")]
-    done(*fitting, f"--run_dir={whole}")
-    done(*fitting, f"--run_dir={run}", f"--ckpt_path={whole / 'checkpoints' / 'previous.ckpt'}")
+    run_here(*fitting, f"--run_dir={whole}")
+    run_here(*fitting, f"--run_dir={run}", f"--ckpt_path={whole / 'checkpoints' / 'previous.ckpt'}")
     header = {"arch": None, "stem": None, "num_classes": 2, "image_size": 24, "network": "own_networks.Chain"}
-    assert trained(run)["lit_cifar"] == header
-    expected = trained(whole)["state_dict"]
+    assert last_checkpoint(run)["lit_cifar"] == header
+    expected = last_checkpoint(whole)["state_dict"]
     assert expected.keys() == own_networks.Chain(width=4).state_dict().keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in trained(run)["state_dict"].items())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in last_checkpoint(run)["state_dict"].items())
 
     saved = [f"--config={run / 'config.yaml'}", f"--ckpt_path={path}"]
-    done("validate", *saved, f"--run_dir={tmp_path / 'validate'}")
+    run_here("validate", *saved, f"--run_dir={tmp_path / 'validate'}")
     predicted = tmp_path / "predict"
-    done("predict", *saved, f"--run_dir={predicted}", f"--data.predict_dir={pictures}")
+    run_here("predict", *saved, f"--run_dir={predicted}", f"--data.predict_dir={pictures}")
     assert len((predicted / "predictions.csv").read_text().splitlines()) == 1 + 17
     for name in ("fox", "owl"):
         draw_pictures(tmp_path / "others" / name, 1)
@@ -95,26 +84,17 @@ def test_pictures_of_any_size_in_folders_of_any_name(tmp_path: Path) -> None:
     cheap = ["--model.arch=tiny", "--model.stem=imagenet", "--trainer.precision=32-true", "--data.image_size=224"]
     cheap += ["--data.decoded_size=256"]
     given = [flag for flag in flags(root, *cheap, "--data.val_size=6") if "figures" not in flag]
-    done("fit", *given, f"--run_dir={run}")
-    done("report", run, f"--output={tmp_path / 'page.html'}")
+    run_here("fit", *given, f"--run_dir={run}")
+    run_here("report", run, f"--output={tmp_path / 'page.html'}")
     names = ["$0_$5", "C#", "C++", r"caf\xe9", r"tab\t\x1b[31m", "x" * 200]
     with (run / "confusion.csv").open(newline="", encoding="utf-8") as file:
         assert next(csv.reader(file)) == ["split", "class", *names]
-    assert trained(run)["sample_audit"]["settings"]["dataset"] == f"folder of {', '.join(names)}"
+    assert last_checkpoint(run)["sample_audit"]["settings"]["dataset"] == f"folder of {', '.join(names)}"
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert [name for name in names if not re.search(rf"{re.escape(name)}: \d+ of \d+", page)] == []
     assert read_events(run).Tags()["images"] == ["val/confusion", "val/wrong"]
     draw_pictures(root / r"caf\xe9", 1)
     assert r"two folders in" in refused("fit", *given, f"--run_dir={tmp_path / 'other'}")
-
-
-def test_dropout_has_the_masks_of_one_device_that_accumulates(pictures: Path, tmp_path: Path) -> None:
-    """Parts of a batch have masks of their own, whoever takes them."""
-    drawing = flags(pictures, own("Drawing"), "--model.network.num_classes=2")
-    alone, together = tmp_path / "alone", tmp_path / "ddp"
-    done("fit", *drawing, "--trainer.accumulate_grad_batches=2", f"--run_dir={alone}")
-    launch("fit", *drawing, *mode_flags("ddp"), f"--run_dir={together}", ranks=2)
-    torch.testing.assert_close(trained(together)["state_dict"], trained(alone)["state_dict"], rtol=1e-9, atol=1e-9)
 
 
 # The first word names one of `own_networks`.
@@ -162,7 +142,7 @@ def test_tied_weights_cannot_be_on_two_devices(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.usefixtures("one_process")
 def test_a_gradient_hook_that_is_added_late_is_refused(pictures: Path, tmp_path: Path) -> None:
-    late = [own("Chain"), "--trainer.callbacks+=own_networks.HookAtStart", *mode_flags("fsdp2", 1)]
+    late = [own("Chain"), *callback("own_networks.HookAtStart"), *mode_flags("fsdp2", 1)]
     said = refused("fit", *flags(pictures), *late, f"--run_dir={tmp_path / 'run'}")
     assert "6.weight has a hook on its gradient" in said
 

@@ -1,7 +1,7 @@
 """The promise of this project: a mode trains the model that one device trains, whatever is trained, and on whatever.
 
 `verify` compares them step by step: samples, loss, parameters, buffers, optimizer, evaluation, checkpoints, a resume.
-`test_verify` has every mode with the network of `verify` itself, `test_options` the options of docs/gpu-options.md.
+`test_options` has the options of docs/gpu-options.md.
 """
 
 from pathlib import Path
@@ -9,10 +9,12 @@ from typing import NamedTuple
 
 import pytest
 from data_files import draw_pictures
+from verifying import TINY as HARD
 
 from lit_cifar.tools.modes import sized_modes
 from lit_cifar.tools.verify import verify
-from lit_cifar.tools.verify.record import EXACT_BOUND
+from lit_cifar.tools.verify.launcher import DEFAULTS
+from lit_cifar.tools.verify.record import EXACT_BOUND, KINDS, LOGITS
 
 TINY = ["--model.arch=tiny", "--model.stem=imagenet"]
 # Two optimizer steps in an epoch, the second of a ragged batch.
@@ -66,6 +68,7 @@ SLOW = {
     "MuonSGD": Case("dp ddp mp pp", [*TINY, *FAST]),
     "two epochs": Case("ddp-sync", [*TINY, *LONG, "--model.optimizer.lr=0.02"], devices=4, steps=20),
 }
+SLOW["every mode"] = Case(" ".join(sized_modes(2)), HARD)
 EXHAUSTIVE = {
     "two epochs on two processes": SLOW["two epochs"]._replace(devices=2),
     "a chain of one's own": Case("mp pp tp fsdp2 ddp_spawn", own("Chain")),
@@ -93,6 +96,13 @@ def test_a_mode_trains_what_one_device_trains(case: Case, tmp_path: Path, monkey
     rows = verify(case.modes.split(), devices=case.devices, steps=case.steps, args=flags)
     assert {row.mode: row.problems for row in rows} == {mode: [] for mode in case.modes.split()}
     assert max(value for row in rows for value in row.differences.values()) <= EXACT_BOUND
+    sizes = [flag for flag in (*DEFAULTS, *flags) if flag.startswith("--data.val_size=")]
+    without = {"buffers"} if any("vit" in flag or "Drawing" in flag for flag in flags) else set()
+    for row in rows:
+        assert row.differences.keys() == {*KINDS, LOGITS} - without
+        assert row.counts is not None
+        assert sizes[-1].endswith(f"={row.counts[1]}")
+        assert row.processes == sized_modes(case.devices)[row.mode].num_processes
 
 
 @pytest.mark.exhaustive

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from commands import TINY, refused
 from data_files import draw_pictures
 
 from lit_cifar import CIFAR10DataModule, ConfigError, DataError
@@ -165,9 +164,7 @@ def test_after_a_kill_it_goes_on(folder: Folder) -> None:
     assert [path.suffix for path in folder.files()] == [".pixels"]
 
 
-def test_a_folder_or_a_format_that_has_changed_is_decoded_again(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_folder_or_format_is_decoded_again(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     def changed(num_pictures: int) -> bool:
         folder.data()
         assert len(folder.files()) == 1  # the old one is gone
@@ -263,11 +260,3 @@ def test_too_much_for_the_cache_or_the_disk(folder: Folder, monkeypatch: pytest.
     with pytest.raises(DataError, match=r"cannot be written to .*: No space left on device"):
         folder.data()
     assert (folder.files(), folder.decoded()) == ([], [])
-
-
-def test_options_of_the_cache_are_refused_where_nothing_is_decoded() -> None:
-    assert "--data.cache_limit_gb=5.0 is for pictures of your own" in refused("fit", *TINY, "--data.cache_limit_gb=5")
-    with pytest.raises(ConfigError, match=r"--data.skip_unreadable=True is for"):
-        CIFAR10DataModule(dataset="synthetic", skip_unreadable=True)
-    with pytest.raises(ConfigError, match=r"--data.decoded_size=36 is for"):
-        CIFAR10DataModule(dataset="synthetic", decoded_size=36)

@@ -9,15 +9,14 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from commands import TINY, counts, launch, run_here
-from comparing import assert_same_checkpoint
+from checkpoints import assert_same_checkpoint
+from commands import TINY, callback, counts, last_checkpoint, launch, mode_flags, run_here
 from lightning.pytorch.strategies import DDPStrategy
 from short_fits import fit, losses, short
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchmetrics import Metric
 
 from analysis.stage_timeline import bubble_formula, bubbles, read_timeline, replay
-from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.data.batch_split import BatchSplit, GhostBatches
 from lit_cifar.strategies import PipelineStrategy
 from lit_cifar.strategies.pipeline import Schedule, ScheduleName
@@ -56,16 +55,14 @@ def trainer(devices: int, strategy: PipelineStrategy | str) -> L.Trainer:
         (3, PipelineStrategy(num_stages=1, num_microbatches=1), BatchSplit(dp_size=3)),
     ],
 )
-def test_processes_of_a_pipeline_read_the_same_part(
-    devices: int, strategy: PipelineStrategy | str, batch_split: BatchSplit
-) -> None:
+def test_a_pipeline_reads_one_part(devices: int, strategy: PipelineStrategy | str, batch_split: BatchSplit) -> None:
     made = trainer(devices, strategy).strategy
     assert BatchSplit.of(made) == batch_split
     assert isinstance(made, PipelineStrategy)
     assert made.strategy_name == ("pp" if batch_split.dp_size == 1 else "ddp_pp")
 
 
-def test_a_process_makes_its_own_two_groups_alone_with_the_time_limit_of_the_run(
+def test_a_process_makes_its_own_two_groups_alone_with_the_runs_time_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The groups of 1,024 processes would take each of them more than 1,024 calls, and NCCL as many splits of all."""
@@ -112,32 +109,31 @@ def test_a_pipeline_of_one_process_fits_as_one_device_does(name: ScheduleName, t
 # A full batch, and one of which microbatches get 3, 3, 2 and 2; evaluated in batches of 7, 7 and 2. Adagrad has a state
 # of every parameter from the beginning, of other stages' parameters too.
 FLAGS = [*TINY, "--data.num_train=42", "--data.eval_batch_size=7", "--trainer.precision=64-true"]
-FLAGS += ["--model.optimizer=Adagrad", "--model.optimizer.lr=0.001"]
-RECORD = ["--trainer.callbacks+=lit_cifar.tools.bench.timeline.Timeline"]
-RECORD += ["--trainer.callbacks.first_step=0", "--trainer.callbacks.num_steps=1"]
+FLAGS += ["--model.optimizer=Adagrad", "--model.optimizer.lr=0.001", "--trainer.max_epochs=2"]
+RECORD = callback("lit_cifar.tools.bench.timeline.Timeline", first_step=1, num_steps=2)
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of one device that normalises each microbatch by itself."""
     run = tmp_path_factory.mktemp("alone") / "run"
-    assert run_here("fit", *FLAGS, "--model.ghost_batchnorm.num_microbatches=4", f"--run_dir={run}").status == 0
+    run_here("fit", *FLAGS, "--model.ghost_batchnorm.num_microbatches=4", f"--run_dir={run}")
     return run
 
 
 @pytest.mark.parametrize("name", ["Interleaved1F1B", "ZBVZeroBubble"])
-def test_two_processes_train_as_one_device_in_the_order_of_the_schedule(
-    name: ScheduleName, alone: Path, tmp_path: Path
-) -> None:
+def test_two_processes_train_as_one_in_the_schedules_order(name: ScheduleName, alone: Path, tmp_path: Path) -> None:
     """With process groups as where processes share a GPU."""
     run = tmp_path / "run"
-    schedule = ["--trainer.strategy=option_backends.SharesGPU", f"--trainer.strategy.schedule={name}"]
-    launch("fit", *FLAGS, *schedule, "--trainer.devices=2", *RECORD, f"--run_dir={run}", ranks=2)
-    found, expected = (read_checkpoint(each / "checkpoints" / "last.ckpt") for each in (run, alone))
-    assert_same_checkpoint(found, expected, tolerance=1e-9)
+    schedule = mode_flags("option_backends.SharesGPU", schedule=name)
+    launch("fit", *FLAGS, *schedule, *RECORD, f"--run_dir={run}", ranks=2)
+    assert_same_checkpoint(last_checkpoint(run), last_checkpoint(alone), tolerance=1e-9)
     assert losses(run) == pytest.approx(losses(alone), rel=1e-6)  # logged in float32
     assert counts(run, "val")["all"] == counts(alone, "val")["all"]
-    again = replay(read_timeline(run))
+    timeline = read_timeline(run)
+    assert sorted(set(timeline["step"])) == [1, 2]
+    assert timeline.loc[timeline["step"] == 2, "start_ms"].min() == 0
+    again = replay(timeline[timeline["step"] == 2])
     works = again.groupby(["kind", "stage"]).size()
     assert set(works) == {4} or name == "ZBVZeroBubble"
     assert works["forward"].tolist() == [4] * Schedule(name=name, num_processes=2).num_stages

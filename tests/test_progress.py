@@ -173,9 +173,7 @@ def measured(folder: Path, clock: SimpleNamespace, **settings: Any) -> list[tupl
     ],
     ids=str,
 )
-def test_rate_leaves_out_warm_up_and_validation(
-    settings: Any, steps: list[int], tmp_path: Path, clock: SimpleNamespace
-) -> None:
+def test_only_steps_are_timed(settings: Any, steps: list[int], tmp_path: Path, clock: SimpleNamespace) -> None:
     # Lightning numbers steps from 0. Every window measures 16 images/s.
     assert measured(tmp_path, clock, **settings) == [(step, 16.0) for step in steps]
 
@@ -185,9 +183,7 @@ def test_images_of_all_ranks_count(tmp_path: Path, clock: SimpleNamespace, monke
     assert measured(tmp_path, clock, log_every_n_steps=4) == [(3, 64.0), (7, 64.0), (11, 64.0)]
 
 
-def test_device_is_waited_for_only_where_the_clock_is_read(
-    tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_the_host_waits(tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     waits = []
     monkeypatch.setattr(progress, "_finish_queued_work", lambda module: waits.append(module.global_step))
     measured(tmp_path, clock, log_every_n_steps=3)

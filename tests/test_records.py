@@ -84,9 +84,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("scripts")
-def test_numbers_in_pages_are_those_of_the_records(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pages_have_the_records_numbers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     import pages
 
     assert pages.main(check=True) == 0, capsys.readouterr().out + "write them again: python benchmarks/scripts/pages.py"

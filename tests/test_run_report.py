@@ -1,23 +1,33 @@
-"""What a run prints and records about itself."""
+"""What a run prints and records about itself, and a folder of its own, one run at a time."""
 
+import errno
+import fcntl
 import json
+import os
 import platform
+import socket
 import subprocess
+import time
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from commands import TINY, refused, run_here
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from tiny_task import TinyData, TinyTask, tiny_trainer
 
 from lit_cifar.models.blocks import Partition
 from lit_cifar.models.resnet import build_resnet
+from lit_cifar.reporting import run_folder
 from lit_cifar.reporting.environment import command_line, git_state, strategy_name
+from lit_cifar.reporting.run_folder import LOCK, RunLock, create_run_folder
 from lit_cifar.reporting.run_report import RunReport, next_steps, opening_lines
 from lit_cifar.task.module import LitResNet
+from lit_cifar.tools.forked import start_forked
 
 IMAGE = (3, 32, 32)
 
@@ -102,23 +112,12 @@ def test_folders_elsewhere_stay_absolute(tmp_path: Path, monkeypatch: pytest.Mon
     assert next_steps(Path(), "predict") == ["run folder  .", "predictions predictions.csv"]
 
 
-@pytest.mark.parametrize(
-    ("argv", "typed"),
-    [
-        (
-            ["/home/me/lit_cifar/__main__.py", "fit", "--run_dir", "my run"],
-            "python -m lit_cifar fit --run_dir 'my run'",
-        ),
-        (["/usr/local/bin/lit-cifar", "fit"], "lit-cifar fit"),
-    ],
-)
-def test_command_line_as_typed(argv: list[str], typed: str) -> None:
-    assert command_line(argv) == typed
-
-
-@pytest.mark.parametrize(("start_method", "name"), [("popen", "ddp"), ("spawn", "ddp_spawn")])
-def test_strategy_has_the_name_of_its_flag(start_method: Any, name: str) -> None:
-    assert strategy_name(SimpleNamespace(strategy=DDPStrategy(start_method=start_method))) == name
+def test_command_and_strategy_are_as_typed() -> None:
+    by_python = command_line(["/home/me/lit_cifar/__main__.py", "fit", "--run_dir", "my run"])
+    assert by_python == "python -m lit_cifar fit --run_dir 'my run'"
+    assert command_line(["/usr/local/bin/lit-cifar", "fit"]) == "lit-cifar fit"
+    strategies: Any = [DDPStrategy(start_method=method) for method in ("popen", "spawn")]
+    assert [strategy_name(SimpleNamespace(strategy=each)) for each in strategies] == ["ddp", "ddp_spawn"]
 
 
 def test_git_state_is_that_of_the_package_s_own_repository(tmp_path: Path) -> None:
@@ -140,3 +139,50 @@ def test_git_state_is_that_of_the_package_s_own_repository(tmp_path: Path) -> No
     assert git_state(installed) is None
     (package / "code.py").write_text("x = 1\n")
     assert git_state(package) == {"commit": commit, "modified": True}
+
+
+# ---------------------------------------------------------------- one run in a folder
+
+
+def hold(folder: Path) -> None:
+    RunLock().take(folder)
+    (folder / "held").touch()
+    time.sleep(600)
+
+
+def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path: Path) -> None:
+    holder = start_forked(hold, (tmp_path,))
+    while not (tmp_path / "held").exists():
+        assert holder.is_alive()
+        time.sleep(0.05)
+    fit = ["fit", *TINY, "--resume=auto", f"--run_dir={tmp_path}"]
+    said = refused(*fit)
+    assert f"is in use by process {holder.pid} on {socket.gethostname()}, since 20" in said
+    assert len(said.splitlines()) == 2
+    assert {path.name for path in tmp_path.iterdir()} == {LOCK, "held"}
+    holder.kill()
+    holder.join()
+    run_here(*fit, "--trainer.max_steps=1")
+    RunLock().take(tmp_path)  # the run that has ended holds it no longer
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.warns(UserWarning, match="has no locks"), RunLock() as lock:
+        lock.take(tmp_path)
+
+
+def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if each has looked before the other has made its own."""
+
+    class Clock:
+        now = staticmethod(lambda: datetime(2026, 11, 24))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_folder, "datetime", Clock)
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    folders = [create_run_folder(None, label="fit", lock=RunLock()) for _ in range(3)]
+    assert [folder.name for folder in folders] == [f"20261124-000000-fit{number}" for number in ("", "-2", "-3")]

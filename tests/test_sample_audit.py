@@ -168,9 +168,7 @@ def test_counting_takes_one_operation_and_reads_nothing_back() -> None:
     ],
     ids=str,
 )
-def test_other_settings_are_refused_within_an_epoch_and_named(
-    changed: dict[str, Any], problem: str, remedy: str
-) -> None:
+def test_other_settings_are_refused_within_an_epoch(changed: dict[str, Any], problem: str, remedy: str) -> None:
     with pytest.raises(ConfigError) as error:
         record_at(2).check(data_of(**changed))
     assert f"after 2 optimizer steps of epoch 3 with {remedy}; {problem} would" in error.value.problem
@@ -210,9 +208,7 @@ class SaveAt(L.Callback):
     def __init__(self, path: Path, *, epoch: int, step: int) -> None:
         self.path, self.at = path, (epoch, step)
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         step, rest = divmod(batch_idx, trainer.accumulate_grad_batches)
         if not rest and (trainer.current_epoch, step) == self.at:
             trainer.save_checkpoint(self.path)
@@ -299,9 +295,7 @@ def test_a_checkpoint_holds_the_digest_of_what_was_used(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("step", "options"), [(0, {"max_epochs": 3}), (2, {}), (2, {"accumulate_grad_batches": 2})], ids=str
 )
-def test_a_resumed_run_ends_with_the_digest_of_the_undisturbed_one(
-    step: int, options: dict[str, Any], saved: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_run_has_the_same_digests(step: int, options: dict[str, Any], saved: Path, tmp_path: Path) -> None:
     fit(tmp_path, resume=saved / f"{step}.ckpt", **options)
     assert lines(tmp_path) == expected_lines(options.get("max_epochs", 2))[1:]
 
@@ -315,9 +309,7 @@ def test_a_run_that_max_steps_ended_within_an_epoch_goes_on(tmp_path: Path) -> N
     assert lines(tmp_path / "second") == expected_lines()[1:]
 
 
-def test_a_run_whose_sampler_loses_samples_is_stopped(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_loses_samples_is_stopped(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It reads as if there were another process, or begins a resumed epoch anew."""
     iterate = TrainSampler.__iter__
     monkeypatch.setattr(

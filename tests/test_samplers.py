@@ -255,9 +255,7 @@ def test_a_batch_that_does_not_divide_names_the_nearest_that_do(
         (12, BatchSplit(replicas_per_rank=2, num_microbatches=4), 1, False),
     ],
 )
-def test_a_ragged_batch_needs_two_samples_for_every_chunk(
-    rest: int, batch_split: BatchSplit, accumulation: int, fine: bool
-) -> None:
+def test_every_chunk_needs_two_samples(rest: int, batch_split: BatchSplit, accumulation: int, fine: bool) -> None:
     settings = {"batch_size": 64, "batch_split": batch_split, "accumulation": accumulation}
     TrainSampler(num_samples=64 + rest, **settings, drop_last=True).check()
     with pytest.raises(ConfigError, match="leaves none of 60"):

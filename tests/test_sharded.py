@@ -9,8 +9,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from commands import TINY, launch, run_here
-from comparing import assert_same_checkpoint
+from checkpoints import assert_same_checkpoint
+from commands import TINY, last_checkpoint, launch, mode_flags, run_here
 from lightning.pytorch.strategies import DDPStrategy
 from short_fits import data, fit, short
 from threads import on_ranks
@@ -27,6 +27,8 @@ from lit_cifar.strategies import ShardedStrategy, fsdp2, tp
 from lit_cifar.strategies.mesh import local_part
 from lit_cifar.strategies.state_dicts import local_slice
 
+pytestmark = [short, pytest.mark.usefixtures("one_process")]
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
@@ -35,14 +37,14 @@ def test_parts_along_both_axes_go_on_from_one_device_as_it_does(tmp_path: Path) 
     """With synchronised BatchNorm and clipped; of 17 images to validate, one replica has none in the last batch."""
     settings = [*TINY, "--data.val_size=17", "--best_checkpoint.save_top_k=-1", "--trainer.precision=64-true"]
     settings += ["--model.optimizer.lr=0.01", "--trainer.gradient_clip_val=0.5"]
-    mode = ["--trainer.strategy=ShardedStrategy", "--trainer.strategy.data_parallel_size=2", "--trainer.devices=4"]
-    mode += ["--trainer.strategy.tensor_parallel_size=2", "--trainer.sync_batchnorm=true"]
-    ends = {name: tmp_path / name / "checkpoints" / "last.ckpt" for name in ("first", "alone", "mode")}
-    assert run_here("fit", *settings, f"--run_dir={tmp_path / 'first'}").status == 0
-    resume = [*settings, "--trainer.max_epochs=2", f"--ckpt_path={ends['first']}"]
-    assert run_here("fit", *resume, f"--run_dir={tmp_path / 'alone'}").status == 0
-    launch("fit", *resume, *mode, f"--run_dir={tmp_path / 'mode'}", timeout_s=200, ranks=4)
-    assert_same_checkpoint(read_checkpoint(ends["mode"]), read_checkpoint(ends["alone"]), tolerance=1e-9)
+    mode = mode_flags("ShardedStrategy", 4, data_parallel_size=2, tensor_parallel_size=2)
+    mode.append("--trainer.sync_batchnorm=true")
+    first, alone, parts = (tmp_path / name for name in ("first", "alone", "parts"))
+    run_here("fit", *settings, f"--run_dir={first}")
+    resume = [*settings, "--trainer.max_epochs=2", f"--ckpt_path={first / 'checkpoints' / 'last.ckpt'}"]
+    run_here("fit", *resume, f"--run_dir={alone}")
+    launch("fit", *resume, *mode, f"--run_dir={parts}", timeout_s=200, ranks=4)
+    assert_same_checkpoint(last_checkpoint(parts), last_checkpoint(alone), tolerance=1e-9)
 
 
 # ---------------------------------------------------------------- one process, which takes the same path
@@ -65,8 +67,6 @@ def module(**settings: Any) -> Watched:
     return Watched("tiny", stem="imagenet", **settings)
 
 
-@short
-@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(
     ("mode", "precision", "optimizer"),
     [
@@ -113,8 +113,6 @@ class Narrow(LitResNet):
         self.types["gradients"] = {p.grad.dtype for p in self.network.parameters() if p.grad is not None}
 
 
-@short
-@pytest.mark.usefixtures("one_process")
 def test_what_computes_in_bfloat16_is_gathered_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients are summed in float32, which one process cannot show, and a ViT's blocks get float32."""
     policies: list[dict[str, Any]] = []
@@ -132,8 +130,6 @@ def test_what_computes_in_bfloat16_is_gathered_so(tmp_path: Path, monkeypatch: p
     assert policies == [{"param_dtype": narrow, "reduce_dtype": wide, "cast_forward_inputs": False}]
 
 
-@short
-@pytest.mark.usefixtures("one_process")
 def test_a_failure_gives_the_plain_network_back(tmp_path: Path) -> None:
     model = module()
     network, model.fail = model.network, True
@@ -164,9 +160,7 @@ def trainer(**settings: Any) -> L.Trainer:
         ((Shard(0), Shard(0)), [2, 1], range(9, 10), range(4)),
     ],
 )
-def test_parts_are_cut_along_the_model_axis_first(
-    placements: Any, coordinate: list[int], rows: range, columns: range
-) -> None:
+def test_the_model_axis_is_cut_first(placements: Any, coordinate: list[int], rows: range, columns: range) -> None:
     whole = torch.arange(40).view(10, 4)
     mesh = SimpleNamespace(shape=(3, 2), get_coordinate=lambda: coordinate)
     like: Any = SimpleNamespace(placements=placements, device_mesh=mesh)

@@ -1,7 +1,7 @@
-"""`dp` and `mp`: one process with nobody to talk to; how `dp` cuts a batch, in which order and where `mp` works."""
+"""`dp`, `mp` and `ddp_mp`: how a batch is cut, in which order and where work is done; `test_parity` trains."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,16 +9,20 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities import rank_zero_only
 from short_fits import fit, short
 from torch import Tensor, nn
 
+import lit_cifar.strategies.mp
 from lit_cifar import LitResNet
+from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.errors import ConfigError
 from lit_cifar.models import build_resnet
 from lit_cifar.models.blocks import Partition
-from lit_cifar.strategies import DataParallelStrategy, LayerParallelStrategy
+from lit_cifar.strategies import DataParallelStrategy, DDPLayerParallelStrategy, LayerParallelStrategy
 from lit_cifar.strategies.dp import EmulatedReplicas, _DataParallel, in_context_of_caller
 from lit_cifar.strategies.mp import StagedForward, gpipe_order
 
@@ -43,6 +47,12 @@ def trainer_of(mode: str, **kwargs: Any) -> L.Trainer:
     return L.Trainer(strategy=mode, devices=2, accelerator="cpu", **QUIET, **kwargs)
 
 
+def started_by_torchrun(monkeypatch: pytest.MonkeyPatch, *, processes: int) -> None:
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "x"}
+    for name, value in (variables | {"WORLD_SIZE": str(processes)}).items():
+        monkeypatch.setenv(name, value)
+
+
 @both
 def test_a_process_alone_communicates_as_a_single_device_does(mode: str) -> None:
     trainer, tensor = trainer_of(mode), torch.arange(3)
@@ -65,9 +75,7 @@ def test_other_processes_are_refused(mode: str, instead: str, monkeypatch: pytes
     )
     with refused:
         trainer_of(mode, plugins=[ClusterOfTwo()])
-    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "x"}
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    started_by_torchrun(monkeypatch, processes=1)
     with pytest.raises(ConfigError, match="torchrun"):
         trainer_of(mode)
 
@@ -106,29 +114,23 @@ def test_all_replicas_start_from_the_buffers_before_the_step() -> None:
 
 
 @pytest.mark.parametrize("inference", [True, False])
-def test_a_thread_inherits_autocast_type_and_mode(inference: bool) -> None:
-    layer, found = nn.Linear(2, 2), []
+def test_threads_of_data_parallel_inherit_autocast_and_mode(inference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = nn.Linear(2, 2)
 
-    def probe(x: Tensor) -> None:
-        found.append((layer(x).dtype, torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
-
-    mode = torch.inference_mode() if inference else torch.no_grad()
-    # float16 is not the CPU's default autocast type, so a thread that loses it computes in bfloat16.
-    with mode, torch.autocast("cpu", dtype=torch.float16):
-        thread = threading.Thread(target=in_context_of_caller(probe, device_type="cpu"), args=(torch.ones(1, 2),))
-        thread.start()
-        thread.join()
-    assert found == [(torch.float16, inference, False)]
-
-
-def test_the_threads_of_data_parallel_inherit_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def in_threads(self: Any, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
         with ThreadPoolExecutor(1) as pool:
             return [*pool.map(lambda call: call(), replicas)]
 
+    def probe() -> tuple[torch.dtype, bool, bool]:
+        return layer(torch.ones(1, 2)).dtype, torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
     monkeypatch.setattr(nn.DataParallel, "parallel_apply", in_threads)
-    with torch.inference_mode():
-        assert _DataParallel(nn.Linear(2, 2)).parallel_apply([torch.is_inference_mode_enabled], [()], [{}]) == [True]
+    on_cpu = partial(in_context_of_caller, device_type="cpu")
+    monkeypatch.setattr("lit_cifar.strategies.dp.in_context_of_caller", on_cpu)
+    mode = torch.inference_mode() if inference else torch.no_grad()
+    # float16 is not the CPU's default autocast type, so a thread that loses it computes in bfloat16.
+    with mode, torch.autocast("cpu", dtype=torch.float16):
+        assert _DataParallel(layer).parallel_apply([probe], [()], [{}]) == [(torch.float16, inference, False)]
 
 
 def test_a_setup_that_fails_keeps_its_error_and_is_torn_down(tmp_path: Path) -> None:
@@ -198,3 +200,68 @@ def test_stages_over_devices(devices: int, num_stages: int | None, places: list[
     lines = strategy.split_lines()
     assert len(strategy.stage_devices) == len(lines)
     assert [line.split("  ")[1].strip() for line in lines] == [f"cpu {place}" for place in places]
+
+
+# ---------------------------------------------------------------- ddp_mp
+
+
+def strategy_of(num_devices: int, *, rank: int = 0, **sizes: Any) -> Any:
+    """A strategy in the state in which a Trainer has it when it checks the flags; each device is another one."""
+    environment: Any = LightningEnvironment()
+    environment.local_rank = lambda: rank
+    environment.world_size = lambda: num_devices // sizes.get("num_stages", 2)
+    devices = [torch.device("cuda", index) for index in range(num_devices)]
+    return DDPLayerParallelStrategy(parallel_devices=devices, cluster_environment=environment, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "num_stages", "of_ranks"),
+    [(4, 2, [[0, 1], [2, 3]]), (2, 2, [[0, 1]]), (6, 3, [[0, 1, 2], [3, 4, 5]]), (2, 1, [[0], [1]])],
+)
+def test_processes_and_their_devices(
+    num_devices: int, num_stages: int, of_ranks: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 0)  # which the strategy is about to change
+    for rank, indices in enumerate(of_ranks):
+        strategy = strategy_of(num_devices, rank=rank, num_stages=num_stages)
+        strategy.set_world_ranks()
+        strategy.check()
+        assert strategy.num_processes == len(of_ranks)
+        assert [device.index for device in strategy.stage_devices] == indices
+        assert strategy.root_device.index == indices[0]
+        assert strategy.distributed_sampler_kwargs == {"num_replicas": len(of_ranks), "rank": rank}
+
+
+def test_plan_names_the_devices_of_every_process() -> None:
+    strategy = strategy_of(4, num_microbatches=2)
+    strategy.connect(LitResNet("resnet10", stem="imagenet"))
+    first, second, other = strategy.split_lines()
+    assert "cuda 0 " in first
+    assert "cuda 1 " in second
+    assert other == "process 1: the same on cuda 2, cuda 3"
+    assert BatchSplit.of(strategy) == BatchSplit(dp_size=2, num_microbatches=2)
+
+
+def test_nccl_is_tied_to_none_of_the_devices_and_waits_on_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once tied to one it refuses every other device of the process."""
+    monkeypatch.setattr(rank_zero_only, "rank", 0)  # which the strategy is about to change
+    calls: list[Any] = []
+    monkeypatch.setattr(lit_cifar.strategies.mp, "_init_dist_connection", lambda *_, **names: calls.append([*names]))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist, "barrier", lambda device_ids: calls.append(device_ids))
+    monkeypatch.setattr(lit_cifar.strategies.mp, "DistributedDataParallel", lambda model, **its: calls.append(its))
+    strategy = strategy_of(4, rank=1)
+    strategy.barrier()
+    strategy.setup_distributed()
+    strategy._setup_model(torch.nn.Linear(2, 2))
+    monkeypatch.undo()
+    assert calls == [[2], ["timeout"], {}]
+
+
+def test_torchrun_with_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    started_by_torchrun(monkeypatch, processes=4)
+    with pytest.raises(ConfigError, match="4 processes were started"):
+        L.Trainer(strategy="ddp_mp", devices=4, accelerator="cpu", **QUIET)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert L.Trainer(strategy="ddp_mp", devices=4, accelerator="cpu", **QUIET).strategy.num_processes == 2

@@ -1,9 +1,8 @@
-"""The data sets as they lie on a disk, and how they get there."""
+"""The data sets as they lie on a disk, and how they get there; and the one that is drawn by code."""
 
 import hashlib
 import http.server
 import os
-import pickle
 import shutil
 import socket
 import tarfile
@@ -14,13 +13,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_files import cifar10_records, load, pack, prepare, served, write_binary_edition, write_idx
+from data_files import (
+    cifar10_records,
+    load,
+    pack,
+    prepare,
+    served,
+    write_binary_edition,
+    write_idx,
+    write_python_edition,
+)
 from torchvision.datasets import CIFAR10, CIFAR100, FashionMNIST
 
 from lit_cifar.data import CIFAR10DataModule, cifar10, download, fashion_mnist
 from lit_cifar.data.cifar10 import Cifar10, Cifar100
 from lit_cifar.data.datamodule import open_dataset
 from lit_cifar.data.download import installing
+from lit_cifar.data.synthetic import BLOCK, CLASSES, MAX_IMAGES, SHAPES, TEXTURES, Synthetic, draw
 from lit_cifar.errors import ConfigError, DataError
 
 PER_FILE = 20
@@ -44,22 +53,11 @@ def binary_root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def python_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A small python edition whose hashes torchvision takes for the official ones."""
-    folder = tmp_path / CIFAR10.base_folder
-    folder.mkdir()
-
-    def write(name: str, content: object) -> str:
-        (folder / name).write_bytes(pickle.dumps(content, protocol=2))
-        return hashlib.md5((folder / name).read_bytes()).hexdigest()
-
-    def write_batch(name: str, seed: int) -> list[str]:
+    contents: dict[str, object] = {"batches.meta": {"label_names": list(cifar10.CLASSES)}}
+    for seed, name in enumerate([*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]):
         records = cifar10_records(PER_FILE, seed=seed)
-        return [name, write(name, {"data": records[:, 1:], "labels": records[:, 0].tolist()})]
-
-    monkeypatch.setattr(CIFAR10, "train_list", [write_batch(f"data_batch_{i + 1}", i) for i in range(5)])
-    monkeypatch.setattr(CIFAR10, "test_list", [write_batch("test_batch", 5)])
-    md5 = write("batches.meta", {"label_names": list(cifar10.CLASSES)})
-    monkeypatch.setattr(CIFAR10, "meta", {"filename": "batches.meta", "key": "label_names", "md5": md5})
+        contents[name] = {"data": records[:, 1:], "labels": records[:, 0].tolist()}
+    write_python_edition(tmp_path, CIFAR10, contents, monkeypatch)
     return tmp_path
 
 
@@ -212,9 +210,7 @@ def test_a_download_that_fails_leaves_nothing(
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt(), OSError(28, "No space left on device")])
-def test_interrupted_unpacking_leaves_nothing(
-    site: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException
-) -> None:
+def test_broken_unpacking_leaves_nothing(site: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException) -> None:
     def extract_one(self: tarfile.TarFile, path: Path, **kwargs: Any) -> None:
         for member in self.getmembers()[:2]:
             self.extract(member, path, **kwargs)
@@ -260,6 +256,16 @@ def test_the_default_holds_out_at_most_a_tenth(num_train: int | None, held_out: 
     assert CIFAR10DataModule(dataset="synthetic", num_train=num_train).val_size == held_out
 
 
+def test_data_are_examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line does so before processes start; Lightning then asks again."""
+    times: list[bool] = []
+    monkeypatch.setattr(Synthetic, "prepare", lambda *_, download: times.append(download))
+    data = CIFAR10DataModule(dataset="synthetic")
+    data.prepare_data()
+    data.prepare_data()
+    assert times == [True]
+
+
 def test_data_are_read_ahead_once_and_only_if_they_are_there(tmp_path: Path) -> None:
     data = CIFAR10DataModule(root=tmp_path, val_size=10)
     data.read_ahead("fit")
@@ -289,15 +295,9 @@ def test_the_fine_labels_of_cifar100(edition: str, tmp_path: Path, monkeypatch: 
         archive = pack(folder, tmp_path / "cifar-100-binary.tar.gz")
         monkeypatch.setattr(Cifar100, "md5", hashlib.md5(archive.read_bytes()).hexdigest())
     else:
-        folder = tmp_path / CIFAR100.base_folder
-        folder.mkdir()
         contents = {split: {"data": pixels[split], "fine_labels": labels[split].tolist()} for split in sizes}
-        for name, content in {**contents, "meta": {"fine_label_names": list(Cifar100.classes)}}.items():
-            (folder / name).write_bytes(pickle.dumps(content, protocol=2))
-        hashes = {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in folder.iterdir()}
-        monkeypatch.setattr(CIFAR100, "train_list", [["train", hashes["train"]]])
-        monkeypatch.setattr(CIFAR100, "test_list", [["test", hashes["test"]]])
-        monkeypatch.setattr(CIFAR100, "meta", {**CIFAR100.meta, "md5": hashes["meta"]})
+        contents["meta"] = {"fine_label_names": list(Cifar100.classes)}
+        write_python_edition(tmp_path, CIFAR100, contents, monkeypatch)
     prepare("cifar100", tmp_path, download=False)
     for split in sizes:
         images = load("cifar100", tmp_path, split=split)
@@ -391,3 +391,53 @@ def test_a_download_of_fashion_mnist(fashion_root: Path, tmp_path: Path, monkeyp
     assert "--data.download=true" not in message
     assert "--data.dataset=synthetic" in message
     assert list((tmp_path / "other").iterdir()) == []
+
+
+# ---------------------------------------------------------------- synthetic
+
+
+def test_a_set_is_a_function_of_seed_and_split_and_begins_as_a_smaller_one() -> None:
+    np_state, torch_state = np.random.get_state()[1].copy(), torch.get_rng_state()
+    first, smaller = draw("train", num_images=700, seed=3), draw("train", num_images=BLOCK - 7, seed=3)
+    for whole, part in zip(first, smaller, strict=True):
+        assert torch.equal(whole[: BLOCK - 7], part)
+    for other in (draw("train", num_images=700, seed=4), draw("test", num_images=700, seed=3)):
+        assert not torch.equal(first[0], other[0])
+        assert not torch.equal(first[1], other[1])
+    assert (np.random.get_state()[1] == np_state).all()
+    assert torch.equal(torch.get_rng_state(), torch_state)
+
+
+def test_every_image_is_another_and_classes_are_balanced_in_every_block() -> None:
+    (train, labels), (test, _) = draw("train", num_images=4 * BLOCK), draw("test", num_images=1000)
+    assert len({image.numpy().tobytes() for image in torch.cat([train, test])}) == 4 * BLOCK + 1000
+    counts = torch.stack([torch.bincount(block, minlength=10) for block in labels.split(BLOCK)])
+    assert (counts == BLOCK // len(set(CLASSES))).all()
+
+
+def test_full_sizes_are_the_limit() -> None:
+    assert MAX_IMAGES == {"train": 50_000, "test": 10_000}
+    for split, num_images in (("train", 50_001), ("test", 10_001), ("train", 0), ("test", -1)):
+        with pytest.raises(ConfigError, match=f"{num_images} {split} images asked of synthetic"):
+            Synthetic(Path()).load(split, num_images=num_images)
+
+
+def test_normalisation_statistics_are_those_of_the_images() -> None:
+    pixels = draw("train", num_images=10 * BLOCK, seed=5)[0].double() / 255
+    for found, said in ((pixels.mean((0, 2, 3)), Synthetic.mean), (pixels.std((0, 2, 3)), Synthetic.std)):
+        torch.testing.assert_close(found, torch.tensor(said).double(), atol=4e-3, rtol=0)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("texture", "phase_across"), [("plain", None), ("rows", None), ("columns", 0), ("checks", 1), ("rings", None)]
+)
+def test_a_mirrored_image_is_of_the_same_class(shape: str, texture: str, phase_across: int | None) -> None:
+    """Its mirror image is the same drawing with another phase, since sin(2 pi (p - x)) = sin(2 pi (x + 1/2 - p))."""
+    y, x = np.float32([[[k] for k in range(-15, 16)]]), np.float32([[list(range(-15, 16))]])
+    period, phase = 6.0, np.float32([0.2, 0.3]).reshape(2, 1, 1, 1)
+    mask = SHAPES[shape](y, x, np.float32([[[9.0]]]))
+    drawn = mask * TEXTURES[texture](y / period, x / period, phase)
+    if phase_across is not None:
+        phase[phase_across] = 0.5 - phase[phase_across]
+    np.testing.assert_allclose(drawn[..., ::-1], mask * TEXTURES[texture](y / period, x / period, phase), atol=1e-5)

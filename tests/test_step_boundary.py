@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import TINY, launch, mode_flags, run_here
+from commands import TINY, callback, graded, last_checkpoint, launch, mode_flags, run_here
 from counting import Operators
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from recorder import global_steps
@@ -25,19 +25,12 @@ from lit_cifar.launch.signals import signals_to_spawned
 SETTINGS = [*TINY, "--trainer.num_sanity_val_steps=0", "--trainer.max_epochs=2"]
 
 
-def spoil(step: int, *, rank: int = 0) -> list[str]:
-    return [
-        "--trainer.callbacks+=stopping.NotANumber",
-        f"--trainer.callbacks.step={step}",
-        f"--trainer.callbacks.rank={rank}",
-    ]
-
-
 @pytest.mark.parametrize("step", [0, 2, 4])
 def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(step: int, tmp_path: Path) -> None:
     """Step 4 is the last of its epoch: it is not validated and called the best."""
     run = tmp_path / "run"
-    result = run_here("fit", *SETTINGS, "--last_checkpoint.every_n_steps=1", f"--run_dir={run}", *spoil(step))
+    flags = ["--last_checkpoint.every_n_steps=1", *callback("stopping.NotANumber", step=step)]
+    result = run_here("fit", *SETTINGS, *flags, f"--run_dir={run}", check=False)
     assert result.status == 1
     assert f"rank 0 is not finite in optimizer step {step} (counted from 0)" in result.stderr
     assert len(result.stderr.splitlines()) <= 5
@@ -46,46 +39,37 @@ def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(step: int, tmp
         assert not (run / "checkpoints").exists()
         return
     assert "the optimisation has diverged: try a lower --model.optimizer.lr" in result.stderr
-    checkpoint = read_checkpoint(run / "checkpoints" / "last.ckpt")
+    checkpoint = last_checkpoint(run)
     assert checkpoint["global_step"] == step
     assert all(tensor.isfinite().all() for tensor in checkpoint["state_dict"].values())
 
 
-def test_all_processes_stop_and_name_the_rank_and_its_samples(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mode", "rank", "num_samples"),
+    graded(("ddp", 1, 8), slow=[("pp", 0, 16)], exhaustive=[("tp", 0, 16), ("fsdp2", 0, 8)]),
+)
+def test_all_processes_stop_and_name_rank_and_samples(mode: str, rank: int, num_samples: int, tmp_path: Path) -> None:
     (tmp_path / "ids").mkdir()
-    recording = ["--trainer.callbacks+=recorder.RecordIds", f"--trainer.callbacks.folder={tmp_path / 'ids'}"]
-    flags = [*SETTINGS, *mode_flags("ddp"), f"--run_dir={tmp_path / 'run'}", *recording, *spoil(7, rank=1)]
-    result = launch("fit", *flags, check=False, ranks=2)
+    flags = [*mode_flags(mode), f"--run_dir={tmp_path / 'run'}"]
+    saving = ["--last_checkpoint.every_n_steps=1"]  # with which the processes agree at every step
+    flags += [] if mode == "ddp" else saving
+    flags += callback("recorder.RecordIds", folder=tmp_path / "ids")
+    flags += callback("stopping.NotANumber", step=7, rank=rank)
+    result = launch("fit", *SETTINGS, *flags, check=False, ranks=2)
     assert result.status == 1
     line = next(line for line in result.stderr.splitlines() if "not finite" in line)
-    assert "rank 1" in line
-    assert "step 7" in line
+    assert f"rank {rank} is not finite in optimizer step 7" in line
     named = {int(word) for word in line.partition("samples: ")[2].split(", ")}
     of_step = next(set(ids) for _, step, ids in global_steps(tmp_path / "ids") if step == 7)
-    assert len(named) == 8
-    assert named < of_step
-
-
-@pytest.mark.parametrize(
-    "mode",
-    [
-        pytest.param("pp", marks=pytest.mark.slow),
-        pytest.param("tp", marks=pytest.mark.exhaustive),
-        pytest.param("fsdp2", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_the_processes_of_a_replica_stop_too(mode: str, tmp_path: Path) -> None:
-    flags = [*SETTINGS, *mode_flags(mode), f"--run_dir={tmp_path / 'run'}", "--last_checkpoint.every_n_steps=1"]
-    result = launch("fit", *flags, *spoil(3), check=False, ranks=2)
-    assert result.status == 1
-    assert "rank 0 is not finite in optimizer step 3" in result.stderr
-    assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")["global_step"] == 3
+    assert len(named) == num_samples
+    assert named <= of_step
+    assert mode == "ddp" or last_checkpoint(tmp_path / "run")["global_step"] == 7
 
 
 def test_a_checkpoint_is_written_when_the_time_has_come(tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = ["--last_checkpoint.every_n_epochs=0", "--last_checkpoint.every_n_seconds=0"]
-    assert run_here("fit", *SETTINGS, *flags, f"--run_dir={run}").status == 0
+    run_here("fit", *SETTINGS, *flags, f"--run_dir={run}")
     before, end = (read_checkpoint(run / "checkpoints" / f"{name}.ckpt") for name in ("previous", "last"))
     assert 1 <= before["global_step"] < end["global_step"] == 10
 
@@ -94,9 +78,9 @@ def test_a_checkpoint_is_written_when_the_time_has_come(tmp_path: Path) -> None:
 def test_weights_that_are_no_numbers_are_not_saved(step: int, tmp_path: Path) -> None:
     """The loss of the step that ruins them is still finite; 5 ends an epoch with validation, 10 one without."""
     run = tmp_path / "run"
-    spoiled = ["--trainer.callbacks+=stopping.SpoilWeights", f"--trainer.callbacks.step={step}"]
-    limits = [f"--trainer.limit_val_batches={int(step < 10)}"]
-    result = run_here("fit", *SETTINGS, "--last_checkpoint.every_n_steps=1", *spoiled, *limits, f"--run_dir={run}")
+    flags = ["--last_checkpoint.every_n_steps=1", f"--trainer.limit_val_batches={int(step < 10)}"]
+    flags += callback("stopping.SpoilWeights", step=step)
+    result = run_here("fit", *SETTINGS, *flags, f"--run_dir={run}", check=False)
     assert result.status == 1
     assert f"the weights are not finite after {step} optimizer steps" in result.stderr
     saved = {path.name: read_checkpoint(path)["global_step"] for path in (run / "checkpoints").iterdir()}
@@ -106,12 +90,12 @@ def test_weights_that_are_no_numbers_are_not_saved(step: int, tmp_path: Path) ->
 def test_a_signal_before_the_first_step_is_not_lost(tmp_path: Path) -> None:
     """In the sanity check Lightning would end the run with status 0, as if it were done."""
     run = tmp_path / "run"
-    flags = [*TINY, "--trainer.callbacks+=stopping.SignalAtStart", "--last_checkpoint.every_n_steps=1"]
+    flags = [*TINY, *callback("stopping.SignalAfter", step=0), "--last_checkpoint.every_n_steps=1"]
     before = signal.getsignal(signal.SIGTERM)
-    result = run_here("fit", *flags, f"--run_dir={run}")
+    result = run_here("fit", *flags, f"--run_dir={run}", check=False)
     assert result.status == 143
     assert "stopped by SIGTERM after 1 optimizer steps" in result.stderr
-    assert read_checkpoint(run / "checkpoints" / "last.ckpt")["global_step"] == 1
+    assert last_checkpoint(run)["global_step"] == 1
     assert signal.getsignal(signal.SIGTERM) == before
 
 
@@ -177,9 +161,7 @@ def test_how_often_processes_agree(
         [(signal.SIGINT, 0.0), (signal.SIGTERM, 2.0), (signal.SIGINT, 0.0)],  # `ddp_spawn` hands every Ctrl-C on
     ],
 )
-def test_ctrl_c_asks_and_the_next_one_insists(
-    sent: list[tuple[signal.Signals, float]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_asks_then_insists(sent: list[tuple[signal.Signals, float]], monkeypatch: pytest.MonkeyPatch) -> None:
     """One keystroke may arrive twice."""
     now, boundary = [100.0], StepBoundary()
     monkeypatch.setattr("lit_cifar.checkpoint.callbacks.time.monotonic", lambda: now[0])
@@ -232,9 +214,7 @@ def test_a_signal_while_processes_are_spawned_ends_those_that_are() -> None:
 
 
 @pytest.mark.parametrize("spoiled", [(), (1.0, torch.nan), (-torch.inf,)])
-def test_one_read_finds_any_weight_that_is_no_number(
-    spoiled: tuple[float, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_read_finds_every_bad_weight(spoiled: tuple[float, ...], capsys: pytest.CaptureFixture[str]) -> None:
     """Among large ones, whose squares are not finite, and an empty one, as a shard may be."""
     module: Any = torch.nn.ParameterList([torch.full((3,), -3e38) for _ in range(20)] + [torch.empty(0), torch.ones(4)])
     module[-1].data[: len(spoiled)] = torch.tensor(spoiled)

@@ -1,4 +1,4 @@
-"""Who works when: the recorder, its trace, and what is read from it."""
+"""Who works when: the recorder, its trace, and what is read from it; `test_pipeline` has the callback in runs."""
 
 import json
 from collections.abc import Iterator
@@ -7,26 +7,16 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from commands import TINY, mode_flags, refused, run_here
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from analysis.stage_timeline import (
-    bubble_formula,
-    bubbles,
-    fastest_step,
-    mean_costs,
-    read_timeline,
-    replay,
-    stored_mib,
-)
+from analysis.stage_timeline import bubble_formula, bubbles, fastest_step, mean_costs, read_timeline, replay, stored_mib
 from lit_cifar.models import build_resnet
 from lit_cifar.models.blocks import Partition
 from lit_cifar.strategies.mp import StagedForward, gpipe_order
 from lit_cifar.tools.bench.timeline import Recorder, write_trace
 
 CPU = torch.device("cpu")
-RECORD = ["--trainer.callbacks+=lit_cifar.tools.bench.timeline.Timeline", "--trainer.callbacks.first_step=1"]
 
 
 def trained(recorder: Recorder | None, *, num_microbatches: int) -> tuple[nn.Module, Tensor]:
@@ -147,14 +137,3 @@ def test_the_trace_has_a_row_for_each_stage_and_microseconds(tmp_path: Path) -> 
     assert name["args"] == {"name": "stage 1, process 1"}
     assert [(event["args"]["kind"], event["ts"]) for event in events] == [("forward", 0.0), ("backward", 2000.0)]
     assert read_timeline(tmp_path)["start_ms"].tolist() == [0.0, 2.0]
-
-
-def test_a_run_writes_its_timeline_when_asked_to(tmp_path: Path) -> None:
-    """`test_notebooks` has one of two processes."""
-    flags = [*TINY, *mode_flags("mp"), *RECORD, "--trainer.callbacks.num_steps=2", f"--run_dir={tmp_path / 'run'}"]
-    assert run_here("fit", *flags).status == 0
-    frame = read_timeline(tmp_path / "run")
-    assert sorted(set(frame["step"])) == [1, 2]
-    assert len(frame) == 2 * 2 * 2
-    assert frame.loc[frame["step"] == 2, "start_ms"].min() == 0
-    assert "records stages" in refused("fit", *TINY, *RECORD, f"--run_dir={tmp_path / 'other'}")

@@ -5,7 +5,6 @@ file steer the terminal, the shell of who pastes a remedy, a spreadsheet, or Pil
 """
 
 import csv
-import hashlib
 import json
 import pickle
 import re
@@ -17,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from commands import TINY, run_here
-from data_files import load, prepare
+from commands import TINY, refused
+from data_files import load, prepare, write_python_edition
 from PIL import EpsImagePlugin, Image
 from torchvision.datasets import CIFAR10
 
@@ -79,21 +78,13 @@ def as_pickle(content: Any, path: Path) -> None:
     path.write_bytes(pickle.dumps(content, protocol=2))
 
 
-def as_torch(content: Any, path: Path) -> None:
-    torch.save(content, path)
-
-
-def as_old_torch(content: Any, path: Path) -> None:
-    torch.save(content, path, _use_new_zipfile_serialization=False)
-
-
 def with_hash(content: Any, path: Path) -> None:
     """As whoever knows the format of our files would."""
     path.write_bytes(checkpoint_files._serialise(content))
     verify_checkpoint(path)
 
 
-WRITERS = [as_pickle, as_torch, as_old_torch, with_hash]
+WRITERS = [as_pickle, torch.save, partial(torch.save, _use_new_zipfile_serialization=False), with_hash]
 
 
 def test_the_payload_works(tmp_path: Path) -> None:
@@ -116,8 +107,8 @@ def test_no_reader_of_checkpoints_runs_code(tmp_path: Path, marker: Path, writer
     for read in (read_checkpoint, CheckpointFiles().load_checkpoint):
         with pytest.raises(CheckpointError, match="not a readable checkpoint"):
             read(tmp_path / LAST)
-    path, refused = newest_valid(tmp_path)
-    assert (path, len(refused)) == (tmp_path / PREVIOUS, 1)
+    path, problems = newest_valid(tmp_path)
+    assert (path, len(problems)) == (tmp_path / PREVIOUS, 1)
 
 
 @pytest.mark.usefixtures("trusting")
@@ -125,9 +116,8 @@ def test_no_reader_of_checkpoints_runs_code(tmp_path: Path, marker: Path, writer
 def test_the_command_line_runs_no_code(tmp_path: Path, marker: Path, flags: list[str]) -> None:
     path = tmp_path / "evil.ckpt"
     with_hash({"state_dict": {}, "extra": Payload(marker)}, path)
-    result = run_here(*flags, *TINY, f"--ckpt_path={path}", f"--run_dir={tmp_path / 'run'}")
-    assert result.status == 2
-    assert "not a readable checkpoint" in result.stderr
+    said = refused(*flags, *TINY, f"--ckpt_path={path}", f"--run_dir={tmp_path / 'run'}")
+    assert "not a readable checkpoint" in said
 
 
 @pytest.mark.parametrize("crafted", ["data_batch_1", "test_batch", "batches.meta"])
@@ -135,16 +125,10 @@ def test_the_python_edition_runs_no_code(
     tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch, crafted: str
 ) -> None:
     """All other files are those that torchvision expects."""
-    folder = tmp_path / CIFAR10.base_folder
-    folder.mkdir()
     images = {"data": torch.zeros(20, 3072, dtype=torch.uint8).numpy(), "labels": [0, 1] * 10}
-    for list_name in ("train_list", "test_list"):
-        names = [name for name, _ in getattr(CIFAR10, list_name)]
-        for name in names:
-            as_pickle(images, folder / name)
-        monkeypatch.setattr(CIFAR10, list_name, [(name, _md5(folder / name)) for name in names])
-    as_pickle({"label_names": list(cifar10.CLASSES)}, folder / "batches.meta")
-    monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": _md5(folder / "batches.meta")})
+    contents: dict[str, object] = {name: images for name, _ in (*CIFAR10.train_list, *CIFAR10.test_list)}
+    contents["batches.meta"] = {"label_names": list(cifar10.CLASSES)}
+    folder = write_python_edition(tmp_path, CIFAR10, contents, monkeypatch)
     prepare("cifar10", tmp_path, download=False)
 
     as_pickle(Payload(marker), folder / crafted)
@@ -153,17 +137,13 @@ def test_the_python_edition_runs_no_code(
             read("cifar10", tmp_path)
 
 
-def _md5(path: Path) -> str:
-    return hashlib.md5(path.read_bytes()).hexdigest()
-
-
 @pytest.mark.usefixtures("trusting")
 def test_torchvisions_old_cache_of_fashion_mnist_runs_no_code(tmp_path: Path, marker: Path) -> None:
     """It still reads these two files, if they are there, in place of the raw ones."""
     folder = tmp_path / "FashionMNIST" / "processed"
     folder.mkdir(parents=True)
     for name in ("training.pt", "test.pt"):
-        as_torch((Payload(marker), Payload(marker)), folder / name)
+        torch.save((Payload(marker), Payload(marker)), folder / name)
     for read in (partial(prepare, download=False), partial(load, split="train")):
         with pytest.raises(DataError):
             read("fashion_mnist", tmp_path)
@@ -174,10 +154,9 @@ STEERING = "a\x1b]0;owned\x07\x9b2J\r\u202eb"
 
 def test_neither_an_error_nor_a_warning_steers_the_terminal(tmp_path: Path) -> None:
     path = tmp_path / STEERING / "last.ckpt"
-    result = run_here("test", *TINY, f"--ckpt_path={path}", f"--run_dir={tmp_path / 'run'}")
-    assert result.status == 2
-    assert r"a\x1b]0;owned\x07\x9b2J\r\u202eb" in result.stderr
-    assert all(char.isprintable() or char == "\n" for char in result.stderr)
+    said = refused("test", *TINY, f"--ckpt_path={path}", f"--run_dir={tmp_path / 'run'}")
+    assert r"a\x1b]0;owned\x07\x9b2J\r\u202eb" in said
+    assert all(char.isprintable() or char == "\n" for char in said)
     assert printable(f"{STEERING}\n\udcff", lines=True) == "a\\x1b]0;owned\\x07\\x9b2J\\r\\u202eb\n\\xff"
     form = output._own_form(UserWarning(STEERING), UserWarning, lit_cifar.__file__)
     assert form == f"lit_cifar: warning: {printable(STEERING, lines=True)}\n"
@@ -188,20 +167,17 @@ def test_a_remedy_is_quoted_for_the_shell(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "file").touch()
     torch.save({}, folder / "x.ckpt")
-    remedies = []
-    for flags in (["fit", f"--run_dir={folder}"], ["fit", f"--trainer.default_root_dir={folder}"]):
-        remedies.append(run_here(*flags, *TINY).stderr.splitlines()[-1])
-    with pytest.raises(CheckpointError) as refused:
+    flags = (f"--run_dir={folder}", f"--trainer.default_root_dir={folder}")
+    remedies = [refused("fit", *TINY, flag).splitlines()[-1] for flag in flags]
+    with pytest.raises(CheckpointError) as error:
         verify_checkpoint(folder / "x.ckpt")
-    for remedy in [*remedies, refused.value.remedy]:
+    for remedy in [*remedies, error.value.remedy]:
         last = shlex.split(remedy)[-1]
         assert last.startswith("--")
         assert last.partition("=")[2].startswith(str(folder))
 
 
-def test_the_content_of_a_picture_decides_and_no_program_is_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pictures_content_decides_and_no_program_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pillow gives EPS to Ghostscript, whatever the file is called."""
     started: list[Any] = []
     drawn = Image.new("L", (8, 8)).im

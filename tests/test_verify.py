@@ -1,9 +1,8 @@
-"""`verify`: the comparison as plain functions, and every mode compared for real."""
+"""`verify`: the comparison as plain functions; `test_parity` has every mode compared for real."""
 
 import json
 import logging
 import math
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
@@ -15,11 +14,11 @@ import pytest
 import torch
 import yaml
 from commands import TINY as TINY_FIT
-from commands import run_here
+from commands import callback, run_here
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
-from verifying import TINY, settings
+from verifying import settings
 
 from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.errors import ConfigError
@@ -54,7 +53,6 @@ from lit_cifar.tools.verify.launcher import DEFAULTS, Configuration, Launcher, e
 from lit_cifar.tools.verify.record import (
     EXACT_BOUND,
     KINDS,
-    LOGITS,
     Evaluated,
     Record,
     Step,
@@ -167,11 +165,10 @@ def test_samples_are_compared_as_sets_in_which_each_id_is_once(found: list[list[
         (2, 4, dict.fromkeys(("ddp-sync", "mp-micro", "tp"), "")),
     ],
 )
-def test_all_leaves_out_what_cannot_cut_batch_or_network_or_have_the_bits_of_one_device(
-    devices: int, num_parts: int | None, left_out: dict[str, str]
-) -> None:
+def test_all_leaves_out_what_is_not_possible(devices: int, num_parts: int | None, left_out: dict[str, str]) -> None:
     said: list[str] = []
     all_modes = chosen(["all"], devices=devices)
+    assert [mode.name for mode in chosen(["ddp", "dp"], devices=devices)] == ["dp", "ddp"]  # in the table's order
     kept = [mode.name for mode in _possible(all_modes, settings(num_parts=num_parts), said.append, leave_out=True)]
     found = {line.split(":")[0].removeprefix("left out "): line for line in said}
     assert found.keys() == left_out.keys()
@@ -197,22 +194,25 @@ def test_a_batch_that_one_device_cannot_train_on_is_never_left_out() -> None:
         list(_possible(chosen(["all"], devices=2), settings(num_train=97), print, leave_out=True))
 
 
-def test_what_only_a_run_of_the_mode_finds_is_refused_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def verified(outcome: Outcome, folder: Path, **options: bool) -> tuple[list[VerifiedMode], list[str]]:
+    """What is found and said of a mode whose run ends so."""
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Launcher, "run_alone", lambda self, *args: Record(self.new_folder("reference")))
+        patch.setattr(References, "get", lambda *args: Reference(Record(folder), [{}]))
+        patch.setattr(Launcher, "run_mode", lambda *args, **kwargs: outcome)
+        verifier = Verifier(Launcher(settings(), 2, folder, said.append))
+        return verify_modes(verifier, [sized_modes(2)["ddp"]], **options), said
+
+
+def test_what_only_a_run_of_the_mode_finds_is_refused_too(tmp_path: Path) -> None:
     """Once, in the words of the first rank; of all modes it is left out."""
     words = "lit_cifar: error: no such thing\n  pass another\n"
     refused = Outcome(2, "", f"{words}[rank 1] {words}", 1.0)
-    monkeypatch.setattr(Launcher, "run_alone", lambda self, *args: Record(self.new_folder("reference")))
-    monkeypatch.setattr("lit_cifar.tools.verify.command.judge", lambda *args: None)
-    monkeypatch.setattr(Launcher, "run_mode", lambda *args, **kwargs: refused)
-    monkeypatch.setattr(References, "get", lambda *args: None)
-    said: list[str] = []
-    verifier = Verifier(Launcher(settings(), 2, tmp_path, said.append))
     with pytest.raises(ConfigError, match="no such thing") as raised:
-        verify_modes(verifier, [sized_modes(2)["mp"]])
+        verified(refused, tmp_path)
     assert (raised.value.problem, raised.value.remedy) == ("no such thing", "pass another")
-    verifier = Verifier(Launcher(settings(), 2, tmp_path, said.append))
-    assert verify_modes(verifier, [sized_modes(2)["mp"]], leave_out=True) == []
-    assert said == ["left out mp: no such thing"]
+    assert verified(refused, tmp_path, leave_out=True) == ([], ["left out ddp: no such thing"])
 
 
 @pytest.mark.parametrize(
@@ -230,11 +230,8 @@ def test_the_exit_status_is_a_pass_only_if_something_was_compared(outcomes: list
     assert exit_status([VerifiedMode("ddp", "one device", outcome=outcome) for outcome in outcomes]) == status
 
 
-def test_a_run_that_crashed_is_not_called_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Launcher, "run_alone", lambda self, *args: Record(self.new_folder("reference")))
-    monkeypatch.setattr(References, "get", lambda self, chunks: Reference(Record(tmp_path), [{}]))
-    monkeypatch.setattr(Launcher, "run_mode", lambda *args, **kwargs: Outcome(1, "", "OSError: disk full", 1.0))
-    (row,) = verify_modes(Verifier(Launcher(settings(), 3, tmp_path, print)), [sized_modes(2)["ddp"]])
+def test_a_run_that_crashed_is_not_called_wrong(tmp_path: Path) -> None:
+    ((row,), _) = verified(Outcome(1, "", "OSError: disk full", 1.0), tmp_path)
     assert (row.outcome, row.problems) == ("crashed", ["exit status 1 after 1 s\n  OSError: disk full"])
 
 
@@ -317,9 +314,7 @@ def test_a_reference_that_takes_too_long_is_none(tmp_path: Path) -> None:
     assert any(line.endswith(" s  reference: one device") for line in said)
 
 
-def test_a_tolerance_is_measured_once_for_what_is_normalised_alike(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tolerance_is_measured_once_for_each_normalisation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     titles: list[str] = []
     monkeypatch.setattr(Launcher, "run_alone", lambda self, title, *args: titles.append(title))
     in_float32 = settings(batch_size=64)
@@ -364,18 +359,13 @@ def test_threads_that_want_quiet_at_the_same_time_leave_none() -> None:
 
 
 @pytest.fixture
-def tf32() -> Iterator[list[Any]]:
+def tf32(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Allowed during the test; what has the switches."""
     users = [torch.backends.cudnn, torch.backends.cuda.matmul]
-    before = [user.allow_tf32 for user in users]
-    deterministic = torch.backends.cudnn.deterministic
     for user in users:
-        user.allow_tf32 = True
-    torch.backends.cudnn.deterministic = False
-    yield users
-    torch.backends.cudnn.deterministic = deterministic
-    for user, allowed in zip(users, before, strict=True):
-        user.allow_tf32 = allowed
+        monkeypatch.setattr(user, "allow_tf32", True)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
+    return users
 
 
 def test_no_run_uses_tf32_or_kernels_that_add_in_any_order(tf32: list[Any], tmp_path: Path) -> None:
@@ -395,9 +385,7 @@ def test_equal_parts_must_be_equal_in_all_processes() -> None:
     assert peer_problems(snapshots(here, here, there)) == [
         "step 1: fc.bias (parameters) of process 2 is not that of process 0"
     ]
-
-
-def test_other_parts_and_what_only_one_process_holds_may_differ() -> None:
+    # Other parts may differ, and what only one process holds.
     states: list[State] = [
         {"fc.weight (parameters)": ("part [0]", "a"), "bn.running_mean (buffers)": ("replica 0", "a")},
         {"fc.weight (parameters)": ("part [1]", "b"), "bn.running_mean (buffers)": ("replica 1", "b")},
@@ -471,17 +459,15 @@ def test_a_change_in_one_process_is_seen(name: str, change: Any) -> None:
     assert name in problem
 
 
-def test_running_statistics_are_a_replica_s_own_until_they_are_made_one() -> None:
+def test_which_state_is_a_process_s_own() -> None:
+    """Running statistics are a replica's until they are made one."""
     module, trainer = trained()
     name = "1.running_mean (buffers)"
     assert own_state(trainer, module, one_model=False)[name][0] == "replica 1"
     assert own_state(trainer, module, one_model=True)[name][0] == ""
     trainer.strategy._layer_sync = object()
     assert own_state(trainer, module, one_model=False)[name][0] == ""
-
-
-def test_of_a_pipeline_a_process_answers_for_its_own_stages() -> None:
-    module, trainer = trained()
+    # Of a pipeline a process answers for its own stages.
     trainer.strategy.pipeline = SimpleNamespace(stages={1: module[1]})  # type: ignore[index]
     held = own_state(trainer, module, one_model=False)
     assert {name.split(".")[0] for name in held if "group" not in name} == {"1"}
@@ -522,9 +508,7 @@ def test_a_batch_that_is_counted_twice_shows_in_the_metrics_themselves() -> None
 
 
 @pytest.mark.parametrize(("callbacks", "found"), [([], 2), (["my_package.Average"], 1)])
-def test_what_a_replay_takes_as_it_is_is_wrong_without_callbacks_of_the_user(
-    callbacks: list[str], found: int, tmp_path: Path
-) -> None:
+def test_what_a_replay_takes_is_wrong_without_own_callbacks(callbacks: list[str], found: int, tmp_path: Path) -> None:
     finding = asdict(Finding("optimizer", 1, 0, "fc.bias", "differs"))
     notes = [f"something beside the optimizer changes fc.bias between steps: {TAKEN}", "ranks have 3, 2 samples"]
     (tmp_path / "run").mkdir()
@@ -534,9 +518,7 @@ def test_what_a_replay_takes_as_it_is_is_wrong_without_callbacks_of_the_user(
 
 
 @pytest.mark.parametrize(("weights", "wrong"), [((6 / 5, 4 / 5), 0), ((1.0, 1.0), 1)])
-def test_parts_of_a_ragged_batch_count_by_their_samples(
-    weights: tuple[float, float], wrong: int, tmp_path: Path
-) -> None:
+def test_parts_of_a_ragged_batch_count_by_samples(weights: tuple[float, float], wrong: int, tmp_path: Path) -> None:
     (tmp_path / "trace").mkdir()
     for rank, (size, weight) in enumerate(zip((3, 2), weights, strict=True)):
         line = {"when": "step 1", "rank": rank, "dp_rank": rank, "ids": [], "counted": {}, "parts": [[size, weight]]}
@@ -547,12 +529,10 @@ def test_parts_of_a_ragged_batch_count_by_their_samples(
 def recorded(folder: Path, *flags: str) -> Record:
     """Of one device, three steps and an evaluation."""
     (folder / "trace").mkdir()
-    callback = ["--trainer.callbacks+=lit_cifar.tools.verify.recorder.Trace"]
-    callback += [f"--trainer.callbacks.folder={folder / 'trace'}"]
+    trace = callback("lit_cifar.tools.verify.recorder.Trace", folder=folder / "trace")
     length = ["--trainer.max_steps=3", "--trainer.num_sanity_val_steps=0"]
     length += ["--trainer.check_val_every_n_epoch=null", "--trainer.val_check_interval=3"]
-    result = run_here("fit", *flags, *length, f"--run_dir={folder / 'run'}", *callback)
-    assert result.status == 0, result.stderr
+    run_here("fit", *flags, *length, f"--run_dir={folder / 'run'}", *trace)
     return Record(folder)
 
 
@@ -585,8 +565,7 @@ def test_the_first_wrong_sample_of_an_evaluation_is_named_with_its_process() -> 
 
 
 def test_where_a_callback_averages_weights_only_the_steps_are_judged(tf32: list[Any], tmp_path: Path) -> None:
-    averaging = ["--trainer.callbacks+=lightning.pytorch.callbacks.EMAWeightAveraging"]
-    record = recorded(tmp_path, *ODD, *averaging)
+    record = recorded(tmp_path, *ODD, *callback("lightning.pytorch.callbacks.EMAWeightAveraging"))
     assert "with EMA one device itself evaluates or saves other weights" in (other_weights(record, ["EMA"]) or "")
     assert other_weights(record, []) is None
 
@@ -618,14 +597,7 @@ def test_one_process_holds_what_it_held_and_what_it_saved(tf32: list[Any], tmp_p
         assert words in problem
 
 
-def test_all_and_chosen_modes_come_in_the_order_of_the_table() -> None:
-    assert [mode.name for mode in chosen(["ddp", "dp"], devices=2)] == ["dp", "ddp"]
-    assert [mode.name for mode in chosen(["all"], devices=2)] == list(sized_modes(2))
-
-
-def test_the_json_file_has_the_findings_that_are_not_printed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_has_the_unprinted_findings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     problems = [f"step {number}: wrong" for number in range(1, 8)]
     row = VerifiedMode("ddp", "one device", outcome="failed", problems=problems)
     monkeypatch.setattr("lit_cifar.tools.verify.command.verify", lambda *args, **kwargs: [row])
@@ -642,23 +614,3 @@ def test_default_sizes_are_hard_ones() -> None:
     batches, left = divmod(sizes["val_size"], sizes["eval_batch_size"])
     assert batches >= 2
     assert left % 2 == 1
-
-
-@pytest.fixture(scope="module")
-def rows() -> dict[str, VerifiedMode]:
-    """Of every mode, with gradients accumulated and clipped and a ragged last batch."""
-    return {row.mode: row for row in verify(list(sized_modes(2)), devices=2, args=TINY)}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", sized_modes(2))
-def test_every_mode_trains_what_one_device_trains(name: str, rows: dict[str, VerifiedMode]) -> None:
-    row = rows[name]
-    assert row.problems == []
-    assert row.differences.keys() == {*KINDS, LOGITS}
-    assert max(row.differences.values()) <= EXACT_BOUND
-    assert row.counts is not None
-    assert row.counts[1] == 15
-    in_one_process = name in ("single", "dp", "mp", "mp-micro", "ddp_mp")  # two stages of two devices: one process
-    assert row.processes == (1 if in_one_process else 2)

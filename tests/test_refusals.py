@@ -1,0 +1,275 @@
+"""What cannot work is refused at once and in words, and what is told to be passed instead works."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import TINY, mode_flags, refused, run_here
+from verifying import TINY as VERIFIED
+
+from lit_cifar.cli.main import CLI
+from lit_cifar.cli.preflight import BOUNDS
+from lit_cifar.models.autotune import VARIABLE
+
+# Flags of a fit, and what is said of them.
+REFUSED = {
+    "--trainer.strategy=dp --trainer.devices=3": ["--data.batch_size=15 or"],
+    "--trainer.accumulate_grad_batches=3": ["3 accumulation steps", "=15 or"],
+    "--trainer.strategy=dpp": ["dpp", "ddp_spawn", "dp"],
+    "--data.batchsize=3": ["batchsize", "did you mean --data.batch_size?", "--help"],
+    "--trainer.max_epoch=3": ["--trainer.max_epoch=3", "did you mean --trainer.max_epochs?"],
+    "--model.optimizer.lr=-1": ["learning rate: -1"],
+    "--trainer.limit_train_batches=0": ["--trainer.limit_train_batches=0 would train nothing"],
+    "--trainer.accumulate_grad_batches=4 --trainer.limit_train_batches=6": ["=4 or --trainer.limit_train_batches=8"],
+    "--trainer.accumulate_grad_batches=2 --trainer.overfit_batches=1": ["whole steps: --trainer.overfit_batches=2"],
+    "--trainer.callbacks+=StochasticWeightAveraging --trainer.callbacks.swa_lrs=0.01": ["EMAWeightAveraging"],
+    "--trainer.max_steps=0": ["--trainer.max_steps=0 would train nothing"],
+    "--data.batch_size=many": ["batch_size"],
+    "--model.lr_scheduler=StepLR --model.lr_scheduler.step_size=0": ["--model.lr_scheduler.NAME=VALUE"],
+    "--trainer.accelerator=cuda": ["CUDA"],
+    "--trainer.strategy=fsdp": ["FSDP"],
+    "--trainer.devices=-1": ["--trainer.devices=-1", "--trainer.devices=2"],
+    "--trainer.devices=abc": ["--trainer.devices=abc", "int > 0"],
+    "--trainer.strategy=ddp --trainer.devices=[0,1]": ["devices=[0, 1]", "int > 0"],
+    "--trainer.strategy=dp --trainer.num_nodes=2": ["--trainer.num_nodes=2", "--trainer.strategy=ddp"],
+    "--trainer.strategy=dp --trainer.devices=2 --trainer.sync_batchnorm=true": ["Drop --trainer.sync_batchnorm"],
+    "--trainer.strategy=mp --trainer.devices=10": ["10 stages of a network of 6 blocks"],
+    "--trainer.strategy=LayerParallelStrategy --trainer.strategy.cuts=[layer9.0] --trainer.devices=2": ["'layer9.0'"],
+    "--trainer.strategy=dp --trainer.devices=2 --model.ghost_batchnorm.dp_size=2": ["--trainer.devices=1"],
+    "--trainer.strategy=pp --trainer.devices=2 --data.batch_size=14": ["4 microbatches", "--data.batch_size=16"],
+    "--data.val_size=96": ["--data.val_size=9"],
+    "--data.num_train=97": ["--data.drop_last=true"],
+    "--data.augment=false --data.cutout=8": ["--data.augment=true"],
+    "--data.frozen_order=true --data.shuffle=false": ["--data.frozen_order"],
+    "--data.cache_limit_gb=5": ["--data.cache_limit_gb=5.0 is for pictures of your own"],
+    "--data.skip_unreadable=true": ["--data.skip_unreadable=True is for"],
+    "--data.decoded_size=36": ["--data.decoded_size=36 is for"],
+    "--data.dataset=cifar10 --data.download=false --data.root=nowhere": ["synthetic"],
+    "--trainer.logger=[]": ["--trainer.logger=[]", "--trainer.fast_dev_run=N"],
+    "--trainer.enable_checkpointing=false": ["--trainer.fast_dev_run=N"],
+    "--trainer.barebones=true": ["--trainer.barebones=true", "--trainer.fast_dev_run=N"],
+    "--trainer.logger=false": ["--trainer.logger=false", "--trainer.fast_dev_run=N"],
+    "--trainer.logger=CometLogger": ["comet"],  # which is not installed
+    "--trainer.default_root_dir=x": ["--trainer.default_root_dir=x", "--run_dir=x"],
+    "--trainer.strategy.num_microbatches=8": ["=auto ", "=CLASS --trainer.strategy.num_microbatches=8"],
+    "--trainer.strategy=ppp --trainer.strategy.num_microbatches=8": ["=ppp ", "--trainer.strategy=CLASS "],
+    # A value that an option cannot have: what it can be, and what may have been meant.
+    "--data.num_train=many": ["--data.num_train=many must be a whole number or null"],
+    "--trainer.precision=bf16mixed": ["did you mean --trainer.precision=bf16-mixed?"],
+    "--trainer.strategy=PipelineStrategy --trainer.strategy.num_stages=x": ["num_stages=x must be a whole number"],
+    "--trainer.strategy=PipelineStrategy --trainer.strategy.timeout=soon": ["must be a duration, as 0:10:00"],
+    "--trainer.strategy=PipelineStrategy --trainer.strategy.schedule=1F2B": ["GPipe, 1F1B", "schedule=1F1B?"],
+    "--data.dataset=fashion-mnist": ["cifar10, cifar100, fashion_mnist, ", "--data.dataset=fashion_mnist?"],
+    "--model.arch=resnet43": ["did you mean --model.arch=resnet34?"],
+    "--data.augment=maybe": ["--data.augment=maybe must be true or false"],
+    "--model.optimizer=AdmaW --model.optimizer.lr=1": [
+        "there is no such class",
+        "did you mean --model.optimizer=AdamW?",
+    ],
+    "--model.optimizer=torch.optim.Sgd": ["did you mean --model.optimizer=SGD?"],
+    "--model.lr_scheduler=steplr": ["did you mean --model.lr_scheduler=StepLR?"],
+    "--trainer.callbacks+=EarlyStoping": ["did you mean --trainer.callbacks=EarlyStopping?"],
+    "--trainer.strategy=PipelineStrategi": ["did you mean --trainer.strategy=PipelineStrategy?", "known ones: ddp, "],
+    "--model.optimizer=qqq": ["--model.optimizer=qqq: there is no such class", "--help"],
+    "--data.batch_size=0": ["--data.batch_size=0 is the global batch", "pass --data.batch_size=128"],
+    "--model.num_classes=11": ["synthetic has 10", "--model.num_classes=10"],
+    # What does not go together.
+    "--trainer.strategy=ddp --trainer.devices=2 --trainer.sync_batchnorm=true --model.compile=true": [
+        "the communication in every BatchNorm layer"
+    ],
+    "--trainer.strategy=PipelineStrategy --trainer.devices=2 --trainer.strategy.schedule=ZBVZeroBubble "
+    "--model.compile=true": ["ZBVZeroBubble cuts backward in two"],
+    "--trainer.strategy=ShardedStrategy --trainer.devices=4 --trainer.strategy.data_parallel_size=2 "
+    "--trainer.strategy.tensor_parallel_size=2 --model.compile=true": ["exchange their parameters for local parts"],
+    "--model.compile=cuda_graphs --trainer.accumulate_grad_batches=2": ["a graph overwrites those of the batch before"],
+    "--trainer.plugins=MixedPrecision --trainer.plugins.precision=16-mixed --trainer.plugins.device=cpu "
+    "--model.optimizer.fused=true --trainer.gradient_clip_val=1.0": [
+        "unscales the gradients only after they have been clipped"
+    ],
+    **{
+        f"--model.optimizer=lit_cifar.MuonSGD --trainer.devices=2 --trainer.strategy={mode}": [
+            f"multiplies whole matrices, and --trainer.strategy={mode} gives each process parts"
+        ]
+        for mode in ("fsdp2", "tp")
+    },
+}
+# Each with --virtual_replicas=4: what would change the bits.
+OTHER_BITS = {
+    "--virtual_replicas=3": ["no power of two"],
+    "--virtual_replicas=32": ["--data.batch_size=16"],
+    "--trainer.strategy=mp --trainer.devices=2 --model.compile=true": ["compiled to other kernels"],
+    "--trainer.strategy=fsdp2 --trainer.devices=2 --model.channels_last=true": ["parameters in torch's own order"],
+    "--trainer.strategy=dp --trainer.devices=3": ["so that there are 2"],
+    "--trainer.strategy=ddp --trainer.devices=2 --trainer.sync_batchnorm=true": ["normalise parts of several"],
+    "--trainer.accumulate_grad_batches=2": ["another order"],
+    "--data.eval_batch_size=6": ["--data.eval_batch_size=6"],
+    "--model.optimizer=lit_cifar.MuonSGD": ["whose bits depend on how many matrices a process has"],
+}
+REFUSED |= {f"--virtual_replicas=4 --data.eval_batch_size=8 {flags}": words for flags, words in OTHER_BITS.items()}
+if torch.cuda.is_available():
+    REFUSED = {flags: says for flags, says in REFUSED.items() if says not in (["CUDA"], ["FSDP"])}
+# Whole commands.
+WHOLE = {
+    "bench speed": "invalid choice: 'speed'",
+    "bench --rounds=0": "--rounds=0",
+    "bench trace --output=out --mode=fsdp": "with one of single, dp",
+    "bench trace --output=out --devices=-2": "--devices=-2 is not from 1",
+    "bench trace --output=out --trainer.devices=4": "--trainer.devices itself",
+    "chaos --faults=0": "--faults=0",
+    "chaos --seed=-1": "--seed=-1",
+    "chaos --modes=single": "single",
+    "chaos --modes=ddp_mp": "--devices 4",
+    "chaos --devices=1": "--devices=1",
+    "chaos --json=/nowhere/at/all.json": "--json",
+    "chaos --output=/proc/nowhere": "--output",
+    "chaos --model.arch=resnet43": "resnet43",
+    "chaos --trainer.max_epochs=3": "--trainer.max_epochs itself",
+    "doctor --devices=0": "--devices=0",
+    "doctor --devices=1025": "--devices=1025",
+    "doctor --device=2": "--device=2",
+    "doctor --json=/no/such/file.json": "--json=/no/such/file.json",
+    "export": "CHECKPOINT",
+    "export some.ckpt --format=onxx": "choose from",
+    "export some.ckpt --format=torch --model.network=no_such.Net": "no_such",
+    "export some.ckpt --format=torch --trainer.devices=2": "trainer.devices",
+    "export some.ckpt --format=torch --config=no_such.yaml": "--config=no_such.yaml is not a run's",
+    "fit --resume=auto": "--run_dir",
+    "fit --resume=auto --run_dir=run --ckpt_path=some.ckpt": "--ckpt_path",
+    "test --resume=auto --run_dir=run": "test",
+    "ray": "command",
+    "ray fti": "'fti'",
+    "ray --nodes=2:1 fit": "2:1",
+    "ray --workers_per_node=0 fit": "from 1",
+    "ray fit --trainer.devices=2": "--trainer.devices itself",
+    "ray --max_failures=3 fit": "--resume=auto",
+    "report": "report --help",
+    "report no": "does not exist",
+    "verify --modes=dpp": "dpp",
+    "verify --devices=1": "--devices=1",
+    "verify --devices=two": "two",
+    f"verify --devices={10**12}": "--devices 2",
+    "verify --steps=0": "--steps=0",
+    "verify --steps=1": "--steps=1",
+    "verify --trainer.strategy=ddp": "--trainer.strategy",
+    "verify --trainer.max_epochs=1": "--trainer.max_epochs",
+    "verify --ckpt_path=last.ckpt": "--ckpt_path",
+    "verify --resume=auto": "--resume",
+    "verify --trainer.precision=bf16-true": "bf16-true",
+    "verify --json=/nowhere/at/all.json": "--json",
+    "verify --self-test --virtual_replicas=4": "in a clone of the repository: python -m tests.mutations",
+    "verify --modes=tp --devices=3 --data.val_size=0": "3",
+    f"verify --modes=ddp --devices=3 {' '.join(VERIFIED)} --data.batch_size=16": "3 replicas",
+}
+ALL = [
+    *(pytest.param(["fit", *TINY, *flags.split()], says, id=flags) for flags, says in REFUSED.items()),
+    *(pytest.param(line.split(), [says], id=line) for line, says in WHOLE.items()),
+]
+
+
+@pytest.mark.parametrize(("command", "says"), ALL)
+def test_what_cannot_work_is_refused_before_anything_is_written(
+    command: list[str], says: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """And before Lightning says on what it runs, and with which seed. A fit says nothing of Python's types."""
+    monkeypatch.chdir(tmp_path)
+    with caplog.at_level("INFO"):
+        said = refused(*command, says=says)
+    assert command[0] != "fit" or not any(word in said for word in ("Errors:", "class '"))
+    assert caplog.text == ""
+    assert [path for path in tmp_path.rglob("*") if path.name != "runs"] == []
+
+
+@pytest.mark.parametrize("content", [b"\x8d\xff\x00", b"trainer: {}\0"])
+def test_a_config_that_is_not_text_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_bytes(content)
+    refused("fit", f"--config={tmp_path / 'config.yaml'}", says=["config"])
+
+
+@pytest.mark.parametrize(
+    ("variables", "flags", "words"),
+    [
+        # As another rank than 0 the only process would write nothing.
+        ({"RANK": "1"}, [], ["RANK=1 in the environment", "unset RANK"]),
+        ({"LOCAL_RANK": "1"}, [], ["LOCAL_RANK=1 in the environment", "unset LOCAL_RANK"]),
+        # Processes that could not meet.
+        ({"MASTER_PORT": "abc"}, mode_flags("ddp"), ["MASTER_PORT=abc", "export MASTER_PORT="]),
+        (
+            {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"},
+            mode_flags("ddp"),
+            ["MASTER_PORT does not say", "unset LOCAL_RANK", "export"],
+        ),
+        # Processes of torchrun cannot agree on the fastest.
+        ({"WORLD_SIZE": "2"}, ["--autotune=true"], ["run fit once without torchrun"]),
+        ({VARIABLE: "fp8"}, ["--autotune=true"], ["LIT_CIFAR_AUTOTUNE='fp8' in the environment is none of 32-true, "]),
+    ],
+)
+def test_an_environment_in_which_no_run_can_work_is_refused(
+    variables: dict[str, str], flags: list[str], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if "1" in variables.values():
+        monkeypatch.setattr("lightning.pytorch.utilities.rank_zero_only.rank", 1)  # as Lightning's import finds it
+        monkeypatch.setattr("lit_cifar.cli.main.exit_with_parent", list)
+    refused("fit", *TINY, *flags, f"--run_dir={tmp_path / 'run'}", says=words)
+    assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------- remedies
+
+# Cut evenly by every number of devices and microbatches below; two full batches.
+BATCHES = ["--data.num_train=496", "--data.batch_size=240"]
+
+BEYOND = [
+    f"--{name}={bound}"
+    for name, (least, most) in BOUNDS.items()
+    for bound in (least - 1, *([] if most == math.inf else [10**12]))
+]
+SIZES = [
+    # Without two dashes it is a flag of the trainer.
+    "strategy=PipelineStrategy devices=5 strategy.num_microbatches=4",
+    "strategy=PipelineStrategy devices=3 strategy.schedule=ZBVZeroBubble strategy.num_microbatches=4",
+    "strategy=PipelineStrategy devices=2 strategy.schedule=ZBVZeroBubble strategy.num_microbatches=2"
+    " strategy.num_stages=4",
+    "strategy=PipelineStrategy devices=2 strategy.schedule=Interleaved1F1B strategy.num_microbatches=5",
+    "strategy=PipelineStrategy devices=5 strategy.num_microbatches=0",
+    "strategy=PipelineStrategy devices=2 strategy.num_stages=3 strategy.schedule=ZBVZeroBubble",
+    "strategy=PipelineStrategy devices=2 strategy.num_stages=3",
+    "strategy=pp devices=2 sync_batchnorm=true",
+    "strategy=ddp_pp devices=3",
+    "strategy=LayerParallelStrategy devices=2 strategy.num_microbatches=0",
+    "strategy=LayerParallelStrategy devices=2 strategy.num_stages=3",
+    "strategy=ddp_mp devices=3",
+    "strategy=DDPLayerParallelStrategy devices=4 strategy.num_stages=3",
+    "strategy=DDPLayerParallelStrategy devices=4 strategy.num_microbatches=2 sync_batchnorm=true",
+    "strategy=tp devices=3",
+    "strategy=tp devices=2 --model.compile=true",
+    "strategy=dp devices=2 --model.compile=true",
+    "strategy=fsdp2 devices=2 --model.optimizer=SGD --model.optimizer.lr=0.1 --model.optimizer.fused=true",
+    "strategy=ShardedStrategy devices=2 strategy.tensor_parallel_size=0",
+    "strategy=ShardedStrategy devices=2 strategy.data_parallel_size=2 strategy.tensor_parallel_size=2",
+    "strategy=ShardedStrategy devices=4 strategy.data_parallel_size=3",
+    "val_check_interval=0",
+    "val_check_interval=3",  # longer than an epoch
+    "limit_train_batches=0.1",  # less than a batch
+    "overfit_batches=0.1",
+    "--model.num_classes=0",
+    "--model.image_size=-1",
+    f"--model.ghost_batchnorm.accumulation=2 --model.ghost_batchnorm.dp_size={10**12}",
+]
+
+
+@pytest.mark.parametrize("flags", [*BEYOND, *SIZES])
+def test_every_remedy_is_accepted(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CLI, "_run_subcommand", CLI._check)  # all that is found before processes are started
+    command = [*TINY, *BATCHES, *(flag if flag.startswith("--") else f"--trainer.{flag}" for flag in flags.split())]
+    remedy = refused("fit", *command).strip().splitlines()[-1]
+    alternatives = [found for part in re.split(r"\bor\b", remedy) if (found := re.findall(r"--[\w.]+=\w+", part))]
+    assert alternatives
+    assert not re.search(r"--trainer\.strategy\.\w+(?![\w=])", remedy)  # a flag without a value cannot be pasted
+    for pasted in alternatives:
+        run_here("fit", *command, *pasted)
