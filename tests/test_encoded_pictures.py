@@ -106,10 +106,10 @@ def fitting(root: Path, run: Path) -> list[str]:
 @pytest.mark.timeout(300)
 def test_a_training_ends_as_from_the_file_after_a_stop_too(pictures: Path, tmp_path: Path) -> None:
     one = mode_flags("single")
-    assert run_here(*fitting(pictures, tmp_path / "file"), *one).status == 0
+    run_here(*fitting(pictures, tmp_path / "file"), *one)
     run = fitting(pictures, tmp_path / "needed")
-    assert run_here(*run, *one, *NEEDED, *stop_after(3)).status == 143
-    assert run_here(*run, *one, *NEEDED, "--resume=auto").status == 0
+    assert run_here(*run, *one, *NEEDED, *stop_after(3), check=False).status == 143
+    run_here(*run, *one, *NEEDED, "--resume=auto")
     assert_same_end(tmp_path / "needed", tmp_path / "file")
 
 

@@ -1,12 +1,12 @@
 """Digests of tensors, and the state of random generators and of torch that a computation depends on."""
 
-import pickle
 import random
 import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pickle import HIGHEST_PROTOCOL, Pickler
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +53,7 @@ def checksum(value: Any) -> int | None:
     file = _Checksum()
     try:
         with suppress(EOFError):
-            pickle.Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+            Pickler(file, HIGHEST_PROTOCOL).dump(value)
     except Exception:  # of a stranger's class
         return None
     return file.value
