@@ -45,6 +45,11 @@ def test_ci_names_tests_that_exist() -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+@pytest.mark.parametrize("title", [part.split("\n")[0] for part in PAGE.split("\n### ")[1:] if "```diff" in part])
+def test_what_is_to_be_added_applies(title: str, tmp_path: Path) -> None:
+    added(title, tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("title", "modes"), [("A network", 4), ("A mode", 1)])

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterable
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -203,9 +204,12 @@ def test_ranks_may_have_a_data_set_each(sizes: tuple[int, int], data: tuple[Any,
     assert " ".join(its.text for its in report.findings) == finding
 
 
-def test_a_checksum_is_of_the_beginning_of_large_data() -> None:
-    data = np.zeros(2**27, np.uint8)
+@pytest.mark.parametrize("data", [np.zeros(2**27, np.uint8), torch.zeros(2**27, dtype=torch.uint8)], ids=type)
+def test_a_checksum_is_of_the_beginning_of_large_data_and_copies_nothing(data: Any) -> None:
+    tracemalloc.start()
     first = checksum(data)
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
     data[-1] = 1
     assert checksum(data) == first
     data[0] = 1

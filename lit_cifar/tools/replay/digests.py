@@ -48,12 +48,21 @@ class _Checksum:
             raise EOFError
 
 
+class _Heads(Pickler):
+    """Writes the first rows of a tensor in its place: torch would copy it as a whole."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.dim():
+            return str, (repr((value.shape, digest(value[:64]).bits)),)
+        return NotImplemented
+
+
 def checksum(value: Any) -> int | None:
-    """Of the first 64 MiB of the pickle of an object; None if it cannot be pickled."""
+    """Of the first 64 MiB of the pickle of an object, with 64 rows of each tensor; None if it cannot be pickled."""
     file = _Checksum()
     try:
         with suppress(EOFError):
-            Pickler(file, HIGHEST_PROTOCOL).dump(value)
+            _Heads(file, HIGHEST_PROTOCOL).dump(value)
     except Exception:  # of a stranger's class
         return None
     return file.value
