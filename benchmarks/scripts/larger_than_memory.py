@@ -112,7 +112,7 @@ def fit(folder: Path, run: str, source: str, own: str, *, limit: int, **options:
         PYTHONPATH=f"{scripts}:{scripts.parent.parent}",
         OMP_NUM_THREADS="1",
     )
-    if "failed" not in row:
+    if (target / DIGESTS).exists():  # it has ended an epoch
         row["weights"] = [line.split()[0] for line in (target / DIGESTS).read_text().splitlines()]
         row["samples"] = [line.split(",")[-1] for line in (target / FILE_NAME).read_text().splitlines()[1:]]
     return row
