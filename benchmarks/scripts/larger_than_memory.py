@@ -52,7 +52,7 @@ class Clock(L.Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         steps = int(trainer.num_training_batches) - 1
-        if trainer.is_global_zero and steps:
+        if trainer.is_global_zero and self._began:
             images = steps * trainer.datamodule.batch_size  # type: ignore[attr-defined]
             print(json.dumps({"images": images, "seconds": round(time.perf_counter() - self._began, 2)}))
 
@@ -65,6 +65,8 @@ def group_of(limit: int) -> Iterator[Path]:
         (group / "memory.limit_in_bytes").write_text(str(limit))
         yield group
     finally:
+        while (group / "cgroup.procs").read_text():
+            time.sleep(0.1)
         group.rmdir()
 
 
