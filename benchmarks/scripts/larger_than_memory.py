@@ -19,7 +19,7 @@ from unittest import mock
 
 import lightning as L
 import torch
-from picture_cache import SIZE, make
+from picture_cache import SIZE, make, out_of_page_cache
 from run_record import complete
 
 from lit_cifar.checkpoint.files import DIGESTS
@@ -105,6 +105,7 @@ def words_of(folder: Path, *, source: str, size: int, num: int | None, cache: st
 
 def fit(folder: Path, run: str, source: str, own: str, *, limit: int, **options: Any) -> Row:
     target = folder / "runs" / f"{run}-{time.time_ns()}"
+    out_of_page_cache(folder)  # pages count for those who have read them first
     words = [*words_of(folder, source=source, **options), *own.split(), f"--run_dir={target}"]
     words += ["--trainer.enable_progress_bar=false", "--trainer.callbacks+=larger_than_memory.Clock"]
     scripts = Path(__file__).parent
@@ -136,6 +137,7 @@ def ddp(processes: int) -> str:
 def kills(folder: Path) -> Row:
     """20 faults of a training of two processes that get a tenth."""
     found = folder / f"chaos-{time.time_ns()}.json"
+    out_of_page_cache(folder)
     data = words_of(folder, source="file", size=SIZE, num=None)
     data.remove("--trainer.accelerator=cpu")  # `chaos` sets it
     own = ["--model.arch=tiny", "--model.stem=imagenet", "--data.batch_size=32"]
