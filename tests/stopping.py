@@ -47,6 +47,19 @@ class SpoilWeights(L.Callback):
             pl_module.network.fc.weight.data[0, 0] = torch.inf
 
 
+class FlipBit(L.Callback):
+    """Flips the lowest bit of a parameter of `rank`, or of its momentum, after `step` optimizer steps."""
+
+    def __init__(self, step: int, rank: int, momentum: bool = False) -> None:
+        self.step, self.rank, self.momentum = step, rank, momentum
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
+        if (trainer.global_step, trainer.global_rank) == (self.step, self.rank):
+            held = [*pl_module.network.parameters()][-1]
+            held = trainer.optimizers[0].state[held]["momentum_buffer"] if self.momentum else held.data
+            held.view(torch.int32)[0] ^= 1
+
+
 class SlowSteps(L.Callback):
     """Every step takes at least `seconds`: time for a test to do something to the run."""
 
