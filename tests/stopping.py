@@ -48,16 +48,16 @@ class SpoilWeights(L.Callback):
 
 
 class FlipBit(L.Callback):
-    """Flips the lowest bit of a parameter of `rank`, or of its momentum, after `step` optimizer steps."""
+    """Flips a bit of what `rank` holds after `step` optimizer steps: a parameter, its momentum, or a buffer."""
 
-    def __init__(self, step: int, rank: int, momentum: bool = False) -> None:
-        self.step, self.rank, self.momentum = step, rank, momentum
+    def __init__(self, step: int, rank: int, of: str = "parameter") -> None:
+        self.step, self.rank, self.of = step, rank, of
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
         if (trainer.global_step, trainer.global_rank) == (self.step, self.rank):
-            held = [*pl_module.network.parameters()][-1]
-            held = trainer.optimizers[0].state[held]["momentum_buffer"] if self.momentum else held.data
-            held.view(torch.int32)[0] ^= 1
+            held = [*(pl_module.network.buffers() if self.of == "buffer" else pl_module.network.parameters())][-1]
+            held = trainer.optimizers[0].state[held]["momentum_buffer"] if self.of == "momentum" else held.data
+            held.view(-1).view(torch.int32)[0] ^= 1
 
 
 class SlowSteps(L.Callback):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import TINY, callback, last_checkpoint, launch, mode_flags, run_here
+from commands import TINY, callback, last_checkpoint, launch, mode_flags, own_network, run_here
 
 from lit_cifar.watchdog.replicas import digest, unlike
 
@@ -36,18 +36,18 @@ def test_a_majority_names_the_rank_that_is_wrong() -> None:
     assert unlike([*range(5)], five)[0] == "  weight: rank 2, 4 differs from the 3 others"
 
 
-def flip(**where: int | bool) -> list[str]:
-    """Six steps, audits after two and four; a bit flips after the third."""
-    return [*TINY, *callback("stopping.FlipBit", step=3, **where), "--replica_audit.every_n_steps=2"]
+def flip(flags: list[str] = TINY, **where: int | str) -> list[str]:
+    """Five steps, audits after two and four; a bit flips after the third."""
+    return [*flags, *callback("stopping.FlipBit", step=3, **where), "--replica_audit.every_n_steps=2"]
 
 
 @pytest.mark.parametrize(
-    ("momentum", "name"), [(False, "network.fc.bias"), (True, "network.fc.bias (momentum_buffer of ")], ids=str
+    ("of", "name"), [("parameter", "network.fc.bias"), ("momentum", "network.fc.bias (momentum_buffer of ")]
 )
-def test_a_flipped_bit_is_found_in_the_next_audit(momentum: bool, name: str, tmp_path: Path) -> None:
+def test_a_flipped_bit_is_found_in_the_next_audit(of: str, name: str, tmp_path: Path) -> None:
     """And every checkpoint is of equal replicas: the last one before the flip was audited."""
     flags = [*mode_flags("ddp", 3), "--data.batch_size=15", "--data.num_train=91", "--last_checkpoint.every_n_steps=1"]
-    result = launch("fit", *flip(rank=1, momentum=momentum), *flags, f"--run_dir={tmp_path}", check=False)
+    result = launch("fit", *flip(rank=1, of=of), *flags, f"--run_dir={tmp_path}", check=False)
     assert result.status == 1
     assert "replicas differ after optimizer step 4; after step 3 they were equal" in result.stderr, result.stderr
     assert f"  {name}" in result.stderr
@@ -57,10 +57,10 @@ def test_a_flipped_bit_is_found_in_the_next_audit(momentum: bool, name: str, tmp
 
 def test_replicas_of_several_processes_are_compared_part_by_part(tmp_path: Path) -> None:
     """And the run may go on."""
-    mode = mode_flags("ddp_pp", 4)
-    result = launch("fit", *flip(rank=3), *mode, "--replica_audit.stop=false", f"--run_dir={tmp_path}")
+    flags = [*flip(own_network("Scaled"), rank=3, of="buffer"), "--replica_audit.stop=false"]
+    result = launch("fit", *flags, *mode_flags("ddp_pp", 4), f"--run_dir={tmp_path}")
     assert "replicas differ after optimizer step 4; after step 2 they were equal" in result.stderr, result.stderr
-    assert "network.fc.bias: ranks 1, 3 differ, and there is no majority" in result.stderr
+    assert "scale (buffer): ranks 1, 3 differ, and there is no majority" in result.stderr
 
 
 def test_where_nothing_is_held_twice_that_is_said_once(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ class Held:
         self._ignored = set()
         lines = []
         for ranks, of_ranks in self._gathered({name: (its, its != self._first[name]) for name, its in now.items()}):
-            for name in now:
+            for name in of_ranks[0]:
                 values = [its[name] for its in of_ranks]
                 if len(set(values)) > 1:
                     self._ignored.add(name)
