@@ -136,12 +136,13 @@ def ddp(processes: int) -> str:
 
 def kills(folder: Path) -> Row:
     """20 faults of a training of two processes that get a tenth."""
-    found = folder / f"chaos-{time.time_ns()}.json"
+    found, config = (folder / f"chaos-{time.time_ns()}.{kind}" for kind in ("json", "yaml"))
     out_of_page_cache(folder)
+    network = "{network: picture_cache.Patches, optimizer: {class_path: lit_cifar.NesterovSGD, init_args: {lr: 0.001}}}"
+    config.write_text(f"model: {network}\ndata: {{batch_size: 32}}\n")  # without one, `chaos` has data of its own
     data = words_of(folder, source="file", size=SIZE, num=None)
     data.remove("--trainer.accelerator=cpu")  # `chaos` sets it
-    own = ["--model.arch=tiny", "--model.stem=imagenet", "--data.batch_size=32"]
-    words = ["chaos", "--faults=20", "--modes=ddp", "--devices=2", f"--json={found}", *data, *own]
+    words = ["chaos", "--faults=20", "--modes=ddp", "--devices=2", f"--json={found}", f"--config={config}", *data]
     row = counted([sys.executable, "-m", "lit_cifar", *words], LIMITS["a tenth"])
     return row | {"chaos": json.loads(found.read_text())["rows"] if found.exists() else None}
 
