@@ -7,7 +7,7 @@ together are torch's documented composition of the two.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
 from typing import Any, ClassVar, cast
@@ -27,7 +27,7 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.models.blocks import blocks_of
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.strategies.base import ForwardFn, at_least_one, check_untied, compiles
-from lit_cifar.strategies.mesh import MeshStrategy, at_once, local_part, parameters_of
+from lit_cifar.strategies.mesh import MeshStrategy, at_once, local_part, parameters_of, place
 from lit_cifar.strategies.parts import Parts
 from lit_cifar.strategies.state_dicts import full, part_of
 from lit_cifar.strategies.sync_batchnorm import synchronise_along
@@ -152,18 +152,24 @@ class ShardedStrategy(MeshStrategy):
             )
 
     @override
+    def model_to_device(self) -> None:
+        """All but the network, which may be too large for a device as a whole."""
+        network, self.module.network = self.module.network, nn.Identity()
+        super().model_to_device()
+        self.module.network = network
+
+    @override
     def make_forward_fn(self, network: nn.Module) -> ForwardFn:
-        """Put a copy in the network's place, and leave each process its parts of it."""
+        """Put a copy in the network's place, and leave each process its parts of it; the whole stays on the host."""
         self._whole = network
-        # `fully_shard` takes parameters in torch's own order alone; the activations follow the images.
-        parts = deepcopy(network).to(memory_format=torch.contiguous_format)
-        self._whole.cpu()
+        parts = _copy(network)
         # By what was asked for, not by the number of processes: one process takes the same path.
         if self.tensor_parallel_size != 1:
-            split_tensors(parts, self.mesh["model"])
+            split_tensors(parts, self.mesh["model"], self.root_device)
         synchronise_along(parts, self.data_group)
         if self.data_parallel_size != 1:
-            shard(parts, self.mesh["data"], dtype=AUTOCAST.get(self.precision_plugin.precision))
+            dtype = AUTOCAST.get(self.precision_plugin.precision)
+            shard(parts, self.mesh["data"], self.root_device, dtype=dtype)
         if compiles(self.lightning_module):
             modules = set(parts.modules())
             blocks = [block for block in (blocks_of(parts) or {}).values() if block in modules]
@@ -274,9 +280,10 @@ AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 NARROW = (nn.modules.conv._ConvNd, nn.Linear)
 
 
-def shard(network: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype | None = None) -> None:
+def shard(network: nn.Module, mesh: DeviceMesh, device: torch.device, *, dtype: torch.dtype | None = None) -> None:
     """Apply `fully_shard` in place: the network's blocks are gathered one at a time; without blocks, all of it at once.
 
+    So they are moved to `device`, with the values of the first process: one block is there as a whole at a time.
     Parameters may be DTensors on another axis of the mesh than this one. Convolutions and linear layers compute in
     `dtype`, and so are gathered in it; gradients are summed in the parameters' own. Other layers of a block, BatchNorm
     say, are then gathered apart.
@@ -286,6 +293,7 @@ def shard(network: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype | None = N
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     modules = set(network.modules())
     for block in (blocks_of(network) or {}).values():
+        place(_plain(block.parameters()), device)
         layers = [layer for layer in block.modules() if [*layer.parameters()] and not [*layer.children()]]
         wide = [] if dtype is None else [layer for layer in layers if not isinstance(layer, NARROW)]
         if wide:
@@ -295,7 +303,18 @@ def shard(network: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype | None = N
         rest = [module for module in own if module not in wide and [*module.parameters()]]
         if rest:
             fully_shard(rest if len(rest) > 1 else rest[0], mesh=mesh, mp_policy=policy)
+    place(_plain(chain(network.parameters(), network.buffers())), device)
     fully_shard(network, mesh=mesh)
+
+
+def _copy(network: nn.Module) -> nn.Module:
+    """With the same parameters, in the same memory, until one is replaced or moved."""
+    same: Any = {id(whole): nn.Parameter(whole.detach(), whole.requires_grad) for whole in network.parameters()}
+    return deepcopy(network, same)
+
+
+def _plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    return (tensor for tensor in tensors if not isinstance(tensor, DTensor))
 
 
 class TreeReduceScatter:
