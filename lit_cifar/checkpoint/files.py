@@ -19,13 +19,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from typing_extensions import override
 
 from lit_cifar.checkpoint.format import POSITION, read_checkpoint
@@ -82,6 +83,34 @@ def read_whole(path: Path) -> dict[str, Any]:
     return read_checkpoint(path)
 
 
+def read_by_first(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `read` returns, or the `CheckpointError` that it raises, in the first process; all must call this.
+
+    Tensors are sent one by one.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return read()
+    is_first, content = dist.get_rank() == 0, cast(Any, None)
+    if is_first:
+        try:
+            content = read()
+        except CheckpointError as error:
+            content = error
+    leaves, structure = tree_flatten(content)
+    sent = [([None if isinstance(leaf, Tensor) else [leaf] for leaf in leaves], structure)]
+    dist.broadcast_object_list(sent)
+    received: list[Any] = []
+    for index, leaf in enumerate(sent[0][0]):
+        tensor = [leaves[index] if is_first else None]
+        if leaf is None:
+            dist.broadcast_object_list(tensor)
+        received += leaf or tensor
+    content = tree_unflatten(received, sent[0][1])
+    if isinstance(content, CheckpointError):
+        raise content
+    return dict(content)
+
+
 def verify_checkpoint(path: Path) -> None:
     """Raise a `CheckpointError` if a file is missing, truncated, damaged, or carries no hash."""
     other = "use another checkpoint of the run"
@@ -107,16 +136,20 @@ def carried_hash(path: Path) -> str | None:
     return match[1].decode() if match else None
 
 
-def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
+def newest_valid(folder: Path, *, whole: bool = True) -> tuple[Path | None, list[str]]:
     """`last.ckpt`, else `previous.ckpt` of a run's `checkpoints/`, else None; and why newer ones were refused, a line
     each.
+
+    Without `whole` a file is opened and not read, so that damage to its tensors is not found.
     """
     refused = []
     for path in (folder / LAST, folder / PREVIOUS):
         if not os.path.lexists(path):
             continue
         try:
-            read_whole(path)
+            if whole:
+                verify_checkpoint(path)
+            read_checkpoint(path, mapped=True)
         except CheckpointError as error:
             refused.append(error.problem)
         else:
@@ -262,14 +295,19 @@ class CheckpointFiles(CheckpointIO):
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read tensors, to the CPU, and primitives; if the file carries a hash, its content must match."""
+        """Read tensors, to the CPU, and primitives; if the file carries a hash, its content must match.
+
+        Of several processes, each of which must call this, the first reads its file, for all.
+        """
         if weights_only is False:
             raise ConfigError(
                 "--weights_only=false would let a checkpoint run code", remedy="leave it out: no checkpoint needs it"
             )
         path = Path(path)
         self.settle()
-        return read_whole(path) if path.is_file() and carried_hash(path) else read_checkpoint(path)
+        return read_by_first(
+            lambda: read_whole(path) if path.is_file() and carried_hash(path) else read_checkpoint(path)
+        )
 
     @override
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
