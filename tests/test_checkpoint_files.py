@@ -99,7 +99,7 @@ def test_the_previous_is_used_where_the_last_is_damaged(saved: Path) -> None:
     (saved / LAST).mkdir()
     path, refused = newest_valid(saved)
     assert path is None
-    assert "cannot be read: Is a directory" in refused[0]
+    assert "cannot be read: No such file" in refused[0]
     assert newest_valid(saved / "missing") == (None, [])
 
 

@@ -12,6 +12,7 @@ import io
 import os
 import re
 import shlex
+import shutil
 import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +36,7 @@ from lit_cifar.reporting.files import make_folder, replacing, sync
 from lit_cifar.watchdog import HELPER
 
 LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
+INDEX = "index.ckpt"  # in the folder that a checkpoint in parts is, see `sharded.py`
 DIGESTS = "weights.sha256"  # in the run folder: a line for each epoch, by which two runs can be compared by eye
 _DIGEST_LINE = re.compile(r"[0-9a-f]{64}  epoch (\d+)")
 _DISK = (errno.ENOENT, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
@@ -66,15 +68,38 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: Path) -> None:
     try:
         _write_synced(draft, content)
         _read_back(draft, path)
-        if path.name == LAST and _is_whole(path):
-            path.replace(path.with_name(PREVIOUS))
-        draft.replace(path)
-        sync(path.parent)
+        put_in_place(draft, path)
     except OSError as error:
         raise save_error(error, path, checkpoints=path.parent) from error
     finally:
         with suppress(OSError):
             draft.unlink(missing_ok=True)
+
+
+def put_in_place(draft: Path, path: Path) -> None:
+    """Give the file or folder `draft` its name. The `last.ckpt` before it becomes `previous.ckpt` if it is whole."""
+    if path.name == LAST and _is_whole(path):
+        previous = path.with_name(PREVIOUS)
+        if path.is_dir() or previous.is_dir():  # which cannot replace one another
+            remove(previous)
+        path.replace(previous)
+    elif path.is_dir():
+        remove(path)
+    draft.replace(path)
+    sync(path.parent)
+
+
+def remove(path: Path) -> None:
+    """A file or a folder, if there is one."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def index_of(path: Path) -> Path:
+    """Of a checkpoint in parts the file that says what it holds; else `path`."""
+    return path / INDEX if path.is_dir() else path
 
 
 def read_whole(path: Path) -> dict[str, Any]:
@@ -140,7 +165,8 @@ def newest_valid(folder: Path, *, whole: bool = True) -> tuple[Path | None, list
     """`last.ckpt`, else `previous.ckpt` of a run's `checkpoints/`, else None; and why newer ones were refused, a line
     each.
 
-    Without `whole` a file is opened and not read, so that damage to its tensors is not found.
+    Without `whole` a file is opened and not read, so that damage to its tensors is not found. Nor is it in the parts of
+    one in parts, before they are read.
     """
     refused = []
     for path in (folder / LAST, folder / PREVIOUS):
@@ -148,8 +174,8 @@ def newest_valid(folder: Path, *, whole: bool = True) -> tuple[Path | None, list
             continue
         try:
             if whole:
-                verify_checkpoint(path)
-            read_checkpoint(path, mapped=True)
+                verify_checkpoint(index_of(path))
+            read_checkpoint(index_of(path), mapped=True)
         except CheckpointError as error:
             refused.append(error.problem)
         else:
@@ -183,7 +209,7 @@ def content_hash(path: Path) -> str:
 
 def _is_whole(path: Path) -> bool:
     try:
-        verify_checkpoint(path)
+        verify_checkpoint(index_of(path))
     except CheckpointError:
         return False
     return True
@@ -352,12 +378,17 @@ class CheckpointFiles(CheckpointIO):
         folder = path.parent
         if folder not in self._folders:
             make_folder(folder)
-        if path.name == LAST:  # what belongs to the checkpoint is on the disk before it is
-            for each in (*folder.parent.glob("*.csv"), folder.parent):
-                sync(each)
+        if path.name == LAST:
+            sync_tables(folder.parent)
             note_epoch(checkpoint, folder.parent)
         write_checkpoint(checkpoint, path)
         self._folders.add(folder)
+
+
+def sync_tables(folder: Path) -> None:
+    """What belongs to a checkpoint is on the disk before it is: the tables of the run folder."""
+    for each in (*folder.glob("*.csv"), folder):
+        sync(each)
 
 
 def _remove(path: Path) -> None:

@@ -9,7 +9,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_cifar.checkpoint.exact_resume import Start
-from lit_cifar.checkpoint.files import LAST, carried_hash, content_hash, newest_valid
+from lit_cifar.checkpoint.files import LAST, carried_hash, content_hash, index_of, newest_valid
 from lit_cifar.checkpoint.format import (
     POSITION,
     check_optimizer,
@@ -52,12 +52,13 @@ class StartingCheckpoint:
             )
 
     def _read(self, path: Path, *, resumes: bool) -> None:
-        self._content = read_checkpoint(path, mapped=True)
+        index = index_of(path)
+        self._content = read_checkpoint(index, mapped=True)
         step = self._content.get("global_step")
         at = f" after {step} optimizer steps" if isinstance(step, int) else ""
-        last = path.with_name(LAST)
+        last = index_of(path.with_name(LAST))
         newest = carried_hash(last) if resumes and last.is_file() else None
-        self.start = Start(carried_hash(path) or content_hash(path), f"{path}{at}", newest)
+        self.start = Start(carried_hash(index) or content_hash(index), f"{path}{at}", newest)
         self.has_weights_alone = holds_weights_alone(self._content)
         if self.has_weights_alone:
             return

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import lightning as L
@@ -23,6 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Optimizer
 from typing_extensions import override
 
+from lit_cifar.checkpoint.files import index_of, sync_tables
+from lit_cifar.checkpoint.sharded import in_parts, read_parts, save_parts
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.blocks import blocks_of
 from lit_cifar.models.compiled import Compiled
@@ -64,6 +67,7 @@ class ShardedStrategy(MeshStrategy):
         self.tensor_parallel_size = tensor_parallel_size
         self.strategy_name = "tp" if data_parallel_size == 1 else "fsdp2"
         self._whole: nn.Module | None = None
+        self.saves_parts = False  # of what is saved next
 
     @property
     @override
@@ -71,6 +75,11 @@ class ShardedStrategy(MeshStrategy):
         if self.tensor_parallel_size is not None:
             return self.tensor_parallel_size
         return max(1, self.all_processes // (self.data_parallel_size or 1))
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether it writes and reads checkpoints in parts; those on both axes of the mesh have not been tried."""
+        return self.tensor_parallel_size == 1
 
     @override
     def check(self) -> None:
@@ -237,12 +246,37 @@ class ShardedStrategy(MeshStrategy):
     def local_buffers(self) -> Iterator[Tensor]:
         return (local_part(buffer) for buffer in self.module.network.buffers())
 
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True  # into the parts
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole tensors; every process must call this."""
+        """Whole tensors, unless the checkpoint is to be in parts; every process must call this."""
         self.use_first_buffers()
         assert self.lightning_module is not None
-        return full(self.lightning_module.state_dict())
+        state = self.lightning_module.state_dict()
+        return state if self.saves_parts else full(state)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        if not self.saves_parts:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        sync_tables(Path(filepath).parent.parent)
+        save_parts(checkpoint, Path(filepath))
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        path = index_of(Path(checkpoint_path)) if self.takes_parts else checkpoint_path
+        checkpoint: dict[str, Any] = super().load_checkpoint(path, weights_only)
+        if not in_parts(checkpoint):
+            return checkpoint
+        folder = self.broadcast(Path(checkpoint_path))  # the first process knows it
+        return read_parts(checkpoint, folder, network=self.module.network, optimizers=self.optimizers)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -253,7 +287,8 @@ class ShardedStrategy(MeshStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return full(super().optimizer_state(optimizer))
+        state = super().optimizer_state(optimizer)
+        return state if self.saves_parts else full(state)
 
     @override
     def part_of_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
