@@ -136,6 +136,11 @@ def check_run(
                 from lit_cifar.strategies.base import check_gradient_hooks
 
                 check_gradient_hooks(module, strategy=f"ddp_{trainer.strategy._start_method}")
+        if asked.last_checkpoint.sharded and not getattr(trainer.strategy, "takes_parts", False):
+            raise ConfigError(
+                "--last_checkpoint.sharded=true: only --trainer.strategy=fsdp2 has parts of a network in its processes",
+                remedy="leave it out",
+            )
     trainer.strategy.connect(module)  # a strategy that splits the network does so here
     data.trainer = trainer
     data.prepare_data()
