@@ -71,7 +71,7 @@ def test_onnx_names_its_axes(tmp_path: Path) -> None:
     assert (logits.name, logits.shape) == ("logits", ["batch", 4])
 
 
-MORE = ("resnet18", "resnet50", "wide_resnet50_2", "vit_tiny", "tiny_bottleneck")
+MORE = ("resnet18", "resnet50", "wide_resnet50_2", "vit_tiny", "tiny_bottleneck", "fast")
 
 
 @pytest.mark.parametrize("arch", graded("vit_micro", exhaustive=MORE))
