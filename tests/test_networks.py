@@ -76,9 +76,10 @@ def test_attention_is_that_of_torch() -> None:
 
 def test_whitening_makes_patches_uncorrelated_and_rounds_no_sum() -> None:
     generator = torch.Generator().manual_seed(0)
-    smooth = F.avg_pool2d(torch.randn(700, 3, 12, 12, generator=generator), 3, stride=1)
+    noise = torch.randn(700, 3, 12, 12, dtype=torch.float64, generator=generator)
+    smooth = F.avg_pool2d(noise, 3, stride=1)
     images = 3 * smooth + smooth.mean(dim=1, keepdim=True)
-    found, again = Whitening(), Whitening()
+    found, again = Whitening().double(), Whitening().double()
     found.whiten(images)
     again.whiten(images[torch.randperm(700, generator=generator)])
     assert again.conv.weight.equal(found.conv.weight)
@@ -86,7 +87,7 @@ def test_whitening_makes_patches_uncorrelated_and_rounds_no_sum() -> None:
     outputs = found.conv(images).transpose(0, 1).flatten(1)
     assert outputs[12:].equal(-outputs[:12])
     correlations = outputs[:12] @ outputs[:12].T / outputs.shape[1]
-    torch.testing.assert_close(correlations, torch.eye(12), atol=0.05, rtol=0)  # as 5e-4 is added to each variance
+    torch.testing.assert_close(correlations, torch.eye(12, dtype=torch.float64), atol=0.05, rtol=0)  # as 5e-4 is added to each variance
 
 
 def test_the_fast_network_is_that_of_the_paper() -> None:

@@ -175,9 +175,15 @@ class CIFAR10DataModule(L.LightningDataModule):
         self.name, self.classes, self.image_size = self.source.title, self.source.classes, self.source.image_size
         self.decoded_size = decoded_size or self.image_size
         resized_to = None if decoded_size is None else self.image_size
-        padded = {"padding": 4 if padding is None else padding, "reflect": reflect}
-        drawn = {"alternate": alternate_flips, "cutout": cutout, **padded}
-        self.augmentation = Augmentation(seed=seed, resized_to=resized_to, **drawn) if augment else None
+        drawn = Augmentation(
+            seed=seed,
+            resized_to=resized_to,
+            padding=4 if padding is None else padding,
+            reflect=reflect,
+            alternate=alternate_flips,
+            cutout=cutout,
+        )
+        self.augmentation = drawn if augment else None
         own = self.source.val_size
         if not self.source.own_val and num_train is not None:
             own = min(own, max(num_train, 0) // 10)
@@ -195,7 +201,7 @@ class CIFAR10DataModule(L.LightningDataModule):
                 "--data.decoded_size crops images that are not padded",
                 remedy="leave out --data.padding and --data.reflect",
             )
-        if reflect and padded["padding"] >= self.image_size:
+        if reflect and drawn.padding >= self.image_size:
             raise ConfigError("--data.reflect=true has too few pixels to mirror", remedy="lower --data.padding")
         if self.source.own_val and val_size is not None:
             raise ConfigError(
