@@ -128,10 +128,10 @@ class LitResNet(L.LightningModule):
         self.test_metrics = EvaluationMetrics("test", num_classes)
 
     def setup(self, stage: str) -> None:
-        """Set filters that follow from the training images; reset the metrics, so that they count in own memory.
+        """Whiten by the training images, in a network that does; reset the metrics.
 
         A spawned process receives the metrics in memory shared with all others. Lightning copies only parameters and
-        buffers, so without a reset all processes would add to the same sums.
+        buffers, so without a reset all processes would add to the same sums, and none would count in its own memory.
         """
         for layer in self.network.modules():
             if stage == "fit" and isinstance(layer, Whitening) and not layer.conv.weight.any():
