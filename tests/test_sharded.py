@@ -242,7 +242,8 @@ def test_the_plan_says_how_much_a_process_holds(mode: str, held: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "num_parts"), [("tiny", 8), ("resnet34", 64), ("resnet50", 64), ("wide_resnet50_2", 128), ("vit_tiny", 12)]
+    ("arch", "num_parts"),
+    [("tiny", 8), ("resnet34", 64), ("resnet50", 64), ("wide_resnet50_2", 128), ("vit_tiny", 12), ("fast", 64)],
 )
 def test_into_how_many_parts_a_network_can_be_cut(arch: Any, num_parts: int) -> None:
     with torch.device("meta"):

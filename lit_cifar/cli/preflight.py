@@ -41,6 +41,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "data.cutout": (0, math.inf),
     "data.eval_batch_size": (1, math.inf),
     "data.num_workers": (0, math.inf),
+    "data.padding": (0, math.inf),
     "data.seed": (0, math.inf),
     "data.val_size": (0, math.inf),
     "figures.num_wrong": (0, _MANY),
