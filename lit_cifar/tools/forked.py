@@ -162,7 +162,6 @@ def _run(
         os.close(file)
     os.chdir(folder)
     if module is None:
-        os.set_inheritable(0, True)
         os.execvpe(words[0], words, environment)
     run_module(module, words, environment)
 
