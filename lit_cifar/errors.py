@@ -77,5 +77,12 @@ class SampleAuditError(RuntimeError):
     """
 
 
+class ReplicaAuditError(RuntimeError):
+    """Ranks that should hold the same weights do not.
+
+    Memory, a processor or code is at fault and not what the user typed, so the traceback is shown.
+    """
+
+
 def _rebuild(kind: type[ConfigError], problem: str, remedy: str) -> ConfigError:
     return kind(problem, remedy=remedy)

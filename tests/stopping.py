@@ -47,6 +47,19 @@ class SpoilWeights(L.Callback):
             pl_module.network.fc.weight.data[0, 0] = torch.inf
 
 
+class FlipBit(L.Callback):
+    """Flips a bit of what `rank` holds after `step` optimizer steps: a parameter, its momentum, or a buffer."""
+
+    def __init__(self, step: int, rank: int, of: str = "parameter") -> None:
+        self.step, self.rank, self.of = step, rank, of
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
+        if (trainer.global_step, trainer.global_rank) == (self.step, self.rank):
+            held = [*(pl_module.network.buffers() if self.of == "buffer" else pl_module.network.parameters())][-1]
+            held = trainer.optimizers[0].state[held]["momentum_buffer"] if self.of == "momentum" else held.data
+            held.view(-1).view(torch.int32)[0] ^= 1
+
+
 class SlowSteps(L.Callback):
     """Every step takes at least `seconds`: time for a test to do something to the run."""
 

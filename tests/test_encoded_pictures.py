@@ -70,6 +70,30 @@ def test_batches_are_those_of_the_file(pictures: Path, workers: int, options: di
         assert torch.equal(*needed.sets["val"].gather_each([ids]), expected_images)
 
 
+GROWTH = """
+import sys, psutil, torch
+from lit_cifar import CIFAR10DataModule
+if __name__ == "__main__":
+    data = CIFAR10DataModule(sys.argv[1], 90, dataset="folder", image_size=224, decode="as_needed", num_workers=1)
+    data.setup("fit")
+    own = []
+    for number, _ in enumerate(data.sets["train"].gather_each([torch.arange(32)] * 60)):
+        if number % 40 == 10:
+            (worker,) = [its for its in psutil.Process().children(recursive=True) if not its.children()][-1:]
+            memory = worker.memory_full_info()
+            own.append(memory.rss - memory.shared)
+    print(own[1] - own[0])
+"""
+
+
+def test_a_worker_keeps_no_memory_of_what_it_has_decoded(pictures: Path, tmp_path: Path) -> None:
+    """Of forty parts, 5 MB each. The server of the tests has other imports, with which memory is used otherwise."""
+    program = tmp_path / "growth.py"
+    program.write_text(GROWTH)
+    grown = subprocess.run([sys.executable, program, pictures], capture_output=True, text=True, check=True)
+    assert int(grown.stdout.splitlines()[-1]) < 60_000_000
+
+
 def test_a_picture_that_cannot_be_read_is_named_when_it_is(pictures: Path, tmp_path: Path) -> None:
     root = shutil.copytree(pictures, tmp_path / "pictures")
     torn = root / "dog" / "7.jpg"

@@ -20,12 +20,12 @@ from lit_cifar.checkpoint.exact_resume import ExactResume
 from lit_cifar.checkpoint.sample_audit import (
     EMPTY,
     AuditRecord,
+    Plan,
     SampleAudit,
     Tally,
     chain,
+    failure,
     order_settings,
-    planned,
-    prove,
     write_epoch,
 )
 from lit_cifar.data import Batch, CIFAR10DataModule
@@ -42,16 +42,28 @@ def sampler_of(num_ranks: int = 1, *, rank: int = 0, epoch: int = 3, **settings:
     return TrainSampler(**({"num_samples": 100, "batch_size": 24} | settings), batch_split=batch_split, epoch=epoch)
 
 
-def used(num_ranks: int = 1, *, loader_steps: int | None = None, step: int = 0, **settings: Any) -> Tensor:
-    """The sum of the tallies of all ranks after so many batches, by default all; resumed after `step` steps."""
+def tallies_of(num_ranks: int = 1, *, loader_steps: int | None = None, step: int = 0, **settings: Any) -> list[Tally]:
+    """Of all ranks, after so many batches, by default all; resumed after `step` steps."""
     tallies = []
     for rank in range(num_ranks):
         sampler = sampler_of(num_ranks, rank=rank, start=step, **settings)
         tally = Tally(sampler, step=step, device=CPU)
         for part in list(sampler)[:loader_steps]:
             tally.count(part.ids, accumulation=sampler.accumulation)
-        tallies.append(tally.uses)
-    return sum(tallies)
+        tallies.append(tally)
+    return tallies
+
+
+def used(tallies: list[Tally]) -> Tensor:
+    return sum(tally.uses for tally in tallies)
+
+
+def is_proven(tallies: list[Tally], *, loader_steps: int) -> bool:
+    """And then all of them say so."""
+    own, expected = zip(*(tally.unproven(loader_steps) for tally in tallies), strict=True)
+    proven = sum(own).equal(expected[0])
+    assert proven == used(tallies).equal(tallies[0].plan.uses(loader_steps))
+    return proven
 
 
 def digest_by_hand(batches: list[list[int]], *, start: str = EMPTY) -> str:
@@ -71,26 +83,37 @@ CUTS = [(1, 1), (1, 2), (2, 1), (3, 2), (4, 3)]
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize(("num_ranks", "accumulation"), CUTS)
 def test_an_epoch_has_one_digest_however_it_is_cut(num_ranks: int, accumulation: int, drop_last: bool) -> None:
-    uses = used(num_ranks, accumulation=accumulation, drop_last=drop_last)
-    assert int(uses.count_nonzero()) == (96 if drop_last else 100)
+    """And however often it is proven."""
+    tallies = tallies_of(num_ranks, accumulation=accumulation, drop_last=drop_last)
     batches = batches_of(sampler_of(drop_last=drop_last))
     assert len(batches) == (4 if drop_last else 5)
-    for num_steps in range(len(batches) + 1):
-        assert chain(EMPTY, uses, num_steps=num_steps) == digest_by_hand(batches[:num_steps])
+    num_due = tallies[0].plan.num_due(len(batches) * accumulation)
+    assert int(used(tallies).count_nonzero()) == num_due == (96 if drop_last else 100)
+    digest = EMPTY
+    for num_steps in (0, 1, 3, 3, len(batches)):
+        # A microbatch of the next step is read, but the step is not whole.
+        read = min(num_steps * accumulation + (accumulation > 1), len(batches) * accumulation)
+        digest = tallies[0].proceed(digest, loader_steps=read, ends=False)
+        assert digest == digest_by_hand(batches[:num_steps])
+        assert tallies[0].proven == num_steps
 
 
+@pytest.mark.parametrize("proven", [0, 2])
 @pytest.mark.parametrize(("num_ranks", "accumulation"), CUTS)
-def test_every_part_of_an_epoch_is_proven_and_no_other(num_ranks: int, accumulation: int) -> None:
+def test_every_part_of_an_epoch_is_proven_and_no_other(num_ranks: int, accumulation: int, proven: int) -> None:
     """Also within an optimizer step, where a limit on the batches of an epoch may end it."""
-    sampler = sampler_of(num_ranks, accumulation=accumulation)
     # Of the four samples of the last batch there are none for some batches of some ranks, or of all.
-    tallies = [used(num_ranks, accumulation=accumulation, loader_steps=n) for n in range(len(sampler) + 1)]
-    for steps, uses in enumerate(tallies):
-        prove(uses, sampler, loader_steps=steps)
-        for others, other in enumerate(tallies):
-            if not other.equal(uses):
-                with pytest.raises(SampleAuditError, match="missing" if others > steps else "in another step"):
-                    prove(uses, sampler, loader_steps=others)
+    numbers = range(proven * accumulation, 5 * accumulation + 1)
+    runs = {n: tallies_of(num_ranks, accumulation=accumulation, loader_steps=n) for n in numbers}
+    for tally in (tally for tallies in runs.values() for tally in tallies):
+        tally.proceed(EMPTY, loader_steps=proven * accumulation, ends=False)
+    for steps, tallies in runs.items():
+        assert is_proven(tallies, loader_steps=steps)
+        for others, other in runs.items():
+            if not used(other).equal(used(tallies)):
+                assert not is_proven(tallies, loader_steps=others)
+                problem = "missing" if others > steps else "in another step"
+                assert problem in str(failure(used(tallies), tallies[0].plan, loader_steps=others))
 
 
 @pytest.mark.parametrize(
@@ -104,25 +127,48 @@ def test_every_part_of_an_epoch_is_proven_and_no_other(num_ranks: int, accumulat
                 "used more than once: 24 samples, ids 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...",
             ],
         ),
+        (
+            [[*range(24)], [*range(3, 48)]],
+            ["used more than once: 21 samples, ids 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, ..."],
+        ),
+        ([[*range(24)], [*range(24, 48), 90]], ["used in another step than planned: 1 samples, ids 90"]),
     ],
-    ids=["in another step", "a batch twice"],
+    ids=["in another step", "a batch twice", "those of before as well", "one more"],
 )
 def test_samples_that_are_wrong_are_named(used_ids: list[list[int]], expected: list[str]) -> None:
-    tally = Tally(sampler_of(), device=CPU)
-    for ids in used_ids:
-        tally.count(torch.tensor(ids), accumulation=1)
-    with pytest.raises(SampleAuditError) as error:
-        prove(tally.uses, sampler_of(shuffle=False), loader_steps=2)
-    where, *what = str(error.value).splitlines()
-    assert where == "the sample audit of epoch 3 fails after 2 of 5 optimizer steps"
-    assert what == expected
+    """Those of the second step; with the first one proven before, or not."""
+    for proven in (0, 1):
+        tally = Tally(sampler_of(shuffle=False), device=CPU)
+        tally.proven = proven
+        for ids in used_ids:
+            tally.count(torch.tensor(ids), accumulation=1)
+        assert not is_proven([tally], loader_steps=2)
+        where, *what = str(failure(tally.uses, tally.plan, loader_steps=2)).splitlines()
+        assert where == "the sample audit of epoch 3 fails after 2 of 5 optimizer steps"
+        assert what == expected
 
 
 def test_an_order_that_is_no_permutation_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan comes from the same order as the samples, and yet does not excuse it."""
     monkeypatch.setattr(TrainSampler, "order", lambda self: torch.tensor([5, *range(1, 100)]))
-    with pytest.raises(SampleAuditError, match=r"used more than once: 1 samples, ids 5$"):
-        prove(used(), sampler_of(), loader_steps=5)
+    (tally,) = tallies_of()
+    own, expected = tally.unproven(5)
+    assert not own.equal(expected)
+    assert str(failure(tally.uses, tally.plan, loader_steps=5)).endswith("used more than once: 1 samples, ids 5")
+
+
+def test_a_limit_on_the_batches_of_an_epoch_may_shorten_its_last_step() -> None:
+    (tally,) = tallies_of(accumulation=2, loader_steps=3)
+    first, second, *_ = batches_of(sampler_of())
+    digest = tally.proceed(EMPTY, loader_steps=3, ends=True)
+    assert (digest, tally.proven) == (digest_by_hand([first, second[::2]]), 2)
+    assert tally.proceed(digest, loader_steps=3, ends=True) == digest
+
+
+def test_what_is_proven_is_not_looked_at_again() -> None:
+    """A checkpoint takes time for the samples since the last one, not for those of the data set."""
+    tally = Tally(sampler_of(num_samples=1000, batch_size=10), step=50, device=CPU)
+    assert [len(each) for each in tally.unproven(53)] == [31, 31]
 
 
 def data_of(**changed: Any) -> Any:
@@ -134,14 +180,16 @@ def data_of(**changed: Any) -> Any:
 
 
 def record_at(step: int) -> AuditRecord:
-    digest = chain(EMPTY, planned(sampler_of(), loader_steps=step), num_steps=step)
+    digest = chain(EMPTY, *Plan(sampler_of()).due(0, step), first=0, last=step)
     return AuditRecord(epoch=3, step=step, start=EMPTY, digest=digest, settings=order_settings(data_of()))
 
 
 @pytest.mark.parametrize(("num_ranks", "accumulation"), CUTS)
 def test_any_number_of_processes_resumes_a_tally(num_ranks: int, accumulation: int) -> None:
     for step in range(6):
-        assert used(num_ranks, accumulation=accumulation, step=step).equal(used())
+        resumed = tallies_of(num_ranks, accumulation=accumulation, step=step)
+        assert used(resumed).equal(used(tallies_of()))
+        assert is_proven(resumed, loader_steps=5 * accumulation)
         record_at(step).check(data_of(num_ranks=num_ranks, rank=num_ranks - 1, accumulation=accumulation))
 
 

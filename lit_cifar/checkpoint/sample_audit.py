@@ -1,7 +1,8 @@
 """The sample audit: proof that an epoch has used every sample once, and a digest of what was used in which step.
 
 During the training every use is added to a tally on the device, and nothing waits for it. Where a checkpoint is
-written or an epoch ends, the tallies of all ranks are summed and compared with the plan: the order of the sampler.
+written or an epoch ends, what the ranks have used since the last time is summed and compared with the plan: the order
+of the sampler.
 What has passed is written down as a digest, SHA-256 chained over all optimizer steps of a run, each of which enters
 with its ids in rising order. So two runs have the same digest if, and only if, each of their steps has used the same
 samples, whatever the number of processes, the accumulation or the mode, and however often they were interrupted.
@@ -42,10 +43,10 @@ class SampleAudit(Callback):
 
     def __init__(self) -> None:
         self._tally: Tally | None = None  # None: not fitting, or in an epoch whose first samples are unknown
-        self._digest = EMPTY  # before the tally's epoch
+        self._start = self._digest = EMPTY  # before the tally's epoch, and after the steps that are proven
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._tally, self._digest = None, EMPTY
+        self._tally, self._start, self._digest = None, EMPTY, EMPTY
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
@@ -55,16 +56,13 @@ class SampleAudit(Callback):
             rank_zero_warn("the checkpoint has no sample audit: the samples of its epoch are not checked")
             return
         record.check(trainer.datamodule)  # type: ignore[attr-defined]
-        self._digest = record.start
-        self._start(trainer, record.epoch, step=record.step)
+        self._start, self._digest = record.start, record.digest
+        self._tally = _tally(trainer, record.epoch, step=record.step)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start with this epoch. Lightning does not call this for one that is resumed in the middle."""
         if self._tally is None:
-            self._start(trainer, trainer.current_epoch)
-
-    def _start(self, trainer: Trainer, epoch: int, *, step: int = 0) -> None:
-        self._tally = Tally(_plan(trainer, epoch=epoch), step=step, device=trainer.strategy.root_device)
+            self._tally = _tally(trainer, trainer.current_epoch)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
         if self._tally is not None:
@@ -73,27 +71,76 @@ class SampleAudit(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the epoch. If the run stops within it, its checkpoint is checked instead."""
         tally = self._tally
-        if tally is None or tally.epoch != trainer.current_epoch:
+        if tally is None or tally.plan.epoch != trainer.current_epoch:
             return
         num_batches = int(trainer.num_training_batches)
         stops = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
         if stops and tally.loader_steps != num_batches:
             return
-        uses, num_steps = _proven(trainer, tally, loader_steps=num_batches)
-        self._digest = chain(self._digest, uses, num_steps=num_steps)
-        self._start(trainer, tally.epoch + 1)
+        self._prove(trainer, tally, loader_steps=num_batches)
+        self._start = self._digest
+        self._tally = _tally(trainer, tally.plan.epoch + 1)
         folder = run_folder(trainer)
         if folder is not None and trainer.is_global_zero:
-            write_epoch(folder, tally.epoch, num_steps, int(uses.count_nonzero()), self._digest)
+            write_epoch(folder, tally.plan.epoch, tally.proven, tally.plan.num_due(num_batches), self._digest)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         tally = self._tally
         if tally is None:
             return
-        uses, step = _proven(trainer, tally, loader_steps=tally.loader_steps)
-        digest = chain(self._digest, uses, num_steps=step)
+        self._prove(trainer, tally, loader_steps=tally.loader_steps)
         settings = order_settings(trainer.datamodule)  # type: ignore[attr-defined]
-        AuditRecord(tally.epoch, step, start=self._digest, digest=digest, settings=settings).write(checkpoint)
+        AuditRecord(tally.plan.epoch, tally.proven, self._start, self._digest, settings).write(checkpoint)
+
+    def _prove(self, trainer: Trainer, tally: "Tally", *, loader_steps: int) -> None:
+        """Compare what all processes have used since the last time with the plan; every process must call this.
+
+        Few samples are looked at, however large the data set is. If one is wrong, all are.
+        """
+        own, expected = tally.unproven(loader_steps)
+        if not trainer.strategy.reduce(own, reduce_op="sum").cpu().equal(expected):
+            # A copy, as the sum is taken in place.
+            uses: Tensor = trainer.strategy.reduce(tally.uses.clone(), reduce_op="sum").cpu()
+            raise failure(uses, tally.plan, loader_steps=loader_steps)
+        ends = loader_steps >= trainer.num_training_batches  # a limit on them may shorten the last step
+        self._digest = tally.proceed(self._digest, loader_steps=loader_steps, ends=ends)
+
+
+class Plan:
+    """What the sampler's order has planned for an epoch."""
+
+    def __init__(self, sampler: TrainSampler) -> None:
+        """Takes O(num_samples): the order is drawn."""
+        self.epoch, self.num_steps = sampler.epoch, sampler.num_batches
+        self.num_samples, self.accumulation = sampler.num_samples, sampler.accumulation
+        self._order, self._batch_size = sampler.order(), sampler.batch_size
+        self._dp_size = sampler.batch_split.dp_size
+
+    def due(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """The ids that all ranks together read in loader steps `first` to `last` - 1, and their optimizer steps from 1.
+
+        Each int64, (n,), in the order of the steps.
+        """
+        begin, end = first // self.accumulation, min(-(-last // self.accumulation), self.num_steps)
+        order = self._order[begin * self._batch_size : end * self._batch_size]
+        positions = torch.arange(len(order))
+        step, position = positions // self._batch_size + begin, positions % self._batch_size
+        turn = step * self.accumulation + position // self._dp_size % self.accumulation
+        due = (first <= turn) & (turn < last)
+        return order[due], step[due] + 1
+
+    def num_due(self, loader_steps: int) -> int:
+        """How many samples are read in so many loader steps."""
+        whole = loader_steps // self.accumulation
+        within = len(self.due(whole * self.accumulation, loader_steps)[0])
+        return min(whole * self._batch_size, self.num_samples) + within
+
+    def uses(self, loader_steps: int) -> Tensor:
+        """What the tallies of all ranks should sum up to, as `Tally.uses`; no sample twice, whatever the order says."""
+        ids, steps = self.due(0, loader_steps)
+        uses = torch.zeros(self.num_samples, dtype=torch.int64)
+        uses[ids] = _USE + steps
+        return uses
 
 
 class Tally:
@@ -105,18 +152,37 @@ class Tally:
 
     def __init__(self, sampler: TrainSampler, *, step: int = 0, device: torch.device) -> None:
         """The tally after `step` optimizer steps of `sampler.epoch`, which all count as the first rank's."""
-        self.epoch = sampler.epoch
+        self.plan, self.proven = Plan(sampler), step  # optimizer steps
         self.loader_steps = step * sampler.accumulation
+        self.num_uses = 0
         self.uses = torch.zeros(sampler.num_samples, dtype=torch.int64, device=device)
         self._one = torch.ones((), dtype=torch.int64, device=device)
         if step and sampler.batch_split.dp_rank == 0:
-            self.uses += planned(sampler, loader_steps=self.loader_steps).to(device)
+            self.uses += self.plan.uses(self.loader_steps).to(device)
+            self.num_uses = self.plan.num_due(self.loader_steps)
 
     def count(self, ids: Tensor, *, accumulation: int) -> None:
         """Add a batch; `ids` is int64, (n,), on the tally's device; n may be 0."""
         step = self.loader_steps // accumulation + 1
         self.uses.index_add_(0, ids, self._one.expand(len(ids)), alpha=_USE + step)  # a scalar: no copy to the device
+        self.num_uses += len(ids)
         self.loader_steps += 1
+
+    def unproven(self, loader_steps: int) -> tuple[Tensor, Tensor]:
+        """This rank's uses of what is planned since the last proven step, and last the number of all its uses.
+
+        And what the sums over the ranks should be, on the host. Each int64, (n + 1,).
+        """
+        ids, steps = self.plan.due(self.proven * self.plan.accumulation, loader_steps)
+        own = torch.cat([self.uses[ids.to(self.uses.device)], self.uses.new_tensor([self.num_uses])])
+        return own, torch.cat([_USE + steps, torch.tensor([self.plan.num_due(loader_steps)])])
+
+    def proceed(self, digest: str, *, loader_steps: int, ends: bool) -> str:
+        """Take whole optimizer steps as proven, or all if the epoch `ends` here; `digest` continued over them."""
+        accumulation, first = self.plan.accumulation, self.proven
+        self.proven = (loader_steps + (accumulation - 1) * ends) // accumulation
+        ids, steps = self.plan.due(first * accumulation, min(loader_steps, self.proven * accumulation))
+        return chain(digest, ids, steps, first=first, last=self.proven)
 
 
 @dataclass(frozen=True)
@@ -162,58 +228,38 @@ class AuditRecord:
             )
         sampler = data.train_sampler()
         sampler.set_epoch(self.epoch)
-        uses = planned(sampler, loader_steps=self.step * sampler.accumulation)
-        if chain(self.start, uses, num_steps=self.step) != self.digest:
+        due = Plan(sampler).due(0, self.step * sampler.accumulation)
+        if chain(self.start, *due, first=0, last=self.step) != self.digest:
             raise ConfigError(
                 f"{written}, whose samples are not those that the same settings give here",
                 remedy="resume with the version of lit_cifar that wrote it, or a checkpoint from between two epochs",
             )
 
 
-def planned(sampler: TrainSampler, *, loader_steps: int) -> Tensor:
-    """What the tallies of all ranks should sum up to after so many batches of `sampler.epoch`, as `Tally.uses`.
-
-    No sample is planned twice, whatever the sampler's order says.
-    """
-    order = sampler.order()
-    positions = torch.arange(len(order))
-    step, position = positions // sampler.batch_size, positions % sampler.batch_size
-    turn = position // sampler.batch_split.dp_size % sampler.accumulation
-    due = step * sampler.accumulation + turn < loader_steps
-    uses = torch.zeros(sampler.num_samples, dtype=torch.int64)
-    uses[order[due]] = _USE + step[due] + 1
-    return uses
-
-
-def prove(uses: Tensor, sampler: TrainSampler, *, loader_steps: int) -> None:
-    """Raise a `SampleAuditError` unless `uses` is what was planned for the first `loader_steps` batches of each rank.
-
-    `uses` is the sum of the tallies of all ranks, int64, (num_samples,), on the host; `sampler` is any rank's, at the
-    epoch in question.
-    """
-    plan = planned(sampler, loader_steps=loader_steps)
-    if uses.equal(plan):
-        return
-    times, due = uses // _USE, plan > 0
+def failure(uses: Tensor, plan: Plan, *, loader_steps: int) -> SampleAuditError:
+    """What differs between `uses`, the sum of the tallies of all ranks, and the plan."""
+    planned = plan.uses(loader_steps)
+    times, due = uses // _USE, planned > 0
     faults = {
         "missing": due & (times == 0),
         "used more than once": times > 1,
-        "used in another step than planned": (times == 1) & (uses != plan),
+        "used in another step than planned": (times == 1) & (uses != planned),
     }
-    raise SampleAuditError(
-        f"the sample audit of epoch {sampler.epoch} fails after {-(-loader_steps // sampler.accumulation)} of "
-        f"{sampler.num_batches} optimizer steps\n"
+    return SampleAuditError(
+        f"the sample audit of epoch {plan.epoch} fails after {-(-loader_steps // plan.accumulation)} of "
+        f"{plan.num_steps} optimizer steps\n"
         + "\n".join(f"{fault}: {_listed(mask)}" for fault, mask in faults.items() if mask.any())
     )
 
 
-def chain(digest: str, uses: Tensor, *, num_steps: int) -> str:
-    """`digest` (hexadecimal) continued over the first `num_steps` optimizer steps of an epoch."""
-    step_of = uses % _USE  # 0: not used
-    ids = torch.argsort(step_of, stable=True)
-    sizes = torch.bincount(step_of, minlength=num_steps + 1).tolist()
-    for of_step in torch.split(ids, sizes)[1 : num_steps + 1]:
-        digest = sha256(bytes.fromhex(digest) + of_step.numpy().astype("<i8").tobytes()).hexdigest()
+def chain(digest: str, ids: Tensor, steps: Tensor, *, first: int, last: int) -> str:
+    """`digest` (hexadecimal) continued over optimizer steps `first` to `last` - 1 of an epoch.
+
+    `ids` and `steps` are those of `Plan.due`.
+    """
+    sizes = torch.bincount(steps - first, minlength=last - first + 1)[1:].tolist()
+    for of_step in torch.split(ids, sizes):
+        digest = sha256(bytes.fromhex(digest) + of_step.sort().values.numpy().astype("<i8").tobytes()).hexdigest()
     return digest
 
 
@@ -243,24 +289,11 @@ def write_epoch(folder: Path, epoch: int, num_steps: int, num_samples: int, dige
     replace_csv(path, [_COLUMNS, *rows, [epoch, num_steps, num_samples, digest]])
 
 
-def _proven(trainer: Trainer, tally: Tally, *, loader_steps: int) -> tuple[Tensor, int]:
-    """How often all processes have used each sample, checked against the order, and in how many optimizer steps.
-
-    Every process must call this.
-    """
-    # A copy, as the sum is taken in place.
-    uses: Tensor = trainer.strategy.reduce(tally.uses.clone(), reduce_op="sum").cpu()
-    prove(uses, _plan(trainer, epoch=tally.epoch), loader_steps=loader_steps)
-    whole, rest = divmod(loader_steps, trainer.accumulate_grad_batches)
-    # A limit on an epoch's batches may shorten its last step.
-    return uses, whole + (rest > 0 and loader_steps >= trainer.num_training_batches)
-
-
-def _plan(trainer: Trainer, *, epoch: int) -> TrainSampler:
+def _tally(trainer: Trainer, epoch: int, *, step: int = 0) -> Tally:
     datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission
     sampler: TrainSampler = datamodule.train_sampler()
     sampler.set_epoch(epoch)
-    return sampler
+    return Tally(sampler, step=step, device=trainer.strategy.root_device)
 
 
 def _listed(mask: Tensor) -> str:

@@ -49,6 +49,7 @@ from lit_cifar.reporting.run_report import RunReport
 from lit_cifar.task.module import LitResNet
 from lit_cifar.tools.commands import COMMANDS
 from lit_cifar.watchdog.callback import Watchdog
+from lit_cifar.watchdog.replica_audit import ReplicaAudit
 
 # Words by which a run may ask for one of our strategies, itself or in a file; `ddp` and `ddp_spawn` are Lightning's.
 MAY_NAME_STRATEGY = re.compile(r"strategy(?!=ddp(_spawn)?$)|config|^-c|^--trainer(=|$)", flags=re.IGNORECASE)
@@ -148,6 +149,7 @@ class CLI(LightningCLI):
         parser.add_lightning_class_args(LastCheckpoint, "last_checkpoint")
         parser.add_lightning_class_args(EvaluationFigures, "figures")
         parser.add_lightning_class_args(Watchdog, "watchdog")
+        parser.add_lightning_class_args(ReplicaAudit, "replica_audit")
 
     def setup_parser(self, *args: Any, **kwargs: Any) -> None:
         """As Lightning does, with our texts for the subcommands."""

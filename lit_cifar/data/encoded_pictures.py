@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lit_cifar.data.images import ImageSet
 from lit_cifar.errors import DataError, printable
+from lit_cifar.launch.malloc_tuning import return_freed_memory
 
 _CHUNK = 32  # pictures that a worker decodes at a time
 
@@ -102,6 +103,7 @@ class _Decoder(Dataset[Tensor | str]):
 
 def _begin(worker: int) -> None:
     """Leave requests to stop to the process that trains, which may need more batches until it stops."""
+    return_freed_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_end_with_trainer, daemon=True).start()

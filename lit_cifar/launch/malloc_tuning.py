@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 # Parameters of glibc's mallopt, <malloc.h>.
 _TRIM_THRESHOLD = -1  # bytes that may be free at the heap's end before they are returned
+_MMAP_THRESHOLD = -3  # bytes from which a block lies outside the heap
 _MMAP_MAX = -4  # blocks that may lie outside the heap, where freeing a block returns it
 _NEVER = 2**31 - 1
 
@@ -31,3 +32,12 @@ def keep_freed_memory() -> None:
     libc = ctypes.CDLL(None)
     libc.mallopt(_TRIM_THRESHOLD, _NEVER)
     libc.mallopt(_MMAP_MAX, 0)
+
+
+def return_freed_memory() -> None:
+    """Let this process return each large block that it frees.
+
+    glibc would put blocks of a size that has been freed before into the heap. There torch's, which are aligned, leave
+    gaps that the next one does not fit into: a process that only hands its tensors on grows by each of them.
+    """
+    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 2**20)

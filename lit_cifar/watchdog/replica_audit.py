@@ -1,0 +1,83 @@
+"""Replicas that should hold the same compare it while they train: a callback for anyone's Lightning training.
+
+A bit that flips in the memory of one rank, or a step that one rank makes otherwise, leaves no trace in its loss. The
+gradients are averaged, so all ranks go on together, each from weights of its own.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lit_cifar.errors import ConfigError, ReplicaAuditError
+
+if TYPE_CHECKING:
+    from lit_cifar.watchdog.replicas import Held
+
+_MAX_LINES = 8
+
+
+class ReplicaAudit(Callback):
+    """Compares on all ranks what each holds a copy of: parameters, optimizer states, and constant buffers.
+
+    Ordinary steps do not wait for it. In an audit each rank sends two numbers; only if they differ are all digests
+    gathered, and most ranks are right. A checkpoint is written after an audit, so those on the disk are of equal
+    replicas.
+
+    It works with `DistributedDataParallel` and with this package's strategies. Where processes hold parts, it says so
+    once.
+
+    Args:
+        every_n_steps: Optimizer steps between two audits; 0 for none.
+        stop: End the training where replicas differ, by a `ReplicaAuditError` on every rank. Else rank 0 warns.
+    """
+
+    def __init__(self, every_n_steps: int = 200, *, stop: bool = True) -> None:
+        if every_n_steps < 0:
+            raise ConfigError(
+                f"--replica_audit.every_n_steps={every_n_steps} is less than 0", remedy="pass 200, or 0 for none"
+            )
+        self.every_n_steps, self.stop = every_n_steps, stop
+        self._held: Held | None = None
+        self._step = 0  # of the last audit
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._held, self._step = None, trainer.global_step
+        if not self.every_n_steps or trainer.world_size == 1:
+            return
+        from lit_cifar.watchdog.replicas import Held, what_is_not_held_twice  # one process needs none of it
+
+        if reason := what_is_not_held_twice(trainer):
+            rank_zero_info(f"replicas are not compared: {reason}")
+        else:
+            self._held = Held(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if self._held is not None and trainer.global_step // self.every_n_steps > self._step // self.every_n_steps:
+            self._audit(trainer, self._held)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self._held is not None and trainer.state.fn == TrainerFn.FITTING and trainer.global_step > self._step:
+            self._audit(trainer, self._held)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._held is not None and trainer.global_step > self._step:
+            self._audit(trainer, self._held)
+
+    def _audit(self, trainer: Trainer, held: "Held") -> None:
+        before, self._step = self._step, trainer.global_step
+        if not (lines := held.differences()):
+            return
+        more = [f"and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
+        message = "\n".join(
+            [
+                f"replicas differ after optimizer step {self._step}; after step {before} they were equal",
+                *lines[:_MAX_LINES],
+                *more,
+                "checkpoints that were written until then are good: go on from the newest of them",
+            ]
+        )
+        if self.stop:
+            raise ReplicaAuditError(message)
+        rank_zero_warn(message)

@@ -1,0 +1,146 @@
+"""What a rank holds that others hold too, and who of them has another one."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+_CHUNK = 2**20  # elements that are looked at together: 8 MB for each of three intermediate results
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def what_is_not_held_twice(trainer: Trainer) -> str:
+    """Why the processes of a run have nothing to compare; "" if they have."""
+    strategy: Any = trainer.strategy
+    if any(hasattr(parameter, "placements") for parameter in trainer.lightning_module.parameters()):
+        return "the processes hold parts of the parameters"
+    if getattr(strategy, "num_replicas", 2) == 1:
+        return "the processes hold one replica together"
+    if not isinstance(strategy.model, DistributedDataParallel) and not hasattr(strategy, "data_group"):
+        return f"what {type(strategy).__name__} holds in each process is not known here"
+    if getattr(strategy, "_model_averager", None) or len(getattr(strategy.model, "_comm_hooks", [])):
+        return "a communication hook may let them differ"
+    return ""
+
+
+class Held:
+    """What this rank holds and others hold too."""
+
+    def __init__(self, trainer: Trainer, module: nn.Module) -> None:
+        strategy: Any = trainer.strategy
+        self._module, self._optimizers = module, trainer.optimizers
+        self._device = strategy.root_device
+        self._group = getattr(strategy, "data_group", None) or dist.group.WORLD
+        # Of ranks that hold a replica together each holds copies of what others train, and they may be old.
+        self._left_out = {*(strategy.copies() if hasattr(strategy, "copies") else ()), *_own_statistics(module)}
+        self._first = {name: digest(buffer).item() for name, buffer in self._buffers()}
+        self._ignored: set[str] | None = None  # buffers that each rank changes in its own way
+
+    def differences(self) -> list[str]:
+        """A line for each tensor that is not the same in all replicas; every rank must call this and gets the same."""
+        found = self._found_in_buffers() if self._ignored is None else []
+        digests = {name: digest(tensor) for name, tensor in self._tensors()}
+        weights = torch.tensor([2 * crc32(name.encode()) + 1 for name in digests], device=self._device)
+        own = (torch.stack([its.to(self._device) for its in digests.values()]) * weights).sum()
+        least = torch.stack([own, ~own])  # the complement of the least complement is the largest
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._group)
+        apart = (least[0] != ~least[1]).int()
+        if self._group is not dist.group.WORLD:
+            dist.all_reduce(apart, op=dist.ReduceOp.MAX)
+        if apart.item():
+            found += self._compared({name: its.item() for name, its in digests.items()})
+        return found
+
+    def _compared(self, digests: dict[str, Any]) -> list[str]:
+        lines: dict[str, None] = {}
+        for ranks, of_ranks in self._gathered(digests):
+            lines |= dict.fromkeys(unlike(ranks, of_ranks))
+        return [*lines]
+
+    def _gathered(self, value: Any) -> Iterator[tuple[Sequence[int], list[Any]]]:
+        """Of each group of replicas its ranks and their values."""
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, (dist.get_process_group_ranks(self._group), value))
+        for rank, (ranks, _) in enumerate(of_ranks):
+            if rank == ranks[0]:
+                yield ranks, [of_ranks[each][1] for each in ranks]
+
+    def _found_in_buffers(self) -> list[str]:
+        """Constant ones must stay so. Those that most ranks have changed are statistics, compared if they are equal."""
+        now = {name: digest(buffer).item() for name, buffer in self._buffers()}
+        self._ignored = set()
+        lines = []
+        for ranks, of_ranks in self._gathered({name: (its, its != self._first[name]) for name, its in now.items()}):
+            for name in of_ranks[0]:
+                values = [its[name] for its in of_ranks]
+                if len(set(values)) > 1:
+                    self._ignored.add(name)
+                    if 2 * sum(changed for _, changed in values) <= len(ranks):
+                        lines += unlike(ranks, [{name: value} for value in values])
+        return lines
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for name, buffer in self._module.named_buffers():
+            if buffer not in self._left_out:
+                yield f"{name} (buffer)", buffer
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        names: dict[Tensor, str] = {its: name for name, its in self._module.named_parameters()}
+        yield from ((name, its) for its, name in names.items() if its not in self._left_out)
+        for optimizer in self._optimizers:
+            if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+                continue  # each rank holds a part
+            for parameter, state in optimizer.state.items():
+                if parameter not in self._left_out:
+                    for key, value in state.items():
+                        if isinstance(value, Tensor):
+                            yield f"{names.get(parameter, '?')} ({key} of {type(optimizer).__name__})", value
+        for name, buffer in self._buffers():
+            if name not in (self._ignored or ()):
+                yield name, buffer
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """An int64 on the tensor's device, (), which one flipped bit always changes.
+
+    The elements' bits, taken as integers, are added with weights that are odd and of their place, modulo 2**64. A flip
+    changes an element by a power of two, which an odd number does not divide.
+    """
+    flat = tensor.detach().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    words = flat.view(_WORDS[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, len(words), _CHUNK):
+        chunk = words[start : start + _CHUNK].to(torch.int64)
+        places = torch.arange(start, start + len(chunk), device=tensor.device)
+        total += (chunk * (2 * places * 0x9E3779B1 + 1)).sum()
+    return total
+
+
+def unlike(ranks: Sequence[int], of_ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Who holds something else than most, by name; of two who differ nobody can say which is right."""
+    lines = []
+    for name in dict.fromkeys(name for its in of_ranks for name in its):
+        values = [its.get(name) for its in of_ranks]
+        (common, number), *others = Counter(values).most_common()
+        if not others:
+            continue
+        if 2 * number > len(values):
+            wrong = [str(rank) for rank, value in zip(ranks, values, strict=True) if value != common]
+            lines.append(f"  {name}: rank {', '.join(wrong)} differs from the {number} others")
+        else:
+            lines.append(f"  {name}: ranks {', '.join(map(str, ranks))} differ, and there is no majority")
+    return lines
+
+
+def _own_statistics(module: nn.Module) -> Iterator[Tensor]:
+    """Running statistics that each rank takes of its own part of a batch."""
+    for its in module.modules():
+        if isinstance(its, nn.modules.batchnorm._NormBase) and not isinstance(its, nn.SyncBatchNorm):
+            yield from its.buffers(recurse=False)

@@ -1,0 +1,71 @@
+"""Replicas compare what they hold: the digest as a table, then runs of several processes with a flipped bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from commands import TINY, callback, last_checkpoint, launch, mode_flags, own_network, run_here
+
+from lit_cifar.watchdog.replicas import digest, unlike
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_flipped_bit_changes_a_digest(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lit_cifar.watchdog.replicas._CHUNK", 5)
+    tensor = (torch.randn(3, 4, generator=torch.Generator().manual_seed(0)) * 50).abs().to(dtype)
+    whole = digest(tensor)
+    assert whole == digest(tensor.clone())
+    assert digest(tensor.t()) != whole
+    octets = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(torch.uint8).view(-1)
+    for place in range(len(octets)):
+        for bit in range(8):
+            octets[place] ^= 1 << bit
+            assert digest(tensor) != whole
+            octets[place] ^= 1 << bit
+    assert digest(tensor) == whole
+
+
+def test_a_majority_names_the_rank_that_is_wrong() -> None:
+    right = {"weight": 1, "bias": 2}
+    assert unlike([0, 1, 2], [right] * 3) == []
+    assert unlike([0, 1, 2], [right, right | {"bias": 3}, right]) == ["  bias: rank 1 differs from the 2 others"]
+    assert unlike([1, 3], [right, {"weight": 1}]) == ["  bias: ranks 1, 3 differ, and there is no majority"]
+    five = [right, right, {"weight": 5}, right, {"weight": 6}]
+    assert unlike([*range(5)], five)[0] == "  weight: rank 2, 4 differs from the 3 others"
+
+
+def flip(flags: list[str] = TINY, **where: int | str) -> list[str]:
+    """Five steps, audits after two and four; a bit flips after the third."""
+    return [*flags, *callback("stopping.FlipBit", step=3, **where), "--replica_audit.every_n_steps=2"]
+
+
+@pytest.mark.parametrize(
+    ("of", "name"), [("parameter", "network.fc.bias"), ("momentum", "network.fc.bias (momentum_buffer of ")]
+)
+def test_a_flipped_bit_is_found_in_the_next_audit(of: str, name: str, tmp_path: Path) -> None:
+    """And every checkpoint is of equal replicas: the last one before the flip was audited."""
+    flags = [*mode_flags("ddp", 3), "--data.batch_size=15", "--data.num_train=91", "--last_checkpoint.every_n_steps=1"]
+    result = launch("fit", *flip(rank=1, of=of), *flags, f"--run_dir={tmp_path}", check=False)
+    assert result.status == 1
+    assert "replicas differ after optimizer step 4; after step 3 they were equal" in result.stderr, result.stderr
+    assert f"  {name}" in result.stderr
+    assert "rank 1 differs from the 2 others" in result.stderr
+    assert last_checkpoint(tmp_path)["position"]["global_step"] == 3
+
+
+def test_replicas_of_several_processes_are_compared_part_by_part(tmp_path: Path) -> None:
+    """And the run may go on."""
+    flags = [*flip(own_network("Scaled"), rank=3, of="buffer"), "--replica_audit.stop=false"]
+    result = launch("fit", *flags, *mode_flags("ddp_pp", 4), f"--run_dir={tmp_path}")
+    assert "replicas differ after optimizer step 4; after step 2 they were equal" in result.stderr, result.stderr
+    assert "scale (buffer): ranks 1, 3 differ, and there is no majority" in result.stderr
+
+
+def test_where_nothing_is_held_twice_that_is_said_once(tmp_path: Path) -> None:
+    flags = [*TINY, "--trainer.max_steps=2", "--trainer.devices=2"]
+    alone = run_here("fit", *TINY, "--trainer.max_steps=1", f"--run_dir={tmp_path / 'alone'}")
+    assert "replicas" not in alone.stderr
+    divided = launch("fit", *flags, "--trainer.strategy=fsdp2", f"--run_dir={tmp_path / 'divided'}")
+    assert divided.stderr.count("replicas are not compared: the processes hold parts of the parameters") == 1
