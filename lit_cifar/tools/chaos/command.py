@@ -193,7 +193,7 @@ def _compare(row: JobResult, reader: SampleLogReader, folder: Path, baseline: Pa
 # The table -----------------------------------------------------------------------------------------------------------
 
 _NAMES = {
-    "node": "nodes killed",
+    "node": "node killed",
     "kill": "SIGKILL",
     "term": "SIGTERM",
     "stop": "SIGSTOP",
