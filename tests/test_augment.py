@@ -9,6 +9,7 @@ import pytest
 import torch
 from counting import Operators
 from torch import Tensor
+from torch.nn import functional as F
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.functional import resized_crop
 
@@ -55,21 +56,29 @@ def test_the_draws_of_every_version_are_the_same_and_start_few_operators() -> No
     assert digest(keyed_permutation(50_000, seed=0, epoch=3, purpose=Purpose.ORDER)) == "3c0ac495f207b92d"
 
 
-@pytest.mark.parametrize("padding", [0, 1, 4])
-def test_every_window_is_the_one_a_padded_image_has(padding: int) -> None:
+@pytest.mark.parametrize(("padding", "reflect"), [(0, False), (1, False), (4, False), (4, True)])
+def test_every_window_is_the_one_a_padded_image_has(padding: int, reflect: bool) -> None:
     """By slices of each image: all places and both directions, not square. The host waits for nothing."""
     images = torch.randint(1, 256, (3, 2, 7, 5), dtype=torch.uint8)  # never black: what the border blackens is seen
     before, places = images.clone(), torch.arange(2 * padding + 1)
     ids, rows, columns, mirrored = torch.cartesian_prod(torch.arange(3), places, places, torch.arange(2)).T
     with Operators() as operators:
-        found = crop(images[ids], rows, columns, mirrored.bool(), padding=padding)
+        found = crop(images[ids], rows, columns, mirrored.bool(), padding=padding, reflect=reflect)
     for window, image, row, column, mirror in zip(found, images[ids], rows, columns, mirrored, strict=True):
-        expected = torch.zeros(2, 7 + 2 * padding, 5 + 2 * padding, dtype=torch.uint8)
-        expected[:, padding : padding + 7, padding : padding + 5] = image
+        expected = F.pad(image.float(), [padding] * 4, mode="reflect" if reflect else "constant").byte()
         expected = expected[:, row : row + 7, column : column + 5]
         assert window.equal(expected.flip(2) if mirror else expected)
     assert not operators.waits
     assert images.equal(before)
+
+
+def test_every_second_epoch_mirrors_the_other_images() -> None:
+    augmentation, ids = Augmentation(seed=3, alternate=True), torch.arange(1000)
+    first, second, third = (augmentation.draw(ids, (32, 32), epoch=epoch) for epoch in range(3))
+    assert first[2].equal(1 - second[2])
+    assert first[2].equal(third[2])
+    assert 450 < first[2].sum() < 550
+    assert not first[:2].equal(third[:2])
 
 
 def test_windows_are_resized_as_by_torchvision() -> None:

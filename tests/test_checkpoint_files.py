@@ -17,6 +17,7 @@ import torch
 import torchvision
 from checkpoints import state, step_of
 from commands import TINY, callback, counts, last_checkpoint, refused, run_here
+from threads import on_ranks
 
 from lit_cifar.checkpoint import files as checkpoint_files
 from lit_cifar.checkpoint.files import (
@@ -98,7 +99,7 @@ def test_the_previous_is_used_where_the_last_is_damaged(saved: Path) -> None:
     (saved / LAST).mkdir()
     path, refused = newest_valid(saved)
     assert path is None
-    assert "cannot be read: Is a directory" in refused[0]
+    assert "cannot be read: No such file" in refused[0]
     assert newest_valid(saved / "missing") == (None, [])
 
 
@@ -123,6 +124,25 @@ def test_lightning_reads_no_damaged_file_and_runs_no_code(saved: Path) -> None:
     read_checkpoint(saved / LAST)
     with pytest.raises(CheckpointError, match="is damaged"):
         CheckpointFiles().load_checkpoint(saved / LAST)
+
+
+def test_the_first_process_reads_for_all(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the others have found; they raise what it raises."""
+    read: list[Path] = []
+    monkeypatch.setattr(checkpoint_files, "read_checkpoint", lambda path: read.append(path) or read_checkpoint(path))
+
+    def load(rank: int) -> Any:
+        try:
+            return CheckpointFiles().load_checkpoint(saved / (PREVIOUS if rank else LAST))
+        except CheckpointError as error:
+            return error.problem
+
+    for content in on_ranks(3, load):
+        assert content.keys() == state(2).keys()
+        assert content["weights"].equal(state(2)["weights"])
+    assert read == [saved / LAST]
+    (saved / LAST).unlink()
+    assert on_ranks(3, load) == [f"there is no checkpoint {saved / LAST}"] * 3
 
 
 def test_a_process_killed_at_any_line_leaves_a_whole_checkpoint(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

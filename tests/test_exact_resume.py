@@ -16,17 +16,20 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from checkpoints import assert_same_checkpoint
 from commands import TINY, Result, callback, last_checkpoint, launch, mode_flags, own_network, refused, run_here
 from short_fits import losses
+from threads import on_ranks
 from tiny_task import read_events
 
 from lit_cifar import LitResNet
-from lit_cifar.checkpoint.exact_resume import _collect
+from lit_cifar.checkpoint.exact_resume import SameStart, Start, _collect
 from lit_cifar.checkpoint.files import DIGESTS, digest, write_checkpoint
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.cli.main import CLI
+from lit_cifar.launch.signals import Stopped
 from lit_cifar.reporting.run_folder import LOCK
 from lit_cifar.tools.forked import ForkedRun, _rank_environments
 
@@ -104,6 +107,30 @@ def test_differing_checkpoints_are_told(undisturbed: Path, tmp_path: Path, monke
     assert told[2].endswith(f": {last} after 9 optimizer steps")
     assert "Traceback" not in (tmp_path / "stderr0").read_text() + (tmp_path / "stderr1").read_text()
     assert (tmp_path / "0" / "run" / "metrics.csv").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "differ"),
+    [
+        (Start("a", "", "a"), Start("a", "", "a"), False),
+        (Start("a", "", "b"), Start("b", "", "b"), False),  # which is damaged
+        (Start("a", "", None), Start("a", "", None), False),  # which is cut short
+        (Start("a", "", "a"), Start("b", "", "a"), True),
+        (Start("a", "", None), Start(None, ""), True),
+        (Start(None, ""), Start("a", "", "a"), True),
+    ],
+)
+def test_only_the_first_process_may_find_that_a_checkpoint_is_damaged(first: Start, other: Start, differ: bool) -> None:
+    def meet(rank: int) -> bool:
+        strategy = SimpleNamespace(barrier=dist.barrier, launcher=None)
+        trainer: Any = SimpleNamespace(world_size=2, is_global_zero=rank == 0, strategy=strategy)
+        try:
+            SameStart(other if rank else first).setup(trainer, None, "fit")  # type: ignore[arg-type]
+        except Stopped as stopped:
+            return stopped.code == 2
+        return False
+
+    assert on_ranks(2, meet) == [differ] * 2
 
 
 @pytest.fixture(scope="module")

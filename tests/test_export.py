@@ -71,12 +71,15 @@ def test_onnx_names_its_axes(tmp_path: Path) -> None:
     assert (logits.name, logits.shape) == ("logits", ["batch", 4])
 
 
-MORE = ("resnet18", "resnet50", "wide_resnet50_2", "vit_tiny", "tiny_bottleneck")
+MORE = ("resnet18", "resnet50", "wide_resnet50_2", "vit_tiny", "tiny_bottleneck", "fast")
 
 
 @pytest.mark.parametrize("arch", graded("vit_micro", exhaustive=MORE))
 def test_every_network_can_be_traced(arch: Any, tmp_path: Path) -> None:
     network = build_network(arch, stem=None, num_classes=4, image_size=16).eval().requires_grad_(False)
+    for parameter in network.parameters():
+        if not parameter.any():  # as the filters of `fast` before a fit
+            torch.nn.init.normal_(parameter)
     classifier = Classifier(network, mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.3))
     program, images = trace(classifier, (3, 16, 16)), some_images(5, side=16)
     for kind in KINDS.values():

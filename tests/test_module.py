@@ -20,6 +20,7 @@ from lit_cifar import LitResNet, WarmupDecay
 from lit_cifar.data import Batch
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.errors import ConfigError
+from lit_cifar.models import Whitening
 from lit_cifar.task.metrics import EvaluationMetrics
 from lit_cifar.task.optim import NesterovSGD, keep_saved_types
 
@@ -155,6 +156,21 @@ def test_mirror_images_are_evaluated_too_and_blocks_may_begin_as_the_identity() 
         LitResNet("vit_micro", zero_init_residual=True)
     with pytest.raises(ConfigError, match="zero_init_residual=True is about another one"):
         LitResNet(network=module.network, zero_init_residual=True)
+
+
+def test_filters_follow_from_the_training_images_once(tmp_path: Path) -> None:
+    """Of a fit they are those of the images that it trains on; filters that are there already stay."""
+    module, images = LitResNet("fast"), images_of()
+    fit(module, tmp_path, images, max_steps=1)
+    expected = Whitening()
+    batch = Batch(images.sets["train"].images, torch.arange(80), torch.arange(80), 1.0)
+    expected.whiten(images.on_after_batch_transfer(batch, 0).images)
+    found = module.network.state_dict()["whitening.conv.weight"]
+    assert found.equal(expected.conv.weight)
+    assert module.network.state_dict()["whitening.conv.bias"].any()
+    before = found.clone()
+    fit(module, tmp_path, images_of(seed=1), max_steps=1)
+    assert found.equal(before)
 
 
 @pytest.mark.parametrize("optimizer", ["NAdam", "ASGD", "AdamW"])

@@ -91,11 +91,16 @@ def test_filters_of_zeros_take_a_step() -> None:
     assert filters[:3].flatten(1).diag().less(-0.01).all()
 
 
-def test_all_other_parameters_take_the_step_of_sgd() -> None:
+@pytest.mark.parametrize("lr_biases", [None, 0.6])
+def test_all_other_parameters_take_the_step_of_sgd(lr_biases: float | None) -> None:
+    """Weight decay takes as much from biases that learn faster."""
     nets = network(), network()
     ours, others = ([parameter for parameter in net.parameters() if parameter.ndim != 4] for net in nets)
-    trained(nets[0], MuonSGD(ours, lr_others=0.3), steps=3)
-    sgd = torch.optim.SGD(others, lr=0.3, momentum=0.9, weight_decay=5e-4, nesterov=True)
+    trained(nets[0], MuonSGD(ours, lr_others=0.3, lr_biases=lr_biases), steps=3)
+    groups: list[dict[str, Any]] = [{"params": [parameter for parameter in others if parameter.ndim == 2]}]
+    groups += [{"params": [parameter for parameter in others if parameter.ndim == 1], "lr": lr_biases or 0.3}]
+    groups[1]["weight_decay"] = 5e-4 * 0.3 / groups[1]["lr"]
+    sgd = torch.optim.SGD(groups, lr=0.3, momentum=0.9, weight_decay=5e-4, nesterov=True)
     trained(nets[1], sgd, steps=3)
     for found, parameter in zip(ours, others, strict=True):
         torch.testing.assert_close(found, parameter, rtol=1e-12, atol=1e-12)

@@ -78,6 +78,7 @@ EXHAUSTIVE = {
     "hooks on gradients": Case("mp dp ddp", own("Hooked")),
     "bottlenecks in every mode": Case(" ".join(sized_modes(2)), [*CUT, "--model.arch=tiny_bottleneck"], steps=4),
     "a transformer in every mode": Case(" ".join(sized_modes(2)), [*CUT, "--model.arch=vit_micro"], steps=4),
+    "frozen filters in every mode": Case(" ".join(sized_modes(2)), ["--model.arch=fast"], steps=4),
 }
 ALL = [
     *(pytest.param(case, id=name) for name, case in CASES.items()),

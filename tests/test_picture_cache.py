@@ -127,6 +127,8 @@ def test_windows_and_centres_of_pictures_that_are_decoded_larger(folder: Folder)
         ) as error:
             folder.data(decoded_size=size)
         assert "--data.decoded_size=27" in error.value.remedy
+    with pytest.raises(ConfigError, match=r"--data.decoded_size crops images that are not padded"):
+        folder.data(decoded_size=32, reflect=True)
 
 
 def test_nothing_is_decoded_or_copied_when_it_is_there(folder: Folder) -> None:

@@ -43,6 +43,8 @@ REFUSED = {
     "--data.val_size=96": ["--data.val_size=9"],
     "--data.num_train=97": ["--data.drop_last=true"],
     "--data.augment=false --data.cutout=8": ["--data.augment=true"],
+    "--data.augment=false --data.alternate_flips=true": ["--data.augment=true"],
+    "--data.reflect=true --data.padding=32": ["lower --data.padding"],
     "--data.frozen_order=true --data.shuffle=false": ["--data.frozen_order"],
     "--data.cache_limit_gb=5": ["--data.cache_limit_gb=5.0 is for pictures of your own"],
     "--data.skip_unreadable=true": ["--data.skip_unreadable=True is for"],

@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoints import assert_same_checkpoint
 from commands import TINY, last_checkpoint, launch, mode_flags, run_here
+from device_bytes import DEVICE, DeviceBytes
 from lightning.pytorch.strategies import DDPStrategy
 from short_fits import data, fit, short
 from threads import on_ranks
@@ -18,13 +21,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lit_cifar import LitResNet
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.models import build_network
-from lit_cifar.models.blocks import num_tensor_parts
+from lit_cifar.models.blocks import blocks_of, num_tensor_parts
 from lit_cifar.strategies import ShardedStrategy, fsdp2, tp
-from lit_cifar.strategies.mesh import local_part
+from lit_cifar.strategies.mesh import local_part, make_mesh
 from lit_cifar.strategies.state_dicts import local_slice
 
 pytestmark = [short, pytest.mark.usefixtures("one_process")]
@@ -140,6 +144,26 @@ def test_a_failure_gives_the_plain_network_back(tmp_path: Path) -> None:
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
 
 
+@pytest.mark.parametrize("sizes", [{}, {"data_parallel_size": 1, "tensor_parallel_size": None}], ids=["fsdp2", "tp"])
+def test_a_device_never_holds_more_than_its_parts_and_a_block(sizes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the first of 8 processes, of which there is no other."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    strategy = ShardedStrategy(**sizes)
+    monkeypatch.setattr(ShardedStrategy, "root_device", DEVICE)
+    strategy.mesh = make_mesh("cpu", model_size=8 if sizes else 1, timeout=None)
+    model = LitResNet("resnet10")
+    strategy.model = strategy._lightning_module = model
+    whole, *blocks = (
+        sum(tensor.nbytes for tensor in chain(module.parameters(), module.buffers()))
+        for module in (model.network, *(blocks_of(model.network) or {}).values())
+    )
+    with DeviceBytes() as device:
+        strategy.model_to_device()
+        strategy.make_forward_fn(model.network)
+    assert whole / 8 < device.held < whole / 3
+    assert device.peak <= device.held + max(blocks) < whole
+
+
 # ---------------------------------------------------------------- tables
 
 
@@ -193,7 +217,7 @@ def test_what_tp_does_not_split_cannot_drift_apart(monkeypatch: pytest.MonkeyPat
         strategy = ShardedStrategy(data_parallel_size=1, tensor_parallel_size=None)
         strategy.mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "model"))
         network = deepcopy(whole)
-        tp.split_tensors(network, strategy.mesh["model"])
+        tp.split_tensors(network, strategy.mesh["model"], torch.device("cpu"))
         strategy._lightning_module = SimpleNamespace(network=network)  # type: ignore[assignment]
         for tensor in network.state_dict().values():
             local_part(tensor).add_(rank * 1e-7 if tensor.is_floating_point() else 0)
@@ -218,7 +242,8 @@ def test_the_plan_says_how_much_a_process_holds(mode: str, held: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "num_parts"), [("tiny", 8), ("resnet34", 64), ("resnet50", 64), ("wide_resnet50_2", 128), ("vit_tiny", 12)]
+    ("arch", "num_parts"),
+    [("tiny", 8), ("resnet34", 64), ("resnet50", 64), ("wide_resnet50_2", 128), ("vit_tiny", 12), ("fast", 64)],
 )
 def test_into_how_many_parts_a_network_can_be_cut(arch: Any, num_parts: int) -> None:
     with torch.device("meta"):

@@ -138,8 +138,8 @@ def kills(folder: Path) -> Row:
     """20 faults of a training of two processes that get a tenth."""
     found, config = (folder / f"chaos-{time.time_ns()}.{kind}" for kind in ("json", "yaml"))
     out_of_page_cache(folder)
-    network = "{network: picture_cache.Patches, optimizer: {class_path: lit_cifar.NesterovSGD, init_args: {lr: 0.001}}}"
-    config.write_text(f"model: {network}\ndata: {{batch_size: 32}}\n")  # without one, `chaos` has data of its own
+    # Without a file of one's own `chaos` has data of its own.
+    config.write_text("model: {arch: resnet10, stem: imagenet, optimizer: {lr: 1e-4}}\ndata: {batch_size: 16}\n")
     data = words_of(folder, source="file", size=SIZE, num=None)
     data.remove("--trainer.accelerator=cpu")  # `chaos` sets it
     words = ["chaos", "--faults=20", "--modes=ddp", "--devices=2", f"--json={found}", f"--config={config}", *data]

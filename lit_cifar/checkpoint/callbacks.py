@@ -142,6 +142,8 @@ class LastCheckpoint(callbacks.Checkpoint):
         every_n_epochs: Save after every n epochs. With 0 the number of epochs is no reason to save.
         every_n_steps: Save after every n optimizer steps. With null the number of steps is no reason to save.
         every_n_seconds: Save when n seconds have passed since the last checkpoint. With null time is no reason to save.
+        sharded: Under `fsdp2`, let each process write its part into a folder of that name. With false rank 0 writes a
+            file of all, which any mode reads.
 
     Attributes:
         newest: The file that this run saved last, or the one it was resumed from; None if there is neither. It is
@@ -149,12 +151,18 @@ class LastCheckpoint(callbacks.Checkpoint):
     """
 
     def __init__(
-        self, *, every_n_epochs: int = 1, every_n_steps: int | None = None, every_n_seconds: float | None = None
+        self,
+        *,
+        every_n_epochs: int = 1,
+        every_n_steps: int | None = None,
+        every_n_seconds: float | None = None,
+        sharded: bool = False,
     ) -> None:
         super().__init__()
         self.every_n_epochs = every_n_epochs
         self.every_n_steps = every_n_steps
         self.every_n_seconds = every_n_seconds
+        self.sharded = sharded
         self.newest: Path | None = None
         self._folder = Path()
         self._saved_step = 0
@@ -192,8 +200,11 @@ class LastCheckpoint(callbacks.Checkpoint):
         """
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
+        strategy: Any = trainer.strategy
         with failing_together(trainer, behind=True):
+            strategy.saves_parts = self.sharded
             trainer.save_checkpoint(self._folder / LAST)
+            strategy.saves_parts = False
         self.newest = self._folder / LAST
         self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
 

@@ -32,11 +32,14 @@ class Start(NamedTuple):
 
     digest: str | None  # of the checkpoint's content; None for no checkpoint
     text: str  # file and position, or why there is none
+    newest: str | None = None  # what the run's newest file carries; of one that is damaged too
     host: str = socket.gethostname()
 
 
 class SameStart(Callback):
     """Compares the starts of all processes once they have met, and ends all of them if one has another than rank 0.
+
+    Only rank 0, which reads the file for all, may have found that the newest one is damaged.
 
     `start` is this process's own. Under `ddp_spawn` all have that of the parent.
     """
@@ -49,7 +52,8 @@ class SameStart(Callback):
             return
         starts: list[Any] = [None] * trainer.world_size
         dist.all_gather_object(starts, self._start)
-        other = next((rank for rank, start in enumerate(starts) if start.digest != starts[0].digest), None)
+        same = (starts[0].digest, starts[0].newest or starts[0].digest)
+        other = next((rank for rank, start in enumerate(starts) if start.digest not in same), None)
         if other is not None:
             told = [f"  rank {rank} on {starts[rank].host}: {starts[rank].text}" for rank in (0, other)]
             lines = ["error: the processes would start from different checkpoints", *told]

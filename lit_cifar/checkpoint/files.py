@@ -12,6 +12,7 @@ import io
 import os
 import re
 import shlex
+import shutil
 import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -19,13 +20,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from typing_extensions import override
 
 from lit_cifar.checkpoint.format import POSITION, read_checkpoint
@@ -34,6 +36,7 @@ from lit_cifar.reporting.files import make_folder, replacing, sync
 from lit_cifar.watchdog import HELPER
 
 LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
+INDEX = "index.ckpt"  # in the folder that a checkpoint in parts is, see `sharded.py`
 DIGESTS = "weights.sha256"  # in the run folder: a line for each epoch, by which two runs can be compared by eye
 _DIGEST_LINE = re.compile(r"[0-9a-f]{64}  epoch (\d+)")
 _DISK = (errno.ENOENT, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
@@ -65,10 +68,7 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: Path) -> None:
     try:
         _write_synced(draft, content)
         _read_back(draft, path)
-        if path.name == LAST and _is_whole(path):
-            path.replace(path.with_name(PREVIOUS))
-        draft.replace(path)
-        sync(path.parent)
+        put_in_place(draft, path)
     except OSError as error:
         raise save_error(error, path, checkpoints=path.parent) from error
     finally:
@@ -76,10 +76,64 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: Path) -> None:
             draft.unlink(missing_ok=True)
 
 
+def put_in_place(draft: Path, path: Path) -> None:
+    """Give the file or folder `draft` its name. The `last.ckpt` before it becomes `previous.ckpt` if it is whole."""
+    if path.name == LAST and _is_whole(path):
+        previous = path.with_name(PREVIOUS)
+        if path.is_dir() or previous.is_dir():  # which cannot replace one another
+            remove(previous)
+        path.replace(previous)
+    elif path.is_dir():
+        remove(path)
+    draft.replace(path)
+    sync(path.parent)
+
+
+def remove(path: Path) -> None:
+    """A file or a folder, if there is one."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def index_of(path: Path) -> Path:
+    """Of a checkpoint in parts the file that says what it holds; else `path`."""
+    return path / INDEX if path.is_dir() else path
+
+
 def read_whole(path: Path) -> dict[str, Any]:
     """As `read_checkpoint`, once the content is known to be what was written; else a `CheckpointError`."""
     verify_checkpoint(path)
     return read_checkpoint(path)
+
+
+def read_by_first(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `read` returns, or the `CheckpointError` that it raises, in the first process; all must call this.
+
+    Tensors are sent one by one.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return read()
+    is_first, content = dist.get_rank() == 0, cast(Any, None)
+    if is_first:
+        try:
+            content = read()
+        except CheckpointError as error:
+            content = error
+    leaves, structure = tree_flatten(content)
+    sent = [([None if isinstance(leaf, Tensor) else [leaf] for leaf in leaves], structure)]
+    dist.broadcast_object_list(sent)
+    received: list[Any] = []
+    for index, leaf in enumerate(sent[0][0]):
+        tensor = [leaves[index] if is_first else None]
+        if leaf is None:
+            dist.broadcast_object_list(tensor)
+        received += leaf or tensor
+    content = tree_unflatten(received, sent[0][1])
+    if isinstance(content, CheckpointError):
+        raise content
+    return dict(content)
 
 
 def verify_checkpoint(path: Path) -> None:
@@ -107,16 +161,21 @@ def carried_hash(path: Path) -> str | None:
     return match[1].decode() if match else None
 
 
-def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
+def newest_valid(folder: Path, *, whole: bool = True) -> tuple[Path | None, list[str]]:
     """`last.ckpt`, else `previous.ckpt` of a run's `checkpoints/`, else None; and why newer ones were refused, a line
     each.
+
+    Without `whole` a file is opened and not read, so that damage to its tensors is not found. Nor is it in the parts of
+    one in parts, before they are read.
     """
     refused = []
     for path in (folder / LAST, folder / PREVIOUS):
         if not os.path.lexists(path):
             continue
         try:
-            read_whole(path)
+            if whole:
+                verify_checkpoint(index_of(path))
+            read_checkpoint(index_of(path), mapped=True)
         except CheckpointError as error:
             refused.append(error.problem)
         else:
@@ -150,7 +209,7 @@ def content_hash(path: Path) -> str:
 
 def _is_whole(path: Path) -> bool:
     try:
-        verify_checkpoint(path)
+        verify_checkpoint(index_of(path))
     except CheckpointError:
         return False
     return True
@@ -262,14 +321,19 @@ class CheckpointFiles(CheckpointIO):
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read tensors, to the CPU, and primitives; if the file carries a hash, its content must match."""
+        """Read tensors, to the CPU, and primitives; if the file carries a hash, its content must match.
+
+        Of several processes, each of which must call this, the first reads its file, for all.
+        """
         if weights_only is False:
             raise ConfigError(
                 "--weights_only=false would let a checkpoint run code", remedy="leave it out: no checkpoint needs it"
             )
         path = Path(path)
         self.settle()
-        return read_whole(path) if path.is_file() and carried_hash(path) else read_checkpoint(path)
+        return read_by_first(
+            lambda: read_whole(path) if path.is_file() and carried_hash(path) else read_checkpoint(path)
+        )
 
     @override
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -314,12 +378,17 @@ class CheckpointFiles(CheckpointIO):
         folder = path.parent
         if folder not in self._folders:
             make_folder(folder)
-        if path.name == LAST:  # what belongs to the checkpoint is on the disk before it is
-            for each in (*folder.parent.glob("*.csv"), folder.parent):
-                sync(each)
+        if path.name == LAST:
+            sync_tables(folder.parent)
             note_epoch(checkpoint, folder.parent)
         write_checkpoint(checkpoint, path)
         self._folders.add(folder)
+
+
+def sync_tables(folder: Path) -> None:
+    """What belongs to a checkpoint is on the disk before it is: the tables of the run folder."""
+    for each in (*folder.glob("*.csv"), folder):
+        sync(each)
 
 
 def _remove(path: Path) -> None:

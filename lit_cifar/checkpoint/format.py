@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
+from zipfile import is_zipfile
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -160,12 +161,19 @@ def _class_path(optimizer: Optimizer) -> str:
     return f"{package if exported else kind.__module__}.{kind.__qualname__}"
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Open a checkpoint with `weights_only=True`, on the CPU; raises a `CheckpointError` if torch cannot."""
+def read_checkpoint(path: Path, *, mapped: bool = False) -> dict[str, Any]:
+    """Open a checkpoint with `weights_only=True`, on the CPU; raises a `CheckpointError` if torch cannot.
+
+    If it is `mapped`, a tensor is read only where it is looked at; torch cannot do so with files of its first releases.
+    """
+    if path.is_dir():
+        from lit_cifar.checkpoint.sharded import read_all  # which imports this
+
+        return read_all(path)
     if not path.is_file():
         raise CheckpointError(f"there is no checkpoint {path}", remedy="look under RUN_FOLDER/checkpoints/")
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and is_zipfile(path))
     except Exception as error:  # torch raises half a dozen types here, depending on what is broken
         code = re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", str(error))
         reason = f"it needs the code of {code[1]}" if code else "it is incomplete, or torch has not written it"

@@ -9,7 +9,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_cifar.checkpoint.exact_resume import Start
-from lit_cifar.checkpoint.files import carried_hash, content_hash, newest_valid
+from lit_cifar.checkpoint.files import LAST, carried_hash, content_hash, index_of, newest_valid
 from lit_cifar.checkpoint.format import (
     POSITION,
     check_optimizer,
@@ -52,10 +52,13 @@ class StartingCheckpoint:
             )
 
     def _read(self, path: Path, *, resumes: bool) -> None:
-        self._content = read_checkpoint(path)
+        index = index_of(path)
+        self._content = read_checkpoint(index, mapped=True)
         step = self._content.get("global_step")
         at = f" after {step} optimizer steps" if isinstance(step, int) else ""
-        self.start = Start(carried_hash(path) or content_hash(path), f"{path}{at}")
+        last = index_of(path.with_name(LAST))
+        newest = carried_hash(last) if resumes and last.is_file() else None
+        self.start = Start(carried_hash(index) or content_hash(index), f"{path}{at}", newest)
         self.has_weights_alone = holds_weights_alone(self._content)
         if self.has_weights_alone:
             return
@@ -126,7 +129,7 @@ def _newest(subcommand: str, config: Namespace) -> tuple[str | None, list[str]]:
             f"{flags} takes the newest checkpoint, but --ckpt_path={config.ckpt_path} names one",
             remedy="leave one of the two out",
         )
-    path, refused = newest_valid(Path(config.run_dir) / "checkpoints")
+    path, refused = newest_valid(Path(config.run_dir) / "checkpoints", whole=process_rank() == 0)
     if refused and path is None and process_rank() == 0:
         raise CheckpointError(
             "\n".join(refused), remedy="restore one of them, or start a new run in another folder: --run_dir=FOLDER"

@@ -41,6 +41,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "data.cutout": (0, math.inf),
     "data.eval_batch_size": (1, math.inf),
     "data.num_workers": (0, math.inf),
+    "data.padding": (0, math.inf),
     "data.seed": (0, math.inf),
     "data.val_size": (0, math.inf),
     "figures.num_wrong": (0, _MANY),
@@ -136,6 +137,11 @@ def check_run(
                 from lit_cifar.strategies.base import check_gradient_hooks
 
                 check_gradient_hooks(module, strategy=f"ddp_{trainer.strategy._start_method}")
+        if asked.last_checkpoint.sharded and not getattr(trainer.strategy, "takes_parts", False):
+            raise ConfigError(
+                "--last_checkpoint.sharded=true: only --trainer.strategy=fsdp2 has parts of a network in its processes",
+                remedy="leave it out",
+            )
     trainer.strategy.connect(module)  # a strategy that splits the network does so here
     data.trainer = trainer
     data.prepare_data()

@@ -25,8 +25,10 @@ class Augmentation:
 
     seed: int  # part of every draw's key
     resized_to: int | None = None  # height and width of a resized window; with None there is none
-    padding: int = 4  # otherwise, pixels of black added on each side before a window of the image's size is cropped
+    padding: int = 4  # otherwise, pixels added on each side before a window of the image's size is cropped
+    reflect: bool = False  # whether these are the mirror image of those inside; otherwise they are black
     flip: bool = True  # whether half of the images are mirrored left to right
+    alternate: bool = False  # whether these are the others in every second epoch; otherwise each epoch draws anew
     cutout: int = 0  # side in pixels of a black square at a random centre (DeVries and Taylor, 2017); 0 for none
 
     def draw(self, ids: Tensor, size: Sequence[int], *, epoch: int) -> Tensor:
@@ -52,16 +54,21 @@ class Augmentation:
             window = list(sizes[pick(Purpose.CROP_SIZE, len(sizes))].T)
             place = [pick(Purpose.CROP_ROW, height + 1 - window[0]), pick(Purpose.CROP_COLUMN, width + 1 - window[1])]
             height = width = self.resized_to
-        draws = [*place, pick(Purpose.FLIP, 2 if self.flip else 1), *window]
+        draws = [*place, self._mirrored(ids, epoch), *window]
         if self.cutout:
             draws += [pick(Purpose.CUTOUT_ROW, height), pick(Purpose.CUTOUT_COLUMN, width)]
         return torch.stack(draws)
+
+    def _mirrored(self, ids: Tensor, epoch: int) -> Tensor:
+        drawn_in = 0 if self.alternate else epoch
+        drawn = keyed_integers(ids, 1 + self.flip, seed=self.seed, epoch=drawn_in, purpose=Purpose.FLIP)
+        return drawn ^ (epoch & 1) if self.alternate else drawn
 
     def __call__(self, images: Tensor, draws: Tensor) -> Tensor:
         """The `images` (uint8, (n, C, H, W)) after their `draws`, a new tensor, of the same shape unless resized."""
         rows, columns, mirrored, *rest = draws
         if self.resized_to is None:
-            cropped = crop(images, rows, columns, mirrored.bool(), padding=self.padding)
+            cropped = crop(images, rows, columns, mirrored.bool(), padding=self.padding, reflect=self.reflect)
         else:
             heights, widths, *rest = rest
             cropped = resized_crop(images, rows, columns, heights, widths, mirrored.bool(), size=self.resized_to)
@@ -80,20 +87,31 @@ class Augmentation:
         return (pixels >= start) & (pixels < start + self.cutout)
 
 
-def crop(images: Tensor, rows: Tensor, columns: Tensor, mirrored: Tensor, *, padding: int) -> Tensor:
+def crop(
+    images: Tensor, rows: Tensor, columns: Tensor, mirrored: Tensor, *, padding: int, reflect: bool = False
+) -> Tensor:
     """A window of each of the padded `images`, uint8, (n, C, H, W).
 
     `rows` and `columns` (int64, (n,)) are where it begins in the padded image, `mirrored` (bool, (n,)) whether it is
     mirrored left to right.
     """
     height, width = images.shape[2:]
-    padded = F.pad(images, [padding] * 4)
+    padded = _reflected(images, padding) if reflect else F.pad(images, [padding] * 4)
     down, across = (torch.arange(length, device=images.device) for length in (height, width))
     across = torch.where(mirrored[:, None], width - 1 - across, across)
     # The place of each pixel of a window in its padded image, the same in every channel.
     places = (rows[:, None] + down)[:, :, None] * padded.shape[3] + (columns[:, None] + across)[:, None, :]
     places = places.flatten(1)[:, None].expand(-1, images.shape[1], -1)
     return padded.flatten(2).gather(2, places).view(images.shape)
+
+
+def _reflected(images: Tensor, padding: int) -> Tensor:
+    """`F.pad` with the mode "reflect", which does not take uint8."""
+    for dim in (2, 3):
+        last = images.shape[dim] - 1
+        places = torch.arange(-padding, last + padding + 1, device=images.device).abs()
+        images = images.index_select(dim, last - (last - places).abs())
+    return images
 
 
 @cache

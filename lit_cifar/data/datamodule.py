@@ -80,7 +80,11 @@ class CIFAR10DataModule(L.LightningDataModule):
             tenth, and none where there is ROOT/val.
         num_train: Use only the first n training images, before the split. The synthetic data set draws n images.
         num_test: Use only the first n test images. The synthetic data set draws n images.
-        augment: Augment training images by random crops after padding by 4 pixels, and by random flips.
+        augment: Augment training images by random crops after padding, and by random flips.
+        padding: Pixels that are added on each side before a crop. The default is 4.
+        reflect: Let these be the mirror image of those inside. With false they are black.
+        alternate_flips: Flip a random half of the images in the first epoch and the other half in the second, and so
+            on (Jordan, 2024, https://arxiv.org/abs/2404.00498). With false each epoch draws another half.
         cutout: Side of a random black square in training images, in pixels. With 0 there is none. Needs `augment`.
         shuffle: Draw a new permutation for each epoch. With false every epoch has the order of the files.
         frozen_order: Repeat the order of the first epoch in every epoch, as a forgotten `set_epoch` does. For study.
@@ -124,6 +128,9 @@ class CIFAR10DataModule(L.LightningDataModule):
         num_train: int | None = None,
         num_test: int | None = None,
         augment: bool = True,
+        padding: int | None = None,
+        reflect: bool = False,
+        alternate_flips: bool = False,
         cutout: int = 0,
         shuffle: bool = True,
         frozen_order: bool = False,
@@ -168,7 +175,15 @@ class CIFAR10DataModule(L.LightningDataModule):
         self.name, self.classes, self.image_size = self.source.title, self.source.classes, self.source.image_size
         self.decoded_size = decoded_size or self.image_size
         resized_to = None if decoded_size is None else self.image_size
-        self.augmentation = Augmentation(seed=seed, resized_to=resized_to, cutout=cutout) if augment else None
+        drawn = Augmentation(
+            seed=seed,
+            resized_to=resized_to,
+            padding=4 if padding is None else padding,
+            reflect=reflect,
+            alternate=alternate_flips,
+            cutout=cutout,
+        )
+        self.augmentation = drawn if augment else None
         own = self.source.val_size
         if not self.source.own_val and num_train is not None:
             own = min(own, max(num_train, 0) // 10)
@@ -176,8 +191,18 @@ class CIFAR10DataModule(L.LightningDataModule):
         self.sets: dict[str, ImageSet] = {}
         self.folder: FolderImages | None = None
         self._prepared = False
-        if cutout and not augment:
-            raise ConfigError(f"--data.cutout={cutout} is part of the augmentation", remedy="pass --data.augment=true")
+        given = {"padding": padding, "reflect": reflect, "alternate_flips": alternate_flips, "cutout": cutout}
+        for name, value in given.items():
+            if value and not augment:
+                remedy = "pass --data.augment=true"
+                raise ConfigError(f"--data.{name}={value} is part of the augmentation", remedy=remedy)
+        if decoded_size is not None and (padding or reflect):
+            raise ConfigError(
+                "--data.decoded_size crops images that are not padded",
+                remedy="leave out --data.padding and --data.reflect",
+            )
+        if reflect and drawn.padding >= self.image_size:
+            raise ConfigError("--data.reflect=true has too few pixels to mirror", remedy="lower --data.padding")
         if self.source.own_val and val_size is not None:
             raise ConfigError(
                 f"--data.val_size={val_size} holds out images to validate on, and there are some in {root}/val",
@@ -299,15 +324,24 @@ class CIFAR10DataModule(L.LightningDataModule):
         return images.to(device)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Take the centre and normalise it on the device: uint8 to float32 to the precision of the run."""
-        device, size = batch.images.device, self.image_size
-        border = (batch.images.shape[3] - size) // 2  # 0 after augmentation
-        centre = batch.images[:, :, border : border + size, border : border + size]
-        mean, std = (_channel_values(values, device) for values in (self.source.mean, self.source.std))
-        images = centre.to(torch.float32, copy=True).sub_(mean).div_(std)
+        """Normalise the images on the device, in the precision of the run."""
+        images = self._normalised(batch.images)
         # Lightning converted the batch before the transfer, when there was no float in it yet.
         converted: Any = images if self.trainer is None else self.trainer.precision_plugin.convert_input(images)
         return batch._replace(images=converted)
+
+    def first_images(self, num_images: int) -> Tensor:
+        """The first training images, or all if there are fewer, normalised but not augmented: float32."""
+        images = self.sets["train"]
+        return self._normalised(images.gather(torch.arange(min(num_images, len(images)))))
+
+    def _normalised(self, images: Tensor) -> Tensor:
+        """Their centre, from uint8 to float32."""
+        size = self.image_size
+        border = (images.shape[3] - size) // 2  # 0 after augmentation
+        centre = images[:, :, border : border + size, border : border + size]
+        mean, std = (_channel_values(values, images.device) for values in (self.source.mean, self.source.std))
+        return centre.to(torch.float32, copy=True).sub_(mean).div_(std)
 
 
 @cache

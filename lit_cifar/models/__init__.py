@@ -9,23 +9,24 @@ from torch import nn
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.models import resnet, vit
+from lit_cifar.models.fast import FastNetwork, Whitening
 from lit_cifar.models.resnet import Stem, build_resnet
 
-Arch = Literal[resnet.Arch, vit.Arch]
+Arch = Literal[resnet.Arch, vit.Arch, "fast"]
 DEFAULT_ARCH: Arch = "resnet34"
 
-__all__ = ["DEFAULT_ARCH", "Arch", "Stem", "build_network", "build_resnet", "stem_of"]
+__all__ = ["DEFAULT_ARCH", "Arch", "Stem", "Whitening", "build_network", "build_resnet", "stem_of"]
 
 
 def build_network(
     arch: Arch, *, stem: Stem | None, num_classes: int, image_size: int, zero_init_residual: bool = False
 ) -> nn.Module:
     """The network called `arch`, from float (n, 3, image_size, image_size) to logits (n, num_classes)."""
+    if zero_init_residual and arch not in resnet.SHAPES:
+        raise ConfigError(f"--model.zero_init_residual=true is of a ResNet, and {arch} is none", remedy="leave it out")
+    if arch == "fast":
+        return FastNetwork(num_classes=num_classes)
     if arch in vit.SHAPES:
-        if zero_init_residual:
-            raise ConfigError(
-                f"--model.zero_init_residual=true is of a ResNet, and {arch} is none", remedy="leave it out"
-            )
         return vit.VisionTransformer(cast(vit.Arch, arch), num_classes=num_classes, image_size=image_size)
     name = cast(resnet.Arch, arch)
     return build_resnet(name, stem=stem or "cifar", num_classes=num_classes, zero_init_residual=zero_init_residual)

@@ -7,9 +7,10 @@ together are torch's documented composition of the two.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import lightning as L
@@ -23,11 +24,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Optimizer
 from typing_extensions import override
 
+from lit_cifar.checkpoint.files import index_of, sync_tables
+from lit_cifar.checkpoint.sharded import in_parts, read_parts, save_parts
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.blocks import blocks_of
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.strategies.base import ForwardFn, at_least_one, check_untied, compiles
-from lit_cifar.strategies.mesh import MeshStrategy, at_once, local_part, parameters_of
+from lit_cifar.strategies.mesh import MeshStrategy, at_once, local_part, parameters_of, place
 from lit_cifar.strategies.parts import Parts
 from lit_cifar.strategies.state_dicts import full, part_of
 from lit_cifar.strategies.sync_batchnorm import synchronise_along
@@ -64,6 +67,7 @@ class ShardedStrategy(MeshStrategy):
         self.tensor_parallel_size = tensor_parallel_size
         self.strategy_name = "tp" if data_parallel_size == 1 else "fsdp2"
         self._whole: nn.Module | None = None
+        self.saves_parts = False  # of what is saved next
 
     @property
     @override
@@ -71,6 +75,11 @@ class ShardedStrategy(MeshStrategy):
         if self.tensor_parallel_size is not None:
             return self.tensor_parallel_size
         return max(1, self.all_processes // (self.data_parallel_size or 1))
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether it writes and reads checkpoints in parts; those on both axes of the mesh have not been tried."""
+        return self.tensor_parallel_size == 1
 
     @override
     def check(self) -> None:
@@ -152,18 +161,24 @@ class ShardedStrategy(MeshStrategy):
             )
 
     @override
+    def model_to_device(self) -> None:
+        """All but the network, which may be too large for a device as a whole."""
+        network, self.module.network = self.module.network, nn.Identity()
+        super().model_to_device()
+        self.module.network = network
+
+    @override
     def make_forward_fn(self, network: nn.Module) -> ForwardFn:
-        """Put a copy in the network's place, and leave each process its parts of it."""
+        """Put a copy in the network's place, and leave each process its parts of it; the whole stays on the host."""
         self._whole = network
-        # `fully_shard` takes parameters in torch's own order alone; the activations follow the images.
-        parts = deepcopy(network).to(memory_format=torch.contiguous_format)
-        self._whole.cpu()
+        parts = _copy(network)
         # By what was asked for, not by the number of processes: one process takes the same path.
         if self.tensor_parallel_size != 1:
-            split_tensors(parts, self.mesh["model"])
+            split_tensors(parts, self.mesh["model"], self.root_device)
         synchronise_along(parts, self.data_group)
         if self.data_parallel_size != 1:
-            shard(parts, self.mesh["data"], dtype=AUTOCAST.get(self.precision_plugin.precision))
+            dtype = AUTOCAST.get(self.precision_plugin.precision)
+            shard(parts, self.mesh["data"], self.root_device, dtype=dtype)
         if compiles(self.lightning_module):
             modules = set(parts.modules())
             blocks = [block for block in (blocks_of(parts) or {}).values() if block in modules]
@@ -231,12 +246,37 @@ class ShardedStrategy(MeshStrategy):
     def local_buffers(self) -> Iterator[Tensor]:
         return (local_part(buffer) for buffer in self.module.network.buffers())
 
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True  # into the parts
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole tensors; every process must call this."""
+        """Whole tensors, unless the checkpoint is to be in parts; every process must call this."""
         self.use_first_buffers()
         assert self.lightning_module is not None
-        return full(self.lightning_module.state_dict())
+        state = self.lightning_module.state_dict()
+        return state if self.saves_parts else full(state)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        if not self.saves_parts:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        sync_tables(Path(filepath).parent.parent)
+        save_parts(checkpoint, Path(filepath))
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        path = index_of(Path(checkpoint_path)) if self.takes_parts else checkpoint_path
+        checkpoint: dict[str, Any] = super().load_checkpoint(path, weights_only)
+        if not in_parts(checkpoint):
+            return checkpoint
+        folder = self.broadcast(Path(checkpoint_path))  # the first process knows it
+        return read_parts(checkpoint, folder, network=self.module.network, optimizers=self.optimizers)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -247,7 +287,8 @@ class ShardedStrategy(MeshStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return full(super().optimizer_state(optimizer))
+        state = super().optimizer_state(optimizer)
+        return state if self.saves_parts else full(state)
 
     @override
     def part_of_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
@@ -274,9 +315,10 @@ AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 NARROW = (nn.modules.conv._ConvNd, nn.Linear)
 
 
-def shard(network: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype | None = None) -> None:
+def shard(network: nn.Module, mesh: DeviceMesh, device: torch.device, *, dtype: torch.dtype | None = None) -> None:
     """Apply `fully_shard` in place: the network's blocks are gathered one at a time; without blocks, all of it at once.
 
+    So they are moved to `device`, with the values of the first process: one block is there as a whole at a time.
     Parameters may be DTensors on another axis of the mesh than this one. Convolutions and linear layers compute in
     `dtype`, and so are gathered in it; gradients are summed in the parameters' own. Other layers of a block, BatchNorm
     say, are then gathered apart.
@@ -286,6 +328,7 @@ def shard(network: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype | None = N
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     modules = set(network.modules())
     for block in (blocks_of(network) or {}).values():
+        place(_plain(block.parameters()), device)
         layers = [layer for layer in block.modules() if [*layer.parameters()] and not [*layer.children()]]
         wide = [] if dtype is None else [layer for layer in layers if not isinstance(layer, NARROW)]
         if wide:
@@ -295,7 +338,18 @@ def shard(network: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype | None = N
         rest = [module for module in own if module not in wide and [*module.parameters()]]
         if rest:
             fully_shard(rest if len(rest) > 1 else rest[0], mesh=mesh, mp_policy=policy)
+    place(_plain(chain(network.parameters(), network.buffers())), device)
     fully_shard(network, mesh=mesh)
+
+
+def _copy(network: nn.Module) -> nn.Module:
+    """With the same parameters, in the same memory, until one is replaced or moved."""
+    same: Any = {id(whole): nn.Parameter(whole.detach(), whole.requires_grad) for whole in network.parameters()}
+    return deepcopy(network, same)
+
+
+def _plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    return (tensor for tensor in tensors if not isinstance(tensor, DTensor))
 
 
 class TreeReduceScatter:

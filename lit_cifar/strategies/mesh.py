@@ -9,7 +9,7 @@ samples, and a sum over all would count them several times.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal, cast
 
@@ -123,8 +123,7 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
             self.model = self._layer_sync.apply(self.model)
         self.precision_plugin.convert_module(self.model)
         self._reset_optimizers_and_schedulers()
-        self.model.to(self.root_device)
-        _sync_module_states(self.model)
+        self.model_to_device()
         self.module.use_forward_fn(self.make_forward_fn(self.module.network))
         self._count_along_data(self.data_group)
         if fitting:
@@ -134,6 +133,13 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
             self.precision_plugin.scaler.__class__ = AgreedGradScaler
         # Lightning leaves clipping to the precision plugin, which sees this process's gradients only.
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+
+    @override
+    def model_to_device(self) -> None:
+        """With the values of the first process."""
+        super().model_to_device()
+        assert self.model is not None
+        _sync_module_states(self.model)
 
     # Each replica updates its own running statistics. When evaluation starts, all replicas take those of the first one.
 
@@ -233,6 +239,13 @@ def at_once(send: Callable[[Tensor], object], tensors: Sequence[Tensor]) -> None
     send(flat)
     for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))
+
+
+def place(tensors: Iterable[Tensor], device: torch.device) -> None:
+    """Move `tensors` to `device`, in place, with the values of the first process; every process must call this."""
+    for tensor in tensors:
+        tensor.data = tensor.detach().to(device, memory_format=torch.contiguous_format)
+        dist.broadcast(tensor.detach(), src=0)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -35,8 +35,9 @@ def _gather(tensor: DTensor) -> Tensor:
 
 
 def part_of(whole: Any, like: Tensor) -> Any:
-    """`whole` divided as `like` is; a value of another shape, such as the number of steps, unchanged."""
-    if not (isinstance(whole, Tensor) and isinstance(like, DTensor) and whole.shape == like.shape):
+    """`whole` divided as `like` is; what is divided already, or has another shape, as a number of steps, unchanged."""
+    is_whole = isinstance(whole, Tensor) and not isinstance(whole, DTensor)
+    if not (is_whole and isinstance(like, DTensor) and whole.shape == like.shape):
         return whole
     part = torch.empty_like(like, dtype=whole.dtype, requires_grad=False)
     local_part(part).copy_(local_slice(whole, like))

@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.blocks import SplitKind, num_tensor_parts, tensor_split_of
 from lit_cifar.models.memory_format import with_plain_gradient
+from lit_cifar.strategies.mesh import place
 
 # Of a weight, whose dims begin with outputs and inputs. A tensor with fewer dims, as a bias of outputs, is not split.
 _SPLIT_DIM: dict[SplitKind, int] = {"columns": 0, "channels": 0, "rows": 1, "head": 1}
@@ -47,11 +48,10 @@ def check_divisible(network: nn.Module, num_processes: int, num_replicas: int, *
         )
 
 
-def split_tensors(network: nn.Module, mesh: DeviceMesh) -> None:
-    """Leave this process its part of every parameter and buffer, in place; nothing is sent.
+def split_tensors(network: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
+    """Leave this process its part of every parameter and buffer of the first process, in place, on `device`.
 
-    `network` is the same in all processes, on their devices. `mesh` has one axis, whose size divides
-    `models.blocks.num_tensor_parts`.
+    They are moved there one by one. `mesh` has one axis, whose size divides `models.blocks.num_tensor_parts`.
     """
     placed, split = placements(network), tensor_split_of(network)
     for name, split_as in split.items():
@@ -62,6 +62,7 @@ def split_tensors(network: nn.Module, mesh: DeviceMesh) -> None:
     for name, layer in list(network.named_modules()):
         own = dict(layer.named_parameters(recurse=False)) | dict(layer.named_buffers(recurse=False))
         for key, tensor in own.items():
+            place([tensor], device)
             # Without a source rank each process cuts its part from its own, equal tensor.
             placement = [placed[f"{name}.{key}".lstrip(".")]]
             part: Tensor = distribute_tensor(tensor.detach(), mesh, placement, src_data_rank=None)

@@ -19,7 +19,7 @@ from lit_cifar.checkpoint.format import Header, add_prefix, check_shapes, name_o
 from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.data.images import Batch
 from lit_cifar.errors import CheckpointError, ConfigError
-from lit_cifar.models import DEFAULT_ARCH, Arch, Stem, build_network, stem_of
+from lit_cifar.models import DEFAULT_ARCH, Arch, Stem, Whitening, build_network, stem_of
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.ghost_batchnorm import normalise_apart
 from lit_cifar.models.memory_format import follow_parameters, plain
@@ -36,8 +36,8 @@ class LitResNet(L.LightningModule):
 
     Args:
         arch: Network by name: "resnet18", "resnet34" (the default), "resnet50", "resnet101", "resnet152",
-            "wide_resnet50_2", "wide_resnet101_2" or "vit_tiny". There are small ones for tests: "tiny",
-            "tiny_bottleneck", "resnet10" and "vit_micro".
+            "wide_resnet50_2", "wide_resnet101_2", "vit_tiny", or "fast", which two CPU cores can train. There are small
+            ones for tests: "tiny", "tiny_bottleneck", "resnet10" and "vit_micro".
         stem: First layers of a ResNet. With "cifar", the default, they keep the full 32 x 32 resolution. With "strided"
             they halve it, which makes the network 4 times cheaper; with torchvision's own, "imagenet", it is 16 times
             cheaper.
@@ -128,11 +128,14 @@ class LitResNet(L.LightningModule):
         self.test_metrics = EvaluationMetrics("test", num_classes)
 
     def setup(self, stage: str) -> None:
-        """Reset the metrics, so that they count in this process's own memory.
+        """Whiten by the training images, in a network that does; reset the metrics.
 
         A spawned process receives the metrics in memory shared with all others. Lightning copies only parameters and
-        buffers, so without a reset all processes would add to the same sums.
+        buffers, so without a reset all processes would add to the same sums, and none would count in its own memory.
         """
+        for layer in self.network.modules():
+            if stage == "fit" and isinstance(layer, Whitening) and not layer.conv.weight.any():
+                layer.whiten(self.trainer.datamodule.first_images(5000))  # type: ignore[attr-defined]
         for metric in self.modules():
             if isinstance(metric, Metric):
                 metric.reset()

@@ -24,6 +24,7 @@ class MuonSGD(Optimizer):
         params: All parameters of a network.
         lr: Learning rate of the filters.
         lr_others: Learning rate of all other parameters.
+        lr_biases: Another learning rate of those with one dim. Weight decay still shrinks them as fast as the others.
         momentum: Of the filters.
         weight_decay: Of all other parameters.
         iterations: Of the Newton-Schulz iteration that makes a matrix orthogonal. It is computed in bfloat16 on a GPU,
@@ -38,6 +39,7 @@ class MuonSGD(Optimizer):
         lr: float = 0.05,
         *,
         lr_others: float = 0.3,
+        lr_biases: float | None = None,
         momentum: float = 0.9,
         weight_decay: float = 5e-4,
         iterations: int = 3,
@@ -49,6 +51,11 @@ class MuonSGD(Optimizer):
             {"params": filters, "lr": lr, "momentum": momentum, "iterations": iterations},
             {"params": others, "lr": lr_others, "momentum": 0.9, "weight_decay": weight_decay},
         ]
+        if lr_biases is not None:
+            groups[1]["params"] = [parameter for parameter in others if parameter.ndim != 1]
+            biases = [parameter for parameter in others if parameter.ndim == 1]
+            decay = weight_decay * lr_others / lr_biases
+            groups.append({"params": biases, "lr": lr_biases, "momentum": 0.9, "weight_decay": decay})
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0, "iterations": 0})
 
     @torch.no_grad()

@@ -538,8 +538,8 @@ def _divided_twice(site: Site) -> None:
 
 # huggingface/text-generation-inference#1036
 @mutation("each rank adds the bias", "tp", fsdp2, "split_tensors")
-def _bias_of_every_rank(site: Site, split: Any, network: Any, mesh: Any) -> None:
-    split(network, mesh)
+def _bias_of_every_rank(site: Site, split: Any, network: Any, mesh: Any, device: Any) -> None:
+    split(network, mesh, device)
     others = mesh.size() - 1
     network.fc.register_forward_hook(lambda layer, inputs, output: output + others * local_part(layer.bias))
 

@@ -1,0 +1,222 @@
+"""Checkpoints in parts: whole or absent after a kill; any number of processes read the bits that were written."""
+
+import hashlib
+import pickle
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoints import assert_same_checkpoint
+from commands import TINY, callback, last_checkpoint, launch, refused, run_here
+from threads import on_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from lit_cifar.checkpoint import files as checkpoint_files
+from lit_cifar.checkpoint import sharded
+from lit_cifar.checkpoint.files import INDEX, LAST, PREVIOUS, index_of, newest_valid, write_checkpoint
+from lit_cifar.checkpoint.format import read_checkpoint
+from lit_cifar.checkpoint.sharded import read_parts, save_parts
+from lit_cifar.errors import CheckpointError, SaveError
+from lit_cifar.strategies.state_dicts import full
+
+
+class Training:
+    """A layer that is shared out over all processes, and its optimizer; both hold their step in every number."""
+
+    def __init__(self, step: int) -> None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self.layer = nn.Linear(3, 5)
+        for name, whole in [*self.layer.named_parameters()]:
+            values = torch.arange(whole.numel()).view(whole.shape) + 100.0 * step
+            setattr(self.layer, name, nn.Parameter(distribute_tensor(values, mesh, [Shard(0)])))
+        self.optimizer = torch.optim.SGD(self.layer.parameters(), lr=0, momentum=0.5)
+        for parameter in self.layer.parameters():
+            parameter.grad = parameter.detach().clone()
+        self.optimizer.step()
+        self.step = step
+
+    def checkpoint(self) -> dict[str, Any]:
+        states = [self.optimizer.state_dict()]
+        return {"global_step": self.step, "state_dict": self.layer.state_dict(), "optimizer_states": states}
+
+    def save(self, path: Path) -> None:
+        save_parts(self.checkpoint(), path)
+
+    def read(self, path: Path) -> dict[str, Any]:
+        outline = read_checkpoint(index_of(path))
+        return read_parts(outline, path, network=self.layer, optimizers=[self.optimizer])
+
+
+def save(folder: Path, step: int, *, ranks: int = 1) -> list[Any]:
+    """What went wrong on each."""
+
+    def run(rank: int) -> Any:
+        try:
+            Training(step).save(folder / LAST)
+        except SaveError as error:
+            return error.problem
+
+    return on_ranks(ranks, run)
+
+
+def step_of(path: Path) -> int:
+    """As one process reads it that trains nothing, if all of it is of one step."""
+    found = read_checkpoint(path)
+    entries = [entry["momentum_buffer"] for entry in found["optimizer_states"][0]["state"].values()]
+    step, tensors = found["global_step"], [*found["state_dict"].values(), *entries]
+    assert len(tensors) == 4
+    assert all(tensor.flatten().equal(torch.arange(tensor.numel()) + 100.0 * step) for tensor in tensors)
+    return int(step)
+
+
+@pytest.mark.parametrize("readers", [1, 2, 3])
+def test_other_processes_read_what_some_have_written(tmp_path: Path, readers: int) -> None:
+    assert save(tmp_path, 7, ranks=2) == [None, None]
+    assert step_of(tmp_path / LAST) == 7
+
+    def run(rank: int) -> dict[str, Any]:
+        found = Training(0).read(tmp_path / LAST)
+        assert {type(tensor) for tensor in found["state_dict"].values()} == {DTensor}
+        outline = read_checkpoint(index_of(tmp_path / LAST))
+        evaluated = read_parts(outline, tmp_path / LAST, network=Training(0).layer, optimizers=[])
+        assert evaluated["state_dict"]["weight"].full_tensor().equal(found["state_dict"]["weight"].full_tensor())
+        return full(found)
+
+    (expected,) = on_ranks(1, lambda rank: full(Training(7).checkpoint()))
+    for found in on_ranks(readers, run):
+        assert torch.equal(found["state_dict"]["weight"], expected["state_dict"]["weight"])
+        momentum = expected["optimizer_states"][0]["state"][1]["momentum_buffer"]
+        assert torch.equal(found["optimizer_states"][0]["state"][1]["momentum_buffer"], momentum)
+
+
+def test_a_process_killed_at_any_line_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    """What is in the folder before each line of the code that saves step 3 where steps 1 and 2 are."""
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    found: set[Any] = set()
+
+    def look(frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename not in (checkpoint_files.__file__, sharded.__file__):
+            return None
+        if event == "line":
+            sys.settrace(None)
+            path, refused = newest_valid(tmp_path)
+            found.add((path and path.name, path and read_checkpoint(index_of(path))["global_step"], *refused))
+            sys.settrace(look)
+        return look
+
+    def run(rank: int) -> None:
+        training = Training(3)
+        sys.settrace(look)
+        training.save(tmp_path / LAST)
+        sys.settrace(None)
+
+    on_ranks(1, run)
+    assert found == {(LAST, 2), (PREVIOUS, 2), (LAST, 3)}
+    assert (step_of(tmp_path / LAST), step_of(tmp_path / PREVIOUS)) == (3, 2)
+    (tmp_path / f"{LAST}.part").mkdir()
+    (tmp_path / f"{LAST}.part" / "__0_0.distcp").write_bytes(b"of a process that was killed")
+    save(tmp_path, 4)
+    write_checkpoint({"global_step": 5}, tmp_path / LAST)  # a file in place of a folder
+    assert (read_checkpoint(tmp_path / LAST)["global_step"], step_of(tmp_path / PREVIOUS)) == (5, 4)
+    save(tmp_path, 6)
+    assert (step_of(tmp_path / LAST), read_checkpoint(tmp_path / PREVIOUS)["global_step"]) == (6, 5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LAST, PREVIOUS]
+
+
+class Payload:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.marker,)
+
+
+@pytest.mark.parametrize("fault", ["missing", "damaged", "code"])
+def test_a_part_that_is_damaged_or_no_tensor_is_told_on_every_process(tmp_path: Path, fault: str) -> None:
+    """A pickle with the right hash too."""
+    save(tmp_path, 2, ranks=2)
+    path = tmp_path / LAST / "__1_0.distcp"
+    content = bytearray(path.read_bytes())
+    if fault == "missing":
+        path.unlink()
+    elif fault == "damaged":
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    else:
+        evil = pickle.dumps(Payload(tmp_path / "ran"))
+        path.write_bytes(evil)
+        index = read_checkpoint(index_of(tmp_path / LAST))
+        own = (path.name, 0, len(evil), hashlib.sha256(evil).hexdigest())
+        pieces = index["parts"]["pieces"]
+        index["parts"]["pieces"] = [(*place, own if piece[0] == path.name else piece) for *place, piece in pieces]
+        write_checkpoint(index, tmp_path / LAST / INDEX)
+
+    def run(rank: int) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            Training(0).read(tmp_path / LAST)
+        return caught.value.problem
+
+    first, second = on_ranks(2, run)
+    with pytest.raises(CheckpointError) as caught:
+        read_checkpoint(tmp_path / LAST)
+    assert first == second == caught.value.problem
+    assert ("is damaged" in first) == (fault == "damaged")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_disk_that_one_process_cannot_write_to_is_told_on_every_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1, ranks=2)
+    piece = sharded._Writer._piece
+
+    def full_disk(writer: Any, written: Any) -> Any:
+        if written.relative_path.startswith("__1"):
+            raise OSError(28, "No space left on device")
+        return piece(writer, written)
+
+    monkeypatch.setattr(sharded._Writer, "_piece", full_disk)
+    first, second = save(tmp_path, 2, ranks=2)
+    assert first == second
+    assert "could not be saved: No space left on device" in first
+    assert step_of(tmp_path / LAST) == 1
+
+
+SHARDED = "--last_checkpoint.sharded=true"
+
+
+def test_other_modes_have_no_parts_to_save(tmp_path: Path) -> None:
+    refused("fit", *TINY, SHARDED, f"--run_dir={tmp_path / 'run'}", says=["only --trainer.strategy=fsdp2 has parts"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:the learning rate schedule of the checkpoint")
+def test_a_run_that_is_stopped_and_resumed_from_parts_has_the_same_bits(tmp_path: Path) -> None:
+    """The end is a file too. One device then goes on from the parts, and writes a file."""
+    flags = [*TINY, SHARDED, "--trainer.strategy=fsdp2", "--trainer.max_epochs=2"]
+    flags += ["--best_checkpoint.save_top_k=-1", "--last_checkpoint.every_n_steps=1"]
+    undisturbed, run, alone = (tmp_path / name for name in ("undisturbed", "run", "alone"))
+    launch("fit", *flags, "--trainer.devices=2", f"--run_dir={undisturbed}", ranks=2, timeout_s=250)
+    stop = callback("stopping.SignalAfter", step=7, rank=1)
+    resumed = [*flags, "--trainer.devices=2", f"--run_dir={run}", "--resume=auto"]
+    assert launch("fit", *resumed, *stop, ranks=2, check=False, timeout_s=250).status == 143
+    assert (run / "checkpoints" / LAST).is_dir()
+    launch("fit", *resumed, ranks=2, timeout_s=250)
+    ends = [folder / "checkpoints" / name for folder in (run, undisturbed) for name in (LAST, "best-v1.ckpt")]
+    assert [path.is_dir() for path in ends] == [True, False] * 2
+    first, *others = map(read_checkpoint, ends)
+    for other in others:
+        assert_same_checkpoint(first, other, tolerance=0)
+        assert (first["position"], first["sample_audit"]) == (other["position"], other["sample_audit"])
+    path = f"--ckpt_path={run / 'checkpoints' / LAST}"
+    plain = [*TINY, "--trainer.max_epochs=3", path, f"--run_dir={alone}"]
+    run_here("fit", *plain)  # on one device
+    assert last_checkpoint(alone)["position"]["epoch"] == 3
