@@ -1,6 +1,7 @@
 """A Ray cluster of nodes on this machine, as a program that prints its address."""
 
 import os
+import signal
 import socket
 import sys
 from contextlib import ExitStack
@@ -20,14 +21,23 @@ def _settings() -> dict[str, Any]:
     return {"include_dashboard": False, "object_store_memory": 80 * 2**20, **dict(zip(_PORTS, ports, strict=True))}
 
 
+def _reap(cluster: Any) -> None:
+    """Killed nodes: else their workers, which ask for the pid, take them for alive and never end."""
+    for node in cluster.list_all_nodes():
+        for started in node.all_processes.values():
+            for each in started:
+                each.process.poll()
+
+
 def main() -> None:
-    """Three nodes with room for two workers each, until stdin is closed."""
+    """Three nodes, or as many as the argument says, with room for two workers each, until stdin is closed."""
     os.environ.update(_BUSY, RAY_USAGE_STATS_ENABLED="0")
     from ray.cluster_utils import Cluster
 
     with TemporaryDirectory(dir="/tmp") as folder:  # a short name: that of a socket has at most 107 letters
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "temp_dir": folder, **_settings()})
-        for _ in range(3):
+        signal.signal(signal.SIGCHLD, lambda *_: _reap(cluster))
+        for _ in range(int(sys.argv[1]) if sys.argv[1:] else 3):
             cluster.add_node(num_cpus=2, **_settings())
         print(cluster.address, flush=True)
         sys.stdin.read()

@@ -35,7 +35,7 @@ from lit_cifar.tools.chaos.audit import (
 )
 from lit_cifar.tools.chaos.command import JobResult, result_table
 from lit_cifar.tools.chaos.faults import EQUAL_SIZE, Fault, schedule_faults, shares
-from lit_cifar.tools.chaos.job import TorchrunJob, wait_until
+from lit_cifar.tools.chaos.job import Job, wait_until
 from lit_cifar.tools.chaos.training import Training, chosen_modes
 from lit_cifar.tools.chaos.trial import Event, Trial, TrialError
 from lit_cifar.tools.terminal import exit_orderly_when_terminated
@@ -66,6 +66,17 @@ def test_a_plan_hits_with_every_kind_at_every_part_of_the_training() -> None:
     assert {fault.size for fault in faults} == {2}
     others = schedule_faults(16, seed=1, sizes=[2], first_step=10, last_step=170, full_disk=False)
     assert "disk" not in {fault.kind for fault in others}
+
+
+def test_a_launcher_decides_how_many_processes_there_are_and_ray_loses_nodes_too() -> None:
+    (mode,) = chosen_modes(["ddp"], devices=2)
+    kinds = {}
+    for launcher in ((), ("torchrun", "-m", "lit_cifar"), ("python", "-m", "lit_cifar", "ray")):
+        training = Training((), "32-true", mode, 9, launcher=launcher)
+        assert ("--trainer.devices=2" in training.arguments(2, folder=Path("folder"))) == (launcher == ())
+        kinds[launcher[:1]] = [fault for fault in training.faults(seed=0) if fault.kind == "node"]
+    assert list(map(len, kinds.values())) == [0, 0, 1]
+    assert kinds["python",][0].rank in (0, 1)
 
 
 def test_a_resized_job_goes_through_all_sizes_and_only_its_own_ranks_are_hit() -> None:
@@ -317,7 +328,7 @@ def test_stopped_and_orphaned_processes_of_a_job_are_ended(tmp_path: Path) -> No
     flags = ["fit", *TINY, *mode_flags("ddp"), f"--run_dir={tmp_path / 'run'}"]
     (tmp_path / "log.txt").touch()
     with subprocess.Popen(["tail", "-f", str(tmp_path / "log.txt")], stdout=subprocess.DEVNULL) as onlooker:
-        with TorchrunJob(lambda size: flags, folder=tmp_path, max_restarts=0) as job:
+        with Job(lambda size: flags, folder=tmp_path, max_restarts=0) as job:
             job.start(2)
             assert wait_until(lambda: 1 in job.ranks(), limit_s=60)
             rank = job.ranks()[1]

@@ -4,11 +4,12 @@ import json
 import logging
 import math
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from lit_cifar.task.module import LitResNet
 from lit_cifar.tools.modes import chosen, sized_modes
 from lit_cifar.tools.replay.callback import RESULT
 from lit_cifar.tools.replay.verdict import TAKEN, Finding
+from lit_cifar.tools.verify import runs
 from lit_cifar.tools.verify.command import (
     ROUNDING,
     References,
@@ -174,6 +176,46 @@ def test_all_leaves_out_what_is_not_possible(devices: int, num_parts: int | None
     assert found.keys() == left_out.keys()
     assert all(words in found[name] for name, words in left_out.items())
     assert kept == [name for name in sized_modes(devices) if name not in left_out]
+
+
+def test_a_launcher_starts_the_modes_that_have_processes_to_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_launcher = replace(settings(), launcher=("srun", "fit.sh"))
+    found = _possible(chosen(["all"], devices=4), with_launcher, print, leave_out=True)
+    left_out = {"single", "dp", "ddp_spawn", "mp", "mp-micro"}
+    assert [mode.name for mode in found] == [name for name in sized_modes(4) if name not in left_out]
+    started: list[dict[str, Any]] = []
+    noted = Mock(wait=lambda timeout_s: 1)
+    monkeypatch.setattr(runs, "ForkedRun", lambda words, **kwargs: started.append(kwargs | {"words": words}) or noted)
+    launcher = Launcher(with_launcher, 2, tmp_path, print)
+    launcher.run_mode(sized_modes(2)["ddp"], launcher.new_folder("ddp"), title="ddp")
+    with pytest.raises(ConfigError):
+        launcher.run_alone("reference", GhostBatches())
+    of_mode, alone = started
+    assert (of_mode["words"][:3], of_mode["module"]) == (["srun", "fit.sh", "fit"], None)
+    assert (alone["words"][:1], alone["module"]) == (["fit"], "lit_cifar")
+    assert ("--trainer.devices=2" in of_mode["words"], "--trainer.devices=1" in alone["words"]) == (False, True)
+
+
+@pytest.mark.parametrize(("world_size", "status"), [(2, 0), (3, 2)])
+def test_a_launcher_must_start_as_many_processes_as_the_mode_has(
+    world_size: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = Launcher(replace(settings(), launcher=("srun",)), 2, tmp_path, print)
+    (tmp_path / "trace").mkdir()
+    (tmp_path / "trace" / "run.json").write_text(json.dumps({"world_size": world_size, "num_nodes": 1}))
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr(Launcher, "_fit", lambda *args, **kwargs: Outcome(0, "", "", 1.0))
+    outcome = launcher.run_mode(sized_modes(2)["ddp"], tmp_path, title="ddp")
+    assert outcome.status == status
+    assert (status == 0) or "has started 3 processes, and ddp with --devices=2 has 2" in outcome.refusal.problem
+
+
+def test_what_a_launcher_prints_after_an_error_is_not_the_error() -> None:
+    outcome = Outcome(1, "", "W: torchrun\nlit_cifar: error: wrong\n  right\nE: torchrun\n  at 3\n", 2.0)
+    assert outcome.last_words == "exit status 1 after 2 s\n  wrong\n  right"
+    assert (outcome.refusal.problem, outcome.refusal.remedy) == ("wrong", "right")
 
 
 def test_with_virtual_replicas_a_bit_is_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ _starting = threading.Lock()
 
 class ForkedRun:
     """`python -m lit_cifar WORDS`, or another `module`, in one process, or in several ranks with torchrun's
-    environment.
+    environment. Without a module WORDS are a command of any program, which then imports everything itself.
 
     Each process leads a session of its own, so that a signal to the session reaches all processes that it starts.
     Output is appended to the files `stdout` and `stderr`. With one rank, the strategy may start others.
@@ -51,7 +51,7 @@ class ForkedRun:
         stdout: Path,
         stderr: Path,
         num_ranks: int = 1,
-        module: str = "lit_cifar",
+        module: str | None = "lit_cifar",
     ) -> None:
         with _rank_environments(environment, num_ranks) as environments:
             self._processes = [_start(module, words, own, stdout=stdout, stderr=stderr) for own in environments]
@@ -103,7 +103,7 @@ def _pid(process: ForkServerProcess) -> int:
 
 
 def _start(
-    module: str, words: Sequence[str], environment: Mapping[str, str], *, stdout: Path, stderr: Path
+    module: str | None, words: Sequence[str], environment: Mapping[str, str], *, stdout: Path, stderr: Path
 ) -> ForkServerProcess:
     return start_forked(_run, (module, list(words), environment, str(stdout), str(stderr), str(Path.cwd())))
 
@@ -151,7 +151,9 @@ def _rank_environments(environment: Mapping[str, str], num_ranks: int) -> Iterat
         ]
 
 
-def _run(module: str, words: list[str], environment: Mapping[str, str], stdout: str, stderr: str, folder: str) -> None:
+def _run(
+    module: str | None, words: list[str], environment: Mapping[str, str], stdout: str, stderr: str, folder: str
+) -> None:
     """Become the process that a user starts, in one that has been forked."""
     os.setsid()
     for name, stream in ((stdout, 1), (stderr, 2)):
@@ -159,6 +161,8 @@ def _run(module: str, words: list[str], environment: Mapping[str, str], stdout: 
         os.dup2(file, stream)
         os.close(file)
     os.chdir(folder)
+    if module is None:
+        os.execvpe(words[0], words, environment)
     run_module(module, words, environment)
 
 

@@ -5,6 +5,7 @@ actor on each node starts processes as torchrun would, and all that follows torc
 """
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -26,7 +27,7 @@ _USERS_MISTAKE = 2  # exit status
 _LAST_CALL_S = 30  # for more nodes, when the smallest number may be there
 _GRACE_S = 100.0  # after SIGTERM: for the current step or validation, and for saving
 _POLL_S = 0.3
-_FORWARDED = ("GLOO_", "NCCL_")  # variables that begin so go to every node
+_FORWARDED = ("GLOO_", "NCCL_", "LIT_CIFAR_")  # variables that begin so go to every node
 _DESCRIPTION = """\
 Train or evaluate over nodes of a running Ray cluster, in any mode. What follows fit, validate, test or predict is as
 without Ray."""
@@ -171,7 +172,7 @@ def _connected(address: str) -> Iterator[Any]:
     except ImportError as error:
         raise ConfigError("Ray is not installed here", remedy="pip install 'lit-cifar[ray]'") from error
     try:
-        ray.init(address, log_to_driver=False, logging_level="warning")
+        ray.init(address, log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, ValueError) as error:
         raise ConfigError(
             f"there is no Ray cluster at --address={address}: {one_line(error)[:150]}",

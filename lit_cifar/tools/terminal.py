@@ -3,6 +3,8 @@
 import argparse
 import json
 import os
+import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Collection, Iterable, Sequence
@@ -34,6 +36,19 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, remedy=f"see {self.prog} --help")
+
+
+def launcher_words(text: str) -> tuple[str, ...]:
+    """What --launcher gives: the words before `fit`, of a program that is installed."""
+    words = tuple(shlex.split(text))
+    if not words or shutil.which(words[0]) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} does not begin with a program that is installed here")
+    return words
+
+
+def without_devices(flags: Iterable[str]) -> list[str]:
+    """Flags of `fit` for processes whose number a launcher decides."""
+    return [flag for flag in flags if not flag.startswith("--trainer.devices=")]
 
 
 def names_config(args: Iterable[str]) -> bool:

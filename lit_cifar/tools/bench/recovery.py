@@ -6,7 +6,7 @@ import numpy as np
 
 from lit_cifar.tools.bench import Row, Settings
 from lit_cifar.tools.chaos.audit import SampleLogReader
-from lit_cifar.tools.chaos.job import TorchrunJob, wait_until
+from lit_cifar.tools.chaos.job import Job, wait_until
 
 _RANKS = 2
 _MOST_KILLS = 4
@@ -29,7 +29,7 @@ def measure(settings: Settings) -> list[Row]:
     words += ["--last_checkpoint.every_n_steps=2", f"--run_dir={folder / 'run'}"]
     words += ["--trainer.callbacks+=lit_cifar.tools.chaos.audit.SampleLog", f"--trainer.callbacks.folder={log}"]
     reader = SampleLogReader(log)
-    with TorchrunJob(lambda _: words, folder=folder, max_restarts=_MOST_KILLS) as job:
+    with Job(lambda _: words, folder=folder, max_restarts=_MOST_KILLS) as job:
         job.start(_RANKS)
         seconds = []
         for kill in range(min(settings.rounds, _MOST_KILLS)):
@@ -42,7 +42,7 @@ def measure(settings: Settings) -> list[Row]:
     return [Row(name, "s", np.array(seconds))]
 
 
-def _wait_for_steps(job: TorchrunJob, reader: SampleLogReader, *, start: tuple[int, int], steps: int) -> None:
+def _wait_for_steps(job: Job, reader: SampleLogReader, *, start: tuple[int, int], steps: int) -> None:
     """Until each rank of that start of the processes has taken so many."""
 
     def taken() -> bool:

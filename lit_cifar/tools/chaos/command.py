@@ -19,7 +19,7 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.tools import terminal
 from lit_cifar.tools.chaos.audit import RESIZED_BOUND, SampleLogReader, audit, distance, effective, metric_problems
 from lit_cifar.tools.chaos.faults import EQUAL_SIZE, LEAST_BYTES, shares
-from lit_cifar.tools.chaos.job import TorchrunJob, wait_until
+from lit_cifar.tools.chaos.job import Job, wait_until
 from lit_cifar.tools.chaos.training import Training, chosen_modes, configured
 from lit_cifar.tools.chaos.trial import Event, Trial, TrialError
 
@@ -30,6 +30,7 @@ checkpoint is truncated, a full disk is simulated and the job is resized, at ran
 every sample must have counted as in the uninterrupted run, and parameters and optimizer state must be the same: bitwise
 where the job kept its size, within 1e-5, in float64, where it was resized. With --virtual_replicas=V the resized job
 goes to one process and to twice as many in another mode, and must end bitwise too. All on the CPU.
+With --launcher COMMAND in place of torchrun no job is resized; under Ray nodes are killed as well.
 Every other argument is passed on to `fit`, e.g. --config FILE. Without --config a small ResNet trains on synthetic
 images. The training is as long as its faults need.
 {_ENOUGH} faults or more include every kind."""
@@ -51,7 +52,7 @@ def main(args: list[str]) -> int:
     modes = chosen_modes(options.modes.split(","), devices=options.devices, num_parts=options.virtual_replicas)
     target = terminal.writable(options.json)
     record = terminal.about() | {"seed": options.seed, "faults": options.faults, "devices": options.devices}
-    record |= {"virtual_replicas": options.virtual_replicas}
+    record |= {"virtual_replicas": options.virtual_replicas, "launcher": options.launcher}
     terminal.exit_orderly_when_terminated()
     begin = time.monotonic()
     kept = None if options.output is None else terminal.empty_folder(options.output).resolve()
@@ -60,8 +61,9 @@ def main(args: list[str]) -> int:
         folder = kept or Path(temporary)
         flags, precision = configured(rest, folder=folder)
         for mode in modes:
-            for name, number in zip(("equal-size", "resized"), shares(options.faults), strict=True):
-                training = Training(flags, precision, mode, number, resized=name == "resized")
+            parts = (options.faults, 0) if options.launcher else shares(options.faults)
+            for name, number in zip(("equal-size", "resized"), parts, strict=True):
+                training = Training(flags, precision, mode, number, name == "resized", options.launcher)
                 rows += [_run(training, folder / mode.name / name, seed=options.seed)] if number else []
     passed = all(row.passed for row in rows)
     _print(rows, options)
@@ -79,6 +81,13 @@ def chaos_parser() -> argparse.ArgumentParser:
     text("--modes", default="ddp", metavar="A,B", help="Modes to train in (default: ddp).")
     number("--devices", default=2, metavar="N", help="Devices of each mode (default: 2).")
     number("--virtual_replicas", metavar="V", help="Train with so many virtual replicas: 4 for 1, 2, 4 processes.")
+    text(
+        "--launcher",
+        type=terminal.launcher_words,
+        default=(),
+        metavar="COMMAND",
+        help='What starts the processes, on this machine, e.g. "python -m lit_cifar ray --nodes=2 --max_failures=99".',
+    )
     text("--json", metavar="FILE", help="Write all faults, results, versions and hardware to this file.")
     text("--output", metavar="FOLDER", help="Keep logs, sample logs and checkpoints there. Else nothing is kept.")
     return parser
@@ -146,20 +155,29 @@ def _train_baseline(training: Training, folder: Path) -> None:
                 f"{name} does not train {training.num_steps} steps within {_BASELINE_LIMIT_S:.0f} s without faults",
                 remedy="pass fewer --faults, a smaller network or smaller batches",
             )
+    if (started := len({line.rank for line in _read(folder).lines})) != training.mode.num_processes:
+        raise ConfigError(
+            f"--launcher has started {started} processes, and {name} here has {training.mode.num_processes}",
+            remedy="have it start as many, or pass other --devices",
+        )
     terminal.say(f"{name}: {training.num_steps} steps without faults")
 
 
-def _job(training: Training, folder: Path, *, max_restarts: int, has_faults: bool = True) -> TorchrunJob:
+def _read(folder: Path) -> SampleLogReader:
+    reader = SampleLogReader(folder / "sample_log")
+    reader.refresh()
+    return reader
+
+
+def _job(training: Training, folder: Path, *, max_restarts: int, has_faults: bool = True) -> Job:
     (folder / "sample_log").mkdir(parents=True)
     command = partial(training.arguments, folder=folder, has_faults=has_faults)
-    return TorchrunJob(command, folder=folder, max_restarts=max_restarts)
+    return Job(command, folder=folder, max_restarts=max_restarts, launcher=training.launcher)
 
 
 def _compare(row: JobResult, reader: SampleLogReader, folder: Path, baseline: Path) -> None:
     """Fill in how the samples and the end compare with the baseline run."""
-    undisturbed = SampleLogReader(baseline / "sample_log")
-    undisturbed.refresh()
-    found = audit(reader.lines, baseline=effective(undisturbed.lines)[0])
+    found = audit(reader.lines, baseline=effective(_read(baseline).lines)[0])
     row.repeated, row.missing, row.doubled = found.repeated, found.missing, found.doubled
     row.problems += found.problems
     end, expected = read_checkpoint(folder / _LAST), read_checkpoint(baseline / _LAST)
@@ -174,7 +192,14 @@ def _compare(row: JobResult, reader: SampleLogReader, folder: Path, baseline: Pa
 
 # The table -----------------------------------------------------------------------------------------------------------
 
-_NAMES = {"kill": "SIGKILL", "term": "SIGTERM", "stop": "SIGSTOP", "resize": "resized", "truncate": "truncated"}
+_NAMES = {
+    "node": "node killed",
+    "kill": "SIGKILL",
+    "term": "SIGTERM",
+    "stop": "SIGSTOP",
+    "resize": "resized",
+    "truncate": "truncated",
+}
 
 
 def _print(rows: list[JobResult], options: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 import psutil
 
-Kind = Literal["kill", "term", "stop", "resize", "truncate", "disk"]
+Kind = Literal["kill", "term", "stop", "node", "resize", "truncate", "disk"]
 Aim = Literal["step", "save", "start"]
 Planned: TypeAlias = tuple[Kind, Aim]
 T = TypeVar("T")
@@ -23,6 +23,7 @@ EQUAL_SIZE: tuple[Planned, ...] = (
     ("disk", "step"),
     ("kill", "start"),
 )
+NODE: Planned = ("node", "step")  # where Ray starts the processes
 RESIZED: tuple[Planned, ...] = (("resize", "step"), ("kill", "step"), ("resize", "step"), ("term", "save"))
 _AIMS: dict[Aim, str] = {"step": "", "save": " during a save", "start": ", and once more as it starts again"}
 
@@ -32,9 +33,9 @@ class Fault:
     """One fault."""
 
     number: int
-    # "kill", "term" and "stop" send SIGKILL, SIGTERM or SIGSTOP to one rank; "resize" stops the whole job and starts
-    # it with `size` processes; "truncate" kills every rank and cuts the newest checkpoint short; "disk" leaves no
-    # room for the next checkpoint.
+    # "kill", "term" and "stop" send SIGKILL, SIGTERM or SIGSTOP to one rank; "node" kills its node of a Ray cluster;
+    # "resize" stops the whole job and starts it with `size` processes; "truncate" kills every rank and cuts the newest
+    # checkpoint short; "disk" leaves no room for the next checkpoint.
     kind: Kind
     # "step": during the optimizer step `step`; "save": while a checkpoint is being written, at `step` or later;
     # "start": during the step, and once more while the processes start again.
@@ -46,6 +47,7 @@ class Fault:
 
     def __str__(self) -> str:
         words = {
+            "node": f"kill the node of rank {self.rank}",
             "resize": f"resize to {self.size}",
             "truncate": f"kill all, truncate the newest checkpoint to {self.moment:.0%}",
             "disk": "fill the disk",
@@ -63,7 +65,14 @@ def shares(num_faults: int) -> tuple[int, int]:
 
 
 def schedule_faults(
-    num_faults: int, *, seed: int, sizes: Sequence[int], first_step: int, last_step: int, full_disk: bool = True
+    num_faults: int,
+    *,
+    seed: int,
+    sizes: Sequence[int],
+    first_step: int,
+    last_step: int,
+    full_disk: bool = True,
+    nodes: bool = False,
 ) -> list[Fault]:
     """Faults in the order in which they happen, each at a random step of an equal part of the training.
 
@@ -72,7 +81,7 @@ def schedule_faults(
     then every other time: it starts with the first of them and goes through them in turns.
     """
     rng = random.Random(seed)
-    possible = [fault for fault in EQUAL_SIZE if full_disk or fault[0] != "disk"]
+    possible = [fault for fault in EQUAL_SIZE if full_disk or fault[0] != "disk"] + [NODE] * nodes
     planned = cycle(RESIZED) if len(sizes) > 1 else _shuffled(possible, random.Random(seed))
     ranks = {size: _shuffled(range(size), rng) for size in sizes}  # so that all of them are hit, rank 0 included
     faults, turn = [], 0
@@ -86,7 +95,7 @@ def schedule_faults(
                 kind=kind,
                 aim=aim,
                 step=rng.randrange(low, high),
-                rank=next(ranks[hit]) if kind in ("kill", "term", "stop") else None,
+                rank=next(ranks[hit]) if kind in ("kill", "term", "stop", "node") else None,
                 size=sizes[turn % len(sizes)],
                 moment=rng.random(),
             )

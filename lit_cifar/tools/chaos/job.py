@@ -1,4 +1,4 @@
-"""A training under torchrun that can be started, observed and ended, and that never outlives its owner."""
+"""A training under a launcher that can be started, observed and ended, and that never outlives its owner."""
 
 import os
 import time
@@ -15,69 +15,81 @@ _STDOUT = 1
 _POLL_S = 0.002
 
 
-class TorchrunJob:
-    """torchrun and its ranks. Used in a `with` statement: at its end all of them are killed.
+class Job:
+    """A launcher and its ranks. Used in a `with` statement: at its end all of them are killed.
 
-    Every process of the job prints to `folder/log.txt`, by which it is found however it was orphaned. `command` gives
-    the arguments of every rank for a number of processes.
+    `command` gives the arguments of every rank for a number of processes; they write to `folder/run`, by which ranks of
+    this machine are found, whoever has started them. What prints to `folder/log.txt` is found however it was orphaned.
+    `launcher` are the words before these arguments, by default torchrun's with at most `max_restarts`.
     """
 
-    def __init__(self, command: Callable[[int], Sequence[str]], *, folder: Path, max_restarts: int) -> None:
+    def __init__(
+        self,
+        command: Callable[[int], Sequence[str]],
+        *,
+        folder: Path,
+        max_restarts: int,
+        launcher: Sequence[str] = (),
+    ) -> None:
         self.command = command
         self.folder = folder
         self.max_restarts = max_restarts
+        self.launcher = launcher
         self.launches = 0
         self._log = folder.resolve() / "log.txt"
-        self._torchrun: ForkedRun | None = None
+        self._launched: ForkedRun | None = None
 
-    def __enter__(self) -> "TorchrunJob":
+    def __enter__(self) -> "Job":
         (self.folder / "tmp").mkdir(parents=True, exist_ok=True)
         return self
 
     def __exit__(self, *_: object) -> None:
         """End every process of the job, stopped and orphaned ones as well."""
-        if self._torchrun is not None:
-            self._torchrun.kill()
-        while found := [process for process in psutil.process_iter() if self._is_mine(process)]:
+        if self._launched is not None:
+            self._launched.kill()
+        while found := [*self.ranks().values(), *filter(self._is_mine, psutil.process_iter())]:
             for process in found:
                 with suppress(psutil.Error):
                     process.kill()
             psutil.wait_procs(found, timeout=5)
 
     def start(self, num_processes: int) -> None:
-        """Start torchrun with so many ranks; it must not be running. It finds what one finds that a user starts."""
+        """Start the launcher, torchrun with so many ranks; it must not be running.
+
+        It finds what one finds that a user starts.
+        """
         self.launches += 1
-        flags = ["--standalone", f"--nproc-per-node={num_processes}", f"--max-restarts={self.max_restarts}"]
-        own = {"OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder / "tmp"), LAUNCH: str(self.launches)}
-        self._torchrun = ForkedRun(
-            [*flags, "-m", "lit_cifar", *self.command(num_processes)],
+        torchrun = ["--standalone", f"--nproc-per-node={num_processes}", f"--max-restarts={self.max_restarts}"]
+        own = {"OMP_NUM_THREADS": "1", LAUNCH: str(self.launches)}
+        if not self.launcher:
+            own["TMPDIR"] = str(self.folder / "tmp")
+        self._launched = ForkedRun(
+            [*(self.launcher or [*torchrun, "-m", "lit_cifar"]), *self.command(num_processes)],
             environment=os.environ | own,
             stdout=self._log,
             stderr=self._log,
-            module="torch.distributed.run",
+            module=None if self.launcher else "torch.distributed.run",
         )
 
     @property
     def status(self) -> int | None:
-        """Exit status of torchrun; None while it runs, and before it has been started."""
-        return None if self._torchrun is None else self._torchrun.wait(0.0)
+        """Exit status of the launcher; None while it runs, and before it has been started."""
+        return None if self._launched is None else self._launched.wait(0.0)
 
     def ranks(self) -> dict[int, psutil.Process]:
         """The processes of the ranks that are alive, by rank."""
         found = {}
-        with suppress(psutil.NoSuchProcess):
-            for process in psutil.Process(self._torchrun.pids[0]).children() if self._torchrun else ():
-                with suppress(psutil.Error, KeyError):  # gone, or not yet the rank that it becomes
-                    rank = int(process.environ()["RANK"])
-                    if is_alive(process):
-                        found[rank] = process
-        return found
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, KeyError):  # gone, not ours to look at, or a launcher
+                if f"--run_dir={self.folder / 'run'}" in process.cmdline() and is_alive(process):
+                    found[process.pid] = int(process.environ()["RANK"]), process
+        return {rank: process for rank, process in found.values() if process.ppid() not in found}  # no rank's worker
 
     def terminate(self, *, limit_s: float) -> bool:
-        """Ask torchrun to end, which passes SIGTERM on to every rank; whether it has ended within the limit."""
-        assert self._torchrun is not None
-        self._torchrun.terminate()
-        return self._torchrun.wait(limit_s) is not None
+        """Ask the launcher to end, which passes SIGTERM on to every rank; whether it has ended within the limit."""
+        assert self._launched is not None
+        self._launched.terminate()
+        return self._launched.wait(limit_s) is not None
 
     def _is_mine(self, process: psutil.Process) -> bool:
         try:

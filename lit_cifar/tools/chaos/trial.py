@@ -14,18 +14,18 @@ import psutil
 from lit_cifar.checkpoint.files import LAST, newest_valid
 from lit_cifar.tools.chaos.audit import SampleLogReader, Start
 from lit_cifar.tools.chaos.faults import Aim, Fault, Kind, fill_disk
-from lit_cifar.tools.chaos.job import TorchrunJob, is_alive, wait_until
+from lit_cifar.tools.chaos.job import Job, is_alive, wait_until
 from lit_cifar.tools.chaos.training import EVERY_N_STEPS
 from lit_cifar.tools.terminal import say
 
 _STOP_LIMIT_S = 60.0
-_LIMIT_S = 180.0  # of everything else that the job is expected to do
+_LIMIT_S = 300.0  # of everything else that the job is expected to do
 # Within these seconds after the beginning of what a fault is aimed at, it comes.
 _SPREAD_S: dict[Aim, float] = {"step": 0.1, "save": 0.03, "start": 0.1}
 _SIGNALS: dict[Kind, signal.Signals] = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 # How many intervals between checkpoints a job may have to repeat: none if it was asked to stop, as it saves first.
 # Training continues while a checkpoint is being written, at most until the next one is due.
-_REPEATED_SAVES: dict[Kind, int] = {"kill": 2, "stop": 2, "term": 0, "resize": 0, "truncate": 3, "disk": 2}
+_REPEATED_SAVES: dict[Kind, int] = {"kill": 2, "node": 2, "stop": 2, "term": 0, "resize": 0, "truncate": 3, "disk": 2}
 
 
 class TrialError(Exception):
@@ -50,14 +50,14 @@ class Event:
 class Trial:
     """A job, the log of its samples, and what happens to them."""
 
-    job: TorchrunJob  # not yet started
+    job: Job  # not yet started
     reader: SampleLogReader  # of the job's log of samples
     checkpoints: Path
     events: list[Event] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     _size: int = 1
     _begin: float = field(default_factory=time.monotonic)
-    _start_s: float = 0.0  # seconds from torchrun's start to the first step
+    _start_s: float = 0.0  # seconds from the launcher's start to the first step
 
     def run(self, faults: Sequence[Fault], *, size: int) -> None:
         """Start with `size` processes, go through all faults, and wait for the end; else a `TrialError`."""
@@ -114,6 +114,10 @@ class Trial:
             wait_until(lambda: _have_ended(hit), limit_s=_STOP_LIMIT_S)  # who is half dead may still rename a file
             newest = self.checkpoints / LAST
             os.truncate(newest, int(fault.moment * newest.stat().st_size))
+        elif fault.kind == "node":
+            raylets = [psutil.Process(int(process.environ()["RAY_RAYLET_PID"])) for process in hit]
+            event.pids = [raylet.pid for raylet in raylets]
+            _signal(raylets, signal.SIGKILL)
         elif fault.kind == "disk":
             fill_disk(hit)
         elif not self.job.terminate(limit_s=_STOP_LIMIT_S):
@@ -136,7 +140,7 @@ class Trial:
         if not wait_until(lambda: _have_ended(hit), limit_s=_STOP_LIMIT_S):
             self.problems.append("the job continued although a checkpoint could not be saved")
             _signal(hit, signal.SIGKILL)
-        if not wait_until(lambda: "could not be saved" in "".join(self.job.log_since(offset)), limit_s=1.0):
+        if not wait_until(lambda: "could not be saved" in "".join(self.job.log_since(offset)), limit_s=10.0):
             self.problems.append("the job did not report that a checkpoint could not be saved")
         if newest_valid(self.checkpoints)[0] is None:
             self.problems.append("a full disk left no valid checkpoint")
@@ -174,7 +178,7 @@ class Trial:
         return last is not None and last >= step - 1
 
     def _await(self, condition: Callable[[], bool], otherwise: str) -> None:
-        """Watch the job until the condition holds, and start it again whenever torchrun has given up."""
+        """Watch the job until the condition holds, and start it again whenever its launcher has given up."""
 
         def holds() -> bool:
             self.reader.refresh()
@@ -183,7 +187,7 @@ class Trial:
             if self.job.status == 0:
                 raise TrialError(f"the training has ended, and {otherwise}")
             if self.job.status is not None:
-                say(f"{self._now:6.1f} s  torchrun ended with {self.job.status}; it is started again")
+                say(f"{self._now:6.1f} s  the launcher ended with {self.job.status}; it is started again")
                 self.job.start(self._size)
             return False
 

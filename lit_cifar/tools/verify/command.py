@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -23,7 +23,7 @@ from lit_cifar.reporting.run_folder import process_rank
 from lit_cifar.tools import terminal
 from lit_cifar.tools.modes import SizedMode, chosen
 from lit_cifar.tools.verify.judge import Reference, Verdict, VerifiedMode, judge
-from lit_cifar.tools.verify.launcher import EXACT, Configuration, Launcher, Report, placed
+from lit_cifar.tools.verify.launcher import EXACT, Configuration, Launcher, Report, launched, placed
 from lit_cifar.tools.verify.record import (
     EXACT_BOUND,
     FLOOR_ULP,
@@ -91,6 +91,11 @@ def main(args: list[str]) -> int:
             "--self-test plants mistakes in this package's own code, and is not installed with it",
             remedy="in a clone of the repository: python -m tests.mutations",
         )
+    if options.module is not None and options.launcher:
+        raise ConfigError(
+            "--module is started as a whole, so --launcher has nothing to start",
+            remedy="let the launcher start it: torchrun --nproc-per-node=2 -m lit_cifar verify --module CLASS",
+        )
     target = terminal.writable(options.json) if process_rank() == 0 else None  # with --module every rank comes here
     record = terminal.about() | {"rules": RULES}
     terminal.exit_orderly_when_terminated()
@@ -115,6 +120,13 @@ def verify_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--virtual_replicas", type=int, metavar="V", help="Compare bit for bit: V parts of a batch in every mode."
     )
+    parser.add_argument(
+        "--launcher",
+        type=terminal.launcher_words,
+        default=(),
+        metavar="COMMAND",
+        help='Have it start the processes of each mode, e.g. "python -m lit_cifar ray --nodes=2".',
+    )
     parser.add_argument("--module", metavar="CLASS", help="Replay your own LightningModule, e.g. my_package.MyModule.")
     parser.add_argument("--data", metavar="CLASS", help="Its LightningDataModule, if it has one.")
     parser.add_argument("--json", metavar="FILE", help="Write all results, versions and hardware to this file.")
@@ -127,7 +139,8 @@ def _verified(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     if options.virtual_replicas is not None:
         rest = [*rest, f"--virtual_replicas={options.virtual_replicas}"]
     names = options.modes.split(",")
-    rows = verify(names, devices=options.devices, steps=options.steps, args=rest, report=terminal.say)
+    sizes = {"devices": options.devices, "steps": options.steps}
+    rows = verify(names, **sizes, args=rest, launcher=options.launcher, report=terminal.say)
     out = terminal.console()
     out.print(verdict_table(rows, title=f"{options.steps} steps, compared one by one"))
     for row in rows:
@@ -136,7 +149,7 @@ def _verified(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         if len(row.problems) > _NUM_SHOWN:
             out.print(f"{row.mode}: {len(row.problems) - _NUM_SHOWN} more findings: see --json FILE", markup=False)
     found = [asdict(row) | {"passed": row.passed} for row in rows]
-    content = {"devices": options.devices, "steps": options.steps, "rows": found}
+    content = sizes | {"launcher": options.launcher, "rows": found}
     return content | {"passed": not exit_status(rows), "exit_status": exit_status(rows)}
 
 
@@ -159,6 +172,8 @@ def verdict_table(rows: Sequence[VerifiedMode], *, title: str) -> Table:
     table.add_column("", no_wrap=True)
     for row in rows:
         processes = "-" if row.processes is None else str(row.processes)
+        if row.nodes is not None and row.nodes > 1:
+            processes += f"\n[dim]{row.nodes} nodes[/]"
         cells = [_cell(row, kind) for kind in _COLUMNS]
         table.add_row(row.mode, processes, row.equals, *cells, f"{row.seconds:.0f} s", _SHOWN[row.outcome])
     return table
@@ -181,6 +196,7 @@ def verify(
     devices: int = 2,
     steps: int = 4,
     args: Sequence[str] = (),
+    launcher: tuple[str, ...] = (),
     report: Report = lambda line: None,
 ) -> list[VerifiedMode]:
     """Compare modes, "all" for every one, with one device: a row for each.
@@ -188,25 +204,35 @@ def verify(
     A mode has so many `devices`: GPUs, or on the CPU processes or virtual devices of one process. `args` are flags of
     `fit`; by default it is `tiny` on synthetic images, in float64. In float32 and bfloat16 rounding is magnified from
     step to step: a mode beyond the measured bounds fails only if it fails in float64 too, else nothing is known. A mode
-    called by its name that cannot run so is a `ConfigError`; "all" leaves it out.
+    called by its name that cannot run so is a `ConfigError`; "all" leaves it out. `launcher`, the words before `fit`,
+    starts the processes of each mode, as many as the mode has.
     """
     if steps < 2:
         raise ConfigError(f"--steps={steps} leaves no step before a resume", remedy="pass --steps 2 or more")
-    rows = _rows(names, devices=devices, steps=steps, args=args, report=report)
+    rows_of = partial(_rows, devices=devices, steps=steps, launcher=launcher, report=report)
+    rows = rows_of(names, args=args)
     if doubted := {row.mode: row for row in rows if row.may_be_rounding}:
         report("once more in float64, where rounding is no excuse: " + ", ".join(doubted))
         in_float64 = [*args, f"--trainer.precision={EXACT}"]
-        for again in _rows([*doubted], devices=devices, steps=steps, args=in_float64, report=report):
+        for again in rows_of([*doubted], args=in_float64):
             if again.passed:
                 doubted[again.mode].outcome = "abstained"
                 doubted[again.mode].problems.insert(0, ROUNDING)
     return rows
 
 
-def _rows(names: Sequence[str], *, devices: int, steps: int, args: Sequence[str], report: Report) -> list[VerifiedMode]:
+def _rows(
+    names: Sequence[str],
+    *,
+    devices: int,
+    steps: int,
+    args: Sequence[str],
+    launcher: tuple[str, ...],
+    report: Report,
+) -> list[VerifiedMode]:
     wanted, leave_out = chosen(list(names), devices=devices), "all" in names
     with tempfile.TemporaryDirectory(prefix="lit_cifar-verify-") as folder:
-        settings = Configuration.of(list(args), devices=devices, folder=Path(folder))
+        settings = Configuration.of(list(args), devices=devices, folder=Path(folder), launcher=launcher)
         verifier = Verifier(Launcher(settings, steps, Path(folder), report))
         return verify_modes(verifier, [*_possible(wanted, settings, report, leave_out=leave_out)], leave_out=leave_out)
 
@@ -223,7 +249,7 @@ def _possible(
     for mode in wanted if settings.num_parts is None else [mode.with_parts() for mode in wanted]:
         try:
             with quiet():
-                on = placed(mode, num_gpus=settings.num_gpus)
+                on = launched(mode) if settings.launcher else placed(mode, num_gpus=settings.num_gpus)
                 on.check(module, data, sampler, num_parts=settings.num_parts)
         except ConfigError as error:
             if not leave_out:

@@ -74,6 +74,7 @@ class VerifiedMode:
     mode: str
     equals: str  # the single-device computation that it was compared with
     processes: int | None = None  # number of processes; None if the run failed before that was known
+    nodes: int | None = None  # on which they ran, as a launcher counts them
     losses: list[float] = field(default_factory=list)  # the loss of the global batch, step by step
     expected_losses: list[float] = field(default_factory=list)  # those of the single-device computation
     differences: Bounds = field(default_factory=dict)  # the largest difference of each kind over all steps
@@ -111,7 +112,7 @@ def judge(row: VerifiedMode, outcome: Outcome, record: Record, reference: Refere
         row.outcome = "failed"
         row.problems.append(f"the run ended after {len(record.steps)} of {num_steps} steps")
         return
-    row.processes = record.num_processes
+    row.processes, row.nodes = record.num_processes, record.num_nodes
     of_steps = _compare_steps(row, record, reference)
     row.problems += of_steps
     row.problems += replay_problems(record, settings.added_callbacks)

@@ -23,7 +23,7 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.models.resnet import SHAPES
 from lit_cifar.task.module import LitResNet
 from lit_cifar.tools.modes import SILENT, SizedMode, in_words
-from lit_cifar.tools.terminal import names_config, refuse_owned
+from lit_cifar.tools.terminal import names_config, refuse_owned, without_devices
 from lit_cifar.tools.verify.record import (
     EXACT_BOUND,
     FLOOR_ULP,
@@ -36,7 +36,7 @@ from lit_cifar.tools.verify.record import (
     Step,
 )
 from lit_cifar.tools.verify.recorder import Logits, Order, filled
-from lit_cifar.tools.verify.runs import REFUSED, TIMEOUT_S, Outcome, quiet, refuse_if_invalid, run
+from lit_cifar.tools.verify.runs import ERROR, REFUSED, TIMEOUT_S, Outcome, quiet, refuse_if_invalid, run
 
 EXACT = "64-true"
 
@@ -85,9 +85,10 @@ class Configuration:
 
     flags: tuple[str, ...]  # what to pass to `fit`
     config: dict[str, Any]  # every setting with its value, as `fit --print_config` shows it
+    launcher: tuple[str, ...] = ()  # the words before `fit` of what starts a mode's processes; else it is done here
 
     @classmethod
-    def of(cls, args: list[str], *, devices: int, folder: Path) -> "Configuration":
+    def of(cls, args: list[str], *, devices: int, folder: Path, launcher: tuple[str, ...] = ()) -> "Configuration":
         """Resolve the user's `args`; refuse flags that `verify` sets, and precisions that leave out steps."""
         refuse_owned(args, _OWNED, command="verify")
         own_config = names_config(args)
@@ -106,7 +107,7 @@ class Configuration:
             config["trainer"]["accelerator"] = "cpu"
         if not own_config and config["model"]["network"] is None:
             flags += _network_flags(config["model"])
-        return cls(tuple(flags), config)
+        return cls(tuple(flags), config, launcher)
 
     @property
     def precision(self) -> str:
@@ -134,8 +135,11 @@ class Configuration:
 
     @property
     def num_at_once(self) -> int:
-        """Number of runs at the same time: on the CPU a short run mostly starts up, which uses one core."""
-        return min(cpu_count() or 1, _MAX_AT_ONCE) if self.on_cpu else 1
+        """Number of runs at the same time: on the CPU a short run mostly starts up, which uses one core.
+
+        A launcher may have room for one.
+        """
+        return min(cpu_count() or 1, _MAX_AT_ONCE) if self.on_cpu and not self.launcher else 1
 
     @property
     def accumulation(self) -> int:
@@ -251,6 +255,8 @@ class Launcher:
         first = self._fit(title, folder, [*flags, *replay], mode)
         if first.status != 0:
             return first
+        if self.settings.launcher and (refusal := _other_size(Record(folder).num_processes, mode)):
+            return replace(first, status=REFUSED, stderr=refusal)
         again = _with_checkpoint_before_last_step(Record(folder))
         resumed = self._fit(f"{title}, resumed", again, [*flags, "--resume=auto"], mode)
         # What the first run has accepted, no second one may refuse.
@@ -296,19 +302,33 @@ class Launcher:
         trace = ["--trainer.callbacks+=lit_cifar.tools.verify.recorder.Trace"]
         trace += [f"--trainer.callbacks.folder={folder / 'trace'}", f"--trainer.callbacks.order={order}"]
         self.report(f"running  {title}")
+        launcher = self.settings.launcher if mode is not None else ()
         outcome = run(
             "fit",
             *self.settings.flags,
-            *flags,
+            *(without_devices(flags) if launcher else flags),
             f"--run_dir={folder / 'run'}",
             *trace,
             folder=folder,
             threads=max(1, (cpu_count() or 1) // (processes * self.settings.num_at_once)),
             timeout_s=self.timeout_s,
             num_ranks=ranks,
+            launcher=launcher,
         )
         self.report(f"{outcome.seconds:5.0f} s  {title}")
         return outcome
+
+
+def _other_size(num_processes: int, mode: SizedMode) -> str | None:
+    """What is wrong if a launcher has started so many processes."""
+    with quiet():
+        wanted = mode.num_processes
+    if num_processes == wanted:
+        return None
+    return (
+        f"{ERROR}--launcher has started {num_processes} processes, and {mode.name} with --devices={mode.devices} has "
+        f"{wanted}\n  have it start as many, or pass other --devices"
+    )
 
 
 def _with_checkpoint_before_last_step(record: Record) -> Path:
@@ -388,6 +408,16 @@ _SHARED: dict[str, tuple[str, _Sizes]] = {
         lambda n: {"num_devices": n, "data_parallel_size": 1, "tensor_parallel_size": n},
     ),
 }
+
+
+def launched(mode: SizedMode) -> SizedMode:
+    """`mode` itself, if there are processes for a launcher to start."""
+    if mode.num_ranks == 1:
+        raise ConfigError(
+            f"{mode.name} starts its own processes, or has one: there is nothing for --launcher to start",
+            remedy="leave it out, or verify it without --launcher",
+        )
+    return mode
 
 
 def placed(mode: SizedMode, *, num_gpus: int) -> SizedMode:

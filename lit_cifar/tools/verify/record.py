@@ -55,7 +55,16 @@ class Record:
 
     @property
     def num_processes(self) -> int:
-        return int(json.loads((self.folder / "trace" / "run.json").read_text())["world_size"])
+        return int(self._run_json["world_size"])
+
+    @property
+    def num_nodes(self) -> int:
+        return int(self._run_json["num_nodes"])
+
+    @property
+    def _run_json(self) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads((self.folder / "trace" / "run.json").read_text())
+        return content
 
     @property
     def steps(self) -> list[int]:

@@ -155,7 +155,8 @@ class Trace(Logits):
 
         trainer.strategy.teardown = written_before_and_after  # type: ignore[method-assign]
         if trainer.is_global_zero:
-            (self.folder / "run.json").write_text(json.dumps({"world_size": trainer.world_size}))
+            size = {"world_size": trainer.world_size, "num_nodes": trainer.num_nodes}
+            (self.folder / "run.json").write_text(json.dumps(size))
 
     @property
     def _evaluation(self) -> str:

@@ -2,10 +2,11 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from threading import Event
 from time import perf_counter
@@ -16,7 +17,7 @@ from lit_cifar.tools.forked import ForkedRun
 TIMEOUT_S = 900.0
 
 _SHOWN = 3  # lines of a run that has failed: the error of a user has five, with its remedy
-_ERROR = "lit_cifar: error: "
+ERROR = "lit_cifar: error: "
 REFUSED = 2  # the exit status of the command line after a user's mistake
 _running: set[ForkedRun] = set()
 _ended = Event()  # no run is wanted, not even one that is being started
@@ -34,34 +35,55 @@ class Outcome:
     @property
     def last_words(self) -> str:
         reason = "ran into the time limit" if self.status is None else f"exit status {self.status}"
-        lines = [line for line in self.stderr.splitlines() if line.strip()]
-        last = (f"  {line[:160]}" for line in lines[-_SHOWN:])
+        lines = self._error or [line for line in self.stderr.splitlines() if line.strip()][-_SHOWN:]
+        last = (f"  {line[:160]}" for line in lines)
         return "\n".join([f"{reason} after {self.seconds:.0f} s", *last])
 
     @property
+    def _error(self) -> list[str]:
+        """What the command line, or the first of several ranks, has printed of its error; a launcher prints more."""
+        first, *more = self.stderr.partition(ERROR)[2].splitlines() or [""]
+        return [first, *(line.strip() for line in takewhile(lambda line: line.startswith("  "), more))] if first else []
+
+    @property
     def refusal(self) -> ConfigError:
-        """The error that the command line, or the first of several ranks, has printed about the user's own flags."""
-        first = self.stderr.partition(_ERROR)[2].partition(_ERROR)[0] or self.stderr
-        lines = [line.strip() for line in first.splitlines() if line.strip() and not line.startswith("[rank")]
-        *problem, remedy = lines[-5:] if len(lines) > 1 else [*lines, "see python -m lit_cifar fit --help"]
+        """The error about the user's own flags."""
+        lines = self._error or [line.strip() for line in self.stderr.splitlines() if line.strip()][-5:]
+        *problem, remedy = lines if len(lines) > 1 else [*lines, "see python -m lit_cifar fit --help"]
         return ConfigError("\n".join(problem) or "the configuration cannot be read", remedy=remedy)
 
 
 def run(
-    subcommand: str, *flags: str, folder: Path, threads: int = 1, timeout_s: float = TIMEOUT_S, num_ranks: int = 1
+    subcommand: str,
+    *flags: str,
+    folder: Path,
+    threads: int = 1,
+    timeout_s: float = TIMEOUT_S,
+    num_ranks: int = 1,
+    launcher: Sequence[str] = (),
 ) -> Outcome:
     """`python -m lit_cifar SUBCOMMAND FLAGS` with its output and temporary files in `folder`, which exists.
 
     Each process that it starts has so many `threads`. After `timeout_s` it is stopped. With `num_ranks` it is started
-    in so many processes, as by torchrun.
+    in so many processes, as by torchrun. A `launcher` takes the place of `python -m lit_cifar`; it finds its own
+    temporary files, by which Ray knows its cluster.
     """
     (folder / "tmp").mkdir(exist_ok=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TMPDIR": str(folder / "tmp")}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    if not launcher:
+        environment["TMPDIR"] = str(folder / "tmp")
     out, err = folder / "stdout", folder / "stderr"
     for file in (out, err):
         file.write_text("")
     start = perf_counter()
-    forked = ForkedRun([subcommand, *flags], environment=environment, stdout=out, stderr=err, num_ranks=num_ranks)
+    forked = ForkedRun(
+        [*launcher, subcommand, *flags],
+        environment=environment,
+        stdout=out,
+        stderr=err,
+        num_ranks=1 if launcher else num_ranks,
+        module=None if launcher else "lit_cifar",
+    )
     _running.add(forked)
     try:
         if _ended.is_set():
