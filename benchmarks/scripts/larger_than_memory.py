@@ -139,9 +139,8 @@ def kills(folder: Path) -> Row:
     found, config = (folder / f"chaos-{time.time_ns()}.{kind}" for kind in ("json", "yaml"))
     out_of_page_cache(folder)
     # Without a file of one's own `chaos` has data of its own.
-    config.write_text(
-        "model: {arch: resnet10, stem: imagenet, optimizer: {init_args: {lr: 0.0001}}}\ndata: {batch_size: 16}\n"
-    )
+    model = "{arch: resnet10, stem: imagenet, optimizer: {init_args: {lr: 0.0001}}}"
+    config.write_text(f"model: {model}\ndata: {{batch_size: 16}}\n")
     data = words_of(folder, source="file", size=SIZE, num=None)
     data.remove("--trainer.accelerator=cpu")  # `chaos` sets it
     words = ["chaos", "--faults=20", "--modes=ddp", "--devices=2", f"--json={found}", f"--config={config}", *data]
