@@ -26,7 +26,7 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.models import build_network
 from lit_cifar.tools import bench
 from lit_cifar.tools.bench import Row, Settings, command, data_path, interleaved, mode_speed
-from lit_cifar.tools.bench.overhead import PlainLoop, Small
+from lit_cifar.tools.bench.overhead import COUNTERS, PlainLoop, Small
 from lit_cifar.tools.bench.step_trace import STAGE, STEP, SavedForBackward
 from lit_cifar.tools.bench.trace import RankStep, chrome_trace, draw, on_one_clock
 
@@ -98,7 +98,7 @@ def test_the_plain_loop_computes_what_fit_computes(tmp_path: Path) -> None:
 
 
 ROWS = {  # rounds, units, and between what the values of the last row lie
-    "overhead": (2, ["us", "x"], 0, 100),
+    "overhead": (2, ["us", *["x"] * 7], 0, 100),
     "recovery": (2, ["s"], 1, 120),
     "mode_speed": (1, [*["x"] * 6, "img/s"] * 2, 0, math.inf),
 }
@@ -110,8 +110,11 @@ def test_rows_of_a_section(section: str, tmp_path: Path) -> None:
     rounds, units, low, high = ROWS[section]
     rows = getattr(bench, section).measure(Settings(folder=tmp_path, rounds=rounds, small=True))
     assert [row.unit for row in rows] == units
-    assert all(len(row.values) == rounds and (row.values > 0).all() for row in rows)
+    counts = {row.name: row.values for row in rows if row.name.startswith(tuple(COUNTERS))}
+    assert all(len(row.values) == (1 if row.name in counts else rounds) and (row.values > 0).all() for row in rows)
     assert all(low < value < high for value in rows[-1].values)
+    for name, (ratio,) in counts.items():
+        assert 1 < ratio < (1.05 if name.startswith("operators") else 2), name
 
 
 def test_a_speed_is_that_of_the_steps_after_the_warm_up_and_a_fit_that_fails_is_named(tmp_path: Path) -> None:

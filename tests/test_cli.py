@@ -8,15 +8,17 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
 import yaml
 from commands import TINY, callback, counts, environment_of, refused, run_here
+from lightning.pytorch import Callback
 
 import lit_cifar
 from lit_cifar import __version__
+from lit_cifar.callbacks import skip_idle_hooks
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.cli.main import CLI, MAY_NAME_STRATEGY, main
 from lit_cifar.reporting.environment import versions
@@ -47,6 +49,33 @@ def test_a_trial_run_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     own = ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=logs"]
     run_here("fit", *TINY, "--trainer.fast_dev_run=1", *own)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_hooks_of_a_step_that_do_nothing_are_passed_over_and_no_others() -> None:
+    class Own(Callback):
+        def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+            pass
+
+    own = Own()
+    own.on_after_backward = lambda *_: None  # type: ignore[method-assign]
+    skip_idle_hooks([own])
+    called = {name for name in vars(Callback) if name.startswith("on_") and callable(getattr(own, name))}
+    kept = {"on_train_batch_end", "on_after_backward"}
+    idle = {"on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_before_optimizer_step"}
+    assert kept <= called
+    assert {name for name in vars(Callback) if name.startswith("on_")} - called == idle
+
+
+def test_a_profiler_that_is_asked_for_sees_the_steps(tmp_path: Path) -> None:
+    run_here(
+        "fit",
+        *TINY,
+        "--trainer.profiler=SimpleProfiler",
+        f"--trainer.profiler.dirpath={tmp_path}",
+        "--trainer.profiler.filename=profile",
+        f"--run_dir={tmp_path / 'run'}",
+    )
+    assert "run_training_batch" in (tmp_path / "fit-profile.txt").read_text()
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_a_compiled_network_keeps_its_names_can_be_copied_and_is_plain_after_the
 @pytest.mark.parametrize(
     ("strategy", "parts"),
     [
-        ("auto", ["_TinyResNet"]),
+        ("auto", ["TinyResNet"]),
         (LayerParallelStrategy(num_stages=2), ["Sequential"] * 2),
         (PipelineStrategy(schedule="Interleaved1F1B", num_microbatches=2), ["Sequential"] * 2),
         ("fsdp2", ["BasicBlock"] * 4),

@@ -17,7 +17,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instant
 from torch.distributed import is_torchelastic_launched
 
 from lit_cifar import __version__
-from lit_cifar.callbacks import default_callbacks, place
+from lit_cifar.callbacks import NoProfiler, default_callbacks, place, skip_idle_hooks
 from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
 from lit_cifar.checkpoint.exact_resume import Fingerprint, SameStart
 from lit_cifar.checkpoint.files import CheckpointFiles, reporting_disk
@@ -252,6 +252,7 @@ class CLI(LightningCLI):
 
             self._replicas = VirtualReplicas(num_parts)
             callbacks = [self._replicas, *callbacks]
+        config["profiler"] = config["profiler"] or NoProfiler()
         config["plugins"] = [*as_list(config["plugins"]), CheckpointFiles()]
         if config["sync_batchnorm"]:
             from lit_cifar.strategies import ProcessSyncBatchNorm
@@ -266,6 +267,7 @@ class CLI(LightningCLI):
             given = f"--trainer.devices={config['devices']}"
             raise ConfigError(f"{given}: {error}", remedy="pass the number of devices: --trainer.devices=2") from error
         trainer.callbacks.sort(key=place)  # type: ignore[attr-defined]  # Lightning's own omission
+        skip_idle_hooks(trainer.callbacks)  # type: ignore[attr-defined]
         return trainer
 
     # The run.

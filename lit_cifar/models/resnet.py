@@ -51,7 +51,7 @@ class ResNet(torchvision_resnet.ResNet):  # type: ignore[misc]
         return chain | {"head": nn.Sequential(self.avgpool, nn.Flatten(1), self.fc)}
 
 
-class _TinyResNet(ResNet):
+class TinyResNet(ResNet):
     """With an eighth of the channels behind the stem."""
 
     def __init__(self, block: Any, layers: list[int], *, num_classes: int, **kwargs: Any) -> None:
@@ -100,7 +100,7 @@ def build_resnet(
     as the identity (Goyal et al., 2017).
     """
     shape = SHAPES[arch]
-    network_class = _TinyResNet if shape.width < 64 else ResNet
+    network_class = TinyResNet if shape.width < 64 else ResNet
     network = network_class(
         shape.block,
         list(shape.num_blocks),

@@ -127,6 +127,12 @@ class LitResNet(L.LightningModule):
         self.val_metrics = EvaluationMetrics("val", num_classes)
         self.test_metrics = EvaluationMetrics("test", num_classes)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_current_fx_name":  # assigned by Lightning 40 times a step, which torch would look at each time
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
     def setup(self, stage: str) -> None:
         """Whiten by the training images, in a network that does; reset the metrics.
 
@@ -187,10 +193,11 @@ class LitResNet(L.LightningModule):
         """The loss of a batch, or of a part of one, whose samples are counted."""
         logits = self(batch.images)
         losses = self.loss(logits, batch.labels)
+        found = losses.detach(), logits.detach(), batch.labels
         if self._newest is None:  # of several parts the first one, which the same process has everywhere
-            self._newest = losses.detach(), logits.detach(), batch.labels
-        self.train_loss.update(losses.detach())
-        self.train_acc.update(logits.detach(), batch.labels)
+            self._newest = found
+        self.train_loss.update(found[0])
+        self.train_acc.update(*found[1:])
         return losses.mean() * batch.weight
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:

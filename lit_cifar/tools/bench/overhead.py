@@ -1,6 +1,7 @@
 """What `fit` adds to a step: the same training twice in one process, in turn, by the Trainer and in plain PyTorch."""
 
 import json
+import sys
 import tempfile
 from collections.abc import Iterator
 from copy import deepcopy
@@ -12,17 +13,21 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.images import Batch
+from lit_cifar.models.resnet import SHAPES, BasicBlock, TinyResNet
 from lit_cifar.task.module import LitResNet
 from lit_cifar.task.optim import WarmupDecay
 from lit_cifar.tools.bench import Row, Settings, Values, fit
 
 _MANY = 10**6  # optimizer steps
 _SKIPPED = 2  # turns at the start
+_LAYOUT = ["--trainer.precision=bf16-mixed", "--model.channels_last=true"]  # as on a GPU
+OPTIMIZERS = {"SGD": [], "Muon": ["--model.optimizer=lit_cifar.MuonSGD", "--model.label_smoothing=0.2"]}
 
 
 def measure(settings: Settings) -> list[Row]:
@@ -33,25 +38,40 @@ def measure(settings: Settings) -> list[Row]:
     """
     # All that is not the network.
     turns = (1 if settings.small else 6) * settings.rounds
-    ours, plain = _in_turn(settings, [f"--model.network={__name__}.Small"], turns=turns, steps=50, batch_size=16)
+    ours, plain, _ = _in_turn(settings, [f"--model.network={__name__}.Small"], turns=turns, steps=50, batch_size=16)
     name = "a step of fit, with all logs, over a plain PyTorch loop, a network of one layer"
-    bare = Row(name, "us", 1e6 * (ours - plain), f"the plain loop takes {1e6 * np.median(plain):,.0f} us a step")
+    rows = [Row(name, "us", 1e6 * (ours - plain), f"the plain loop takes {1e6 * np.median(plain):,.0f} us a step")]
+    # The host's work alone.
+    for name, flags in OPTIMIZERS.items():
+        flags = [f"--model.network={__name__}.Thin", *_LAYOUT, *flags]
+        ours, plain, counts = _in_turn(settings, flags, turns=turns, steps=20, batch_size=8)
+        about = f"thin ResNet34, {name}"
+        note = f"the plain loop takes {1e3 * np.median(plain):,.1f} ms a step"
+        rows.append(Row(f"time of a step of fit over that of a plain loop, {about}", "x", ours / plain, note))
+        for what, (of_fit, of_plain) in counts.items():
+            note, ratio = f"{of_fit:,} between two steps of fit, {of_plain:,} in the plain loop", of_fit / of_plain
+            rows.append(Row(f"{what} of fit over those of a plain loop, {about}", "x", np.array([ratio]), note))
     # What a user pays.
     on_gpu = torch.cuda.is_available()
     stem, batch_size, precision = ("cifar", 512, "bf16-mixed") if on_gpu else ("imagenet", 128, "32-true")
     flags = [f"--model.arch={settings.arch}", f"--model.stem={stem}", f"--trainer.precision={precision}"]
     flags.append(f"--model.channels_last={str(on_gpu).lower()}")
     steps, threads = 30 if on_gpu else 3, cpu_count() or 1
-    ours, plain = _in_turn(settings, flags, turns=settings.rounds, steps=steps, batch_size=batch_size, threads=threads)
+    ours, plain, _ = _in_turn(
+        settings, flags, turns=settings.rounds, steps=steps, batch_size=batch_size, threads=threads
+    )
     about = f"{stem} stem, batch {batch_size}, {precision}, {'channels_last' if on_gpu else 'contiguous'}"
     name = f"time of a step of fit over that of a plain loop, ResNet34, {about}"
-    return [bare, Row(name, "x", ours / plain, f"the plain loop takes {1e3 * np.median(plain):,.0f} ms a step")]
+    return [*rows, Row(name, "x", ours / plain, f"the plain loop takes {1e3 * np.median(plain):,.0f} ms a step")]
 
 
 def _in_turn(
     settings: Settings, flags: list[str], *, turns: int, steps: int, batch_size: int, threads: int = 1
-) -> tuple[Values, Values]:
-    """Seconds of a step of `fit` and of the plain loop, a number for each turn; all turns are in one epoch."""
+) -> tuple[Values, Values, dict[str, list[int]]]:
+    """Seconds of a step of `fit` and of the plain loop, a number for each turn; all turns are in one epoch.
+
+    Also what each has between two steps, by the names in `COUNTERS`.
+    """
     folder = Path(tempfile.mkdtemp(prefix="overhead-", dir=settings.folder))
     words = [f"--trainer.accelerator={'gpu' if torch.cuda.is_available() else 'cpu'}", "--trainer.devices=1", *flags]
     words += ["--trainer.max_epochs=1", f"--trainer.log_every_n_steps={steps}"]
@@ -60,8 +80,9 @@ def _in_turn(
     words += [f"--trainer.callbacks+={__name__}.InTurn", f"--trainer.callbacks.steps={steps}"]
     words += [f"--trainer.callbacks.file={folder / 'turns'}", f"--run_dir={folder / 'run'}"]
     fit(words, folder=folder, threads=threads)
-    of_fit, of_plain = np.array(json.loads((folder / "turns").read_text())).T
-    return of_fit, of_plain
+    found = json.loads((folder / "turns").read_text())
+    of_fit, of_plain = np.array(found["turns"]).T
+    return of_fit, of_plain, found["counts"]
 
 
 class Small(nn.Sequential):
@@ -71,11 +92,56 @@ class Small(nn.Sequential):
         super().__init__(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(192, 10))
 
 
+class Thin(nn.Module):
+    """The layers of ResNet34 with an eighth of the channels, on few pixels: a step is all work of the host.
+
+    It has no blocks of its own, before which a user's network would draw its random stream.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = TinyResNet(BasicBlock, [*SHAPES["resnet34"].num_blocks], num_classes=10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.layers(images)
+        return logits
+
+
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what torch dispatches in this thread, on a CPU backward too; one of several tensors counts once."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class PythonCalls:
+    """Counts calls of Python functions in this thread."""
+
+    count = 0
+
+    def __enter__(self) -> None:
+        sys.setprofile(self._note)
+
+    def __exit__(self, *_: Any) -> None:
+        sys.setprofile(None)
+
+    def _note(self, frame: Any, event: str, argument: Any) -> None:
+        self.count += event == "call"
+
+
+COUNTERS: dict[str, Any] = {"operators": Operators, "calls of Python": PythonCalls}
+
+
 class InTurn(Callback):
     """Lets a plain loop of a copy of the network take `steps` steps after as many of the Trainer, and times both.
 
+    In the first two turns some steps are counted, one by each of `COUNTERS`; they are not timed.
+
     Args:
-        file: JSON: for each turn [fit, plain], the seconds of a step.
+        file: JSON: `turns`, for each turn [fit, plain], the seconds of a step, and `counts`.
         steps: As many as lie between two log points, so that each turn has one.
     """
 
@@ -85,19 +151,33 @@ class InTurn(Callback):
         self._plain: PlainLoop | None = None
         self._turns: list[tuple[float, float]] = []
         self._since = 0.0
+        self._counters, self._plain_counters = ([make() for make in COUNTERS.values()] for _ in range(2))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        step = batch_idx - self.steps
+        if 0 < step <= len(COUNTERS):
+            self._counters[step - 1].__exit__(None, None, None)
         if batch_idx % self.steps == 0:
             ours = self._elapsed(pl_module.device)
             if self._plain is None:
                 self._plain = PlainLoop(deepcopy(pl_module.network), trainer, pl_module)
+                self._plain.run(self.steps - len(COUNTERS))
+                for counter in self._plain_counters:
+                    with counter:
+                        self._plain.run(1)
+            else:
+                self._since = perf_counter()
+                self._plain.run(self.steps)
+                if batch_idx >= _SKIPPED * self.steps:
+                    self._turns.append((ours, self._elapsed(pl_module.device)))
             self._since = perf_counter()
-            self._plain.run(self.steps)
-            self._turns.append((ours, self._elapsed(pl_module.device)))
-            self._since = perf_counter()
+        if 0 <= step < len(COUNTERS):
+            self._counters[step].__enter__()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.file.write_text(json.dumps(self._turns[_SKIPPED:]))
+        both = zip(COUNTERS, self._counters, self._plain_counters, strict=True)
+        counts = {name: [ours.count, plain.count] for name, ours, plain in both}
+        self.file.write_text(json.dumps({"turns": self._turns, "counts": counts}))
 
     def _elapsed(self, device: torch.device) -> float:
         """Seconds of a step of this turn, when the device has done its work."""
