@@ -159,7 +159,11 @@ def main(output: Path) -> None:
     complete(output, list(MODES), trained, settings={"audits_every": EVERY}, tell=say)
 
 
-if __name__ == "__main__":
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Are flipped bits found, and is the right rank named?")
     parser.add_argument("output", type=Path, help="JSON file to write")
-    main(**vars(parser.parse_args()))
+    return parser
+
+
+if __name__ == "__main__":
+    main(**vars(parser().parse_args()))

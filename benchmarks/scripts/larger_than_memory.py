@@ -218,14 +218,18 @@ def main(output: Path, folder: Path, only: str) -> None:
     complete(output, cases, lambda case: {"case": case} | CASES[case](folder), settings=settings, tell=say)
 
 
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Trainings on pictures that take ten times their memory.")
+    parser.add_argument("output", type=Path, help="JSON file to write")
+    parser.add_argument("folder", type=Path, help="for the pictures, their caches and runs")
+    parser.add_argument("--only", default="", help="cases that begin so")
+    return parser
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--fit"]:
         load_mapped = OwnPictures.load
         with mock.patch.object(OwnPictures, "load", load_copy if sys.argv[2] == "copy" else load_mapped):
             lit_cifar(sys.argv[3:])
     else:
-        parser = argparse.ArgumentParser(description="Trainings on pictures that take ten times their memory.")
-        parser.add_argument("output", type=Path, help="JSON file to write")
-        parser.add_argument("folder", type=Path, help="for the pictures, their caches and runs")
-        parser.add_argument("--only", default="", help="cases that begin so")
-        main(**vars(parser.parse_args()))
+        main(**vars(parser().parse_args()))

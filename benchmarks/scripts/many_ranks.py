@@ -189,7 +189,11 @@ def main(output: Path) -> None:
     )
 
 
-if __name__ == "__main__":
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="What grows with the number of ranks.")
     parser.add_argument("output", type=Path, help="JSON file to write")
-    main(**vars(parser.parse_args()))
+    return parser
+
+
+if __name__ == "__main__":
+    main(**vars(parser().parse_args()))
