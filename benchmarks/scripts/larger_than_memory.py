@@ -57,6 +57,13 @@ class Clock(L.Callback):
             print(json.dumps({"images": images, "seconds": round(time.perf_counter() - self._began, 2)}))
 
 
+class Slow(L.Callback):
+    """Gives faults time to hit a save."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        time.sleep(0.15)
+
+
 @contextmanager
 def group_of(limit: int) -> Iterator[Path]:
     group = GROUPS / f"larger-{os.getpid()}"
@@ -139,11 +146,12 @@ def kills(folder: Path) -> Row:
     found, config = (folder / f"chaos-{time.time_ns()}.{kind}" for kind in ("json", "yaml"))
     out_of_page_cache(folder)
     # Without a file of one's own `chaos` has data of its own.
-    model = "{arch: resnet10, stem: imagenet, optimizer: {init_args: {lr: 0.0001}}}"
-    config.write_text(f"model: {model}\ndata: {{batch_size: 16}}\n")
+    network = "{network: picture_cache.Patches, optimizer: {class_path: lit_cifar.NesterovSGD, init_args: {lr: 0.001}}}"
+    config.write_text(f"model: {network}\ndata: {{batch_size: 32}}\n")
     data = words_of(folder, source="file", size=SIZE, num=None)
     data.remove("--trainer.accelerator=cpu")  # `chaos` sets it
     words = ["chaos", "--faults=20", "--modes=ddp", "--devices=2", f"--json={found}", f"--config={config}", *data]
+    words.append("--trainer.callbacks+=larger_than_memory.Slow")
     row = counted([sys.executable, "-m", "lit_cifar", *words], LIMITS["a tenth"])
     return row | {"chaos": json.loads(found.read_text())["rows"] if found.exists() else None}
 
