@@ -1,11 +1,13 @@
 """Replicas compare what they hold: the digest as a table, then runs of several processes with a flipped bit."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from commands import TINY, callback, last_checkpoint, launch, mode_flags, own_network, run_here
+from commands import TINY, callback, last_checkpoint, launch, mode_flags, own_network
 
+from lit_cifar.watchdog.replica_audit import ReplicaAudit
 from lit_cifar.watchdog.replicas import digest, unlike
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.complex64]
@@ -63,9 +65,20 @@ def test_replicas_of_several_processes_are_compared_part_by_part(tmp_path: Path)
     assert "scale (buffer): ranks 1, 3 differ, and there is no majority" in result.stderr
 
 
-def test_where_nothing_is_held_twice_that_is_said_once(tmp_path: Path) -> None:
-    flags = [*TINY, "--trainer.max_steps=2", "--trainer.devices=2"]
-    alone = run_here("fit", *TINY, "--trainer.max_steps=1", f"--run_dir={tmp_path / 'alone'}")
-    assert "replicas" not in alone.stderr
-    divided = launch("fit", *flags, "--trainer.strategy=fsdp2", f"--run_dir={tmp_path / 'divided'}")
-    assert divided.stderr.count("replicas are not compared: the processes hold parts of the parameters") == 1
+class Elsewhere:
+    """A strategy of others, with several processes."""
+
+    model, root_device = torch.nn.Linear(2, 2), torch.device("cpu")
+
+
+def test_where_nothing_is_held_twice_a_foreign_strategy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("lit_cifar.watchdog.replica_audit.rank_zero_info", said.append)
+    trainer = SimpleNamespace(global_step=0, world_size=2, strategy=Elsewhere(), lightning_module=Elsewhere.model)
+    audit = ReplicaAudit()
+    audit.on_train_start(trainer, Elsewhere.model)
+    assert said == ["replicas are not compared: what Elsewhere holds in each process is not known here"]
+    trainer.strategy.num_replicas = 1
+    audit.on_train_start(trainer, Elsewhere.model)
+    assert len(said) == 1
+    audit.on_save_checkpoint(trainer, Elsewhere.model, {})

@@ -25,8 +25,7 @@ class ReplicaAudit(Callback):
     gathered, and most ranks are right. A checkpoint is written after an audit, so those on the disk are of equal
     replicas.
 
-    It works with `DistributedDataParallel` and with this package's strategies. Where processes hold parts, it says so
-    once.
+    It works with `DistributedDataParallel` and with this package's strategies. Of others it says once why not.
 
     Args:
         every_n_steps: Optimizer steps between two audits; 0 for none.
@@ -48,10 +47,10 @@ class ReplicaAudit(Callback):
             return
         from lit_cifar.watchdog.replicas import Held, what_is_not_held_twice  # one process needs none of it
 
-        if reason := what_is_not_held_twice(trainer):
-            rank_zero_info(f"replicas are not compared: {reason}")
-        else:
+        if not (reason := what_is_not_held_twice(trainer)):
             self._held = Held(trainer, pl_module)
+        elif not hasattr(trainer.strategy, "num_replicas"):  # of modes that have it, the user knows
+            rank_zero_info(f"replicas are not compared: {reason}")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if self._held is not None and trainer.global_step // self.every_n_steps > self._step // self.every_n_steps:

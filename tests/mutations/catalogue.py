@@ -28,8 +28,12 @@ class PlantMutation(L.Callback):
 
 
 def planting_flags(mutation: Mutation, folder: Path) -> tuple[str, ...]:
-    """Flags of `fit` that plant it in a run whose processes find this package, see `on_python_path`."""
+    """Flags of `fit` that plant it in a run whose processes find this package, see `on_python_path`.
+
+    Replicas are not compared in it: that would end many of them before a comparison.
+    """
     return (
+        "--replica_audit.every_n_steps=0",
         "--trainer.callbacks+=tests.mutations.catalogue.PlantMutation",
         f"--trainer.callbacks.name={mutation.name}",
         f"--trainer.callbacks.folder={folder}",
