@@ -30,14 +30,14 @@ def _reap(cluster: Any) -> None:
 
 
 def main() -> None:
-    """Three nodes, or as many as the argument says, with room for two workers each, until stdin is closed."""
+    """Four nodes, or as many as the argument says, with room for two workers each, until stdin is closed."""
     os.environ.update(_BUSY, RAY_USAGE_STATS_ENABLED="0")
     from ray.cluster_utils import Cluster
 
     with TemporaryDirectory(dir="/tmp") as folder:  # a short name: that of a socket has at most 107 letters
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "temp_dir": folder, **_settings()})
         signal.signal(signal.SIGCHLD, lambda *_: _reap(cluster))
-        for _ in range(int(sys.argv[1]) if sys.argv[1:] else 3):
+        for _ in range(int(sys.argv[1]) if sys.argv[1:] else 4):
             cluster.add_node(num_cpus=2, **_settings())
         print(cluster.address, flush=True)
         sys.stdin.read()

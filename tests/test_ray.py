@@ -71,7 +71,7 @@ def test_what_processes_print_and_their_end_are_handed_over(tmp_path: Path) -> N
 
 
 class Cluster:
-    """Three nodes of `ray_cluster`, each with room for two workers."""
+    """The nodes of `ray_cluster`, two to train on and one for each that a test kills."""
 
     def __init__(self) -> None:
         path = os.pathsep.join([str(TESTS), str(TESTS.parent)])

@@ -39,10 +39,11 @@ class ReplicaAudit(Callback):
             )
         self.every_n_steps, self.stop = every_n_steps, stop
         self._held: Held | None = None
-        self._step = 0  # of the last audit
+        self._step = self._equal = 0  # of the last audit, and of the last that has found no difference
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._held, self._step = None, trainer.global_step
+        self._held = None
+        self._step = self._equal = trainer.global_step
         if not self.every_n_steps or trainer.world_size == 1:
             return
         from lit_cifar.watchdog.replicas import Held, what_is_not_held_twice  # one process needs none of it
@@ -65,13 +66,14 @@ class ReplicaAudit(Callback):
             self._audit(trainer, self._held)
 
     def _audit(self, trainer: Trainer, held: "Held") -> None:
-        before, self._step = self._step, trainer.global_step
+        self._step = trainer.global_step
         if not (lines := held.differences()):
+            self._equal = self._step
             return
         more = [f"and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
         message = "\n".join(
             [
-                f"replicas differ after optimizer step {self._step}; after step {before} they were equal",
+                f"replicas differ after optimizer step {self._step}; after step {self._equal} they were equal",
                 *lines[:_MAX_LINES],
                 *more,
                 "checkpoints that were written until then are good: go on from the newest of them",
