@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from lit_cifar.task.module import LitResNet
     from lit_cifar.task.muon import MuonSGD
     from lit_cifar.task.optim import NesterovSGD, WarmupDecay
+    from lit_cifar.tools.audit import ReplicaAudit
     from lit_cifar.tools.replay import Replay, ReplayError, replay
-    from lit_cifar.watchdog.replica_audit import ReplicaAudit
 
 __version__ = "0.1.0"  # of the distribution too: pyproject.toml reads it here
 
@@ -29,7 +29,7 @@ _PLACES = {
     "NesterovSGD": "lit_cifar.task.optim",
     "Replay": "lit_cifar.tools.replay",
     "ReplayError": "lit_cifar.tools.replay",
-    "ReplicaAudit": "lit_cifar.watchdog.replica_audit",
+    "ReplicaAudit": "lit_cifar.tools.audit",
     "WarmupDecay": "lit_cifar.task.optim",
     "replay": "lit_cifar.tools.replay",
 }

@@ -29,7 +29,7 @@ LAYERS = [
     {"strategies"},
     {"callbacks"},
     {"tools.modes", "tools.terminal", "tools.forked", "tools.replay", "tools.pytest_plugin"},
-    {"tools.export", "tools.verify"},
+    {"tools.audit", "tools.export", "tools.verify"},
     {"tools.chaos", "tools.doctor", "tools.ray", "tools.report"},
     {"tools.bench"},
     {"tools.commands"},

@@ -1,21 +1,27 @@
 """Replicas compare what they hold: the digest as a table, then runs of several processes with a flipped bit."""
 
+import random
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from commands import TINY, callback, last_checkpoint, launch, mode_flags, own_network
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from lit_cifar.watchdog.replica_audit import ReplicaAudit
-from lit_cifar.watchdog.replicas import digest, unlike
+from lit_cifar.tools.audit.callback import ReplicaAudit
+from lit_cifar.tools.audit.gradients import NeighborAudit
+from lit_cifar.tools.audit.replicas import digest, unlike
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.complex64]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_flipped_bit_changes_a_digest(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lit_cifar.watchdog.replicas._CHUNK", 5)
+    monkeypatch.setattr("lit_cifar.tools.audit.replicas._CHUNK", 5)
     tensor = (torch.randn(3, 4, generator=torch.Generator().manual_seed(0)) * 50).abs().to(dtype)
     whole = digest(tensor)
     assert whole == digest(tensor.clone())
@@ -57,6 +63,99 @@ def test_a_flipped_bit_is_found_in_the_next_audit(of: str, name: str, tmp_path: 
     assert last_checkpoint(tmp_path)["position"]["global_step"] == 3
 
 
+@pytest.mark.parametrize(("ranks", "others"), [(2, 2), (3, 2)])
+def test_a_gradient_that_no_other_rank_computes_is_found(ranks: int, others: int, tmp_path: Path) -> None:
+    """Of two ranks the one is named that cannot repeat its own: it has been wrong once."""
+    flags = [*TINY, *callback("stopping.WrongGradient", step=2, rank=1), "--replica_audit.every_n_steps=2"]
+    flags += [*mode_flags("ddp", ranks), f"--data.batch_size={5 * ranks}", "--data.num_train=91"]
+    result = launch("fit", *flags, f"--run_dir={tmp_path}", check=False)
+    assert result.status == 1
+    assert "unlike gradients of one batch in step 3; after step 0 they were equal" in result.stderr, result.stderr
+    assert f"network.fc.bias: rank 1 differs from the {others} others" in result.stderr
+    assert not (tmp_path / "checkpoints" / "last.ckpt").exists()
+
+
+class Own(L.Callback):
+    """After each backward pass but one a rank repeats its own, in a state that is another rank's."""
+
+    def __init__(self, *, repeats: bool) -> None:
+        self.repeats, self.steps = repeats, 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.audit = NeighborAudit(trainer, pl_module)
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if self.repeats and trainer.global_step != 1:
+            self.audit.observe()
+
+    def on_after_backward(self, *_: Any) -> None:
+        if self.audit.own is not None:
+            self.steps += 1
+            own = self.audit.observed()
+            kept, own.rank = (torch.get_rng_state(), random.getstate()), 1
+            random.seed(own.rank)
+            others = torch.manual_seed(own.rank).get_state(), random.getstate()
+            assert own.gradients
+            assert self.audit._twin.repeat(own) == {name: its.item() for name, its in own.gradients.items()}
+            assert torch.equal(torch.get_rng_state(), others[0])
+            assert random.getstate() == others[1]
+            torch.set_rng_state(kept[0])
+            random.setstate(kept[1])
+
+
+class Task(L.LightningModule):
+    """Dropout, BatchNorm, a weight in two places, a frozen layer, a counter, and numbers drawn from two generators."""
+
+    def __init__(self, *, manual: bool) -> None:
+        super().__init__()
+        self.automatic_optimization, self.calls = not manual, 0
+        one, other = nn.Linear(4, 4), nn.Linear(4, 4)
+        other.weight = one.weight
+        self.network = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), one, nn.Dropout(), other, nn.Linear(4, 2))
+        self.network[0].requires_grad_(requires_grad=False)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        self.calls += 1
+        loss = self.network(batch[0]).square().mean() * (self.calls + random.random())
+        self.log("loss", loss)
+        if self.automatic_optimization:
+            return {"loss": loss}
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
+@pytest.mark.parametrize(("manual", "accumulate"), [(False, 1), (False, 2), (True, 1)])
+def test_a_rank_repeats_its_own_gradients_and_changes_nothing(precision: Any, manual: bool, accumulate: int) -> None:
+    ends = []
+    for repeats in (False, True):
+        L.seed_everything(1, verbose=False)
+        task, own = Task(manual=manual), Own(repeats=repeats)
+        trainer = L.Trainer(
+            accelerator="cpu",
+            max_epochs=1,
+            precision=precision,
+            accumulate_grad_batches=accumulate,
+            callbacks=[own],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(task, DataLoader(TensorDataset(torch.randn(20, 3)), 4))
+        assert own.steps == (5 - accumulate) * repeats
+        ends.append(
+            [*task.state_dict().values(), torch.tensor(task.calls), torch.rand(1), torch.tensor(random.random())]
+        )
+    assert all(map(torch.equal, *ends))
+
+
 def test_replicas_of_several_processes_are_compared_part_by_part(tmp_path: Path) -> None:
     """And the run may go on."""
     flags = [*flip(own_network("Scaled"), rank=3, of="buffer"), "--replica_audit.stop=false"]
@@ -67,7 +166,7 @@ def test_replicas_of_several_processes_are_compared_part_by_part(tmp_path: Path)
 
 def test_a_run_that_goes_on_is_told_when_its_replicas_were_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("lit_cifar.watchdog.replica_audit.rank_zero_warn", said.append)
+    monkeypatch.setattr("lit_cifar.tools.audit.callback.rank_zero_warn", said.append)
     audit = ReplicaAudit(2, stop=False)
     for step, lines in ((2, []), (4, ["  weight"]), (6, ["  weight"])):
         audit._audit(SimpleNamespace(global_step=step), SimpleNamespace(differences=lambda lines=lines: lines))
@@ -84,7 +183,7 @@ class Elsewhere:
 
 def test_where_nothing_is_held_twice_a_foreign_strategy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("lit_cifar.watchdog.replica_audit.rank_zero_info", said.append)
+    monkeypatch.setattr("lit_cifar.tools.audit.callback.rank_zero_info", said.append)
     trainer = SimpleNamespace(global_step=0, world_size=2, strategy=Elsewhere(), lightning_module=Elsewhere.model)
     audit = ReplicaAudit()
     audit.on_train_start(trainer, Elsewhere.model)

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from run_record import complete
 from torch import Tensor, nn
 
+from lit_cifar.tools.audit.callback import ReplicaAudit
 from lit_cifar.tools.terminal import say
-from lit_cifar.watchdog.replica_audit import ReplicaAudit
 
 MODES = {"ddp": 3, "ddp_mp": 6, "ddp_pp": 6}
 FAULTS, EVERY = 75, 4  # of each mode; steps between two audits

@@ -47,9 +47,9 @@ from lit_cifar.reporting.run_folder import (
 )
 from lit_cifar.reporting.run_report import RunReport
 from lit_cifar.task.module import LitResNet
+from lit_cifar.tools.audit import ReplicaAudit
 from lit_cifar.tools.commands import COMMANDS
 from lit_cifar.watchdog.callback import Watchdog
-from lit_cifar.watchdog.replica_audit import ReplicaAudit
 
 # Words by which a run may ask for one of our strategies, itself or in a file; `ddp` and `ddp_spawn` are Lightning's.
 MAY_NAME_STRATEGY = re.compile(r"strategy(?!=ddp(_spawn)?$)|config|^-c|^--trainer(=|$)", flags=re.IGNORECASE)

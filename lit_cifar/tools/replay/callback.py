@@ -26,6 +26,7 @@ from lit_cifar.tools.replay.lightning_view import (
     is_a,
     load_step_states,
     num_together,
+    progress_of,
     quiet_copy,
     step_states,
 )
@@ -222,7 +223,7 @@ class _Window:
             module=module,
             optimizers=trainer.optimizers,
             is_synced=partial(_is_synced, trainer.strategy),
-            progress=partial(_progress, trainer),
+            progress=partial(progress_of, trainer),
             num_together=self.num_together,
             copies=strategy.copies() if self.has_own_step else (),
         )
@@ -328,18 +329,6 @@ def _new_report(trainer: pl.Trainer, module: pl.LightningModule) -> Report:
     reasons = [getattr(one, "not_replayed", None) for one in its]
     report.abstained += filter(None, reasons)
     return report
-
-
-def _progress(trainer: pl.Trainer) -> dict[str, Any]:
-    """What a replayed step sees of its trainer, and by what its loss is multiplied."""
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    scale = 1.0 if scaler is None else scaler.get_scale()
-    return {
-        "current_epoch": trainer.current_epoch,
-        "global_step": trainer.global_step,
-        "loss_scale": scale,
-        "callbacks": step_states(trainer),
-    }
 
 
 def _folder_of(trainer: pl.Trainer) -> Path:

@@ -4,16 +4,15 @@ import copy
 from collections.abc import Callable
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_cifar.tools.replay.exchange import process_groups
 from lit_cifar.tools.replay.recording import parameters_of
-from lit_cifar.tools.replay.replaying import Replayer
 from lit_cifar.tools.replay.verdict import Report
 
 
@@ -50,6 +49,26 @@ def _with_step_state(trainer: pl.Trainer) -> list[Any]:
     return [callback for callback in trainer.callbacks if hasattr(callback, "step_state")]  # type: ignore[attr-defined]
 
 
+def progress_of(trainer: pl.Trainer) -> dict[str, Any]:
+    """What a replayed step sees of its trainer, and by what its loss is multiplied."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    scale = 1.0 if scaler is None else scaler.get_scale()
+    return {
+        "current_epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "loss_scale": scale,
+        "callbacks": step_states(trainer),
+    }
+
+
+class Repeats(Protocol):
+    """What takes the place of a module's own backward passes and steps."""
+
+    def backward_inside(self, loss: Tensor, *args: Any, **kwargs: Any) -> None: ...
+
+    def step_inside(self, optimizer: Optimizer) -> None: ...
+
+
 class TrainerView:
     """The trainer as `training_step` sees it in a replay: to be read, with the counters of the step."""
 
@@ -72,7 +91,7 @@ class TrainerView:
 class _OptimizerView:
     """What `self.optimizers()` returns in a replay."""
 
-    def __init__(self, optimizer: Optimizer, replayer: Replayer, module: Any) -> None:
+    def __init__(self, optimizer: Optimizer, replayer: Repeats, module: Any) -> None:
         self.optimizer, self._replayer, self._module = optimizer, replayer, module
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:
@@ -90,7 +109,7 @@ class _OptimizerView:
         return getattr(self.optimizer, name)
 
 
-def detach(module: nn.Module, view: TrainerView, replayer: Replayer) -> None:
+def detach(module: nn.Module, view: TrainerView, replayer: Repeats) -> None:
     """Let a copy of a LightningModule compute without logging anything and without its trainer's optimizers."""
 
     def nothing(*args: Any, **kwargs: Any) -> None:
@@ -112,7 +131,7 @@ def detach(module: nn.Module, view: TrainerView, replayer: Replayer) -> None:
             )
 
 
-def quiet_copy(module: pl.LightningModule, *, view: TrainerView, replayer: Replayer) -> pl.LightningModule:
+def quiet_copy(module: pl.LightningModule, *, view: TrainerView, replayer: Repeats) -> pl.LightningModule:
     """One more copy, which has no logger either."""
     kept = (view, replayer, *process_groups())
     its = copy.deepcopy(module, {id(one): one for one in kept})

@@ -1,0 +1,114 @@
+"""Replicas compare while they train what they hold and what they compute: a callback for anyone's Lightning training.
+
+A bit that flips in the memory of one rank, or a step that one rank makes otherwise, leaves no trace in its loss. The
+gradients are averaged, so all ranks go on together, each from weights of its own. What one rank computes wrongly is in
+the average, and so in the weights of all.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lit_cifar.errors import ConfigError, ReplicaAuditError
+
+if TYPE_CHECKING:
+    from lit_cifar.tools.audit.gradients import NeighborAudit
+    from lit_cifar.tools.audit.replicas import Held
+
+_MAX_LINES = 8
+
+
+class ReplicaAudit(Callback):
+    """Compares on all ranks what each holds a copy of: parameters, optimizer states, and constant buffers.
+
+    Ordinary steps do not wait for it. In an audit each rank sends two numbers; only if they differ are all digests
+    gathered, and most ranks are right. A checkpoint is written after an audit, so those on the disk are of equal
+    replicas. In the step after an audit each rank also repeats the batch of the next one, whose gradients must be the
+    same bit for bit. If they are not, all ranks repeat it, and most are right.
+
+    It works with `DistributedDataParallel` and with this package's strategies; gradients are repeated with the former.
+    Of others it says once why not.
+
+    Args:
+        every_n_steps: Optimizer steps between two audits; 0 for none.
+        stop: End the training where replicas differ, by a `ReplicaAuditError` on every rank. Else rank 0 warns.
+    """
+
+    def __init__(self, every_n_steps: int = 200, *, stop: bool = True) -> None:
+        if every_n_steps < 0:
+            raise ConfigError(
+                f"--replica_audit.every_n_steps={every_n_steps} is less than 0", remedy="pass 200, or 0 for none"
+            )
+        self.every_n_steps, self.stop = every_n_steps, stop
+        self._held: Held | None = None
+        self._gradients: NeighborAudit | None = None
+        self._step = self._equal = 0  # of the last audit, and of the last that has found no difference
+        self._repeated = 0  # the step before which gradients were repeated last
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._held = self._gradients = None
+        self._step = self._equal = self._repeated = trainer.global_step
+        if not self.every_n_steps or trainer.world_size == 1:
+            return
+        from lit_cifar.tools.audit.replicas import Held, what_is_not_held_twice  # one process needs none of it
+
+        if not (reason := what_is_not_held_twice(trainer)):
+            self._held = Held(trainer, pl_module)
+            self._begin_to_repeat(trainer, pl_module)
+        elif not hasattr(trainer.strategy, "num_replicas"):  # of modes that have it, the user knows
+            rank_zero_info(f"replicas are not compared: {reason}")
+
+    def _begin_to_repeat(self, trainer: Trainer, module: LightningModule) -> None:
+        from lit_cifar.tools.audit.gradients import NeighborAudit, why_not_repeated
+
+        if not (reason := why_not_repeated(trainer)):
+            self._gradients = NeighborAudit(trainer, module)
+        elif not hasattr(trainer.strategy, "num_replicas"):
+            rank_zero_info(f"gradients are not compared: {reason}")
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if self._gradients is not None and self._is_due(trainer, since=self._repeated):
+            self._gradients.observe()
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._gradients is None or self._gradients.own is None:
+            return
+        before, self._repeated = self._repeated, trainer.global_step
+        lines, reason = self._gradients.compare()
+        if reason:
+            self._gradients = None
+            rank_zero_info(f"gradients are not compared: {reason}")
+        if lines:
+            self._tell(f"ranks compute unlike gradients of one batch in step {self._repeated + 1}", lines, equal=before)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if self._held is not None and self._is_due(trainer, since=self._step):
+            self._audit(trainer, self._held)
+
+    def _is_due(self, trainer: Trainer, *, since: int) -> bool:
+        return trainer.global_step // self.every_n_steps > since // self.every_n_steps
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self._held is not None and trainer.state.fn == TrainerFn.FITTING and trainer.global_step > self._step:
+            self._audit(trainer, self._held)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._held is not None and trainer.global_step > self._step:
+            self._audit(trainer, self._held)
+
+    def _audit(self, trainer: Trainer, held: "Held") -> None:
+        self._step = trainer.global_step
+        if not (lines := held.differences()):
+            self._equal = self._step
+            return
+        self._tell(f"replicas differ after optimizer step {self._step}", lines, equal=self._equal)
+
+    def _tell(self, what: str, lines: list[str], *, equal: int) -> None:
+        more = [f"and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
+        good = "checkpoints that were written until then are good: go on from the newest of them"
+        message = "\n".join([f"{what}; after step {equal} they were equal", *lines[:_MAX_LINES], *more, good])
+        if self.stop:
+            raise ReplicaAuditError(message)
+        rank_zero_warn(message)
