@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 from zlib import crc32
 
@@ -11,8 +12,8 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-_CHUNK = 2**20  # elements that are looked at together: 8 MB for each of three intermediate results
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 2**18  # words that are looked at together: 2 MiB of each of two intermediate results
+_FACTOR = 0x9E3779B1
 
 
 def what_is_not_held_twice(trainer: Trainer) -> str:
@@ -109,18 +110,27 @@ class Held:
 def digest(tensor: Tensor) -> Tensor:
     """An int64 on the tensor's device, (), which one flipped bit always changes.
 
-    The elements' bits, taken as integers, are added with weights that are odd and of their place, modulo 2**64. A flip
-    changes an element by a power of two, which an odd number does not divide.
+    The tensor's bytes, eight by eight taken as integers, are added with weights that are odd and of their place, modulo
+    2**64. A flip changes an integer by a power of two, which an odd number does not divide.
     """
     flat = tensor.detach().reshape(-1)
-    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    words = flat.view(_WORDS[flat.element_size()])
+    octets = (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
+    rest = len(octets) % 8
+    if rest or octets.storage_offset() % 8:
+        octets = nn.functional.pad(octets, (0, -rest % 8))
+    words = octets.view(torch.int64)
+    weights = _weights(octets.device)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, len(words), _CHUNK):
-        chunk = words[start : start + _CHUNK].to(torch.int64)
-        places = torch.arange(start, start + len(chunk), device=tensor.device)
-        total += (chunk * (2 * places * 0x9E3779B1 + 1)).sum()
+        chunk = words[start : start + _CHUNK]
+        total += (chunk * weights[: len(chunk)]).sum() + 2 * _FACTOR * start * chunk.sum()
     return total
+
+
+@cache
+def _weights(device: torch.device) -> Tensor:
+    """Of the places of a chunk."""
+    return 2 * _FACTOR * torch.arange(_CHUNK, device=device) + 1
 
 
 def unlike(ranks: Sequence[int], of_ranks: Sequence[Mapping[str, Any]]) -> list[str]:
