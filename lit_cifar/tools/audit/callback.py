@@ -79,7 +79,7 @@ class ReplicaAudit(Callback):
         lines, reason = self._gradients.compare()
         if reason:
             self._gradients = None
-            rank_zero_info(f"gradients are not compared: {reason}")
+            rank_zero_warn(f"gradients are not compared any more: {reason}")
         if lines:
             self._tell(f"ranks compute unlike gradients of one batch in step {self._repeated + 1}", lines, equal=before)
 

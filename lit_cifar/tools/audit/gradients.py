@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
@@ -135,7 +136,7 @@ class NeighborAudit:
             return [], next(f"rank {rank}: {text}" for rank, (text, _) in enumerate(of_ranks) if text)
         suspects = sorted({rank for _, others in of_ranks for rank in others})
         if first and len(suspects) == len(of_ranks):
-            return [], "ranks cannot repeat their own gradients, or those of another one"
+            return [], "no rank gets those of another one, so one computes wrongly, or a step depends on its rank"
         return self._judged(own, suspects), ""
 
     def _compared(self, own: Computation, sent: bytes) -> tuple[str, list[int]]:
