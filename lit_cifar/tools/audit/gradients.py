@@ -46,10 +46,12 @@ def why_not_repeated(trainer: Trainer) -> str:
     is_fixed = torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark
     if strategy.root_device.type != "cpu" and not is_fixed:
         return "a GPU may add in another order each time: pass deterministic=True to the trainer"
-    reasons = [getattr(one, "not_replayed", "") for one in (strategy, *trainer.callbacks)]  # type: ignore[attr-defined]
-    return next(
-        filter(None, [*reasons, *what_cannot_be_judged(module, autocast="mixed" in str(trainer.precision))]), ""
-    )
+    if any("Sync" in type(layer).__name__ and isinstance(layer, _BatchNorm) for layer in module.modules()):
+        return "synchronised BatchNorm exchanges data inside of a step"
+    its: list[Any] = [strategy, *trainer.callbacks]  # type: ignore[attr-defined]
+    reasons = [getattr(one, "not_replayed", "") for one in its]
+    reasons += what_cannot_be_judged(module, autocast="mixed" in str(trainer.precision))
+    return next(filter(None, reasons), "")
 
 
 @dataclass

@@ -119,7 +119,7 @@ def digest(tensor: Tensor) -> Tensor:
     if rest or octets.storage_offset() % 8:
         octets = nn.functional.pad(octets, (0, -rest % 8))
     words = octets.view(torch.int64)
-    weights = _weights(octets.device)
+    weights = _weights(_CHUNK, octets.device)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, len(words), _CHUNK):
         chunk = words[start : start + _CHUNK]
@@ -128,9 +128,8 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 @cache
-def _weights(device: torch.device) -> Tensor:
-    """Of the places of a chunk."""
-    return 2 * _FACTOR * torch.arange(_CHUNK, device=device) + 1
+def _weights(number: int, device: torch.device) -> Tensor:
+    return 2 * _FACTOR * torch.arange(number, device=device) + 1
 
 
 def unlike(ranks: Sequence[int], of_ranks: Sequence[Mapping[str, Any]]) -> list[str]:
