@@ -281,6 +281,24 @@ def chaos() -> Values:
     return {"chaos": [job(row) for row in jobs], "chaos-faults": faults, "chaos-repeated": str(repeated)}
 
 
+def audited() -> Values:
+    """Faults of one rank that audits of replicas have found, and what an audit takes."""
+    trials = [trial for row in read("drift/2026-11-26/faults.json") for trial in row["trials"]]
+    values: Values = {"audits": []}
+    for kind in dict.fromkeys(trial["kind"] for trial in sorted(trials, key=lambda trial: trial["kind"])):
+        its = [trial for trial in trials if trial["kind"] == kind]
+        found = {ranks: [trial for trial in its if trial["found"] and trial["ranks"] == ranks] for ranks in (2, 3)}
+        numbers = [f"{len(found[ranks])} of {sum(trial['ranks'] == ranks for trial in its)}" for ranks in (3, 2)]
+        named = [str(sum(trial["found"]["rank"] for trial in found[ranks])) for ranks in (3, 2)]
+        values["audits"].append([kind, numbers[0], named[0], numbers[1], named[1]])
+    none, some = read("drift/2026-11-26/cost.json")
+    values["audit-steps"] = f"{median(some['audit_steps']):.2f}"
+    values["audit-worst"] = f"{max(some['audit_steps']):.2f}"
+    values["audit-share"] = f"{median(some['audit_steps']) / 2:.1f} %"  # of 200 steps
+    values["audit-memory"] = f"{some['peak_mib']:.0f} MiB with audits, {none['peak_mib']:.0f} without"
+    return values
+
+
 def trained() -> Values:
     """Losses and accuracies of trainings."""
     runs = {"stem": "articles/2026-11-20/seed0", "plain": "articles/2026-11-23-plain-momentum/seed0"}
@@ -367,6 +385,7 @@ def main(*, check: bool) -> int:
         | replayed()
         | silent_bugs()
         | chaos()
+        | audited()
         | trained()
         | on_one_gpu()
         | same_bits()
