@@ -2,11 +2,13 @@
 
 import json
 import threading
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-Status = Literal["ok", "failed", "time limit"]
+Status = Literal["ok", "failed", "time limit", "left out"]
 _KEPT_CHARS = 30_000  # at the beginning and at the end of what one process has printed
 
 
@@ -19,11 +21,12 @@ class Finding:
     text: str
     seconds: float = 0.0
     figures: dict[str, Any] = field(default_factory=dict)
+    date: str = field(default_factory=lambda: datetime.now(UTC).strftime("%Y-%m-%d %H:%M"))
 
 
 @dataclass
 class StepReport:
-    """A step and what it has found so far."""
+    """A step and what it has found so far, in this visit and in earlier ones to the same folder."""
 
     number: int
     title: str
@@ -33,37 +36,60 @@ class StepReport:
     @property
     def status(self) -> str:
         """The worst of its findings."""
-        found = {finding.status for finding in self.findings} or {"no time left"}
-        return next((status for status in ("failed", "time limit", "no time left") if status in found), "ok")
+        found: set[str] = {finding.status for finding in self.findings} or {"not taken"}
+        worst = next((status for status in ("failed", "time limit", "not taken") if status in found), "ok")
+        return "left out" if found == {"left out"} else worst
 
     @property
     def text(self) -> str:
-        wrong = [f"{f.name}: {f.text[:160]}" for f in self.findings if f.status != "ok"]
-        total = len(self.findings)
-        return f"{len(wrong)} of {total} not right: {'; '.join(wrong)}" if wrong else f"{total} checks"
+        other = [f"{f.name}: {f.text[:160]}" for f in self.findings if f.status != "ok"]
+        passed = f"{len(self.findings) - len(other)} of {len(self.findings)} checks passed"
+        return "; ".join([passed, *other]) if self.findings else ""
+
+    def add(self, finding: Finding) -> None:
+        """In the place of the earlier one of that name; what there was no time for leaves that as it is."""
+        numbers = [number for number, earlier in enumerate(self.findings) if earlier.name == finding.name]
+        if not numbers:
+            self.findings.append(finding)
+        elif finding.status != "time limit" or self.findings[numbers[0]].status == "time limit":
+            self.findings[numbers[0]] = finding
 
 
 class Report:
     """The files of a visit: `summary.md`, `results.json` and `log.txt` in `out`.
 
+    What earlier visits to that folder have found is kept.
+
     Args:
         out: Exists.
-        steps: In the order of the table.
-        about: What the visit is of: command, time.
+        titles: Of all steps, in the order of the table.
+        about: What the visit is of: command, time, machine.
     """
 
-    def __init__(self, out: Path, steps: list[StepReport], *, about: dict[str, Any]) -> None:
+    def __init__(self, out: Path, titles: Sequence[str], *, about: dict[str, Any]) -> None:
         self.out = out
-        self.steps = steps
-        self.about = about
         self._lock = threading.Lock()
+        earlier: dict[str, Any] = {"visits": [], "steps": []}
+        if (out / "results.json").exists():
+            earlier = json.loads((out / "results.json").read_text())
+        self.visits = [*earlier["visits"], about]
+        found = {step["title"]: step for step in earlier["steps"]}
+        self.steps = [
+            StepReport(
+                number,
+                title,
+                found[title]["seconds"] if title in found else 0.0,
+                [Finding(**finding) for finding in found.get(title, {"findings": []})["findings"]],
+            )
+            for number, title in enumerate(titles, 1)
+        ]
 
     def write(self) -> None:
         """Replace table and results; called after every finding, as nobody knows which is the last."""
         with self._lock:
             (self.out / "summary.md").write_text(self.table())
             steps = [asdict(step) | {"status": step.status} for step in self.steps]
-            content = self.about | {"steps": steps}
+            content = {"visits": self.visits, "steps": steps}
             (self.out / "results.json").write_text(json.dumps(content, indent=1, default=str) + "\n")
 
     def log(self, title: str, text: str) -> None:
@@ -74,12 +100,16 @@ class Report:
             file.write(f"==== {title}\n{text.rstrip()}\n\n")
 
     def table(self) -> str:
-        """In Markdown: the steps, then the checks of each."""
-        lines = [f"{name}: {value}" for name, value in self.about.items() if isinstance(value, str)]
-        steps = [(f"{step.number} {step.title}", step.status, step.seconds, step.text) for step in self.steps]
+        """In Markdown: the visits, the steps, then the checks of each."""
+        lines = ["# What a GPU showed", ""]
+        for about in self.visits:
+            place = ", ".join(about["gpus"]) or "no GPU"
+            commit = (about["git"] or {"commit": "unknown"})["commit"]
+            lines.append(f"- {about['started']}, {place}, commit {commit}: `{about['command']}`")
+        steps = [(f"{s.number} {s.title}", s.status, s.seconds, s.text) for s in self.steps]
         lines += _table("step", steps)
         for step in self.steps:
-            checks = [(f.name, f.status, f.seconds, f.text) for f in step.findings]
+            checks = [(f.name, f"{f.status}, {f.date}", f.seconds, f.text) for f in step.findings]
             lines += ["", f"## {step.number} {step.title}", *_table("check", checks)] if checks else []
         return "\n".join(lines) + "\n"
 
@@ -87,6 +117,6 @@ class Report:
 def _table(what: str, rows: list[tuple[str, str, float, str]]) -> list[str]:
     cells = [(what, "status", "s", "found"), *((name, status, f"{s:.0f}", text) for name, status, s, text in rows)]
     lines = [
-        "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|")[:600] for cell in row) + " |" for row in cells
+        "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|")[:800] for cell in row) + " |" for row in cells
     ]
     return ["", lines[0], "|---|---|---|---|", *lines[1:]]
