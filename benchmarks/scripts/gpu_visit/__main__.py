@@ -33,14 +33,10 @@ def main(args: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="gpu-visit-", ignore_cleanup_errors=True) as work:
         visit = _visit(options, Path(work))
         report = Report(options.out, [plan.title for plan in PLANS], about=about())
-        steps = [step for step in report.steps if step.number in (options.steps or _missing(report))]
+        steps = [s for s in report.steps if (s.number in options.steps if options.steps else s.status != "ok")]
         take([(PLANS[own.number - 1], own) for own in steps], visit, report, limit_s=options.seconds)
         print(report.table())
     return 0 if all(step.status in ("ok", "left out") for step in steps) else 1
-
-
-def _missing(report: Report) -> list[int]:
-    return [step.number for step in report.steps if step.status != "ok"]
 
 
 def take(plans: Sequence[tuple[Plan, StepReport]], visit: Visit, report: Report, *, limit_s: float) -> None:
@@ -52,8 +48,9 @@ def take(plans: Sequence[tuple[Plan, StepReport]], visit: Visit, report: Report,
         left_s = min(visit.patience * plan.limit_s, end - start)
         if left_s > 0:
             print(f"{own.number} {own.title}: at most {left_s:.0f} s", flush=True)
+            own.ended = False
             Step(visit, report, own, limit_s=left_s).take(plan.take)
-            own.seconds = time.monotonic() - start
+            own.seconds, own.ended = time.monotonic() - start, True
             report.write()
 
 

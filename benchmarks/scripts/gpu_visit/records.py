@@ -33,15 +33,12 @@ def _recipe(step: Step, recipe: str, seeds: int) -> tuple[str, dict[str, Any]]:
 
 def whole_runs(step: Step) -> None:
     """The default recipe, and beside it the articles' runs: the host is the limit of each."""
-    runs: dict[str, Check] = {
-        "default recipe": partial(_default, step),
-        "runs of the articles": partial(_articles, step),
-    }
+    runs: dict[str, Check] = {"default recipe": partial(_default, step), "articles": partial(_articles, step)}
     step.check_all(runs)
 
 
 def _default(step: Step) -> tuple[str, dict[str, Any]]:
-    flags = [*_flags(step), "--trainer.devices=1", *(_BF16 if step.visit.on_gpu else [])]
+    flags = [*_flags(step), *(_BF16 if step.visit.on_gpu else [])]
     run, test = step.run_folder("default"), step.run_folder("default-test")
     step.output_of("default", "lit_cifar", "fit", *flags, f"--run_dir={run}", limit_s=_LIMIT_S)
     (step.visit.out / "default-metrics.csv").write_bytes((run / "metrics.csv").read_bytes())
@@ -53,7 +50,7 @@ def _default(step: Step) -> tuple[str, dict[str, Any]]:
 
 
 def _articles(step: Step) -> tuple[str, dict[str, Any]]:
-    flags = [f"--at_once={min(7, step.visit.jobs)}", *_flags(step), *(_BF16 if step.visit.on_gpu else [])]
+    flags = [f"--at_once={min(4, step.visit.jobs)}", *_flags(step), *(_BF16 if step.visit.on_gpu else [])]
     rows = _record(step, "articles", "articles", "--seeds=1", *flags)
     shown = [f"{row['name']}: {100 * row['correct'] / row['total']:.2f} % (printed {row['printed']})" for row in rows]
     return "; ".join(shown), {"rows": rows}
@@ -63,9 +60,9 @@ def virtual_replicas(step: Step) -> None:
     """Of `--virtual_replicas`, the time of a step over that without it."""
 
     def check() -> tuple[str, dict[str, Any]]:
-        size = ["--rounds=3"] if step.visit.on_gpu else ["--rounds=1", "--only=time", "--model.arch=tiny"]
+        size = ["--rounds=3"] if step.visit.on_gpu else ["--rounds=1", "--model.arch=tiny"]
         file = step.visit.out / "virtual-replicas.json"
-        step.output_of("price", "virtual_replicas", str(file), *size, limit_s=_LIMIT_S)
+        step.output_of("price", "virtual_replicas", str(file), "--only=time", *size, limit_s=_LIMIT_S)
         rows = json.loads(file.read_text())["rows"]
         prices = [f"{row['processes']} processes, {row['parts']} parts: {median(row['price']):.2f}" for row in rows]
         return "; ".join(prices), {"rows": rows}
@@ -77,7 +74,8 @@ def _flags(step: Step) -> list[str]:
     """The device, and CIFAR-10 or as many images without it; in the small size a few."""
     made = ["--data.dataset=synthetic", "--data.num_train=50000", "--data.num_test=10000"]
     images = (step.visit.data or made) if step.visit.on_gpu else _SMALL
-    return ["--trainer.enable_progress_bar=false", f"--trainer.accelerator={step.visit.accelerator}", *images]
+    device = [f"--trainer.accelerator={step.visit.accelerator}", "--trainer.devices=1"]
+    return ["--trainer.enable_progress_bar=false", *device, *images]
 
 
 def _record(step: Step, name: str, script: str, *words: str) -> list[dict[str, Any]]:

@@ -31,28 +31,28 @@ class StepReport:
     number: int
     title: str
     seconds: float = 0.0
-    findings: list[Finding] = field(default_factory=list)
+    findings: dict[str, Finding] = field(default_factory=dict)  # by name
+    ended: bool = False
 
     @property
     def status(self) -> str:
         """The worst of its findings."""
-        found: set[str] = {finding.status for finding in self.findings} or {"not taken"}
-        worst = next((status for status in ("failed", "time limit", "not taken") if status in found), "ok")
+        found: set[str] = {finding.status for finding in self.findings.values()}
+        if not self.ended:
+            return "not ended" if found else "not taken"
+        worst = next((status for status in ("failed", "time limit") if status in found), "ok")
         return "left out" if found == {"left out"} else worst
 
     @property
     def text(self) -> str:
-        other = [f"{f.name}: {f.text[:160]}" for f in self.findings if f.status != "ok"]
-        passed = f"{len(self.findings) - len(other)} of {len(self.findings)} checks passed"
-        return "; ".join([passed, *other]) if self.findings else ""
+        other = [f"{f.name}: {f.text[:160]}" for f in self.findings.values() if f.status != "ok"]
+        total = len(self.findings)
+        return "; ".join([f"{total - len(other)} of {total} checks passed", *other]) if total else ""
 
     def add(self, finding: Finding) -> None:
-        """In the place of the earlier one of that name; what there was no time for leaves that as it is."""
-        numbers = [number for number, earlier in enumerate(self.findings) if earlier.name == finding.name]
-        if not numbers:
-            self.findings.append(finding)
-        elif finding.status != "time limit" or self.findings[numbers[0]].status == "time limit":
-            self.findings[numbers[0]] = finding
+        """In the place of the earlier one of that name, unless now there was no time for it."""
+        if finding.status != "time limit" or finding.name not in self.findings:
+            self.findings[finding.name] = finding
 
 
 class Report:
@@ -69,20 +69,14 @@ class Report:
     def __init__(self, out: Path, titles: Sequence[str], *, about: dict[str, Any]) -> None:
         self.out = out
         self._lock = threading.Lock()
-        earlier: dict[str, Any] = {"visits": [], "steps": []}
-        if (out / "results.json").exists():
-            earlier = json.loads((out / "results.json").read_text())
+        file = out / "results.json"
+        earlier: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"visits": [], "steps": []}
         self.visits = [*earlier["visits"], about]
-        found = {step["title"]: step for step in earlier["steps"]}
-        self.steps = [
-            StepReport(
-                number,
-                title,
-                found[title]["seconds"] if title in found else 0.0,
-                [Finding(**finding) for finding in found.get(title, {"findings": []})["findings"]],
-            )
-            for number, title in enumerate(titles, 1)
-        ]
+        self.steps = [StepReport(number, title) for number, title in enumerate(titles, 1)]
+        for step in self.steps:
+            for found in (each for each in earlier["steps"] if each["title"] == step.title):
+                step.seconds, step.ended = found["seconds"], found["ended"]
+                step.findings = {name: Finding(**each) for name, each in found["findings"].items()}
 
     def write(self) -> None:
         """Replace table and results; called after every finding, as nobody knows which is the last."""
@@ -101,7 +95,7 @@ class Report:
 
     def table(self) -> str:
         """In Markdown: the visits, the steps, then the checks of each."""
-        lines = ["# What a GPU showed", ""]
+        lines = ["# Visit", ""]
         for about in self.visits:
             place = ", ".join(about["gpus"]) or "no GPU"
             commit = (about["git"] or {"commit": "unknown"})["commit"]
@@ -109,7 +103,7 @@ class Report:
         steps = [(f"{s.number} {s.title}", s.status, s.seconds, s.text) for s in self.steps]
         lines += _table("step", steps)
         for step in self.steps:
-            checks = [(f.name, f"{f.status}, {f.date}", f.seconds, f.text) for f in step.findings]
+            checks = [(f.name, f"{f.status}, {f.date}", f.seconds, f.text) for f in step.findings.values()]
             lines += ["", f"## {step.number} {step.title}", *_table("check", checks)] if checks else []
         return "\n".join(lines) + "\n"
 

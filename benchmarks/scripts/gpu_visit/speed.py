@@ -13,10 +13,9 @@ from gpu_visit.step import Step
 _FORWARD_AND_BACKWARD_GFLOP = 6.95  # of an image in ResNet34 with the CIFAR stem
 _CHANNELS_LAST, _COMPILE = "--model.channels_last=true", "--model.compile=true"
 _NETWORK = {
-    "cuda": ["--model.arch=resnet34", "--trainer.precision=bf16-mixed"],
-    "cpu": ["--model.stem=imagenet", "--model.arch=tiny"],
+    "cuda": ["--model.arch=resnet34", "--trainer.precision=bf16-mixed", "--data.batch_size=512"],
+    "cpu": ["--model.arch=tiny", "--model.stem=imagenet", "--data.batch_size=16"],
 }
-_BATCH_SIZE = {"cuda": 512, "cpu": 16}
 _EPOCHS = {
     "cuda": ["--trainer.max_epochs=4", "--data.num_train=50000", "--data.num_test=1000"],
     "cpu": ["--trainer.max_epochs=2", "--trainer.log_every_n_steps=5", "--data.num_train=288", "--data.num_test=32"],
@@ -28,23 +27,28 @@ _USUAL += ["--data.drop_last=true", "--data.dataset=synthetic"]  # each shape of
 
 def plain_loop(step: Step) -> None:
     """Both in turn, eager and compiled; without a GPU eager alone, as to compile takes minutes."""
-    step.check("fit beside a plain loop", partial(_bench, step, "overhead"))
+    _bench(step, "overhead")
 
 
 def recovery(step: Step) -> None:
     """Of `ddp` on two GPUs."""
-    assert step.visit.several
-    step.check("after kill -9 of a rank", partial(_bench, step, "recovery"))
+    step.visit.several()
+    _bench(step, "recovery")
 
 
-def _bench(step: Step, section: str) -> tuple[str, dict[str, Any]]:
+def _bench(step: Step, section: str) -> None:
+    """A check for the command, and one for each row of its table."""
     file = step.work / f"{section}.json"
     size = [] if step.visit.on_gpu else ["--small", "--rounds=1"]
-    step.output_of(section, "lit_cifar", "bench", section, f"--json={file}", *size, limit_s=240)
-    rows = json.loads(file.read_text())["rows"]
-    return "; ".join(f"{row['name']}: {row['median']:.3g} {row['unit']} ({row['note']})" for row in rows), {
-        "rows": rows
-    }
+
+    def shown(row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        low, middle, high = (f"{row[name]:.3g}" for name in ("low", "median", "high"))
+        return f"{middle} {row['unit']} ({low} to {high}, n = {len(row['values'])}); {row['note']}", row
+
+    command = partial(step.output_of, section, "lit_cifar", "bench", section, f"--json={file}", *size, limit_s=240)
+    if step.check(f"bench {section}", lambda: f"{len(command().splitlines())} lines"):
+        for row in json.loads(file.read_text())["rows"]:
+            step.check(row["name"], partial(shown, row))
 
 
 def throughput(step: Step) -> None:
@@ -59,19 +63,18 @@ def throughput(step: Step) -> None:
 
 def scaling(step: Step) -> None:
     """`ddp` with 1, 2, 4 ... GPUs, at a constant batch of each."""
-    num_gpus = step.visit.several
+    num_gpus = step.visit.several()
     counts = [2**power for power in range(num_gpus.bit_length())]
     for each in [512, 1024] if step.visit.on_gpu else [16]:
         for devices in counts if step.visit.on_gpu else [2]:
             mode = ["--trainer.strategy=ddp", f"--trainer.devices={devices}"] if devices > 1 else []
-            name, size = f"{devices} x {each}", devices * each
-            step.check(name, partial(_fit, step, name.replace(" ", ""), [_CHANNELS_LAST, *mode], batch_size=size))
+            flags = [_CHANNELS_LAST, *mode, f"--data.batch_size={devices * each}"]
+            step.check(f"{devices} x {each}", partial(_fit, step, f"{devices}x{each}", flags))
 
 
-def _fit(step: Step, name: str, flags: Sequence[str], batch_size: int | None = None) -> tuple[str, dict[str, Any]]:
+def _fit(step: Step, name: str, flags: Sequence[str]) -> tuple[str, dict[str, Any]]:
     kind = step.visit.accelerator
-    words = [*_NETWORK[kind], *_EPOCHS[kind], *_USUAL, *step.visit.data, *flags]
-    run = step.fit(name, *words, f"--data.batch_size={batch_size or _BATCH_SIZE[kind]}")
+    run = step.fit(name, *_NETWORK[kind], *_EPOCHS[kind], *_USUAL, *step.visit.data, *flags)
     speed = median(logged(run, "train/images_per_s").values())
     peaks = [json.loads(file.read_text())["gpu_peak_bytes"] or 0 for file in run.glob("memory-rank*.json")]
     tflop = f", {speed * _FORWARD_AND_BACKWARD_GFLOP / 1e3:.0f} TFLOP/s" if step.visit.on_gpu else ""
@@ -81,7 +84,7 @@ def _fit(step: Step, name: str, flags: Sequence[str], batch_size: int | None = N
 def _trace(step: Step) -> tuple[str, dict[str, Any]]:
     folder, kind = step.work / "trace", step.visit.accelerator
     words = ["--mode=single", f"--output={folder}", f"--trainer.accelerator={kind}", *_NETWORK[kind], _CHANNELS_LAST]
-    step.output_of("trace", "lit_cifar", "bench", "trace", *words, f"--data.batch_size={_BATCH_SIZE[kind]}")
+    step.output_of("trace", "lit_cifar", "bench", "trace", *words)
     (step.visit.out / "trace.json.gz").write_bytes(gzip.compress((folder / "trace.json").read_bytes()))
     (rank,) = json.loads((folder / "summary.json").read_text())["ranks"]
     parts = ", ".join(f"{name} {part:.1f}" for name, part in rank["ms"].items())

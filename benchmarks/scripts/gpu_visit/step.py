@@ -13,6 +13,7 @@ from gpu_visit.processes import Ended, OutOfTimeError, run
 from gpu_visit.report import Finding, Report, Status, StepReport
 
 _RUN_LIMIT_S = 120.0
+_REST = "the rest"
 # Says what it has found, and figures if there are any; raises `FailedError` where that is wrong.
 Check = Callable[[], str | tuple[str, dict[str, Any]]]
 
@@ -43,7 +44,6 @@ class Visit:
         """Else every step has its small size."""
         return self.accelerator == "cuda"
 
-    @property
     def several(self) -> int:
         """All GPUs, or two devices of the CPU; raises `LeftOutError` where there is one GPU."""
         if self.on_gpu and self.num_gpus < 2:
@@ -64,10 +64,11 @@ class Step:
 
     def take(self, plan: Callable[["Step"], None]) -> None:
         """Do all of it; what goes wrong outside of its checks is noted too."""
+        self._own.findings.pop(_REST, None)
         try:
             plan(self)
         except Exception as error:
-            self._note("the whole step" if isinstance(error, LeftOutError) else "the rest", error)
+            self._note(_REST, error)
 
     def check(self, name: str, check: Check) -> bool:
         """Note what `check` finds, and whether that is right; its failure stops nothing."""
