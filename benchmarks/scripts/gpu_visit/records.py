@@ -64,8 +64,9 @@ def virtual_replicas(step: Step) -> None:
         file = step.visit.out / "virtual-replicas.json"
         step.output_of("price", "virtual_replicas", str(file), "--only=time", *size, limit_s=_LIMIT_S)
         rows = json.loads(file.read_text())["rows"]
-        prices = [f"{row['processes']} processes, {row['parts']} parts: {median(row['price']):.2f}" for row in rows]
-        return "; ".join(prices), {"rows": rows}
+        with_parts = [row for row in rows if row["parts"]]
+        shown = [f"{r['processes']} processes, {r['parts']} parts: {median(r['price']):.2f} x" for r in with_parts]
+        return "; ".join(shown), {"rows": rows}
 
     step.check("price", check)
 

@@ -97,7 +97,7 @@ class Report:
         """In Markdown: the visits, the steps, then the checks of each."""
         lines = ["# Visit", ""]
         for about in self.visits:
-            place = ", ".join(about["gpus"]) or "no GPU"
+            place = ", ".join(about["gpus"]) or "no GPU: small sizes on the CPU, whose figures say nothing"
             commit = (about["git"] or {"commit": "unknown"})["commit"]
             lines.append(f"- {about['started']}, {place}, commit {commit}: `{about['command']}`")
         steps = [(f"{s.number} {s.title}", s.status, s.seconds, s.text) for s in self.steps]
