@@ -11,12 +11,14 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 from documents import BENCHMARKS, ROOT, SCRIPTS
 from processes import is_running
+from test_readme import check_benchmark, check_program
 
 sys.path.insert(0, str(SCRIPTS))
 
@@ -120,6 +122,24 @@ def test_what_needs_several_gpus_says_so_where_there_is_one(visit: Visit) -> Non
     assert (left_out.status, left_out.text.partition("; ")[2][:17]) == ("left out", "the rest: one GPU")
     (taken,) = visited(two, scaling).steps
     assert [(f.status, f.text) for f in taken.findings.values()] == [("ok", "of 2")]
+
+
+def test_the_commands_for_gpus_can_be_typed(visit: Visit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which no machine without one runs: on eight all modes, sizes and recipes."""
+    typed: list[tuple[str, ...]] = []
+
+    def run(step: Step, name: str, *words: str, limit_s: float = 0) -> processes.Ended:
+        typed.append(words)
+        return processes.Ended(0, "", 0.0)
+
+    monkeypatch.setattr(Step, "run", run)
+    report = Report(visit.out, [plan.title for plan in PLANS], about=ABOUT)
+    eight = replace(visit, accelerator="cuda", num_gpus=8, jobs=8)
+    leader.take(list(zip(PLANS, report.steps, strict=True)), eight, report, limit_s=60)
+    assert len(typed) > 100
+    for program, *words in sorted(set(typed)):
+        if program != "pytest":
+            (check_program if program == "lit_cifar" else partial(check_benchmark, program))(words)
 
 
 def test_a_process_that_hangs_is_asked_where_and_ended_with_all_that_it_has_started(visit: Visit) -> None:
