@@ -80,14 +80,10 @@ def _leave(number: int, frame: object) -> None:
 def parser() -> argparse.ArgumentParser:
     """Of the command line."""
     options = argparse.ArgumentParser(prog="gpu_visit.sh", description=__doc__)
-    options.add_argument(
-        "out", type=Path, help="folder for tables, figures, log and trace; an earlier visit's is continued"
-    )
+    options.add_argument("out", type=Path, help="folder for all that is found; an earlier visit's is continued")
     options.add_argument("--cpu", action="store_true", help="every step with its small size, on the CPU")
     options.add_argument("--data", type=Path, metavar="DIR", help="holds CIFAR-10; without it images are synthetic")
-    options.add_argument(
-        "--wheels", type=Path, metavar="DIR", help="of packages that may be missing; the script installs them"
-    )
+    options.add_argument("--wheels", type=Path, metavar="DIR", help="of packages to install if they are missing")
     options.add_argument("--seconds", type=float, default=1200, metavar="S", help="for all steps together (1200)")
     options.add_argument("--steps", type=_numbers, metavar="N,M", help="only these, e.g. 1,4, even if OUT has them")
     return options
