@@ -103,7 +103,7 @@ def check_program(args: list[str]) -> None:
 
 
 _TRAIN = {"articles", "gallery", "loss_curves", "recipes", "same_bits", "shuffling", "virtual_replicas"}
-_TRAIN |= {"virtual_replicas_accuracy"}
+_TRAIN |= {"audit_cost", "virtual_replicas_accuracy"}
 
 
 def check_benchmark(script: str, args: list[str]) -> None:
