@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What ten minutes on a machine with one GPU can tell; benchmarks/README.md says how to run it.
+# What twenty minutes on a machine with GPUs can tell; benchmarks/README.md says how to run it.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-python3} words=() wheels=

@@ -25,7 +25,7 @@ from lit_cifar.data.images import Batch
 from lit_cifar.errors import ConfigError
 from lit_cifar.models import build_network
 from lit_cifar.tools import bench
-from lit_cifar.tools.bench import Row, Settings, command, data_path, interleaved, mode_speed
+from lit_cifar.tools.bench import Row, Settings, command, data_path, interleaved, mode_speed, overhead
 from lit_cifar.tools.bench.overhead import COUNTERS, PlainLoop, Small
 from lit_cifar.tools.bench.step_trace import STAGE, STEP, SavedForBackward
 from lit_cifar.tools.bench.trace import RankStep, chrome_trace, draw, on_one_clock
@@ -78,19 +78,27 @@ def test_the_data_paths_make_the_same_kind_of_batch(monkeypatch: pytest.MonkeyPa
 
 
 @short
-def test_the_plain_loop_computes_what_fit_computes(tmp_path: Path) -> None:
-    """Else it would be no measure: the same weights, bit for bit, and the same mean loss."""
+@pytest.mark.parametrize("compiles", [False, True])
+def test_the_plain_loop_computes_what_fit_computes(
+    tmp_path: Path, compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would be no measure: the same weights, bit for bit, and the same mean loss; compiled if `fit` is."""
+    made: list[nn.Module] = []
+    monkeypatch.setattr(overhead, "Compiled", lambda network, **_: made.append(network) or network)
     network, twin = Small(), Small()
     twin.load_state_dict(network.state_dict())
     schedule = {"lr_scheduler": lambda optimizer: StepLR(optimizer, 1000)}
     module = LitResNet(network=network, optimizer=lambda params: SGD(params, lr=0.1), **schedule)
+    module.compiles = compiles
     images = data()
     images.setup("fit")
     precision = SimpleNamespace(forward_context=nullcontext)
     settings = SimpleNamespace(precision_plugin=precision, log_every_n_steps=2, datamodule=images)
     loop = PlainLoop(twin, settings, module)
     loop.run(2)
+    module.compiles = False
     trainer = fit(module, tmp_path)
+    assert made == ([twin] if compiles else [])
     assert all(torch.equal(a, b) for a, b in zip(network.parameters(), twin.parameters(), strict=True))
     ((loss, accuracy),) = loop.logged
     assert loss == pytest.approx(float(trainer.callback_metrics["train/loss"]))

@@ -1,7 +1,7 @@
-"""What ten minutes on a machine with one GPU can tell: `bash benchmarks/gpu_visit.sh OUT`.
+"""What twenty minutes on a machine with GPUs can tell: `bash benchmarks/gpu_visit.sh OUT`.
 
-The steps are taken until the time is used up. Everything runs in processes of its own, each with a time limit, forked
-from one that has imported the package.
+The steps are taken until the time is used up; with the same folder again, those that it lacks. Everything runs in
+processes of its own, each with a time limit, forked from one that has imported the package.
 """
 
 import argparse
@@ -13,13 +13,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from gpu_visit.plans import PLANS, Plan
 from gpu_visit.processes import end_all
 from gpu_visit.report import Report, StepReport
 from gpu_visit.step import Step, Visit
-from lit_cifar.reporting.environment import start_and_versions
+from lit_cifar.tools.terminal import about
 
 _MAX_JOBS = 8  # processes at a time
+_PATIENCE_ON_CPU = 10.0
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -28,12 +31,12 @@ def main(args: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, _leave)
     with tempfile.TemporaryDirectory(prefix="gpu-visit-", ignore_cleanup_errors=True) as work:
-        steps = [StepReport(n, plan.title) for n, plan in enumerate(PLANS, 1) if n in (options.steps or [n])]
-        report = Report(options.out, steps, about=start_and_versions())
-        plans = [(PLANS[own.number - 1], own) for own in steps]
-        take(plans, _visit(options, Path(work)), report, limit_s=options.seconds)
+        visit = _visit(options, Path(work))
+        report = Report(options.out, [plan.title for plan in PLANS], about=about())
+        steps = [s for s in report.steps if (s.number in options.steps if options.steps else s.status != "ok")]
+        take([(PLANS[own.number - 1], own) for own in steps], visit, report, limit_s=options.seconds)
         print(report.table())
-    return 0 if all(step.status == "ok" for step in steps) else 1
+    return 0 if all(step.status in ("ok", "left out") for step in steps) else 1
 
 
 def take(plans: Sequence[tuple[Plan, StepReport]], visit: Visit, report: Report, *, limit_s: float) -> None:
@@ -42,11 +45,12 @@ def take(plans: Sequence[tuple[Plan, StepReport]], visit: Visit, report: Report,
     report.write()
     for plan, own in plans:
         start = time.monotonic()
-        left_s = min(plan.limit_s, end - start)
+        left_s = min(visit.patience * plan.limit_s, end - start)
         if left_s > 0:
             print(f"{own.number} {own.title}: at most {left_s:.0f} s", flush=True)
+            own.ended = False
             Step(visit, report, own, limit_s=left_s).take(plan.take)
-            own.seconds = time.monotonic() - start
+            own.seconds, own.ended = time.monotonic() - start, True
             report.write()
 
 
@@ -59,9 +63,11 @@ def _visit(options: argparse.Namespace, work: Path) -> Visit:
         work=work,
         out=options.out.absolute(),
         accelerator="cpu" if options.cpu else "cuda",
+        num_gpus=0 if options.cpu else torch.cuda.device_count(),
         data=data,
         jobs=min(_MAX_JOBS, os.cpu_count() or 1),
         environment=dict(os.environ),
+        patience=_PATIENCE_ON_CPU if options.cpu else 1.0,
     )
 
 
@@ -74,14 +80,12 @@ def _leave(number: int, frame: object) -> None:
 def parser() -> argparse.ArgumentParser:
     """Of the command line."""
     options = argparse.ArgumentParser(prog="gpu_visit.sh", description=__doc__)
-    options.add_argument("out", type=Path, help="folder for summary.md, results.json, log.txt and a trace")
+    options.add_argument("out", type=Path, help="folder for all that is found; an earlier visit's is continued")
     options.add_argument("--cpu", action="store_true", help="every step with its small size, on the CPU")
     options.add_argument("--data", type=Path, metavar="DIR", help="holds CIFAR-10; without it images are synthetic")
-    options.add_argument(
-        "--wheels", type=Path, metavar="DIR", help="of packages that may be missing; the script installs them"
-    )
-    options.add_argument("--seconds", type=float, default=570, metavar="S", help="for all steps together (570)")
-    options.add_argument("--steps", type=_numbers, metavar="N,M", help="only these, e.g. 1,4")
+    options.add_argument("--wheels", type=Path, metavar="DIR", help="of packages to install if they are missing")
+    options.add_argument("--seconds", type=float, default=1200, metavar="S", help="for all steps together (1200)")
+    options.add_argument("--steps", type=_numbers, metavar="N,M", help="only these, e.g. 1,4, even if OUT has them")
     return options
 
 

@@ -5,19 +5,25 @@ from pathlib import Path
 
 import torch
 
+from gpu_visit.step import FailedError
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.tools.verify.record import EXACT_BOUND, KINDS, differences, largest, step_problems
 
 _LOSSES = ("train/loss", "val/loss")  # of all samples of an epoch; that of a step is of this process alone
 
 
-def compare(found: Path, expected: Path) -> tuple[str, dict[str, float]]:
-    """What is wrong with the run folder `found`, if anything, and its largest difference of each kind."""
-    reference = _end(expected)
-    gaps = differences(_end(found), reference)
+def agreement(found: Path, expected: Path) -> tuple[str, dict[str, float]]:
+    """How far the run folder `found` is from the other, and its largest difference of each kind.
+
+    Raises:
+        FailedError: Further than rounding in float64.
+    """
+    gaps = differences(_end(found), _end(expected))
     last = read_checkpoint(last_checkpoint(expected))["global_step"]
-    problems = step_problems(gaps, dict.fromkeys(KINDS, EXACT_BOUND), step=last)
-    return "".join(problems), largest(gaps)
+    worst = ", ".join(f"{kind} {value:.1e}" for kind, value in largest(gaps).items())
+    if problems := step_problems(gaps, dict.fromkeys(KINDS, EXACT_BOUND), step=last):
+        raise FailedError(f"{''.join(problems)} (largest: {worst})")
+    return f"off by {worst}", largest(gaps)
 
 
 def last_checkpoint(run: Path) -> Path:

@@ -13,12 +13,17 @@ from gpu_visit.processes import Ended, OutOfTimeError, run
 from gpu_visit.report import Finding, Report, Status, StepReport
 
 _RUN_LIMIT_S = 120.0
+_REST = "the rest"
 # Says what it has found, and figures if there are any; raises `FailedError` where that is wrong.
 Check = Callable[[], str | tuple[str, dict[str, Any]]]
 
 
 class FailedError(Exception):
     """What a check has found is wrong."""
+
+
+class LeftOutError(Exception):
+    """This machine cannot do it; says why."""
 
 
 @dataclass
@@ -28,14 +33,22 @@ class Visit:
     work: Path  # folder for what need not be kept
     out: Path  # folder for what is
     accelerator: Literal["cuda", "cpu"]
-    data: list[str]  # flags that choose the images of the longer runs
+    num_gpus: int
+    data: list[str]  # flags that choose the images of the longer runs; none without a data set
     jobs: int  # processes at a time
     environment: dict[str, str]  # of every process
+    patience: float = 1.0  # by which every time limit is multiplied
 
     @property
     def on_gpu(self) -> bool:
         """Else every step has its small size."""
         return self.accelerator == "cuda"
+
+    def several(self) -> int:
+        """All GPUs, or two devices of the CPU; raises `LeftOutError` where there is one GPU."""
+        if self.on_gpu and self.num_gpus < 2:
+            raise LeftOutError("one GPU is in this machine, and this needs several")
+        return self.num_gpus if self.on_gpu else 2
 
 
 class Step:
@@ -51,10 +64,11 @@ class Step:
 
     def take(self, plan: Callable[["Step"], None]) -> None:
         """Do all of it; what goes wrong outside of its checks is noted too."""
+        self._own.findings.pop(_REST, None)
         try:
             plan(self)
         except Exception as error:
-            self._note("the rest", error)
+            self._note(_REST, error)
 
     def check(self, name: str, check: Check) -> bool:
         """Note what `check` finds, and whether that is right; its failure stops nothing."""
@@ -74,14 +88,16 @@ class Step:
             list(pool.map(self.check, checks, checks.values()))
 
     def _note(self, name: str, error: Exception, *, seconds: float = 0.0) -> None:
-        status: Status = "time limit" if isinstance(error, OutOfTimeError) else "failed"
-        text = str(error) if isinstance(error, FailedError) else f"{type(error).__name__}: {error}"
-        if not isinstance(error, (FailedError, OutOfTimeError)):
+        known: dict[type[Exception], Status] = {OutOfTimeError: "time limit", LeftOutError: "left out"}
+        status = known.get(type(error), "failed")
+        text = str(error)
+        if not isinstance(error, (FailedError, *known)):
+            text = f"{type(error).__name__}: {error}"
             self._report.log(f"step {self._own.number}, {name}", "".join(traceback.format_exception(error)))
         self._found(Finding(name, status, text, seconds))
 
     def _found(self, finding: Finding) -> None:
-        self._own.findings.append(finding)
+        self._own.add(finding)
         self._report.write()
         print(f"{self._own.number} {finding.name}: {finding.status}, {finding.text[:300]}", flush=True)
 
@@ -93,7 +109,7 @@ class Step:
         threads = max(1, (os.cpu_count() or 1) // self.visit.jobs)
         environment = {"OMP_NUM_THREADS": str(threads)} | self.visit.environment
         log = self.work / f"{name}.log"
-        ended = run(words, environment=environment, log=log, timeout_s=min(left_s, limit_s))
+        ended = run(words, environment=environment, log=log, timeout_s=min(left_s, self.visit.patience * limit_s))
         title = f"step {self._own.number}, {name}: {' '.join(words)}"
         self._report.log(f"{title}\n==== exit status {ended.status}, {ended.seconds:.1f} s", ended.output)
         if ended.status is None and time.monotonic() >= self._deadline:

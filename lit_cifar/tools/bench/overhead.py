@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.images import Batch
+from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.resnet import SHAPES, BasicBlock, TinyResNet
 from lit_cifar.task.module import LitResNet
 from lit_cifar.task.optim import WarmupDecay
@@ -57,12 +58,15 @@ def measure(settings: Settings) -> list[Row]:
     flags = [f"--model.arch={settings.arch}", f"--model.stem={stem}", f"--trainer.precision={precision}"]
     flags.append(f"--model.channels_last={str(on_gpu).lower()}")
     steps, threads = 30 if on_gpu else 3, cpu_count() or 1
-    ours, plain, _ = _in_turn(
-        settings, flags, turns=settings.rounds, steps=steps, batch_size=batch_size, threads=threads
-    )
-    about = f"{stem} stem, batch {batch_size}, {precision}, {'channels_last' if on_gpu else 'contiguous'}"
-    name = f"time of a step of fit over that of a plain loop, ResNet34, {about}"
-    return [*rows, Row(name, "x", ours / plain, f"the plain loop takes {1e3 * np.median(plain):,.0f} ms a step")]
+    # On a CPU a network of this size takes minutes to compile.
+    for compiled in (False, True) if on_gpu else (False,):
+        sizes = {"turns": settings.rounds, "steps": steps, "batch_size": batch_size, "threads": threads}
+        ours, plain, _ = _in_turn(settings, [*flags, f"--model.compile={str(compiled).lower()}"], **sizes)
+        about = f"{stem} stem, batch {batch_size}, {precision}, {'channels_last' if on_gpu else 'contiguous'}"
+        name = f"time of a step of fit over that of a plain loop, ResNet34, {about}{', compiled' * compiled}"
+        note = f"the plain loop takes {1e3 * np.median(plain):,.3g} ms a step"
+        rows.append(Row(name, "x", ours / plain, note))
+    return rows
 
 
 def _in_turn(
@@ -194,6 +198,7 @@ class PlainLoop:
 
     def __init__(self, network: nn.Module, trainer: Any, module: LitResNet) -> None:
         self.network = network.train()
+        self._forward = Compiled(network, cuda_graphs=False) if module.compiles else network
         self._layout = torch.channels_last if module.channels_last else torch.contiguous_format
         self._precision = trainer.precision_plugin.forward_context
         self.optimizer = module.make_optimizer(network.parameters())
@@ -220,7 +225,7 @@ class PlainLoop:
         images = batch.images.to(device, torch.float32, non_blocking=True).sub_(self._mean).div_(self._std)
         labels = batch.labels.to(device, non_blocking=True)
         with self._precision():
-            logits = self.network(images.contiguous(memory_format=self._layout))
+            logits = self._forward(images.contiguous(memory_format=self._layout))
             loss = F.cross_entropy(logits, labels)
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]

@@ -3,6 +3,7 @@
 from time import monotonic
 
 import numpy as np
+import torch
 
 from lit_cifar.tools.bench import Row, Settings
 from lit_cifar.tools.chaos.audit import SampleLogReader
@@ -24,7 +25,9 @@ def measure(settings: Settings) -> list[Row]:
     folder = settings.folder / "recovery"
     log = folder / "samples"
     log.mkdir(parents=True)
-    words = ["fit", "--trainer.strategy=ddp", "--trainer.accelerator=cpu", "--resume=auto", "--data.dataset=synthetic"]
+    device = "gpu" if torch.cuda.device_count() >= _RANKS else "cpu"
+    words = ["fit", "--trainer.strategy=ddp", f"--trainer.accelerator={device}", f"--trainer.devices={_RANKS}"]
+    words += ["--resume=auto", "--data.dataset=synthetic"]
     words += ["--data.batch_size=32", f"--model.arch={settings.arch}", "--model.stem=imagenet"]
     words += ["--last_checkpoint.every_n_steps=2", f"--run_dir={folder / 'run'}"]
     words += ["--trainer.callbacks+=lit_cifar.tools.chaos.audit.SampleLog", f"--trainer.callbacks.folder={log}"]
@@ -39,7 +42,7 @@ def measure(settings: Settings) -> list[Row]:
             _wait_for_steps(job, reader, start=(1, kill + 1), steps=1)
             seconds.append(monotonic() - killed)
     name = "from kill -9 of a rank to the next optimizer step, ddp on 2 processes under torchrun"
-    return [Row(name, "s", np.array(seconds))]
+    return [Row(name, "s", np.array(seconds), f"on the {device.upper()}")]
 
 
 def _wait_for_steps(job: Job, reader: SampleLogReader, *, start: tuple[int, int], steps: int) -> None:

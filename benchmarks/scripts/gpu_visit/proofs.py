@@ -1,0 +1,73 @@
+"""Steps that compare: every mode with one device by `verify`, and the tests of the package that are for a GPU."""
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from gpu_visit.step import Check, FailedError, LeftOutError, Step
+from lit_cifar.tools.modes import sized_modes
+from lit_cifar.tools.verify.runs import REFUSED
+
+_TESTS = Path(__file__).parents[3] / "tests" / "test_gpu.py"
+_PYTEST = ("pytest", str(_TESTS), "-q", "-rfEs", "-p", "no:cacheprovider", "-p", "no:benchmark", "--tb=short")
+_FIRST = ("tp", "ddp_spawn")  # have not passed on a GPU yet
+
+
+def tests(step: Step, marker: str) -> None:
+    """Those with that marker, several at a time."""
+
+    def check() -> str:
+        workers = step.visit.jobs if step.visit.jobs > 2 else 0  # each imports everything for itself
+        output = step.output_of("pytest", *_PYTEST, "-m", marker, "-n", str(workers), limit_s=600)
+        return output.strip().splitlines()[-1].strip(" =")
+
+    step.check(f"pytest -m '{marker}'", check)
+
+
+def on_one_gpu(step: Step) -> dict[str, Check]:
+    """In float64, with all parts of a mode on one device: `ddp_mp` with two processes of two stages each."""
+    if not step.visit.on_gpu:
+        return verified(step, ["tp"], 2, ["--steps=2"])
+    others = [name for name in sized_modes(2) if name not in _FIRST]
+    return verified(step, ["ddp_mp"], 4, []) | verified(step, [*_FIRST, *others], 2, [])
+
+
+def on_several_gpus(step: Step) -> None:
+    """In float64, on two GPUs and on all."""
+    num_gpus = step.visit.several()
+    step.check_all(verified(step, [*sized_modes(2)] if step.visit.on_gpu else ["ddp"], 2, []))
+    if num_gpus >= 4:
+        step.check_all(verified(step, [*sized_modes(num_gpus)], num_gpus, []))
+
+
+def same_bits(step: Step) -> None:
+    """With virtual replicas, has every mode on one device the bits of one device?"""
+    for precision in ["32-true", "bf16-mixed", "64-true"] if step.visit.on_gpu else ["32-true"]:
+        flags = ["--virtual_replicas=4", "--trainer.deterministic=true", f"--trainer.precision={precision}"]
+        checks = verified(step, ["dp", "mp", "ddp", "ddp_mp"] if step.visit.on_gpu else ["dp"], 2, flags)
+        step.check_all({f"{name}, {precision}": check for name, check in checks.items()})
+
+
+def verified(step: Step, modes: Sequence[str], devices: int, flags: Sequence[str]) -> dict[str, Check]:
+    """A check for each mode, by a `verify` of its own."""
+    network = "resnet10" if step.visit.on_gpu else "tiny"
+    usual = [f"--trainer.accelerator={step.visit.accelerator}", f"--model.arch={network}", *flags]
+
+    def check(mode: str) -> tuple[str, dict[str, Any]]:
+        folder = Path(mkdtemp(dir=step.work))
+        words = [f"--modes={mode}", f"--devices={devices}", f"--json={folder / 'rows.json'}", *usual]
+        ended = step.run(folder.name, "lit_cifar", "verify", *words)
+        if ended.status == REFUSED:
+            raise LeftOutError(ended.last_words)
+        if not (file := folder / "rows.json").exists():
+            raise FailedError(ended.last_words)
+        (row,) = json.loads(file.read_text())["rows"]
+        if row["outcome"] != "passed":
+            raise FailedError(f"{row['outcome']}: {'; '.join(row['problems'])}")
+        worst = ", ".join(f"{kind} {value:.1e}" for kind, value in row["differences"].items())
+        return f"{row['processes']} processes, off by {worst}; {row['equals']}", row
+
+    return {f"{mode}, {devices} devices": partial(check, mode) for mode in modes}
