@@ -66,7 +66,7 @@ class Watchdog(Callback):
     def __init__(self, timeout_s: float = 20.0) -> None:
         if timeout_s and not timeout_s >= _LEAST_TIMEOUT_S:
             raise ConfigError(
-                f"--watchdog.timeout_s={timeout_s:g} is too short: heartbeats come about once a second",
+                f"timeout_s={timeout_s:g} of the watchdog is too short: heartbeats come about once a second",
                 remedy=f"pass {_LEAST_TIMEOUT_S:g} or more, or 0 for no watchdog",
             )
         self.timeout_s = timeout_s
