@@ -1,6 +1,6 @@
 """The watchdog's verdicts as a table; two watches in one process; and the notes of the main thread."""
 
-import faulthandler
+import ctypes
 import math
 import multiprocessing
 import os
@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from faulthandler import enable as enable_faulthandler
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from queue import Empty
@@ -66,6 +67,7 @@ def verdict_of(*peers: Peer) -> Verdict | None:
     return diagnose({peer.beat.rank: peer for peer in peers}, now=100.0, timeout_s=TIMEOUT_S)
 
 
+LOOPS = ("backward", "validation step", "optimizer step")
 NOBODY = [
     (peer(0), peer(1, heard_at=80.5)),  # silent, but not for long
     (peer(0), peer(1, state="stopped")),  # it may go on
@@ -118,6 +120,11 @@ CULPRITS = [
     (2, "hung", *(peer(rank, idle_s=30, waits=True, stack="ab"[rank == 2]) for rank in range(3))),
     (1, "hung", *(peer(rank, idle_s=30, waits=True, events=8 + (rank == 1)) for rank in range(3))),
     (0, "hung", *(peer(rank, idle_s=30, waits=True, stack="ab"[rank == 1]) for rank in range(2))),
+    (
+        1,
+        "hung",
+        *(peer(rank, idle_s=30, waits=True, stack="abc"[rank], phase=phase) for rank, phase in enumerate(LOOPS)),
+    ),
 ]
 # Who is named before that: `CULPRITS` who are silent or hang are named earlier, and who works is named too.
 FIRST = {"expected_s": FIRST_TIME_S}
@@ -316,13 +323,13 @@ def test_a_process_leaves_its_line_when_it_keeps_the_lock_or_crashes(monkeypatch
     monkeypatch.setattr("faulthandler.enable", enable)
     trace_file.cache_clear()
     file = trace_file(os.getpid())
-    enable.assert_called_once_with(file, all_threads=False)
+    enable.assert_called_once_with(file)
     for target, error in ((matches_a_bad_pattern, ""), (lambda: crashes(file), "Fatal Python error: Aborted")):
         os.ftruncate(file, 0)
         process = in_fork(target)
         while (error or "matches_a_bad") not in (text := read_trace(file)):
-            request(process.pid, file)
-            assert time.sleep(0.1) or process.is_alive()
+            request(process.pid or 0, file)
+            time.sleep(0.1)
         process.kill()
         process.join()
         assert re.search(rf'{__file__}", line \d+, in (matches_a_bad_pattern|crashes)', text)
@@ -334,8 +341,11 @@ def test_a_process_leaves_its_line_when_it_keeps_the_lock_or_crashes(monkeypatch
 
 
 def crashes(file: int) -> None:
-    faulthandler.enable(file, all_threads=False)
-    os.abort()
+    """In a thread without Python, as one of gloo's, where it waits."""
+    enable_faulthandler(file)
+    libc = ctypes.CDLL(None)
+    libc.pthread_create(ctypes.byref(ctypes.c_ulong()), None, ctypes.cast(libc.abort, ctypes.c_void_p), None)
+    time.sleep(60)
 
 
 def _worker_loop() -> None:  # as torch's function is named
@@ -614,6 +624,18 @@ def test_the_one_that_does_not_get_on_is_found(capsys: pytest.CaptureFixture[str
     assert (verdict.rank, verdict.kind) == (1, "hung")
     assert "after 4 optimizer steps, phase: a" in verdict.message
     assert __file__ in capsys.readouterr().err  # where the main thread is
+
+
+def test_one_that_is_late_is_named_once_and_the_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    pair = Pair()
+    pair.fall_behind(step=4)
+    for progress in pair.progress:
+        progress.moment = progress.moment._replace(since=progress.moment.since - 12)
+        progress._awake_since -= 12
+    assert [watch._tick() for _ in range(3) for watch in pair.watches] == [None] * 6
+    assert len(re.findall(r"^lit_cifar: rank 1 .* is late: .*\.py:\d+ ", capsys.readouterr().err, re.MULTILINE)) == 1
+    for watch in pair.watches:
+        watch._board.close()
 
 
 @pytest.mark.parametrize(

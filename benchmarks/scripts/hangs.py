@@ -2,8 +2,8 @@
 
 A plain LightningModule under ddp on three CPU processes, with the callback `Watchdog`. One of them goes wrong in its
 third epoch, in the next call of a hook. The first message must name its rank and a line of the function that does it.
-Then healthy runs, in which something takes unusually long: none may be ended. As root, because one of them mounts a file
-system and another throttles a disk.
+Then healthy runs, in which something takes unusually long: none may be ended. As root, because one case mounts a file
+system, and another throttles a disk.
 """
 
 import argparse
@@ -92,8 +92,7 @@ def needs_too_much_memory() -> None:
 
 
 def fills_a_disk() -> None:
-    with open("/dev/full", "w") as file:
-        file.write("a checkpoint")
+    Path("/dev/full").write_text("a checkpoint")
 
 
 def sleeps() -> None:
@@ -131,7 +130,7 @@ def runs_a_busy_program() -> None:
 
 def opens_a_fifo() -> None:
     os.mkfifo("fifo")
-    open("fifo").read()
+    Path("fifo").read_text()
 
 
 def receives_from_a_socket() -> None:
@@ -145,11 +144,11 @@ def reads_from_a_stuck_file_system() -> None:
     """Its server does not answer: the process is in the state of one that waits for a network file system."""
     libc, fuse = ctypes.CDLL(None), os.open("/dev/fuse", os.O_RDWR)
     libc.unshare(0x20000)  # the mount is this process's alone
-    os.mkdir("stuck")
+    Path("stuck").mkdir()
     options = f"fd={fuse},rootmode=40000,user_id=0,group_id=0".encode()
     if libc.mount(b"stuck", b"stuck", b"fuse", 0, options):
         raise PermissionError("only root may mount")
-    os.stat("stuck/data")
+    Path("stuck/data").stat()
 
 
 def loops() -> None:
@@ -158,7 +157,7 @@ def loops() -> None:
 
 
 def polls() -> None:
-    while not os.path.exists("never"):
+    while not Path("never").exists():
         time.sleep(0.01)
 
 
@@ -208,12 +207,12 @@ def receives() -> None:
     dist.recv(torch.ones(10), src=0)
 
 
-class Exhausted(Exception):
+class ExhaustedError(Exception):
     """A data set has no more samples."""
 
 
 def has_fewer_batches() -> None:
-    raise Exhausted
+    raise ExhaustedError
 
 
 def nothing() -> None:
@@ -238,7 +237,7 @@ def holds_the_interpreter_a_little() -> None:
 
 
 def writes_to_a_slow_disk() -> None:
-    group, device = Path("/sys/fs/cgroup/blkio/hangs"), os.stat(".").st_dev
+    group, device = Path("/sys/fs/cgroup/blkio/hangs"), Path.cwd().stat().st_dev
     group.mkdir(exist_ok=True)
     (group / "blkio.throttle.write_bps_device").write_text(f"{os.major(device)}:{os.minor(device)} 100000")
     (group / "cgroup.procs").write_text(str(os.getpid()))
@@ -361,7 +360,7 @@ class Samples(IterableDataset):
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         place = SAMPLE if torch.utils.data.get_worker_info() is None else IN_WORKER
-        with suppress(Exhausted):
+        with suppress(ExhaustedError):
             for _ in range(BATCHES * BATCH):
                 self.planted(place)
                 yield torch.randn(8), torch.tensor(1)
@@ -422,7 +421,7 @@ def train(name: str) -> None:
         accelerator="cpu",
         strategy="ddp",
         devices=RANKS,
-        max_epochs=8 if planted.case.healthy else 10**6,
+        max_epochs=3 if planted.case.act is has_fewer_batches else 8 if planted.case.healthy else 10**6,
         limit_val_batches=2,
         callbacks=[callback_of(planted), checkpoints, Watchdog()],
         logger=False,

@@ -1,7 +1,7 @@
 """Which process has caused the end of a run: arithmetic on heartbeats and states, without processes or clocks."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -202,8 +202,7 @@ def _of_late(late: Mapping[int, Peer]) -> tuple[Peer, str]:
     why = "it computes or waits for a disk" if culprit.beat.works else "it is behind or not waiting"
     others = [f"rank {rank}: {peer.beat.phase}" for rank, peer in late.items() if peer is not culprit]
     if all(peer.beat.waits for peer in late.values()):
-        places = Counter(map(_place, late.values()))
-        odd = [peer for peer in late.values() if 2 * places[_place(peer)] < len(late)]
+        odd = _unlike_most(late, _place) or _unlike_most(late, _loop)
         culprit = odd[0] if odd else culprit
         why = "it waits elsewhere than most" if odd else "all wait"
         others = [
@@ -212,8 +211,18 @@ def _of_late(late: Mapping[int, Peer]) -> tuple[Peer, str]:
     return culprit, f"{why}; {', '.join([*others[:_MAX_OTHERS], *(['...'] if others[_MAX_OTHERS:] else [])])}"
 
 
-def _place(peer: Peer) -> tuple[int, str]:
+def _unlike_most(late: Mapping[int, Peer], key: Callable[[Peer], Hashable]) -> list[Peer]:
+    ((most, number),) = Counter(map(key, late.values())).most_common(1)
+    return [peer for peer in late.values() if key(peer) != most] if 2 * number > len(late) else []
+
+
+def _place(peer: Peer) -> Hashable:
     return peer.beat.events, peer.beat.stack
+
+
+def _loop(peer: Peer) -> Hashable:
+    """One that has fewer batches than others is in the next loop."""
+    return "validat" in peer.beat.phase
 
 
 def _hangs(kind: Kind, culprit: Peer, why: str) -> Verdict:

@@ -110,7 +110,8 @@ class Monitor(threading.Thread):
         self._over = self._told = False
         self._number = 0
         self._stack, self._worker = Stack(), ""
-        self._noticed: tuple[int, int] | None = None  # rank and phase of the last that was named as late
+        self._look_after_s = min(timeout_s, NOTICE_S) / 2  # without progress, or silent
+        self._noticed: set[tuple[int, int]] = set()  # ranks, and their phases, that have been named as late
         self._wake, self._closed, self._concluded = threading.Event(), threading.Event(), threading.Event()
         self._silence = SilenceClock(clock)
         visible = self.mates.look()
@@ -199,7 +200,7 @@ class Monitor(threading.Thread):
     def _ask_silent(self) -> None:
         """Where are those who do not answer, on this machine?"""
         for peer in self._others() if self._is_judge else [self._peers[JUDGE]]:
-            if self._silence.listened_s - peer.heard_at > NOTICE_S / 2 and not peer.sight.trace:
+            if self._silence.listened_s - peer.heard_at > self._look_after_s and not peer.sight.trace:
                 self.mates.ask(peer.beat.rank)
 
     def _note(self, news: News | None, sights: dict[int, Sight]) -> None:
@@ -226,9 +227,9 @@ class Monitor(threading.Thread):
         """Name one that is late, once."""
         if late is not None:
             about = late.rank, self._peers[late.rank].beat.events
-            if late.reporter == self._own.rank and about != self._noticed:
+            if late.reporter == self._own.rank and about not in self._noticed:
                 print(printable(late.message, lines=True), file=sys.stderr, flush=True)
-            self._noticed = about
+            self._noticed.add(about)
 
     def _follow_judge(self) -> Verdict | None:
         if told := self._peers[JUDGE].beat.verdict:
@@ -243,7 +244,7 @@ class Monitor(threading.Thread):
 
     def _look(self) -> None:
         """Observe the main thread, once it has been idle for some time."""
-        if self.progress.idle_s() > min(self._timeout_s, NOTICE_S) / 2:
+        if self.progress.idle_s() > self._look_after_s:
             stack = stack_of(self._main_thread)
             self._activity.look(stack.text, stack.module)
             if stack.loads and not self._worker:

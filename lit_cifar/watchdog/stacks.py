@@ -63,7 +63,7 @@ def trace_file(pid: int) -> int:
     fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
     faulthandler.register(_REQUEST, file, all_threads=False)
     if not faulthandler.is_enabled():
-        faulthandler.enable(file, all_threads=False)
+        faulthandler.enable(file)  # of all threads, the main one last: another may have none of Python
     return file
 
 
@@ -82,8 +82,10 @@ def read_trace(file: int) -> str:
 
 def _traced(file: int) -> tuple[str, list[FrameSummary]]:
     text = os.pread(file, 2**16, 0).decode(errors="replace")
-    found = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', text, re.MULTILINE)
-    error = re.match("Fatal Python error: .*", text)
+    stacks = re.split(r"^(?=Current thread|Thread 0x|Stack )", text, flags=re.MULTILINE)
+    stack = next((its for its in stacks if its.startswith("Current") and "File" in its), stacks[-1])
+    found = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', stack, re.MULTILINE)
+    error = re.search("^Fatal Python error: .*", text, re.MULTILINE)
     return error[0] if error else "", [FrameSummary(name, int(line), its) for name, line, its in reversed(found)]
 
 
