@@ -37,7 +37,16 @@ from lit_cifar.watchdog import heartbeat as process
 from lit_cifar.watchdog import monitor as watch_module
 from lit_cifar.watchdog.activity import FACTOR, FIRST_TIME_S, PhaseTimer
 from lit_cifar.watchdog.callback import PHASES, Watchdog
-from lit_cifar.watchdog.diagnosis import Peer, Verdict, diagnose, diagnose_judge, notice, notice_of_judge, updated
+from lit_cifar.watchdog.diagnosis import (
+    NOTICE_S,
+    Peer,
+    Verdict,
+    diagnose,
+    diagnose_judge,
+    notice,
+    notice_of_judge,
+    updated,
+)
 from lit_cifar.watchdog.heartbeat import Heartbeat, Mates, Sight, first_heartbeat
 from lit_cifar.watchdog.monitor import BEAT_S, Monitor
 from lit_cifar.watchdog.stacks import described, place_in_worker, read_trace, request, trace_file
@@ -212,6 +221,13 @@ def test_the_page_shows_the_message_and_the_times_as_they_are() -> None:
     verdict = verdict_of(peer(0), replace(culprit, beat=told))
     assert verdict is not None
     assert f"```text\n{verdict.message}\n```" in page
+    main, barrier = "train.py:90 (main)", "barrier, called at train.py:16 (training_step)"
+    others = [peer(rank, idle_s=12, waits=True, place=main, stack=main, phase="backward") for rank in (0, 2)]
+    odd = replace(told, idle_s=12, waits=True, place=barrier, stack=barrier, phase="training step")
+    late = notice({1: replace(peer(1), beat=odd)} | {each.beat.rank: each for each in others}, now=100.0)
+    assert late is not None
+    assert f"```text\n{late.message.splitlines()[0]}\n```" in page
+    assert NOTICE_S == 10
     assert f"`--watchdog.timeout_s` ({Watchdog().timeout_s:g}; 0 turns the watchdog off)" in page
     assert (BEAT_S, FACTOR, FIRST_TIME_S) == (1, 5, 600)
     assert all(words in page for words in ("Each second", "five times", "after ten minutes without progress"))

@@ -200,7 +200,8 @@ def broadcasts() -> None:
 
 
 def gathers_objects() -> None:
-    dist.all_gather_object([None] * RANKS, "an object")
+    gathered: list[Any] = [None] * RANKS
+    dist.all_gather_object(gathered, "an object")
 
 
 def receives() -> None:
@@ -257,7 +258,7 @@ def has_a_slow_store() -> None:
         time.sleep(3)
         return exchange(self, beat)
 
-    HeartbeatStore._exchange = late
+    HeartbeatStore._exchange = late  # type: ignore[method-assign]
 
 
 def is_suspended() -> None:
@@ -295,7 +296,7 @@ CALLBACK_HOOKS = (
     "on_train_epoch_end",
     "on_save_checkpoint",
 )
-MODULE_HOOKS = ("training_step", "forward", "in backward", "optimizer_step", "validation_step")
+MODULE_HOOKS = ("training_step", "forward", "backward", "optimizer_step", "validation_step")
 FAULTS = [
     *(Case(fails, place) for place in (*CALLBACK_HOOKS, *MODULE_HOOKS, SAMPLE, IN_WORKER)),
     *(Case(act) for act in (exits, exits_well, recurses, needs_too_much_memory, fills_a_disk)),
@@ -354,7 +355,7 @@ class Planted:
             (self.case.act if is_culprit else self.case.others)()
 
 
-class Samples(IterableDataset):
+class Samples(IterableDataset[tuple[Tensor, Tensor]]):
     def __init__(self, planted: Planted) -> None:
         self.planted = planted
 
@@ -374,7 +375,7 @@ class InBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.planted("in backward")
+        ctx.planted("backward")
         return gradient, None
 
 
@@ -385,7 +386,8 @@ class Module(L.LightningModule):
 
     def forward(self, x: Tensor) -> Tensor:
         self.planted("forward")
-        return InBackward.apply(self.layers(x), self.planted)
+        logits: Tensor = InBackward.apply(self.layers(x), self.planted)
+        return logits
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         self.planted.step = self.global_step
@@ -415,7 +417,7 @@ def train(name: str) -> None:
     """As one of the ranks, in the working folder."""
     planted = Planted(CASES[name])
     checkpoints = ModelCheckpoint("checkpoints", every_n_epochs=1)
-    workers = {"num_workers": 1, "multiprocessing_context": "fork"} if planted.case.place == IN_WORKER else {}
+    workers: Row = {"num_workers": 1, "multiprocessing_context": "fork"} if planted.case.place == IN_WORKER else {}
     loader: Any = DataLoader(Samples(planted), BATCH, **workers)
     trainer = L.Trainer(
         accelerator="cpu",
