@@ -27,6 +27,7 @@ import pytest
 import torch
 from processes import is_running
 from torch.distributed import HashStore
+from torch.utils.data import DataLoader, Dataset
 
 import lit_cifar
 from lit_cifar.data import Batch
@@ -364,23 +365,35 @@ def crashes(file: int) -> None:
     time.sleep(60)
 
 
-def _worker_loop() -> None:  # as torch's function is named
-    time.sleep(60)
+class Waits(Dataset[int]):
+    """Of which no sample can be read until `go`."""
+
+    def __init__(self) -> None:
+        self.go = multiprocessing.get_context("fork").Event()
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        self.go.wait(60)
+        return index
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_the_line_of_a_worker_is_told(stopped: bool) -> None:
+def test_the_line_of_a_worker_is_told_while_it_does_something() -> None:
     trace_file(os.getpid())
-    process = in_fork(_worker_loop)
+    data = Waits()
+    samples = iter(DataLoader(data, num_workers=1, multiprocessing_context="fork"))
+    (worker,) = samples._workers  # type: ignore[attr-defined]
+    time.sleep(1.0)
+    assert re.fullmatch(rf"process {worker.pid} at {__file__}:\d+ \(__getitem__\)", place_in_worker())
+    data.go.set()
     time.sleep(0.5)
-    if stopped:
-        os.kill(process.pid or 0, signal.SIGSTOP)
-        time.sleep(0.5)
-    place = place_in_worker()
-    process.kill()
-    process.join()
-    assert place.startswith(f"process {process.pid}")
-    assert ("which is stopped" if stopped else f"{__file__}:") in place
+    assert place_in_worker() == ""
+    os.kill(worker.pid, signal.SIGSTOP)
+    time.sleep(0.5)
+    assert place_in_worker() == f"process {worker.pid}, which is stopped"
+    os.kill(worker.pid, signal.SIGCONT)
+    assert next(samples) == 0
 
 
 def test_a_place_is_the_collective_operation_and_the_innermost_line_that_is_not_a_librarys() -> None:

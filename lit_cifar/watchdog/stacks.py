@@ -82,8 +82,8 @@ def read_trace(file: int) -> str:
 
 def _traced(file: int) -> tuple[str, list[FrameSummary]]:
     text = os.pread(file, 2**16, 0).decode(errors="replace")
-    stacks = re.split(r"^(?=Current thread|Thread 0x|Stack )", text, flags=re.MULTILINE)
-    stack = next((its for its in stacks if its.startswith("Current") and "File" in its), stacks[-1])
+    stacks = re.split(r"^(?=Current thread 0x|Thread 0x|Stack )", text, flags=re.MULTILINE)
+    stack = next((its for its in stacks if its.startswith("Current")), stacks[-1])
     found = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', stack, re.MULTILINE)
     error = re.search("^Fatal Python error: .*", text, re.MULTILINE)
     return error[0] if error else "", [FrameSummary(name, int(line), its) for name, line, its in reversed(found)]
