@@ -179,8 +179,11 @@ def waits_in_c() -> None:
     ctypes.CDLL(None).pause()
 
 
-def waits_in_c_with_the_interpreter() -> None:
-    ctypes.PyDLL(None).pause()
+def locks_twice_in_c() -> None:
+    """With the interpreter's lock, which other calls of C give up."""
+    mutex = ctypes.create_string_buffer(64)
+    ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+    ctypes.PyDLL(None).pthread_mutex_lock(mutex)
 
 
 def meets() -> None:
@@ -313,7 +316,7 @@ FAULTS = [
     *(Case(act) for act in (asks, locks_twice, joins_a_thread, waits_for_an_event, runs_a_program, opens_a_fifo)),
     *(Case(act) for act in (receives_from_a_socket, waits_in_c, polls, runs_a_busy_program)),
     *(Case(act) for act in (loops, multiplies_for_ever, reads_from_a_stuck_file_system)),
-    *(Case(act) for act in (matches_a_bad_pattern, sums_without_end, waits_in_c_with_the_interpreter)),
+    *(Case(act) for act in (matches_a_bad_pattern, sums_without_end, locks_twice_in_c)),
     *(Case(act) for act in (meets, reduces, broadcasts, gathers_objects, receives)),
     *(Case(act, others=reduces) for act in (meets, broadcasts, gathers_objects, reduces_a_larger_one, nothing)),
     Case(meets, "on_train_epoch_end"),
