@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lit_cifar.task.optim import NesterovSGD, WarmupDecay
     from lit_cifar.tools.audit import ReplicaAudit
     from lit_cifar.tools.replay import Replay, ReplayError, replay
+    from lit_cifar.watchdog.callback import Watchdog
 
 __version__ = "0.1.0"  # of the distribution too: pyproject.toml reads it here
 
@@ -31,6 +32,7 @@ _PLACES = {
     "ReplayError": "lit_cifar.tools.replay",
     "ReplicaAudit": "lit_cifar.tools.audit",
     "WarmupDecay": "lit_cifar.task.optim",
+    "Watchdog": "lit_cifar.watchdog.callback",
     "replay": "lit_cifar.tools.replay",
 }
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "ReplayError",
     "ReplicaAudit",
     "WarmupDecay",
+    "Watchdog",
     "replay",
 ]
 

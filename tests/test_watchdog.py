@@ -1,18 +1,25 @@
 """The watchdog's verdicts as a table; two watches in one process; and the notes of the main thread."""
 
+import ctypes
 import math
+import multiprocessing
+import os
 import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from faulthandler import enable as enable_faulthandler
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from queue import Empty
+from traceback import FrameSummary
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import lightning as L
 import psutil
@@ -20,6 +27,7 @@ import pytest
 import torch
 from processes import is_running
 from torch.distributed import HashStore
+from torch.utils.data import DataLoader, Dataset
 
 import lit_cifar
 from lit_cifar.data import Batch
@@ -30,9 +38,19 @@ from lit_cifar.watchdog import heartbeat as process
 from lit_cifar.watchdog import monitor as watch_module
 from lit_cifar.watchdog.activity import FACTOR, FIRST_TIME_S, PhaseTimer
 from lit_cifar.watchdog.callback import PHASES, Watchdog
-from lit_cifar.watchdog.diagnosis import Peer, Verdict, diagnose, diagnose_judge, updated
+from lit_cifar.watchdog.diagnosis import (
+    NOTICE_S,
+    Peer,
+    Verdict,
+    diagnose,
+    diagnose_judge,
+    notice,
+    notice_of_judge,
+    updated,
+)
 from lit_cifar.watchdog.heartbeat import Heartbeat, Mates, Sight, first_heartbeat
 from lit_cifar.watchdog.monitor import BEAT_S, Monitor
+from lit_cifar.watchdog.stacks import described, place_in_worker, read_trace, request, trace_file
 from lit_cifar.watchdog.store import HeartbeatStore, News, prepare
 
 TIMEOUT_S = 20.0
@@ -47,7 +65,7 @@ def peer(
     answered: bool = False,
     **beat: object,
 ) -> Peer:
-    told = Heartbeat(rank=rank, pid=1000 + rank, started="1", host="a", **{"patience_s": TIMEOUT_S, **beat})
+    told = Heartbeat(rank=rank, pid=1000 + rank, started="1", host="a", **beat)
     return Peer(beat=told, heard_at=heard_at, sight=Sight(state, ending), answered=answered)
 
 
@@ -59,13 +77,14 @@ def verdict_of(*peers: Peer) -> Verdict | None:
     return diagnose({peer.beat.rank: peer for peer in peers}, now=100.0, timeout_s=TIMEOUT_S)
 
 
+LOOPS = ("backward", "validation step", "optimizer step")
 NOBODY = [
     (peer(0), peer(1, heard_at=80.5)),  # silent, but not for long
     (peer(0), peer(1, state="stopped")),  # it may go on
     (peer(0), gone(1, over=True)),  # finished earlier
     (peer(0, over=True), peer(1, over=True)),
     (peer(0, idle_s=90), peer(1, idle_s=3)),  # waits for one that gets on
-    (peer(0, idle_s=90), peer(1, idle_s=90, patience_s=600.0)),  # which compiles, or writes its first checkpoint
+    (peer(0, idle_s=90), peer(1, idle_s=90, expected_s=FIRST_TIME_S)),  # which compiles, or writes its first checkpoint
     # One that is behind, or in the same phase, computes for longer than ever: compiles again, has a slow disk.
     (peer(0, idle_s=90, events=8, waits=True), peer(1, idle_s=90, events=7, works=True)),
     (peer(0, idle_s=599, waits=True), peer(1, idle_s=599, works=True), peer(2, idle_s=599, waits=True)),
@@ -107,6 +126,33 @@ CULPRITS = [
     (0, "hung", peer(0, idle_s=30, waits=True), peer(1, idle_s=30, waits=True)),
     (1, "hung", peer(0, idle_s=601, waits=True), peer(1, idle_s=601, works=True)),
     (1, "hung", peer(0, over=True), peer(1, idle_s=30), peer(2, idle_s=30, waits=True)),
+    # All wait, but one in another collective operation than most; or there is no majority.
+    (2, "hung", *(peer(rank, idle_s=30, waits=True, stack="ab"[rank == 2]) for rank in range(3))),
+    (1, "hung", *(peer(rank, idle_s=30, waits=True, events=8 + (rank == 1)) for rank in range(3))),
+    (0, "hung", *(peer(rank, idle_s=30, waits=True, stack="ab"[rank == 1]) for rank in range(2))),
+    (
+        1,
+        "hung",
+        *(peer(rank, idle_s=30, waits=True, stack="abc"[rank], phase=phase) for rank, phase in enumerate(LOOPS)),
+    ),
+]
+# Who is named before that: `CULPRITS` who are silent or hang are named earlier, and who works is named too.
+FIRST = {"expected_s": FIRST_TIME_S}
+LATE: list[tuple[int | None, list[Peer]]] = [
+    (1, [peer(0), peer(1, heard_at=89)]),
+    (1, [peer(0, idle_s=11, waits=True), peer(1, idle_s=11)]),
+    (1, [peer(0, idle_s=11, waits=True), peer(1, idle_s=11, works=True)]),
+    (1, [peer(0, idle_s=11, events=8, works=True), peer(1, idle_s=11, works=True)]),
+    (1, [peer(0, idle_s=11, waits=True, **FIRST), peer(1, idle_s=11, **FIRST)]),
+    (None, [peer(0), peer(1, heard_at=91)]),
+    (None, [peer(0, failure="E", order=1, idle_s=11), peer(1, idle_s=11)]),  # these are not over
+    (None, [peer(0, idle_s=11, waits=True), gone(1, "SIGABRT", idle_s=11), peer(2, idle_s=11)]),
+    (None, [peer(0, idle_s=11, waits=True), peer(1, idle_s=9)]),
+    (None, [peer(0, idle_s=11, waits=True), peer(1, idle_s=11, expected_s=12)]),
+    (None, [peer(0, idle_s=11, works=True), peer(1, idle_s=11, works=True)]),  # nobody waits
+    (None, [peer(0, idle_s=11, waits=True), peer(1, idle_s=11, works=True, **FIRST)]),  # it may compile
+    (None, [peer(0, idle_s=11, waits=True, **FIRST), peer(1, idle_s=11, waits=True, **FIRST)]),  # a GPU does
+    (None, [peer(0, over=True), peer(1, over=True)]),
 ]
 
 
@@ -121,6 +167,31 @@ def told(verdict: Verdict | None) -> tuple[int, str, int] | None:
 )
 def test_the_judge_says_who_is_to_blame(peers: list[Peer], expected: tuple[int, str, int] | None) -> None:
     assert told(verdict_of(*peers)) == expected
+
+
+@pytest.mark.parametrize(("culprit", "peers"), LATE)
+def test_a_rank_that_keeps_others_waiting_is_named_before_it_ends_the_run(
+    culprit: int | None, peers: list[Peer]
+) -> None:
+    verdict = notice({peer.beat.rank: peer for peer in peers}, now=100.0)
+    assert told(verdict) == (None if culprit is None else (culprit, "late", 0))
+    assert verdict_of(*peers) is None
+
+
+@pytest.mark.parametrize(("judge", "late"), [(peer(0, heard_at=91), False), (peer(0, heard_at=89), True)])
+def test_the_others_name_a_judge_that_is_silent(judge: Peer, late: bool) -> None:
+    peers = {0: judge, 1: peer(1, state="stopped"), 2: peer(2)}
+    assert told(notice_of_judge(peers, now=100.0)) == ((0, "late", 2) if late else None)
+
+
+def test_a_thousand_ranks_are_judged_in_a_moment() -> None:
+    begin = time.process_time()
+    late = {rank: peer(rank, idle_s=30, waits=True, stack="ab"[rank == 700]) for rank in range(1000)}
+    assert [told(diagnose(late, now=100.0, timeout_s=TIMEOUT_S)), told(notice(late, now=100.0))] == [
+        (700, "hung", 0),
+        (700, "late", 0),
+    ]
+    assert time.process_time() - begin < 0.5
 
 
 @pytest.mark.parametrize(
@@ -151,6 +222,13 @@ def test_the_page_shows_the_message_and_the_times_as_they_are() -> None:
     verdict = verdict_of(peer(0), replace(culprit, beat=told))
     assert verdict is not None
     assert f"```text\n{verdict.message}\n```" in page
+    main, barrier = "train.py:90 (main)", "barrier, called at train.py:16 (training_step)"
+    others = [peer(rank, idle_s=12, waits=True, place=main, stack=main, phase="backward") for rank in (0, 2)]
+    odd = replace(told, idle_s=12, waits=True, place=barrier, stack=barrier, phase="training step")
+    late = notice({1: replace(peer(1), beat=odd)} | {each.beat.rank: each for each in others}, now=100.0)
+    assert late is not None
+    assert f"```text\n{late.message.splitlines()[0]}\n```" in page
+    assert NOTICE_S == 10
     assert f"`--watchdog.timeout_s` ({Watchdog().timeout_s:g}; 0 turns the watchdog off)" in page
     assert (BEAT_S, FACTOR, FIRST_TIME_S) == (1, 5, 600)
     assert all(words in page for words in ("Each second", "five times", "after ten minutes without progress"))
@@ -179,15 +257,15 @@ class Clock:
 
 def test_patience_is_five_times_the_longest_of_the_phase() -> None:
     clock = Clock()
-    progress = PhaseTimer(timeout_s=TIMEOUT_S, clock=clock)
+    progress = PhaseTimer(clock=clock)
     progress.enter("step")
-    assert progress.patience_s() == FIRST_TIME_S  # nothing is known yet
+    assert progress.expected_s() == FIRST_TIME_S  # nothing is known yet
     clock.now += 60
     assert progress.idle_s() == 60
-    for duration_s, patience_s in ((1, 300), (1, 300), (2, 300), (10, TIMEOUT_S), (0, 50)):  # the first was warming up
+    for duration_s, expected_s in ((1, 300), (1, 300), (2, 300), (10, 10), (0, 50)):  # the first was warming up
         progress.enter("between")
         progress.enter("step")
-        assert progress.patience_s() == patience_s
+        assert progress.expected_s() == expected_s
         clock.now += duration_s
     clock.now += 1000
     progress.forgive()  # it was suspended
@@ -195,21 +273,21 @@ def test_patience_is_five_times_the_longest_of_the_phase() -> None:
     assert progress.idle_s() == 2
     progress.enter("between")
     progress.enter("step")
-    assert progress.patience_s() == 50
+    assert progress.expected_s() == 50
 
 
 def test_a_batch_of_another_shape_has_a_first_time_of_its_own() -> None:
     """As the last one of an epoch, for which a compiled network is compiled again; in backward as well."""
     clock = Clock()
-    progress = PhaseTimer(timeout_s=TIMEOUT_S, clock=clock)
+    progress = PhaseTimer(clock=clock)
     for shape in (32, 32, 32, 32, 32, 20, 32, 20):
         for phase in ("step", "backward"):
             progress.enter(phase, shape=shape if phase == "step" else None)
             clock.now += 100 if shape == 20 else 1
-    for shape, patience_s in ((32, TIMEOUT_S), (20, 500), (7, FIRST_TIME_S)):
+    for shape, expected_s in ((32, 5), (20, 500), (7, FIRST_TIME_S)):
         for phase in ("step", "backward"):
             progress.enter(phase, shape=shape if phase == "step" else None)
-            assert progress.patience_s() == patience_s
+            assert progress.expected_s() == expected_s
 
 
 @pytest.fixture
@@ -243,6 +321,92 @@ def test_processes_are_seen_to_stop_and_to_end(child: subprocess.Popen[bytes]) -
     mates.exit_codes = lambda: {child.pid: child.returncode}  # which its parent knows
     assert mates.look() == {1: Sight("gone", "SIGKILL")}
     assert [process.ending(code) for code in (3, -99)] == ["exit status 3", "signal 99"]
+
+
+def in_fork(target: Callable[[], object]) -> BaseProcess:
+    process = multiprocessing.get_context("fork").Process(target=target)
+    process.start()
+    return process
+
+
+def matches_a_bad_pattern() -> None:
+    """For ever, with the interpreter's lock."""
+    re.match(r"(a+)+$", 60 * "a" + "b")
+
+
+def test_a_process_leaves_its_line_when_it_keeps_the_lock_or_crashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("faulthandler.is_enabled", lambda: False)
+    enable = Mock()
+    monkeypatch.setattr("faulthandler.enable", enable)
+    trace_file.cache_clear()
+    file = trace_file(os.getpid())
+    enable.assert_called_once_with(file)
+    for target, error in ((matches_a_bad_pattern, ""), (lambda: crashes(file), "Fatal Python error: Aborted")):
+        os.ftruncate(file, 0)
+        process = in_fork(target)
+        while (error or "matches_a_bad") not in (text := read_trace(file)):
+            request(process.pid or 0, file)
+            time.sleep(0.1)
+        process.kill()
+        process.join()
+        assert re.search(rf'{__file__}", line \d+, in (matches_a_bad_pattern|crashes)', text)
+    with subprocess.Popen(["sleep", "60"]) as stranger:  # it has no handler, which would end it
+        request(stranger.pid, file)
+        assert place_in_worker() == ""
+        assert stranger.poll() is None
+        stranger.kill()
+
+
+def crashes(file: int) -> None:
+    """In a thread without Python, as one of gloo's, where it waits."""
+    enable_faulthandler(file)
+    libc = ctypes.CDLL(None)
+    libc.pthread_create(ctypes.byref(ctypes.c_ulong()), None, ctypes.cast(libc.abort, ctypes.c_void_p), None)
+    time.sleep(60)
+
+
+class Waits(Dataset[int]):
+    """Of which no sample can be read until `go`."""
+
+    def __init__(self) -> None:
+        self.go = multiprocessing.get_context("fork").Event()
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        self.go.wait(60)
+        return index
+
+
+def test_the_line_of_a_worker_is_told_while_it_does_something() -> None:
+    trace_file(os.getpid())
+    data = Waits()
+    samples = iter(DataLoader(data, num_workers=1, multiprocessing_context="fork"))
+    (worker,) = samples._workers  # type: ignore[attr-defined]
+    time.sleep(1.0)
+    assert re.fullmatch(rf"process {worker.pid} at {__file__}:\d+ \(__getitem__\)", place_in_worker())
+    data.go.set()
+    time.sleep(0.5)
+    assert place_in_worker() == ""
+    os.kill(worker.pid, signal.SIGSTOP)
+    time.sleep(0.5)
+    assert place_in_worker() == f"process {worker.pid}, which is stopped"
+    os.kill(worker.pid, signal.SIGCONT)
+    assert next(samples) == 0
+
+
+def test_a_place_is_the_collective_operation_and_the_innermost_line_that_is_not_a_librarys() -> None:
+    called = [FrameSummary("/home/train.py", 90, "main"), FrameSummary("/home/train.py", 16, "training_step")]
+    inner = [
+        FrameSummary(f"{torch.__path__[0]}/{file}", 5, file[-4]) for file in ("nn/a.py", "nn/b.py", "nn/c.py", "d.py")
+    ]
+    reduced = FrameSummary(f"{torch.__path__[0]}/distributed/distributed_c10d.py", 7, "all_reduce")
+    assert described([*called, *inner]).place == "/home/train.py:16 (training_step)"
+    assert described([*called, *inner, reduced]).place == "all_reduce, called at /home/train.py:16 (training_step)"
+    assert re.findall(r"in (\w+)", described([*called, *inner]).text) == ["training_step", "a", "b", "c", "d"]
+    assert re.findall(r"in (\w+)", described([*called, *inner[:3]]).text) == ["training_step", "a", "b", "c"]
+    assert described(inner).place == ""
 
 
 class CountingStore:
@@ -288,7 +452,9 @@ class Cluster:
 
     def __init__(self, num_ranks: int, *, answer_s: float = 0.0, store_host: int | None = 0) -> None:
         self.clock, self.store = Clock(), CountingStore(num_ranks)
-        first = Heartbeat(rank=0, pid=1, started="1", host="", patience_s=FIRST_TIME_S)
+        first = Heartbeat(
+            rank=0, pid=1, started="1", host="", trace_file=trace_file(os.getpid()), expected_s=FIRST_TIME_S
+        )
         everyone = [replace(first, rank=rank, host=f"node{rank}") for rank in range(num_ranks)]
         boards = [HeartbeatStore(HashStore(), run="", rank=rank, world_size=num_ranks) for rank in range(num_ranks)]
         for board in boards:
@@ -299,7 +465,8 @@ class Cluster:
                 everyone,
                 rank=rank,
                 board=boards[rank],
-                progress=PhaseTimer(timeout_s=TIMEOUT_S, clock=self.clock),
+                timeout_s=TIMEOUT_S,
+                clock=self.clock,
                 store_host=store_host,
             )
             for rank in range(num_ranks)
@@ -406,13 +573,12 @@ class Pair:
         store = HashStore()
         prepare(store, run="test", world_size=2)
         self.ended: list[int] = []
-        self.progress = [PhaseTimer(timeout_s=timeout_s) for _ in range(2)]
         self.watches = [
             Monitor(
                 everyone or [first_heartbeat(0), first_heartbeat(1)],
                 rank=rank,
                 board=HeartbeatStore(store, run="test", rank=rank, world_size=2),
-                progress=self.progress[rank],
+                timeout_s=timeout_s,
                 on_gpu=on_gpu,
                 store_host=0,
                 grace_s=0,
@@ -420,6 +586,7 @@ class Pair:
             )
             for rank in range(2)
         ]
+        self.progress = [watch.progress for watch in self.watches]
 
     def start(self, *ranks: int) -> "Pair":
         for rank in ranks or (0, 1):
@@ -486,6 +653,18 @@ def test_the_one_that_does_not_get_on_is_found(capsys: pytest.CaptureFixture[str
     assert (verdict.rank, verdict.kind) == (1, "hung")
     assert "after 4 optimizer steps, phase: a" in verdict.message
     assert __file__ in capsys.readouterr().err  # where the main thread is
+
+
+def test_one_that_is_late_is_named_once_and_the_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    pair = Pair()
+    pair.fall_behind(step=4)
+    for progress in pair.progress:
+        progress.moment = progress.moment._replace(since=progress.moment.since - 12)
+        progress._awake_since -= 12
+    assert [watch._tick() for _ in range(3) for watch in pair.watches] == [None] * 6
+    assert len(re.findall(r"^lit_cifar: rank 1 .* is late: .*\.py:\d+ ", capsys.readouterr().err, re.MULTILINE)) == 1
+    for watch in pair.watches:
+        watch._board.close()
 
 
 @pytest.mark.parametrize(
@@ -633,7 +812,7 @@ def test_effort_is_of_the_main_thread_its_helpers_and_children_without_peers() -
 def test_the_hooks_note_phase_step_and_shape() -> None:
     assert all(callable(getattr(L.Callback, name)) for name in PHASES)
     callback, trainer = Watchdog(), SimpleNamespace(global_step=3)
-    progress = PhaseTimer(timeout_s=TIMEOUT_S)
+    progress = PhaseTimer()
     callback._watch = cast(Any, SimpleNamespace(progress=progress))
     batch = Batch(torch.empty(5, 3, 2, 2), torch.empty(5), torch.arange(5), 1.0)
     hooks: Any = callback

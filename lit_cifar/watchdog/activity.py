@@ -39,8 +39,7 @@ class Moment(NamedTuple):
 class PhaseTimer:
     """Written by the main thread and read by another one; `moment` is replaced as a whole, so there is no lock."""
 
-    def __init__(self, *, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.timeout_s = timeout_s
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.moment = Moment("starting", 0, 0, clock())
         self._durations: dict[Hashable, _Durations] = {}
@@ -68,10 +67,10 @@ class PhaseTimer:
     def idle_s(self) -> float:
         return self.clock() - max(self.moment.since, self._awake_since)
 
-    def patience_s(self) -> float:
+    def expected_s(self) -> float:
+        """How long this phase may take, going by its earlier durations."""
         durations = self._durations.get(self.moment.kind)
-        expected = FIRST_TIME_S if durations is None else FACTOR * durations.longest()
-        return max(self.timeout_s, expected)
+        return FIRST_TIME_S if durations is None else FACTOR * durations.longest()
 
 
 class _Durations:

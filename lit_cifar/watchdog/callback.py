@@ -53,8 +53,9 @@ class Watchdog(Callback):
     """Watches the processes of a run with several, from a thread in each.
 
     It reports a process that has died, is stopped, unreachable or hung, or has raised an exception, with its pid, step,
-    phase, and signal or traceback. Then all processes exit with status 1. This callback's hooks note what the main
-    thread does: a few assignments each, nothing on the device. See `lit_cifar.watchdog`.
+    phase, and signal or traceback. Then all processes exit with status 1. One that only keeps the others waiting is
+    named earlier, after ten seconds. This callback's hooks note what the main thread does: a few assignments each,
+    nothing on the device. See `lit_cifar.watchdog`.
 
     Args:
         timeout_s: Seconds without a heartbeat after which a process counts as dead. A phase counts as hung after the
@@ -66,7 +67,7 @@ class Watchdog(Callback):
     def __init__(self, timeout_s: float = 20.0) -> None:
         if timeout_s and not timeout_s >= _LEAST_TIMEOUT_S:
             raise ConfigError(
-                f"--watchdog.timeout_s={timeout_s:g} is too short: heartbeats come about once a second",
+                f"timeout_s={timeout_s:g} of the watchdog is too short: heartbeats come about once a second",
                 remedy=f"pass {_LEAST_TIMEOUT_S:g} or more, or 0 for no watchdog",
             )
         self.timeout_s = timeout_s

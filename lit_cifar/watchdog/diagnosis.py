@@ -1,6 +1,7 @@
 """Which process has caused the end of a run: arithmetic on heartbeats and states, without processes or clocks."""
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -8,6 +9,7 @@ from lit_cifar.watchdog.activity import FIRST_TIME_S
 from lit_cifar.watchdog.heartbeat import Heartbeat, Sight
 
 JUDGE = 0  # the rank that reads all heartbeats
+NOTICE_S = 10.0  # after so long without progress or heartbeat a rank is named, as others wait for it
 # A process that is silent this long after a failure elsewhere is the cause of that failure and not a consequence.
 SILENT_AFTER_FAILURE_S = 6.0
 # Signals by which libraries end a process that has lost another one, and launchers the remaining processes.
@@ -16,7 +18,8 @@ _MAX_LINES = 12
 _MAX_OTHERS = 7
 
 # Its process is gone, it sends no heartbeats, it has raised an exception, or its main thread makes no progress.
-Kind = Literal["killed", "silent", "failed", "hung"]
+# "late": one of the last two, for so short a time that the run goes on.
+Kind = Literal["killed", "silent", "failed", "hung", "late"]
 
 
 class Verdict(NamedTuple):
@@ -81,9 +84,34 @@ def diagnose(peers: Mapping[int, Peer], *, now: float, timeout_s: float) -> Verd
         return _of_silent(silent, now=now)
     if failed and heard:
         return _of_failed(min(failed, key=lambda peer: (peer.beat.order or len(peers) + 1, peer.beat.rank)))
-    if not failed and not gone and watched and all(_is_late(peer) for peer in watched.values()):
-        return _of_late(watched)
+    if not failed and not gone and watched and all(_is_late(peer.beat, timeout_s) for peer in watched.values()):
+        culprit, why = _of_late(watched)
+        # While it works the others wait for it, however long its phase took before. A process that polls in a loop
+        # looks the same, unless it waits for a GPU, see `Activity`.
+        if culprit.beat.idle_s > FIRST_TIME_S or not culprit.beat.works:
+            return _hangs("hung", culprit, why)
     return None
+
+
+def notice(peers: Mapping[int, Peer], *, now: float) -> Verdict | None:
+    """Whom the others wait for, before `diagnose` ends the run for it, and while it may still get on.
+
+    One that works is named too, but not in a phase that it is in for the first time: it may compile.
+    """
+    watched = {rank: peer for rank, peer in peers.items() if not peer.beat.over}
+    if not watched or any(peer.beat.failure or peer.sight.state == "gone" for peer in watched.values()):
+        return None
+    silent = [peer for rank, peer in watched.items() if rank != JUDGE and now - peer.heard_at > NOTICE_S]
+    if silent:
+        return _of_silent(silent, now=now, kind="late")
+    if not all(_is_late(peer.beat, NOTICE_S, first_time_s=0.0) for peer in watched.values()):
+        return None
+    culprit, why = _of_late(watched)
+    others_wait = any(peer.beat.waits or peer.beat.events > culprit.beat.events for peer in watched.values())
+    first_time = culprit.beat.expected_s == FIRST_TIME_S
+    if (culprit.beat.works and not others_wait) or (first_time and (culprit.beat.works or culprit.beat.waits)):
+        return None
+    return _hangs("late", culprit, why)
 
 
 def diagnose_judge(peers: Mapping[int, Peer], *, me: int, now: float, timeout_s: float) -> Verdict | None:
@@ -106,6 +134,18 @@ def diagnose_judge(peers: Mapping[int, Peer], *, me: int, now: float, timeout_s:
         verdict = _of_failed(judge)
     else:
         verdict = _of_gone([judge]) if is_gone else _of_silent([judge], now=now)
+    return _reported(verdict, peers)
+
+
+def notice_of_judge(peers: Mapping[int, Peer], *, now: float) -> Verdict | None:
+    """Of another rank than the judge, on the judge; see `notice`."""
+    judge = peers[JUDGE]
+    if judge.beat.over or judge.sight.state == "gone" or now - judge.heard_at <= NOTICE_S:
+        return None
+    return _reported(_of_silent([judge], now=now, kind="late"), peers)
+
+
+def _reported(verdict: Verdict, peers: Mapping[int, Peer]) -> Verdict:
     able = [rank for rank, peer in peers.items() if peer.sight.state == "running" and rank not in (JUDGE, verdict.rank)]
     return verdict._replace(reporter=min(able))
 
@@ -115,8 +155,9 @@ def _verdict(peer: Peer, kind: Kind, what: str, *, lines: str = "") -> Verdict:
     beat = peer.beat
     where = f"after {beat.step} optimizer steps, phase: {beat.phase}"
     first = f"lit_cifar: rank {beat.rank} (pid {beat.pid} on {beat.host}) {what}; {where}"
-    shown = [f"  {line}" for line in lines.splitlines()[-_MAX_LINES:]]
-    return Verdict(kind, beat.rank, "\n".join([first, *shown, "lit_cifar: the other processes stop"]))
+    shown = [f"  {line}" for line in (lines or peer.sight.trace).splitlines()[-_MAX_LINES:]]
+    last = f"lit_cifar: the other processes {'wait' if kind == 'late' else 'stop'}"
+    return Verdict(kind, beat.rank, "\n".join([first, *shown, last]))
 
 
 def _is_consequence(peer: Peer) -> bool:
@@ -128,7 +169,7 @@ def _of_gone(gone: list[Peer]) -> Verdict:
     ending, kill = first.sight.ending, "by kill -9 or by the kernel when memory runs out"
     if ending == "SIGKILL":
         return _verdict(first, "killed", f"was ended by SIGKILL, as {kill}")
-    how = f"by {ending}" if ending else f"as after SIGKILL ({kill})"
+    how = f"by {ending}" if ending else "by a fatal signal" if first.sight.trace else f"as after SIGKILL ({kill})"
     return _verdict(first, "killed", f"ended without a traceback, {how}")
 
 
@@ -137,28 +178,54 @@ def _of_failed(peer: Peer) -> Verdict:
     return verdict._replace(message="") if peer.beat.quiet else verdict
 
 
-def _of_silent(silent: list[Peer], *, now: float) -> Verdict:
+def _of_silent(silent: list[Peer], *, now: float, kind: Kind = "silent") -> Verdict:
     """A stopped process if there is one; else the one silent for longest."""
     stopped = [peer for peer in silent if peer.sight.state == "stopped"]
     culprit = min(stopped or silent, key=lambda peer: (peer.heard_at, peer.beat.rank))
-    state = "stopped, as by SIGSTOP" if stopped else "silent"
-    return _verdict(culprit, "silent", f"is {state}, no heartbeat for {now - culprit.heard_at:.0f} s")
+    runs = "silent, though its process runs" if culprit.sight.state == "running" else "silent"
+    state = "stopped, as by SIGSTOP" if stopped else runs
+    return _verdict(culprit, kind, f"is {state}, no heartbeat for {now - culprit.heard_at:.0f} s")
 
 
-def _is_late(peer: Peer) -> bool:
-    return peer.beat.idle_s > peer.beat.patience_s
+def _is_late(beat: Heartbeat, patience_s: float, *, first_time_s: float = FIRST_TIME_S) -> bool:
+    expected_s = first_time_s if beat.expected_s == FIRST_TIME_S else beat.expected_s
+    return beat.idle_s > max(patience_s, expected_s)
 
 
-def _of_late(late: Mapping[int, Peer]) -> Verdict | None:
-    """The process that is behind the others; of equals one that neither waits for others nor works.
+def _of_late(late: Mapping[int, Peer]) -> tuple[Peer, str]:
+    """The process that the others wait for, and why that one.
 
-    While that one works the others wait for it, however long its phase took before, so there is no verdict for ten
-    minutes. A process that polls in a loop looks the same, unless it waits for a GPU, see `Activity`.
+    It is behind the others; of equals it neither waits for others nor works. If all wait it is in another place than
+    most: their collective operations do not match.
     """
     culprit = min(late.values(), key=lambda peer: (peer.beat.events, peer.beat.waits, peer.beat.works, peer.beat.rank))
-    if culprit.beat.works and culprit.beat.idle_s <= FIRST_TIME_S:
-        return None
+    why = "it computes or waits for a disk" if culprit.beat.works else "it is behind or not waiting"
     others = [f"rank {rank}: {peer.beat.phase}" for rank, peer in late.items() if peer is not culprit]
-    shown = ", ".join([*others[:_MAX_OTHERS], *(["..."] if others[_MAX_OTHERS:] else [])])
-    what = f"hangs: no progress for {culprit.beat.idle_s:.0f} s (it is behind or not waiting; {shown})"
-    return _verdict(culprit, "hung", what, lines=culprit.beat.stack)
+    if all(peer.beat.waits for peer in late.values()):
+        odd = _unlike_most(late, _place) or _unlike_most(late, _loop)
+        culprit = odd[0] if odd else culprit
+        why = "it waits elsewhere than most" if odd else "all wait"
+        others = [
+            f"rank {rank}: {peer.beat.phase}, {peer.beat.place}" for rank, peer in late.items() if peer is not culprit
+        ]
+    return culprit, f"{why}; {', '.join([*others[:_MAX_OTHERS], *(['...'] if others[_MAX_OTHERS:] else [])])}"
+
+
+def _unlike_most(late: Mapping[int, Peer], key: Callable[[Peer], Hashable]) -> list[Peer]:
+    ((most, number),) = Counter(map(key, late.values())).most_common(1)
+    return [peer for peer in late.values() if key(peer) != most] if 2 * number > len(late) else []
+
+
+def _place(peer: Peer) -> Hashable:
+    return peer.beat.events, peer.beat.stack
+
+
+def _loop(peer: Peer) -> Hashable:
+    """One that has fewer batches than others is in the next loop."""
+    return "validat" in peer.beat.phase
+
+
+def _hangs(kind: Kind, culprit: Peer, why: str) -> Verdict:
+    beat = culprit.beat
+    what = f"{'is late' if kind == 'late' else 'hangs'}: no progress for {beat.idle_s:.0f} s"
+    return _verdict(culprit, kind, f"{what} at {beat.place or beat.phase} ({why})", lines=beat.stack)

@@ -4,18 +4,15 @@ import json
 import os
 import signal
 import socket
-import sys
-import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 from lit_cifar.watchdog.activity import FIRST_TIME_S
+from lit_cifar.watchdog.stacks import read_trace, request, trace_file
 
-_NUM_FRAMES = 4
 # Fields of /proc/PID/stat after the command's name: proc_pid_stat(5), from field 3 on.
 _STATE, _START_TIME, _EXIT_CODE = 0, 19, 49
 
@@ -26,6 +23,7 @@ class Sight(NamedTuple):
     # "unseen" for a process that cannot be observed from here, as on another machine.
     state: Literal["running", "stopped", "gone", "unseen"]
     ending: str = ""  # how the process ended, e.g. "SIGKILL", if that is known
+    trace: str = ""  # the lines of Python that it was in, if it has left them
 
 
 def start_time(pid: int) -> str:
@@ -80,13 +78,15 @@ class Heartbeat:
     pid: int
     started: str  # when the process was started, as returned by `start_time`
     host: str
+    trace_file: int = -1  # its descriptor there, see `stacks.trace_file`
     number: int = 0  # number of the heartbeat, from 0
     phase: str = "starting"
     step: int = 0  # optimizer steps that are done
     events: int = 0  # number of phases that the main thread has begun
     idle_s: float = 0.0  # seconds since this phase began
-    patience_s: float = 0.0  # seconds that this phase may take
-    stack: str = ""  # the main thread's innermost frames, outermost first, once it has been idle for some time
+    expected_s: float = 0.0  # seconds that this phase may take, going by its earlier durations
+    place: str = ""  # once it has been idle for some time: the main thread's collective operation, and line of Python
+    stack: str = ""  # and its innermost frames, outermost first
     waits: bool = False  # whether it then waited for other processes, see `Activity`
     works: bool = False  # whether it computed, or used a disk
     failure: str = ""  # the end of the traceback with which the main thread failed, or ""
@@ -108,16 +108,14 @@ class Heartbeat:
 
 def first_heartbeat(rank: int) -> Heartbeat:
     pid = os.getpid()
-    return Heartbeat(rank=rank, pid=pid, started=start_time(pid), host=socket.gethostname(), patience_s=FIRST_TIME_S)
-
-
-def stack_of(thread_id: int) -> tuple[str, str]:
-    """A thread's innermost frames as text, and the module of the last of them."""
-    frame: FrameType | None = sys._current_frames().get(thread_id)
-    if frame is None:
-        return "", ""
-    text = "".join(traceback.format_stack(frame)[-_NUM_FRAMES:]).rstrip()
-    return text, frame.f_globals.get("__name__", "")
+    return Heartbeat(
+        rank=rank,
+        pid=pid,
+        started=start_time(pid),
+        host=socket.gethostname(),
+        trace_file=trace_file(pid),
+        expected_s=FIRST_TIME_S,
+    )
 
 
 class Mates:
@@ -133,6 +131,10 @@ class Mates:
         # One that has sent a heartbeat and is not found is in another container.
         self._beats = {beat.rank: beat for beat in others if look_at(beat.pid, beat.started).state != "gone"}
         self._gone: dict[int, Sight] = {}
+        self._traces: dict[int, int] = {}  # open, so that they can be read after the processes' ends
+        for rank, beat in self._beats.items():
+            with suppress(OSError):  # it is another user's
+                self._traces[rank] = os.open(f"/proc/{beat.pid}/fd/{beat.trace_file}", os.O_RDONLY)
         self.exit_codes: Callable[[], dict[int, int]] = dict
 
     def look(self) -> dict[int, Sight]:
@@ -143,9 +145,19 @@ class Mates:
             if rank not in self._gone:
                 sight = look_at(beat.pid, beat.started)
                 code = codes.get(beat.pid)
-                sights[rank] = sight if code is None else Sight("gone", ending(code))
+                sight = sight if code is None else Sight("gone", ending(code))
+                sights[rank] = sight._replace(trace=read_trace(self._traces[rank])) if rank in self._traces else sight
         self._gone |= {rank: sight for rank, sight in sights.items() if sight.state == "gone"}
         return sights | self._gone
+
+    def ask(self, rank: int) -> None:
+        """Have it leave a trace: it does not answer."""
+        if rank in self._traces:
+            request(self._beats[rank].pid, self._beats[rank].trace_file)
+
+    def close(self) -> None:
+        while self._traces:
+            os.close(self._traces.popitem()[1])
 
     def kill(self, rank: int) -> None:
         """Kill it, if it is one of them and still there."""

@@ -17,14 +17,18 @@ from lit_cifar.errors import printable
 from lit_cifar.watchdog.activity import Activity, PhaseTimer
 from lit_cifar.watchdog.diagnosis import (
     JUDGE,
+    NOTICE_S,
     SILENT_AFTER_FAILURE_S,
     Peer,
     Verdict,
     diagnose,
     diagnose_judge,
+    notice,
+    notice_of_judge,
     updated,
 )
-from lit_cifar.watchdog.heartbeat import Heartbeat, Mates, Sight, stack_of
+from lit_cifar.watchdog.heartbeat import Heartbeat, Mates, Sight
+from lit_cifar.watchdog.stacks import Stack, place_in_worker, stack_of
 from lit_cifar.watchdog.store import HeartbeatStore, News, SilenceClock, host_of_store, meet
 
 BEAT_S = 1.0
@@ -38,9 +42,8 @@ def start_monitor(trainer: Trainer, *, timeout_s: float) -> "Monitor":
     """The monitor of this process, once all processes of the run are here."""
     rank = trainer.global_rank
     board, everyone = meet(rank, trainer.world_size)
-    progress = PhaseTimer(timeout_s=timeout_s)
     on_gpu = trainer.strategy.root_device.type == "cuda"
-    watch = Monitor(everyone, rank=rank, board=board, progress=progress, on_gpu=on_gpu, store_host=host_of_store())
+    watch = Monitor(everyone, rank=rank, board=board, timeout_s=timeout_s, on_gpu=on_gpu, store_host=host_of_store())
     children = [child for child in getattr(trainer.strategy.launcher, "procs", []) if isinstance(child, Popen)]
     watch.mates.exit_codes = lambda: {child.pid: code for child in children if (code := child.poll()) is not None}
     _come_before_observer(watch)
@@ -81,7 +84,8 @@ class Monitor(threading.Thread):
         *,
         rank: int,
         board: HeartbeatStore,
-        progress: PhaseTimer,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
         on_gpu: bool = False,
         store_host: int | None = None,
         grace_s: float = GRACE_S,
@@ -93,21 +97,23 @@ class Monitor(threading.Thread):
         self.mates = Mates(everyone, self._own)
         self._is_judge = rank == JUDGE
         self._board = board
-        self.progress = progress
-        self._timeout_s = progress.timeout_s
+        self.progress = PhaseTimer(clock=clock)
+        self._timeout_s = timeout_s
         self._store_host = store_host
         self._grace_s = grace_s
         self._end = end
         self._main_thread = threading.main_thread().ident or 0
         peers = {beat.pid for beat in everyone if beat.host == self._own.host}
-        self._activity = Activity(peers=peers, memory_s=self._timeout_s / 2, on_gpu=on_gpu, clock=progress.clock)
+        self._activity = Activity(peers=peers, memory_s=self._timeout_s / 2, on_gpu=on_gpu, clock=clock)
         self._failure = ""
         self._quiet = False
         self._over = self._told = False
         self._number = 0
-        self._stack = ""
+        self._stack, self._worker = Stack(), ""
+        self._look_after_s = min(timeout_s, NOTICE_S) / 2  # without progress, or silent
+        self._noticed: set[tuple[int, int]] = set()  # ranks, and their phases, that have been named as late
         self._wake, self._closed, self._concluded = threading.Event(), threading.Event(), threading.Event()
-        self._silence = SilenceClock(progress.clock)
+        self._silence = SilenceClock(clock)
         visible = self.mates.look()
         self._peers = {
             beat.rank: Peer(beat=beat, heard_at=0.0, sight=visible.get(beat.rank, Sight("unseen")))
@@ -143,6 +149,7 @@ class Monitor(threading.Thread):
         atexit.register(self._close)
         verdict = self._watch()
         self._board.close()
+        self.mates.close()
         if verdict is not None:
             self._conclude(verdict)
 
@@ -172,6 +179,7 @@ class Monitor(threading.Thread):
     def _tick(self) -> Verdict | None:
         if self._silence.turn(owed=self._board.busy or self._board.lost) > max(self._timeout_s / 2, 5 * BEAT_S):
             self.progress.forgive()  # this thread itself did not run, as after Ctrl-Z or in a debugger
+        os.ftruncate(self._own.trace_file, 0)  # what it was asked for while this thread could not run is over
         self._look()
         sights = self.mates.look()
         if self._store_host in sights and sights[self._store_host].state == "gone":
@@ -184,9 +192,16 @@ class Monitor(threading.Thread):
         self._note(news, sights)
         own = Peer(beat=beat, heard_at=self._silence.listened_s, sight=Sight("running"), answered=True)
         self._peers[self._own.rank] = own
+        self._ask_silent()
         if self._is_judge:
             return None if news is None else self._judge_all()
         return self._follow_judge()
+
+    def _ask_silent(self) -> None:
+        """Where are those who do not answer, on this machine?"""
+        for peer in self._others() if self._is_judge else [self._peers[JUDGE]]:
+            if self._silence.listened_s - peer.heard_at > self._look_after_s and not peer.sight.trace:
+                self.mates.ask(peer.beat.rank)
 
     def _note(self, news: News | None, sights: dict[int, Sight]) -> None:
         """Update the table of processes; `sights` are of those on this machine."""
@@ -204,7 +219,17 @@ class Monitor(threading.Thread):
         verdict = diagnose(self._peers, now=self._silence.listened_s, timeout_s=self._timeout_s)
         if verdict is not None:
             self._board.exchange(replace(self._beat({}), verdict=verdict), wait_s=_FAREWELL_S)
+        else:
+            self._tell(notice(self._peers, now=self._silence.listened_s))
         return verdict
+
+    def _tell(self, late: Verdict | None) -> None:
+        """Name one that is late, once."""
+        if late is not None:
+            about = late.rank, self._peers[late.rank].beat.events
+            if late.reporter == self._own.rank and about not in self._noticed:
+                print(printable(late.message, lines=True), file=sys.stderr, flush=True)
+            self._noticed.add(about)
 
     def _follow_judge(self) -> Verdict | None:
         if told := self._peers[JUDGE].beat.verdict:
@@ -212,15 +237,22 @@ class Monitor(threading.Thread):
         if self._over:
             return None
         now = self._silence.listened_s + (self._silence.owed_s if self._store_host == JUDGE else 0.0)
-        return diagnose_judge(self._peers, me=self._own.rank, now=now, timeout_s=self._timeout_s)
+        verdict = diagnose_judge(self._peers, me=self._own.rank, now=now, timeout_s=self._timeout_s)
+        if verdict is None:
+            self._tell(notice_of_judge(self._peers, now=now))
+        return verdict
 
     def _look(self) -> None:
         """Observe the main thread, once it has been idle for some time."""
-        if self.progress.idle_s() > self._timeout_s / 2:
-            self._stack, module = stack_of(self._main_thread)
-            self._activity.look(self._stack, module)
+        if self.progress.idle_s() > self._look_after_s:
+            stack = stack_of(self._main_thread)
+            self._activity.look(stack.text, stack.module)
+            if stack.loads and not self._worker:
+                self._worker = place_in_worker()
+            waits = f", waiting for {self._worker}" if self._worker else ""
+            self._stack = stack._replace(place=stack.place + waits)
         else:
-            self._stack = ""
+            self._stack, self._worker = Stack(), ""
             self._activity.forget()
 
     def _beat(self, sights: dict[int, Sight]) -> Heartbeat:
@@ -233,8 +265,9 @@ class Monitor(threading.Thread):
             step=moment.step,
             events=moment.events,
             idle_s=self.progress.idle_s(),
-            patience_s=self.progress.patience_s(),
-            stack=self._stack,
+            expected_s=self.progress.expected_s(),
+            place=self._stack.place,
+            stack=self._stack.text,
             waits=self._activity.waits,
             works=self._activity.works,
             failure=self._failure,

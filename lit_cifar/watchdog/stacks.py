@@ -1,0 +1,106 @@
+"""Where a main thread is, in which collective operation and at which line of Python: here, or in another process."""
+
+import faulthandler
+import fcntl
+import os
+import re
+import signal
+import sys
+import sysconfig
+import time
+import traceback
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from traceback import FrameSummary
+from typing import NamedTuple
+
+import lightning
+import psutil
+import torch
+
+_NUM_FRAMES = 4
+_FILE_NAME = "lit_cifar-stack"
+_REQUEST = signal.SIGRTMIN + 7  # to write down where the main thread is
+_ANSWER_S = 0.1
+# A line of Python in one of these is not the user's.
+_LIBRARIES = ("<", sysconfig.get_path("stdlib"), *torch.__path__, *lightning.__path__)
+_COLLECTIVES, _LOADER = "torch/distributed/distributed_c10d.py", "torch/utils/data/dataloader.py"
+
+
+class Stack(NamedTuple):
+    place: str = ""  # the collective operation, if it is in one, and the innermost line that is not a library's
+    text: str = ""  # that line and the innermost frames, outermost first
+    module: str = ""  # of the innermost frame
+    loads: bool = False  # whether it waits for a data loader
+
+
+def stack_of(thread_id: int) -> Stack:
+    """The stack of a thread of this process."""
+    frame = sys._current_frames().get(thread_id)
+    frames = traceback.extract_stack(frame) if frame else []
+    module = frame.f_globals.get("__name__", "") if frame else ""
+    return described(frames)._replace(module=module, loads=any(its.filename.endswith(_LOADER) for its in frames))
+
+
+def described(frames: list[FrameSummary]) -> Stack:
+    own = next((its for its in reversed(frames) if not its.filename.startswith(_LIBRARIES)), None)
+    shown, line = frames[-_NUM_FRAMES:], []
+    if own is not None:
+        line = [f"{own.filename}:{own.lineno} ({own.name})"]
+        shown = shown if own in shown else [own, *shown]
+    calls = [its.name for its in frames if its.filename.endswith(_COLLECTIVES)]
+    return Stack(", called at ".join(calls[:1] + line), "".join(traceback.format_list(shown)).rstrip())
+
+
+@cache
+def trace_file(pid: int) -> int:
+    """Descriptor of a file in memory: where the main thread of this process was at a fatal signal or a `request`.
+
+    A worker that is forked has the same file and the same handlers. A program that is started has neither.
+    """
+    file = os.memfd_create(_FILE_NAME)
+    fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
+    faulthandler.register(_REQUEST, file, all_threads=False)
+    if not faulthandler.is_enabled():
+        faulthandler.enable(file)  # of all threads, the main one last: another may have none of Python
+    return file
+
+
+def request(pid: int, file: int) -> None:
+    """Have a process write into its trace file, if it has one. A main thread that keeps the interpreter's lock can."""
+    with suppress(OSError):
+        if _FILE_NAME in str(Path(f"/proc/{pid}/fd/{file}").readlink()):
+            os.kill(pid, _REQUEST)
+
+
+def read_trace(file: int) -> str:
+    """The content of a trace file, as the `text` of a `Stack`, after the fatal signal if there was one."""
+    error, frames = _traced(file)
+    return "\n".join(filter(None, [error, described(frames).text]))
+
+
+def _traced(file: int) -> tuple[str, list[FrameSummary]]:
+    text = os.pread(file, 2**16, 0).decode(errors="replace")
+    stacks = re.split(r"^(?=Current thread 0x|Thread 0x|Stack )", text, flags=re.MULTILINE)
+    stack = next((its for its in stacks if its.startswith("Current")), stacks[-1])
+    found = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', stack, re.MULTILINE)
+    error = re.search("^Fatal Python error: .*", text, re.MULTILINE)
+    return error[0] if error else "", [FrameSummary(name, int(line), its) for name, line, its in reversed(found)]
+
+
+def place_in_worker() -> str:
+    """The process and line that a data loader waits for, or "" if its workers are idle; takes a moment for each."""
+    file = trace_file(os.getpid())
+    for worker in psutil.Process().children():
+        with suppress(psutil.Error):
+            if worker.status() == psutil.STATUS_STOPPED:
+                return f"process {worker.pid}, which is stopped"
+        os.ftruncate(file, 0)
+        request(worker.pid, file)
+        time.sleep(_ANSWER_S)
+        frames = _traced(file)[1]
+        begin = next((i for i, its in enumerate(frames) if its.name == "_worker_loop"), len(frames))
+        if place := described(frames[begin:]).place:
+            return f"process {worker.pid} at {place}"
+    return ""
