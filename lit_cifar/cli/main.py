@@ -290,6 +290,8 @@ class CLI(LightningCLI):
         num_ranks = count_processes(config)
         self.datamodule.prepare_data()
         self.datamodule.setup(self._subcommand)
+        for name in ("lit_cifar.watchdog.monitor", "lit_cifar.tools.audit.gradients"):  # every rank needs them
+            import_module(name)
         ranks.fork(num_ranks)
         self._parse_ckpt_path()
         self.config_init[self._subcommand].ckpt_path = self._arguments.ckpt_path
