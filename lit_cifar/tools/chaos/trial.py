@@ -96,7 +96,13 @@ class Trial:
         """Wait for the planned moment; whether it is one during a save."""
         if fault.aim == "save":
             old = self._unfinished_files()
-            self._await(lambda: bool(self._unfinished_files() - old), "no checkpoint is being saved")
+
+            def one_begins() -> bool:
+                now = self._unfinished_files()
+                old.intersection_update(now)  # the next draft has the name of one that was there and is gone
+                return bool(now - old)
+
+            self._await(one_begins, "no checkpoint is being saved")
         time.sleep(fault.moment * _SPREAD_S[fault.aim])
         return bool(self._unfinished_files())
 
