@@ -107,7 +107,7 @@ def test_the_plain_loop_computes_what_fit_computes(
 
 ROWS = {  # rounds, units, and between what the values of the last row lie
     "overhead": (2, ["us", *["x"] * 7], 0, 100),
-    "recovery": (2, ["s"], 1, 120),
+    "recovery": (1, ["s", "s"], 0.1, 120),
     "mode_speed": (1, [*["x"] * 6, "img/s"] * 2, 0, math.inf),
 }
 

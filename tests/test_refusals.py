@@ -79,6 +79,8 @@ REFUSED = {
     "--data.batch_size=0": ["--data.batch_size=0 is the global batch", "pass --data.batch_size=128"],
     "--model.num_classes=11": ["synthetic has 10", "--model.num_classes=10"],
     # What does not go together.
+    "--max_restarts=1": ["would not resume", "add --resume=auto and --run_dir="],
+    "--max_restarts=1 --autotune=true": ["not with --autotune"],
     "--trainer.strategy=ddp --trainer.devices=2 --trainer.sync_batchnorm=true --model.compile=true": [
         "the communication in every BatchNorm layer"
     ],
@@ -208,6 +210,7 @@ def test_a_config_that_is_not_text_is_refused(content: bytes, tmp_path: Path) ->
         ),
         # Processes of torchrun cannot agree on the fastest.
         ({"WORLD_SIZE": "2"}, ["--autotune=true"], ["run fit once without torchrun"]),
+        ({"TORCHELASTIC_RUN_ID": "1"}, ["--max_restarts=1"], ["torchrun has a --max-restarts of its own"]),
         ({VARIABLE: "fp8"}, ["--autotune=true"], ["LIT_CIFAR_AUTOTUNE='fp8' in the environment is none of 32-true, "]),
     ],
 )

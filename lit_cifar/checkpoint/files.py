@@ -43,6 +43,7 @@ _DISK = (errno.ENOENT, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno
 _LABEL = b"sha256="
 _COMMENT_BYTES = len(_LABEL) + 2 * hashlib.sha256().digest_size
 _CHUNK_BYTES = 1 << 22
+_LARGE_BYTES = 1 << 20  # of a tensor that is sent alone
 TENSORS_ALONE = "put nothing but tensors and primitives into a checkpoint, in `on_save_checkpoint` and `state_dict`"
 
 
@@ -111,7 +112,7 @@ def read_whole(path: Path) -> dict[str, Any]:
 def read_by_first(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What `read` returns, or the `CheckpointError` that it raises, in the first process; all must call this.
 
-    Tensors are sent one by one.
+    Large tensors are sent one by one.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return read()
@@ -122,7 +123,8 @@ def read_by_first(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         except CheckpointError as error:
             content = error
     leaves, structure = tree_flatten(content)
-    sent = [([None if isinstance(leaf, Tensor) else [leaf] for leaf in leaves], structure)]
+    small = [not isinstance(leaf, Tensor) or leaf.nbytes < _LARGE_BYTES for leaf in leaves]
+    sent = [([[leaf] if at_once else None for leaf, at_once in zip(leaves, small, strict=True)], structure)]
     dist.broadcast_object_list(sent)
     received: list[Any] = []
     for index, leaf in enumerate(sent[0][0]):

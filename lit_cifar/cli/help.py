@@ -20,7 +20,7 @@ _NETWORK = ("model.arch", "model.stem", "model.network")
 _EVALUATION = {"run": (*_RUN, "ckpt_path"), "network": _NETWORK, "data": (*_DATA, "data.val_size"), "devices": _WHERE}
 COMMON: dict[str, dict[str, tuple[str, ...]]] = {
     "fit": {
-        "run": (*_RUN, "resume", "ckpt_path"),
+        "run": (*_RUN, "resume", "max_restarts", "ckpt_path"),
         "network": (*_NETWORK, "model.ghost_batchnorm"),
         "optimization": (
             *("model.optimizer", "model.lr_scheduler", "model.lr_scaling"),

@@ -23,13 +23,14 @@ from lit_cifar.checkpoint.exact_resume import Fingerprint, SameStart
 from lit_cifar.checkpoint.files import CheckpointFiles, reporting_disk
 from lit_cifar.cli.checkpoint_selection import StartingCheckpoint
 from lit_cifar.cli.help import COMMON, DESCRIPTION, EPILOG, SUBCOMMANDS, HelpFormatter, replace_texts
-from lit_cifar.cli.preflight import check_arguments, check_bounds, check_run, check_sizes
+from lit_cifar.cli.preflight import check_arguments, check_bounds, check_restarts, check_run, check_sizes
 from lit_cifar.cli.usage_errors import PROGRAM, Parser, as_config_error, check_command, cli_exit
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.datamodule import open_dataset
 from lit_cifar.errors import ConfigError
-from lit_cifar.launch.rendezvous import as_list, check_processes, resolve_world_size
+from lit_cifar.launch.rendezvous import as_list, check_processes, count_processes, resolve_world_size
+from lit_cifar.launch.restarts import ForkedRanks
 from lit_cifar.launch.signals import handlers_put_back, signals_to_spawned
 from lit_cifar.launch.startup import exit_with_parent
 from lit_cifar.models import DEFAULT_ARCH
@@ -90,6 +91,7 @@ class CLI(LightningCLI):
         self._named = next((word for word in words[:1] if word in self.subcommands()), None)
         self._own_loggers: list[Namespace] = []  # that the user has asked for
         self._replicas: Any = None  # those of --virtual_replicas
+        self._ranks: ForkedRanks | None = None  # of --max_restarts
         self._candidates: dict[str, float] = {}  # of --autotune, with the seconds of a step
         self._exported: AbstractContextManager[None] = nullcontext()
         super().__init__(
@@ -132,6 +134,13 @@ class CLI(LightningCLI):
             type=Literal["auto"] | None,
             default=None,
             help="With auto, resume the run in --run_dir from its newest valid checkpoint; start it if there is none.",
+        )
+        parser.add_argument(
+            "--max_restarts",
+            type=int,
+            default=0,
+            help="How often to start all processes again when one is lost; they are forked, so that takes a second. "
+            "Needs --resume=auto.",
         )
         parser.add_argument(
             "--autotune",
@@ -188,8 +197,12 @@ class CLI(LightningCLI):
         """Read the checkpoint.
 
         Lightning's own step would override the user's model flags by the checkpoint's, and knows "best" and "last",
-        which have no meaning here: each command has its run folder.
+        which have no meaning here: each command has its run folder. Ranks that are forked read it themselves.
         """
+        if self._arguments.max_restarts and self._ranks is None:
+            check_restarts(self._arguments, self._subcommand)
+            self._ranks = ForkedRanks(max_restarts=self._arguments.max_restarts)
+            return
         if self._arguments.resume is not None and self._arguments.run_dir is not None:
             lock_run_folder(self._arguments.run_dir, self._lock)
         self._start = StartingCheckpoint(self._subcommand, self._arguments)
@@ -245,6 +258,8 @@ class CLI(LightningCLI):
         """Add the progress bar, the checkpoint plugin, and what the processes need."""
         if config["enable_progress_bar"] is not False:
             callbacks = [ProgressBar(), *callbacks]
+        if self._ranks is not None:
+            self._fork(config, self._ranks)
         num_parts = self._arguments.virtual_replicas
         callbacks = [SameStart(self._start.start), Fingerprint(num_parts), *callbacks]
         if num_parts is not None:
@@ -269,6 +284,17 @@ class CLI(LightningCLI):
         trainer.callbacks.sort(key=place)  # type: ignore[attr-defined]  # Lightning's own omission
         skip_idle_hooks(trainer.callbacks)  # type: ignore[attr-defined]
         return trainer
+
+    def _fork(self, config: dict[str, Any], ranks: ForkedRanks) -> None:
+        """Go on in each rank, with model and data that are there, from what is now the newest checkpoint."""
+        num_ranks = count_processes(config)
+        self.datamodule.prepare_data()
+        self.datamodule.setup(self._subcommand)
+        for name in ("lit_cifar.watchdog.monitor", "lit_cifar.tools.audit.gradients"):  # every rank needs them
+            import_module(name)
+        ranks.fork(num_ranks)
+        self._parse_ckpt_path()
+        self.config_init[self._subcommand].ckpt_path = self._arguments.ckpt_path
 
     # The run.
 

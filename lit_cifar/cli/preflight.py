@@ -10,6 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
+from torch.distributed import is_torchelastic_launched
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -27,6 +28,7 @@ from lit_cifar.task.module import LitResNet
 _MANY = 2**16  # of what there is a list
 # The least and the largest value of numbers that nobody else checks before the first step.
 BOUNDS: dict[str, tuple[float, float]] = {
+    "max_restarts": (0, math.inf),
     "seed_everything": (0, 2**32 - 1),
     "trainer.devices": (-1, _MANY),
     "trainer.min_epochs": (0, math.inf),
@@ -88,6 +90,21 @@ def check_arguments(trainer: Namespace, *, trains: bool) -> None:
                 f"--trainer.{name}={str(trainer[name]).lower()}: every run writes logs and checkpoints to its folder",
                 remedy="leave it out; --trainer.fast_dev_run=N runs a few steps and writes nothing",
             )
+
+
+def check_restarts(arguments: Namespace, subcommand: str) -> None:
+    """Refuse to start processes again that could not go on, that others have started, or that a GPU was tried in."""
+    flag = f"--max_restarts={arguments.max_restarts}"
+    if subcommand != "fit" or is_torchelastic_launched() or arguments.autotune:
+        raise ConfigError(
+            f"{flag} is for a training whose processes are started here, and not with --autotune",
+            remedy="leave it out; torchrun has a --max-restarts of its own",
+        )
+    if arguments.resume is None or arguments.run_dir is None:
+        raise ConfigError(
+            f"{flag}, but a training that starts again would not resume",
+            remedy="add --resume=auto and --run_dir=FOLDER",
+        )
 
 
 def check_sizes(model: Namespace, data: Dataset) -> None:

@@ -9,7 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from lit_cifar.launch.network_interfaces import address_of, loopback_interface, named_interface
 
@@ -43,23 +44,14 @@ class NodeProcesses:
         restarts: int,
     ) -> None:
         """`python -m lit_cifar words` in `folder`, as each of the `num_local` ranks of node number `node`."""
-        common = {
-            "MASTER_ADDR": place[0],
-            "MASTER_PORT": place[1],
-            "WORLD_SIZE": num_nodes * num_local,
-            "LOCAL_WORLD_SIZE": num_local,
-            "GROUP_WORLD_SIZE": num_nodes,
-            "GROUP_RANK": node,
-            "TORCHELASTIC_RUN_ID": "lit-cifar",
-            "TORCHELASTIC_RESTART_COUNT": restarts,
-            "TORCHELASTIC_USE_AGENT_STORE": "False",
-        }
         pipes = [os.pipe(), os.pipe()]
         for local_rank in range(num_local):
-            own = common | {"RANK": node * num_local + local_rank, "LOCAL_RANK": local_rank}
+            own = torchrun_variables(
+                place, local_rank=local_rank, num_local=num_local, node=node, num_nodes=num_nodes, restarts=restarts
+            )
             process = subprocess.Popen(
                 [sys.executable, "-m", "lit_cifar", *words],
-                env=os.environ | {name: str(value) for name, value in own.items()},
+                env=os.environ | own,
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=pipes[0][1],
@@ -81,6 +73,35 @@ class NodeProcesses:
         """Send a signal to those that run."""
         for process in self._processes:
             process.send_signal(number)
+
+
+def torchrun_variables(
+    place: tuple[str, int], *, local_rank: int, num_local: int, node: int = 0, num_nodes: int = 1, restarts: int = 0
+) -> dict[str, str]:
+    """What torchrun puts into the environment of a rank, where rank 0 is to open the store at `place`."""
+    variables = {
+        "MASTER_ADDR": place[0],
+        "MASTER_PORT": place[1],
+        "RANK": node * num_local + local_rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": num_nodes * num_local,
+        "LOCAL_WORLD_SIZE": num_local,
+        "GROUP_WORLD_SIZE": num_nodes,
+        "GROUP_RANK": node,
+        "TORCHELASTIC_RUN_ID": "lit-cifar",
+        "TORCHELASTIC_RESTART_COUNT": restarts,
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+    return {name: str(value) for name, value in variables.items()}
+
+
+@contextmanager
+def reserved_port(address: str) -> Iterator[int]:
+    """A port at which a rank 0 of this machine can listen, and that nobody else is given until then."""
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((address, 0))
+        yield reserved.getsockname()[1]
 
 
 def _die_with_parent() -> None:

@@ -64,6 +64,26 @@ def resolve_world_size(config: dict[str, Any]) -> None:
         config["plugins"] = [*plugins, cluster_environment(num_nodes=config["num_nodes"])]
 
 
+def count_processes(config: dict[str, Any]) -> int:
+    """How many processes the arguments of a Trainer ask for on this machine; counted without a look at its GPUs."""
+    strategy, devices = _made(config["strategy"]), config["devices"]
+    starts_itself = isinstance(strategy, DDPStrategy) and strategy._start_method != "popen"
+    if starts_itself or getattr(strategy, "is_single_process", False) or config["num_nodes"] != 1:
+        raise ConfigError(
+            f"--max_restarts starts the processes of one machine, and --trainer.strategy={config['strategy']} on "
+            f"{config['num_nodes']} machine(s) has one, or starts them itself",
+            remedy="leave it out, or pass --trainer.strategy=ddp",
+        )
+    count, each = None if devices == "auto" else _count(devices), getattr(strategy, "devices_per_process", 1)
+    if not count or count % each:
+        raise ConfigError(
+            f"--max_restarts with --trainer.devices={devices}: it must be said how many processes there are, and each "
+            f"has {each} device(s)",
+            remedy=f"pass --trainer.devices={2 * each}",
+        )
+    return int(count // each)
+
+
 def check_processes(trainer: Trainer, *, rank: int) -> None:
     """Refuse a rank other than 0 without other processes, and processes that do not know where they meet."""
     if rank and trainer.world_size == 1:

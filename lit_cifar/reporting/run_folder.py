@@ -145,9 +145,9 @@ def _names(folder: Path) -> Iterator[Path]:
 class SavedConfig(SaveConfigCallback):
     """Saves the resolved configuration, without the flags that tie it to this run.
 
-    These are `run_dir`, `resume` and, of a fit, `ckpt_path`: a command that reads the file has a run folder of its own
-    and names its checkpoint itself. Of `autotune` only what it has chosen is kept. A resumed run replaces the file at
-    its first step, so that a run that is refused or has no step left does not.
+    These are `run_dir`, `resume`, `max_restarts` and, of a fit, `ckpt_path`: a command that reads the file has a run
+    folder of its own and names its checkpoint itself. Of `autotune` only what it has chosen is kept. A resumed run
+    replaces the file at its first step, so that a run that is refused or has no step left does not.
     """
 
     def __init__(self, parser: LightningArgumentParser, config: Namespace, *, logger: Any, **kwargs: Any) -> None:
@@ -155,7 +155,7 @@ class SavedConfig(SaveConfigCallback):
         self.overwrite = config.resume is not None  # the file of the run before it was interrupted
         self._resumed = self.overwrite and config.ckpt_path is not None
         self.config.run_dir = self.config.resume = None
-        self.config.autotune = False
+        self.config.max_restarts, self.config.autotune = 0, False
         self.config.trainer.logger = logger
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

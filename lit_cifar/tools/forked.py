@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import runpy
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -27,8 +26,9 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 
 from lit_cifar.launch import startup
+from lit_cifar.launch.network_interfaces import LOOPBACK
+from lit_cifar.launch.node import reserved_port
 
-_LOOPBACK = "127.0.0.1"
 # How long the other ranks of a run have to end, once one has failed: as Lightning's launcher gives them.
 _FAREWELL_S = 5.0
 _LONGEST_FOLDER = 70  # of temporary files, in characters: multiprocessing adds a folder and the name of the socket
@@ -140,12 +140,10 @@ def _rank_environments(environment: Mapping[str, str], num_ranks: int) -> Iterat
     if num_ranks == 1:
         yield [dict(environment)]
         return
-    with socket.socket() as reserved:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # so that rank 0 can listen there
-        reserved.bind((_LOOPBACK, 0))
-        common = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_PORT": reserved.getsockname()[1]}
+    with reserved_port(LOOPBACK) as port:
+        common = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_PORT": port}
         yield [
-            {**environment, "MASTER_ADDR": _LOOPBACK}
+            {**environment, "MASTER_ADDR": LOOPBACK}
             | {name: str(value) for name, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}
             for rank in range(num_ranks)
         ]

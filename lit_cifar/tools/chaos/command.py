@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
+from statistics import median
 
 from rich.table import Table
 
@@ -19,7 +20,7 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.tools import terminal
 from lit_cifar.tools.chaos.audit import RESIZED_BOUND, SampleLogReader, audit, distance, effective, metric_problems
 from lit_cifar.tools.chaos.faults import EQUAL_SIZE, LEAST_BYTES, shares
-from lit_cifar.tools.chaos.job import Job, wait_until
+from lit_cifar.tools.chaos.job import FIT, Job, wait_until
 from lit_cifar.tools.chaos.training import Training, chosen_modes, configured
 from lit_cifar.tools.chaos.trial import Event, Trial, TrialError
 
@@ -30,7 +31,8 @@ checkpoint is truncated, a full disk is simulated and the job is resized, at ran
 every sample must have counted as in the uninterrupted run, and parameters and optimizer state must be the same: bitwise
 where the job kept its size, within 1e-5, in float64, where it was resized. With --virtual_replicas=V the resized job
 goes to one process and to twice as many in another mode, and must end bitwise too. All on the CPU.
-With --launcher COMMAND in place of torchrun no job is resized; under Ray nodes are killed as well.
+With --launcher COMMAND in place of torchrun no job is resized; under Ray nodes are killed as well. `--launcher fit`
+stands for `fit --max_restarts`.
 Every other argument is passed on to `fit`, e.g. --config FILE. Without --config a small ResNet trains on synthetic
 images. The training is as long as its faults need.
 {_ENOUGH} faults or more include every kind."""
@@ -52,7 +54,7 @@ def main(args: list[str]) -> int:
     modes = chosen_modes(options.modes.split(","), devices=options.devices, num_parts=options.virtual_replicas)
     target = terminal.writable(options.json)
     record = terminal.about() | {"seed": options.seed, "faults": options.faults, "devices": options.devices}
-    record |= {"virtual_replicas": options.virtual_replicas, "launcher": options.launcher}
+    record |= {"virtual_replicas": options.virtual_replicas, "launcher": options.launcher, "kills": options.kills}
     terminal.exit_orderly_when_terminated()
     begin = time.monotonic()
     kept = None if options.output is None else terminal.empty_folder(options.output).resolve()
@@ -61,9 +63,9 @@ def main(args: list[str]) -> int:
         folder = kept or Path(temporary)
         flags, precision = configured(rest, folder=folder)
         for mode in modes:
-            parts = (options.faults, 0) if options.launcher else shares(options.faults)
+            parts = (options.faults, 0) if options.launcher or options.kills else shares(options.faults)
             for name, number in zip(("equal-size", "resized"), parts, strict=True):
-                training = Training(flags, precision, mode, number, name == "resized", options.launcher)
+                training = Training(flags, precision, mode, number, name == "resized", options.launcher, options.kills)
                 rows += [_run(training, folder / mode.name / name, seed=options.seed)] if number else []
     passed = all(row.passed for row in rows)
     _print(rows, options)
@@ -83,11 +85,12 @@ def chaos_parser() -> argparse.ArgumentParser:
     number("--virtual_replicas", metavar="V", help="Train with so many virtual replicas: 4 for 1, 2, 4 processes.")
     text(
         "--launcher",
-        type=terminal.launcher_words,
+        type=lambda text: FIT if text == "fit" else terminal.launcher_words(text),
         default=(),
         metavar="COMMAND",
         help='What starts the processes, on this machine, e.g. "python -m lit_cifar ray --nodes=2 --max_failures=99".',
     )
+    text("--kills", action="store_true", help="Only kill ranks, of a job that keeps its size.")
     text("--json", metavar="FILE", help="Write all faults, results, versions and hardware to this file.")
     text("--output", metavar="FOLDER", help="Keep logs, sample logs and checkpoints there. Else nothing is kept.")
     return parser
@@ -128,7 +131,7 @@ def _run(training: Training, folder: Path, *, seed: int) -> JobResult:
     sizes = tuple(dict.fromkeys([size, *(fault.size for fault in faults)]))
     row = JobResult(training.mode.name, sizes, training.precision, 0.0 if training.has_same_bits else RESIZED_BOUND)
     reader, begin = SampleLogReader(folder / "sample_log"), time.monotonic()
-    with _job(training, folder, max_restarts=len(faults) + 5) as job:
+    with _job(training, folder, max_restarts=2 * len(faults) + 5) as job:
         trial = Trial(job, reader, folder / "run" / "checkpoints", row.events, row.problems)
         try:
             trial.run(faults, size=size)
@@ -213,7 +216,7 @@ def _print(rows: list[JobResult], options: argparse.Namespace) -> None:
 
 
 def result_table(rows: Sequence[JobResult], *, title: str) -> Table:
-    numbers = ("restarts", "steps\nrepeated", "ids\nmissing", "ids\ndoubled", "difference", "time")
+    numbers = ("restarts", "steps\nrepeated", "ids\nmissing", "ids\ndoubled", "difference", "kill to step", "time")
     found = terminal.table(title, ("mode", "processes", "faults"), numbers=numbers)
     found.add_column("", no_wrap=True)
     for row in rows:
@@ -225,6 +228,7 @@ def result_table(rows: Sequence[JobResult], *, title: str) -> Table:
             f"{kinds.total()}: {faults}\n[dim]{during_saves} during a save[/]",
             *("-" if each is None else str(each) for each in (row.restarts, row.repeated, row.missing, row.doubled)),
             _difference(row),
+            _recovery(row),
             f"{row.seconds:.0f} s",
             "[bold green]PASS[/]" if row.passed else "[bold red]FAIL[/]",
         )
@@ -237,3 +241,10 @@ def _difference(row: JobResult) -> str:
     shown = f"{row.difference:.1e}" if row.difference else "0"
     bound = f"<= {row.bound:.0e}" if row.bound else "bitwise"
     return f"{shown if row.difference <= row.bound else f'[red]{shown}[/]'}\n[dim]{bound}[/]"
+
+
+def _recovery(row: JobResult) -> str:
+    """Seconds from a SIGKILL to the next finished step, their median and the most."""
+    kills = [event for event in row.events if event.fault.kind == "kill" and event.fault.aim != "start"]
+    seconds = [event.away_s for event in kills if event.away_s is not None]
+    return f"{median(seconds):.2f} s\n[dim]up to {max(seconds):.2f} s[/]" if seconds else "-"

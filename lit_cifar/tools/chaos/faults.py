@@ -73,6 +73,7 @@ def schedule_faults(
     last_step: int,
     full_disk: bool = True,
     nodes: bool = False,
+    kills_alone: bool = False,
 ) -> list[Fault]:
     """Faults in the order in which they happen, each at a random step of an equal part of the training.
 
@@ -82,6 +83,8 @@ def schedule_faults(
     """
     rng = random.Random(seed)
     possible = [fault for fault in EQUAL_SIZE if full_disk or fault[0] != "disk"] + [NODE] * nodes
+    if kills_alone:
+        possible = [fault for fault in EQUAL_SIZE if fault[0] == "kill"]
     planned = cycle(RESIZED) if len(sizes) > 1 else _shuffled(possible, random.Random(seed))
     ranks = {size: _shuffled(range(size), rng) for size in sizes}  # so that all of them are hit, rank 0 included
     faults, turn = [], 0

@@ -1,6 +1,7 @@
 """A training under a launcher that can be started, observed and ended, and that never outlives its owner."""
 
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -11,6 +12,7 @@ import psutil
 from lit_cifar.tools.chaos.audit import LAUNCH
 from lit_cifar.tools.forked import ForkedRun
 
+FIT = (sys.executable, "-m", "lit_cifar")  # as a launcher: `fit --max_restarts` starts its processes itself
 _STDOUT = 1
 _POLL_S = 0.002
 
@@ -20,7 +22,7 @@ class Job:
 
     `command` gives the arguments of every rank for a number of processes; they write to `folder/run`, by which ranks of
     this machine are found, whoever has started them. What prints to `folder/log.txt` is found however it was orphaned.
-    `launcher` are the words before these arguments, by default torchrun's with at most `max_restarts`.
+    `launcher` are the words before these arguments, by default torchrun's with at most `max_restarts`, as `FIT` has.
     """
 
     def __init__(
@@ -59,12 +61,17 @@ class Job:
         It finds what one finds that a user starts.
         """
         self.launches += 1
-        torchrun = ["--standalone", f"--nproc-per-node={num_processes}", f"--max-restarts={self.max_restarts}"]
+        words = [*self.launcher, *self.command(num_processes)]
+        if not self.launcher:
+            torchrun = ["--standalone", f"--nproc-per-node={num_processes}", f"--max-restarts={self.max_restarts}"]
+            words = [*torchrun, "-m", "lit_cifar", *words]
+        elif self.launcher == FIT:
+            words.append(f"--max_restarts={max(1, self.max_restarts)}")
         own = {"OMP_NUM_THREADS": "1", LAUNCH: str(self.launches)}
         if not self.launcher:
             own["TMPDIR"] = str(self.folder / "tmp")
         self._launched = ForkedRun(
-            [*(self.launcher or [*torchrun, "-m", "lit_cifar"]), *self.command(num_processes)],
+            words,
             environment=os.environ | own,
             stdout=self._log,
             stderr=self._log,
@@ -82,7 +89,7 @@ class Job:
         for process in psutil.process_iter():
             with suppress(psutil.Error, KeyError):  # gone, not ours to look at, or a launcher
                 if f"--run_dir={self.folder / 'run'}" in process.cmdline() and is_alive(process):
-                    found[process.pid] = int(process.environ()["RANK"]), process
+                    found[process.pid] = _rank_of(process), process
         return {rank: process for rank, process in found.values() if process.ppid() not in found}  # no rank's worker
 
     def terminate(self, *, limit_s: float) -> bool:
@@ -111,6 +118,12 @@ class Job:
         """The last two lines that name an error, or that were printed."""
         lines = self.log_since(0)
         return ([line for line in lines if "lit_cifar: " in line or "Error: " in line] or lines)[-2:]
+
+
+def _rank_of(process: psutil.Process) -> int:
+    """By its name if it was forked: then the system shows the environment of the process that it comes from."""
+    of, _, rank = process.name().partition(" ")
+    return int(rank if of == "rank" else process.environ()["RANK"])
 
 
 def is_alive(process: psutil.Process) -> bool:

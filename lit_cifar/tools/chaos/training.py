@@ -9,6 +9,7 @@ import yaml  # type: ignore[import-untyped]
 from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.errors import ConfigError
 from lit_cifar.tools.chaos.faults import Fault, schedule_faults
+from lit_cifar.tools.chaos.job import FIT
 from lit_cifar.tools.modes import SizedMode, sized_modes
 from lit_cifar.tools.terminal import names_config, refuse_owned, without_devices
 from lit_cifar.tools.verify.runs import quiet, refuse_if_invalid, run
@@ -77,6 +78,7 @@ class Training:
     num_faults: int
     resized: bool = False  # whether it is resized, and compared after that
     launcher: tuple[str, ...] = ()  # the words before `fit` of what starts its processes; else it is torchrun
+    kills_alone: bool = False  # whether nothing else happens to it
 
     @property
     def num_steps(self) -> int:
@@ -106,6 +108,7 @@ class Training:
             last_step=self.num_steps - 2 * EVERY_N_STEPS,
             full_disk=full_disk,
             nodes="ray" in self.launcher,
+            kills_alone=self.kills_alone,
         )
 
     def arguments(self, size: int, *, folder: Path, has_faults: bool = True) -> list[str]:
@@ -116,7 +119,7 @@ class Training:
         return [
             "fit",
             *self.flags,
-            *(without_devices(self.mode.flags[size]) if self.launcher else self.mode.flags[size]),
+            *(self.mode.flags[size] if self.launcher in ((), FIT) else without_devices(self.mode.flags[size])),
             f"--last_checkpoint.every_n_steps={EVERY_N_STEPS}" if has_faults else "--figures.every_n_epochs=0",
             "--trainer.max_epochs=-1",
             f"--trainer.max_steps={self.num_steps}",

@@ -57,7 +57,7 @@ class Trial:
     problems: list[str] = field(default_factory=list)
     _size: int = 1
     _begin: float = field(default_factory=time.monotonic)
-    _start_s: float = 0.0  # seconds from the launcher's start to the first step
+    _start_s: float = 0.0  # the fewest seconds so far from a start to its first step
 
     def run(self, faults: Sequence[Fault], *, size: int) -> None:
         """Start with `size` processes, go through all faults, and wait for the end; else a `TrialError`."""
@@ -96,7 +96,13 @@ class Trial:
         """Wait for the planned moment; whether it is one during a save."""
         if fault.aim == "save":
             old = self._unfinished_files()
-            self._await(lambda: bool(self._unfinished_files() - old), "no checkpoint is being saved")
+
+            def one_begins() -> bool:
+                now = self._unfinished_files()
+                old.intersection_update(now)  # the next draft has the name of one that was there and is gone
+                return bool(now - old)
+
+            self._await(one_begins, "no checkpoint is being saved")
         time.sleep(fault.moment * _SPREAD_S[fault.aim])
         return bool(self._unfinished_files())
 
@@ -106,7 +112,7 @@ class Trial:
     def _inject(self, event: Event) -> None:
         fault = event.fault
         hit = [] if fault.kind == "resize" else self._processes(fault.rank)
-        event.pids = [process.pid for process in hit]
+        event.pids, event.at_s = [process.pid for process in hit], self._now
         if fault.kind in _SIGNALS:
             _signal(hit, _SIGNALS[fault.kind])
         elif fault.kind == "truncate":
@@ -159,6 +165,7 @@ class Trial:
         event.resumed_step = self.reader.first_step(self.reader.newest)
         assert event.resumed_step is not None
         event.away_s = self._now - event.at_s
+        self._start_s = min(self._start_s, event.away_s)
         event.repeated = max(0, (-1 if last is None else last) + 1 - event.resumed_step)
         allowed = _REPEATED_SAVES[event.fault.kind] * EVERY_N_STEPS
         if event.repeated > allowed:

@@ -1,0 +1,129 @@
+"""The ranks of a run on this machine, forked from one process that has imported everything and read the data.
+
+When one is lost all are forked again, as torchrun starts them again, without the imports that take seconds.
+"""
+
+import gc
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from lightning.pytorch.utilities import rank_zero_only
+
+from lit_cifar.launch import startup
+from lit_cifar.launch.network_interfaces import LOOPBACK
+from lit_cifar.launch.node import reserved_port, torchrun_variables
+from lit_cifar.launch.signals import EXIT_STOPPED
+
+_USERS_MISTAKE = 2  # exit status
+_FAREWELL_S = 30.0  # for the others, once one has failed: as torchrun gives them
+_STOPS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+
+
+class ForkedRanks:
+    """Make it before anything is computed: no thread survives a fork, of OpenMP neither, and nothing on a GPU."""
+
+    def __init__(self, *, max_restarts: int) -> None:
+        self.max_restarts = max_restarts
+        self._num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        self._stopped = False
+
+    def fork(self, num_ranks: int) -> None:
+        """Return in each rank, with the environment that torchrun would give it.
+
+        In this process it raises SystemExit at the end of the run, with the status of the rank that has failed first.
+        """
+        gc.freeze()  # else a collection in a rank would write to all objects, and so copy them
+        with _blocked({signal.SIGCHLD, *(number for number in _STOPS if _is_heard(number))}) as signals:
+            for restarts in range(self.max_restarts + 1):
+                if restarts:
+                    _say(f"start {restarts} of {self.max_restarts} after a failure")
+                with reserved_port(LOOPBACK) as port:
+                    pids = []
+                    for rank in range(num_ranks):
+                        variables = torchrun_variables(
+                            (LOOPBACK, port), local_rank=rank, num_local=num_ranks, restarts=restarts
+                        )
+                        pid = self._fork_one(rank, variables)
+                        if not pid:
+                            return
+                        pids.append(pid)
+                    status = self._wait(dict(enumerate(pids)), signals)
+                if self._stopped or status in (0, _USERS_MISTAKE):
+                    break
+        raise SystemExit(status)
+
+    def _fork_one(self, rank: int, variables: dict[str, str]) -> int:
+        """The pid of the new process; 0 in that process."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        if pid := os.fork():
+            return pid
+        os.environ |= variables
+        Path("/proc/self/comm").write_text(f"rank {rank}")  # what ps and top show
+        rank_zero_only.rank = rank  # type: ignore[attr-defined]
+        torch.set_num_threads(self._num_threads)
+        startup.PARENT_PID = parent
+        startup.exit_with_parent()
+        return 0
+
+    def _wait(self, running: dict[int, int], signals: set[signal.Signals]) -> int:
+        """Until all ranks have ended: 0, or the status of the first that has failed.
+
+        If it was killed the others are killed at once: all that they could do is to wait for it. Else they are asked to
+        end, as torchrun does, and may first write what they have begun.
+        """
+        status, deadline = 0, math.inf
+        while running:
+            found = signal.sigtimedwait(signals, max(0.0, min(deadline - time.monotonic(), 3600.0)))
+            if found is not None and found.si_signo != signal.SIGCHLD:
+                self._stopped = True
+                _send(found.si_signo, running.values())
+            for rank, pid in list(running.items()):
+                ended, raw = os.waitpid(pid, os.WNOHANG)
+                if not ended:
+                    continue
+                del running[rank]
+                code = os.waitstatus_to_exitcode(raw)
+                if code and not status:
+                    status = 128 - code if code < 0 else code
+                    deadline = time.monotonic() + (0.0 if code < 0 else _FAREWELL_S)
+                    _send(signal.SIGTERM, running.values())
+                    if code not in (_USERS_MISTAKE, EXIT_STOPPED):
+                        how = f"status {code}" if code > 0 else signal.Signals(-code).name
+                        _say(f"rank {rank} (pid {pid}) has ended with {how}")
+            if time.monotonic() >= deadline:
+                _send(signal.SIGKILL, running.values())
+                deadline = math.inf
+        return status
+
+
+@contextmanager
+def _blocked(signals: set[signal.Signals]) -> Iterator[set[signal.Signals]]:
+    """Signals that wait until they are asked for; a rank that is forked leaves this block, and hears them again."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield signals
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _is_heard(number: signal.Signals) -> bool:
+    return signal.getsignal(number) is not signal.SIG_IGN  # as nohup has it for SIGHUP
+
+
+def _send(number: int, pids: Iterable[int]) -> None:
+    for pid in pids:
+        os.kill(pid, number)  # it may have ended, and then waits for `waitpid`
+
+
+def _say(text: str) -> None:
+    print(f"lit_cifar: {text}", file=sys.stderr, flush=True)
