@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from lit_cifar.launch import startup
 from lit_cifar.launch.network_interfaces import LOOPBACK
 from lit_cifar.launch.node import reserved_port, torchrun_variables
-from lit_cifar.launch.signals import EXIT_STOPPED
+from lit_cifar.launch.signals import EXIT_STOPPED, ending
 
 _USERS_MISTAKE = 2  # exit status
 _FAREWELL_S = 30.0  # for the others, once one has failed: as torchrun gives them
@@ -98,8 +98,7 @@ class ForkedRanks:
                     deadline = time.monotonic() + (0.0 if code < 0 else _FAREWELL_S)
                     _send(signal.SIGTERM, running.values())
                     if code not in (_USERS_MISTAKE, EXIT_STOPPED):
-                        how = f"status {code}" if code > 0 else signal.Signals(-code).name
-                        _say(f"rank {rank} (pid {pid}) has ended with {how}")
+                        _say(f"rank {rank} (pid {pid}) has ended with {ending(code)}")
             if time.monotonic() >= deadline:
                 _send(signal.SIGKILL, running.values())
                 deadline = math.inf

@@ -116,3 +116,13 @@ def destroy_process_group_at_exit() -> None:
 
 
 atexit.register(destroy_process_group_at_exit)  # of every process of a run: the callbacks of each import this file
+
+
+def ending(exit_code: int) -> str:
+    """In words; `exit_code` as of `subprocess.Popen`: a signal's number is negative."""
+    if exit_code >= 0:
+        return f"exit status {exit_code}"
+    try:
+        return signal.Signals(-exit_code).name
+    except ValueError:
+        return f"signal {-exit_code}"

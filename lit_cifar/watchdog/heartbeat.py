@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from lit_cifar.launch.signals import ending
 from lit_cifar.watchdog.activity import FIRST_TIME_S
 from lit_cifar.watchdog.stacks import read_trace, request, trace_file
 
@@ -43,16 +44,6 @@ def look_at(pid: int, started: str) -> Sight:
         status = int(fields[_EXIT_CODE])  # 0 also if this user may not read it
         return Sight("gone", ending(os.waitstatus_to_exitcode(status)) if status else "")
     return Sight("stopped" if fields[_STATE] == "T" else "running")
-
-
-def ending(exit_code: int) -> str:
-    """In words; `exit_code` as of `subprocess.Popen`: a signal's number is negative."""
-    if exit_code >= 0:
-        return f"exit status {exit_code}"
-    try:
-        return signal.Signals(-exit_code).name
-    except ValueError:
-        return f"signal {-exit_code}"
 
 
 def kill(pid: int, started: str) -> None:
