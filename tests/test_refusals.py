@@ -80,6 +80,7 @@ REFUSED = {
     "--model.num_classes=11": ["synthetic has 10", "--model.num_classes=10"],
     # What does not go together.
     "--max_restarts=1": ["would not resume", "add --resume=auto and --run_dir="],
+    "--replica_audit.exclude=true": ["nothing starts the processes again", "add --max_restarts=3"],
     "--max_restarts=1 --autotune=true": ["not with --autotune"],
     "--trainer.strategy=ddp --trainer.devices=2 --trainer.sync_batchnorm=true --model.compile=true": [
         "the communication in every BatchNorm layer"

@@ -76,6 +76,17 @@ def test_a_gradient_that_no_other_rank_computes_is_found(ranks: int, others: int
     assert not (tmp_path / "checkpoints" / "last.ckpt").exists()
 
 
+def test_a_run_goes_on_without_the_rank_that_is_wrong(tmp_path: Path) -> None:
+    flags = [*TINY, *callback("stopping.WrongGradient", step=2, rank=1), "--replica_audit.every_n_steps=2"]
+    flags += [*mode_flags("ddp", 3), "--data.batch_size=12", "--data.num_train=96", "--data.val_size=0"]
+    flags += ["--max_restarts=1", "--replica_audit.exclude=true", "--last_checkpoint.every_n_steps=1", "--resume=auto"]
+    result = launch("fit", *flags, f"--run_dir={tmp_path}")
+    assert "network.fc.bias: rank 1 differs from the 2 others" in result.stderr, result.stderr
+    position = last_checkpoint(tmp_path)["position"]
+    assert "2 replicas" in result.stdout
+    assert position["global_step"] == 8
+
+
 class Own(L.Callback):
     """After each backward pass but one a rank repeats its own, in a state that is another rank's."""
 

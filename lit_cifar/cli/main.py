@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import lightning as L
+import torch
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_class
 from torch.distributed import is_torchelastic_launched
@@ -212,6 +213,11 @@ class CLI(LightningCLI):
         check_arguments(self._arguments.trainer, trains=self._subcommand == "fit")
         if self._arguments.autotune and self._subcommand != "fit":
             raise ConfigError("--autotune=true is for training", remedy="leave it out, or use the fit subcommand")
+        if self._subcommand == "fit" and self._arguments.replica_audit.exclude and not self._arguments.max_restarts:
+            raise ConfigError(
+                "--replica_audit.exclude=true, but nothing starts the processes again",
+                remedy="add --max_restarts=3 --resume=auto --run_dir=FOLDER",
+            )
         model, data = self._arguments.model, self._arguments.data
         source = open_dataset(data.dataset, data.root, image_size=data.image_size)
         if model.network is None:
@@ -292,7 +298,10 @@ class CLI(LightningCLI):
         self.datamodule.setup(self._subcommand)
         for name in ("lit_cifar.watchdog.monitor", "lit_cifar.tools.audit.gradients"):  # every rank needs them
             import_module(name)
-        ranks.fork(num_ranks)
+        places = ranks.fork(num_ranks)
+        if len(places) < num_ranks:
+            of_all = as_list(config["devices"]) if isinstance(config["devices"], list) else range(num_ranks)
+            config["devices"] = [of_all[place] for place in places] if torch.cuda.is_available() else len(places)
         self._parse_ckpt_path()
         self.config_init[self._subcommand].ckpt_path = self._arguments.ckpt_path
 

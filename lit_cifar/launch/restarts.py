@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from mmap import mmap
 from pathlib import Path
 
 import torch
@@ -23,7 +24,14 @@ from lit_cifar.launch.signals import EXIT_STOPPED, ending
 
 _USERS_MISTAKE = 2  # exit status
 _FAREWELL_S = 30.0  # for the others, once one has failed: as torchrun gives them
+_excluded: mmap | None = None  # a byte for each rank
 _STOPS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+
+
+def exclude(rank: int) -> None:
+    """Start again without a rank, when this start has failed. It has no effect where ranks are not forked here."""
+    if _excluded is not None:
+        _excluded[rank] = 1
 
 
 class ForkedRanks:
@@ -35,11 +43,14 @@ class ForkedRanks:
         torch.set_num_threads(1)
         self._stopped = False
 
-    def fork(self, num_ranks: int) -> None:
-        """Return in each rank, with the environment that torchrun would give it.
+    def fork(self, num_ranks: int) -> list[int]:
+        """Return in each rank, with the environment that torchrun would give it, the places of those that take part.
 
         In this process it raises SystemExit at the end of the run, with the status of the rank that has failed first.
         """
+        global _excluded
+        _excluded = mmap(-1, num_ranks)  # shared with the ranks
+        places = [*range(num_ranks)]
         gc.freeze()  # else a collection in a rank would write to all objects, and so copy them
         with _blocked({signal.SIGCHLD, *(number for number in _STOPS if _is_heard(number))}) as signals:
             for restarts in range(self.max_restarts + 1):
@@ -47,16 +58,18 @@ class ForkedRanks:
                     _say(f"start {restarts} of {self.max_restarts} after a failure")
                 with reserved_port(LOOPBACK) as port:
                     pids = []
-                    for rank in range(num_ranks):
+                    for rank in range(len(places)):
                         variables = torchrun_variables(
-                            (LOOPBACK, port), local_rank=rank, num_local=num_ranks, restarts=restarts
+                            (LOOPBACK, port), local_rank=rank, num_local=len(places), restarts=restarts
                         )
                         pid = self._fork_one(rank, variables)
                         if not pid:
-                            return
+                            return places
                         pids.append(pid)
                     status = self._wait(dict(enumerate(pids)), signals)
-                if self._stopped or status in (0, _USERS_MISTAKE):
+                places = [place for rank, place in enumerate(places) if not _excluded[rank]]
+                _excluded[:] = bytes(num_ranks)
+                if self._stopped or status in (0, _USERS_MISTAKE) or not places:
                     break
         raise SystemExit(status)
 

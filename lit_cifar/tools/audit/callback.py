@@ -5,6 +5,7 @@ gradients are averaged, so all ranks go on together, each from weights of its ow
 the average, and so in the weights of all.
 """
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -12,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_cifar.errors import ConfigError, ReplicaAuditError
+from lit_cifar.launch.restarts import exclude
 
 if TYPE_CHECKING:
     from lit_cifar.tools.audit.gradients import NeighborAudit
@@ -34,14 +36,15 @@ class ReplicaAudit(Callback):
     Args:
         every_n_steps: Optimizer steps between two audits; 0 for none.
         stop: End the training where replicas differ, by a `ReplicaAuditError` on every rank. Else rank 0 warns.
+        exclude: Where `fit --max_restarts` starts `ddp` again, go on without the rank that differs from most.
     """
 
-    def __init__(self, every_n_steps: int = 200, *, stop: bool = True) -> None:
+    def __init__(self, every_n_steps: int = 200, *, stop: bool = True, exclude: bool = False) -> None:
         if every_n_steps < 0:
             raise ConfigError(
                 f"--replica_audit.every_n_steps={every_n_steps} is less than 0", remedy="pass 200, or 0 for none"
             )
-        self.every_n_steps, self.stop = every_n_steps, stop
+        self.every_n_steps, self.stop, self.exclude = every_n_steps, stop, exclude
         self._held: Held | None = None
         self._gradients: NeighborAudit | None = None
         self._step = self._equal = 0  # of the last audit, and of the last that has found no difference
@@ -109,6 +112,9 @@ class ReplicaAudit(Callback):
         more = [f"and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
         good = "checkpoints that were written until then are good: go on from the newest of them"
         message = "\n".join([f"{what}; after step {equal} they were equal", *lines[:_MAX_LINES], *more, good])
+        if self.exclude:
+            for rank in {int(rank) for line in lines for rank in re.findall(r"rank (\d+) differs", line)}:
+                exclude(rank)
         if self.stop:
             raise ReplicaAuditError(message)
         rank_zero_warn(message)
