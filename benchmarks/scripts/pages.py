@@ -299,6 +299,44 @@ def audited() -> Values:
     return values
 
 
+def hung() -> Values:
+    """Ranks that fail or hang on purpose: are they named, and their lines, and when?"""
+    rows = read("hangs/2026-11-26/hangs.json")
+    faulty = [row for row in rows if "rank" in row]
+    lines = [row["line"] for row in faulty if row["line"] is not None]
+    seconds = sorted(row["seconds"] for row in faulty if row["seconds"] is not None)
+    values: Values = {
+        "hangs": f"{len(faulty)} kinds",
+        "hangs-named": str(sum(second <= 15 for second in seconds)),
+        "hangs-slowest": f"{seconds[-1]:.1f} s",
+        "hangs-ranks": str(sum(row["rank"] for row in faulty)),
+        "hangs-lines": f"{sum(lines)} of {len(lines)}",
+        "healthy": f"{sum(not row['ended'] for row in rows if 'ended' in row)} of {len(rows) - len(faulty)}",
+        "hangs-kinds": [],
+    }
+    for act in dict.fromkeys(row["case"].partition(" in ")[0] for row in faulty):
+        its = [row for row in faulty if row["case"].partition(" in ")[0] == act]
+        known = [row["line"] for row in its if row["line"] is not None]
+        latest = max((row["seconds"] for row in its if row["seconds"] is not None), default=None)
+        cells = [act, str(len(its)), str(sum(row["rank"] for row in its)), f"{sum(known)} of {len(known)}"]
+        values["hangs-kinds"].append([*cells, "-" if latest is None else f"{latest:.1f} s"])
+    return values
+
+
+def recovered() -> Values:
+    """Kills of ranks that are forked again."""
+    rows = [row for name in ("two", "four") for row in read(f"chaos/2026-11-26-kills/{name}.json")]
+    values: Values = {"kills": []}
+    for row in rows:
+        kills = [event for event in row["events"] if event["fault"]["kind"] == "kill"]
+        away = [event["away_s"] for event in kills if event["away_s"] is not None and event["fault"]["aim"] != "start"]
+        cells = [f"`{row['mode']}`", str(row["sizes"][0]), str(len(kills)), str(row["missing"]), str(row["doubled"])]
+        values["kills"].append(
+            [*cells, brief(row["difference"]), f"{median(away):.2f}", f"{max(away):.2f}", str(len(away))]
+        )
+    return values
+
+
 def trained() -> Values:
     """Losses and accuracies of trainings."""
     runs = {"stem": "articles/2026-11-20/seed0", "plain": "articles/2026-11-23-plain-momentum/seed0"}
@@ -325,6 +363,11 @@ def trained() -> Values:
         values |= zip((name, f"{name}-mirrored", f"{name}-time", f"{name}-command"), cells, strict=True)
         values["recipes"].append([f"`{name}.yaml`", *cells])
     del values["recipes"][0]  # that of a CPU has a page of its own
+    rows = read("recipes/2026-11-26-fast/fast.json")
+    for name, key in {"fast": "correct", "fast-mirrored": "correct_flipped"}.items():
+        values[name] = f"{statistics.fmean(row[key] for row in rows) / 100:.2f} %"
+    values["fast-time"] = f"{min(row['train_s'] for row in rows) / 60:.1f} minutes"
+    values["fast-worst"] = f"{max(row['train_s'] for row in rows) / 60:.1f}"
     return values
 
 
@@ -386,6 +429,8 @@ def main(*, check: bool) -> int:
         | silent_bugs()
         | chaos()
         | audited()
+        | hung()
+        | recovered()
         | trained()
         | on_one_gpu()
         | same_bits()

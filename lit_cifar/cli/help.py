@@ -21,7 +21,7 @@ _EVALUATION = {"run": (*_RUN, "ckpt_path"), "network": _NETWORK, "data": (*_DATA
 COMMON: dict[str, dict[str, tuple[str, ...]]] = {
     "fit": {
         "run": (*_RUN, "resume", "max_restarts", "ckpt_path"),
-        "network": (*_NETWORK, "model.ghost_batchnorm"),
+        "network": _NETWORK,
         "optimization": (
             *("model.optimizer", "model.lr_scheduler", "model.lr_scaling"),
             *("trainer.max_epochs", "trainer.accumulate_grad_batches"),
