@@ -125,7 +125,7 @@ CULPRITS = [
     (1, "hung", peer(0, idle_s=30, works=True), peer(1, idle_s=21), peer(2, idle_s=30, waits=True)),
     (0, "hung", peer(0, idle_s=30, waits=True), peer(1, idle_s=30, waits=True)),
     (1, "hung", peer(0, idle_s=601, waits=True), peer(1, idle_s=601, works=True)),
-    (1, "hung", peer(0, over=True), peer(1, idle_s=30), peer(2, idle_s=30, waits=True)),
+    (1, "hung", peer(0, over=True, heard_at=99), peer(1, idle_s=30), peer(2, idle_s=30, waits=True)),
     # All wait, but one in another collective operation than most; or there is no majority.
     (2, "hung", *(peer(rank, idle_s=30, waits=True, stack="ab"[rank == 2]) for rank in range(3))),
     (1, "hung", *(peer(rank, idle_s=30, waits=True, events=8 + (rank == 1)) for rank in range(3))),
@@ -153,6 +153,7 @@ LATE: list[tuple[int | None, list[Peer]]] = [
     (None, [peer(0, idle_s=11, waits=True), peer(1, idle_s=11, works=True, **FIRST)]),  # it may compile
     (None, [peer(0, idle_s=11, waits=True, **FIRST), peer(1, idle_s=11, waits=True, **FIRST)]),  # a GPU does
     (None, [peer(0, over=True), peer(1, over=True)]),
+    (None, [peer(0, over=True), peer(1, idle_s=30)]),  # it waited for one that has finished
 ]
 
 

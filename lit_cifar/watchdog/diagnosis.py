@@ -1,5 +1,6 @@
 """Which process has caused the end of a run: arithmetic on heartbeats and states, without processes or clocks."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -84,7 +85,7 @@ def diagnose(peers: Mapping[int, Peer], *, now: float, timeout_s: float) -> Verd
         return _of_silent(silent, now=now)
     if failed and heard:
         return _of_failed(min(failed, key=lambda peer: (peer.beat.order or len(peers) + 1, peer.beat.rank)))
-    if not failed and not gone and watched and all(_is_late(peer.beat, timeout_s) for peer in watched.values()):
+    if not failed and not gone and _all_late(peers, timeout_s):
         culprit, why = _of_late(watched)
         # While it works the others wait for it, however long its phase took before. A process that polls in a loop
         # looks the same, unless it waits for a GPU, see `Activity`.
@@ -104,7 +105,7 @@ def notice(peers: Mapping[int, Peer], *, now: float) -> Verdict | None:
     silent = [peer for rank, peer in watched.items() if rank != JUDGE and now - peer.heard_at > NOTICE_S]
     if silent:
         return _of_silent(silent, now=now, kind="late")
-    if not all(_is_late(peer.beat, NOTICE_S, first_time_s=0.0) for peer in watched.values()):
+    if not _all_late(peers, NOTICE_S, first_time_s=0.0):
         return None
     culprit, why = _of_late(watched)
     others_wait = any(peer.beat.waits or peer.beat.events > culprit.beat.events for peer in watched.values())
@@ -185,6 +186,14 @@ def _of_silent(silent: list[Peer], *, now: float, kind: Kind = "silent") -> Verd
     runs = "silent, though its process runs" if culprit.sight.state == "running" else "silent"
     state = "stopped, as by SIGSTOP" if stopped else runs
     return _verdict(culprit, kind, f"is {state}, no heartbeat for {now - culprit.heard_at:.0f} s")
+
+
+def _all_late(peers: Mapping[int, Peer], patience_s: float, *, first_time_s: float = FIRST_TIME_S) -> bool:
+    """Whether all that have not finished are, and have said so since others finished: these ended their waiting."""
+    finished_at = max((peer.heard_at for peer in peers.values() if peer.beat.over), default=-math.inf)
+    watched = [peer for peer in peers.values() if not peer.beat.over]
+    late = [_is_late(peer.beat, patience_s, first_time_s=first_time_s) for peer in watched]
+    return bool(watched) and all(late) and min(peer.heard_at for peer in watched) > finished_at
 
 
 def _is_late(beat: Heartbeat, patience_s: float, *, first_time_s: float = FIRST_TIME_S) -> bool:

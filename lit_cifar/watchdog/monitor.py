@@ -190,8 +190,9 @@ class Monitor(threading.Thread):
             self._silence.answer()
             self._told = news.sent.over
         self._note(news, sights)
-        own = Peer(beat=beat, heard_at=self._silence.listened_s, sight=Sight("running"), answered=True)
-        self._peers[self._own.rank] = own
+        before = self._peers[self._own.rank]
+        heard_at = before.heard_at if before.beat.over else self._silence.listened_s  # since when it is over
+        self._peers[self._own.rank] = Peer(beat=beat, heard_at=heard_at, sight=Sight("running"), answered=True)
         self._ask_silent()
         if self._is_judge:
             return None if news is None else self._judge_all()
