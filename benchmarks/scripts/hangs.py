@@ -457,7 +457,6 @@ def observe(name: str) -> Row:
             row = (healthy if case.healthy else faulty)(case, run, folder)
         finally:
             run.kill()
-        row["stderr"] = (folder / "stderr").read_text()[-5000:]
     return {"case": name} | row
 
 

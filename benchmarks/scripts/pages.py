@@ -327,13 +327,15 @@ def recovered() -> Values:
     """Kills of ranks that are forked again."""
     rows = [row for name in ("two", "four") for row in read(f"chaos/2026-11-26-kills/{name}.json")]
     values: Values = {"kills": []}
+    medians: list[tuple[float, str]] = []
     for row in rows:
         kills = [event for event in row["events"] if event["fault"]["kind"] == "kill"]
         away = [event["away_s"] for event in kills if event["away_s"] is not None and event["fault"]["aim"] != "start"]
         cells = [f"`{row['mode']}`", str(row["sizes"][0]), str(len(kills)), str(row["missing"]), str(row["doubled"])]
-        values["kills"].append(
-            [*cells, brief(row["difference"]), f"{median(away):.2f}", f"{max(away):.2f}", str(len(away))]
-        )
+        times = [f"{median(away):.2f}", f"{max(away):.2f}", str(len(away))]
+        values["kills"].append([*cells, brief(row["difference"]), *times])
+        medians.append((median(away), f"{times[0]} and {times[1]} s (`{row['mode']}`)"))
+    values["kills-best"], values["kills-worst"] = min(medians)[1], max(medians)[1]
     return values
 
 
