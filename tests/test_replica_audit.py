@@ -142,6 +142,27 @@ class Task(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
 
 
+class Uncopied:
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("planted")
+
+
+@pytest.mark.parametrize("where", ["module", "batch"])
+def test_what_cannot_be_copied_is_told_and_does_not_end_the_training(where: str) -> None:
+    task = Task(manual=False)
+    if where == "module":
+        task.handle = Uncopied()
+    task.training_step = lambda batch, batch_idx: task.network(batch[0]).mean()
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    plugin = SimpleNamespace()
+    trainer = SimpleNamespace(strategy=strategy, optimizers=[], precision_plugin=plugin, callbacks=[], global_rank=0)
+    audit = NeighborAudit(trainer, task)
+    audit.observe()
+    assert task.training_step([torch.randn(4, 3), Uncopied()], 0).isfinite()
+    assert audit.failure == f"{'Task' if where == 'module' else 'a batch'} cannot be copied: planted"
+    assert audit.own is None
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
 @pytest.mark.parametrize(("manual", "accumulate"), [(False, 1), (False, 2), (True, 1)])
 def test_a_rank_repeats_its_own_gradients_and_changes_nothing(precision: Any, manual: bool, accumulate: int) -> None:

@@ -306,7 +306,7 @@ def hung() -> Values:
     lines = [row["line"] for row in faulty if row["line"] is not None]
     seconds = sorted(row["seconds"] for row in faulty if row["seconds"] is not None)
     values: Values = {
-        "hangs": f"{len(faulty)} kinds",
+        "hangs": f"{len(faulty)} cases of {len({row['case'].partition(' in ')[0] for row in faulty})} kinds",
         "hangs-named": str(sum(second <= 15 for second in seconds)),
         "hangs-slowest": f"{seconds[-1]:.1f} s",
         "hangs-ranks": str(sum(row["rank"] for row in faulty)),

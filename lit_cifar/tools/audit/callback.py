@@ -76,7 +76,7 @@ class ReplicaAudit(Callback):
             self._gradients.observe()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._gradients is None or self._gradients.own is None:
+        if self._gradients is None or (self._gradients.own is None and not self._gradients.failure):
             return
         before, self._repeated = self._repeated, trainer.global_step
         lines, reason = self._gradients.compare()

@@ -31,6 +31,7 @@ from lit_cifar.tools.replay.lightning_view import (
     step_states,
 )
 from lit_cifar.tools.replay.recording import plain_attributes
+from lit_cifar.tools.replay.replaying import fresh_copy
 from lit_cifar.tools.replay.twin import one_process, what_cannot_be_judged
 
 _MOST_SUSPECTS = 4  # whose batches all ranks repeat
@@ -76,12 +77,17 @@ class NeighborAudit:
         self.device = trainer.strategy.root_device
         self.is_tried = False  # whether ranks have been seen to repeat their own
         self.own: Computation | None = None
+        self.failure = ""  # why the call could not be written down; then there is none
         self._twin = _Twin(trainer, module)
         self._handles: list[Any] = []
 
     def observe(self) -> None:
         """The call that follows."""
-        self._twin.refresh()
+        self.own, self.failure = None, ""
+        try:
+            self._twin.refresh()
+        except Exception as error:  # of a stranger's module: the training goes on
+            self.failure = f"{type(self.module).__name__} cannot be copied: {error}"
         before, real = vars(self.module).get("training_step"), self.module.training_step
 
         def observed(*args: Any, **kwargs: Any) -> Any:
@@ -89,7 +95,11 @@ class NeighborAudit:
                 del self.module.training_step
             else:
                 self.module.training_step = before  # type: ignore[method-assign]
-            self._begin(args, kwargs)
+            try:
+                if not self.failure:
+                    self._begin(args, kwargs)
+            except Exception as error:  # of a stranger's batch
+                self.failure = f"a batch cannot be copied: {error}"
             outputs = real(*args, **kwargs)
             self._end(outputs)
             return outputs
@@ -99,7 +109,7 @@ class NeighborAudit:
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.own = own = Computation(
             rank=self.trainer.global_rank,
-            inputs=tree_map(_detached, (args, kwargs)),
+            inputs=tree_map(fresh_copy, (args, kwargs)),
             surroundings=Surroundings.now(self.device),
             buffers={name: buffer.detach().clone() for name, buffer in self.module.named_buffers()},
             attributes=dict(plain_attributes(self.module)),
@@ -125,8 +135,9 @@ class NeighborAudit:
 
         Every rank must call this and gets the same.
         """
-        own = self.observed()
-        reason, others = self._compared(own, _from_next(_to_bytes(own)))
+        own = None if self.failure else self.observed()
+        sent = _from_next(b"" if own is None else _to_bytes(own))
+        reason, others = (self.failure, []) if own is None else self._compared(own, sent)
         status = torch.tensor(_CANNOT if reason else _UNLIKE if others else _EQUAL, device=self.device)
         dist.all_reduce(status, op=dist.ReduceOp.MAX)
         first, self.is_tried = not self.is_tried, True
@@ -139,6 +150,7 @@ class NeighborAudit:
         suspects = sorted({rank for _, others in of_ranks for rank in others})
         if first and len(suspects) == len(of_ranks):
             return [], "no rank gets those of another one, so one computes wrongly, or a step depends on its rank"
+        assert own is not None, "else the status is another"
         return self._judged(own, suspects), ""
 
     def _compared(self, own: Computation, sent: bytes) -> tuple[str, list[int]]:
@@ -204,7 +216,7 @@ class _Twin:
         handles = [*_observed(self._copy, found), *self._forgotten()]
         states = step_states(self.trainer)
         self._view.follow(its.progress)
-        args, kwargs = tree_map(_detached, its.inputs)
+        args, kwargs = tree_map(fresh_copy, its.inputs)
         try:
             with one_process(_refused, lambda: its.rank):
                 with its.surroundings.entered(self.trainer.strategy.root_device):
@@ -264,12 +276,6 @@ def _numbers(digests: Mapping[str, Tensor]) -> Digests:
     if not digests:
         return {}
     return dict(zip(digests, torch.stack([*digests.values()]).tolist(), strict=True))
-
-
-def _detached(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
-    return copy.deepcopy(leaf)
 
 
 def _to_bytes(its: Computation) -> bytes:

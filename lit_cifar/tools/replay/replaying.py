@@ -251,7 +251,7 @@ class Replayer:
     def _outputs_of(self, call: Call) -> tuple[list[Tensor], list[Digest], bool]:
         """Tensors that the call returns, their digests, and whether it made optimizer steps of its own."""
         waiting = len(self._events)
-        args, kwargs = tree_map(_fresh_copy, call.inputs)
+        args, kwargs = tree_map(fresh_copy, call.inputs)
         self._exchanges = deque(call.exchanges)
         with call.surroundings.entered(self._device):
             outputs = [leaf for leaf in tree_leaves(self.twin.call(*args, **kwargs)) if isinstance(leaf, Tensor)]
@@ -545,7 +545,7 @@ def _norms(its: Digest, mine: Digest | None) -> str:
     return f"its norm is {its.norm:.9g}, in the replay {mine.norm:.9g}{same}"
 
 
-def _fresh_copy(leaf: Any) -> Any:
+def fresh_copy(leaf: Any) -> Any:
     """An input of its own: a replay may be repeated."""
     if isinstance(leaf, Tensor):
         return leaf.detach().clone().requires_grad_(leaf.requires_grad)
