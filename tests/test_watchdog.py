@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from faulthandler import disable as disable_faulthandler
 from faulthandler import enable as enable_faulthandler
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -50,7 +51,15 @@ from lit_cifar.watchdog.diagnosis import (
 )
 from lit_cifar.watchdog.heartbeat import Heartbeat, Mates, Sight, first_heartbeat
 from lit_cifar.watchdog.monitor import BEAT_S, Monitor
-from lit_cifar.watchdog.stacks import described, place_in_worker, read_trace, request, trace_file
+from lit_cifar.watchdog.stacks import (
+    REQUEST,
+    described,
+    leave_traces,
+    place_in_worker,
+    read_trace,
+    request,
+    trace_file,
+)
 from lit_cifar.watchdog.store import HeartbeatStore, News, prepare
 
 TIMEOUT_S = 20.0
@@ -336,32 +345,42 @@ def matches_a_bad_pattern() -> None:
 
 
 def test_a_process_leaves_its_line_when_it_keeps_the_lock_or_crashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a second run of this process too: at the end of the first one Lightning has put all handlers back."""
     monkeypatch.setattr("faulthandler.is_enabled", lambda: False)
-    enable = Mock()
+    enable, disable = Mock(), Mock()
     monkeypatch.setattr("faulthandler.enable", enable)
-    trace_file.cache_clear()
+    monkeypatch.setattr("faulthandler.disable", disable)
     file = trace_file(os.getpid())
-    enable.assert_called_once_with(file)
+    leave_traces(file)
+    signal.signal(REQUEST, signal.SIG_DFL)
+    unable = in_fork(lambda: time.sleep(60))
+    leave_traces(file)
+    enable.assert_called_with(file)
     for target, error in ((matches_a_bad_pattern, ""), (lambda: crashes(file), "Fatal Python error: Aborted")):
         os.ftruncate(file, 0)
         process = in_fork(target)
         while (error or "matches_a_bad") not in (text := read_trace(file)):
             if not error:
+                assert process.is_alive()
                 os.ftruncate(file, 0)  # it may have been asked before it was there
                 request(process.pid or 0, file)
             time.sleep(0.1)
         process.kill()
         process.join()
         assert re.search(rf'{__file__}", line \d+, in (matches_a_bad_pattern|crashes)', text)
-    with subprocess.Popen(["sleep", "60"]) as stranger:  # it has no handler, which would end it
-        request(stranger.pid, file)
+    with subprocess.Popen(["sleep", "60"]) as stranger:  # neither has a handler, and the signal would end it
+        for pid in (stranger.pid, unable.pid):
+            request(pid or 0, file)
         assert place_in_worker() == ""
-        assert stranger.poll() is None
+        assert (stranger.poll(), unable.exitcode) == (None, None)
         stranger.kill()
+    unable.kill()
+    unable.join()
 
 
 def crashes(file: int) -> None:
     """In a thread without Python, as one of gloo's, where it waits."""
+    disable_faulthandler()  # pytest's, whose handlers may be gone
     enable_faulthandler(file)
     libc = ctypes.CDLL(None)
     libc.pthread_create(ctypes.byref(ctypes.c_ulong()), None, ctypes.cast(libc.abort, ctypes.c_void_p), None)
@@ -383,7 +402,7 @@ class Waits(Dataset[int]):
 
 
 def test_the_line_of_a_worker_is_told_while_it_does_something() -> None:
-    trace_file(os.getpid())
+    leave_traces(trace_file(os.getpid()))
     data = Waits()
     samples = iter(DataLoader(data, num_workers=1, multiprocessing_context="fork"))
     (worker,) = samples._workers  # type: ignore[attr-defined]

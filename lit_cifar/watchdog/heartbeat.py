@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from lit_cifar.launch.signals import ending
 from lit_cifar.watchdog.activity import FIRST_TIME_S
-from lit_cifar.watchdog.stacks import read_trace, request, trace_file
+from lit_cifar.watchdog.stacks import leave_traces, read_trace, request, trace_file
 
 # Fields of /proc/PID/stat after the command's name: proc_pid_stat(5), from field 3 on.
 _STATE, _START_TIME, _EXIT_CODE = 0, 19, 49
@@ -99,6 +99,7 @@ class Heartbeat:
 
 def first_heartbeat(rank: int) -> Heartbeat:
     pid = os.getpid()
+    leave_traces(trace_file(pid))
     return Heartbeat(
         rank=rank,
         pid=pid,

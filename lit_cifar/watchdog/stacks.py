@@ -21,7 +21,7 @@ import torch
 
 _NUM_FRAMES = 4
 _FILE_NAME = "lit_cifar-stack"
-_REQUEST = signal.SIGRTMIN + 7  # to write down where the main thread is
+REQUEST = signal.SIGRTMIN + 7  # to write down where the main thread is
 _ANSWER_S = 0.1
 # A line of Python in one of these is not the user's.
 _LIBRARIES = ("<", sysconfig.get_path("stdlib"), *torch.__path__, *lightning.__path__)
@@ -61,17 +61,35 @@ def trace_file(pid: int) -> int:
     """
     file = os.memfd_create(_FILE_NAME)
     fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
-    faulthandler.register(_REQUEST, file, all_threads=False)
-    if not faulthandler.is_enabled():
-        faulthandler.enable(file)  # of all threads, the main one last: another may have none of Python
     return file
 
 
+def leave_traces(file: int) -> None:
+    """Have this process write into its trace file.
+
+    At the end of each run Lightning puts the handlers of all signals back to those of Python, which does not know
+    faulthandler's. That keeps believing in its own until it is told to remove them.
+    """
+    faulthandler.unregister(REQUEST)
+    faulthandler.register(REQUEST, file, all_threads=False)
+    if _is_free(file):
+        faulthandler.disable()
+        faulthandler.enable(file)  # of all threads, the main one last: another may have none of Python
+
+
+@cache
+def _is_free(file: int) -> bool:
+    """Whether faulthandler wrote nowhere else when it was first to write into `file`."""
+    return not faulthandler.is_enabled()
+
+
 def request(pid: int, file: int) -> None:
-    """Have a process write into its trace file, if it has one. A main thread that keeps the interpreter's lock can."""
+    """Have a process write into its trace file, if it does. A main thread that keeps the interpreter's lock can."""
     with suppress(OSError):
         if _FILE_NAME in str(Path(f"/proc/{pid}/fd/{file}").readlink()):
-            os.kill(pid, _REQUEST)
+            caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+            if caught and int(caught[1], 16) >> (REQUEST - 1) & 1:  # else the signal would end it
+                os.kill(pid, REQUEST)
 
 
 def read_trace(file: int) -> str:
