@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, default_collate
 
 from lit_cifar import Replay, replay
+from lit_cifar.launch.signals import destroy_process_group_at_exit
 from lit_cifar.strategies.sync_batchnorm import ProcessSyncBatchNorm
 
 
@@ -718,4 +719,4 @@ if __name__ == "__main__":
     found = dict(reports(file.parent))
     if dist.get_rank() == 0:
         file.write_text(json.dumps(found))
-    dist.destroy_process_group()
+    destroy_process_group_at_exit()  # now, and without what Trainers still hold of it
