@@ -109,7 +109,10 @@ def test_a_mode_compiles_its_parts(
     assert sorted(type(module).__name__.removeprefix("FSDP") for module in ran) == parts
 
 
-def test_cuda_graphs_are_torchs_mode_of_least_overhead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["auto", "ddp_flat"])
+def test_cuda_graphs_are_torchs_mode_of_least_overhead(
+    strategy: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """On a CPU torch makes none, and the kernels are the same; no gradient of a step is there in the next forward."""
     asked, gradients = [], []
 
@@ -123,10 +126,19 @@ def test_cuda_graphs_are_torchs_mode_of_least_overhead(monkeypatch: pytest.Monke
         return run
 
     monkeypatch.setattr(torch, "compile", note)
-    fit(LitResNet("tiny", stem="imagenet", compile="cuda_graphs"), tmp_path, max_steps=2)
-    assert asked == [("reduce-overhead", False)]
+    fit(LitResNet("tiny", stem="imagenet", compile="cuda_graphs"), tmp_path, strategy=strategy, max_steps=2)
+    assert set(asked) == {("reduce-overhead", False)}
     assert gradients
     assert set(gradients) == {None}
+
+
+def test_one_message_after_backward_ends_with_the_bits_of_ddp(tmp_path: Path) -> None:
+    weights = []
+    for strategy in ("ddp", "ddp_flat"):
+        words = [*TINY, f"--trainer.strategy={strategy}", "--trainer.devices=2", f"--run_dir={tmp_path / strategy}"]
+        launch("fit", *words, ranks=2)
+        weights.append(read_checkpoint(tmp_path / strategy / "checkpoints" / "last.ckpt")["state_dict"])
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
 
 
 @pytest.mark.slow

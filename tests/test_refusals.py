@@ -89,6 +89,8 @@ REFUSED = {
     "--model.compile=true": ["ZBVZeroBubble cuts backward in two"],
     "--trainer.strategy=ShardedStrategy --trainer.devices=4 --trainer.strategy.data_parallel_size=2 "
     "--trainer.strategy.tensor_parallel_size=2 --model.compile=true": ["exchange their parameters for local parts"],
+    "--model.compile=cuda_graphs --trainer.strategy=ddp": ["needs a GPU"],
+    "--model.compile=cuda_graphs --trainer.strategy=pp": ["is for one GPU and for --trainer.strategy=ddp"],
     "--model.compile=cuda_graphs --trainer.accumulate_grad_batches=2": ["a graph overwrites those of the batch before"],
     "--trainer.plugins=MixedPrecision --trainer.plugins.precision=16-mixed --trainer.plugins.device=cpu "
     "--model.optimizer.fused=true --trainer.gradient_clip_val=1.0": [

@@ -279,6 +279,9 @@ class CLI(LightningCLI):
             from lit_cifar.strategies import ProcessSyncBatchNorm
 
             config["plugins"].append(ProcessSyncBatchNorm())
+        if self._arguments.model.compile == "cuda_graphs" and config["strategy"] == "ddp":
+            import_module("lit_cifar.strategies")
+            config["strategy"] = "ddp_flat"  # what torch cannot put into a graph comes after it
         resolve_world_size(config)
         try:
             trainer = super()._instantiate_trainer(config, callbacks)

@@ -289,9 +289,9 @@ def _check_precision(trainer: Trainer, asked: Namespace, *, compiles: bool) -> N
 def _check_cuda_graphs(trainer: Trainer, *, has_parts: bool) -> None:
     """Refuse CUDA graphs where there is no GPU, and where gradients are kept while the next batch passes."""
     flag = "--model.compile=cuda_graphs"
-    if not isinstance(trainer.strategy, SingleDeviceStrategy):
+    if not (isinstance(trainer.strategy, SingleDeviceStrategy) or hasattr(trainer.strategy, "takes_cuda_graphs")):
         raise ConfigError(
-            f"{flag} is for one GPU, without --trainer.strategy: messages between kernels cannot be part of a graph",
+            f"{flag} is for one GPU and for --trainer.strategy=ddp: messages between kernels cannot be part of a graph",
             remedy="pass --model.compile=true",
         )
     batches = trainer.accumulate_grad_batches

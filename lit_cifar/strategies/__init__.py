@@ -7,12 +7,14 @@ Importing this package makes `Trainer(strategy="dp")` work. The command line doe
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lit_cifar.launch import signals as signals  # a process leaves its groups at exit
+from lit_cifar.strategies.ddp_flat import FlatDDPStrategy
 from lit_cifar.strategies.dp import DataParallelStrategy
 from lit_cifar.strategies.fsdp2 import ShardedStrategy
 from lit_cifar.strategies.mp import DDPLayerParallelStrategy, LayerParallelStrategy
 from lit_cifar.strategies.one_device import (
     OneDeviceDDPLayerParallelStrategy,
     OneDeviceDDPStrategy,
+    OneDeviceFlatDDPStrategy,
     OneDeviceShardedStrategy,
 )
 from lit_cifar.strategies.pp import PipelineStrategy
@@ -21,9 +23,11 @@ from lit_cifar.strategies.sync_batchnorm import ProcessSyncBatchNorm
 __all__ = [
     "DDPLayerParallelStrategy",
     "DataParallelStrategy",
+    "FlatDDPStrategy",
     "LayerParallelStrategy",
     "OneDeviceDDPLayerParallelStrategy",
     "OneDeviceDDPStrategy",
+    "OneDeviceFlatDDPStrategy",
     "OneDeviceShardedStrategy",
     "PipelineStrategy",
     "ProcessSyncBatchNorm",
@@ -36,5 +40,6 @@ for _strategy in (
     DDPLayerParallelStrategy,
     PipelineStrategy,
     ShardedStrategy,
+    FlatDDPStrategy,
 ):
     _strategy.register_strategies(StrategyRegistry)

@@ -9,7 +9,8 @@ samples, and a sum over all would count them several times.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, cast
 
@@ -20,7 +21,7 @@ from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
@@ -206,6 +207,43 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
         return total.sqrt()
 
 
+class AveragingStrategy(MeshStrategy):
+    """Averages the gradients of `trained_parameters` over the replicas by one all-reduce after backward."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._average = True
+
+    @abstractmethod
+    def trained_parameters(self) -> Iterable[nn.Parameter]:
+        """Those of this process."""
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Where gradients are accumulated, their average over the replicas is taken once, at the end."""
+        self._average = False
+        try:
+            yield
+        finally:
+            self._average = True
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether this backward pass ends with the average over the replicas."""
+        return self._average and self.num_replicas > 1 and not self.parts.one_by_one
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        gradients = [parameter.grad for parameter in self.trained_parameters() if parameter.grad is not None]
+        if self.averages_gradients and gradients:
+            at_once(lambda flat: dist.all_reduce(flat.div_(self.num_replicas), group=self.data_group), gradients)
+
+    @override
+    def share_of_norm(self, gradient: Tensor) -> float:
+        return 1 / self.num_replicas
+
+
 def make_mesh(device_type: str, *, model_size: int, timeout: timedelta | None) -> DeviceMesh:
     """The mesh of all processes; each of them must call this. `model_size`, the number along "model", divides theirs.
 
@@ -237,8 +275,8 @@ def at_once(send: Callable[[Tensor], object], tensors: Sequence[Tensor]) -> None
     """Call `send` with all elements of `tensors`, (n,), and copy what it makes of them back, in place."""
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     send(flat)
-    for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(part.view_as(tensor))
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    torch._foreach_copy_([*tensors], [part.view_as(tensor) for tensor, part in zip(tensors, parts, strict=True)])
 
 
 def place(tensors: Iterable[Tensor], device: torch.device) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
+from lit_cifar.strategies.ddp_flat import FlatDDPStrategy
 from lit_cifar.strategies.fsdp2 import ShardedStrategy
 from lit_cifar.strategies.mp import DDPLayerParallelStrategy
 
@@ -32,6 +33,10 @@ class OneDeviceDDPStrategy(DDPStrategy):
 
 class OneDeviceDDPLayerParallelStrategy(OneDeviceDDPStrategy, DDPLayerParallelStrategy):
     """`ddp_mp`."""
+
+
+class OneDeviceFlatDDPStrategy(OneDeviceDDPStrategy, FlatDDPStrategy):
+    """`ddp` with CUDA graphs."""
 
 
 class OneDeviceShardedStrategy(OneDeviceDDPStrategy, ShardedStrategy):

@@ -1,7 +1,6 @@
 """`pp` and `ddp_pp`: the layers over processes, as a pipeline; with several pipelines, the batch over these."""
 
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import lightning as L
@@ -14,7 +13,7 @@ from typing_extensions import override
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.random_streams import begin_part
 from lit_cifar.strategies.base import CutStrategy, ForwardFn, compiles
-from lit_cifar.strategies.mesh import MeshStrategy, at_once, loss_scale, parameters_of
+from lit_cifar.strategies.mesh import AveragingStrategy, loss_scale, parameters_of
 from lit_cifar.strategies.parts import Parts
 from lit_cifar.strategies.pipeline import (
     InTurn,
@@ -27,7 +26,7 @@ from lit_cifar.strategies.pipeline import (
 from lit_cifar.strategies.state_dicts import full
 
 
-class PipelineStrategy(CutStrategy, MeshStrategy):
+class PipelineStrategy(CutStrategy, AveragingStrategy):
     """Stages of the network over the processes of a pipeline, by torch.distributed.pipelining.
 
     The processes of one pipeline read the same samples and cut them into microbatches. Equal to one device that
@@ -65,7 +64,6 @@ class PipelineStrategy(CutStrategy, MeshStrategy):
         self.num_stages = num_stages
         self._num_microbatches = num_microbatches
         self.schedule_name: ScheduleName = schedule
-        self._average = True
 
     @property
     @override
@@ -199,32 +197,9 @@ class PipelineStrategy(CutStrategy, MeshStrategy):
         others = [stage for index, stage in enumerate(stages) if index not in self.pipeline.stages]
         return {tensor for stage in others for tensor in (*stage.parameters(), *stage.buffers())}
 
-    @contextmanager
     @override
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        """Where gradients are accumulated, their average over the pipelines is taken once, at the end."""
-        self._average = False
-        try:
-            yield
-        finally:
-            self._average = True
-
-    @property
-    def averages_gradients(self) -> bool:
-        """Whether this backward pass ends with the average over the pipelines."""
-        return self._average and self.num_replicas > 1 and not self.parts.one_by_one
-
-    @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        if not self.averages_gradients:
-            return
-        gradients = [parameter.grad for parameter in self.pipeline.parameters if parameter.grad is not None]
-        if gradients:
-            at_once(lambda flat: dist.all_reduce(flat.div_(self.num_replicas), group=self.data_group), gradients)
-
-    @override
-    def share_of_norm(self, gradient: Tensor) -> float:
-        return 1 / self.num_replicas
+    def trained_parameters(self) -> list[nn.Parameter]:
+        return self.pipeline.parameters
 
     @override
     def local_buffers(self) -> Iterator[Tensor]:

@@ -53,8 +53,8 @@ class LitResNet(L.LightningModule):
         channels_last: Keep images, activations and weights in the channels-last memory format, which convolutions on
             recent GPUs prefer. Checkpoints keep torch's default format.
         compile: Compile the network with torch.compile, which takes a minute or more at the first step. Batches
-            smaller than the largest so far run uncompiled. With "cuda_graphs" one GPU gets all kernels of a forward or
-            backward pass at once, so that it does not wait for the host.
+            smaller than the largest so far run uncompiled. With "cuda_graphs", for one device and `ddp`, a GPU gets all
+            kernels of a forward or backward pass at once, so that it does not wait for the host.
         optimizer: Optimizer, a class name with its arguments: --model.optimizer=SGD --model.optimizer.lr=0.1.
         lr_scheduler: Learning rate schedule, a class name with its arguments. `WarmupDecay` steps after every batch,
             all others after every epoch.

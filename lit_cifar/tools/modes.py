@@ -159,6 +159,7 @@ def sized_modes(devices: int) -> dict[str, SizedMode]:
         SizedMode(name="single", strategy="auto", devices=1),
         of(name="dp", strategy="dp"),
         of(name="ddp", strategy="ddp"),
+        of(name="ddp_flat", strategy="ddp_flat"),
         of(name="ddp-sync", strategy="ddp", sync_batchnorm=True),
         of(name="ddp_spawn", strategy="ddp_spawn"),
         of(name="mp", strategy="mp"),

@@ -401,6 +401,7 @@ _SHARED: dict[str, tuple[str, _Sizes]] = {
     "dp": ("DataParallelStrategy", lambda n: {"num_replicas": n}),
     "mp": ("LayerParallelStrategy", lambda n: {"num_stages": n, "num_microbatches": 1}),
     "mp-micro": ("LayerParallelStrategy", lambda n: {"num_stages": n}),
+    "ddp_flat": ("OneDeviceFlatDDPStrategy", lambda n: {"num_devices": n}),
     "ddp_mp": ("OneDeviceDDPLayerParallelStrategy", lambda n: {"num_devices": n}),
     "ddp_spawn": ("OneDeviceDDPStrategy", lambda n: {"num_devices": n, "start_method": "spawn"}),
     "tp": (

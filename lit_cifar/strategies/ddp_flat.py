@@ -1,0 +1,50 @@
+"""`ddp_flat`, which is `ddp` without DistributedDataParallel: one all-reduce after backward averages all gradients.
+
+DistributedDataParallel sends gradients by hooks while backward runs, and these cannot be part of a CUDA graph
+(https://github.com/pytorch/pytorch/issues/128218). Here forward and backward of a process are those of one GPU.
+The price is that no message is sent before backward has ended.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lit_cifar.models.compiled import Compiled
+from lit_cifar.strategies.base import ForwardFn, compiles
+from lit_cifar.strategies.mesh import AveragingStrategy
+
+
+class FlatDDPStrategy(AveragingStrategy):
+    """A replica of the network in each process. `--model.compile=cuda_graphs` takes it in place of `ddp`.
+
+    Args:
+        **kwargs: As of `MeshStrategy`: `process_group_backend`, `timeout`, `start_method`.
+    """
+
+    strategy_name = "ddp_flat"
+    takes_cuda_graphs = True
+    processes_per_replica = 1
+
+    @override
+    def make_forward_fn(self, network: nn.Module) -> ForwardFn:
+        module: Any = self.lightning_module
+        return Compiled(network, cuda_graphs=module.cuda_graphs) if compiles(module) else network.__call__
+
+    def on_one_device(self, network: nn.Module) -> ForwardFn:
+        """The network as it is."""
+        return network
+
+    @override
+    def trained_parameters(self) -> Iterator[nn.Parameter]:
+        return self.module.network.parameters()
+
+    @override
+    def local_buffers(self) -> Iterator[Tensor]:
+        return self.module.network.buffers()
+
+    @override
+    def part_of_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+        return state
