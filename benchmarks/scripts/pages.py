@@ -368,7 +368,8 @@ def trained() -> Values:
     rows = read("recipes/2026-11-26-fast/fast.json")
     for name, key in {"fast": "correct", "fast-mirrored": "correct_flipped"}.items():
         values[name] = f"{statistics.fmean(row[key] for row in rows) / 100:.2f} %"
-    values["fast-time"] = f"{min(row['train_s'] for row in rows) / 60:.1f} minutes"
+    (quiet,) = read("recipes/2026-11-26-fast/quiet.json")
+    values["fast-time"] = f"{quiet['train_s'] / 60:.1f} minutes"
     values["fast-worst"] = f"{max(row['train_s'] for row in rows) / 60:.1f}"
     return values
 

@@ -32,15 +32,22 @@ def on_one_gpu(step: Step) -> dict[str, Check]:
     if not step.visit.on_gpu:
         return verified(step, ["tp"], 2, ["--steps=2"])
     others = [name for name in sized_modes(2) if name not in _FIRST]
-    return verified(step, ["ddp_mp"], 4, []) | verified(step, [*_FIRST, *others], 2, [])
+    return verified(step, ["ddp_mp"], 4, []) | verified(step, [*_FIRST, *others], 2, []) | _with_graphs(step)
 
 
 def on_several_gpus(step: Step) -> None:
     """In float64, on two GPUs and on all."""
     num_gpus = step.visit.several()
     step.check_all(verified(step, [*sized_modes(2)] if step.visit.on_gpu else ["ddp"], 2, []))
+    step.check_all(_with_graphs(step) if step.visit.on_gpu else {})
     if num_gpus >= 4:
         step.check_all(verified(step, [*sized_modes(num_gpus)], num_gpus, []))
+
+
+def _with_graphs(step: Step) -> dict[str, Check]:
+    """Against one device that starts every kernel by itself."""
+    found = verified(step, ["single", "ddp_flat"], 2, ["--model.compile=cuda_graphs"])
+    return {f"{name}, CUDA graphs": check for name, check in found.items()}
 
 
 def same_bits(step: Step) -> None:
