@@ -2,6 +2,8 @@
 
 import os
 import signal
+import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ from processes import is_running
 
 import lit_cifar.strategies  # noqa: F401  # registers their names
 from lit_cifar.errors import ConfigError
+from lit_cifar.launch.network_interfaces import LOOPBACK
 from lit_cifar.launch.rendezvous import count_processes
+from lit_cifar.launch.restarts import ForkedRanks
 from lit_cifar.launch.signals import EXIT_STOPPED
 from lit_cifar.strategies.mp import DDPLayerParallelStrategy
 from lit_cifar.tools.chaos.audit import metric_problems
@@ -125,3 +129,19 @@ def test_a_killed_rank_costs_no_sample(mode: str, tmp_path: Path) -> None:
     assert ends["killed"] == ends["undisturbed"]
     assert metric_problems(*(tmp_path / name / "metrics.csv" for name in ends)) == []  # each step once
     assert "max_restarts: 0" in (tmp_path / "killed" / "config.yaml").read_text()
+
+
+def test_ranks_wait_for_the_first_one_to_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = ForkedRanks(max_restarts=1)
+    with socket.socket() as listener:
+        listener.bind((LOOPBACK, 0))  # and refuses
+        monkeypatch.setenv("MASTER_PORT", str(listener.getsockname()[1]))
+        monkeypatch.setenv("RANK", "0")
+        ranks.await_first()
+        monkeypatch.setenv("RANK", "1")
+        waiting = threading.Thread(target=ranks.await_first)
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive()
+        listener.listen()
+        waiting.join()

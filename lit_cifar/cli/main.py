@@ -323,6 +323,8 @@ class CLI(LightningCLI):
             report.announce(self.trainer, self.model, self.datamodule, stage=subcommand)
         # Lightning converts after loading a checkpoint, when its float64 weights have already been rounded.
         self.trainer.precision_plugin.convert_module(self.model)
+        if self._ranks is not None:
+            self._ranks.await_first()
         with signals_to_spawned(self.trainer), reporting_disk(folder), self._exported:
             super()._run_subcommand(subcommand)
 

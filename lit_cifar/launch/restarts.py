@@ -7,10 +7,11 @@ import gc
 import math
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from mmap import mmap
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from lit_cifar.launch.signals import EXIT_STOPPED, ending
 
 _USERS_MISTAKE = 2  # exit status
 _FAREWELL_S = 30.0  # for the others, once one has failed: as torchrun gives them
+_POLL_S = 0.005
 _excluded: mmap | None = None  # a byte for each rank
 _STOPS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
@@ -72,6 +74,13 @@ class ForkedRanks:
                 if self._stopped or status in (0, _USERS_MISTAKE) or not places:
                     break
         raise SystemExit(status)
+
+    def await_first(self) -> None:
+        """Until the first rank listens: torch would try again no sooner than 0.3 s after a connection is refused."""
+        while os.environ["RANK"] != "0":
+            with suppress(OSError), socket.create_connection((LOOPBACK, int(os.environ["MASTER_PORT"]))):
+                return
+            time.sleep(_POLL_S)
 
     def _fork_one(self, rank: int, variables: dict[str, str]) -> int:
         """The pid of the new process; 0 in that process."""
