@@ -291,7 +291,7 @@ class PretendedJob:
 
 
 def trial_of(job: Any) -> Trial:
-    return Trial(job, SampleLogReader(job.file.parent), job.file.parent / "run")
+    return Trial(job, SampleLogReader(job.file.parent), job.file.parent / "run", every_n_steps=4)
 
 
 RESIZE = Fault(number=1, kind="resize", aim="step", step=10, rank=None, size=1, moment=0.0)

@@ -61,11 +61,13 @@ def main(args: list[str]) -> int:
     rows = []
     with tempfile.TemporaryDirectory(prefix="lit_cifar-chaos-") as temporary:
         folder = kept or Path(temporary)
-        flags, precision = configured(rest, folder=folder)
+        flags, precision, every = configured(rest, folder=folder)
         for mode in modes:
             parts = (options.faults, 0) if options.launcher or options.kills else shares(options.faults)
             for name, number in zip(("equal-size", "resized"), parts, strict=True):
-                training = Training(flags, precision, mode, number, name == "resized", options.launcher, options.kills)
+                training = Training(
+                    flags, precision, mode, number, every, name == "resized", options.launcher, options.kills
+                )
                 rows += [_run(training, folder / mode.name / name, seed=options.seed)] if number else []
     passed = all(row.passed for row in rows)
     _print(rows, options)
@@ -132,7 +134,8 @@ def _run(training: Training, folder: Path, *, seed: int) -> JobResult:
     row = JobResult(training.mode.name, sizes, training.precision, 0.0 if training.has_same_bits else RESIZED_BOUND)
     reader, begin = SampleLogReader(folder / "sample_log"), time.monotonic()
     with _job(training, folder, max_restarts=2 * len(faults) + 5) as job:
-        trial = Trial(job, reader, folder / "run" / "checkpoints", row.events, row.problems)
+        checkpoints = folder / "run" / "checkpoints"
+        trial = Trial(job, reader, checkpoints, training.every_n_steps, row.events, row.problems)
         try:
             trial.run(faults, size=size)
             _compare(row, reader, folder, baseline)

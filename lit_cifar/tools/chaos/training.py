@@ -14,7 +14,7 @@ from lit_cifar.tools.modes import SizedMode, sized_modes
 from lit_cifar.tools.terminal import names_config, refuse_owned, without_devices
 from lit_cifar.tools.verify.runs import quiet, refuse_if_invalid, run
 
-EVERY_N_STEPS = 4
+_EVERY_N_STEPS = 4
 _STEPS_PER_FAULT = 8  # beyond the few that are repeated after one
 
 # A small training. The last batch of an epoch has 20 images, which divide among two replicas of two microbatches.
@@ -36,11 +36,13 @@ _OURS = (
     "--watchdog.timeout_s=5",
 )
 _OWNED = {"trainer.strategy", "trainer.devices", "trainer.max_epochs", "trainer.max_steps", "trainer.sync_batchnorm"}
-_OWNED |= {"run_dir", "resume", "ckpt_path", "virtual_replicas", "last_checkpoint.every_n_steps"}
+_OWNED |= {"run_dir", "resume", "ckpt_path", "virtual_replicas"}
 
 
-def configured(args: Sequence[str], *, folder: Path) -> tuple[tuple[str, ...], str]:
-    """The flags of `fit` to train with, and their precision; without `--config` they change a small training.
+def configured(args: Sequence[str], *, folder: Path) -> tuple[tuple[str, ...], str, int]:
+    """The flags of `fit` to train with; what they say of the precision, and after how many steps they save.
+
+    Without `--config` they change a small training.
 
     Raises:
         ConfigError: `fit` refuses them, or `chaos` sets one of them itself.
@@ -49,7 +51,9 @@ def configured(args: Sequence[str], *, folder: Path) -> tuple[tuple[str, ...], s
     flags = (*(() if names_config(args) else _SMALL), *args, *_OURS)
     outcome = run("fit", *flags, "--print_config", folder=folder)
     refuse_if_invalid(outcome)
-    return flags, str(yaml.safe_load(outcome.stdout)["trainer"]["precision"] or "32-true")
+    config = yaml.safe_load(outcome.stdout)
+    every_n_steps = config["last_checkpoint"]["every_n_steps"] or _EVERY_N_STEPS
+    return flags, str(config["trainer"]["precision"] or "32-true"), every_n_steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +80,7 @@ class Training:
     own_precision: str  # what they say of `--trainer.precision`
     mode: ResizedMode  # how it is parallelised
     num_faults: int
+    every_n_steps: int = _EVERY_N_STEPS  # it saves
     resized: bool = False  # whether it is resized, and compared after that
     launcher: tuple[str, ...] = ()  # the words before `fit` of what starts its processes; else it is torchrun
     kills_alone: bool = False  # whether nothing else happens to it
@@ -104,8 +109,8 @@ class Training:
             self.num_faults,
             seed=seed,
             sizes=[*self.mode.flags] if self.resized else [self.mode.num_processes],
-            first_step=2 * EVERY_N_STEPS + 2,
-            last_step=self.num_steps - 2 * EVERY_N_STEPS,
+            first_step=2 * self.every_n_steps + 2,
+            last_step=self.num_steps - 2 * self.every_n_steps,
             full_disk=full_disk,
             nodes="ray" in self.launcher,
             kills_alone=self.kills_alone,
@@ -120,7 +125,7 @@ class Training:
             "fit",
             *self.flags,
             *(self.mode.flags[size] if self.launcher in ((), FIT) else without_devices(self.mode.flags[size])),
-            f"--last_checkpoint.every_n_steps={EVERY_N_STEPS}" if has_faults else "--figures.every_n_epochs=0",
+            f"--last_checkpoint.every_n_steps={self.every_n_steps}" if has_faults else "--figures.every_n_epochs=0",
             "--trainer.max_epochs=-1",
             f"--trainer.max_steps={self.num_steps}",
             f"--trainer.precision={self.precision}",

@@ -15,7 +15,6 @@ from lit_cifar.checkpoint.files import LAST, newest_valid
 from lit_cifar.tools.chaos.audit import SampleLogReader, Start
 from lit_cifar.tools.chaos.faults import Aim, Fault, Kind, fill_disk
 from lit_cifar.tools.chaos.job import Job, is_alive, wait_until
-from lit_cifar.tools.chaos.training import EVERY_N_STEPS
 from lit_cifar.tools.terminal import say
 
 _STOP_LIMIT_S = 60.0
@@ -53,6 +52,7 @@ class Trial:
     job: Job  # not yet started
     reader: SampleLogReader  # of the job's log of samples
     checkpoints: Path
+    every_n_steps: int  # it saves
     events: list[Event] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     _size: int = 1
@@ -167,7 +167,7 @@ class Trial:
         event.away_s = self._now - event.at_s
         self._start_s = min(self._start_s, event.away_s)
         event.repeated = max(0, (-1 if last is None else last) + 1 - event.resumed_step)
-        allowed = _REPEATED_SAVES[event.fault.kind] * EVERY_N_STEPS
+        allowed = _REPEATED_SAVES[event.fault.kind] * self.every_n_steps
         if event.repeated > allowed:
             self.problems.append(
                 f"{event.fault} at step {event.step}: {event.repeated} steps had to be repeated, {allowed} allowed"
