@@ -324,18 +324,21 @@ def hung() -> Values:
 
 
 def recovered() -> Values:
-    """Kills of ranks that are forked again."""
-    rows = [row for name in ("two", "four") for row in read(f"chaos/2026-11-26-kills/{name}.json")]
-    values: Values = {"kills": []}
-    medians: list[tuple[float, str]] = []
-    for row in rows:
-        kills = [event for event in row["events"] if event["fault"]["kind"] == "kill"]
-        away = [event["away_s"] for event in kills if event["away_s"] is not None and event["fault"]["aim"] != "start"]
-        cells = [f"`{row['mode']}`", str(row["sizes"][0]), str(len(kills)), str(row["missing"]), str(row["doubled"])]
-        times = [f"{median(away):.2f}", f"{max(away):.2f}", str(len(away))]
-        values["kills"].append([*cells, brief(row["difference"]), *times])
-        medians.append((median(away), f"{times[0]} and {times[1]} s (`{row['mode']}`)"))
-    values["kills-best"], values["kills-worst"] = min(medians)[1], max(medians)[1]
+    """Kills of ranks that are forked again, with checkpoints on a disk and in memory."""
+    values: Values = {}
+    for key, prefix in {"kills": "", "kills-memory": "memory_"}.items():
+        rows = [row for size in ("two", "four") for row in read(f"chaos/2026-11-26-kills/{prefix}{size}.json")]
+        found, medians = [], []
+        for row in rows:
+            kills = [event for event in row["events"] if event["fault"]["kind"] == "kill"]
+            away = [event["away_s"] for event in kills if event["away_s"] and event["fault"]["aim"] != "start"]
+            cells = [f"`{row['mode']}`", str(row["sizes"][0]), str(len(kills)), str(row["missing"]), str(row["doubled"])]
+            cells += [brief(row["difference"]), f"{row['repeated']} in {row['restarts']}"]
+            times = [f"{median(away):.2f}", f"{max(away):.2f}", str(len(away))]
+            found.append([*cells, *times])
+            medians.append((median(away), f"{times[0]} and {times[1]} s (`{row['mode']}`)"))
+        values |= {key: found, f"{key}-best": min(medians)[1], f"{key}-worst": max(medians)[1]}
+        values[f"{key}-repeated"] = " in ".join(str(sum(row[name] for row in rows)) for name in ("repeated", "restarts"))
     return values
 
 

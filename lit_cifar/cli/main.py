@@ -140,8 +140,8 @@ class CLI(LightningCLI):
             "--max_restarts",
             type=int,
             default=0,
-            help="How often to start all processes again when one is lost. They are forked, which takes about two "
-            "seconds. Needs --resume=auto.",
+            help="How often to start all processes again when one is lost. They are forked, which takes about a "
+            "second. Needs --resume=auto.",
         )
         parser.add_argument(
             "--autotune",
