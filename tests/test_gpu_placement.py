@@ -37,6 +37,7 @@ def test_parts_share_one_gpu_and_several_leave_every_mode_as_it_is() -> None:
         "dp": ("DataParallelStrategy", 1),
         **dict.fromkeys(("ddp", "ddp-sync", "ddp_spawn"), ("OneDeviceDDPStrategy", 1)),
         **dict.fromkeys(("mp", "mp-micro"), ("LayerParallelStrategy", 1)),
+        "ddp_flat": ("OneDeviceFlatDDPStrategy", 1),
         "ddp_mp": ("OneDeviceDDPLayerParallelStrategy", 1),
         **dict.fromkeys(("pp", "ddp_pp", "fsdp2")),
         "tp": ("OneDeviceShardedStrategy", 1),
