@@ -394,6 +394,7 @@ OWN_MODES = {
     "dp": ["dp", "--trainer.devices=4"],
     "mp-micro": ["LayerParallelStrategy", "--trainer.strategy.num_microbatches=4", "--trainer.devices=2"],
     "ddp_mp": ["DDPLayerParallelStrategy", "--trainer.devices=2", "--trainer.strategy.num_stages=1"],
+    "ddp_flat": ["ddp_flat", "--trainer.devices=2", "--trainer.gradient_clip_val=0.1"],
     "fsdp2": ["fsdp2", "--trainer.devices=2", "--trainer.gradient_clip_val=0.1"],
     "pp": ["pp", "--trainer.devices=2", "--trainer.gradient_clip_val=0.1", "--trainer.accumulate_grad_batches=2"],
     "pp-zb": ["PipelineStrategy", "--trainer.strategy.schedule=ZBVZeroBubble", "--trainer.devices=2"],

@@ -332,13 +332,21 @@ def recovered() -> Values:
         for row in rows:
             kills = [event for event in row["events"] if event["fault"]["kind"] == "kill"]
             away = [event["away_s"] for event in kills if event["away_s"] and event["fault"]["aim"] != "start"]
-            cells = [f"`{row['mode']}`", str(row["sizes"][0]), str(len(kills)), str(row["missing"]), str(row["doubled"])]
+            cells = [
+                f"`{row['mode']}`",
+                str(row["sizes"][0]),
+                str(len(kills)),
+                str(row["missing"]),
+                str(row["doubled"]),
+            ]
             cells += [brief(row["difference"]), f"{row['repeated']} in {row['restarts']}"]
             times = [f"{median(away):.2f}", f"{max(away):.2f}", str(len(away))]
             found.append([*cells, *times])
             medians.append((median(away), f"{times[0]} and {times[1]} s (`{row['mode']}`)"))
         values |= {key: found, f"{key}-best": min(medians)[1], f"{key}-worst": max(medians)[1]}
-        values[f"{key}-repeated"] = " in ".join(str(sum(row[name] for row in rows)) for name in ("repeated", "restarts"))
+        values[f"{key}-repeated"] = " in ".join(
+            str(sum(row[name] for row in rows)) for name in ("repeated", "restarts")
+        )
     return values
 
 

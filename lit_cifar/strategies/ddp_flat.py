@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.strategies.base import ForwardFn, compiles
-from lit_cifar.strategies.mesh import AveragingStrategy
+from lit_cifar.strategies.mesh import AveragingStrategy, parameters_of
 
 
 class FlatDDPStrategy(AveragingStrategy):
@@ -44,6 +44,10 @@ class FlatDDPStrategy(AveragingStrategy):
     @override
     def local_buffers(self) -> Iterator[Tensor]:
         return self.module.network.buffers()
+
+    @override
+    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        nn.utils.clip_grad_norm_(parameters_of(optimizer), clip_val)
 
     @override
     def part_of_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:

@@ -208,7 +208,7 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
 
 
 class AveragingStrategy(MeshStrategy):
-    """Averages the gradients of `trained_parameters` over the replicas by one all-reduce after backward."""
+    """Averages the gradients of `trained_parameters` over the replicas by one all-reduce at the end of backward."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -234,9 +234,19 @@ class AveragingStrategy(MeshStrategy):
         return self._average and self.num_replicas > 1 and not self.parts.one_by_one
 
     @override
-    def post_backward(self, closure_loss: Tensor) -> None:
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Have autograd average them before it returns, so that nobody sees others, as with DistributedDataParallel."""
+
+        def begin(gradient: Tensor) -> None:
+            handle.remove()
+            torch.autograd.Variable._execution_engine.queue_callback(self.average_gradients)
+
+        if self.averages_gradients:
+            handle = closure_loss.register_hook(begin)  # type: ignore[no-untyped-call]
+
+    def average_gradients(self) -> None:
         gradients = [parameter.grad for parameter in self.trained_parameters() if parameter.grad is not None]
-        if self.averages_gradients and gradients:
+        if gradients:
             at_once(lambda flat: dist.all_reduce(flat.div_(self.num_replicas), group=self.data_group), gradients)
 
     @override

@@ -219,7 +219,7 @@ def _lost_microbatch(site: Site) -> None:
 
 @mutation("pipelines do not average", "ddp_pp", args=PIPELINE, devices=4)
 def _lone_pipelines(site: Site) -> None:
-    site.replace(site.trainer.strategy, "post_backward", lambda average, loss: None)
+    site.replace(site.trainer.strategy, "average_gradients", lambda average: None)
 
 
 @mutation("the input's gradient is not summed", "tp")

@@ -473,9 +473,9 @@ def _equal_microbatches(site: Site, train: Any, pipeline: Pipeline, images: Any,
 # Reduction
 
 
-@mutation("pipelines divide by all processes", "ddp_pp", STRATEGY, "post_backward", args=UNCUT, devices=4)
-def _over_all(site: Site, average: Any, loss: Tensor) -> None:
-    average(loss)
+@mutation("pipelines divide by all processes", "ddp_pp", STRATEGY, "average_gradients", args=UNCUT, devices=4)
+def _over_all(site: Site, average: Any) -> None:
+    average()
     for parameter in site.trainer.strategy.pipeline.parameters:
         parameter.grad.mul_(dist.get_world_size(site.trainer.strategy.data_group) / site.trainer.world_size)
 
