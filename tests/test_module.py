@@ -4,6 +4,7 @@ import copy
 import pickle
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -142,13 +143,23 @@ def test_the_data_are_read_without_a_trainer(tmp_path: Path) -> None:
     assert alone.on_after_batch_transfer(found, 0).images.dtype == torch.float32
 
 
-def test_mirror_images_are_evaluated_too_and_blocks_may_begin_as_the_identity() -> None:
-    """The mean of both logits, in evaluation alone."""
-    module = LitResNet("tiny", stem="imagenet", flip_test=True, zero_init_residual=True).eval()
+@pytest.mark.parametrize("views", [2, 6])
+def test_views_are_evaluated(views: Literal[2, 6]) -> None:
+    """In evaluation alone. An image that is moved by a pixel gets at the border what lies behind the border."""
+    module = LitResNet("tiny", stem="imagenet", test_views=views).eval()
     images = torch.randn(3, 3, 32, 32)
-    expected = (module(images) + module(images.flip(3))) / 2
+    up_left = torch.cat([images[:, :, 1:], images[:, :, -2:-1]], dim=2)
+    up_left = torch.cat([up_left[..., 1:], up_left[..., -2:-1]], dim=3)
+    down_right = torch.cat([images[:, :, 1:2], images[:, :, :-1]], dim=2)
+    down_right = torch.cat([down_right[..., 1:2], down_right[..., :-1]], dim=3)
+    still, *moved = [(module(view) + module(view.flip(3))) / 2 for view in (images, up_left, down_right)]
+    expected = still if views == 2 else still / 2 + torch.stack(moved).mean(dim=0) / 2
     torch.testing.assert_close(module.predict_step(Batch(images, *[torch.arange(3)] * 2, 1.0), 0), expected.softmax(1))
     assert not torch.allclose(module(images), expected)
+
+
+def test_blocks_may_begin_as_the_identity() -> None:
+    module = LitResNet("tiny", stem="imagenet", zero_init_residual=True)
     last = [norm.weight for name, norm in module.network.named_modules() if name.endswith("bn2")]
     assert len(last) == 4
     assert not torch.cat(last).any()

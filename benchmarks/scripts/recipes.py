@@ -23,7 +23,7 @@ RECIPES = HERE.parents[1] / "configs" / "recipes"
 TIMEOUT_S = 4 * 3600.0
 THREADS = os.cpu_count() or 1
 _COUNTS = ("correct", "correct_flipped")  # of the tests, in their order
-TESTS = [["--model.compile=false", f"--model.flip_test={flips}"] for flips in ("false", "true")]
+TESTS = [["--model.compile=false", f"--model.test_views={views}"] for views in (1, 2)]
 
 
 def trained(recipe: str, flags: list[str], *, seed: int, at_once: int = 1) -> dict[str, Any]:
