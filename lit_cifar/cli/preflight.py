@@ -45,6 +45,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "data.num_workers": (0, math.inf),
     "data.padding": (0, math.inf),
     "data.seed": (0, math.inf),
+    "data.small_epochs": (0, math.inf),
     "data.val_size": (0, math.inf),
     "figures.num_wrong": (0, _MANY),
     "figures.every_n_epochs": (0, math.inf),
@@ -143,6 +144,9 @@ def check_run(
     if module.header.network is not None:
         check_network(module.network, module.image_shape, num_classes=len(data.classes))
     if subcommand == "fit":
+        if data.augmentation is not None and (side := data.augmentation.small_size):
+            remedy = "leave out --data.small_size and --data.small_epochs"
+            check_network(module.network, (3, side, side), num_classes=len(data.classes), remedy=remedy)
         optimizer = _try_optimizer(module)
         check_clipping(trainer, optimizer)
         _check_averaging(trainer)
