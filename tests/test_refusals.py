@@ -26,6 +26,8 @@ REFUSED = {
     "--trainer.accumulate_grad_batches=4 --trainer.limit_train_batches=6": ["=4 or --trainer.limit_train_batches=8"],
     "--trainer.accumulate_grad_batches=2 --trainer.overfit_batches=1": ["whole steps: --trainer.overfit_batches=2"],
     "--trainer.callbacks+=StochasticWeightAveraging --trainer.callbacks.swa_lrs=0.01": ["EMAWeightAveraging"],
+    "--trainer.callbacks+=EMAWeightAveraging --trainer.strategy=pp --trainer.devices=2": ["--trainer.strategy=ddp"],
+    "--trainer.callbacks+=EMAWeightAveraging --trainer.strategy=ddp_spawn": ["cannot be sent to spawned processes"],
     "--trainer.max_steps=0": ["--trainer.max_steps=0 would train nothing"],
     "--data.batch_size=many": ["batch_size"],
     "--model.lr_scheduler=StepLR --model.lr_scheduler.step_size=0": ["--model.lr_scheduler.NAME=VALUE"],

@@ -7,7 +7,7 @@ from typing import Any
 
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed import is_torchelastic_launched
@@ -260,8 +260,19 @@ def _check_samples(data: CIFAR10DataModule, audit: AuditRecord | None, *, checkp
 
 
 def _check_averaging(trainer: Trainer) -> None:
-    """Refuse a callback that adds an epoch without optimizer steps, which no plan of samples has."""
-    if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+    """Refuse a callback that adds an epoch without optimizer steps, which no plan of samples has, and one that would
+    average a part of the weights.
+    """
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    averages = any(isinstance(callback, WeightAveraging) for callback in callbacks)
+    own = hasattr(trainer.strategy, "processes_per_replica")  # weights or buffers that are not as in `ddp`
+    spawned = getattr(trainer.strategy, "_start_method", None) in ("spawn", "forkserver")
+    if averages and (own or spawned):
+        raise ConfigError(
+            "a callback averages weights, of which a process has parts here, or cannot be sent to spawned processes",
+            remedy="leave it out, or pass --trainer.strategy=ddp, without --model.compile=cuda_graphs",
+        )
+    if any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
         raise ConfigError(
             "StochasticWeightAveraging adds an epoch without steps at the end, for BatchNorm, and forgets its learning "
             "rate in a run that is resumed within an epoch",
