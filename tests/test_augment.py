@@ -97,6 +97,18 @@ def test_windows_are_resized_as_by_torchvision() -> None:
     assert set(draws[2].tolist()) == {0, 1}
 
 
+def test_the_images_of_the_first_epochs_are_smaller() -> None:
+    """As by torch, but for the rounding of weights to 7 bits, and of rows before columns."""
+    images = torch.randint(0, 256, (8, 3, 32, 32), dtype=torch.uint8)
+    augmentation = Augmentation(seed=1, small_epochs=2, small_size=24)
+    expected = F.interpolate(images.float(), size=(24, 24), mode="bilinear")
+    for epoch in range(2):
+        found = augmentation.shrunk(images, epoch=epoch)
+        assert found.shape == expected.shape
+        assert (found.float() - expected).abs().max() < 2.5
+    assert augmentation.shrunk(images, epoch=2).equal(images)
+
+
 def test_windows_are_as_likely_as_torchvisions() -> None:
     """Their heights, areas, ratios and places, by the largest difference between two distributions (Kolmogorov)."""
     num = 8000

@@ -1,5 +1,6 @@
 """When `best.ckpt` and `last.ckpt` are written, by a thread while training goes on, and who hears of a failure."""
 
+import csv
 import errno
 import shutil
 import threading
@@ -390,6 +391,24 @@ def test_names_do_not_depend_on_the_disk(disk: Disk, tmp_path: Path) -> None:
     assert names == {"best.ckpt": 9, "best-v1.ckpt": 6}
     checkpoint: Any = trainer.checkpoint_callback
     assert Path(checkpoint.best_model_path).name == "best.ckpt"
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
+def test_averaged_weights_are_validated_and_saved(tmp_path: Path) -> None:
+    """Beside those that are trained, with which a resumed run goes on."""
+    average = callback("lightning.pytorch.callbacks.EMAWeightAveraging", decay=0.5)
+    run_here("fit", *TINY, *average, f"--run_dir={tmp_path / 'run'}")
+    for name in (BEST, LAST):
+        saved = tmp_path / "run" / "checkpoints" / name
+        run_here("validate", *TINY, f"--ckpt_path={saved}", f"--run_dir={tmp_path / name}")
+        assert logged(tmp_path / name, "val/loss") == logged(tmp_path / "run", "val/loss")
+    best = read_checkpoint(tmp_path / "run" / "checkpoints" / BEST)
+    assert not best["current_model_state"]["network.fc.weight"].equal(best["state_dict"]["fc.weight"])
+
+
+def logged(run: Path, name: str) -> list[str]:
+    with (run / "metrics.csv").open(newline="") as file:
+        return [row[name] for row in csv.DictReader(file) if row[name]]
 
 
 class Uploads(CSVLogger):

@@ -38,13 +38,13 @@ pytestmark = [
 FLAGS = [*TINY, "--trainer.devices=1", f"--trainer.accelerator={ACCELERATOR}"]
 
 
-@pytest.mark.parametrize("resized_to", [None, 24])
-def test_batches_made_on_the_device_are_those_of_the_host(resized_to: int | None) -> None:
+@pytest.mark.parametrize("options", [{}, {"resized_to": 24}, {"small_epochs": 4, "small_size": 20}])
+def test_batches_made_on_the_device_are_those_of_the_host(options: dict[str, int]) -> None:
     """The same bytes, with the largest keys."""
     pixels = torch.randint(0, 256, (40, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     images = ImageSet(pixels, torch.arange(40) % 10, tuple("abcdefghij"))
     sampler = TrainSampler(num_samples=40, batch_size=16, batch_split=BatchSplit(), epoch=3)
-    augmentation = Augmentation(seed=2**61, resized_to=resized_to, cutout=8)
+    augmentation = Augmentation(seed=2**61, cutout=8, **options)
     there, here = (
         list(BatchLoader(place, sampler, augmentation=augmentation)) for place in (images.to(DEVICE), images)
     )

@@ -2,21 +2,24 @@
 
 import copy
 import pickle
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from counting import Operators
 from lightning.pytorch import LightningModule
 from short_fits import data, fit, short
+from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
-from lit_cifar import LitResNet, WarmupDecay
+from lit_cifar import CIFAR10DataModule, LitResNet, MuonSGD, WarmupDecay
 from lit_cifar.data import Batch
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.errors import ConfigError
@@ -70,6 +73,16 @@ def test_the_rate_follows_the_batch_and_the_schedule_the_run(tmp_path: Path, sca
     assert run.global_step == run.lr_scheduler_configs[0].scheduler.total_steps == 10
 
 
+def batches_of(images: CIFAR10DataModule, augmentation: Augmentation, *, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Augmented and normalised, float64, and their labels."""
+    train, order = images.sets["train"], images.train_sampler()
+    mean, std = (torch.tensor(values)[:, None, None] for values in (images.source.mean, images.source.std))
+    order.set_epoch(epoch)
+    for ids, _ in order:
+        pixels = augmentation(train.images[ids], augmentation.draw(ids, (32, 32), epoch=epoch)).float()
+        yield ((pixels - 255 * mean) / (255 * std)).double(), train.labels[ids]
+
+
 def test_the_trainer_takes_the_steps_of_a_plain_loop(tmp_path: Path) -> None:
     """Two epochs with a ragged batch, written as the textbook does."""
     torch.manual_seed(0)
@@ -83,21 +96,49 @@ def test_the_trainer_takes_the_steps_of_a_plain_loop(tmp_path: Path) -> None:
     images = images_of(batch_size=32)
     fit(module, tmp_path, images, precision="64-true", max_epochs=2)
 
-    train, order = images.sets["train"], images.train_sampler()
-    augmentation = Augmentation(seed=0)
-    mean, std = (torch.tensor(values)[:, None, None] for values in (images.source.mean, images.source.std))
     optimizer = SGD(plain.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
     for epoch, lr in enumerate((0.05, 0.005)):
         optimizer.param_groups[0]["lr"] = lr
-        order.set_epoch(epoch)
-        for ids, _ in order:
-            pixels = augmentation(train.images[ids], augmentation.draw(ids, (32, 32), epoch=epoch)).float()
-            logits = plain(((pixels - 255 * mean) / (255 * std)).double())
+        for pixels, labels in batches_of(images, Augmentation(seed=0), epoch=epoch):
             optimizer.zero_grad()
-            F.cross_entropy(logits, train.labels[ids]).backward()
+            F.cross_entropy(plain(pixels), labels).backward()
             optimizer.step()
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(module.network.state_dict()[name].to(value), value, rtol=1e-12, atol=1e-12)
+
+
+def test_a_recipe_takes_the_steps_of_a_plain_loop(tmp_path: Path) -> None:
+    """Muon a matrix at a time, as airbench94 writes it, and a rate that rises for 4 of 20 steps, then falls to 0."""
+    torch.manual_seed(0)
+    module = LitResNet("tiny", stem="imagenet", zero_init_residual=True, label_smoothing=0.2, optimizer=MuonSGD)
+    module.make_lr_scheduler = partial(WarmupDecay, warmup=0.2, decay="linear")
+    plain = copy.deepcopy(module.network).double()
+    images = images_of(batch_size=16, drop_last=True, reflect=True, alternate_flips=True)
+    fit(module, tmp_path, images, precision="64-true", max_epochs=4)
+
+    filters = {weight: torch.zeros_like(weight) for weight in plain.parameters() if weight.ndim == 4}
+    vectors = [weight for weight in plain.parameters() if weight.ndim < 4]
+    others = SGD(vectors, lr=0.3, momentum=0.9, weight_decay=5e-4, nesterov=True)
+    rates = iter([0.2, 0.4, 0.6, 0.8, *((16 - step) / 16 for step in range(16))])
+    for epoch in range(4):
+        for pixels, labels in batches_of(images, Augmentation(seed=0, reflect=True, alternate=True), epoch=epoch):
+            rate = next(rates)
+            plain.zero_grad()
+            F.cross_entropy(plain(pixels), labels, label_smoothing=0.2).backward()
+            others.param_groups[0]["lr"] = 0.3 * rate
+            others.step()
+            for weight, momentum in filters.items():
+                momentum.mul_(0.9).add_(weight.grad)
+                direction = (weight.grad + 0.9 * momentum).flatten(1)
+                tall = len(direction) > direction.shape[1]
+                found = (direction.T if tall else direction) / direction.norm().clamp_min(1e-7)
+                for _ in range(3):
+                    gram = found @ found.T
+                    found = 3.4445 * found + (-4.7750 * gram + 2.0315 * gram @ gram) @ found
+                weight.data.mul_(len(weight) ** 0.5 / weight.data.norm())
+                weight.data.sub_(0.05 * rate * (found.T if tall else found).view_as(weight))
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(module.network.state_dict()[name].to(value), value, rtol=1e-9, atol=1e-9)
 
 
 def test_the_split_is_seeded_and_disjoint() -> None:
@@ -142,13 +183,23 @@ def test_the_data_are_read_without_a_trainer(tmp_path: Path) -> None:
     assert alone.on_after_batch_transfer(found, 0).images.dtype == torch.float32
 
 
-def test_mirror_images_are_evaluated_too_and_blocks_may_begin_as_the_identity() -> None:
-    """The mean of both logits, in evaluation alone."""
-    module = LitResNet("tiny", stem="imagenet", flip_test=True, zero_init_residual=True).eval()
+@pytest.mark.parametrize("views", [2, 6])
+def test_views_are_evaluated(views: Literal[2, 6]) -> None:
+    """In evaluation alone. An image that is moved by a pixel gets at the border what lies behind the border."""
+    module = LitResNet("tiny", stem="imagenet", test_views=views).eval()
     images = torch.randn(3, 3, 32, 32)
-    expected = (module(images) + module(images.flip(3))) / 2
+    up_left = torch.cat([images[:, :, 1:], images[:, :, -2:-1]], dim=2)
+    up_left = torch.cat([up_left[..., 1:], up_left[..., -2:-1]], dim=3)
+    down_right = torch.cat([images[:, :, 1:2], images[:, :, :-1]], dim=2)
+    down_right = torch.cat([down_right[..., 1:2], down_right[..., :-1]], dim=3)
+    still, *moved = [(module(view) + module(view.flip(3))) / 2 for view in (images, up_left, down_right)]
+    expected = still if views == 2 else still / 2 + torch.stack(moved).mean(dim=0) / 2
     torch.testing.assert_close(module.predict_step(Batch(images, *[torch.arange(3)] * 2, 1.0), 0), expected.softmax(1))
     assert not torch.allclose(module(images), expected)
+
+
+def test_blocks_may_begin_as_the_identity() -> None:
+    module = LitResNet("tiny", stem="imagenet", zero_init_residual=True)
     last = [norm.weight for name, norm in module.network.named_modules() if name.endswith("bn2")]
     assert len(last) == 4
     assert not torch.cat(last).any()

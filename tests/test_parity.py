@@ -23,8 +23,8 @@ CUT += ["--data.num_train=175", "--data.val_size=15", "--model.optimizer.lr=0.02
 # 14 pictures to train on, of which no two are of the same size, and 3 to validate with.
 PICTURES = ["--data.dataset=folder", "--data.image_size=24", "--data.num_train=17", "--data.val_size=3"]
 PICTURES += ["--data.decoded_size=27", "--data.batch_size=8", "--model.optimizer.lr=0.01"]
-# As in the fast recipes: blocks begin as the identity, and mirror images are evaluated too.
-FAST = ["--model.optimizer=lit_cifar.MuonSGD", "--model.zero_init_residual=true", "--model.flip_test=true"]
+# As in the fast recipes: blocks begin as the identity, and several views are evaluated.
+FAST = ["--model.optimizer=lit_cifar.MuonSGD", "--model.zero_init_residual=true", "--model.test_views=6"]
 # 303 images are nine full steps and one of 15, which no number of processes divides: 20 steps in two epochs.
 LONG = ["--data.num_train=319", "--data.val_size=16", "--data.batch_size=32"]
 FLOAT64 = "--trainer.precision=64-true"
@@ -50,6 +50,7 @@ def own(name: str) -> list[str]:
 
 CASES = {
     "clipped and accumulated": Case("dp mp-micro pp", [*TINY, *CUT]),
+    "small images first": Case("pp", [*TINY, *CUT, "--data.small_epochs=1", "--data.small_size=24"]),
     "two devices in each process": Case("ddp_mp", [*TINY, *CUT], devices=4),
     "bottlenecks": Case("tp", ["--model.arch=tiny_bottleneck"]),
     "a transformer": Case("tp", ["--model.arch=vit_micro"]),
@@ -70,6 +71,7 @@ SLOW = {
 }
 SLOW["every mode"] = Case(" ".join(sized_modes(2)), HARD)
 EXHAUSTIVE = {
+    "small images first in every mode": Case(" ".join(sized_modes(2)), CASES["small images first"].flags),
     "two epochs on two processes": SLOW["two epochs"]._replace(devices=2),
     "a chain of one's own": Case("mp pp tp fsdp2 ddp_spawn", own("Chain")),
     "a network in other modes": Case("dp ddp ddp_spawn", own("Opaque")),

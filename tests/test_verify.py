@@ -585,7 +585,7 @@ def test_tied_weights_and_what_is_not_saved_are_no_mistakes(tf32: list[Any], tmp
     record = recorded(tmp_path, *ODD, "--data.num_train=48", "--trainer.max_epochs=-1")
     config = settings(num_train=48, val_size=16).config
     config["trainer"] |= {"precision": "32-true"}
-    config["model"] |= {"network": {"class_path": "own_networks.Odd"}, "label_smoothing": 0.0, "flip_test": False}
+    config["model"] |= {"network": {"class_path": "own_networks.Odd"}, "label_smoothing": 0.0, "test_views": 1}
     config["model"] |= {"arch": None, "stem": None}
     config["model"]["optimizer"] = {"class_path": "lit_cifar.NesterovSGD", "init_args": {"lr": 0.1}}
     own = Configuration((), config)

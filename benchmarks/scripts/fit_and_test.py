@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from lit_cifar.tools.verify.runs import TIMEOUT_S, refuse_if_invalid, run
 
@@ -31,9 +32,16 @@ class Result:
 
 
 def fit_and_test(
-    words: Sequence[str], *, tests: Sequence[Sequence[str]] = ((),), threads: int = 1, timeout_s: float = TIMEOUT_S
+    words: Sequence[str],
+    *,
+    tests: Sequence[Sequence[str]] = ((),),
+    split: Literal["val", "test"] = "test",
+    threads: int = 1,
+    timeout_s: float = TIMEOUT_S,
 ) -> Result:
     """`fit` with these arguments, which may take `timeout_s`, then a `test` with each of the flags in `tests`.
+
+    With `split` "val" these count the held-out images, by `validate`.
 
     Raises:
         ConfigError: One of them failed.
@@ -46,11 +54,12 @@ def fit_and_test(
         checkpoint = fit_dir / "checkpoints" / "last.ckpt"
         trained = [f"--config={fit_dir / 'config.yaml'}", f"--ckpt_path={checkpoint}"]
         counts = []
+        command = "test" if split == "test" else "validate"
         for number, flags in enumerate(tests):
             test_dir = folder / f"test{number}"
-            refuse_if_invalid(run("test", *trained, *flags, f"--run_dir={test_dir}", folder=folder, threads=threads))
+            refuse_if_invalid(run(command, *trained, *flags, f"--run_dir={test_dir}", folder=folder, threads=threads))
             rows = _rows(test_dir / "per_rank.csv")
-            (whole,) = (row for row in rows if (row["split"], row["rank"]) == ("test", "all"))
+            (whole,) = (row for row in rows if (row["split"], row["rank"]) == (split, "all"))
             counts.append((int(whole["correct"]), int(whole["total"])))
         return Result(counts, fitted.seconds, _rows(fit_dir / "metrics.csv"))
 

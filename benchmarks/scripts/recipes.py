@@ -9,9 +9,10 @@ import argparse
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean, median, stdev
-from typing import Any
+from typing import Any, Literal
 
 from fit_and_test import fit_and_test
 from run_record import complete, run_script, with_seeds
@@ -22,15 +23,23 @@ HERE = Path(__file__).parent
 RECIPES = HERE.parents[1] / "configs" / "recipes"
 TIMEOUT_S = 4 * 3600.0
 THREADS = os.cpu_count() or 1
-_COUNTS = ("correct", "correct_flipped")  # of the tests, in their order
-TESTS = [["--model.compile=false", f"--model.flip_test={flips}"] for flips in ("false", "true")]
+_WHOLE = ["--model.compile=false", "--trainer.limit_val_batches=1.0"]  # also if the training did not validate
+_COUNTS = {"correct": 1, "correct_flipped": 2}  # of the tests, in their order, with so many views of each image
 
 
-def trained(recipe: str, flags: list[str], *, seed: int, at_once: int = 1) -> dict[str, Any]:
-    """Train and test once.
+def trained(
+    recipe: str,
+    flags: list[str],
+    *,
+    seed: int,
+    at_once: int = 1,
+    counts: Mapping[str, int] = _COUNTS,
+    split: Literal["val", "test"] = "test",
+) -> dict[str, Any]:
+    """Train once, and evaluate with so many views of each image as `counts` says.
 
     Returns:
-        seed; total and correct (test images as they are), correct_flipped (with their mirror images); epochs; epoch_s
+        seed; total, and by the names in `counts` how many of these are right; epochs; each_s (of each epoch); epoch_s
         (median of an epoch, checkpoint included); train_s (all epochs, without compiling and without the last saving);
         compile_s (what the first epoch took longer); seconds (of the whole command); at_once (runs at that time).
     """
@@ -38,17 +47,18 @@ def trained(recipe: str, flags: list[str], *, seed: int, at_once: int = 1) -> di
         clock = Path(folder) / "epochs.json"
         words = [f"--config={RECIPES / recipe}.yaml", f"--seed_everything={seed}", f"--data.seed={seed}", *flags]
         words += ["--trainer.callbacks+=epoch_clock.EpochClock", f"--trainer.callbacks.path={clock}"]
-        result = fit_and_test(words, tests=TESTS, threads=max(1, THREADS // at_once), timeout_s=TIMEOUT_S)
+        tests = [[*_WHOLE, f"--model.test_views={views}"] for views in counts.values()]
+        threads = max(1, THREADS // at_once)
+        result = fit_and_test(words, tests=tests, split=split, threads=threads, timeout_s=TIMEOUT_S)
         timed = json.loads(clock.read_text())
-    (correct, total), (correct_flipped, _) = result.counts
     epochs, usual = timed["epochs"], timed["median"]
     inner = [epoch["total_s"] for epoch in epochs[1:-1]]
     return {
         "seed": seed,
-        "total": total,
-        "correct": correct,
-        "correct_flipped": correct_flipped,
+        "total": result.total,
+        **{name: correct for name, (correct, _) in zip(counts, result.counts, strict=True)},
         "epochs": len(epochs),
+        "each_s": [round(epoch["total_s"], 3) for epoch in epochs],
         "epoch_s": round(usual["total_s"], 3),
         "train_s": round(sum(inner) + usual["total_s"] * (len(epochs) - len(inner)), 2),
         "compile_s": round(epochs[0]["training_s"] - usual["training_s"], 1),
@@ -69,10 +79,15 @@ def _spread(accuracies: list[float]) -> str:
     return f"{fmean(accuracies):.2f}" + (f" +- {stdev(accuracies):.2f} %" if len(accuracies) > 1 else " %")
 
 
+def prepare() -> None:
+    """Let processes find the callbacks in this folder, and the kernels that one of them has compiled."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/compiled-recipes")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
+
+
 def main(recipe: str, output: Path, flags: list[str], *, seeds: int, at_once: int = 1) -> None:
     """The first seed alone, so that its time is its own."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/compiled-recipes")  # by the first seed
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
+    prepare()
 
     def complete_up_to(seeds: int, *, at_once: int) -> list[dict[str, Any]]:
         return complete(

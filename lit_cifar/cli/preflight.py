@@ -7,7 +7,7 @@ from typing import Any
 
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed import is_torchelastic_launched
@@ -45,6 +45,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "data.num_workers": (0, math.inf),
     "data.padding": (0, math.inf),
     "data.seed": (0, math.inf),
+    "data.small_epochs": (0, math.inf),
     "data.val_size": (0, math.inf),
     "figures.num_wrong": (0, _MANY),
     "figures.every_n_epochs": (0, math.inf),
@@ -143,6 +144,9 @@ def check_run(
     if module.header.network is not None:
         check_network(module.network, module.image_shape, num_classes=len(data.classes))
     if subcommand == "fit":
+        if data.augmentation is not None and (side := data.augmentation.small_size):
+            remedy = "leave out --data.small_size and --data.small_epochs"
+            check_network(module.network, (3, side, side), num_classes=len(data.classes), remedy=remedy)
         optimizer = _try_optimizer(module)
         check_clipping(trainer, optimizer)
         _check_averaging(trainer)
@@ -256,8 +260,19 @@ def _check_samples(data: CIFAR10DataModule, audit: AuditRecord | None, *, checkp
 
 
 def _check_averaging(trainer: Trainer) -> None:
-    """Refuse a callback that adds an epoch without optimizer steps, which no plan of samples has."""
-    if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+    """Refuse a callback that adds an epoch without optimizer steps, which no plan of samples has, and one that would
+    average a part of the weights.
+    """
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    averages = any(isinstance(callback, WeightAveraging) for callback in callbacks)
+    own = hasattr(trainer.strategy, "processes_per_replica")  # weights or buffers that are not as in `ddp`
+    spawned = getattr(trainer.strategy, "_start_method", None) in ("spawn", "forkserver")
+    if averages and (own or spawned):
+        raise ConfigError(
+            "a callback averages weights, of which a process has parts here, or cannot be sent to spawned processes",
+            remedy="leave it out, or pass --trainer.strategy=ddp, without --model.compile=cuda_graphs",
+        )
+    if any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
         raise ConfigError(
             "StochasticWeightAveraging adds an epoch without steps at the end, for BatchNorm, and forgets its learning "
             "rate in a run that is resumed within an epoch",

@@ -30,6 +30,16 @@ class Augmentation:
     flip: bool = True  # whether half of the images are mirrored left to right
     alternate: bool = False  # whether these are the others in every second epoch; otherwise each epoch draws anew
     cutout: int = 0  # side in pixels of a black square at a random centre (DeVries and Taylor, 2017); 0 for none
+    small_epochs: int = 0  # in so many first epochs all that is resized at last
+    small_size: int = 0  # to this height and width
+
+    def shrunk(self, images: Tensor, *, epoch: int) -> Tensor:
+        """Images (uint8, (n, C, H, W)) that `__call__` has returned, as they are trained on in `epoch`."""
+        if epoch >= self.small_epochs:
+            return images
+        height, width = images.shape[2:]
+        begin = torch.zeros(len(images), dtype=torch.int64, device=images.device)
+        return resized_crop(images, begin, begin, begin + height, begin + width, begin.bool(), size=self.small_size)
 
     def draw(self, ids: Tensor, size: Sequence[int], *, epoch: int) -> Tensor:
         """What happens to the samples `ids` (int64, (n,)), of images of `size` (height, width), in `epoch`.

@@ -86,6 +86,9 @@ class CIFAR10DataModule(L.LightningDataModule):
         alternate_flips: Flip a random half of the images in the first epoch and the other half in the second, and so
             on (Jordan, 2024, https://arxiv.org/abs/2404.00498). With false each epoch draws another half.
         cutout: Side of a random black square in training images, in pixels. With 0 there is none. Needs `augment`.
+        small_epochs: In so many first epochs training images are resized to `small_size` after all else. At 24 pixels
+            in place of 32 a convolution takes 9/16 of the operations. Needs `augment`.
+        small_size: Their height and width in these epochs, in pixels.
         shuffle: Draw a new permutation for each epoch. With false every epoch has the order of the files.
         frozen_order: Repeat the order of the first epoch in every epoch, as a forgotten `set_epoch` does. For study.
         drop_last: Leave out the last batch of an epoch if it is not full. With false it is weighted by its size.
@@ -132,6 +135,8 @@ class CIFAR10DataModule(L.LightningDataModule):
         reflect: bool = False,
         alternate_flips: bool = False,
         cutout: int = 0,
+        small_epochs: int = 0,
+        small_size: int = 0,
         shuffle: bool = True,
         frozen_order: bool = False,
         drop_last: bool = False,
@@ -182,6 +187,8 @@ class CIFAR10DataModule(L.LightningDataModule):
             reflect=reflect,
             alternate=alternate_flips,
             cutout=cutout,
+            small_epochs=small_epochs,
+            small_size=small_size,
         )
         self.augmentation = drawn if augment else None
         own = self.source.val_size
@@ -192,6 +199,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         self.folder: FolderImages | None = None
         self._prepared = False
         given = {"padding": padding, "reflect": reflect, "alternate_flips": alternate_flips, "cutout": cutout}
+        given |= {"small_epochs": small_epochs}
         for name, value in given.items():
             if value and not augment:
                 remedy = "pass --data.augment=true"
@@ -200,6 +208,11 @@ class CIFAR10DataModule(L.LightningDataModule):
             raise ConfigError(
                 "--data.decoded_size crops images that are not padded",
                 remedy="leave out --data.padding and --data.reflect",
+            )
+        if bool(small_epochs) != bool(small_size):
+            raise ConfigError(
+                f"--data.small_epochs={small_epochs} and --data.small_size={small_size} belong together",
+                remedy="pass both, e.g. --data.small_epochs=7 --data.small_size=24, or leave both out",
             )
         if reflect and drawn.padding >= self.image_size:
             raise ConfigError("--data.reflect=true has too few pixels to mirror", remedy="lower --data.padding")
@@ -338,7 +351,7 @@ class CIFAR10DataModule(L.LightningDataModule):
     def _normalised(self, images: Tensor) -> Tensor:
         """Their centre, from uint8 to float32."""
         size = self.image_size
-        border = (images.shape[3] - size) // 2  # 0 after augmentation
+        border = max(0, images.shape[3] - size) // 2  # 0 after augmentation
         centre = images[:, :, border : border + size, border : border + size]
         mean, std = (_channel_values(values, images.device) for values in (self.source.mean, self.source.std))
         return centre.to(torch.float32, copy=True).sub_(mean).div_(std)

@@ -6,6 +6,7 @@ and Lightning leaves an iterable that is no DataLoader as it is.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ class BatchLoader:
             size, epoch = self.images.images.shape[2:], getattr(self.sampler, "epoch", 0)
             draws = self._augmentation.draw(ids, size, epoch=epoch)
             made = map(self._augmentation, made, torch.split(draws, [len(part) for part in of_blocks], dim=1))
+            made = map(partial(self._augmentation.shrunk, epoch=epoch), made)
         for block, images in zip(blocks, made, strict=True):
             yield from torch.split(images, block)
 

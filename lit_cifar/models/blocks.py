@@ -47,7 +47,13 @@ def blocks_of(network: nn.Module) -> dict[str, nn.Module] | None:
 
 
 @torch.no_grad()
-def check_network(network: nn.Module, image_shape: Sequence[int], *, num_classes: int) -> None:
+def check_network(
+    network: nn.Module,
+    image_shape: Sequence[int],
+    *,
+    num_classes: int,
+    remedy: str = "correct it, or its arguments: --model.network.NAME=VALUE",
+) -> None:
     """Refuse a network that does not return logits for two images of noise, or whose blocks compute something else."""
     name = type(network).__name__
     lazy = [key for key, tensor in network.named_parameters() if is_lazy(tensor)]
@@ -62,7 +68,7 @@ def check_network(network: nn.Module, image_shape: Sequence[int], *, num_classes
         problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise ConfigError(
             f"{name} cannot take images {tuple(image_shape)}: {problem}",
-            remedy="correct it, or its arguments: --model.network.NAME=VALUE",
+            remedy=remedy,
         ) from error
     if lazy:
         layer = lazy[0].rpartition(".")[0]
@@ -187,6 +193,13 @@ class Partition:
         )
         edges = (0, *bounds, len(blocks))
         return cls(tuple(Stage(blocks[a:b]) for a, b in pairwise(edges)), tuple(image_shape))
+
+    def shapes(self, network: nn.Module, image_shape: Sequence[int]) -> list[tuple[int, ...]]:
+        """The output shape of each stage for images of this shape, both without the batch axis."""
+        if tuple(image_shape) == self.image_shape:
+            return [stage.output_shape for stage in self.stages]
+        outputs = {block.name: block.output_shape for block in measure(network, image_shape)}
+        return [outputs[stage.blocks[-1].name] for stage in self.stages]
 
     def modules(self, network: nn.Module) -> list[nn.Sequential]:
         """The stages of `network` as modules, see `Stage.module`."""

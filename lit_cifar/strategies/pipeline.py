@@ -124,6 +124,7 @@ class Pipeline:
         self._compiled = {index: Compiled(stage) for index, stage in self.stages.items() if self.compiles}
         self._narrow = cache(partial(output_dtypes, self.network, self.partition, device=self.device))
         self._prepared = cache(self._prepare)
+        self._shapes = cache(lambda image_shape: self.partition.shapes(self.network, image_shape))
         self._batch_size, self._weight = 1, 1.0
         self._scale: Tensor | float = 1.0
 
@@ -141,13 +142,13 @@ class Pipeline:
         self._batch_size, self._scale = len(images), scale
         if len(set(sizes)) == 1:
             self._weight = weights[0]
-            run = self._prepared(sizes[0], images.dtype)
+            run = self._prepared(sizes[0], images.shape[1:], images.dtype)
             inputs = (images,) if 0 in self.stages else ()
             targets = {"target": labels} if self._last in self.stages else {}
             logits = run.step(*inputs, **targets)
         else:
             logits = self._train_unequal(torch.split(images, sizes), torch.split(labels, sizes), weights)
-        return self._from_last(logits.detach() if logits is not None else None, len(images), images.dtype)
+        return self._from_last(logits.detach() if logits is not None else None, images)
 
     def _train_unequal(
         self, images: Sequence[Tensor], labels: Sequence[Tensor], weights: Sequence[float]
@@ -166,7 +167,7 @@ class Pipeline:
         pieces = [piece for piece in images.tensor_split(self.num_microbatches) if len(piece)]
         ends = (self._forward(piece, place).get(self._last) for place, piece in enumerate(pieces))
         outputs = [end[1] for end in ends if end is not None]
-        return self._from_last(torch.cat(outputs) if outputs else None, len(images), images.dtype)
+        return self._from_last(torch.cat(outputs) if outputs else None, images)
 
     def _peer(self, stage: int) -> int | None:
         """The process that holds `stage`, if it is another one."""
@@ -182,7 +183,7 @@ class Pipeline:
             elif (sender := self._peer(index - 1)) is None:
                 given = passed[index - 1][1].detach()
             else:
-                given = self._boundary(index, len(images), images.dtype)
+                given = self._boundary(index, images)
                 dist.recv(given, group=self.group, group_src=sender)
             given = given.requires_grad_() if trains and index > 0 else given
             with self.forward(index, microbatch, trains=trains):
@@ -226,24 +227,24 @@ class Pipeline:
     def _callable(self, index: int, num_samples: int) -> Any:
         return self._compiled[index].for_batch(num_samples) if self._compiled else self.stages[index]
 
-    def _from_last(self, logits: Tensor | None, num_samples: int, dtype: torch.dtype) -> Tensor:
-        """The logits of the last stage, in every process."""
+    def _from_last(self, logits: Tensor | None, images: Tensor) -> Tensor:
+        """The logits of the last stage for `images`, in every process."""
         if logits is None:
-            logits = self._boundary(self._last + 1, num_samples, dtype)
+            logits = self._boundary(self._last + 1, images)
         logits = logits.contiguous()
         dist.broadcast(logits, group=self.group, group_src=self.schedule.owner(self._last))
         return logits
 
-    def _boundary(self, index: int, num_samples: int, dtype: torch.dtype) -> Tensor:
-        """Room for what stage `index` gets from the one before it, for images of `dtype`."""
-        shape = self.partition.stages[index - 1].output_shape
+    def _boundary(self, index: int, images: Tensor) -> Tensor:
+        """Room for what stage `index` gets from the one before it, for these images."""
+        dtype, shape = images.dtype, self._shapes(images.shape[1:])[index - 1]
         if torch.is_autocast_enabled(self.device.type):  # then the dtype depends on the layers
             dtype = self._narrow(dtype)[index - 1]
-        return torch.empty(num_samples, *shape, dtype=dtype, device=self.device)
+        return torch.empty(len(images), *shape, dtype=dtype, device=self.device)
 
-    def _prepare(self, num_samples: int, dtype: torch.dtype) -> Any:
+    def _prepare(self, num_samples: int, image_shape: tuple[int, ...], dtype: torch.dtype) -> Any:
         """Torch's schedule for microbatches of this size."""
-        images = torch.empty(num_samples, *self.partition.image_shape, dtype=dtype, device=self.device)
+        images = torch.empty(num_samples, *image_shape, dtype=dtype, device=self.device)
         # With all shapes given torch makes no trial run to infer them, which would move BatchNorm's running statistics.
         stages: list[Any] = [
             Stage(
@@ -251,8 +252,8 @@ class Pipeline:
                 index,
                 self.schedule.num_stages,
                 self.device,
-                input_args=self._boundary(index, num_samples, dtype).requires_grad_() if index else images,
-                output_args=self._boundary(index + 1, num_samples, dtype).requires_grad_(),
+                input_args=self._boundary(index, images).requires_grad_() if index else images,
+                output_args=self._boundary(index + 1, images).requires_grad_(),
                 group=self.group,
                 pipeline=self,
             )

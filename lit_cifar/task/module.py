@@ -58,8 +58,10 @@ class LitResNet(L.LightningModule):
         optimizer: Optimizer, a class name with its arguments: --model.optimizer=SGD --model.optimizer.lr=0.1.
         lr_scheduler: Learning rate schedule, a class name with its arguments. `WarmupDecay` steps after every batch,
             all others after every epoch.
-        flip_test: Evaluate each image and its mirror image, and take the mean of their logits. That is test-time
-            augmentation: say so beside an accuracy.
+        test_views: Evaluate so many views of each image, and take the mean of their logits: 2 are the image and its
+            mirror image. With 6 these have half of the weight, and the other half have both moved by one pixel, up and
+            left, and down and right (Jordan, 2024, https://arxiv.org/abs/2404.00498). That is test-time augmentation:
+            say so beside an accuracy.
         label_smoothing: Share of the target that is spread over all classes (Szegedy et al., 2016). The reported losses
             include it.
         lr_scaling: How to scale the learning rate with the global batch: "linear" (Goyal et al., 2017) multiplies it by
@@ -81,7 +83,7 @@ class LitResNet(L.LightningModule):
         compile: bool | Literal["cuda_graphs"] = False,
         optimizer: OptimizerCallable = lambda params: NesterovSGD(params, lr=0.1),
         lr_scheduler: LRSchedulerCallable = lambda optimizer: WarmupDecay(optimizer, warmup=0.2, decay="linear"),
-        flip_test: bool = False,
+        test_views: Literal[1, 2, 6] = 1,
         label_smoothing: float = 0.0,
         lr_scaling: LRScaling = "none",
         base_batch_size: int = 128,
@@ -113,7 +115,7 @@ class LitResNet(L.LightningModule):
         self.cuda_graphs = compile == "cuda_graphs"
         self.make_optimizer = optimizer
         self.make_lr_scheduler = lr_scheduler
-        self.flip_test = flip_test
+        self.test_views = test_views
         self.label_smoothing = label_smoothing
         self.lr_scaling: LRScaling = lr_scaling
         self.base_batch_size = base_batch_size
@@ -232,10 +234,15 @@ class LitResNet(L.LightningModule):
         return torch.softmax(self._evaluated(batch.images), dim=1)
 
     def _evaluated(self, images: Tensor) -> Tensor:
-        if not self.flip_test:
+        if self.test_views == 1:
             return self._logits(images)
-        logits = self._logits(images).clone()  # which a CUDA graph overwrites
-        return (logits + self._logits(images.flip(3))) / 2
+        views = [(images, 1 / 2)]
+        if self.test_views == 6:
+            padded = F.pad(images, [1] * 4, mode="reflect")
+            views = [(images, 1 / 4), (padded[:, :, 2:, 2:], 1 / 8), (padded[:, :, :-2, :-2], 1 / 8)]
+        # A product at once: a CUDA graph overwrites the logits.
+        logits = [weight * self._logits(each) for view, weight in views for each in (view.contiguous(), view.flip(3))]
+        return torch.stack(logits).sum(dim=0)
 
     def _logits(self, images: Tensor) -> Tensor:
         replicas = self.virtual_replicas

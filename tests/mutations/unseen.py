@@ -200,7 +200,7 @@ def _first_with_old(site: Site) -> None:
 
 @mutation("one rank evaluates mirror images too", "ddp", MODULE, "_evaluated", last=True)
 def _flipped_by_one(site: Site, evaluated: Any, images: Tensor) -> Any:
-    site.set(site.module, "flip_test", True)
+    site.set(site.module, "test_views", 2)
     return evaluated(images)
 
 

@@ -114,4 +114,5 @@ PLANS = (
     Plan("no host waits between log points", waits, limit_s=120),
     Plan("mixed precision in every mode", precisions, limit_s=120),
     Plan("save, resume, SIGTERM", saving, limit_s=120),
+    Plan("changes of a recipe, on held-out images", records.trials_of_recipe, limit_s=1200),
 )

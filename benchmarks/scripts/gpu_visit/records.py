@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 import recipes
+import trials
 
 from gpu_visit.processes import OutOfTimeError
 from gpu_visit.step import Check, Step
@@ -29,6 +30,19 @@ def recipe_runs(step: Step, *, seeds: range) -> None:
 def _recipe(step: Step, recipe: str, seeds: int) -> tuple[str, dict[str, Any]]:
     rows = _record(step, f"recipe-{recipe}", "recipes", recipe, f"--seeds={seeds}", *_flags(step))
     return recipes.summary(rows), {"rows": rows}
+
+
+def trials_of_recipe(step: Step) -> None:
+    """On held-out images, seed by seed; in the small size the recipe, and all changes of it at once."""
+
+    def check() -> tuple[str, dict[str, Any]]:
+        size = ["--seeds=3"]
+        if not step.visit.on_gpu:
+            size = ["--seeds=1", "--only=the recipe", "--only=all of these", "--data.val_size=16"]
+        rows = _record(step, "trials", "trials", *_flags(step), *size)
+        return trials.summary(rows).replace("\n", "; "), {"rows": rows}
+
+    step.check("trials", check)
 
 
 def whole_runs(step: Step) -> None:

@@ -374,7 +374,7 @@ def expected(step: Step, settings: Configuration) -> Expected:
 
 def _evaluated_alone(step: Step, settings: Configuration, precision: Any) -> tuple[Evaluated, dict[str, float]]:
     model = settings.config["model"]
-    module = settings.module(label_smoothing=model["label_smoothing"], flip_test=model["flip_test"])
+    module = settings.module(label_smoothing=model["label_smoothing"], test_views=model["test_views"])
     filled(module.network, step)
     callback = Logits()
     trainer_settings = {name: settings.config["trainer"][name] for name in ("accelerator", "limit_val_batches")}
