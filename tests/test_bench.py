@@ -20,12 +20,10 @@ from torch.optim.lr_scheduler import StepLR
 from torch.profiler import profile
 
 from lit_cifar import LitResNet
-from lit_cifar.data import CIFAR10DataModule
-from lit_cifar.data.images import Batch
 from lit_cifar.errors import ConfigError
 from lit_cifar.models import build_network
 from lit_cifar.tools import bench
-from lit_cifar.tools.bench import Row, Settings, command, data_path, interleaved, mode_speed, overhead
+from lit_cifar.tools.bench import Row, Settings, command, interleaved, mode_speed, overhead
 from lit_cifar.tools.bench.overhead import COUNTERS, PlainLoop, Small
 from lit_cifar.tools.bench.step_trace import STAGE, STEP, SavedForBackward
 from lit_cifar.tools.bench.trace import RankStep, chrome_trace, draw, on_one_clock
@@ -45,36 +43,6 @@ def test_three_digits_and_the_unit() -> None:
 
 
 # The sections --------------------------------------------------------------------------------------------------------
-
-
-def test_the_data_path_is_timed_on_one_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    threads, seen = torch.get_num_threads(), []
-    torch.set_num_threads(2)
-    monkeypatch.setattr(data_path, "_seconds", lambda batches: seen.append(torch.get_num_threads()) or len([*batches]))
-    rows = data_path.measure(Settings(folder=tmp_path, rounds=2, small=True))
-    assert torch.get_num_threads() == 2
-    torch.set_num_threads(threads)
-    assert set(seen) == {1}
-    # This clock counts batches: 16 of the baseline, an epoch of 32 of ours, each divided by its images.
-    assert [row.values.tolist() for row in rows] == [[1.0, 1.0], [128.0, 128.0], [128.0, 128.0]]
-
-
-def test_the_data_paths_make_the_same_kind_of_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without chance in them they make the same images."""
-    monkeypatch.setattr(data_path.transforms, "RandomCrop", lambda size, padding: lambda image: image)
-    monkeypatch.setattr(data_path.transforms, "RandomHorizontalFlip", lambda: lambda image: image)
-    images = CIFAR10DataModule(dataset="synthetic", num_train=64, val_size=0, batch_size=32, augment=False)
-    images.setup("fit")
-    expected = images.on_after_batch_transfer(Batch(*([images.sets["train"].images] * 3), 1.0), 0).images
-    for call in data_path.paths(images).values():
-        batches: list[torch.Tensor] = []
-        monkeypatch.setattr(data_path, "_seconds", lambda made, to=batches: to.extend(batch[0] for batch in made) or 1)
-        call()
-        found = torch.cat(batches)
-        assert len(batches) == 2
-        places = torch.cdist(found.flatten(1), expected.flatten(1)).argmin(1)
-        assert places.sort().values.equal(torch.arange(64))
-        torch.testing.assert_close(found, expected[places])
 
 
 @short
@@ -134,7 +102,7 @@ def test_a_speed_is_that_of_the_steps_after_the_warm_up_and_a_fit_that_fails_is_
         mode_speed.images_per_s([*tiny, *mode_flags("ddp")], batch_size=7, steps=1, folder=tmp_path, ranks=2)
 
 
-@pytest.mark.parametrize(("words", "sections"), [(["modes"], ["modes"]), ([], ["modes", "data"])])
+@pytest.mark.parametrize(("words", "sections"), [(["modes"], ["modes"]), ([], ["modes", "recovery"])])
 def test_the_command_prints_and_writes_what_was_measured(
     words: list[str], sections: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,7 +110,7 @@ def test_the_command_prints_and_writes_what_was_measured(
         assert settings.folder.is_dir()
         return [Row("a [b] against c", "x", np.array([5.0, 1.0, 2.0, 4.0, float(settings.rounds)]), note="a note")]
 
-    monkeypatch.setattr(command, "SECTIONS", {"modes": one_row, "data": one_row})
+    monkeypatch.setattr(command, "SECTIONS", {"modes": one_row, "recovery": one_row})
     done = run_here("bench", *words, "--rounds=3", f"--json={tmp_path / 'bench.json'}")
     shown = [line.strip() for line in done.stdout.splitlines() if "a [b] against c" in line or "a note" in line]
     assert [line.split("  ")[-1].strip() for line in shown] == ["3.00x", "2.00x to 4.00x, n = 5"] * len(sections)
