@@ -154,8 +154,10 @@ def test_own_network_and_pictures(tmp_path: Path) -> None:
 
     root = f"--data.root={pictures}"
     refused("export", path, TORCH, root, says=("no code is run because a checkpoint names it", "own_networks.Chain"))
-    refused("export", path, TORCH, own[0], root, says=("(4, 3, 3, 3) in the checkpoint, (8, 3, 3, 3) in the model",))
-    refused("export", path, TORCH, *own[:2], says=("there is no folder data", "--data.root=FOLDER", "config.yaml"))
+    wider = tmp_path / "wider.yaml"
+    wider.write_text((run / "config.yaml").read_text().replace("width: 4", "width: 8"))
+    words = ("(4, 3, 3, 3) in the checkpoint, (8, 3, 3, 3) in the model",)
+    refused("export", path, TORCH, f"--config={wider}", says=words)
     moved = pictures.rename(tmp_path / "moved")
     refused("export", path, TORCH, config, says=(f"there is no folder {pictures}", "--data.root=FOLDER"))
     run_here("export", path, TORCH, config, f"--data.root={moved}")
