@@ -14,20 +14,15 @@ from commands import graded, mode_flags, refused, run_here
 from PIL import Image
 from short_fits import data, fit, short
 from torch import nn
-from torch.nn import functional as F
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
-from torch.profiler import profile
 
 from lit_cifar import LitResNet
-from lit_cifar.data import CIFAR10DataModule
-from lit_cifar.data.images import Batch
 from lit_cifar.errors import ConfigError
-from lit_cifar.models import build_network
 from lit_cifar.tools import bench
-from lit_cifar.tools.bench import Row, Settings, command, data_path, interleaved, mode_speed, overhead
+from lit_cifar.tools.bench import Row, Settings, command, interleaved, mode_speed, overhead
 from lit_cifar.tools.bench.overhead import COUNTERS, PlainLoop, Small
-from lit_cifar.tools.bench.step_trace import STAGE, STEP, SavedForBackward
+from lit_cifar.tools.bench.step_trace import STAGE, STEP
 from lit_cifar.tools.bench.trace import RankStep, chrome_trace, draw, on_one_clock
 
 
@@ -45,36 +40,6 @@ def test_three_digits_and_the_unit() -> None:
 
 
 # The sections --------------------------------------------------------------------------------------------------------
-
-
-def test_the_data_path_is_timed_on_one_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    threads, seen = torch.get_num_threads(), []
-    torch.set_num_threads(2)
-    monkeypatch.setattr(data_path, "_seconds", lambda batches: seen.append(torch.get_num_threads()) or len([*batches]))
-    rows = data_path.measure(Settings(folder=tmp_path, rounds=2, small=True))
-    assert torch.get_num_threads() == 2
-    torch.set_num_threads(threads)
-    assert set(seen) == {1}
-    # This clock counts batches: 16 of the baseline, an epoch of 32 of ours, each divided by its images.
-    assert [row.values.tolist() for row in rows] == [[1.0, 1.0], [128.0, 128.0], [128.0, 128.0]]
-
-
-def test_the_data_paths_make_the_same_kind_of_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without chance in them they make the same images."""
-    monkeypatch.setattr(data_path.transforms, "RandomCrop", lambda size, padding: lambda image: image)
-    monkeypatch.setattr(data_path.transforms, "RandomHorizontalFlip", lambda: lambda image: image)
-    images = CIFAR10DataModule(dataset="synthetic", num_train=64, val_size=0, batch_size=32, augment=False)
-    images.setup("fit")
-    expected = images.on_after_batch_transfer(Batch(*([images.sets["train"].images] * 3), 1.0), 0).images
-    for call in data_path.paths(images).values():
-        batches: list[torch.Tensor] = []
-        monkeypatch.setattr(data_path, "_seconds", lambda made, to=batches: to.extend(batch[0] for batch in made) or 1)
-        call()
-        found = torch.cat(batches)
-        assert len(batches) == 2
-        places = torch.cdist(found.flatten(1), expected.flatten(1)).argmin(1)
-        assert places.sort().values.equal(torch.arange(64))
-        torch.testing.assert_close(found, expected[places])
 
 
 @short
@@ -134,7 +99,7 @@ def test_a_speed_is_that_of_the_steps_after_the_warm_up_and_a_fit_that_fails_is_
         mode_speed.images_per_s([*tiny, *mode_flags("ddp")], batch_size=7, steps=1, folder=tmp_path, ranks=2)
 
 
-@pytest.mark.parametrize(("words", "sections"), [(["modes"], ["modes"]), ([], ["modes", "data"])])
+@pytest.mark.parametrize(("words", "sections"), [(["modes"], ["modes"]), ([], ["modes", "recovery"])])
 def test_the_command_prints_and_writes_what_was_measured(
     words: list[str], sections: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,7 +107,7 @@ def test_the_command_prints_and_writes_what_was_measured(
         assert settings.folder.is_dir()
         return [Row("a [b] against c", "x", np.array([5.0, 1.0, 2.0, 4.0, float(settings.rounds)]), note="a note")]
 
-    monkeypatch.setattr(command, "SECTIONS", {"modes": one_row, "data": one_row})
+    monkeypatch.setattr(command, "SECTIONS", {"modes": one_row, "recovery": one_row})
     done = run_here("bench", *words, "--rounds=3", f"--json={tmp_path / 'bench.json'}")
     shown = [line.strip() for line in done.stdout.splitlines() if "a [b] against c" in line or "a note" in line]
     assert [line.split("  ")[-1].strip() for line in shown] == ["3.00x", "2.00x to 4.00x, n = 5"] * len(sections)
@@ -161,7 +126,7 @@ def event(name: str, start: float, duration: float, *, thread: Any = 1, cat: str
 
 
 def rank_step(*events: dict[str, Any]) -> RankStep:
-    return RankStep(rank=0, start=0.0, end=100.0, events=list(events), memory_bytes={})
+    return RankStep(rank=0, start=0.0, end=100.0, events=list(events))
 
 
 COLLECTIVE = event("gloo:all_gather", 20, 60, thread=7, cat="user_annotation")
@@ -227,7 +192,7 @@ def test_ranks_have_one_clock_in_the_trace_and_a_row_each_in_the_picture() -> No
         [own, event("aten::add", 6200, 100)],
         [late, event("aten::mul", 6150, 10), stage, event("aten::add", 6400, 100)],
     )
-    ranks = on_one_clock([{"rank": rank, "events": each, "memory_bytes": {}} for rank, each in enumerate(events)])
+    ranks = on_one_clock([{"rank": rank, "events": each} for rank, each in enumerate(events)])
     assert [(rank.start, rank.end) for rank in ranks] == [(0, 500), (200, 800)]
     assert [rank.compute for rank in ranks] == [[(200, 300)], [(400, 500)]]  # and not what was before its step
     traced = chrome_trace(ranks)["traceEvents"]
@@ -238,34 +203,6 @@ def test_ranks_have_one_clock_in_the_trace_and_a_row_each_in_the_picture() -> No
     (axes,) = draw(ranks, title="a step").axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1"]
     assert "F0" in [text.get_text() for text in axes.texts]
-
-
-def test_saved_bytes_by_hand() -> None:
-    """The images, and the output of the first layer, which ReLU changes in place: n x (6 + 4) float32."""
-    counter = SavedForBackward(
-        layers := nn.Sequential(nn.Flatten(), nn.Linear(6, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
-    )
-    counter.begin()
-    output = layers(torch.randn(5, 1, 2, 3))
-    counter.end()
-    assert counter.peak == 5 * (6 + 4) * 4
-    output.sum().backward()
-    assert counter.now == 0
-
-
-@pytest.mark.parametrize(("arch", "autocast"), [("tiny", None), ("tiny", torch.bfloat16), ("vit_micro", None)])
-def test_saved_bytes_of_a_network(arch: Any, autocast: torch.dtype | None) -> None:
-    """What autograd asks to keep, and what the allocator gives, agree."""
-    network = build_network(arch, stem=None, num_classes=10, image_size=32).train()
-    images = torch.randn(8, 3, 32, 32)
-    counter = SavedForBackward(network)
-    with profile(profile_memory=True) as profiled, torch.autocast("cpu", autocast, enabled=autocast is not None):
-        counter.begin()
-        loss = F.cross_entropy(network(images), torch.zeros(8, dtype=torch.int64))
-        counter.end()
-    allocated = sum(e.nbytes() for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]")
-    assert allocated + images.nbytes == pytest.approx(counter.peak, rel=0.1)
-    assert loss.requires_grad  # else nothing would have been kept
 
 
 TINY = "--model.arch=tiny --model.stem=imagenet --data.num_train=128 --data.batch_size=16 --trainer.accelerator=cpu"
@@ -285,8 +222,6 @@ def test_a_step_on_two_processes(tmp_path: Path, mode: str, stages: bool) -> Non
         assert sum(rank["ms"].values()) == pytest.approx(steps[rank["rank"]], abs=0.01)  # as precise as a time of day
         assert rank["ms"]["compute"] > 0
         assert rank["ms"]["waiting"] > 0
-        for what in ("parameters", "gradients", "optimizer state", "activations"):
-            assert rank["memory_bytes"][what] > 0
     assert any(e["name"].startswith("gloo:") for e in events)
     assert any(e.get("cat") == STAGE for e in events) == stages
     with Image.open(tmp_path / "trace.png") as picture:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import yaml
 from commands import TINY, environment_of, last_checkpoint, run_here
-from documents import parser_of
 
 from analysis.articles import PRINTED_RUNS
 from lit_cifar.cli.main import CLI
@@ -75,14 +74,6 @@ def test_every_run_that_the_articles_print_has_a_configuration_with_its_batch(ru
     assert config["data"]["batch_size"] == run["batch"]
     if run["steps per epoch"] != "not printed":
         assert math.ceil(50_000 / config["data"]["batch_size"]) == run["steps per epoch"]
-
-
-def test_plain_momentum_is_without_look_ahead_and_decay() -> None:
-    """As the parser merges the two files: nothing of the default recipe, nor of the variant, is left."""
-    parsed = parser_of("fit").parse_args(["fit", *files(CONFIGS / "reproduce" / "plain_momentum.yaml")])
-    settings = parsed.fit.model.optimizer.init_args
-    assert (settings.lr, settings.momentum, settings.nesterov, settings.weight_decay) == (0.1, 0.9, False, 0.0)
-    assert parsed.fit.model.lr_scheduler.init_args.step_size == 5
 
 
 # ---------------------------------------------------------------- configs/cluster

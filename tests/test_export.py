@@ -4,7 +4,6 @@ import errno
 import importlib.util
 import json
 import shutil
-from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -91,24 +90,13 @@ def test_every_network_can_be_traced(arch: Any, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- what is refused
 
 
-def flip_a_bit(path: Path) -> None:
+def test_damage_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copy(checkpoint, tmp_path))
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-
-
-DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a bit": (flip_a_bit, "is damaged: its content does not match the hash it carries"),
-    "saved again": (lambda path: torch.save(torch.load(path, weights_only=True), path), "carries no hash of its"),
-    "gone": (Path.unlink, "cannot be read: No such file"),
-}
-
-
-@pytest.mark.parametrize(("damage", "problem"), DAMAGED.values(), ids=DAMAGED)
-def test_damage_is_refused(checkpoint: Path, tmp_path: Path, damage: Callable[[Path], Any], problem: str) -> None:
-    path = Path(shutil.copy(checkpoint, tmp_path))
-    damage(path)
-    refused("export", path, TORCH, f"--output={tmp_path / 'out'}", says=(f"{path} {problem}", "best.ckpt"))
+    words = (f"{path} is damaged: its content does not match the hash it carries", "best.ckpt")
+    refused("export", path, TORCH, f"--output={tmp_path / 'out'}", says=words)
     assert not (tmp_path / "out").exists()
 
 
@@ -154,8 +142,6 @@ def test_own_network_and_pictures(tmp_path: Path) -> None:
 
     root = f"--data.root={pictures}"
     refused("export", path, TORCH, root, says=("no code is run because a checkpoint names it", "own_networks.Chain"))
-    refused("export", path, TORCH, own[0], root, says=("(4, 3, 3, 3) in the checkpoint, (8, 3, 3, 3) in the model",))
-    refused("export", path, TORCH, *own[:2], says=("there is no folder data", "--data.root=FOLDER", "config.yaml"))
     moved = pictures.rename(tmp_path / "moved")
     refused("export", path, TORCH, config, says=(f"there is no folder {pictures}", "--data.root=FOLDER"))
     run_here("export", path, TORCH, config, f"--data.root={moved}")

@@ -32,25 +32,18 @@ def test_names_and_shapes_are_those_of_torchvision(arch: Any, stem: Stem) -> Non
     assert ours["conv1.weight"].shape[2:] == ((3, 3) if stem == "cifar" else (7, 7))
 
 
-def test_imagenet_stem_is_torchvisions_resnet34() -> None:
-    torch.manual_seed(0)
-    ours = build_resnet("resnet34", stem="imagenet")
-    torch.manual_seed(0)
-    theirs = torchvision.models.resnet34(num_classes=10)
-    assert all(a.equal(b) for a, b in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True))
-
-
 @pytest.mark.parametrize("arch", ["resnet18", "resnet34", "resnet50"])
-def test_with_the_weights_of_torchvision_the_outputs_are_those_of_torchvision(arch: Any) -> None:
+def test_with_torchvisions_stem_it_is_torchvisions_network(arch: Any) -> None:
+    """The initial weights, and with other weights and running statistics the outputs."""
     torch.manual_seed(0)
     theirs = getattr(torchvision.models, arch)().train()
-    images = torch.randn(2, 3, 64, 64)
-    theirs(images)  # running statistics other than those of a new network
+    torch.manual_seed(0)
     ours = build_resnet(arch, stem="imagenet", num_classes=1000)
+    assert all(a.equal(b) for a, b in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True))
+    images = torch.randn(2, 3, 64, 64)
+    theirs(images)
     load_weights(ours, theirs.state_dict(), any_classes=True)
-    for network in (ours, theirs):
-        network.eval()
-    assert ours(images).equal(theirs(images))
+    assert ours.eval()(images).equal(theirs.eval()(images))
 
 
 @pytest.mark.parametrize(("stem", "side"), [("cifar", 32), ("strided", 16), ("imagenet", 8)])

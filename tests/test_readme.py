@@ -87,8 +87,7 @@ def check_program(args: list[str]) -> None:
             _, rest = chaos_parser().parse_known_args(args[1:])
             parser_of("fit").parse_args(["fit", *rest])
         case "export":
-            _, rest = export_parser().parse_known_args(args[1:])
-            assert all(word.startswith("--model.network.") for word in rest)
+            export_parser().parse_args(args[1:])
         case "ray":
             options = ray_parser().parse_args(args[1:])
             parser_of("fit").parse_args([options.command, *options.flags])
@@ -103,7 +102,7 @@ def check_program(args: list[str]) -> None:
 
 
 _TRAIN = {"articles", "gallery", "loss_curves", "recipes", "same_bits", "shuffling", "trials", "virtual_replicas"}
-_TRAIN |= {"audit_cost", "virtual_replicas_accuracy"}
+_TRAIN |= {"audit_cost"}
 
 
 def check_benchmark(script: str, args: list[str]) -> None:

@@ -12,7 +12,6 @@ from verifying import TINY as VERIFIED
 
 from lit_cifar.cli.main import CLI
 from lit_cifar.cli.preflight import BOUNDS
-from lit_cifar.models.autotune import VARIABLE
 
 # Flags of a fit, and what is said of them.
 REFUSED = {
@@ -218,7 +217,6 @@ def test_a_config_that_is_not_text_is_refused(content: bytes, tmp_path: Path) ->
         # Processes of torchrun cannot agree on the fastest.
         ({"WORLD_SIZE": "2"}, ["--autotune=true"], ["run fit once without torchrun"]),
         ({"TORCHELASTIC_RUN_ID": "1"}, ["--max_restarts=1"], ["torchrun has a --max-restarts of its own"]),
-        ({VARIABLE: "fp8"}, ["--autotune=true"], ["LIT_CIFAR_AUTOTUNE='fp8' in the environment is none of 32-true, "]),
     ],
 )
 def test_an_environment_in_which_no_run_can_work_is_refused(

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import shlex
 import shutil
 import sys
 import warnings
@@ -44,7 +43,7 @@ compared, and a hash of each file."""
 
 def main(args: list[str]) -> int:
     """Export; return 0, or 1 if a file computes something else than the checkpoint."""
-    options, rest = export_parser().parse_known_args(args)
+    options = export_parser().parse_args(args)
     formats = [*FORMATS.values()] if options.format == "both" else [FORMATS[options.format]]
     for form in formats:
         form.check()
@@ -56,7 +55,7 @@ def main(args: list[str]) -> int:
     exit_orderly_when_terminated()
     config = _configuration(options.config)
     root = options.root or config["data"].get("root", "data")
-    network = own_network(options.own, rest, configured=config["model"].get("network"))
+    network = own_network(config["model"].get("network"))
     module, data = open_checkpoint(path, network=network, dataset=config["data"].get("dataset"), root=root)
     record = {"checkpoint": {"file": path.name, "sha256": _digest(path)}, "data": data.name}
     found = export(module, data, formats, folder=folder, record=record)
@@ -76,8 +75,6 @@ def export_parser() -> argparse.ArgumentParser:
     parser.add_argument("--data.root", dest="root", metavar="FOLDER", help="Where the data set is (default: data).")
     of_run = "The run's config.yaml: where its data are, and the network if it is your own."
     parser.add_argument("--config", metavar="FILE", help=of_run)
-    own = "Your own network, as in `fit`; its arguments as --model.network.NAME=VALUE."
-    parser.add_argument("--model.network", dest="own", metavar="CLASS", help=own)
     return parser
 
 
@@ -106,19 +103,18 @@ class Classifier(nn.Module):
         return logits
 
 
-def own_network(name: str | None, arguments: list[str], *, configured: dict[str, Any] | None) -> nn.Module | None:
-    """The user's own network, made as `fit` makes it, of the class `name` or that of a run's `config.yaml`; or None.
+def own_network(configured: dict[str, Any] | None) -> nn.Module | None:
+    """The user's own network of a run's `config.yaml`, made as `fit` makes it; None for one of this package's.
 
     Raises:
         ConfigError: There is no such class, or it does not take these arguments.
     """
-    flags = [f"--model.network={name or json.dumps(configured)}"] if name or configured else []
     parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--model.network", type=nn.Module | None, default=None)
+    parser.add_argument("--network", type=nn.Module | None)
     try:
-        network: nn.Module | None = parser.instantiate_classes(parser.parse_args([*flags, *arguments])).model.network
+        network: nn.Module | None = parser.instantiate_classes(parser.parse_object({"network": configured})).network
     except (ArgumentError, ImportError, TypeError, ValueError) as error:
-        raise ConfigError(str(error), remedy="see python -m lit_cifar export --help") from error
+        raise ConfigError(str(error), remedy=f"let Python find the class, and pass {_CONFIG}") from error
     return network
 
 
@@ -158,9 +154,8 @@ def open_checkpoint(
     with naming(path):
         header, audit = Header.of(content), AuditRecord.read(content)
     if header.network is not None and network is None:
-        own = shlex.quote(f"--model.network={header.network}")
         problem = f"{path} holds {header}, and no code is run because a checkpoint names it"
-        raise CheckpointError(problem, remedy=f"pass {_CONFIG}, or {own}")
+        raise CheckpointError(problem, remedy=f"pass {_CONFIG}")
     trained_on = dataset if audit is None else str(audit.settings["dataset"])
     if trained_on is None:
         raise CheckpointError(f"{path} does not say which data it was trained on", remedy=f"pass {_CONFIG}")

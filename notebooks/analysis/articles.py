@@ -23,25 +23,8 @@ PRINTED_RUNS = pd.DataFrame(
 )
 """`config` is a file of configs/reproduce; `batch` is the global one."""
 
+RECORDS = Path(__file__).parents[2] / "benchmarks"
 _RATE_DROPS = (5, 10)  # epochs after which the learning rate is divided by 10
-
-
-def find_records(checkout: str | Path | None = None) -> Path:
-    """The folder `benchmarks` of the checkout, which an installed package does not have.
-
-    Args:
-        checkout: The repository's folder; None: the one from which the package is imported.
-
-    Raises:
-        ConfigError: There is no such folder.
-    """
-    root = Path(__file__).parents[2] if checkout is None else Path(checkout)
-    if not (root / "benchmarks" / "README.md").is_file():
-        raise ConfigError(
-            f"{root} is not a checkout of lit_cifar: it has no folder benchmarks with the recorded runs",
-            remedy="clone the repository and name its folder: find_records('FOLDER')",
-        )
-    return root / "benchmarks"
 
 
 def epoch_means(run: str | Path) -> pd.DataFrame:

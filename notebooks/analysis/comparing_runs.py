@@ -127,7 +127,7 @@ def read_shuffling(record: str | Path) -> pd.DataFrame:
     return frame[["seed", "processes", "set_epoch", "accuracy", "loss"]]
 
 
-def plot_groups(panels: Mapping[str, Mapping[str, Sequence[float]]], *, ylabel: str, sharey: bool = False) -> Figure:
+def plot_groups(panels: Mapping[str, Mapping[str, Sequence[float]]], *, ylabel: str) -> Figure:
     """A panel for each title: a column of points for each group of runs, its mean a line, groups in the order given.
 
     A unit is equally long in all panels.
@@ -135,11 +135,10 @@ def plot_groups(panels: Mapping[str, Mapping[str, Sequence[float]]], *, ylabel: 
     Args:
         panels: By title, and there by label, the values of the runs.
         ylabel: What they are, with the unit.
-        sharey: The panels begin at the same value. Otherwise each begins where its own values ask for it.
     """
     widths = [len(groups) for groups in panels.values()]
     figure = Figure(figsize=(1.4 + 1.3 * sum(widths), 3.4), layout="constrained")
-    drawn = figure.subplots(1, len(widths), squeeze=False, width_ratios=widths, sharey=sharey)[0]
+    drawn = figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0]
     for axes, (title, groups) in zip(drawn, panels.items(), strict=True):
         _draw_groups(axes, groups)
         axes.set_title(title, fontsize=10)

@@ -126,15 +126,14 @@ def _draw_ranks(axes: Axes, frame: pd.DataFrame) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def plot_curves(runs: Mapping[str, pd.DataFrame], *, metrics: Sequence[str] = ("train/loss", "val/acc")) -> Figure:
-    """A panel for each metric over the steps, a line for each run.
+def plot_curves(runs: Mapping[str, pd.DataFrame]) -> Figure:
+    """Training loss and validation accuracy over the steps, a line for each run.
 
     Args:
-        runs: Frames of `read_metrics` by label.
-        metrics: Column names. A run that did not log one is left out of that panel.
+        runs: Frames of `read_metrics` by label. A run that did not log one is left out of that panel.
     """
-    figure = Figure(figsize=(4.2 * len(metrics), 3.2), layout="constrained")
-    for axes, metric in zip(figure.subplots(1, len(metrics), squeeze=False)[0], metrics, strict=True):
+    figure = Figure(figsize=(8.4, 3.2), layout="constrained")
+    for axes, metric in zip(figure.subplots(1, 2), ("train/loss", "val/acc"), strict=True):
         for label, frame in runs.items():
             if metric in frame:
                 logged = frame.dropna(subset=[metric])

@@ -10,11 +10,10 @@ from rich.table import Table
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.tools import terminal
-from lit_cifar.tools.bench import Row, Settings, Unit, data_path, mode_speed, overhead, recovery, trace
+from lit_cifar.tools.bench import Row, Settings, Unit, mode_speed, overhead, recovery, trace
 
 # By name, in the order in which `bench all` measures them.
 SECTIONS: dict[str, Callable[[Settings], list[Row]]] = {
-    "data": data_path.measure,
     "overhead": overhead.measure,
     "modes": mode_speed.measure,
     "recovery": recovery.measure,

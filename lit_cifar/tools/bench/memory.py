@@ -1,16 +1,16 @@
 """What a process keeps in memory for training, measured on request: a mode may divide it or keep it whole in each."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_cifar.reporting.run_folder import run_folder
+from lit_cifar.strategies.mesh import local_part
 
 FILES = "memory-rank*.json"
 _PROCESS = Path("/proc/self")
@@ -41,7 +41,8 @@ class TrainingMemory(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Count parameters and gradients in the first step, when both are there."""
         if not self._with_gradient:
-            self._with_gradient = sum(trained_bytes(pl_module))
+            trained = [parameter for parameter in pl_module.parameters() if parameter.grad is not None]
+            self._with_gradient = sum(_own_bytes(its) + _own_bytes(its.grad) for its in trained)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -55,10 +56,11 @@ class TrainingMemory(Callback):
         folder = run_folder(trainer)
         if folder is None:
             return
+        states = (value for its in trainer.optimizers for state in its.state.values() for value in state.values())
         peaks = [torch.cuda.max_memory_allocated(device) for device in _gpus(trainer)]
         found = {
             "rank": trainer.global_rank,
-            "state_bytes": self._with_gradient + optimizer_bytes(trainer.optimizers),
+            "state_bytes": self._with_gradient + sum(map(_own_bytes, states)),
             "gpu_peak_bytes": max(peaks, default=None),
             "resident_peak_bytes": self._resident_peak,
         }
@@ -81,22 +83,9 @@ def resident_peak() -> int:
     return 1024 * int(line.split()[1])
 
 
-def trained_bytes(module: nn.Module) -> tuple[int, int]:
-    """What this process holds of the parameters that have a gradient, and of the gradients."""
-    trained = [parameter for parameter in module.parameters() if parameter.grad is not None]
-    return sum(map(_own_bytes, trained)), sum(_own_bytes(parameter.grad) for parameter in trained)
-
-
-def optimizer_bytes(optimizers: Sequence[Optimizer]) -> int:
-    """What this process holds of their state."""
-    kept = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
-    return sum(_own_bytes(value) for value in kept if isinstance(value, Tensor))
-
-
-def _own_bytes(tensor: Any) -> int:
-    """Of a DTensor the part that this process holds."""
-    own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return int(own.nbytes)
+def _own_bytes(value: Any) -> int:
+    """Of a DTensor the part that this process holds; of what is no tensor, nothing."""
+    return local_part(value).nbytes if isinstance(value, Tensor) else 0
 
 
 def _gpus(trainer: Trainer) -> range:

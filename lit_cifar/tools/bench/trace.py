@@ -28,7 +28,7 @@ Event = dict[str, Any]
 
 _DESCRIPTION = """\
 Train a few steps in a mode, and record one: a Chrome trace of all ranks (trace.json, for https://ui.perfetto.dev), a
-picture (trace.png), and where time and memory go (summary.json, and the tables that are printed).
+picture (trace.png), and where the time goes (summary.json, and the table that is printed).
 Every other argument is passed on to `fit`, e.g. --model.stem=strided, --trainer.strategy.num_microbatches=8.
 Without --config the network is ResNet34, on synthetic images."""
 _SYNTHETIC = ("--data.dataset=synthetic", "--data.num_train=4096", "--data.val_size=0")
@@ -58,10 +58,7 @@ def main(args: list[str]) -> int:
     trace, picture, summary = (out / name for name in ("trace.json", "trace.png", "summary.json"))
     trace.write_text(json.dumps(chrome_trace(ranks)))
     draw(ranks, title=f"one training step, {mode.name} on {mode.devices} devices").savefig(picture, dpi=150)
-    facts = [
-        {"rank": rank.rank, "plain_ms": rank.plain_ms, "memory_bytes": rank.memory_bytes, "ms": rank.shares_ms}
-        for rank in ranks
-    ]
+    facts = [{"rank": rank.rank, "plain_ms": rank.plain_ms, "ms": rank.shares_ms} for rank in ranks]
     terminal.write_json(summary, record | {"ranks": facts})
     terminal.say(f"wrote {trace} for https://ui.perfetto.dev, {picture} and {summary}")
     return 0
@@ -91,14 +88,11 @@ def _train(mode: SizedMode, flags: list[str], folder: Path) -> None:
 def _print(ranks: Sequence["RankStep"]) -> None:
     parts = ("compute", "compute and communication", "waiting", "host", "the step", "not recorded")
     times = terminal.table("Time of the step, in ms and as a share", numbers=("rank", *parts))
-    memory = terminal.table("Memory of a process, in MiB", numbers=("rank", *ranks[0].memory_bytes))
     for rank in ranks:
         step = sum(rank.shares_ms.values())
         shares = (f"{part:,.1f}  {part / step:4.0%}" for part in rank.shares_ms.values())
         times.add_row(str(rank.rank), *shares, f"{step:,.1f}", f"{rank.plain_ms:,.1f}")
-        memory.add_row(str(rank.rank), *(f"{size / 2**20:,.2f}" for size in rank.memory_bytes.values()))
-    for table in (times, memory):
-        terminal.console().print(table)
+    terminal.console().print(times)
 
 
 # What was recorded ---------------------------------------------------------------------------------------------------
@@ -113,7 +107,6 @@ class RankStep:
     end: float
     events: list[Event]  # that began within; "pid" is the rank
     plain_ms: float = 0.0  # a step that was not recorded
-    memory_bytes: dict[str, int]  # of the process, by what they are
 
     @cached_property
     def compute(self) -> list[Interval]:

@@ -60,13 +60,8 @@ def page_of(folders: Sequence[Path]) -> str:
     """One HTML page about the runs in these folders, which loads nothing from anywhere.
 
     Raises:
-        ConfigError: A folder is not that of a run, is given twice, or has a damaged file; or the runs have different
-            data sets.
+        ConfigError: A folder is not that of a run, or has a damaged file; or the runs have different data sets.
     """
-    paths = [folder.resolve() for folder in folders]
-    for index, path in enumerate(paths):
-        if path in paths[:index]:
-            raise ConfigError(f"the run folder {folders[index]} is given twice", remedy="name it once")
     runs = {printable(str(folder)): read_run(folder) for folder in folders}
     _check_comparable(runs)
     loader = FileSystemLoader(Path(__file__).parent)

@@ -20,7 +20,7 @@ from lit_cifar.reporting.rank_statistics import AccuracyCount
 from lit_cifar.reporting.run_report import FILE_NAME as ENVIRONMENT
 
 METRICS = "metrics.csv"
-_AUDIT, _OLD_AUDIT, _CONFIG = "sample_audit.csv", "receipt.csv", "config.yaml"  # the second one is of commit fd36ea9
+_AUDIT, _CONFIG = "sample_audit.csv", "config.yaml"
 _REMEDY = "name a run folder: `python -m lit_cifar fit` and `test` print theirs at the end"
 _OF_EVERY_RUN = (
     *("started", "command", "git", "versions", "cpu", "gpus"),
@@ -98,7 +98,6 @@ def read_run(folder: Path) -> RunContents:
             reason = "it is not that of a run, of one that has logged nothing yet, or of a `predict`"
             raise ConfigError(f"the run folder {folder} has no {name}: {reason}", remedy=_REMEDY)
     metrics = read_metrics(folder / METRICS)
-    audit = folder / (_AUDIT if (folder / _AUDIT).exists() else _OLD_AUDIT)
     return RunContents(
         folder=folder,
         settings=dict(_flags(_mapping(folder / _CONFIG, yaml.safe_load))),
@@ -106,7 +105,7 @@ def read_run(folder: Path) -> RunContents:
         metrics={name: sorted(logged.items()) for name, logged in metrics.items() if name != "epoch"},
         ranks=read_ranks(folder / PER_RANK),
         confusion=_confusion(folder / CONFUSION),
-        epochs=read_table(audit, _epoch, "epoch", "steps", "samples", "digest"),
+        epochs=read_table(folder / _AUDIT, _epoch, "epoch", "steps", "samples", "digest"),
     )
 
 
