@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -88,13 +89,10 @@ class NeighborAudit:
             self._twin.refresh()
         except Exception as error:  # of a stranger's module: the training goes on
             self.failure = f"{type(self.module).__name__} cannot be copied: {error}"
-        before, real = vars(self.module).get("training_step"), self.module.training_step
+        real = self.module.training_step
 
         def observed(*args: Any, **kwargs: Any) -> Any:
-            if before is None:
-                del self.module.training_step
-            else:
-                self.module.training_step = before  # type: ignore[method-assign]
+            replaced.stop()
             try:
                 if not self.failure:
                     self._begin(args, kwargs)
@@ -104,7 +102,8 @@ class NeighborAudit:
             self._end(outputs)
             return outputs
 
-        self.module.training_step = observed  # type: ignore[method-assign]
+        replaced = patch.object(self.module, "training_step", observed)
+        replaced.start()
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.own = own = Computation(

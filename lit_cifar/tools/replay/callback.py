@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import Strategy
@@ -229,13 +230,13 @@ class _Window:
         )
         self._replaced = ExitStack()
         if self.has_own_step:
-            self._replace(
-                strategy, "training_step", self.recorder.recorded(self.recorder.unobserved(strategy.training_step))
-            )
-            self._replace(strategy, "post_backward", self.recorder.ended_by(strategy.post_backward))
+            step = self.recorder.recorded(self.recorder.unobserved(strategy.training_step))
+            end = self.recorder.ended_by(strategy.post_backward)
+            self._replaced.enter_context(patch.multiple(strategy, training_step=step, post_backward=end))
         else:
-            self._replace(module, "training_step", self.recorder.recorded(module.training_step))
-        self._replace(module, "log", self.recorder.unobserved(module.log))
+            step = self.recorder.recorded(module.training_step)
+            self._replaced.enter_context(patch.object(module, "training_step", step))
+        self._replaced.enter_context(patch.object(module, "log", self.recorder.unobserved(module.log)))
 
     def _make_twin(self) -> None:
         try:
@@ -263,13 +264,6 @@ class _Window:
     def close(self) -> None:
         self.recorder.close()
         self._replaced.close()
-
-    def _replace(self, owner: Any, name: str, value: Any) -> None:
-        """Until `close`."""
-        before = vars(owner).get(name)
-        put_back = partial(delattr, owner, name) if before is None else partial(setattr, owner, name, before)
-        self._replaced.callback(put_back)
-        setattr(owner, name, value)
 
     def judged(self) -> Report:
         """The same report on every rank; the record is removed."""

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
@@ -71,8 +72,7 @@ class ReadIds:
         self.readings: list[Reading] = []
         self._of_iterator: WeakKeyDictionary[Any, Reading] = WeakKeyDictionary()
         self._last: Reading | None = None
-        self._real: Any = vars(_BaseDataLoaderIter)["_next_index"]  # all loaders ask by it, also those with workers
-        real = self._real
+        real: Any = vars(_BaseDataLoaderIter)["_next_index"]  # all loaders ask by it, also those with workers
 
         def next_index(iterator: Any) -> Any:
             try:
@@ -86,8 +86,8 @@ class ReadIds:
                 self._reading(iterator).batches.append(its)
             return index
 
-        self._observed = next_index
-        _BaseDataLoaderIter._next_index = next_index  # type: ignore[method-assign]
+        self._replaced = patch.object(_BaseDataLoaderIter, "_next_index", next_index)
+        self._replaced.start()
 
     def _reading(self, iterator: Any) -> Reading:
         found = self._of_iterator.get(iterator)
@@ -98,8 +98,7 @@ class ReadIds:
         return found
 
     def close(self) -> None:
-        if vars(_BaseDataLoaderIter)["_next_index"] is self._observed:
-            _BaseDataLoaderIter._next_index = self._real  # type: ignore[method-assign]
+        self._replaced.stop()
 
     def trains(self) -> None:
         """What was read last is being trained."""

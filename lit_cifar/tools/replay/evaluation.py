@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -43,13 +44,11 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         self._counts = self._updates()
-        self._own = vars(self.module).get("log")
-        self.module.log = partial(self._log, self.module.log)  # type: ignore[method-assign]
+        self._replaced = patch.object(self.module, "log", partial(self._log, self.module.log))
+        self._replaced.start()
 
     def close(self) -> None:
-        del self.module.log
-        if self._own is not None:
-            self.module.log = self._own  # type: ignore[method-assign]
+        self._replaced.stop()
 
     def seen(self) -> "Seen":
         """To be asked when all batches are through."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -61,21 +62,12 @@ def intercepted(handler: Handler, rank: Callable[[], int] | None = None) -> Iter
 
     With `rank`, this process has that rank in all groups as long.
     """
-    if not dist.is_available():
-        yield
-        return
     group_type: Any = dist.ProcessGroup
-    kept = {name: vars(group_type)[name] for name in (*_PLACES, *_NOT_REPLAYED)}
-    for name in kept:
-        setattr(group_type, name, _method(handler, name, getattr(group_type, name)))
+    replaced = {name: _method(handler, name, getattr(group_type, name)) for name in (*_PLACES, *_NOT_REPLAYED)}
     if rank is not None:
-        kept["rank"] = vars(group_type)["rank"]
-        group_type.rank = lambda group: dist.get_process_group_ranks(group).index(rank())
-    try:
+        replaced["rank"] = lambda group: dist.get_process_group_ranks(group).index(rank())
+    with patch.multiple(group_type, **replaced):
         yield
-    finally:
-        for name, real in kept.items():
-            setattr(group_type, name, real)
 
 
 def _method(handler: Handler, name: str, real: Any) -> Any:
@@ -87,7 +79,7 @@ def _method(handler: Handler, name: str, real: Any) -> Any:
 
 def process_groups() -> list[Any]:
     """Those that this process has made or joined."""
-    return [*dist.distributed_c10d._world.pg_map] if dist.is_available() else []
+    return [*dist.distributed_c10d._world.pg_map]
 
 
 def can_be_replayed(name: str) -> bool:

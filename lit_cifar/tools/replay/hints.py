@@ -1,10 +1,11 @@
 """What is often a mistake and never the proof of one, seen on a rank while it is recorded."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -112,8 +113,7 @@ class Hints:
         self._texts[text] = None
 
 
-@contextmanager
-def _before(owner: type, name: str, look: Callable[..., None]) -> Iterator[None]:
+def _before(owner: type, name: str, look: Callable[..., None]) -> Any:
     """Let `look` see the arguments of each call of a method."""
     real = getattr(owner, name)
 
@@ -122,8 +122,4 @@ def _before(owner: type, name: str, look: Callable[..., None]) -> Iterator[None]
         look(*args)
         return real(*args, **kwargs)
 
-    setattr(owner, name, method)
-    try:
-        yield
-    finally:
-        setattr(owner, name, real)
+    return patch.object(owner, name, method)

@@ -13,7 +13,7 @@ from lit_cifar.tools.replay.verdict import Finding, Report
 
 def gathered(value: Any) -> list[Any]:
     """The values of all ranks on rank 0; elsewhere an empty list."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         return [value]
     found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(value, found)
