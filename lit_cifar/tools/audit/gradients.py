@@ -24,16 +24,9 @@ from torch.utils._pytree import tree_map
 from lit_cifar.tools.audit.replicas import digest, unlike
 from lit_cifar.tools.replay.digests import Surroundings
 from lit_cifar.tools.replay.exchange import process_groups
-from lit_cifar.tools.replay.lightning_view import (
-    TrainerView,
-    detach,
-    load_step_states,
-    progress_of,
-    step_states,
-)
-from lit_cifar.tools.replay.recording import plain_attributes
-from lit_cifar.tools.replay.replaying import fresh_copy
-from lit_cifar.tools.replay.twin import one_process, what_cannot_be_judged
+from lit_cifar.tools.replay.lightning_view import TrainerView, detach, load_step_states, progress_of, step_states
+from lit_cifar.tools.replay.recording import fresh_copy, plain_attributes
+from lit_cifar.tools.replay.twin import fill, one_process, what_cannot_be_judged
 
 _MOST_SUSPECTS = 4  # whose batches all ranks repeat
 _EQUAL, _UNLIKE, _CANNOT = range(3)
@@ -204,11 +197,7 @@ class _Twin:
 
     def repeat(self, its: Computation) -> Digests:
         """The digests of the gradients that this rank computes."""
-        modules = dict(self._copy.named_modules())
-        for (path, name), value in its.attributes.items():
-            setattr(modules[path], name, value)
-        for name, buffer in self._copy.named_buffers():
-            buffer.copy_(its.buffers[name])
+        fill(self._copy, buffers=its.buffers, attributes=its.attributes)
         for parameter, alias in zip(self.module.parameters(), self._copy.parameters(), strict=True):
             alias._backward_hooks = copy.copy(parameter._backward_hooks)
         found: dict[str, Tensor] = {}

@@ -8,6 +8,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial, wraps
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ class Recorder:
         self._in_first_replica = rank < num_together
         self._sharded = is_sharded(module)  # then gradients appear when they have been averaged, with no hook before
         self._reasons: list[str] = []
-        self._next = 0
+        self._numbers = count()
         self._open: list[tuple[int, Call]] = []  # calls whose outputs may still get a gradient
         self._depth = 0
         self._local: dict[str, list[Digest]] = {}
@@ -81,10 +82,7 @@ class Recorder:
     def _save_start(self) -> None:
         values = {name: parameter.detach() for parameter, name in self._names.items()}
         states = [{self._names[p]: its for p, its in o.state.items() if p in self._names} for o in self.optimizers]
-        try:
-            torch.save(Start(values, states), self.folder / f"start-{self.rank}.pt")
-        except Exception as error:  # as in `_write`
-            self._reasons.append(f"what rank {self.rank} holds cannot be written down: {error}")
+        self._save(Start(values, states), f"start-{self.rank}")
 
     def _hooks(self) -> Iterator[RemovableHandle]:
         for parameter, name in self._names.items():
@@ -141,7 +139,7 @@ class Recorder:
         self._hints.begins(self.optimizers)
         self._known = found
         self._exchanges = call.exchanges
-        self._open.append((self._number(), call))
+        self._open.append((next(self._numbers), call))
 
     def end(self, outputs: Any) -> None:
         _, call = self._open[-1]
@@ -268,7 +266,7 @@ class Recorder:
         changed = [name for name, its in found.items() if name not in self._grads or its.bits != self._grads[name].bits]
         values = {name: grads[name].detach().clone() for name in changed} if self._in_first_replica else {}
         now = Surroundings.now(self._device)
-        self._step = self._number(), Step(self._depth > 0, number, now, groups, found, values, {})
+        self._step = next(self._numbers), Step(self._depth > 0, number, now, groups, found, values, {})
 
     @torch.no_grad()
     def _after_step(self, number: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -293,19 +291,13 @@ class Recorder:
 
     def _copied(self, values: Any) -> Any:
         def copied(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor):
-                return leaf.detach().clone().requires_grad_(leaf.requires_grad)
             try:
-                return copy.deepcopy(leaf)
+                return fresh_copy(leaf)
             except Exception as error:
                 self._reasons.append(f"an input of type {type(leaf).__name__} cannot be copied: {error}")
                 return None
 
         return tree_map(copied, values)
-
-    def _number(self) -> int:
-        self._next += 1
-        return self._next - 1
 
     def _flush(self) -> None:
         for place, call in self._open:
@@ -314,11 +306,21 @@ class Recorder:
         self._open = []
 
     def _write(self, event: Event, place: int | None = None) -> None:
-        place = self._number() if place is None else place
+        place = next(self._numbers) if place is None else place
+        self._save(event, f"{self.rank}-{place:06d}-{type(event).__name__}")
+
+    def _save(self, value: Event | Start, name: str) -> None:
         try:
-            torch.save(event, self.folder / f"{self.rank}-{place:06d}-{type(event).__name__}.pt")
+            torch.save(value, self.folder / f"{name}.pt")
         except Exception as error:  # pickle raises errors of many kinds
-            self._reasons.append(f"a {type(event).__name__.lower()} cannot be written down: {error}")
+            self._reasons.append(f"a {type(value).__name__.lower()} cannot be written down: {error}")
+
+
+def fresh_copy(leaf: Any) -> Any:
+    """Of an input, for a call of its own."""
+    if isinstance(leaf, Tensor):
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    return copy.deepcopy(leaf)
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -19,10 +19,10 @@ from lit_cifar.tools.replay.events import Backward, Call, Event, Step, Tensors, 
 from lit_cifar.tools.replay.exchange import Done, Exchange, problem, received_by, sent_by
 from lit_cifar.tools.replay.joined import JoinedBatch
 from lit_cifar.tools.replay.record import Record
-from lit_cifar.tools.replay.recording import device_of, names_of, parameters_of, state_digests
+from lit_cifar.tools.replay.recording import device_of, fresh_copy, names_of, parameters_of, state_digests
 from lit_cifar.tools.replay.reduction import ExactMean, gamma
 from lit_cifar.tools.replay.step_data import judge_batches, judge_draws
-from lit_cifar.tools.replay.twin import Twin, TwinState, one_process
+from lit_cifar.tools.replay.twin import Twin, TwinState, fill, one_process
 from lit_cifar.tools.replay.verdict import TAKEN, Finding, Part, Report
 
 _RAN_OUT = "ranks have unlike numbers of batches under join()"
@@ -143,7 +143,8 @@ class Replayer:
             self._outputs, self._local, self._is_first_pass = [], {}, True
             self._of_run = {n: p.grad for n, p in self._parameters.items() if self.twin.sharded and p.grad is not None}
             events = self._joined(of_ranks[rank : rank + self.twin.num_together])
-            if any(self._has_new_group(event) for event in events):
+            steps = [event for event in events if isinstance(event, Step)]
+            if any(len(its.groups) > len(self.twin.optimizers[its.optimizer].param_groups) for its in steps):
                 raise UnjudgeableError("an optimizer gets a new group of parameters in these steps: replay others")
             data[rank] = [event for event in events if isinstance(event, Call)]
             exchanges[rank] = [its for event in events if not isinstance(event, Step) for its in event.exchanges]
@@ -163,9 +164,6 @@ class Replayer:
         self.report.num_steps += 1
         if wrong:
             raise StopReplay
-
-    def _has_new_group(self, event: Event) -> bool:
-        return isinstance(event, Step) and len(event.groups) > len(self.twin.optimizers[event.optimizer].param_groups)
 
     def _joined(self, of_ranks: Sequence[Sequence[Path]]) -> list[Event]:
         """The events of ranks that hold a replica together, as those of the first of them."""
@@ -202,7 +200,9 @@ class Replayer:
         with torch.no_grad():
             for name, value in call.changed.items():
                 self._parameters[name].copy_(value)
-            self._note_changes(call)
+        if call.changed:
+            names = ", ".join([*call.changed][:2]) + (" ..." if len(call.changed) > 2 else "")
+            self.report.note(f"something beside the optimizer changes {names} between steps: {TAKEN}")
         self._are_parts |= self.twin.may_be_part and (call.beside or bool(call.exchanges))
         for name, its in call.parameters.items():
             mine = digest(self._parameters[name]) if name in self._parameters else None
@@ -237,15 +237,7 @@ class Replayer:
 
     def _fill(self, call: Call) -> None:
         """Buffers, plain attributes and counters as they were."""
-        modules = dict(self.twin.module.named_modules())
-        for (path, name), value in call.attributes.items():
-            setattr(modules[path], name, value)
-        buffers = dict(self.twin.module.named_buffers())
-        with torch.no_grad():
-            for name, value in call.buffers.items():
-                if name not in buffers or buffers[name].shape != value.shape:
-                    raise UnjudgeableError(f"the buffer {name} appears or changes its size while training")
-                buffers[name].copy_(value)
+        fill(self.twin.module, buffers=call.buffers, attributes=call.attributes)
         self.twin.progress(call.progress | {"global_rank": self._as_rank})
 
     def _outputs_of(self, call: Call) -> tuple[list[Tensor], list[Digest], bool]:
@@ -500,11 +492,6 @@ class Replayer:
         bound = 8 * number**0.5 * torch.finfo(gradient.dtype).eps / 2 * gradient.abs()
         return bool(((first.values[name] - gradient).abs() <= bound).all())
 
-    def _note_changes(self, call: Call) -> None:
-        if call.changed:
-            names = ", ".join([*call.changed][:2]) + (" ..." if len(call.changed) > 2 else "")
-            self.report.note(f"something beside the optimizer changes {names} between steps: {TAKEN}")
-
     # Helpers
 
     def _next_shared(self, kind: type[Any]) -> tuple[int, Any]:
@@ -543,10 +530,3 @@ def _norms(its: Digest, mine: Digest | None) -> str:
         return "it is another value"
     same = "" if f"{its.norm:.9g}" != f"{mine.norm:.9g}" else ", elements differ"
     return f"its norm is {its.norm:.9g}, in the replay {mine.norm:.9g}{same}"
-
-
-def fresh_copy(leaf: Any) -> Any:
-    """An input of its own: a replay may be repeated."""
-    if isinstance(leaf, Tensor):
-        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
-    return copy.deepcopy(leaf)

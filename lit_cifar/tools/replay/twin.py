@@ -1,7 +1,7 @@
 """A copy of a module and its optimizers, that one process can train by itself."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -46,6 +46,18 @@ class Twin:
                     optimizer.state.pop(parameter, None)
                     if name in states:
                         optimizer.state[parameter] = states[name]
+
+
+@torch.no_grad()
+def fill(module: nn.Module, *, buffers: Mapping[str, Tensor], attributes: Mapping[tuple[str, str], Any]) -> None:
+    """With what another process had; `UnjudgeableError` if a buffer has no place."""
+    modules, own = dict(module.named_modules()), dict(module.named_buffers())
+    for (path, name), value in attributes.items():
+        setattr(modules[path], name, value)
+    for name, buffer in buffers.items():
+        if name not in own or own[name].shape != buffer.shape:
+            raise UnjudgeableError(f"the buffer {name} appears or changes its size while training")
+        own[name].copy_(buffer)
 
 
 def what_cannot_be_judged(module: nn.Module, *, autocast: bool) -> list[str]:
