@@ -27,7 +27,7 @@ from lit_cifar.tools.replay.digests import checksum, digest
 from lit_cifar.tools.replay.epoch import Pass, is_order_of_epoch_0, judge_epoch, judge_resumed_epoch
 from lit_cifar.tools.replay.exchange import Exchange, problem
 from lit_cifar.tools.replay.reduction import ExactMean, gamma
-from lit_cifar.tools.replay.replicas import judge_replicas
+from lit_cifar.tools.replay.states import judge_replicas
 from lit_cifar.tools.replay.verdict import COMPARED, Report
 from lit_cifar.tools.verify.record import Record
 

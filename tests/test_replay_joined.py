@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lit_cifar.tools.replay.digests import Surroundings
 from lit_cifar.tools.replay.events import Call
-from lit_cifar.tools.replay.joined import JoinedBatch
+from lit_cifar.tools.replay.step_data import JoinedBatch
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lit_cifar.tools.replay.epoch import Epochs
 from lit_cifar.tools.replay.events import UnjudgeableError
-from lit_cifar.tools.replay.joined import JoinedBatch
 from lit_cifar.tools.replay.lightning_view import (
     TrainerView,
     before_step,
@@ -33,9 +32,18 @@ from lit_cifar.tools.replay.lightning_view import (
 )
 from lit_cifar.tools.replay.recording import Recorder, device_of
 from lit_cifar.tools.replay.replaying import Replayer, judge
-from lit_cifar.tools.replay.replicas import are_replicas, gathered, judge_replicas, parameters_of_ranks
-from lit_cifar.tools.replay.resume import KEY, differences, judge_resume, states_of
 from lit_cifar.tools.replay.sharded import is_sharded
+from lit_cifar.tools.replay.states import (
+    KEY,
+    are_replicas,
+    differences,
+    gathered,
+    judge_replicas,
+    judge_resume,
+    parameters_of_ranks,
+    states_of,
+)
+from lit_cifar.tools.replay.step_data import JoinedBatch
 from lit_cifar.tools.replay.twin import Twin, communication_hook, twin_of, what_cannot_be_judged
 from lit_cifar.tools.replay.verdict import Report
 

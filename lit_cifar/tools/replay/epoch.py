@@ -16,7 +16,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from lit_cifar.tools.replay.digests import checksum
 from lit_cifar.tools.replay.evaluation import Evaluation, judge_evaluation
 from lit_cifar.tools.replay.lightning_view import empty_report, num_together
-from lit_cifar.tools.replay.replicas import gathered
+from lit_cifar.tools.replay.states import gathered
 from lit_cifar.tools.replay.verdict import Finding, Report
 
 

@@ -16,8 +16,8 @@ from lit_cifar.tools.replay.epoch import ReadIds, judge_readings
 from lit_cifar.tools.replay.events import UnjudgeableError
 from lit_cifar.tools.replay.recording import Recorder, device_of
 from lit_cifar.tools.replay.replaying import judge
-from lit_cifar.tools.replay.replicas import are_replicas, judge_replicas, parameters_of_ranks
 from lit_cifar.tools.replay.sharded import is_sharded
+from lit_cifar.tools.replay.states import are_replicas, judge_replicas, parameters_of_ranks
 from lit_cifar.tools.replay.twin import Twin, communication_hook, twin_of, what_cannot_be_judged
 from lit_cifar.tools.replay.verdict import Report
 

@@ -15,13 +15,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lit_cifar.tools.replay.digests import Digest, Surroundings, digest
-from lit_cifar.tools.replay.events import Backward, Call, Event, Step, Tensors, UnjudgeableError, join
+from lit_cifar.tools.replay.events import Backward, Call, Event, Record, Step, Tensors, UnjudgeableError, join
 from lit_cifar.tools.replay.exchange import Done, Exchange, problem, received_by, sent_by
-from lit_cifar.tools.replay.joined import JoinedBatch
-from lit_cifar.tools.replay.record import Record
 from lit_cifar.tools.replay.recording import device_of, fresh_copy, names_of, parameters_of, state_digests
 from lit_cifar.tools.replay.reduction import ExactMean, gamma
-from lit_cifar.tools.replay.step_data import judge_batches, judge_draws
+from lit_cifar.tools.replay.step_data import JoinedBatch, judge_batches, judge_draws
 from lit_cifar.tools.replay.twin import Twin, TwinState, fill, one_process
 from lit_cifar.tools.replay.verdict import TAKEN, Finding, Part, Report
 

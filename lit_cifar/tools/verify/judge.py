@@ -22,7 +22,7 @@ from lit_cifar.checkpoint.format import POSITION, read_checkpoint
 from lit_cifar.errors import CheckpointError
 from lit_cifar.reporting.evaluation_tables import CONFUSION, PER_RANK
 from lit_cifar.tools.replay.callback import RESULT
-from lit_cifar.tools.replay.resume import KEY as OF_REPLAY
+from lit_cifar.tools.replay.states import KEY as OF_REPLAY
 from lit_cifar.tools.replay.verdict import TAKEN, Finding
 from lit_cifar.tools.verify.launcher import Configuration, expected, made
 from lit_cifar.tools.verify.record import (
