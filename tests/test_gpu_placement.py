@@ -57,16 +57,19 @@ def test_a_mode_that_shares_a_gpu_computes_the_same(name: str, devices: int) -> 
     assert on.sync_batchnorm == mode.sync_batchnorm
 
 
-def test_verify_puts_the_parts_of_a_mode_on_the_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_puts_the_parts_of_a_mode_on_the_one_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for name in ("module", "data", "train_sampler"):
         monkeypatch.setattr(Configuration, name, lambda *args: None)
     monkeypatch.setattr(SizedMode, "check", lambda *args, num_parts: None)
     found: dict[str, list[str]] = {}
     for accelerator in ("gpu", "cpu"):
-        settings, said = Configuration((), {"trainer": {"accelerator": accelerator}}), []
+        settings = Configuration((), {"trainer": {"accelerator": accelerator}})
         wanted = [sized_modes(2)[name] for name in ("single", "dp", "pp")]
-        found[accelerator] = [mode.strategy for mode in _possible(wanted, settings, said.append, leave_out=True)] + said
+        strategies = [mode.strategy for mode in _possible(wanted, settings, leave_out=True)]
+        found[accelerator] = strategies + capsys.readouterr().out.splitlines()
     assert found["cpu"] == ["auto", "dp", "PipelineStrategy"]
     *places, on, left = found["gpu"]
     assert places == ["auto", "DataParallelStrategy"]
@@ -91,9 +94,7 @@ def test_one_device_stands_for_several() -> None:
 def test_parts_on_one_device_train_what_one_device_trains(tmp_path: Path) -> None:
     """On the CPU in place of the GPU, with everything else as it is there."""
     on_one = [placed(sized_modes(2)[name], num_gpus=1) for name, place in places(1).items() if place]
-    launcher = Launcher(
-        Configuration.of([*ARGS, "--data.drop_last=true"], devices=2, folder=tmp_path), 3, tmp_path, print
-    )
-    rows = verify_modes(Verifier(launcher), on_one)
+    settings = Configuration.of([*ARGS, "--data.drop_last=true"], devices=2, folder=tmp_path)
+    rows = verify_modes(Verifier(Launcher(settings, 3, tmp_path)), on_one)
     assert {row.mode: row.problems for row in rows} == {mode.name: [] for mode in on_one}
     assert max(max(row.differences.values()) for row in rows) <= EXACT_BOUND

@@ -107,7 +107,7 @@ def test_a_run_that_breaks_down_has_caught_nothing(
     monkeypatch.setattr(References, "get", lambda self, chunks: Reference(Record(tmp_path), [{}]))
     monkeypatch.setattr(Launcher, "run_mode", lambda *args, **kwargs: broken)
     (planted,) = named("last-replica")
-    findings = _findings(Verifier(Launcher(settings(), 3, tmp_path, print)), [planted])
+    findings = _findings(Verifier(Launcher(settings(), 3, tmp_path)), [planted])
     assert [(finding.mutation, finding.right) for finding in findings] == [(None, False), (planted, False)]
     assert all(finding.verdict == "broke" for finding in findings)
 

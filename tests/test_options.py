@@ -125,7 +125,7 @@ def test_the_one_device_goes_without_what_the_modes_are_to_show_equal(
     config = {"trainer": {"precision": precision, "accelerator": "cpu"}, "data": {"batch_size": 8, "val_size": 0}}
     settings = Configuration(("--model.compile=true", "--model.channels_last=true", f"--precision={precision}"), config)
     with ThreadPoolExecutor() as pool:
-        References(Launcher(settings, 2, tmp_path, lambda line: None), pool).start(GhostBatches())
+        References(Launcher(settings, 2, tmp_path), pool).start(GhostBatches())
     assert all((last["--model.compile"], last["--model.channels_last"]) == ("false", "false") for last in started)
     precisions = Counter(last.get("--trainer.precision") for last in started)
     assert precisions == {None: 3} | ({} if precision == "32-true" else {"32-true": 1})

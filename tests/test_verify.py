@@ -167,12 +167,13 @@ def test_samples_are_compared_as_sets_in_which_each_id_is_once(found: list[list[
         (2, 4, dict.fromkeys(("ddp-sync", "mp-micro", "tp"), "")),
     ],
 )
-def test_all_leaves_out_what_is_not_possible(devices: int, num_parts: int | None, left_out: dict[str, str]) -> None:
-    said: list[str] = []
+def test_all_leaves_out_what_is_not_possible(
+    devices: int, num_parts: int | None, left_out: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     all_modes = chosen(["all"], devices=devices)
     assert [mode.name for mode in chosen(["ddp", "dp"], devices=devices)] == ["dp", "ddp"]  # in the table's order
-    kept = [mode.name for mode in _possible(all_modes, settings(num_parts=num_parts), said.append, leave_out=True)]
-    found = {line.split(":")[0].removeprefix("left out "): line for line in said}
+    kept = [mode.name for mode in _possible(all_modes, settings(num_parts=num_parts), leave_out=True)]
+    found = {line.split(":")[0].removeprefix("left out "): line for line in capsys.readouterr().out.splitlines()}
     assert found.keys() == left_out.keys()
     assert all(words in found[name] for name, words in left_out.items())
     assert kept == [name for name in sized_modes(devices) if name not in left_out]
@@ -182,13 +183,13 @@ def test_a_launcher_starts_the_modes_that_have_processes_to_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_launcher = replace(settings(), launcher=("srun", "fit.sh"))
-    found = _possible(chosen(["all"], devices=4), with_launcher, print, leave_out=True)
+    found = _possible(chosen(["all"], devices=4), with_launcher, leave_out=True)
     left_out = {"single", "dp", "ddp_spawn", "mp", "mp-micro"}
     assert [mode.name for mode in found] == [name for name in sized_modes(4) if name not in left_out]
     started: list[dict[str, Any]] = []
     noted = Mock(wait=lambda timeout_s: 1)
     monkeypatch.setattr(runs, "ForkedRun", lambda words, **kwargs: started.append(kwargs | {"words": words}) or noted)
-    launcher = Launcher(with_launcher, 2, tmp_path, print)
+    launcher = Launcher(with_launcher, 2, tmp_path)
     launcher.run_mode(sized_modes(2)["ddp"], launcher.new_folder("ddp"), title="ddp")
     with pytest.raises(ConfigError):
         launcher.run_alone("reference", GhostBatches())
@@ -202,7 +203,7 @@ def test_a_launcher_starts_the_modes_that_have_processes_to_start(
 def test_a_launcher_must_start_as_many_processes_as_the_mode_has(
     world_size: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launcher = Launcher(replace(settings(), launcher=("srun",)), 2, tmp_path, print)
+    launcher = Launcher(replace(settings(), launcher=("srun",)), 2, tmp_path)
     (tmp_path / "trace").mkdir()
     (tmp_path / "trace" / "run.json").write_text(json.dumps({"world_size": world_size, "num_nodes": 1}))
     (tmp_path / "run").mkdir()
@@ -220,7 +221,7 @@ def test_what_a_launcher_prints_after_an_error_is_not_the_error() -> None:
 
 def test_with_virtual_replicas_a_bit_is_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Launcher, "run_alone", lambda *args: Record(tmp_path))
-    launcher = Launcher(settings(num_parts=4), 1, tmp_path, print)
+    launcher = Launcher(settings(num_parts=4), 1, tmp_path)
     with ThreadPoolExecutor() as pool:
         references = References(launcher, pool)
         references.start(GhostBatches())
@@ -233,28 +234,28 @@ def test_with_virtual_replicas_a_bit_is_too_much(tmp_path: Path, monkeypatch: py
 
 def test_a_batch_that_one_device_cannot_train_on_is_never_left_out() -> None:
     with pytest.raises(ConfigError, match="has 1 of 97 images"):
-        list(_possible(chosen(["all"], devices=2), settings(num_train=97), print, leave_out=True))
+        list(_possible(chosen(["all"], devices=2), settings(num_train=97), leave_out=True))
 
 
-def verified(outcome: Outcome, folder: Path, **options: bool) -> tuple[list[VerifiedMode], list[str]]:
-    """What is found and said of a mode whose run ends so."""
-    said: list[str] = []
+def verified(outcome: Outcome, folder: Path, **options: bool) -> list[VerifiedMode]:
+    """What is found of a mode whose run ends so."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Launcher, "run_alone", lambda self, *args: Record(self.new_folder("reference")))
         patch.setattr(References, "get", lambda *args: Reference(Record(folder), [{}]))
         patch.setattr(Launcher, "run_mode", lambda *args, **kwargs: outcome)
-        verifier = Verifier(Launcher(settings(), 2, folder, said.append))
-        return verify_modes(verifier, [sized_modes(2)["ddp"]], **options), said
+        verifier = Verifier(Launcher(settings(), 2, folder))
+        return verify_modes(verifier, [sized_modes(2)["ddp"]], **options)
 
 
-def test_what_only_a_run_of_the_mode_finds_is_refused_too(tmp_path: Path) -> None:
+def test_what_only_a_run_of_the_mode_finds_is_refused_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Once, in the words of the first rank; of all modes it is left out."""
     words = "lit_cifar: error: no such thing\n  pass another\n"
     refused = Outcome(2, "", f"{words}[rank 1] {words}", 1.0)
     with pytest.raises(ConfigError, match="no such thing") as raised:
         verified(refused, tmp_path)
     assert (raised.value.problem, raised.value.remedy) == ("no such thing", "pass another")
-    assert verified(refused, tmp_path, leave_out=True) == ([], ["left out ddp: no such thing"])
+    assert verified(refused, tmp_path, leave_out=True) == []
+    assert capsys.readouterr().out == "left out ddp: no such thing\n"
 
 
 @pytest.mark.parametrize(
@@ -273,7 +274,7 @@ def test_the_exit_status_is_a_pass_only_if_something_was_compared(outcomes: list
 
 
 def test_a_run_that_crashed_is_not_called_wrong(tmp_path: Path) -> None:
-    ((row,), _) = verified(Outcome(1, "", "OSError: disk full", 1.0), tmp_path)
+    (row,) = verified(Outcome(1, "", "OSError: disk full", 1.0), tmp_path)
     assert (row.outcome, row.problems) == ("crashed", ["exit status 1 after 1 s\n  OSError: disk full"])
 
 
@@ -291,11 +292,11 @@ def test_random_networks_are_judged_where_one_device_draws_the_same(
     network = nn.Sequential(nn.Flatten(), layer, nn.Linear(3 * 32 * 32, 10))
     monkeypatch.setattr(Configuration, "module", lambda self: LitResNet(network=network))
     monkeypatch.setattr(Configuration, "accumulation", accumulation)
-    verifier = Verifier(Launcher(settings(), 3, tmp_path, print))
+    verifier = Verifier(Launcher(settings(), 3, tmp_path))
     rows = {name: verifier.abstained(mode) for name, mode in sized_modes(2).items()}
     assert {name for name, row in rows.items() if row is None} == judged
     assert {row.outcome for row in rows.values() if row is not None} <= {"abstained"}
-    verifier = Verifier(Launcher(settings(num_parts=4), 3, tmp_path, print))
+    verifier = Verifier(Launcher(settings(num_parts=4), 3, tmp_path))
     assert verifier.abstained(sized_modes(2)["ddp"]) is None
 
 
@@ -347,11 +348,11 @@ def test_entries_that_are_infinite_alike_are_equal(value: float, equal: bool) ->
     assert _equal(torch.tensor(value), torch.tensor(-math.inf), bound=0.0) == equal
 
 
-def test_a_reference_that_takes_too_long_is_none(tmp_path: Path) -> None:
-    said: list[str] = []
-    launcher = Launcher(settings(), 3, tmp_path, said.append, timeout_s=0.2)
+def test_a_reference_that_takes_too_long_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    launcher = Launcher(settings(), 3, tmp_path, timeout_s=0.2)
     with pytest.raises(ConfigError, match="time limit"):
         launcher.run_alone("reference: one device", GhostBatches())
+    said = capsys.readouterr().out.splitlines()
     assert said[0] == "running  reference: one device"
     assert any(line.endswith(" s  reference: one device") for line in said)
 
@@ -362,7 +363,7 @@ def test_a_tolerance_is_measured_once_for_each_normalisation(tmp_path: Path, mon
     in_float32 = settings(batch_size=64)
     in_float32.config["trainer"]["precision"] = "32-true"
     with ThreadPoolExecutor(1) as pool:
-        references = References(Launcher(in_float32, 2, tmp_path, print), pool)
+        references = References(Launcher(in_float32, 2, tmp_path), pool)
         for chunks in (GhostBatches(dp_size=2, num_microbatches=2), GhostBatches(num_microbatches=4), GhostBatches()):
             references.start(chunks)
     apart = "one device, 4 x 16 images normalised apart"
@@ -384,7 +385,7 @@ def test_a_run_that_ends_early_is_refused(tmp_path: Path) -> None:
         (*shortened.flags, "--trainer.fast_dev_run=true", "--trainer.accelerator=cpu"), shortened.config
     )
     with pytest.raises(ConfigError, match="after 1 of 2 steps"):
-        Launcher(shortened, 2, tmp_path, print).run_alone("reference", GhostBatches())
+        Launcher(shortened, 2, tmp_path).run_alone("reference", GhostBatches())
 
 
 def test_threads_that_want_quiet_at_the_same_time_leave_none() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lit_cifar.reporting.output import without_banners
-from lit_cifar.tools.terminal import about, console, exit_orderly_when_terminated, say, writable, write_json
+from lit_cifar.tools.terminal import about, console, exit_orderly_when_terminated, writable, write_json
 from lit_cifar.tools.verify.command import RULES
 from lit_cifar.tools.verify.launcher import EXACT
 from tests.mutations.catalogue import BY_NAME, on_python_path
@@ -23,9 +23,7 @@ def main(args: Sequence[str] | None = None) -> int:
     target = writable(options.json)
     record = about() | {"rules": RULES}
     chosen = [BY_NAME[name] for name in dict.fromkeys(options.names)] or None
-    findings = self_test(
-        chosen, with_parts=options.virtual_replicas is not None, precision=options.precision, report=say
-    )
+    findings = self_test(chosen, with_parts=options.virtual_replicas is not None, precision=options.precision)
     console().print(findings_table(findings))
     passed = all(finding.right for finding in findings)
     record |= {"virtual_replicas": options.virtual_replicas, "findings": [*map(_row, findings)], "passed": passed}

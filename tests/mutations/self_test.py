@@ -13,7 +13,7 @@ from lit_cifar.tools import terminal
 from lit_cifar.tools.modes import SizedMode, sized_modes
 from lit_cifar.tools.verify.command import Case, Compared, Verifier
 from lit_cifar.tools.verify.judge import RESUMED
-from lit_cifar.tools.verify.launcher import EXACT, Configuration, Launcher, Report
+from lit_cifar.tools.verify.launcher import EXACT, Configuration, Launcher
 from lit_cifar.tools.verify.runs import quiet
 from tests.mutations.catalogue import OF_MODES, OF_PARTS, planting_flags
 from tests.mutations.of_virtual_replicas import NO_PLACE
@@ -87,11 +87,7 @@ class Finding:
 
 
 def self_test(
-    mutations: Sequence[Mutation] | None = None,
-    *,
-    with_parts: bool = False,
-    precision: str = EXACT,
-    report: Report = lambda line: None,
+    mutations: Sequence[Mutation] | None = None, *, with_parts: bool = False, precision: str = EXACT
 ) -> list[Finding]:
     """Plant these mutations, by default all of the catalogue but the unseen, and compare each run as `verify` does.
 
@@ -106,7 +102,7 @@ def self_test(
         for args in dict.fromkeys(mutation.args for mutation in mutations):
             flags = [*ARGS, *args, f"--trainer.precision={precision}", *(WITH_PARTS if with_parts else ())]
             settings = Configuration.of(flags, devices=DEVICES, folder=Path(folder))
-            launcher = Launcher(settings, STEPS, Path(folder), report, timeout_s=TIMEOUT_S)
+            launcher = Launcher(settings, STEPS, Path(folder), timeout_s=TIMEOUT_S)
             findings += _findings(Verifier(launcher), [mutation for mutation in mutations if mutation.args == args])
     return findings
 

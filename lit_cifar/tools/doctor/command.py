@@ -4,7 +4,7 @@ The page says first whether the machine is fit and what is wrong, then which mod
 """
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -25,6 +25,7 @@ from lit_cifar.tools.doctor.machine import ask_nvidia_smi, check_copies, look_at
 from lit_cifar.tools.doctor.measurement import OPERATIONS, SIZES, Measurement
 from lit_cifar.tools.doctor.modes import ModeRow, cores_and_gpus, judge_modes, mode_table
 from lit_cifar.tools.doctor.ranks import Ranks, examine_ranks
+from lit_cifar.tools.terminal import say
 
 _DESCRIPTION = """\
 Whether this machine is fit to train in parallel, mode by mode. Looked at are devices, memory, links, versions, disk,
@@ -38,7 +39,7 @@ def main(args: list[str]) -> int:
     options = doctor_parser().parse_args(args)
     json_file = terminal.writable(options.json)
     terminal.exit_orderly_when_terminated()
-    found = examine(options.devices, folder=Path(options.run_dir), report=lambda line: terminal.say(f"checking {line}"))
+    found = examine(options.devices, folder=Path(options.run_dir))
     print_page(found, terminal.console())
     terminal.write_json(json_file, terminal.about() | found.to_json())
     return 1 if found.faults else 0
@@ -76,21 +77,21 @@ class Examination:
         return {"fit": not self.faults, **asdict(replace(self, verdicts=[])), "verdicts": verdicts}
 
 
-def examine(num_devices: int | None, *, folder: Path, report: Callable[[str], None]) -> Examination:
-    """Examine this machine with so many processes; runs are written to `folder`, and `report` is told what comes next.
+def examine(num_devices: int | None, *, folder: Path) -> Examination:
+    """Examine this machine with so many processes; runs are written to `folder`.
 
     Raises:
         ConfigError: More processes than GPUs, or none.
     """
     num_cores, num_gpus = cores_and_gpus()
     num_ranks, accelerator = placed(num_devices, num_gpus=num_gpus)
-    report("machine and environment")
+    say("checking machine and environment")
     machine, environment = look_at_machine(folder=folder), look_at_environment()
     if num_gpus > 1:
-        report(f"copies between {num_gpus} GPUs")
+        say(f"checking copies between {num_gpus} GPUs")
     copies = check_copies([torch.device("cuda", index) for index in range(num_gpus)])
     where = "GPUs" if accelerator == "cuda" else "the CPU"
-    report(f"ranks: {num_ranks} on {where} calculate and send each other tensors")
+    say(f"checking ranks: {num_ranks} on {where} calculate and send each other tensors")
     ranks, wrong = examine_ranks(num_ranks, accelerator)
     findings = [*(finding for check in (*machine, *environment, copies) for finding in check.findings), *wrong]
     return Examination(

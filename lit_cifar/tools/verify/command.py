@@ -22,8 +22,9 @@ from lit_cifar.models.ghost_batchnorm import normalises_batches
 from lit_cifar.reporting.run_folder import process_rank
 from lit_cifar.tools import terminal
 from lit_cifar.tools.modes import SizedMode, chosen
+from lit_cifar.tools.terminal import say
 from lit_cifar.tools.verify.judge import Reference, Verdict, VerifiedMode, judge
-from lit_cifar.tools.verify.launcher import EXACT, Configuration, Launcher, Report, launched, placed
+from lit_cifar.tools.verify.launcher import EXACT, Configuration, Launcher, launched, placed
 from lit_cifar.tools.verify.record import (
     EXACT_BOUND,
     FLOOR_ULP,
@@ -86,11 +87,6 @@ _USED = {"32-true": ["reversed", "plain kernels"], "bf16-mixed": ["reversed", "p
 def main(args: list[str]) -> int:
     """Verify, print, and return the exit status, which docs/verify.md lists."""
     options, rest = verify_parser().parse_known_args(args)
-    if options.self_test:
-        raise ConfigError(
-            "--self-test plants mistakes in this package's own code, and is not installed with it",
-            remedy="in a clone of the repository: python -m tests.mutations",
-        )
     if options.module is not None and options.launcher:
         raise ConfigError(
             "--module is started as a whole, so --launcher has nothing to start",
@@ -130,7 +126,6 @@ def verify_parser() -> argparse.ArgumentParser:
     parser.add_argument("--module", metavar="CLASS", help="Replay your own LightningModule, e.g. my_package.MyModule.")
     parser.add_argument("--data", metavar="CLASS", help="Its LightningDataModule, if it has one.")
     parser.add_argument("--json", metavar="FILE", help="Write all results, versions and hardware to this file.")
-    parser.add_argument("--self-test", action="store_true", help="Where mistakes are planted that it must find.")
     return parser
 
 
@@ -140,7 +135,7 @@ def _verified(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         rest = [*rest, f"--virtual_replicas={options.virtual_replicas}"]
     names = options.modes.split(",")
     sizes = {"devices": options.devices, "steps": options.steps}
-    rows = verify(names, **sizes, args=rest, launcher=options.launcher, report=terminal.say)
+    rows = verify(names, **sizes, args=rest, launcher=options.launcher)
     out = terminal.console()
     out.print(verdict_table(rows, title=f"{options.steps} steps, compared one by one"))
     for row in rows:
@@ -197,7 +192,6 @@ def verify(
     steps: int = 4,
     args: Sequence[str] = (),
     launcher: tuple[str, ...] = (),
-    report: Report = lambda line: None,
 ) -> list[VerifiedMode]:
     """Compare modes, "all" for every one, with one device: a row for each.
 
@@ -209,10 +203,10 @@ def verify(
     """
     if steps < 2:
         raise ConfigError(f"--steps={steps} leaves no step before a resume", remedy="pass --steps 2 or more")
-    rows_of = partial(_rows, devices=devices, steps=steps, launcher=launcher, report=report)
+    rows_of = partial(_rows, devices=devices, steps=steps, launcher=launcher)
     rows = rows_of(names, args=args)
     if doubted := {row.mode: row for row in rows if row.may_be_rounding}:
-        report("once more in float64, where rounding is no excuse: " + ", ".join(doubted))
+        say("once more in float64, where rounding is no excuse: " + ", ".join(doubted))
         in_float64 = [*args, f"--trainer.precision={EXACT}"]
         for again in rows_of([*doubted], args=in_float64):
             if again.passed:
@@ -222,27 +216,19 @@ def verify(
 
 
 def _rows(
-    names: Sequence[str],
-    *,
-    devices: int,
-    steps: int,
-    args: Sequence[str],
-    launcher: tuple[str, ...],
-    report: Report,
+    names: Sequence[str], *, devices: int, steps: int, args: Sequence[str], launcher: tuple[str, ...]
 ) -> list[VerifiedMode]:
     wanted, leave_out = chosen(list(names), devices=devices), "all" in names
     with tempfile.TemporaryDirectory(prefix="lit_cifar-verify-") as folder:
         settings = Configuration.of(list(args), devices=devices, folder=Path(folder), launcher=launcher)
-        verifier = Verifier(Launcher(settings, steps, Path(folder), report))
-        return verify_modes(verifier, [*_possible(wanted, settings, report, leave_out=leave_out)], leave_out=leave_out)
+        verifier = Verifier(Launcher(settings, steps, Path(folder)))
+        return verify_modes(verifier, [*_possible(wanted, settings, leave_out=leave_out)], leave_out=leave_out)
 
 
-def _possible(
-    wanted: Sequence[SizedMode], settings: Configuration, report: Report, *, leave_out: bool
-) -> Iterator[SizedMode]:
+def _possible(wanted: Sequence[SizedMode], settings: Configuration, *, leave_out: bool) -> Iterator[SizedMode]:
     """Those that can run on so many devices with such batches: `tp`, say, must divide the channels.
 
-    Of the others `report` says why they are left out, or the error is raised if none may be.
+    Of the others it is printed why they are left out, or the error is raised if none may be.
     """
     module, data = settings.module(), settings.data()
     sampler = settings.train_sampler(data)
@@ -254,10 +240,10 @@ def _possible(
         except ConfigError as error:
             if not leave_out:
                 raise
-            report(f"left out {mode.name}: {error.problem}")
+            say(f"left out {mode.name}: {error.problem}")
         else:
             if on != mode:
-                report(f"on one GPU: {mode.name}")
+                say(f"on one GPU: {mode.name}")
             yield on
 
 
@@ -272,7 +258,7 @@ def verify_modes(verifier: "Verifier", wanted: Sequence[SizedMode], *, leave_out
         if compared.outcome.status != REFUSED:
             rows[compared.row.mode] = compared.row
         elif leave_out:
-            verifier.launcher.report(f"left out {compared.row.mode}: {compared.outcome.refusal.problem}")
+            say(f"left out {compared.row.mode}: {compared.outcome.refusal.problem}")
         else:
             raise compared.outcome.refusal
     return [rows[mode.name] for mode in wanted if mode.name in rows]

@@ -112,7 +112,7 @@ def judge(row: VerifiedMode, outcome: Outcome, record: Record, reference: Refere
         row.outcome = "failed"
         row.problems.append(f"the run ended after {len(record.steps)} of {num_steps} steps")
         return
-    row.processes, row.nodes = record.num_processes, record.num_nodes
+    row.processes, row.nodes = record.size
     of_steps = _compare_steps(row, record, reference)
     row.problems += of_steps
     row.problems += replay_problems(record, settings.added_callbacks)

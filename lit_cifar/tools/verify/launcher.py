@@ -23,7 +23,7 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.models.resnet import SHAPES
 from lit_cifar.task.module import LitResNet
 from lit_cifar.tools.modes import SILENT, SizedMode, in_words
-from lit_cifar.tools.terminal import names_config, refuse_owned, without_devices
+from lit_cifar.tools.terminal import names_config, refuse_owned, say, without_devices
 from lit_cifar.tools.verify.record import (
     EXACT_BOUND,
     FLOOR_ULP,
@@ -75,8 +75,6 @@ _PRECISIONS |= {name: name for name in ("32-true", EXACT, "bf16-mixed")}
 _WIDER = {"32-true": EXACT, "bf16-mixed": "32-true"}
 
 _MAX_AT_ONCE = 8  # each holds some copies of the network on disk
-
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -230,12 +228,11 @@ def made(config: Mapping[str, Any], *args: Any) -> Any:
 
 @dataclass(frozen=True)
 class Launcher:
-    """Runs `fit` under one configuration, and has every step recorded."""
+    """Runs `fit` under one configuration, and has every step recorded; says when a run begins and when it has ended."""
 
     settings: Configuration
     steps: int  # optimizer steps of every run
     folder: Path  # exists; each run gets a folder of its own in it
-    report: Report  # called with a line whenever a run begins, and when it has ended
     timeout_s: float = TIMEOUT_S  # after which a run is stopped, and has failed
 
     def new_folder(self, name: str) -> Path:
@@ -255,7 +252,7 @@ class Launcher:
         first = self._fit(title, folder, [*flags, *replay], mode)
         if first.status != 0:
             return first
-        if self.settings.launcher and (refusal := _other_size(Record(folder).num_processes, mode)):
+        if self.settings.launcher and (refusal := _other_size(Record(folder).size[0], mode)):
             return replace(first, status=REFUSED, stderr=refusal)
         again = _with_checkpoint_before_last_step(Record(folder))
         resumed = self._fit(f"{title}, resumed", again, [*flags, "--resume=auto"], mode)
@@ -301,7 +298,7 @@ class Launcher:
         (folder / "trace").mkdir()
         trace = ["--trainer.callbacks+=lit_cifar.tools.verify.recorder.Trace"]
         trace += [f"--trainer.callbacks.folder={folder / 'trace'}", f"--trainer.callbacks.order={order}"]
-        self.report(f"running  {title}")
+        say(f"running  {title}")
         launcher = self.settings.launcher if mode is not None else ()
         outcome = run(
             "fit",
@@ -315,7 +312,7 @@ class Launcher:
             num_ranks=ranks,
             launcher=launcher,
         )
-        self.report(f"{outcome.seconds:5.0f} s  {title}")
+        say(f"{outcome.seconds:5.0f} s  {title}")
         return outcome
 
 

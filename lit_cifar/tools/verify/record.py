@@ -54,17 +54,10 @@ class Record:
         return Record(self.folder / "resumed")
 
     @property
-    def num_processes(self) -> int:
-        return int(self._run_json["world_size"])
-
-    @property
-    def num_nodes(self) -> int:
-        return int(self._run_json["num_nodes"])
-
-    @property
-    def _run_json(self) -> dict[str, Any]:
-        content: dict[str, Any] = json.loads((self.folder / "trace" / "run.json").read_text())
-        return content
+    def size(self) -> tuple[int, int]:
+        """Number of processes, and of nodes."""
+        content = json.loads((self.folder / "trace" / "run.json").read_text())
+        return content["world_size"], content["num_nodes"]
 
     @property
     def steps(self) -> list[int]:
