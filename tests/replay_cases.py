@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, de
 from lit_cifar import Replay, replay
 from lit_cifar.launch.signals import destroy_process_group_at_exit
 from lit_cifar.strategies.sync_batchnorm import ProcessSyncBatchNorm
+from lit_cifar.tools.modes import SILENT
 
 
 class Pictures(Dataset[dict[str, Any]]):
@@ -220,6 +221,31 @@ class Doubled(pl.Callback):
         pl_module.net[5].weight.grad.mul_(1.0001)
 
 
+class NeverSynced(pl.Callback):
+    """As code does that calls the wrapped module past DDP."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.strategy.model.reducer = _Deaf(trainer.strategy.model.reducer)
+
+
+class NeverAveraged(pl.Callback):
+    """As a `no_sync` that was never left."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.strategy.model.require_backward_grad_sync = False
+
+
+class _Deaf:
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def prepare_for_backward(self, tensors: Any) -> None:
+        """The reducer waits for nothing, and averages nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+
 class Odd(Pictures):
     def __getitem__(self, index: int) -> dict[str, Any]:
         return super().__getitem__(index) | {"place": Path(str(index))}
@@ -378,6 +404,7 @@ def scaled(scale: float = 1000.0) -> Any:
     return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=scale))
 
 
+ON_TWO: dict[str, Any] = {"accelerator": "cpu", "devices": 2, **SILENT}
 # Made anew for each trainer.
 FSDP: dict[str, Any] = {"strategy": partial(ModelParallelStrategy, data_parallel_size=2, tensor_parallel_size=1)}
 TP: dict[str, Any] = {"strategy": partial(ModelParallelStrategy, data_parallel_size=1, tensor_parallel_size=2)}
@@ -407,8 +434,8 @@ CASES: dict[str, tuple[type[pl.LightningModule], dict[str, Any]]] = {
     "wrong gradient": (WrongGradient, {}),
     "wrong statistics": (WrongStatistics, {}),
     "wrong mean": (Task, {"callbacks": [Doubled()]}),
-    "not reduced": (Task, {"never_synced": True}),
-    "never averaged": (Task, {"never_averaged": True}),
+    "not reduced": (Task, {"callbacks": [NeverSynced()]}),
+    "never averaged": (Task, {"callbacks": [NeverAveraged()]}),
     "other rate": (OtherRate, {}),
     "forgotten": (Forgotten, {}),
     "same samples": (Task, {"use_distributed_sampler": False}),
@@ -427,50 +454,14 @@ CASES: dict[str, tuple[type[pl.LightningModule], dict[str, Any]]] = {
 }
 
 
-class NeverSynced(pl.Callback):
-    """As code does that calls the wrapped module past DDP."""
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        trainer.strategy.model.reducer = _Deaf(trainer.strategy.model.reducer)
-
-
-class NeverAveraged(pl.Callback):
-    """As a `no_sync` that was never left."""
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        trainer.strategy.model.require_backward_grad_sync = False
-
-
-class _Deaf:
-    def __init__(self, reducer: Any) -> None:
-        self._reducer = reducer
-
-    def prepare_for_backward(self, tensors: Any) -> None:
-        """The reducer waits for nothing, and averages nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._reducer, name)
-
-
 def report_of(module: type[pl.LightningModule], options: dict[str, Any], folder: Path) -> dict[str, Any]:
     pl.seed_everything(1, verbose=False)
     options = {"strategy": "ddp", "at": [0], **options}
     options |= {name: value() for name, value in options.items() if callable(value)}
     watch = Replay(steps=2, at=options.pop("at"))
-    planted = {"never_synced": NeverSynced, "never_averaged": NeverAveraged}
-    added = [make() for name, make in planted.items() if options.pop(name, False)] + options.pop("callbacks", [])
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        max_steps=8 if module is not Adversarial else 16,
-        callbacks=[*added, watch],
-        default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+    max_steps = 8 if module is not Adversarial else 16
+    options["callbacks"] = [*options.get("callbacks", []), watch]
+    trainer = pl.Trainer(**ON_TWO, max_steps=max_steps, default_root_dir=folder, **options)
     has_own_data = issubclass(module, OddBatches | Tokens)
     trainer.fit(module(), None if has_own_data else DataLoader(Pictures(), batch_size=4, shuffle=True))
     assert not [*folder.glob("replay-*")]
@@ -480,19 +471,9 @@ def report_of(module: type[pl.LightningModule], options: dict[str, Any], folder:
 def epoch_reports(*, sync_dist: bool, frozen: bool) -> dict[str, Any]:
     """What is said of two epochs and of the first evaluation, by subject."""
     watch = Replay(steps=1)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        strategy="ddp",
-        devices=2,
-        max_epochs=2,
-        callbacks=[watch],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=not frozen,
-        default_root_dir=Path(sys.argv[1]).parent,
-    )
+    folder = Path(sys.argv[1]).parent
+    options: dict[str, Any] = ON_TWO | {"use_distributed_sampler": not frozen, "default_root_dir": folder}
+    trainer = pl.Trainer(strategy="ddp", max_epochs=2, callbacks=[watch], **options)
     data, some, rank = Pictures(), Subset(Pictures(), range(31)), int(os.environ["RANK"])
     loader, of_evaluation = DataLoader(data, batch_size=4, shuffle=True), DataLoader(some, batch_size=7)
     if frozen:
@@ -520,10 +501,7 @@ def report_of_the_older_package(folder: Path) -> dict[str, Any]:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     watch = Replay(2, stop=True)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = older.Trainer(
-        accelerator="cpu", strategy="ddp", devices=2, callbacks=[watch], default_root_dir=folder, **quiet
-    )
+    trainer = older.Trainer(strategy="ddp", callbacks=[watch], default_root_dir=folder, **ON_TWO)
     trainer.fit(Logging(), DataLoader(Pictures(), batch_size=4))
     return watch.reports[0].as_json()
 

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lit_cifar import Replay, ReplayError
 from lit_cifar.__main__ import main
+from lit_cifar.tools.modes import SILENT
 from lit_cifar.tools.replay.digests import checksum, digest
 from lit_cifar.tools.replay.epoch import Pass, is_order_of_epoch_0, judge_epoch, judge_resumed_epoch
 from lit_cifar.tools.replay.exchange import Exchange, problem
@@ -302,16 +303,8 @@ def trained(
     pl.seed_everything(3, verbose=False)
     module = make()
     checkpoint = options.pop("ckpt_path", None)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        callbacks=[*callbacks],
-        default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"max_steps": 6, "enable_checkpointing": False} | options,
-    )
+    options = {"accelerator": "cpu", "devices": 1, "max_steps": 6, **SILENT, **options}
+    trainer = pl.Trainer(callbacks=[*callbacks], default_root_dir=folder, **options)
     loader = DataLoader(Pictures(), batch_size=4, shuffle=True, drop_last=True)
     trainer.fit(module, None if isinstance(module, Tokens) else loader, ckpt_path=checkpoint)
     return module

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lit_cifar.tools.audit.callback import ReplicaAudit
 from lit_cifar.tools.audit.gradients import NeighborAudit
 from lit_cifar.tools.audit.replicas import digest, unlike
+from lit_cifar.tools.modes import SILENT
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.complex64]
 
@@ -170,17 +171,8 @@ def test_a_rank_repeats_its_own_gradients_and_changes_nothing(precision: Any, ma
     for repeats in (False, True):
         L.seed_everything(1, verbose=False)
         task, own = Task(manual=manual), Own(repeats=repeats)
-        trainer = L.Trainer(
-            accelerator="cpu",
-            max_epochs=1,
-            precision=precision,
-            accumulate_grad_batches=accumulate,
-            callbacks=[own],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        options = {"accelerator": "cpu", "max_epochs": 1, "precision": precision, **SILENT}
+        trainer = L.Trainer(accumulate_grad_batches=accumulate, callbacks=[own], **options)
         trainer.fit(task, DataLoader(TensorDataset(torch.randn(20, 3)), 4))
         assert own.steps == (5 - accumulate) * repeats
         ends.append(
