@@ -3,7 +3,7 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -97,8 +97,7 @@ class Replay(pl.Callback):
         if self._saved is None or self._epochs is None or not _each_rank_holds_all(trainer):
             return
         self._epochs.resumed = self._saved
-        report = empty_report(trainer)
-        report.subject = f"resume at step {trainer.global_step}"
+        report = empty_report(trainer, f"resume at step {trainer.global_step}")
         now = states_of(trainer)
         if of_ranks := gathered([*differences(self._saved["states"], now)]):
             judge_resume(report, len(now), of_ranks)
@@ -175,8 +174,7 @@ class Replay(pl.Callback):
         if self._window is not None:
             self._judge(trainer)
         if trainer.world_size > 1 and are_replicas(trainer.strategy.model):
-            report = empty_report(trainer)
-            report.subject = f"replicas after step {trainer.global_step}"
+            report = empty_report(trainer, f"replicas after step {trainer.global_step}")
             if of_ranks := parameters_of_ranks(pl_module):
                 judge_replicas(report, of_ranks)
             self._tell(trainer, trainer.strategy.broadcast(report))
@@ -261,7 +259,7 @@ class _Window:
             num_together=self.num_together,
             before_step=partial(before_step, module, self.trainer),
         )
-        if (on_one_device := _forward_fn_of_one_device(self.trainer.strategy)) is not None:
+        if (on_one_device := getattr(self.trainer.strategy, "on_one_device", None)) is not None:
             module.to(device_of(self.module))
             module.use_forward_fn(on_one_device(module.network))  # type: ignore[operator]
 
@@ -292,7 +290,7 @@ class _Window:
         if self.module.automatic_optimization and not has_own_backward(self.module):
             twin.loss_gradient = lambda: view.loss_scale / self.trainer.accumulate_grad_batches
             is_alone = self.trainer.world_size * self.trainer.accumulate_grad_batches == 1
-            if not is_alone and not twin.sharded and _forward_fn_of_one_device(self.trainer.strategy) is None:
+            if not is_alone and not twin.sharded and not getattr(self.trainer.strategy, "on_one_device", None):
                 copied = partial(quiet_copy, view=view, replayer=replayer)
                 replayer.joined = JoinedBatch(copied, device_of(self.module))
         detach(twin.module, view, replayer)
@@ -303,18 +301,15 @@ class _Window:
 
 
 def _is_known(strategy: Strategy) -> bool:
-    """One device, ddp, FSDP2, or one that says what one device computes; no other that starts its processes so."""
-    if _forward_fn_of_one_device(strategy) is not None:
+    """One device, ddp, FSDP2, or one that says what one device computes; no other that starts its processes so.
+
+    The last replaces the forward pass of `module.network`, and has a method `on_one_device`.
+    """
+    if getattr(strategy, "on_one_device", None) is not None:
         return True
     if is_a(strategy, "DDPStrategy"):
         return isinstance(strategy.model, DistributedDataParallel) and strategy.root_device == device_of(strategy.model)
     return is_a(strategy, "SingleDeviceStrategy", "ModelParallelStrategy")
-
-
-def _forward_fn_of_one_device(strategy: Strategy) -> Callable[..., Any] | None:
-    """By which a strategy that replaces the forward pass of `module.network` says what one device would compute."""
-    found: Callable[..., Any] | None = getattr(strategy, "on_one_device", None)
-    return found
 
 
 def _each_rank_holds_all(trainer: pl.Trainer) -> bool:

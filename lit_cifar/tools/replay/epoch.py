@@ -251,7 +251,7 @@ class Epochs:
         elif ids and self._epochs_left and self._num_batches == len(loader):  # no iterable data set, and trained whole
             self._epochs_left -= 1
             of_ranks = gathered(reading.pass_of(self._num_batches))[:: self._each]
-            report = self._report(f"data of epoch {self.trainer.current_epoch}")
+            report = empty_report(self.trainer, f"data of epoch {self.trainer.current_epoch}")
             if of_ranks:
                 report.counts["samples"] = len({sample for its in of_ranks for sample in its.samples})
                 if type(loader.sampler).__name__ == "DistributedSamplerWrapper" and vars(loader.sampler)["shuffle"]:
@@ -261,7 +261,8 @@ class Epochs:
             self._tell(self.trainer.strategy.broadcast(report))
 
     def _end_resumed(self, ids: Sequence[int]) -> None:
-        report = self._report(f"data of epoch {self.trainer.current_epoch}, resumed at batch {self._batches_before}")
+        subject = f"data of epoch {self.trainer.current_epoch}, resumed at batch {self._batches_before}"
+        report = empty_report(self.trainer, subject)
         judge_resumed_epoch(report, ids, self.resumed["ids"].tolist() if self.resumed else None)
         self._tell(self.trainer.strategy.broadcast(report))
 
@@ -287,17 +288,12 @@ class Epochs:
         its.close()
         read = gathered(self.evaluated())[:: self._each]
         of_ranks = gathered(its.seen())[:: self._each]
-        report = self._report(f"evaluation after step {self.trainer.global_step}")
+        report = empty_report(self.trainer, f"evaluation after step {self.trainer.global_step}")
         if of_ranks:
             judge_evaluation(report, of_ranks, self.trainer.callback_metrics, read)
         report = self.trainer.strategy.broadcast(report)
         if report.counts["metrics"]:
             self._tell(report)
-
-    def _report(self, subject: str) -> Report:
-        report = empty_report(self.trainer)
-        report.subject = subject
-        return report
 
     def close(self) -> None:
         self._read.close()

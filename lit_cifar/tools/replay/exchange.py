@@ -125,9 +125,6 @@ class Done:
     def wait(self, *args: Any) -> bool:
         return True
 
-    def is_completed(self) -> bool:
-        return True
-
 
 def problem(exchanges: Sequence[Exchange]) -> str:
     """What is wrong with what the ranks of a group received, given what they sent; an empty text if nothing is.

@@ -26,12 +26,13 @@ def num_together(strategy: Any) -> int:
     return getattr(strategy, "processes_per_replica", 1)
 
 
-def empty_report(trainer: pl.Trainer) -> Report:
+def empty_report(trainer: pl.Trainer, subject: str = "") -> Report:
     return Report(
         strategy=type(trainer.strategy).__name__,
         num_ranks=trainer.world_size,
         precision=str(trainer.precision),
         first_step=trainer.global_step,
+        subject=subject,
     )
 
 

@@ -56,7 +56,8 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._rank = rank
         enabled = torch.is_autocast_enabled(device_of(self.module).type)
-        self.report = Report(type(self.model).__name__, world_size, "autocast" if enabled else _dtype(self.module), 0)
+        precision = "autocast" if enabled else str(next(self.module.parameters()).dtype).removeprefix("torch.")
+        self.report = Report(type(self.model).__name__, world_size, precision, 0)
         self.report.abstained += what_cannot_be_judged(self.module, autocast=enabled)
         if world_size > 1 and _is_parallel_in_another_way(self.model):
             self.report.abstained.append(f"{type(self.model).__name__} is not known here: DistributedDataParallel is")
@@ -73,7 +74,7 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
             rank=self._rank,
             module=self.module,
             optimizers=self.optimizers,
-            is_synced=self._is_synced,
+            is_synced=lambda: self._syncs,
             progress=lambda: {"joins": self._joins},
             by_engine=True,
         )
@@ -129,9 +130,6 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
         except UnjudgeableError as reason:
             self.report.abstained.append(str(reason))
 
-    def _is_synced(self) -> bool:
-        return self._syncs
-
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._recorder.num_steps >= self.steps:
             self._close()
@@ -185,7 +183,3 @@ def _from_rank_0(value: Any) -> Any:
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
-
-
-def _dtype(module: nn.Module) -> str:
-    return str(next(module.parameters()).dtype).removeprefix("torch.")

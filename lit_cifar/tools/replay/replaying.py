@@ -130,13 +130,13 @@ class Replayer:
         return self.report.first_step + self.report.num_steps
 
     def _segment(self, of_ranks: Sequence[Sequence[Path]]) -> None:
-        before = TwinState.of(self.twin)
+        before = TwinState(self.twin)
         self._of_rank_0, self._means, self._draws, self._wrong_locally = [], {}, {}, set()
         data: dict[int, list[Call]] = {}
         exchanges: dict[int, list[Exchange]] = {}
         wrong = False
         for rank in range(0, len(of_ranks), self.twin.num_together):
-            before.restore(self.twin)
+            before.restore()
             self._rank, self._shared = rank, 0
             self._outputs, self._local, self._is_first_pass = [], {}, True
             self._of_run = {n: p.grad for n, p in self._parameters.items() if self.twin.sharded and p.grad is not None}

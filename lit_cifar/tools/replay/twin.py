@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lit_cifar.tools.replay.digests import Surroundings
 from lit_cifar.tools.replay.events import Start, UnjudgeableError
 from lit_cifar.tools.replay.exchange import Handler, intercepted, process_groups
-from lit_cifar.tools.replay.recording import names_of, parameters_of
+from lit_cifar.tools.replay.recording import names_of
 from lit_cifar.tools.replay.sharded import is_sharded, what_is_not_replayed, whole, whole_copy
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -103,39 +103,28 @@ def _optimizer_copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     return its
 
 
-@dataclass
 class TwinState:
     """What a segment begins with."""
 
-    values: list[Tensor]
-    grads: list[Tensor | None]
-    states: list[list[Any]]  # of each optimizer, by its parameters
+    def __init__(self, twin: Twin) -> None:
+        self._twin = twin
+        self._parameters = [*names_of(twin.module, twin.optimizers)]
+        self._values = [its.detach().clone() for its in self._parameters]
+        self._grads = [None if its.grad is None else its.grad.clone() for its in self._parameters]
+        self._states = [self._copied(optimizer.state) for optimizer in twin.optimizers]
 
-    @classmethod
-    def of(cls, twin: Twin) -> "TwinState":
-        parameters = [*names_of(twin.module, twin.optimizers)]
-        return cls(
-            values=[parameter.detach().clone() for parameter in parameters],
-            grads=[None if parameter.grad is None else parameter.grad.clone() for parameter in parameters],
-            states=[copy.deepcopy(_states(optimizer)) for optimizer in twin.optimizers],
-        )
+    def _copied(self, state: Any) -> Any:
+        """Its keys are the parameters themselves."""
+        return copy.deepcopy(state, {id(its): its for its in self._parameters})
 
     @torch.no_grad()
-    def restore(self, twin: Twin) -> None:
-        for parameter, value, gradient in zip(
-            names_of(twin.module, twin.optimizers), self.values, self.grads, strict=True
-        ):
+    def restore(self) -> None:
+        for parameter, value, gradient in zip(self._parameters, self._values, self._grads, strict=True):
             parameter.copy_(value)
             parameter.grad = None if gradient is None else gradient.clone()
-        for optimizer, its in zip(twin.optimizers, self.states, strict=True):
+        for optimizer, state in zip(self._twin.optimizers, self._states, strict=True):
             optimizer.state.clear()
-            for parameter, state in zip(parameters_of(optimizer), its, strict=True):
-                if state is not None:
-                    optimizer.state[parameter] = copy.deepcopy(state)
-
-
-def _states(optimizer: Optimizer) -> list[Any]:
-    return [optimizer.state.get(parameter) for parameter in parameters_of(optimizer)]
+            optimizer.state.update(self._copied(state))
 
 
 @contextmanager
