@@ -117,7 +117,7 @@ def test_what_a_guard_of_the_product_stops_is_caught_by_it(tmp_path: Path) -> No
     (tmp_path / "duplicated-shard" / "acted1").touch()
     stderr = "Traceback\nlit_cifar.errors.SampleAuditError: 5 samples are missing\n[rank1]: connection closed"
     row = VerifiedMode("ddp", "one device", problems=["exit status 1"])
-    compared = Compared(0, row, Outcome(1, "", stderr, 1.0), tmp_path)
+    compared = Compared(0, row, Outcome(1, "", stderr, 1.0))
     stopped = _finding(BY_NAME["duplicated-shard"], compared, tmp_path)
     assert (stopped.right, stopped.caught_by, stopped.acted) == (True, "sample audit", True)
     assert stopped.problems == ["lit_cifar.errors.SampleAuditError: 5 samples are missing"]

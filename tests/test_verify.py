@@ -1,7 +1,6 @@
 """`verify`: the comparison as plain functions; `test_parity` has every mode compared for real."""
 
 import json
-import logging
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -69,7 +68,7 @@ from lit_cifar.tools.verify.record import (
     step_problems,
 )
 from lit_cifar.tools.verify.recorder import Snapshot, State, Trace, counted, digest, own_state
-from lit_cifar.tools.verify.runs import Outcome, quiet
+from lit_cifar.tools.verify.runs import Outcome
 
 
 def step(*, loss: float = 2.0, weight: float = 0.5, mean: float = 0.1, momentum: float = 0.3, lr: float = 0.1) -> Step:
@@ -386,19 +385,6 @@ def test_a_run_that_ends_early_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="after 1 of 2 steps"):
         Launcher(shortened, 2, tmp_path).run_alone("reference", GhostBatches())
-
-
-def test_threads_that_want_quiet_at_the_same_time_leave_none() -> None:
-    """The first to come is the first to go, so that the other one puts back what it has found."""
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    before = logger.level, [*logger.filters]
-    first, second = quiet(), quiet()
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert not logger.filter(logger.makeRecord(logger.name, logging.INFO, "", 0, "GPU", (), None))
-    second.__exit__(None, None, None)
-    assert (logger.level, [*logger.filters]) == before
 
 
 @pytest.fixture

@@ -24,9 +24,10 @@ import torch
 from matplotlib.figure import Figure
 
 from analysis.run_frames import RED
+from lit_cifar.reporting.output import without_banners
 from lit_cifar.tools.modes import sized_modes
 from lit_cifar.tools.terminal import about
-from lit_cifar.tools.verify.runs import quiet, run
+from lit_cifar.tools.verify.runs import run
 from tests.mutations.catalogue import OF_MODES, on_python_path, planting_flags
 from tests.mutations.planting import Mutation
 
@@ -101,10 +102,8 @@ def main(output: Path, flags: list[str]) -> None:
             mode: str, devices: int, more: tuple[str, ...], what: str, mutation: Mutation | None = None
         ) -> Future[Curves | None]:
             chosen = sized_modes(devices)[mode]
-            with quiet():
-                num_ranks = chosen.num_ranks
             words = [*flags, *chosen.flags, *more]
-            return pool.submit(trained, f"{mode}, {what}", words, num_ranks=num_ranks, mutation=mutation)
+            return pool.submit(trained, f"{mode}, {what}", words, num_ranks=chosen.num_ranks, mutation=mutation)
 
         of_seeds = [
             start("ddp", 2, (f"--seed_everything={seed}", f"--data.seed={seed}"), f"seed {seed}")
@@ -216,4 +215,5 @@ def parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     options, rest = parser().parse_known_args()
-    main(options.output, rest)
+    with without_banners():
+        main(options.output, rest)

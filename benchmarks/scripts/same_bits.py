@@ -12,9 +12,10 @@ from typing import Any
 from run_record import complete, run_script
 
 from lit_cifar.checkpoint.files import DIGESTS
+from lit_cifar.reporting.output import without_banners
 from lit_cifar.tools.modes import SizedMode, sized_modes
 from lit_cifar.tools.terminal import about, say
-from lit_cifar.tools.verify.runs import quiet, refuse_if_invalid, run
+from lit_cifar.tools.verify.runs import refuse_if_invalid, run
 
 PARTS = 4
 MODES = {
@@ -38,7 +39,7 @@ TIMEOUT_S = 3600.0
 
 def trained(mode: SizedMode, precision: str, flags: list[str]) -> dict[str, Any]:
     """Train once; the digest is that of all parameters and buffers after the last epoch."""
-    with tempfile.TemporaryDirectory(prefix="same-bits-") as name, quiet():
+    with tempfile.TemporaryDirectory(prefix="same-bits-") as name:
         folder = Path(name)
         outcome = run(
             *("fit", f"--virtual_replicas={PARTS}", *FLAGS, *flags, *mode.flags, f"--trainer.precision={precision}"),
@@ -88,4 +89,5 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    run_script(parser(), main)
+    with without_banners():
+        run_script(parser(), main)

@@ -14,7 +14,6 @@ from lit_cifar.tools.modes import SizedMode, sized_modes
 from lit_cifar.tools.verify.command import Case, Compared, Verifier
 from lit_cifar.tools.verify.judge import RESUMED
 from lit_cifar.tools.verify.launcher import EXACT, Configuration, Launcher
-from lit_cifar.tools.verify.runs import quiet
 from tests.mutations.catalogue import OF_MODES, OF_PARTS, planting_flags
 from tests.mutations.of_virtual_replicas import NO_PLACE
 from tests.mutations.planting import Mutation
@@ -148,8 +147,7 @@ def _reasons(mode: SizedMode, mutations: Iterable[Mutation], settings: Configura
         return {}
     data = settings.data()
     try:
-        with quiet():
-            mode.check(settings.module(), data, settings.train_sampler(data), num_parts=settings.num_parts)
+        mode.check(settings.module(), data, settings.train_sampler(data), num_parts=settings.num_parts)
     except ConfigError as error:
         return {mutation.name: error.problem for mutation in mutations}
     return {mutation.name: NO_PLACE[mutation.name] for mutation in mutations if mutation.name in NO_PLACE}

@@ -12,7 +12,7 @@ from lit_cifar.tools.chaos.faults import Fault, schedule_faults
 from lit_cifar.tools.chaos.job import FIT
 from lit_cifar.tools.modes import SizedMode, sized_modes
 from lit_cifar.tools.terminal import names_config, refuse_owned, without_devices
-from lit_cifar.tools.verify.runs import quiet, refuse_if_invalid, run
+from lit_cifar.tools.verify.runs import refuse_if_invalid, run
 
 _EVERY_N_STEPS = 4
 _STEPS_PER_FAULT = 8  # beyond the few that are repeated after one
@@ -145,10 +145,9 @@ def chosen_modes(names: Sequence[str], *, devices: int, num_parts: int | None = 
         raise ConfigError(
             f"there is no mode {wrong[0]!r} that torchrun starts", remedy=f"pass --modes with some of {','.join(known)}"
         )
-    with quiet():
-        if num_parts is not None:
-            return [_with_same_bits(name, devices, num_parts) for name in known if name in names]
-        return [_mode(name, sized_modes(devices)[known[name]]) for name in known if name in names]
+    if num_parts is not None:
+        return [_with_same_bits(name, devices, num_parts) for name in known if name in names]
+    return [_mode(name, sized_modes(devices)[known[name]]) for name in known if name in names]
 
 
 def _with_same_bits(name: str, devices: int, num_parts: int) -> ResizedMode:

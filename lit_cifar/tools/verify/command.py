@@ -39,7 +39,7 @@ from lit_cifar.tools.verify.record import (
     measured_bounds,
 )
 from lit_cifar.tools.verify.recorder import Order
-from lit_cifar.tools.verify.runs import REFUSED, Outcome, quiet, workers
+from lit_cifar.tools.verify.runs import REFUSED, Outcome, workers
 
 _DESCRIPTION = """\
 Train a configuration for a few steps in each mode, and compare it step by step with the single-device computation that
@@ -234,9 +234,8 @@ def _possible(wanted: Sequence[SizedMode], settings: Configuration, *, leave_out
     sampler = settings.train_sampler(data)
     for mode in wanted if settings.num_parts is None else [mode.with_parts() for mode in wanted]:
         try:
-            with quiet():
-                on = launched(mode) if settings.launcher else placed(mode, num_gpus=settings.num_gpus)
-                on.check(module, data, sampler, num_parts=settings.num_parts)
+            on = launched(mode) if settings.launcher else placed(mode, num_gpus=settings.num_gpus)
+            on.check(module, data, sampler, num_parts=settings.num_parts)
         except ConfigError as error:
             if not leave_out:
                 raise
@@ -275,12 +274,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Compared:
-    """What came of the case of that number; the folder of its run is removed when the next one is asked for."""
+    """What came of the case of that number."""
 
     number: int
     row: VerifiedMode
     outcome: Outcome
-    folder: Path
 
 
 @dataclass(frozen=True)
@@ -307,7 +305,8 @@ class Verifier:
             row = VerifiedMode(case.mode.name, settings.in_words(chunks[number]))
             with judging:
                 judge(row, outcome, Record(folder), references.get(chunks[number]), settings)
-            return Compared(number, row, outcome, folder)
+            shutil.rmtree(folder)
+            return Compared(number, row, outcome)
 
         # First those whose processes import everything anew: what comes last runs with nothing beside it.
         slowest_first = sorted(range(len(cases)), key=lambda number: cases[number].mode.name != "ddp_spawn")
@@ -320,7 +319,6 @@ class Verifier:
                 launched += [pool.submit(compared, number, references) for number in numbers]
             for done in as_completed(launched):
                 yield done.result()
-                shutil.rmtree(done.result().folder)
                 key = chunks[done.result().number]
                 waiting[key] -= 1
                 if not waiting[key]:
@@ -333,18 +331,16 @@ class Verifier:
         """
         if not self._normalises_batches or self.launcher.settings.num_parts is not None:
             return GhostBatches()
-        with quiet():
-            return mode.ghost_batches(accumulation=self.launcher.settings.accumulation)
+        return mode.ghost_batches(accumulation=self.launcher.settings.accumulation)
 
     def abstained(self, mode: SizedMode) -> VerifiedMode | None:
         """The row of a mode that draws other random numbers than one device, so that nothing would be known."""
         settings = self.launcher.settings
         if settings.num_parts is not None or not self._draws_random_numbers:
             return None
-        with quiet():
-            whole = mode.batch_split().ghost_batches(accumulation=settings.accumulation) == GhostBatches()
-            if whole and mode.num_processes == 1:  # it passes a batch as one device does, and draws the same
-                return None
+        whole = mode.batch_split().ghost_batches(accumulation=settings.accumulation) == GhostBatches()
+        if whole and mode.num_processes == 1:  # it passes a batch as one device does, and draws the same
+            return None
         return VerifiedMode(mode.name, settings.in_words(self.ghost_batches_of(mode)), problems=[RANDOM])
 
     @cached_property

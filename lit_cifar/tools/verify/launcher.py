@@ -36,7 +36,7 @@ from lit_cifar.tools.verify.record import (
     Step,
 )
 from lit_cifar.tools.verify.recorder import Logits, Order, filled
-from lit_cifar.tools.verify.runs import ERROR, REFUSED, TIMEOUT_S, Outcome, quiet, refuse_if_invalid, run
+from lit_cifar.tools.verify.runs import ERROR, REFUSED, TIMEOUT_S, Outcome, refuse_if_invalid, run
 
 EXACT = "64-true"
 
@@ -252,8 +252,10 @@ class Launcher:
         first = self._fit(title, folder, [*flags, *replay], mode)
         if first.status != 0:
             return first
-        if self.settings.launcher and (refusal := _other_size(Record(folder).size[0], mode)):
-            return replace(first, status=REFUSED, stderr=refusal)
+        if self.settings.launcher and (started := Record(folder).size[0]) != mode.num_processes:
+            refusal = f"--launcher has started {started} processes, and {mode.name} with --devices={mode.devices} has "
+            refusal += f"{mode.num_processes}\n  have it start as many, or pass other --devices"
+            return replace(first, status=REFUSED, stderr=ERROR + refusal)
         again = _with_checkpoint_before_last_step(Record(folder))
         resumed = self._fit(f"{title}, resumed", again, [*flags, "--resume=auto"], mode)
         # What the first run has accepted, no second one may refuse.
@@ -293,8 +295,7 @@ class Launcher:
     def _fit(
         self, title: str, folder: Path, flags: list[str], mode: SizedMode | None = None, *, order: Order = "usual"
     ) -> Outcome:
-        with quiet():
-            processes, ranks = (1, 1) if mode is None else (mode.num_processes, mode.num_ranks)
+        processes, ranks = (1, 1) if mode is None else (mode.num_processes, mode.num_ranks)
         (folder / "trace").mkdir()
         trace = ["--trainer.callbacks+=lit_cifar.tools.verify.recorder.Trace"]
         trace += [f"--trainer.callbacks.folder={folder / 'trace'}", f"--trainer.callbacks.order={order}"]
@@ -314,18 +315,6 @@ class Launcher:
         )
         say(f"{outcome.seconds:5.0f} s  {title}")
         return outcome
-
-
-def _other_size(num_processes: int, mode: SizedMode) -> str | None:
-    """What is wrong if a launcher has started so many processes."""
-    with quiet():
-        wanted = mode.num_processes
-    if num_processes == wanted:
-        return None
-    return (
-        f"{ERROR}--launcher has started {num_processes} processes, and {mode.name} with --devices={mode.devices} has "
-        f"{wanted}\n  have it start as many, or pass other --devices"
-    )
 
 
 def _with_checkpoint_before_last_step(record: Record) -> Path:
@@ -375,7 +364,7 @@ def _evaluated_alone(step: Step, settings: Configuration, precision: Any) -> tup
     filled(module.network, step)
     callback = Logits()
     trainer_settings = {name: settings.config["trainer"][name] for name in ("accelerator", "limit_val_batches")}
-    with quiet(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # as `Trace`
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # as `Trace`
         trainer = L.Trainer(devices=1, precision=precision, callbacks=[callback], **SILENT, **trainer_settings)
         trainer.validate(module, CIFAR10DataModule(**settings.config["data"]), verbose=False)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}

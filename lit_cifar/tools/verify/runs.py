@@ -1,6 +1,5 @@
 """Runs of the command line, as a user starts them, that leave nothing behind."""
 
-import logging
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -115,21 +114,3 @@ def refuse_if_invalid(outcome: Outcome) -> None:
     """Raise the command's own error about the user's flags."""
     if outcome.status != 0:
         raise outcome.refusal
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without Lightning's lines about the hardware.
-
-    By a filter of its own: threads that are here at the same time would put back each other's level.
-    """
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-
-    def is_grave(record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.ERROR
-
-    logger.addFilter(is_grave)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_grave)
