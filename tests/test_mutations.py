@@ -21,7 +21,7 @@ from tests.mutations import of_one_process, unseen
 from tests.mutations.__main__ import main, parser
 from tests.mutations.catalogue import BY_NAME, OF_MODES, OF_PARTS, on_python_path
 from tests.mutations.of_virtual_replicas import NO_PLACE
-from tests.mutations.planting import Mutation, Site, by_name, planted
+from tests.mutations.planting import Mutation, Site, planted
 from tests.mutations.self_test import (
     ARGS,
     COMPARISON,
@@ -124,23 +124,21 @@ def test_what_a_guard_of_the_product_stops_is_caught_by_it(tmp_path: Path) -> No
     assert not _finding(None, compared, tmp_path).right
 
 
+SCALED = BY_NAME["scaled-loss"]
+
+
 @pytest.mark.parametrize(
     ("finding", "right", "word"),
     [
         (Finding(None, "ddp", [], True), True, "passed"),
         (Finding(None, "ddp", ["off"], True), False, "FAIL"),
-        (Finding(BY_NAME["scaled-loss"], "ddp", ["off"], True, acted=True), True, "caught"),
-        (Finding(BY_NAME["scaled-loss"], "ddp", [], True, acted=True), False, "missed"),
-        (Finding(BY_NAME["scaled-loss"], "ddp", [], True), False, "did not act"),
-        (Finding(BY_NAME["scaled-loss"], "ddp", ["off"], True), False, "did not act"),
-        (Finding(BY_NAME["scaled-loss"], "ddp", ["exit status 1"], False, acted=True), False, "broke"),
-        (
-            Finding(BY_NAME["scaled-loss"], "ddp", ["x"], False, acted=True, guard="sample audit"),
-            True,
-            "caught",
-        ),
-        (Finding(BY_NAME["scaled-loss"], "ddp", ["x"], False, guard="sample audit"), False, "did not act"),
-        (Finding(BY_NAME["last-replica"], "dp", [], False, no_place="replaced"), True, "no place"),
+        (Finding(SCALED, "ddp", ["off"], True, acted=True), True, "caught"),
+        (Finding(SCALED, "ddp", [], True, acted=True), False, "missed"),
+        (Finding(SCALED, "ddp", ["off"], True), False, "did not act"),
+        (Finding(SCALED, "ddp", ["exit status 1"], False, acted=True), False, "broke"),
+        (Finding(SCALED, "ddp", ["x"], False, acted=True, guard="sample audit"), True, "caught"),
+        (Finding(SCALED, "ddp", ["x"], False, guard="sample audit"), False, "did not act"),
+        (Finding(SCALED, "ddp", [], False, no_place="replaced"), True, "no place"),
     ],
 )
 def test_a_mistake_must_act_and_be_caught(finding: Finding, right: bool, word: str) -> None:
@@ -157,6 +155,7 @@ def test_every_mode_has_mistakes_of_its_own_and_unseen_ones() -> None:
     of_one = {mutation.mode for mutation in of_one_process.MUTATIONS}
     assert of_one == {name for name, mode in sized_modes(4).items() if mode.num_processes > 1}
     assert len(unseen.MUTATIONS) >= 40
+    assert len(BY_NAME) == len(OF_MODES) + len(OF_PARTS) + len(unseen.MUTATIONS), "each has a name of its own"
     others = {mutation.imitates for mutation in (*OF_MODES, *OF_PARTS)}
     assert not others & {mutation.imitates for mutation in unseen.MUTATIONS}
 
@@ -230,12 +229,6 @@ def of_each_mode(mutations: list[Mutation], with_parts: bool, which: str, mark: 
 )
 def test_the_whole_self_test(planted: list[Mutation], with_parts: bool) -> None:
     assert_all_caught(self_test(planted, with_parts=with_parts), planted)
-
-
-def test_two_mutations_of_one_name_are_refused() -> None:
-    (mutation,) = named("shifted-bias")
-    with pytest.raises(ValueError, match="two mutations have the name 'shifted-bias'"):
-        by_name([mutation, mutation])
 
 
 @pytest.mark.parametrize(("args", "word"), [(["--virtual_replicas=8"], "--virtual_replicas"), (["no-such"], "no-such")])

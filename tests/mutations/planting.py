@@ -1,6 +1,6 @@
 """Plants a mutation in a process of a run, and records whether its wrong code has run."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from inspect import getattr_static
@@ -106,16 +106,6 @@ def planted(
         return wrong
 
     return add
-
-
-def by_name(mutations: Iterable[Mutation]) -> dict[str, Mutation]:
-    """The mutations by their names, of which each must be another."""
-    found: dict[str, Mutation] = {}
-    for mutation in mutations:
-        if mutation.name in found:
-            raise ValueError(f"two mutations have the name {mutation.name!r}")
-        found[mutation.name] = mutation
-    return found
 
 
 # The ragged batch is too small for microbatches of two accumulated steps; clipped, so that the norm matters.
