@@ -93,7 +93,7 @@ def is_of_parts(name: str, tensors: Sequence[Any], outputs: Collection[Digest]) 
     return any(its.numel() > 1 and digest(its) in outputs for its in tree_leaves(tensors))
 
 
-def observed(name: str, real: Any, group: Any, *args: Any, **kwargs: Any) -> tuple[Any, Exchange]:
+def completed(name: str, real: Any, group: Any, *args: Any, **kwargs: Any) -> tuple[Any, Exchange]:
     """The result of the collective, which has ended, and what it has moved."""
     sent = [tensor.detach().clone() for tensor in sent_by(name, args)]
     work = real(group, *args, **kwargs)

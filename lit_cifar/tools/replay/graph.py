@@ -3,40 +3,31 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
-Observer = tuple[Callable[[list[Tensor]], None], Callable[[], None]]
-_backward = torch.autograd.backward
-_observers: list[Observer] = []
 # DDP passes all outputs through one node, with find_unused_parameters or a static graph: each comes out as it went in.
 _SINK = "_DDPSinkBackward"
 
 
-@wraps(_backward)
-def _observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-    outermost = torch._C._current_graph_task_id() == -1  # one inside of another is a checkpoint's, a part of its call
-    observers = [*_observers] if outermost else []
-    for before, _ in observers:
-        before(tree_leaves(tensors))
-    _backward(tensors, *args, **kwargs)
-    for _, after in observers:
-        after()
+def observed(before: Callable[[list[Tensor]], None], after: Callable[[], None]) -> Any:
+    """A context in which `before` gets the roots of each backward pass, and `after` is called when it has ended."""
+    real = torch.autograd.backward
 
+    @wraps(real)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        outermost = torch._C._current_graph_task_id() == -1  # else it is a checkpoint's, a part of its call
+        if outermost:
+            before(tree_leaves(tensors))
+        real(tensors, *args, **kwargs)
+        if outermost:
+            after()
 
-def observe(observer: Observer) -> None:
-    """Call it with the roots of each backward pass before it begins, and when it has ended."""
-    _observers.append(observer)
-    torch.autograd.backward = _observed_backward
-
-
-def forget(observer: Observer) -> None:
-    _observers.remove(observer)
-    if not _observers:
-        torch.autograd.backward = _backward
+    return patch.object(torch.autograd, "backward", backward)
 
 
 class Outputs:

@@ -21,8 +21,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lit_cifar.tools.replay.digests import Digest, Surroundings, digest
 from lit_cifar.tools.replay.events import Backward, Call, Digests, Event, Start, Step
-from lit_cifar.tools.replay.exchange import Exchange, can_be_replayed, intercepted, is_of_parts, observed, sent_by
-from lit_cifar.tools.replay.graph import Outputs, forget, observe
+from lit_cifar.tools.replay.exchange import Exchange, can_be_replayed, completed, intercepted, is_of_parts, sent_by
+from lit_cifar.tools.replay.graph import Outputs, observed
 from lit_cifar.tools.replay.hints import Hints
 from lit_cifar.tools.replay.sharded import is_of_fsdp, is_sharded, whole
 
@@ -68,14 +68,13 @@ class Recorder:
         self._exchanges: list[Exchange] | None = None  # where the next one belongs; None between calls and backward
         self._of_backward: list[Exchange] = []
         self._beside = False  # see `Call`
-        self._interception = ExitStack()
-        self._interception.enter_context(intercepted(self._exchange))
+        self._replaced = ExitStack()
+        self._replaced.enter_context(intercepted(self._exchange))
         self._known = {name: digest(parameter) for parameter, name in self._names.items()}
         self._handles = [*self._hooks()]
         self._hints = Hints(module, self._device, self._is_changed)
         self._outputs = Outputs(self._names)
-        self._observer = (self._before_backward, self._after_backward)
-        observe(self._observer)
+        self._replaced.enter_context(observed(self._before_backward, self._after_backward))
         if rank and self._in_first_replica:
             self._save_start()
 
@@ -98,8 +97,7 @@ class Recorder:
         """Remove all hooks and write what is open."""
         for handle in self._handles:
             handle.remove()
-        forget(self._observer)
-        self._interception.close()
+        self._replaced.close()
         self._flush()
         if not self._sharded and not self._copies:
             self._hints.met_unknown(len(self._outputs.unknown))
@@ -194,7 +192,7 @@ class Recorder:
         if not can_be_replayed(name):
             self._reasons.append(f"ranks exchange data inside a step by {name}, which is not replayed")
             return real(group, *args, **kwargs)
-        work, its = observed(name, real, group, *args, **kwargs)
+        work, its = completed(name, real, group, *args, **kwargs)
         self._exchanges.append(its)
         return work
 
