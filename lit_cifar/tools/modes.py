@@ -24,8 +24,6 @@ SILENT: dict[str, Any] = dict.fromkeys(
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """A way to parallelise a training."""
-
     name: str  # as in `--trainer.strategy` and `configs/modes/`; "single" is one device without a strategy
     splits: str  # what is divided, and over what
     processes: str  # number of processes, from N devices and S stages

@@ -76,7 +76,6 @@ class NeighborAudit:
         self._handles: list[Any] = []
 
     def observe(self) -> None:
-        """The call that follows."""
         self.own, self.failure = None, ""
         try:
             self._twin.refresh()

@@ -103,8 +103,6 @@ def chaos_parser() -> argparse.ArgumentParser:
 
 @dataclass
 class JobResult:
-    """The result of a job."""
-
     mode: str
     sizes: tuple[int, ...]  # numbers of processes of the job, in order
     precision: str  # its `--trainer.precision`

@@ -30,8 +30,6 @@ _AIMS: dict[Aim, str] = {"step": "", "save": " during a save", "start": ", and o
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault."""
-
     number: int
     # "kill", "term" and "stop" send SIGKILL, SIGTERM or SIGSTOP to one rank; "node" kills its node of a Ray cluster;
     # "resize" stops the whole job and starts it with `size` processes; "truncate" kills every rank and cuts the newest

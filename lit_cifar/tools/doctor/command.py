@@ -35,7 +35,6 @@ Exit status: 0 if no fault was found, 1 if one was, 2 for arguments that cannot 
 
 
 def main(args: list[str]) -> int:
-    """Examine, print, and return 0 if no fault was found, else 1."""
     options = doctor_parser().parse_args(args)
     json_file = terminal.writable(options.json)
     terminal.exit_orderly_when_terminated()
@@ -123,7 +122,6 @@ def placed(num_devices: int | None, *, num_gpus: int) -> tuple[int, str]:
 
 
 def print_page(found: Examination, out: Console) -> None:
-    """Print everything."""
     if faults := found.faults:
         out.print(f"\n[bold red]Not fit: {counted(len(faults), 'fault')}[/]")
     else:

@@ -77,7 +77,6 @@ class Device:
         self.device = device
 
     def run(self, operation: str, left: Tensor, right: Tensor) -> Tensor:
-        """The result of an operation whose inputs are on this device."""
         return OPERATIONS[operation](left, right)
 
     def all_reduce(self, values: Tensor) -> None:

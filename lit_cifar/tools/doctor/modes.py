@@ -36,8 +36,6 @@ def main(args: list[str]) -> int:
 
 @dataclass(frozen=True)
 class ModeRow:
-    """A mode on a machine."""
-
     mode: Mode
     accelerator: str | None  # where it runs: "cuda", "cpu", or None if it does not or should not
     verdict: str  # in words: with what, or why not

@@ -53,8 +53,6 @@ class Backward:
 
 @dataclass
 class Step:
-    """A step of an optimizer."""
-
     inside: bool
     optimizer: int
     surroundings: Surroundings

@@ -66,7 +66,6 @@ class Hints:
                     self._add(f"{path} is frozen, and still changes its buffers: it needs eval mode")
 
     def reached(self, names: Collection[str]) -> None:
-        """A backward pass has given gradients to these."""
         self._reached |= set(names)
 
     def met_unknown(self, number: int) -> None:
@@ -75,7 +74,6 @@ class Hints:
             self._add(f"{number} parameters that the loss depends on are in no module and no optimizer, as in a list")
 
     def begins_backward(self, surroundings: Surroundings) -> None:
-        """A backward pass begins."""
         self._at_backward = surroundings, self._buffers()
 
     def ended_backward(self) -> None:
@@ -88,7 +86,6 @@ class Hints:
         self._versions = {}
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """An optimizer has made a step."""
         self._rates.pop(optimizer, None)
         if any(number > 1 for number in self._scheduled.values()):
             self._add("a schedule makes several steps between two steps of an optimizer")

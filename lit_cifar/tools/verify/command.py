@@ -130,7 +130,6 @@ def verify_parser() -> argparse.ArgumentParser:
 
 
 def _verified(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    """What came of it, which is printed too."""
     if options.virtual_replicas is not None:
         rest = [*rest, f"--virtual_replicas={options.virtual_replicas}"]
     names = options.modes.split(",")
@@ -265,8 +264,6 @@ def verify_modes(verifier: "Verifier", wanted: Sequence[SizedMode], *, leave_out
 
 @dataclass(frozen=True)
 class Case:
-    """A mode to compare."""
-
     mode: SizedMode
     flags: tuple[str, ...] = ()  # further ones of `fit`, for the runs of the mode alone
     title: str | None = None  # of its runs, where it is not the mode's name

@@ -69,8 +69,6 @@ Verdict: TypeAlias = Literal["passed", "failed", "abstained", "crashed"]
 
 @dataclass
 class VerifiedMode:
-    """The result of a mode."""
-
     mode: str
     equals: str  # the single-device computation that it was compared with
     processes: int | None = None  # number of processes; None if the run failed before that was known

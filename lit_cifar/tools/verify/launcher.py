@@ -178,7 +178,6 @@ class Configuration:
         return data
 
     def train_sampler(self, data: CIFAR10DataModule) -> TrainSampler:
-        """The sampler of one device."""
         sampler = replace(data.train_sampler(), accumulation=self.accumulation)
         sampler.check()
         return sampler

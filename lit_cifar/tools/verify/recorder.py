@@ -86,7 +86,6 @@ class Trace(Logits):
         self._one_model = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Choose the kernels."""
         # TF32 has 10 bits: the plain kernels do not, and the tolerance would be the distance between the two.
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.deterministic = True  # processes of `tp` that compute the same must get the same bits
@@ -95,7 +94,6 @@ class Trace(Logits):
             torch.backends.cudnn.enabled = False
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin where a resumed run begins."""
         self._step = trainer.global_step
 
     def on_train_batch_start(

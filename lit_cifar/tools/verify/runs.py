@@ -24,8 +24,6 @@ _ended = Event()  # no run is wanted, not even one that is being started
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended."""
-
     status: int | None  # its exit status; None if it took too long and was stopped
     stdout: str
     stderr: str
