@@ -54,7 +54,8 @@ class ForkedRun:
         module: str | None = "lit_cifar",
     ) -> None:
         with _rank_environments(environment, num_ranks) as environments:
-            self._processes = [_start(module, words, own, stdout=stdout, stderr=stderr) for own in environments]
+            others = (str(stdout), str(stderr), str(Path.cwd()))
+            self._processes = [start_forked(_run, (module, list(words), own, *others)) for own in environments]
 
     @property
     def pids(self) -> list[int]:
@@ -100,12 +101,6 @@ def _exit_code(process: ForkServerProcess) -> int | None:
 def _pid(process: ForkServerProcess) -> int:
     assert process.pid is not None, "it has been started"  # 0 would be the group of this very process
     return process.pid
-
-
-def _start(
-    module: str | None, words: Sequence[str], environment: Mapping[str, str], *, stdout: Path, stderr: Path
-) -> ForkServerProcess:
-    return start_forked(_run, (module, list(words), environment, str(stdout), str(stderr), str(Path.cwd())))
 
 
 def start_forked(target: Callable[..., None], args: tuple[Any, ...]) -> ForkServerProcess:

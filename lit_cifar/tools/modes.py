@@ -185,13 +185,3 @@ def chosen(names: list[str], *, devices: int) -> list[SizedMode]:
             remedy=f"pass --modes all, or some of {','.join(known)}",
         )
     return [mode for name, mode in known.items() if name in names or "all" in names]
-
-
-def in_words(chunks: GhostBatches, *, batch_size: int) -> str:
-    """The single-device computation, e.g. "one device, 2 x 16 images normalised apart"."""
-    num_chunks = chunks.accumulation
-    if not chunks.synchronised:
-        num_chunks *= chunks.dp_size * chunks.replicas_per_rank * chunks.num_microbatches
-    if num_chunks == 1:
-        return "one device"
-    return f"one device, {num_chunks} x {batch_size // num_chunks} images normalised apart"

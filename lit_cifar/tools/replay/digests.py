@@ -1,7 +1,6 @@
 """Digests of tensors, and the state of random generators and of torch that a computation depends on."""
 
 import random
-import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -9,6 +8,7 @@ from dataclasses import dataclass
 from pickle import HIGHEST_PROTOCOL, Pickler
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,18 +68,13 @@ def checksum(value: Any) -> int | None:
     return file.value
 
 
-def _numpy_state() -> Any:
-    name, words, *rest = sys.modules["numpy"].random.get_state()
-    return (name, words.tolist(), *rest)
-
-
 @dataclass(frozen=True)
 class Surroundings:
     """What decides a computation beside its inputs: random generators, autocast, default dtype, threads."""
 
     device: str  # where the module is
     python: Any
-    numpy: Any
+    numpy: Any  # a tuple whose words are a list
     cpu: Tensor
     accelerator: Tensor | None
     autocast: tuple[bool, torch.dtype, bool]  # whether it is on, its dtype, and whether it keeps casts of weights
@@ -89,10 +84,12 @@ class Surroundings:
     @classmethod
     def now(cls, device: torch.device) -> "Surroundings":
         kind = device.type
+        state: Any = np.random.get_state()
+        name, words, *rest = state
         return cls(
             device=kind,
             python=random.getstate(),
-            numpy=_numpy_state() if "numpy" in sys.modules else None,
+            numpy=(name, words.tolist(), *rest),
             cpu=torch.get_rng_state(),
             accelerator=torch.cuda.get_rng_state(device) if kind == "cuda" else None,
             autocast=(
@@ -113,8 +110,7 @@ class Surroundings:
     def restore(self, device: torch.device) -> None:
         """Without autocast."""
         random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)  # its words are a list
+        np.random.set_state(self.numpy)
         torch.set_rng_state(self.cpu.cpu())
         if self.accelerator is not None:
             torch.cuda.set_rng_state(self.accelerator.cpu(), device)

@@ -220,7 +220,7 @@ class Replayer:
                 raise UnjudgeableError(
                     "two replays of a step differ, so a kernel is not deterministic: pass deterministic=True"
                 )
-        self._count("outputs", len(call.outputs))
+        self.report.counts["outputs"] += len(call.outputs)
         if len(found) != len(call.outputs):
             self._found("local computation", "the outputs", f"are {len(call.outputs)}, in the replay {len(found)}")
         for place, (its, mine) in enumerate(zip(call.outputs, found, strict=False)):
@@ -228,7 +228,7 @@ class Replayer:
             self._differs("local computation", name, its, mine)
         buffers = dict(self.twin.module.named_buffers())
         for name, its in call.buffers_after.items():
-            self._count("buffers")
+            self.report.counts["buffers"] += 1
             self._differs("local computation", name, its, digest(buffers[name]), "(buffer)")
         self._outputs.append((outputs, call.output_grads))
         return False
@@ -295,7 +295,7 @@ class Replayer:
         # Of sharded parameters the run shows no gradients of single ranks: their mean is judged alone.
         for name in dict.fromkeys([] if self.twin.sharded else [*event.local, *self._local]):
             pairs = zip(event.local.get(name, []), self._local.get(name, []), strict=False)
-            self._count("gradients")
+            self.report.counts["gradients"] += 1
             self._has_gradients |= any(its.norm for its in event.local.get(name, []))
             if len(event.local.get(name, [])) != len(self._local.get(name, [])):
                 self._wrong_locally.add(name)
@@ -349,7 +349,7 @@ class Replayer:
             if len({len(one) for one in its}) > 1:
                 self._found("exchange", f"ranks {group}", f"took part in {[*map(len, its)]} collectives")
             for place, same in enumerate(zip(*its, strict=False)):
-                self._count("exchanges", len(same))
+                self.report.counts["exchanges"] += len(same)
                 if text := problem(same):
                     self._found("exchange", f"{same[0].name} {place}", text)
 
@@ -391,7 +391,7 @@ class Replayer:
                 continue
             for name, value in judged.items():
                 share = mean.share(name, value)
-                self._count("reduced")
+                self.report.counts["reduced"] += 1
                 self.report.largest_share = max(self.report.largest_share, share if share <= 1 else 0.0)
                 if not share <= 1:
                     total = mean.totals.get(name)
@@ -456,8 +456,8 @@ class Replayer:
         with event.surroundings.entered(self._device):
             optimizer.step()
         after = state_digests(optimizer, self._names)
-        self._count("states", len(event.after))
-        self._count("steps", int(self._rank == 0))
+        self.report.counts["states"] += len(event.after)
+        self.report.counts["steps"] += int(self._rank == 0)
         wrong = [self._differs("optimizer", name, its, after.get(name)) for name, its in event.after.items()]
         return unlike or any(wrong)
 
@@ -506,9 +506,6 @@ class Replayer:
         if not isinstance(event, kind):
             raise UnjudgeableError("training_step went another way in the replay than in the run")
         return event
-
-    def _count(self, what: str, number: int = 1) -> None:
-        self.report.counts[what] += number
 
     def _differs(self, part: Part, name: str, its: Digest, mine: Digest | None, what: str = "") -> bool:
         if mine is not None and its.bits == mine.bits:

@@ -22,7 +22,7 @@ from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.resnet import SHAPES
 from lit_cifar.task.module import LitResNet
-from lit_cifar.tools.modes import SILENT, SizedMode, in_words
+from lit_cifar.tools.modes import SILENT, SizedMode
 from lit_cifar.tools.terminal import names_config, refuse_owned, say, without_devices
 from lit_cifar.tools.verify.record import (
     EXACT_BOUND,
@@ -183,10 +183,15 @@ class Configuration:
         return sampler
 
     def in_words(self, chunks: GhostBatches) -> str:
-        """The single-device computation, as the table names it."""
+        """The single-device computation, e.g. "one device, 2 x 16 images normalised apart"."""
         if self.num_parts is not None:
             return f"one device, {self.num_parts} virtual replicas"
-        return in_words(chunks, batch_size=self.batch_size)
+        num_chunks = chunks.accumulation
+        if not chunks.synchronised:
+            num_chunks *= chunks.dp_size * chunks.replicas_per_rank * chunks.num_microbatches
+        if num_chunks == 1:
+            return "one device"
+        return f"one device, {num_chunks} x {self.batch_size // num_chunks} images normalised apart"
 
     def length_flags(self, *, steps: int, accumulation: int) -> list[str]:
         """Flags for `steps` optimizer steps, each logged, in any number of epochs, with a checkpoint before the last.
