@@ -256,12 +256,14 @@ class Launcher:
         first = self._fit(title, folder, [*flags, *replay], mode)
         if first.status != 0:
             return first
-        if self.settings.launcher and (started := Record(folder).size[0]) != mode.num_processes:
+        record = Record(folder)
+        if self.settings.launcher and (started := record.size[0]) != mode.num_processes:
             refusal = f"--launcher has started {started} processes, and {mode.name} with --devices={mode.devices} has "
             refusal += f"{mode.num_processes}\n  have it start as many, or pass other --devices"
             return replace(first, status=REFUSED, stderr=ERROR + refusal)
-        again = _with_checkpoint_before_last_step(Record(folder))
-        resumed = self._fit(f"{title}, resumed", again, [*flags, "--resume=auto"], mode)
+        # As it was when it had not made its last step, but for what it has logged.
+        shutil.copytree(record.run, record.resumed.run, ignore=shutil.ignore_patterns("last.ckpt"), copy_function=_link)
+        resumed = self._fit(f"{title}, resumed", record.resumed.folder, [*flags, "--resume=auto"], mode)
         # What the first run has accepted, no second one may refuse.
         status = 1 if resumed.status == REFUSED else resumed.status
         return replace(resumed, status=status, seconds=first.seconds + resumed.seconds)
@@ -319,13 +321,6 @@ class Launcher:
         )
         say(f"{outcome.seconds:5.0f} s  {title}")
         return outcome
-
-
-def _with_checkpoint_before_last_step(record: Record) -> Path:
-    """A folder with a copy of the run as it was when it had not made its last step, but for what it has logged."""
-    folder = record.resumed.folder
-    shutil.copytree(record.run, record.resumed.run, ignore=shutil.ignore_patterns("last.ckpt"), copy_function=_link)
-    return folder
 
 
 def _link(source: str, target: str) -> None:
