@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.environment import cpu_model, gpu_names, start_and_versions
@@ -71,14 +71,10 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else COLUMNS, highlight=False)
 
 
-def table(title: str, columns: Sequence[str] = (), *, numbers: Sequence[str] = ()) -> Table:
+def table(title: str, columns: Sequence[str | Column] = (), *, numbers: Sequence[str] = ()) -> Table:
     """An empty table; columns of numbers, to the right of the others, are never wrapped."""
-    found = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title_justify="left")
-    for name in columns:
-        found.add_column(name)
-    for name in numbers:
-        found.add_column(name, justify="right", no_wrap=True)
-    return found
+    columns = [*columns, *(Column(name, justify="right", no_wrap=True) for name in numbers)]
+    return Table(*columns, title=title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title_justify="left")
 
 
 def exit_orderly_when_terminated() -> None:

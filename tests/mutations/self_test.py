@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.tools import terminal
@@ -167,12 +167,9 @@ def _finding(mutation: Mutation | None, compared: Compared, folder: Path) -> Fin
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
-    table = terminal.table("Planted mistakes")
-    table.add_column("planted", max_width=40)
-    table.add_column("mode", no_wrap=True)
-    table.add_column("seen in", max_width=46)
-    table.add_column("caught by", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    columns = [Column("planted", max_width=40), Column("mode", no_wrap=True), Column("seen in", max_width=46)]
+    columns += [Column("caught by", no_wrap=True), Column("", no_wrap=True)]
+    table = terminal.table("Planted mistakes", columns)
     for finding in findings:
         mutation = finding.mutation
         planted = "nothing" if mutation is None else f"{mutation.name}\n[dim]{mutation.imitates}[/]"

@@ -14,7 +14,7 @@ from threading import Lock
 from typing import Any
 
 import torch
-from rich.table import Table
+from rich.table import Column, Table
 
 from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.errors import ConfigError
@@ -157,12 +157,8 @@ def exit_status(rows: Sequence[VerifiedMode]) -> int:
 
 def verdict_table(rows: Sequence[VerifiedMode], *, title: str) -> Table:
     """A row for each mode; below each of the largest differences what it may be. It fits 120 columns."""
-    table = terminal.table(title)
-    table.add_column("mode", no_wrap=True)
-    table.add_column("proc.", justify="right")
-    table.add_column("equals", max_width=33)
-    for kind in (*_COLUMNS, "time"):
-        table.add_column(kind, justify="right", no_wrap=True)
+    columns = (Column("mode", no_wrap=True), Column("proc.", justify="right"), Column("equals", max_width=33))
+    table = terminal.table(title, columns, numbers=(*_COLUMNS, "time"))
     table.add_column("", no_wrap=True)
     for row in rows:
         processes = "-" if row.processes is None else str(row.processes)
