@@ -502,6 +502,7 @@ def test_bad_input_is_refused(args: list[str], message: str, capsys: pytest.Capt
     assert stop.value.code == 2
     printed = capsys.readouterr().err
     assert message in printed
+    assert printed.count("options of the trainer") <= 1, "one remedy"
     assert len(printed.splitlines()) <= 5
 
 

@@ -2,29 +2,20 @@
 
 import json
 import warnings
+from argparse import ArgumentError
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from time import time
-from typing import Any, NoReturn
+from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningCLI
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.tools.replay.callback import RESULT, Replay
-
-
-class _Parser(LightningArgumentParser):
-    """Reports what is wrong without the list of all options."""
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        words = [line.strip() for line in message.splitlines() if line.strip()]
-        raise ConfigError(
-            "\n".join(words[:3]), remedy="pass options of the trainer, the module and the data alone"
-        ) from ex
 
 
 def replayed(module: str, data: str | None, *, steps: int, args: Sequence[str]) -> dict[str, Any]:
@@ -50,7 +41,7 @@ def replayed(module: str, data: str | None, *, steps: int, args: Sequence[str]) 
             save_config_callback=None,
             seed_everything_default=0,
             trainer_defaults=quiet,
-            parser_class=_Parser,
+            parser_kwargs={"exit_on_error": False},
         )
         replay = Replay(steps, stop=True)
     started = time()
@@ -71,11 +62,13 @@ def replayed(module: str, data: str | None, *, steps: int, args: Sequence[str]) 
 
 @contextmanager
 def _as_config_error() -> Iterator[None]:
-    """What Lightning says of options that cannot work."""
+    """What Lightning and its parser say of options that cannot work."""
     try:
         yield
-    except (MisconfigurationException, ValueError) as error:
-        raise ConfigError(str(error), remedy="change the options of the trainer, the module or the data") from error
+    except (ArgumentError, MisconfigurationException, ValueError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        remedy = "pass options of the trainer, the module and the data alone, as they take them"
+        raise ConfigError("\n".join(lines[:3]), remedy=remedy) from error
 
 
 def _class_of(flag: str, path: str, kind: type[Any]) -> Any:
