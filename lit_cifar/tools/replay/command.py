@@ -5,8 +5,8 @@ import warnings
 from argparse import ArgumentError
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from time import time
 from typing import Any
 
@@ -72,9 +72,8 @@ def _as_config_error() -> Iterator[None]:
 
 
 def _class_of(flag: str, path: str, kind: type[Any]) -> Any:
-    name, _, attribute = path.rpartition(".")
     try:
-        found = getattr(import_module(name), attribute)
+        found = resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"{flag}={path} cannot be imported: {error}",

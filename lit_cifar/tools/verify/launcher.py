@@ -6,9 +6,9 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from importlib import import_module
 from os import cpu_count
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import lightning as L
@@ -226,8 +226,7 @@ def _network_flags(model: dict[str, Any]) -> list[str]:
 
 def made(config: Mapping[str, Any], *args: Any) -> Any:
     """An object of the class that a configuration names, with its arguments there, after `args`."""
-    module, _, name = config["class_path"].rpartition(".")
-    return getattr(import_module(module), name)(*args, **config.get("init_args", {}))
+    return resolve_name(config["class_path"])(*args, **config.get("init_args", {}))
 
 
 @dataclass(frozen=True)
