@@ -111,6 +111,18 @@ def test_a_habit_is_noted(habit: str) -> None:
     assert bool(report.notes) == (habit != "none")
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter")
+def test_a_schedule_may_be_told_the_epoch() -> None:
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    with replay(model, optimizer, steps=1) as watched:
+        model(torch.randn(4, 6)).square().mean().backward()
+        optimizer.step()
+        schedule.step(1)
+    assert watched.report.outcome == "pass"
+
+
 def loops(*, sampler: DistributedSampler[int] | None) -> Iterator[Report]:
     data = TensorDataset(torch.randn(24, 6))
     model = nn.Linear(6, 3)

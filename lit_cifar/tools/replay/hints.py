@@ -32,7 +32,7 @@ class Hints:
         self._versions: dict[str, int] = {}  # of gradients, at the last call or backward pass
         self._at_backward: tuple[Surroundings, dict[str, Digest]]
         self._watched = ExitStack()
-        self._watched.enter_context(_before(LRScheduler, "step", lambda its: self._scheduled.update([its])))
+        self._watched.enter_context(_before(LRScheduler, "step", lambda its, *_, **__: self._scheduled.update([its])))
         self._watched.enter_context(_before(torch.amp.GradScaler, "unscale_", self._unscaled))
 
     def close(self, names: Mapping[Tensor, str], optimizers: Sequence[Collection[Tensor]]) -> list[str]:
@@ -116,7 +116,7 @@ def _before(owner: type, name: str, look: Callable[..., None]) -> Any:
 
     @wraps(real)
     def method(*args: Any, **kwargs: Any) -> Any:
-        look(*args)
+        look(*args, **kwargs)
         return real(*args, **kwargs)
 
     return patch.object(owner, name, method)
