@@ -42,7 +42,6 @@ from lit_cifar.tools.verify.judge import (
     Reference,
     Verdict,
     VerifiedMode,
-    _equal,
     checkpoint_problems,
     digest_problems,
     logged_problems,
@@ -338,12 +337,6 @@ def test_a_mode_beyond_measured_bounds_is_judged_in_float64(monkeypatch: pytest.
     monkeypatch.setattr("lit_cifar.tools.verify.command.EXACT_BOUND", 0.0)
     (row,) = verify(["dp"], steps=2, args=cheap)
     assert row.outcome == "failed"
-
-
-@pytest.mark.parametrize(("value", "equal"), [(-math.inf, True), (math.inf, False), (0.0, False)])
-def test_entries_that_are_infinite_alike_are_equal(value: float, equal: bool) -> None:
-    """As the best accuracy of a run without validation is."""
-    assert _equal(torch.tensor(value), torch.tensor(-math.inf), bound=0.0) == equal
 
 
 def test_a_reference_that_takes_too_long_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
