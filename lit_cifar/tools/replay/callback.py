@@ -33,16 +33,7 @@ from lit_cifar.tools.replay.lightning_view import (
 from lit_cifar.tools.replay.recording import Recorder, device_of
 from lit_cifar.tools.replay.replaying import Replayer, judge
 from lit_cifar.tools.replay.sharded import is_sharded
-from lit_cifar.tools.replay.states import (
-    KEY,
-    are_replicas,
-    differences,
-    gathered,
-    judge_replicas,
-    judge_resume,
-    parameters_of_ranks,
-    states_of,
-)
+from lit_cifar.tools.replay.states import KEY, are_replicas, compare_replicas, compare_resumed, states_of
 from lit_cifar.tools.replay.step_data import JoinedBatch
 from lit_cifar.tools.replay.twin import Twin, communication_hook, twin_of, what_cannot_be_judged
 from lit_cifar.tools.replay.verdict import Report
@@ -98,9 +89,7 @@ class Replay(pl.Callback):
             return
         self._epochs.resumed = self._saved
         report = empty_report(trainer, f"resume at step {trainer.global_step}")
-        now = states_of(trainer)
-        if of_ranks := gathered([*differences(self._saved["states"], now)]):
-            judge_resume(report, len(now), of_ranks)
+        compare_resumed(report, self._saved["states"], trainer)
         self._saved = None
         self._tell(trainer, trainer.strategy.broadcast(report))
 
@@ -175,8 +164,7 @@ class Replay(pl.Callback):
             self._judge(trainer)
         if trainer.world_size > 1 and are_replicas(trainer.strategy.model):
             report = empty_report(trainer, f"replicas after step {trainer.global_step}")
-            if of_ranks := parameters_of_ranks(pl_module):
-                judge_replicas(report, of_ranks)
+            compare_replicas(report, pl_module)
             self._tell(trainer, trainer.strategy.broadcast(report))
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

@@ -105,12 +105,8 @@ class ReadIds:
         if self._last is not None:
             self._last.trains = True
 
-    def of(self, loader: DataLoader[Any], num_batches: int | None = None) -> list[int]:
-        """Those of the first batches since they were forgotten; processes of a loader are asked for more than these."""
-        return self.reading(loader).samples(num_batches)
-
     def reading(self, loader: DataLoader[Any]) -> Reading:
-        """All that was read since it was forgotten."""
+        """All that was read since it was forgotten; processes of a loader are asked for more than is trained."""
         its = Reading(loader._index_sampler, loader.dataset)
         its.batches = [b for one in self.readings if one.loader_sampler is its.loader_sampler for b in one.batches]
         return its
@@ -236,7 +232,7 @@ class Epochs:
     def position(self) -> dict[str, Any]:
         """Which samples this process has used in the epoch that is being trained."""
         loader = self.trainer.train_dataloader
-        own = self._read.of(loader, self._num_batches) if isinstance(loader, DataLoader) else []
+        own = self._read.reading(loader).samples(self._num_batches) if isinstance(loader, DataLoader) else []
         earlier = self.resumed["ids"].tolist() if self._batches_before and self.resumed else []
         return {"ids": torch.tensor(earlier + own, dtype=torch.int32)}
 
@@ -277,7 +273,7 @@ class Epochs:
         one = loaders[0] if isinstance(loaders, list) and len(loaders) == 1 else loaders
         if not isinstance(one, DataLoader) or one.batch_sampler is None:  # then a number is that of a whole batch
             return []
-        ids = self._read.of(one)
+        ids = self._read.reading(one).samples()
         self._read.forget(one)
         return ids
 

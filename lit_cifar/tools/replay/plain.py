@@ -17,7 +17,7 @@ from lit_cifar.tools.replay.events import UnjudgeableError
 from lit_cifar.tools.replay.recording import Recorder, device_of
 from lit_cifar.tools.replay.replaying import judge
 from lit_cifar.tools.replay.sharded import is_sharded
-from lit_cifar.tools.replay.states import are_replicas, judge_replicas, parameters_of_ranks
+from lit_cifar.tools.replay.states import are_replicas, compare_replicas
 from lit_cifar.tools.replay.twin import Twin, communication_hook, twin_of, what_cannot_be_judged
 from lit_cifar.tools.replay.verdict import Report
 
@@ -111,8 +111,7 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
             if not dist.is_initialized() or are_replicas(self.model):
                 judge_readings(self.report, self._read.readings)
         if dist.is_initialized() and are_replicas(self.model):
-            if of_ranks := parameters_of_ranks(self.module):
-                judge_replicas(self.report, of_ranks)
+            compare_replicas(self.report, self.module)
             self.report = _from_rank_0(self.report)
         if self._rank == 0:
             print("\n".join(self.report.lines()), flush=True)

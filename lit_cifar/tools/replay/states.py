@@ -30,9 +30,10 @@ def are_replicas(model: Any) -> bool:
     return isinstance(model, DistributedDataParallel) and not getattr(model, "_comm_hooks", ())
 
 
-def parameters_of_ranks(module: nn.Module) -> list[dict[str, Digest]]:
-    """Digests of every rank's parameters, on rank 0. All ranks must call this."""
-    return gathered({name: digest(parameter) for name, parameter in module.named_parameters()})
+def compare_replicas(report: Report, module: nn.Module) -> None:
+    """All ranks must call this; rank 0 gets the findings."""
+    if of_ranks := gathered({name: digest(parameter) for name, parameter in module.named_parameters()}):
+        judge_replicas(report, of_ranks)
 
 
 def judge_replicas(report: Report, of_ranks: Sequence[Mapping[str, Digest]]) -> None:
@@ -93,7 +94,9 @@ def differences(saved: Mapping[str, tuple[int, float]], now: States) -> Iterator
         yield name, "is in this training and was not in the one that wrote the checkpoint"
 
 
-def judge_resume(report: Report, num_states: int, of_ranks: list[list[tuple[str, str]]]) -> None:
-    report.counts["states"] = num_states
-    for rank, its in enumerate(of_ranks):
+def compare_resumed(report: Report, saved: Mapping[str, tuple[int, float]], trainer: pl.Trainer) -> None:
+    """All ranks must call this; rank 0 gets the findings."""
+    now = states_of(trainer)
+    report.counts["states"] = len(now)
+    for rank, its in enumerate(gathered([*differences(saved, now)])):
         report.findings += [Finding("resume", report.first_step, rank, name, text) for name, text in its]
