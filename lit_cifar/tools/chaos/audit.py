@@ -58,9 +58,7 @@ class SampleLog(L.Callback):
         self.folder = Path(folder)
         self._step = 0
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         """Note the optimizer step: at the end of the batch it may have moved on."""
         self._step = trainer.global_step
 

@@ -96,18 +96,14 @@ class Trace(Logits):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._step = trainer.global_step
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, *_: Any) -> None:
         for period in ("step", "epoch"):
             self._ids[period] += batch.ids.tolist()
         self._parts.append((len(batch.ids), batch.weight))
         if self.order == "reversed":
             _reverse_chunks(batch, pl_module)
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
         """Add to the loss, and after the last accumulation step write everything down."""
         self._loss = self._loss + outputs["loss"].detach()
         if trainer.global_step == self._step:
