@@ -94,15 +94,15 @@ def measured(*seconds: list[float]) -> Ranks:
     return Ranks(accelerator="cpu", measurements=found)
 
 
-def test_noise_names_nobody() -> None:
+def test_noise_names_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slow_ranks(measured([1, 9, 9, 9], [1, 1, 1, 1])) == {}, "one fast turn shows that it can"
     assert slow_ranks(measured([1.9, 1.9], [1, 1])) == {}
     assert slow_ranks(measured([5])) == {}, "no other rank"
     assert [*slow_ranks(measured([2, 2, 9], [1, 1, 5], [1, 1, 1]))] == [0]
     once = iter([measured([2, 2], [1, 1]), measured([2, 2], [1, 1]), measured([1, 1], [1, 1])])
-    assert examine_ranks(2, "cpu", probe=lambda *_, **__: next(once))[1] == []
-    always = measured([2, 2], [1, 1])
-    assert len(examine_ranks(2, "cpu", probe=lambda *_, **__: always)[1]) == 1
+    monkeypatch.setattr("lit_cifar.tools.doctor.ranks.probe_ranks", lambda *_: next(once, measured([2, 2], [1, 1])))
+    assert examine_ranks(2, "cpu")[1] == []
+    assert len(examine_ranks(2, "cpu")[1]) == 1, "always"
 
 
 WHOLE = Ranks(accelerator="cuda", measurements=[Measurement(rank=0, device="X")])
@@ -110,14 +110,17 @@ LOST = replace(WHOLE, measurements=[Measurement(rank=0, device="X", faults=[(102
 
 
 @pytest.mark.parametrize(("without", "mend"), [(WHOLE, "export NCCL_P2P_DISABLE=1"), (LOST, "turn off the IOMMU")])
-def test_what_nccl_loses_is_tried_without_copies_from_gpu_to_gpu(without: Ranks, mend: str) -> None:
+def test_what_nccl_loses_is_tried_without_copies_from_gpu_to_gpu(
+    without: Ranks, mend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings: list[object] = []
 
     def pretend(*_: object, **given: object) -> Ranks:
         settings.append(given.get("settings"))
         return without if given else LOST
 
-    _, (finding,) = examine_ranks(2, "cuda", probe=pretend)
+    monkeypatch.setattr("lit_cifar.tools.doctor.ranks.probe_ranks", pretend)
+    _, (finding,) = examine_ranks(2, "cuda")
     assert finding.mend.startswith(mend)
     assert settings == [None, {"NCCL_P2P_DISABLE": "1"}]
     assert finding.modes == PROCESS_MODES

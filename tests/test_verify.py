@@ -339,10 +339,12 @@ def test_a_mode_beyond_measured_bounds_is_judged_in_float64(monkeypatch: pytest.
     assert row.outcome == "failed"
 
 
-def test_a_reference_that_takes_too_long_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    launcher = Launcher(settings(), 3, tmp_path, timeout_s=0.2)
+def test_a_reference_that_takes_too_long_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lit_cifar.tools.verify.launcher.TIMEOUT_S", 0.2)
     with pytest.raises(ConfigError, match="time limit"):
-        launcher.run_alone("reference: one device", GhostBatches())
+        Launcher(settings(), 3, tmp_path).run_alone("reference: one device", GhostBatches())
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "running  reference: one device"
     assert any(line.endswith(" s  reference: one device") for line in said)

@@ -20,7 +20,6 @@ from tests.mutations.planting import Mutation
 
 DEVICES = 2
 STEPS = 4
-TIMEOUT_S = 300.0
 
 # A small net, in float64 where the bound is sharp. 27 images in batches of 16 make a full step and a ragged one, in two
 # epochs; 15 images to evaluate, in batches of 8, do not divide among two processes.
@@ -101,7 +100,7 @@ def self_test(
         for args in dict.fromkeys(mutation.args for mutation in mutations):
             flags = [*ARGS, *args, f"--trainer.precision={precision}", *(WITH_PARTS if with_parts else ())]
             settings = Configuration.of(flags, devices=DEVICES, folder=Path(folder))
-            launcher = Launcher(settings, STEPS, Path(folder), timeout_s=TIMEOUT_S)
+            launcher = Launcher(settings, STEPS, Path(folder))
             findings += _findings(Verifier(launcher), [mutation for mutation in mutations if mutation.args == args])
     return findings
 

@@ -2,7 +2,6 @@
 
 import os
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -74,21 +73,19 @@ def _traces(folder: Path, num_ranks: int) -> list[str]:
     return [*were, *errors[-1:]]
 
 
-def examine_ranks(
-    num_ranks: int, accelerator: str, *, probe: Callable[..., Ranks] = probe_ranks
-) -> tuple[Ranks, list[Finding]]:
+def examine_ranks(num_ranks: int, accelerator: str) -> tuple[Ranks, list[Finding]]:
     """Let the processes measure; again, if a rank seems slow, or if NCCL loses something."""
-    ranks = probe(num_ranks, accelerator)
+    ranks = probe_ranks(num_ranks, accelerator)
     slow = slow_ranks(ranks)
     for _ in range(_NUM_CONFIRMATIONS if slow else 0):
-        again = slow_ranks(probe(num_ranks, accelerator))
+        again = slow_ranks(probe_ranks(num_ranks, accelerator))
         slow = {rank: finding for rank, finding in slow.items() if rank in again}
     mend = _ANOTHER
     if accelerator == "cuda" and ranks.is_transport_faulty:
         mend = "NCCL_DEBUG=INFO NCCL_DEBUG_FILE=/tmp/nccl.%p python -m lit_cifar doctor   # then read /tmp/nccl.*"
         if ranks.failure is None:
             mend = "turn off the IOMMU or PCIe ACS in the BIOS, or boot with iommu=pt   # NCCL_P2P_DISABLE did not help"
-        if not probe(num_ranks, accelerator, settings={"NCCL_P2P_DISABLE": "1"}).is_transport_faulty:
+        if not probe_ranks(num_ranks, accelerator, settings={"NCCL_P2P_DISABLE": "1"}).is_transport_faulty:
             mend = "export NCCL_P2P_DISABLE=1   # with it everything arrived"
     return ranks, [*wrong_results(ranks), *lost_messages(ranks, mend=mend), *slow.values()]
 

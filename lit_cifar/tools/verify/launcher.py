@@ -236,7 +236,6 @@ class Launcher:
     settings: Configuration
     steps: int  # optimizer steps of every run
     folder: Path  # exists; each run gets a folder of its own in it
-    timeout_s: float = TIMEOUT_S  # after which a run is stopped, and has failed
 
     def new_folder(self, name: str) -> Path:
         """For one run. A step or checkpoint of ResNet34 takes 170 MB: remove it as soon as it has been read."""
@@ -314,7 +313,7 @@ class Launcher:
             *trace,
             folder=folder,
             threads=max(1, (cpu_count() or 1) // (processes * self.settings.num_at_once)),
-            timeout_s=self.timeout_s,
+            timeout_s=TIMEOUT_S,
             num_ranks=ranks,
             launcher=launcher,
         )
