@@ -29,7 +29,7 @@ from lit_cifar.reporting.run_folder import run_folder
 FILE_NAME = "sample_audit.csv"
 EMPTY = sha256().hexdigest()  # the digest before the first step of a run
 _COLUMNS = ("epoch", "steps", "samples", "digest")
-_KEY, _OLD_KEY = "sample_audit", "receipt"  # the second one is of commit fd36ea9
+_KEY = "sample_audit"
 _USE = 2**32  # the low half of a tally's entry has room for the step
 _MAX_IDS = 10
 OrderSettings = dict[str, int | str]
@@ -203,7 +203,7 @@ class AuditRecord:
 
     @classmethod
     def read(cls, checkpoint: dict[str, Any]) -> "AuditRecord | None":
-        found = checkpoint.get(_KEY) or checkpoint.get(_OLD_KEY)
+        found = checkpoint.get(_KEY)
         if found is None:
             return None
         settings = {name: printable(v) if isinstance(v, str) else v for name, v in found["settings"].items()}
