@@ -39,7 +39,7 @@ class Moment(NamedTuple):
 class _Durations(NamedTuple):
     """Of one kind of phase, in seconds."""
 
-    count: int
+    number: int
     first: float
     longest_other: float = 0.0
 
@@ -58,8 +58,8 @@ class PhaseTimer:
         last, now = self.moment, self.clock()
         duration_s = now - max(last.since, self._awake_since)
         known = self._durations.get(last.kind, _Durations(0, duration_s))
-        longest_s = max(known.longest_other, duration_s) if known.count else 0.0
-        self._durations[last.kind] = _Durations(known.count + 1, known.first, longest_s)
+        longest_s = max(known.longest_other, duration_s) if known.number else 0.0
+        self._durations[last.kind] = _Durations(known.number + 1, known.first, longest_s)
         self.moment = Moment(
             phase,
             last.step if step is None else step,
@@ -80,7 +80,7 @@ class PhaseTimer:
         known = self._durations.get(self.moment.kind)
         if known is None:
             return FIRST_TIME_S
-        return FACTOR * max(known.longest_other, known.first if known.count <= _NUM_SETTLED else 0.0)
+        return FACTOR * max(known.longest_other, known.first if known.number <= _NUM_SETTLED else 0.0)
 
 
 # The main thread is in one of these while it waits for other processes, in backward too, where it computes as well.
