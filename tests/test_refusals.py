@@ -79,10 +79,6 @@ REFUSED = {
     "--model.compile=cuda_graphs --trainer.strategy=ddp": ["needs a GPU"],
     "--model.compile=cuda_graphs --trainer.strategy=pp": ["is for one GPU and for --trainer.strategy=ddp"],
     "--model.compile=cuda_graphs --trainer.accumulate_grad_batches=2": ["a graph overwrites those of the batch before"],
-    "--trainer.plugins=MixedPrecision --trainer.plugins.precision=16-mixed --trainer.plugins.device=cpu "
-    "--model.optimizer.fused=true --trainer.gradient_clip_val=1.0": [
-        "unscales the gradients only after they have been clipped"
-    ],
     **{
         f"--model.optimizer=lit_cifar.MuonSGD --trainer.devices=2 --trainer.strategy={mode}": [
             f"multiplies whole matrices, and --trainer.strategy={mode} gives each process parts"
