@@ -169,7 +169,10 @@ def check_run(
     if replicas is not None:
         replicas.check(trainer, data)
     if subcommand == "fit":
-        _check_samples(data, audit, checkpoint=asked.ckpt_path)
+        data.train_sampler().check()
+        if audit is not None:
+            with naming(asked.ckpt_path):
+                audit.check(data)
         _check_intervals(trainer, data)
 
 
@@ -249,13 +252,6 @@ def _check_intervals(trainer: Trainer, data: CIFAR10DataModule) -> None:
             f"--trainer.val_check_interval={interval} batches is longer than an epoch, which has {counted}",
             remedy=f"pass --trainer.val_check_interval={counted}, or --trainer.check_val_every_n_epoch=null too",
         )
-
-
-def _check_samples(data: CIFAR10DataModule, audit: AuditRecord | None, *, checkpoint: str) -> None:
-    data.train_sampler().check()
-    if audit is not None:
-        with naming(checkpoint):
-            audit.check(data)
 
 
 def _check_averaging(trainer: Trainer) -> None:
