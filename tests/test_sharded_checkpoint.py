@@ -1,14 +1,12 @@
 """Checkpoints in parts: whole or absent after a kill; any number of processes read the bits that were written."""
 
-import sys
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import assert_same_checkpoint
+from checkpoints import assert_same_checkpoint, before_each_line
 from commands import TINY, callback, last_checkpoint, launch, refused, run_here
 from threads import on_ranks
 from torch import nn
@@ -99,21 +97,14 @@ def test_a_process_killed_at_any_line_leaves_a_whole_checkpoint(tmp_path: Path) 
     save(tmp_path, 2)
     found: set[Any] = set()
 
-    def look(frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename not in (checkpoint_files.__file__, sharded.__file__):
-            return None
-        if event == "line":
-            sys.settrace(None)
-            path, refused = newest_valid(tmp_path)
-            found.add((path and path.name, path and read_checkpoint(index_of(path))["global_step"], *refused))
-            sys.settrace(look)
-        return look
+    def look() -> None:
+        path, refused = newest_valid(tmp_path)
+        found.add((path and path.name, path and read_checkpoint(index_of(path))["global_step"], *refused))
 
     def run(rank: int) -> None:
         training = Training(3)
-        sys.settrace(look)
-        training.save(tmp_path / LAST)
-        sys.settrace(None)
+        with before_each_line(checkpoint_files, sharded, look=look):
+            training.save(tmp_path / LAST)
 
     on_ranks(1, run)
     assert found == {(LAST, 2), (PREVIOUS, 2), (LAST, 3)}
