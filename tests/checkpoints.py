@@ -1,6 +1,10 @@
 """Checkpoints for tests: some that say in every number which step they are of; and two, compared number by number."""
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -31,3 +35,24 @@ def assert_same_checkpoint(found: dict[str, Any], expected: dict[str, Any], *, t
     assert mine["state"].keys() == theirs["state"].keys()
     for index, entry in theirs["state"].items():
         torch.testing.assert_close(mine["state"][index], entry, rtol=tolerance, atol=tolerance)
+
+
+@contextmanager
+def before_each_line(*modules: ModuleType, look: Callable[[], None]) -> Iterator[None]:
+    """Call `look` before each line of `modules` that this thread runs, which may be the last before a kill."""
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename not in [module.__file__ for module in modules]:
+            return None
+        if event == "line":
+            sys.settrace(None)
+            look()
+            sys.settrace(trace)
+        return trace
+
+    before = sys.gettrace()  # of a debugger, or a measurement of coverage
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)

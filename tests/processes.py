@@ -1,7 +1,6 @@
 """Processes that a test has caused, and how to find those that it must not leave."""
 
 import ctypes
-import sys
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -11,9 +10,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """Let processes whose own parent dies become children of this one, where they are found; on Linux alone."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    """Let processes whose own parent dies become children of this one, where they are found."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def children() -> set[int]:

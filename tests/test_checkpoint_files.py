@@ -4,18 +4,16 @@ import os
 import pickle
 import resource
 import shutil
-import sys
 import threading
 import zipfile
 from contextlib import nullcontext
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 import torchvision
-from checkpoints import state, step_of
+from checkpoints import before_each_line, state, step_of
 from commands import TINY, callback, counts, last_checkpoint, refused, run_here
 from threads import on_ranks
 
@@ -150,23 +148,13 @@ def test_a_process_killed_at_any_line_leaves_a_whole_checkpoint(saved: Path, mon
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # slow, and a kill loses nothing that has been written
     found, drafts = [], []
 
-    def look(frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename != checkpoint_files.__file__:
-            return None
-        if event == "line":
-            sys.settrace(None)
-            path, refused = newest_valid(saved)
-            found.append((path and path.name, path and step_of(path), *refused))
-            drafts.append([file.name for file in saved.iterdir() if file.suffix == ".part"])
-            sys.settrace(look)
-        return look
+    def look() -> None:
+        path, refused = newest_valid(saved)
+        found.append((path and path.name, path and step_of(path), *refused))
+        drafts.append([file.name for file in saved.iterdir() if file.suffix == ".part"])
 
-    before = sys.gettrace()  # of a debugger, or a measurement of coverage
-    sys.settrace(look)
-    try:
+    with before_each_line(checkpoint_files, look=look):
         write_checkpoint(state(3), saved / LAST)
-    finally:
-        sys.settrace(before)
     assert set(found) == {(LAST, 2), (PREVIOUS, 2), (LAST, 3)}  # the second one between two renames
     assert [f"{LAST}.part"] in drafts
     (saved / f"{LAST}.part").write_bytes(b"of a process that was killed")

@@ -118,13 +118,11 @@ def test_a_short_name_with_arguments_is_answered_with_its_class(asked: str, answ
 
 REFUSED_LATER = {
     "test --ckpt_path={} --model.stem=cifar": ["{}: the checkpoint holds tiny with the imagenet stem", "--model.stem"],
-    "test --ckpt_path={} --model.arch=resnet18": ["{}: the checkpoint holds tiny with the imagenet", "--model.arch"],
     "validate --ckpt_path={} --data.val_size=0": ["--data.val_size"],
     "predict --ckpt_path={}": ["--data.predict_dir"],
     "predict --ckpt_path={} --data.dataset=cifar10 --data.predict_dir=.": ["{}: ", "--data.dataset=synthetic"],
     "test --ckpt_path={} --autotune=true": ["--autotune=true is for training"],
-    "test --ckpt_path=best": ["no checkpoint best"],  # Lightning's words for those of this process
-    "test --ckpt_path=last": ["no checkpoint last"],
+    "test --ckpt_path=best": ["no checkpoint best"],  # Lightning's word for that of this process
     **{command: ["untrained", "--ckpt_path"] for command in ("validate", "test", "predict")},
     "fit --trainer.max_epochs=-1": ["no end"],
     "fit --trainer.callbacks+=lit_cifar.tools.bench.timeline.Timeline": ["records stages"],

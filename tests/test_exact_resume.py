@@ -27,7 +27,6 @@ from tiny_task import read_events
 from lit_cifar import LitResNet
 from lit_cifar.checkpoint.exact_resume import SameStart, Start, _collect
 from lit_cifar.checkpoint.files import DIGESTS, digest, write_checkpoint
-from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.cli.main import CLI
 from lit_cifar.launch.signals import Stopped
 from lit_cifar.reporting.run_folder import LOCK
@@ -257,25 +256,6 @@ def test_counts_of_many_ranks_and_classes_are_few_bytes() -> None:
     assert collected["train_loss"]["count"] == 2
     module.train_loss.update(torch.ones(3))
     assert collected["train_loss"]["count"] == 2  # it is written behind the training
-
-
-def test_a_checkpoint_of_an_earlier_commit_is_resumed(undisturbed: Path, tmp_path: Path) -> None:
-    """That of fd36ea9 had another name for the sample audit, a row of counts for each rank, and no optimizer's name."""
-    run = tmp_path / "run"
-    fit(run, EVERY_STEP, *stop_after(3), status=143)
-    last = run / "checkpoints" / "last.ckpt"
-    content = read_checkpoint(last)
-    content["receipt"] = content.pop("sample_audit")
-    del content["optimizer"]
-    for counts in content["metrics"].values():
-        counts |= {key: torch.stack([count - 1, torch.ones_like(count)]) for key, count in counts.items()}
-        counts["update_count"] = torch.tensor([3, 0])
-    write_checkpoint(content, last)
-    for optimizer in ("AdamW", "lit_cifar.MuonSGD"):
-        said = refused_fit(tmp_path / "other", f"--ckpt_path={last}", f"--model.optimizer={optimizer}")
-        assert f"with another optimizer; this one has {optimizer}" in said
-    fit(run, EVERY_STEP, "--resume=auto")
-    assert_same_end(run, undisturbed)
 
 
 @pytest.mark.parametrize(

@@ -252,15 +252,10 @@ def _collect(trainer: Trainer, pl_module: LightningModule) -> dict[str, dict[str
 
 
 def _restore(pl_module: LightningModule, collected: dict[str, dict[str, Tensor]], *, dp_rank: int) -> None:
-    """Restore what `_collect` has found: the first rank gets all of it.
-
-    Up to commit fd36ea9 there was a row for each rank, and no sum.
-    """
+    """Restore what `_collect` has found: the first rank gets all of it."""
     for name, metric in _metrics(pl_module):
         metric._update_count = 1  # 0 would mean that nothing was counted, of which torchmetrics warns
         counts: dict[str, Any] = metric.metric_state
         for key, state in counts.items():
-            found = collected[name][key]
-            if found.dim() > state.dim():
-                found = found.sum(dim=0)
-            setattr(metric, key, found.to(state.device) if dp_rank == 0 else torch.zeros_like(state))
+            found = collected[name][key].to(state.device)
+            setattr(metric, key, found if dp_rank == 0 else torch.zeros_like(state))

@@ -64,14 +64,17 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: Path) -> None:
         SaveError: There is no space, no permission or no folder, the disk is faulty, or the content is more than
             tensors and primitives. Earlier files are unchanged and no draft is left.
     """
-    content = _serialise(checkpoint)
+    with saving(path):
+        write_file(checkpoint, path)
+
+
+def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
+    """As `write_checkpoint`, but for its errors."""
     draft = path.with_name(f"{path.name}.part")
     try:
-        _write_synced(draft, content)
+        _write_synced(draft, _serialise(checkpoint))
         _read_back(draft, path)
         put_in_place(draft, path)
-    except OSError as error:
-        raise save_error(error, path, checkpoints=path.parent) from error
     finally:
         with suppress(OSError):
             draft.unlink(missing_ok=True)
@@ -248,6 +251,20 @@ def reporting_disk(folder: Path | None) -> Iterator[None]:
         raise save_error(error, path, checkpoints=folder / "checkpoints") from error
 
 
+@contextmanager
+def saving(path: Path) -> Iterator[None]:
+    """Turn every error into a `SaveError` that `path` could not be saved: other ranks may wait for this one."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise save_error(error, path, checkpoints=path.parent) from error
+    except Exception as error:
+        problem = f"{path} could not be saved: {type(error).__name__}: {error}\n{what_is_left(path.parent)}"
+        raise SaveError(problem[:500], remedy=TENSORS_ALONE) from error
+
+
 def save_error(error: OSError, path: Path, *, checkpoints: Path) -> SaveError:
     """The error that `path` could not be written, with the checkpoints that exist and what to do."""
     return SaveError(
@@ -363,18 +380,14 @@ class CheckpointFiles(CheckpointIO):
             print(printable(f"lit_cifar: {failure}", lines=True), file=sys.stderr, flush=True)
 
     def _attempt(self, path: Path, job: Callable[[], None]) -> None:
-        """Do `job`, which concerns `path`. Any error must reach `failure`: the other ranks would wait for rank 0."""
+        """Do `job`, which concerns `path`."""
         if self.failure is not None:
             return
         try:
-            job()
+            with saving(path):
+                job()
         except CheckpointError as error:
             self.failure = error
-        except OSError as error:
-            self.failure = save_error(error, path, checkpoints=path.parent)
-        except Exception as error:
-            problem = f"{path} could not be saved: {type(error).__name__}: {error}\n{what_is_left(path.parent)}"
-            self.failure = SaveError(problem[:500], remedy=TENSORS_ALONE)
 
     def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
         folder = path.parent

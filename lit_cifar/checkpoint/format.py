@@ -132,23 +132,13 @@ def name_optimizer(checkpoint: dict[str, Any], optimizer: Optimizer) -> None:
 
 
 def check_optimizer(checkpoint: Mapping[str, Any], optimizer: Optimizer) -> None:
-    """Raise a `CheckpointError` if a training was with another optimizer; earlier checkpoints do not name theirs."""
+    """Raise a `CheckpointError` if a training was with another optimizer."""
     found, own = checkpoint.get(_OPTIMIZER), _class_path(optimizer)
-    states = checkpoint.get("optimizer_states") or [optimizer.state_dict()]
-    if own != found and not (found is None and _has_settings(optimizer, states[0]["param_groups"])):
+    if found not in (None, own):
         raise CheckpointError(
-            f"the checkpoint continues a training with {found or 'another optimizer'}; this one has {own}",
-            remedy=f"pass --model.optimizer={found}" if found else "pass --config RUN_FOLDER/config.yaml",
+            f"the checkpoint continues a training with {found}; this one has {own}",
+            remedy=f"pass --model.optimizer={found}",
         )
-
-
-def _has_settings(optimizer: Optimizer, groups: list[dict[str, Any]]) -> bool:
-    """Whether `groups` have all settings of `optimizer`; those that torch has added since are filled in."""
-    try:
-        optimizer.load_state_dict({"state": {}, "param_groups": groups})
-    except ValueError:  # other numbers of groups or parameters
-        return False
-    return all(optimizer.defaults.keys() <= group.keys() for group in optimizer.param_groups)
 
 
 def _class_path(optimizer: Optimizer) -> str:

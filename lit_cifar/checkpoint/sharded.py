@@ -1,54 +1,27 @@
 """Checkpoints in parts: every process writes the parts that it holds; any number read theirs, or one reads all.
 
-Such a checkpoint is a folder. Its `index.ckpt` is a file like every other checkpoint, with the difference that tensors
-in parts have their shape alone, on the meta device; and it says in which file each part is. Who writes and who reads
-what, `torch.distributed.checkpoint` plans. The index that this would write is a pickle, and reading it would run code.
+Such a checkpoint is a folder, and each file in it is one like every other checkpoint. `rank0.ckpt` and so on hold the
+rows of weights and optimizer state that a process has held. `index.ckpt` holds the rest: of what is in parts the shape
+alone, on the meta device, and in how many files its rows are.
 """
 
-import hashlib
-import io
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
-from typing_extensions import override
 
-from lit_cifar.checkpoint.files import INDEX, put_in_place, read_whole, remove, save_error, write_checkpoint
-from lit_cifar.errors import CheckpointError, SaveError, one_line
+from lit_cifar.checkpoint.files import INDEX, put_in_place, read_whole, remove, saving, snapshot, write_file
+from lit_cifar.errors import CheckpointError
 from lit_cifar.reporting.files import make_folder
 
 _KEY = "parts"
-
-
-class _Piece(NamedTuple):
-    """Where a part of a tensor is, as DCP's own record of it, and the hash of these bytes."""
-
-    relative_path: str
-    offset: int
-    length: int
-    sha256: str
-    transform_descriptors: None = None
 
 
 def save_parts(checkpoint: Mapping[str, Any], path: Path) -> None:
@@ -57,16 +30,29 @@ def save_parts(checkpoint: Mapping[str, Any], path: Path) -> None:
     Raises:
         SaveError: On every process, if one could not write its parts.
     """
-    found = ((_name(each), each.held[each.key]) for each in _entries(checkpoint))
-    parts = {name: tensor for name, tensor in found if isinstance(tensor, DTensor)}
-    outline = tree_map_only(Tensor, _outline, dict(checkpoint))
-    try:
-        save(parts, storage_writer=_Writer(outline, path))
-    except CheckpointException as failure:
-        error, _ = next(iter(failure.failures.values()))
-        if isinstance(error, OSError):
-            raise save_error(error, path, checkpoints=path.parent) from error
-        raise SaveError(f"{path} could not be saved: {one_line(error)}", remedy="look at the disk") from error
+    draft = path.with_name(f"{path.name}.part")
+    held = {_name(each): each.held[each.key] for each in _entries(checkpoint)}
+    own = {name: tensor.to_local() for name, tensor in held.items() if isinstance(tensor, DTensor)}
+
+    @saving(path)
+    def begin() -> None:
+        make_folder(draft.parent)
+        remove(draft)
+        draft.mkdir()
+
+    @saving(path)
+    def write_own() -> None:
+        write_file(snapshot(own), draft / _file_of(dist.get_rank()))
+
+    @saving(path)
+    def finish() -> None:
+        outline: dict[str, Any] = tree_map_only(Tensor, _outline, dict(checkpoint))
+        write_file(outline | {_KEY: dist.get_world_size()}, draft / INDEX)
+        put_in_place(draft, path)
+
+    _together(begin, first_alone=True)
+    _together(write_own)
+    _together(finish, first_alone=True)
 
 
 def in_parts(checkpoint: Mapping[str, Any]) -> bool:
@@ -85,24 +71,20 @@ def read_parts(
         checkpoint = {**checkpoint, "optimizer_states": []}
     likes: list[Any] = [network.state_dict()]
     likes += [[each for group in optimizer.param_groups for each in group["params"]] for optimizer in optimizers]
-    return _filled(
-        checkpoint,
-        path,
-        lambda entry, dtype: torch.empty_like(likes[entry.group][entry.index], dtype=dtype, requires_grad=False),
-    )
+
+    def empty(entry: _Entry, outline: Tensor) -> Tensor:
+        return torch.empty_like(likes[entry.group][entry.index], dtype=outline.dtype, requires_grad=False)
+
+    _together(partial(_fill, checkpoint, path, empty, rank=dist.get_rank(), num_ranks=dist.get_world_size()))
+    return checkpoint
 
 
 def read_all(path: Path) -> dict[str, Any]:
     """What one process would have written in place of `path`; raises a `CheckpointError` if a part is damaged."""
     checkpoint = read_whole(path / INDEX)
-    if not in_parts(checkpoint):
-        return checkpoint
-    return _filled(
-        checkpoint,
-        path,
-        lambda entry, dtype: torch.empty_like(entry.held[entry.key], dtype=dtype, device="cpu"),
-        no_dist=True,
-    )
+    if in_parts(checkpoint):
+        _fill(checkpoint, path, lambda entry, outline: torch.empty_like(outline, device="cpu"))
+    return checkpoint
 
 
 class _Entry(NamedTuple):
@@ -128,24 +110,45 @@ def _name(entry: _Entry) -> str:
     return f"{entry.group}/{entry.index}/{entry.key}"
 
 
-def _filled(
-    checkpoint: dict[str, Any], path: Path, empty: Callable[[_Entry, torch.dtype], Tensor], **settings: Any
-) -> dict[str, Any]:
-    """`checkpoint` with the content of what `empty` makes for each tensor in parts."""
-    outlines = [entry for entry in _entries(checkpoint) if entry.held[entry.key].is_meta]
-    parts = {_name(entry): empty(entry, entry.held[entry.key].dtype) for entry in outlines}
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is asked for
-            load(parts, storage_reader=_Reader(path, checkpoint.pop(_KEY)), **settings)
-    except CheckpointException as failure:
-        error, _ = next(iter(failure.failures.values()))
-        raise CheckpointError(
-            f"{path} cannot be read: {one_line(error)}", remedy="use another checkpoint of the run: --ckpt_path=FILE"
-        ) from error
-    for entry in outlines:
-        entry.held[entry.key] = parts[_name(entry)]
-    return checkpoint
+def _file_of(rank: int) -> str:
+    return f"rank{rank}.ckpt"
+
+
+def _rows(num_rows: int, rank: int, num_ranks: int) -> range:
+    """Those of a tensor that `rank` holds, as DTensor's `Shard(0)` and `torch.chunk` cut it."""
+    each = -(-num_rows // num_ranks)
+    return range(num_rows)[rank * each : (rank + 1) * each]
+
+
+def _fill(
+    checkpoint: dict[str, Any],
+    path: Path,
+    empty: Callable[[_Entry, Tensor], Tensor],
+    *,
+    rank: int = 0,
+    num_ranks: int = 1,
+) -> None:
+    """Put what `empty` makes in place of each outline, with the rows of `rank` read from the files that have some."""
+    tensors: dict[str, Tensor] = {}
+    for entry in _entries(checkpoint):
+        if entry.held[entry.key].is_meta:
+            tensors[_name(entry)] = entry.held[entry.key] = empty(entry, entry.held[entry.key])
+    num_files = checkpoint.pop(_KEY)
+    for number in range(num_files):
+        found: dict[str, tuple[range, range, range]] = {}
+        for name, tensor in tensors.items():
+            own, there = _rows(len(tensor), rank, num_ranks), _rows(len(tensor), number, num_files)
+            both = range(max(own.start, there.start), min(own.stop, there.stop))
+            if both:
+                found[name] = own, there, both
+        content = read_whole(path / _file_of(number)) if found else {}
+        for name, (own, there, both) in found.items():
+            part = content[name][both.start - there.start : both.stop - there.start]
+            _local(tensors[name])[both.start - own.start : both.stop - own.start] = part
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _outline(tensor: Tensor) -> Tensor:
@@ -155,86 +158,15 @@ def _outline(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-class _Writer(FileSystemWriter):
-    """Writes a draft beside `path`, which the first process puts in its place when all are done."""
-
-    def __init__(self, outline: dict[str, Any], path: Path) -> None:
-        super().__init__(path.with_name(f"{path.name}.part"))
-        self._outline, self._final, self._draft = outline, path, Path(self.path)
-
-    @override
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan  # the first process makes the folder, for all
-
-    @override
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        make_folder(self._draft.parent)
-        remove(self._draft)
-        self._draft.mkdir()
-        return super().prepare_global_plan(plans)
-
-    @override
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        hashed: Future[list[WriteResult]] = Future()
-        written = super().write_data(plan, planner).wait()
-        hashed.set_result([replace(result, storage_data=self._piece(result.storage_data)) for result in written])
-        return hashed
-
-    def _piece(self, written: Any) -> _Piece:
-        with (self._draft / written.relative_path).open("rb") as file:
-            file.seek(written.offset)
-            digest = hashlib.sha256(file.read(written.length)).hexdigest()
-        return _Piece(written.relative_path, written.offset, written.length, digest)
-
-    @override
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        index = {
-            "tensors": {
-                name: {
-                    "dtype": str(found.properties.dtype).removeprefix("torch."),
-                    "size": [*found.size],
-                    "chunks": [([*chunk.offsets], [*chunk.sizes]) for chunk in found.chunks],
-                }
-                for name, found in metadata.state_dict_metadata.items()
-                if isinstance(found, TensorStorageMetadata)
-            },
-            "pieces": [
-                (result.index.fqn, [*(result.index.offset or ())], tuple(result.storage_data)[:4])
-                for written in results
-                for result in written
-            ],
-        }
-        write_checkpoint(self._outline | {_KEY: index}, self._draft / INDEX)
-        put_in_place(self._draft, self._final)
-
-
-class _Reader(FileSystemReader):
-    """Reads no more than tensors, and compares them with their hash."""
-
-    def __init__(self, path: Path, index: Mapping[str, Any]) -> None:
-        super().__init__(path)
-        self._index = index
-
-    @override
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        tensors: dict[str, Any] = {
-            name: TensorStorageMetadata(
-                TensorProperties(dtype=getattr(torch, found["dtype"])),
-                torch.Size(found["size"]),
-                [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in found["chunks"]],
-            )
-            for name, found in self._index["tensors"].items()
-        }
-        pieces = {
-            MetadataIndex(name, torch.Size(offset)): _Piece(Path(piece[0]).name, *piece[1:])
-            for name, offset, piece in self._index["pieces"]
-        }
-        return Metadata(tensors, storage_data=pieces)
-
-    @override
-    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
-        file.seek(sinfo.offset)
-        content = file.read(sinfo.length)
-        if hashlib.sha256(content).hexdigest() != sinfo.sha256:
-            raise ValueError(f"{sinfo.relative_path} is damaged: its content does not match the hash in {INDEX}")
-        return io.BytesIO(content)
+def _together(job: Callable[[], None], *, first_alone: bool = False) -> None:
+    """Do `job`, in all processes or in the first one; each raises the `CheckpointError` of the first that fails."""
+    error: CheckpointError | None = None
+    if dist.get_rank() == 0 or not first_alone:
+        try:
+            job()
+        except CheckpointError as raised:
+            error = raised
+    errors: list[CheckpointError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    for each in filter(None, errors):
+        raise each

@@ -1,7 +1,7 @@
 """The help of `fit`, `validate`, `test` and `predict`: the flags that most runs need, or with `--help=all` every flag.
 
-The texts are those of the parser's actions, which come from the docstrings of our classes, so each is written once. For
-some of Lightning's flags the text is replaced, because Lightning's is very long or offers what is refused here.
+The texts are those of the parser's actions, which come from the docstrings of our classes, so each is written once.
+Flags without a class have theirs here, and some of Lightning's, whose own is very long or offers what is refused here.
 """
 
 import re
@@ -35,6 +35,12 @@ COMMON: dict[str, dict[str, tuple[str, ...]]] = {
 }
 _TEXTS = {
     "config": "Read flags from a YAML file, as RUN_FOLDER/config.yaml. Later files and flags win over earlier ones.",
+    "run_dir": "Folder that this run writes to. The default is runs/<time>-<subcommand>[-<mode>].",
+    "resume": "With auto, resume the run in --run_dir from its newest valid checkpoint; start it if there is none.",
+    "max_restarts": "How often to start all processes again when one is lost. They are forked, which takes about a "
+    "second. Needs --resume=auto.",
+    "autotune": "Time 32-true and bf16-mixed, with and without channels_last, and train with the fastest.",
+    "virtual_replicas": "Cut every batch into this many parts: 1, 2 or more processes then end with the same bits.",
     "seed_everything": "Seed of the initial weights. Order, augmentation, split and dropout follow --data.seed.",
     "ckpt_path": "Checkpoint to resume from (fit) or to evaluate (the others): a file, as "
     "RUN_FOLDER/checkpoints/best.ckpt.",
@@ -89,7 +95,7 @@ class HelpAction(_HelpAction):
 
 
 def replace_texts(parser: ArgumentParser) -> None:
-    """Give Lightning's flags and subcommands our own texts."""
+    """Give flags and subcommands the texts of this file."""
     for action in parser._actions:
         action.help = _TEXTS.get(action.dest, action.help)
         for subcommand in getattr(action, "_choices_actions", ()):

@@ -123,38 +123,12 @@ class CLI(LightningCLI):
     # The parser.
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """What belongs to neither trainer, model nor data."""
-        parser.add_argument(
-            "--run_dir",
-            type=str | None,
-            default=None,
-            help="Folder that this run writes to. The default is runs/<time>-<subcommand>[-<mode>].",
-        )
-        parser.add_argument(
-            "--resume",
-            type=Literal["auto"] | None,
-            default=None,
-            help="With auto, resume the run in --run_dir from its newest valid checkpoint; start it if there is none.",
-        )
-        parser.add_argument(
-            "--max_restarts",
-            type=int,
-            default=0,
-            help="How often to start all processes again when one is lost. They are forked, which takes about a "
-            "second. Needs --resume=auto.",
-        )
-        parser.add_argument(
-            "--autotune",
-            type=bool,
-            default=False,
-            help="Time 32-true and bf16-mixed, with and without channels_last, and train with the fastest.",
-        )
-        parser.add_argument(
-            "--virtual_replicas",
-            type=int | None,
-            default=None,
-            help="Cut every batch into this many parts: 1, 2 or more processes then end with the same bits.",
-        )
+        """What belongs to neither trainer, model nor data; the texts are in `help.py`."""
+        parser.add_argument("--run_dir", type=str | None, default=None)
+        parser.add_argument("--resume", type=Literal["auto"] | None, default=None)
+        parser.add_argument("--max_restarts", type=int, default=0)
+        parser.add_argument("--autotune", type=bool, default=False)
+        parser.add_argument("--virtual_replicas", type=int | None, default=None)
         parser.add_lightning_class_args(BestCheckpoint, "best_checkpoint")
         parser.add_lightning_class_args(LastCheckpoint, "last_checkpoint")
         parser.add_lightning_class_args(EvaluationFigures, "figures")

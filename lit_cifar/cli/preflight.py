@@ -148,7 +148,6 @@ def check_run(
             remedy = "leave out --data.small_size and --data.small_epochs"
             check_network(module.network, (3, side, side), num_classes=len(data.classes), remedy=remedy)
         optimizer = _try_optimizer(module)
-        check_clipping(trainer, optimizer)
         _check_averaging(trainer)
         if replicas is not None:
             _check_matrices(optimizer)
@@ -170,7 +169,10 @@ def check_run(
     if replicas is not None:
         replicas.check(trainer, data)
     if subcommand == "fit":
-        _check_samples(data, audit, checkpoint=asked.ckpt_path)
+        data.train_sampler().check()
+        if audit is not None:
+            with naming(asked.ckpt_path):
+                audit.check(data)
         _check_intervals(trainer, data)
 
 
@@ -252,13 +254,6 @@ def _check_intervals(trainer: Trainer, data: CIFAR10DataModule) -> None:
         )
 
 
-def _check_samples(data: CIFAR10DataModule, audit: AuditRecord | None, *, checkpoint: str) -> None:
-    data.train_sampler().check()
-    if audit is not None:
-        with naming(checkpoint):
-            audit.check(data)
-
-
 def _check_averaging(trainer: Trainer) -> None:
     """Refuse a callback that adds an epoch without optimizer steps, which no plan of samples has, and one that would
     average a part of the weights.
@@ -330,19 +325,4 @@ def _check_matrices(optimizer: Optimizer) -> None:
             f"--virtual_replicas with --model.optimizer={type(optimizer).__name__}, whose bits depend on how many "
             "matrices a process has",
             remedy="leave out one of the two",
-        )
-
-
-def check_clipping(trainer: Trainer, optimizer: Optimizer) -> None:
-    """Refuse a gradient scaler with clipping and a fused optimizer; Lightning would find it in the first step.
-
-    A fused optimizer unscales the gradients in its step, after they have been clipped.
-    """
-    scales = getattr(trainer.precision_plugin, "scaler", None) is not None
-    if scales and trainer.gradient_clip_val and getattr(optimizer, "_step_supports_amp_scaling", False):
-        raise ConfigError(
-            f"--trainer.gradient_clip_val={trainer.gradient_clip_val} with --trainer.precision=16-mixed and "
-            f"--model.optimizer.fused=true: a fused {type(optimizer).__name__} unscales the gradients only after they "
-            "have been clipped",
-            remedy="pass --model.optimizer.fused=false or --trainer.precision=bf16-mixed",
         )

@@ -8,25 +8,24 @@ import os
 import sys
 import threading
 import time
+from functools import cache
 
 PARENT_PID = os.getppid()
 
 # By then a watchdog has noticed it and has reported more.
 _GRACE_S = 10.0
-_started = threading.Event()
 
 
+@cache
 def exit_with_parent() -> None:
     """End this process some seconds after the one that started it is gone. Call it early; a second call has no effect.
 
     Lightning's launcher, torch.multiprocessing and torchrun's agent end the processes that they have started, unless
     they are killed themselves. Their processes would then continue, or wait half an hour for others that never start.
     """
-    if not _started.is_set():
-        _started.set()
-        spawned_by = multiprocessing.parent_process()
-        launcher = PARENT_PID if spawned_by is None else spawned_by.pid
-        threading.Thread(target=_follow, args=(launcher,), name="watchdog-launcher", daemon=True).start()
+    spawned_by = multiprocessing.parent_process()
+    launcher = PARENT_PID if spawned_by is None else spawned_by.pid
+    threading.Thread(target=_follow, args=(launcher,), name="watchdog-launcher", daemon=True).start()
 
 
 def _follow(launcher: int) -> None:

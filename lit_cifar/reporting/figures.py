@@ -43,7 +43,7 @@ class EvaluationFigures(EvaluationCallback):
     """Draws every evaluation into TensorBoard.
 
     All processes gather the numbers. Only rank 0 draws, in a thread beside the training that follows. The end of a run
-    waits for that thread. A run that is killed may lack its latest figures. What cannot be drawn is a warning, once.
+    waits for that thread. A run that is killed may lack its latest figures. What cannot be drawn is a warning.
 
     Tags, with `test` in place of `val` for a test: `val/acc_class/NAME`, the accuracy of a class, left out if it has
     no samples; `val/confusion`; `val/wrong`, the misclassified images with the highest confidence.
@@ -59,7 +59,6 @@ class EvaluationFigures(EvaluationCallback):
         self.every_n_epochs = every_n_epochs
         self._worst = MostConfidentMistakes(num_wrong)
         self._drawing: Thread | None = None
-        self._warned = False
 
     def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._worst = MostConfidentMistakes(self.num_wrong)
@@ -105,17 +104,14 @@ class EvaluationFigures(EvaluationCallback):
                     f"{split}/wrong", render(wrong_images_figure(wrong, title=listed)), step, dataformats="HWC"
                 )
             except Exception as error:
-                self._warn(error)
+                problem = f"{type(error).__name__}: {one_line(error)}"
+                rank_zero_warn(
+                    f"figures of an evaluation cannot be drawn ({problem:.300}); the run goes on without them"
+                )
 
         self._finish_drawing()
         self._drawing = Thread(target=draw, name="figures")
         self._drawing.start()
-
-    def _warn(self, error: Exception) -> None:
-        if not self._warned:
-            self._warned = True
-            problem = f"{type(error).__name__}: {one_line(error)}"
-            rank_zero_warn(f"figures of an evaluation cannot be drawn ({problem:.300}); the run goes on without them")
 
     def _finish_drawing(self) -> None:
         if self._drawing is not None:

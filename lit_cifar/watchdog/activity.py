@@ -36,6 +36,14 @@ class Moment(NamedTuple):
         return self.phase, self.shape
 
 
+class _Durations(NamedTuple):
+    """Of one kind of phase, in seconds."""
+
+    number: int
+    first: float
+    longest_other: float = 0.0
+
+
 class PhaseTimer:
     """Written by the main thread and read by another one; `moment` is replaced as a whole, so there is no lock."""
 
@@ -48,10 +56,10 @@ class PhaseTimer:
     def enter(self, phase: str, *, step: int | None = None, shape: Hashable = None) -> None:
         """Note that the main thread begins `phase`; pass `step` and `shape` if they have changed."""
         last, now = self.moment, self.clock()
-        durations = self._durations.get(last.kind)
-        if durations is None:
-            durations = self._durations[last.kind] = _Durations()
-        durations.add(now - max(last.since, self._awake_since))
+        duration_s = now - max(last.since, self._awake_since)
+        known = self._durations.get(last.kind, _Durations(0, duration_s))
+        longest_s = max(known.longest_other, duration_s) if known.number else 0.0
+        self._durations[last.kind] = _Durations(known.number + 1, known.first, longest_s)
         self.moment = Moment(
             phase,
             last.step if step is None else step,
@@ -69,28 +77,10 @@ class PhaseTimer:
 
     def expected_s(self) -> float:
         """How long this phase may take, going by its earlier durations."""
-        durations = self._durations.get(self.moment.kind)
-        return FIRST_TIME_S if durations is None else FACTOR * durations.longest()
-
-
-class _Durations:
-    """Durations of one kind of phase, in seconds."""
-
-    def __init__(self) -> None:
-        self._first = 0.0
-        self._longest_other = 0.0
-        self._count = 0
-
-    def add(self, duration_s: float) -> None:
-        if self._count == 0:
-            self._first = duration_s
-        else:
-            self._longest_other = max(self._longest_other, duration_s)
-        self._count += 1
-
-    def longest(self) -> float:
-        settled = self._count > _NUM_SETTLED
-        return self._longest_other if settled else max(self._first, self._longest_other)
+        known = self._durations.get(self.moment.kind)
+        if known is None:
+            return FIRST_TIME_S
+        return FACTOR * max(known.longest_other, known.first if known.number <= _NUM_SETTLED else 0.0)
 
 
 # The main thread is in one of these while it waits for other processes, in backward too, where it computes as well.

@@ -192,13 +192,11 @@ def _all_late(peers: Mapping[int, Peer], patience_s: float, *, first_time_s: flo
     """Whether all that have not finished are, and have said so since others finished: these ended their waiting."""
     finished_at = max((peer.heard_at for peer in peers.values() if peer.beat.over), default=-math.inf)
     watched = [peer for peer in peers.values() if not peer.beat.over]
-    late = [_is_late(peer.beat, patience_s, first_time_s=first_time_s) for peer in watched]
-    return bool(watched) and all(late) and min(peer.heard_at for peer in watched) > finished_at
-
-
-def _is_late(beat: Heartbeat, patience_s: float, *, first_time_s: float = FIRST_TIME_S) -> bool:
-    expected_s = first_time_s if beat.expected_s == FIRST_TIME_S else beat.expected_s
-    return beat.idle_s > max(patience_s, expected_s)
+    for beat in (peer.beat for peer in watched):
+        expected_s = first_time_s if beat.expected_s == FIRST_TIME_S else beat.expected_s
+        if beat.idle_s <= max(patience_s, expected_s):
+            return False
+    return bool(watched) and min(peer.heard_at for peer in watched) > finished_at
 
 
 def _of_late(late: Mapping[int, Peer]) -> tuple[Peer, str]:

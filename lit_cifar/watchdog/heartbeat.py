@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,12 +111,7 @@ def first_heartbeat(rank: int) -> Heartbeat:
 
 
 class Mates:
-    """The other ranks on this machine, except those in another container, which cannot be seen from here.
-
-    Attributes:
-        exit_codes: Returns exit codes, as of `Popen`, of the processes that this one has started, by pid: only the
-            parent knows them.
-    """
+    """The other ranks on this machine, except those in another container, which cannot be seen from here."""
 
     def __init__(self, everyone: Iterable[Heartbeat], own: Heartbeat) -> None:
         others = [beat for beat in everyone if beat.host == own.host and beat.rank != own.rank]
@@ -127,17 +122,13 @@ class Mates:
         for rank, beat in self._beats.items():
             with suppress(OSError):  # it is another user's
                 self._traces[rank] = os.open(f"/proc/{beat.pid}/fd/{beat.trace_file}", os.O_RDONLY)
-        self.exit_codes: Callable[[], dict[int, int]] = dict
 
     def look(self) -> dict[int, Sight]:
         """The state of each."""
-        codes = self.exit_codes()
         sights = {}
         for rank, beat in self._beats.items():
             if rank not in self._gone:
                 sight = look_at(beat.pid, beat.started)
-                code = codes.get(beat.pid)
-                sight = sight if code is None else Sight("gone", ending(code))
                 sights[rank] = sight._replace(trace=read_trace(self._traces[rank])) if rank in self._traces else sight
         self._gone |= {rank: sight for rank, sight in sights.items() if sight.state == "gone"}
         return sights | self._gone

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from subprocess import Popen
 
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch import Trainer
@@ -44,8 +43,6 @@ def start_monitor(trainer: Trainer, *, timeout_s: float) -> "Monitor":
     board, everyone = meet(rank, trainer.world_size)
     on_gpu = trainer.strategy.root_device.type == "cuda"
     watch = Monitor(everyone, rank=rank, board=board, timeout_s=timeout_s, on_gpu=on_gpu, store_host=host_of_store())
-    children = [child for child in getattr(trainer.strategy.launcher, "procs", []) if isinstance(child, Popen)]
-    watch.mates.exit_codes = lambda: {child.pid: code for child in children if (code := child.poll()) is not None}
     _come_before_observer(watch)
     watch.start()
     return watch
