@@ -59,7 +59,11 @@ def used(tallies: list[Tally]) -> Tensor:
 
 
 def is_proven(tallies: list[Tally], *, loader_steps: int) -> bool:
-    return used(tallies).equal(tallies[0].plan.uses(loader_steps))
+    """And then all of them say so."""
+    own, expected = zip(*(tally.unproven(loader_steps) for tally in tallies), strict=True)
+    proven = sum(own).equal(expected[0])
+    assert proven == used(tallies).equal(tallies[0].plan.uses(loader_steps))
+    return proven
 
 
 def digest_by_hand(batches: list[list[int]], *, start: str = EMPTY) -> str:
@@ -83,8 +87,8 @@ def test_an_epoch_has_one_digest_however_it_is_cut(num_ranks: int, accumulation:
     tallies = tallies_of(num_ranks, accumulation=accumulation, drop_last=drop_last)
     batches = batches_of(sampler_of(drop_last=drop_last))
     assert len(batches) == (4 if drop_last else 5)
-    ids, _ = tallies[0].plan.due(0, len(batches) * accumulation)
-    assert int(used(tallies).count_nonzero()) == len(ids) == (96 if drop_last else 100)
+    num_due = tallies[0].plan.num_due(len(batches) * accumulation)
+    assert int(used(tallies).count_nonzero()) == num_due == (96 if drop_last else 100)
     digest = EMPTY
     for num_steps in (0, 1, 3, 3, len(batches)):
         # A microbatch of the next step is read, but the step is not whole.
@@ -94,12 +98,15 @@ def test_an_epoch_has_one_digest_however_it_is_cut(num_ranks: int, accumulation:
         assert tallies[0].proven == num_steps
 
 
+@pytest.mark.parametrize("proven", [0, 2])
 @pytest.mark.parametrize(("num_ranks", "accumulation"), CUTS)
-def test_every_part_of_an_epoch_is_proven_and_no_other(num_ranks: int, accumulation: int) -> None:
+def test_every_part_of_an_epoch_is_proven_and_no_other(num_ranks: int, accumulation: int, proven: int) -> None:
     """Also within an optimizer step, where a limit on the batches of an epoch may end it."""
     # Of the four samples of the last batch there are none for some batches of some ranks, or of all.
-    numbers = range(5 * accumulation + 1)
+    numbers = range(proven * accumulation, 5 * accumulation + 1)
     runs = {n: tallies_of(num_ranks, accumulation=accumulation, loader_steps=n) for n in numbers}
+    for tally in (tally for tallies in runs.values() for tally in tallies):
+        tally.proceed(EMPTY, loader_steps=proven * accumulation, ends=False)
     for steps, tallies in runs.items():
         assert is_proven(tallies, loader_steps=steps)
         for others, other in runs.items():
@@ -129,21 +136,24 @@ def test_every_part_of_an_epoch_is_proven_and_no_other(num_ranks: int, accumulat
     ids=["in another step", "a batch twice", "those of before as well", "one more"],
 )
 def test_samples_that_are_wrong_are_named(used_ids: list[list[int]], expected: list[str]) -> None:
-    """Those of the second step."""
-    tally = Tally(sampler_of(shuffle=False), device=CPU)
-    for ids in used_ids:
-        tally.count(torch.tensor(ids), accumulation=1)
-    assert not is_proven([tally], loader_steps=2)
-    where, *what = str(failure(tally.uses, tally.plan, loader_steps=2)).splitlines()
-    assert where == "the sample audit of epoch 3 fails after 2 of 5 optimizer steps"
-    assert what == expected
+    """Those of the second step; with the first one proven before, or not."""
+    for proven in (0, 1):
+        tally = Tally(sampler_of(shuffle=False), device=CPU)
+        tally.proven = proven
+        for ids in used_ids:
+            tally.count(torch.tensor(ids), accumulation=1)
+        assert not is_proven([tally], loader_steps=2)
+        where, *what = str(failure(tally.uses, tally.plan, loader_steps=2)).splitlines()
+        assert where == "the sample audit of epoch 3 fails after 2 of 5 optimizer steps"
+        assert what == expected
 
 
 def test_an_order_that_is_no_permutation_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan comes from the same order as the samples, and yet does not excuse it."""
     monkeypatch.setattr(TrainSampler, "order", lambda self: torch.tensor([5, *range(1, 100)]))
     (tally,) = tallies_of()
-    assert not is_proven([tally], loader_steps=5)
+    own, expected = tally.unproven(5)
+    assert not own.equal(expected)
     assert str(failure(tally.uses, tally.plan, loader_steps=5)).endswith("used more than once: 1 samples, ids 5")
 
 
@@ -153,6 +163,12 @@ def test_a_limit_on_the_batches_of_an_epoch_may_shorten_its_last_step() -> None:
     digest = tally.proceed(EMPTY, loader_steps=3, ends=True)
     assert (digest, tally.proven) == (digest_by_hand([first, second[::2]]), 2)
     assert tally.proceed(digest, loader_steps=3, ends=True) == digest
+
+
+def test_what_is_proven_is_not_looked_at_again() -> None:
+    """A checkpoint takes time for the samples since the last one, not for those of the data set."""
+    tally = Tally(sampler_of(num_samples=1000, batch_size=10), step=50, device=CPU)
+    assert [len(each) for each in tally.unproven(53)] == [31, 31]
 
 
 def data_of(**changed: Any) -> Any:

@@ -1,7 +1,8 @@
 """The sample audit: proof that an epoch has used every sample once, and a digest of what was used in which step.
 
 During the training every use is added to a tally on the device, and nothing waits for it. Where a checkpoint is
-written or an epoch ends, the tallies of all ranks are summed and compared with the plan: the order of the sampler.
+written or an epoch ends, what the ranks have used since the last time is summed and compared with the plan: the order
+of the sampler.
 What has passed is written down as a digest, SHA-256 chained over all optimizer steps of a run, each of which enters
 with its ids in rising order. So two runs have the same digest if, and only if, each of their steps has used the same
 samples, whatever the number of processes, the accumulation or the mode, and however often they were interrupted.
@@ -81,8 +82,7 @@ class SampleAudit(Callback):
         self._tally = _tally(trainer, tally.plan.epoch + 1)
         folder = run_folder(trainer)
         if folder is not None and trainer.is_global_zero:
-            num_samples = len(tally.plan.due(0, num_batches)[0])
-            write_epoch(folder, tally.plan.epoch, tally.proven, num_samples, self._digest)
+            write_epoch(folder, tally.plan.epoch, tally.proven, tally.plan.num_due(num_batches), self._digest)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         tally = self._tally
@@ -93,10 +93,14 @@ class SampleAudit(Callback):
         AuditRecord(tally.plan.epoch, tally.proven, self._start, self._digest, settings).write(checkpoint)
 
     def _prove(self, trainer: Trainer, tally: "Tally", *, loader_steps: int) -> None:
-        """Compare what all processes have used with the plan; every process must call this."""
-        # Of a copy, as the sum is taken in place.
-        uses: Tensor = trainer.strategy.reduce(tally.uses.clone(), reduce_op="sum").cpu()
-        if not uses.equal(tally.plan.uses(loader_steps)):
+        """Compare what all processes have used since the last time with the plan; every process must call this.
+
+        Few samples are looked at, however large the data set is. If one is wrong, all are.
+        """
+        own, expected = tally.unproven(loader_steps)
+        if not trainer.strategy.reduce(own, reduce_op="sum").cpu().equal(expected):
+            # A copy, as the sum is taken in place.
+            uses: Tensor = trainer.strategy.reduce(tally.uses.clone(), reduce_op="sum").cpu()
             raise failure(uses, tally.plan, loader_steps=loader_steps)
         ends = loader_steps >= trainer.num_training_batches  # a limit on them may shorten the last step
         self._digest = tally.proceed(self._digest, loader_steps=loader_steps, ends=ends)
@@ -125,6 +129,12 @@ class Plan:
         due = (first <= turn) & (turn < last)
         return order[due], step[due] + 1
 
+    def num_due(self, loader_steps: int) -> int:
+        """How many samples are read in so many loader steps."""
+        whole = loader_steps // self.accumulation
+        within = len(self.due(whole * self.accumulation, loader_steps)[0])
+        return min(whole * self._batch_size, self.num_samples) + within
+
     def uses(self, loader_steps: int) -> Tensor:
         """What the tallies of all ranks should sum up to, as `Tally.uses`; no sample twice, whatever the order says."""
         ids, steps = self.due(0, loader_steps)
@@ -144,16 +154,28 @@ class Tally:
         """The tally after `step` optimizer steps of `sampler.epoch`, which all count as the first rank's."""
         self.plan, self.proven = Plan(sampler), step  # optimizer steps
         self.loader_steps = step * sampler.accumulation
+        self.num_uses = 0
         self.uses = torch.zeros(sampler.num_samples, dtype=torch.int64, device=device)
         self._one = torch.ones((), dtype=torch.int64, device=device)
         if step and sampler.batch_split.dp_rank == 0:
             self.uses += self.plan.uses(self.loader_steps).to(device)
+            self.num_uses = self.plan.num_due(self.loader_steps)
 
     def count(self, ids: Tensor, *, accumulation: int) -> None:
         """Add a batch; `ids` is int64, (n,), on the tally's device; n may be 0."""
         step = self.loader_steps // accumulation + 1
         self.uses.index_add_(0, ids, self._one.expand(len(ids)), alpha=_USE + step)  # a scalar: no copy to the device
+        self.num_uses += len(ids)
         self.loader_steps += 1
+
+    def unproven(self, loader_steps: int) -> tuple[Tensor, Tensor]:
+        """This rank's uses of what is planned since the last proven step, and last the number of all its uses.
+
+        And what the sums over the ranks should be, on the host. Each int64, (n + 1,).
+        """
+        ids, steps = self.plan.due(self.proven * self.plan.accumulation, loader_steps)
+        own = torch.cat([self.uses[ids.to(self.uses.device)], self.uses.new_tensor([self.num_uses])])
+        return own, torch.cat([_USE + steps, torch.tensor([self.plan.num_due(loader_steps)])])
 
     def proceed(self, digest: str, *, loader_steps: int, ends: bool) -> str:
         """Take whole optimizer steps as proven, or all if the epoch `ends` here; `digest` continued over them."""
