@@ -148,12 +148,15 @@ def test_a_mistake_must_act_and_be_caught(finding: Finding, right: bool, word: s
 
 
 def test_every_mode_has_mistakes_of_its_own_and_unseen_ones() -> None:
-    """A mode of several processes also has one that one of them makes."""
+    """A mode of several processes also has one that one of them makes. What is planted in `ddp` and in the average of
+    `ddp_pp` is all that `ddp_flat` has.
+    """
+    modes = {name: mode for name, mode in sized_modes(4).items() if name != "ddp_flat"}
     planted = {(mutation.mode, mutation.devices) for mutation in OF_MODES}
-    assert {mode for mode, _ in planted} == {mutation.mode for mutation in unseen.MUTATIONS} == set(sized_modes(4))
+    assert {mode for mode, _ in planted} == {mutation.mode for mutation in unseen.MUTATIONS} == set(modes)
     assert all(mode in sized_modes(devices) for mode, devices in planted)
     of_one = {mutation.mode for mutation in of_one_process.MUTATIONS}
-    assert of_one == {name for name, mode in sized_modes(4).items() if mode.num_processes > 1}
+    assert of_one == {name for name, mode in modes.items() if mode.num_processes > 1}
     assert len(unseen.MUTATIONS) >= 40
     assert len(BY_NAME) == len(OF_MODES) + len(OF_PARTS) + len(unseen.MUTATIONS), "each has a name of its own"
     others = {mutation.imitates for mutation in (*OF_MODES, *OF_PARTS)}
