@@ -141,7 +141,6 @@ WHOLE = {
     "verify --modes=ddp_spawn --launcher=python": "nothing for --launcher to start",
     "verify --launcher=python --module=my.Module": "torchrun --nproc-per-node=2 -m lit_cifar verify --module",
     "verify --json=/nowhere/at/all.json": "--json",
-    "verify --self-test --virtual_replicas=4": "in a clone of the repository: python -m tests.mutations",
     "verify --modes=tp --devices=3 --data.val_size=0": "3",
     f"verify --modes=ddp --devices=3 {' '.join(VERIFIED)} --data.batch_size=16": "3 replicas",
 }
