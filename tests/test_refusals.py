@@ -41,6 +41,8 @@ REFUSED = {
     "--data.num_train=97": ["--data.drop_last=true"],
     "--data.augment=false --data.cutout=8": ["--data.augment=true"],
     "--data.small_epochs=1": ["--data.small_epochs=7 --data.small_size=24"],
+    "--data.small_epochs=1 --data.small_size=-1": ["--data.small_size=-1 must be at least 0"],
+    "--data.small_epochs=1 --data.small_size=32": ["which have 32 pixels", "pass --data.small_size=24"],
     "--model.arch=vit_micro --model.stem=null --data.small_epochs=1 --data.small_size=24": ["leave out --data.small"],
     "--data.reflect=true --data.padding=32": ["lower --data.padding"],
     "--data.frozen_order=true --data.shuffle=false": ["--data.frozen_order"],
