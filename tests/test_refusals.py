@@ -41,6 +41,8 @@ REFUSED = {
     "--data.num_train=97": ["--data.drop_last=true"],
     "--data.augment=false --data.cutout=8": ["--data.augment=true"],
     "--data.small_epochs=1": ["--data.small_epochs=7 --data.small_size=24"],
+    "--data.small_epochs=1 --data.small_size=-1": ["--data.small_size=-1 must be at least 0"],
+    "--data.small_epochs=1 --data.small_size=32": ["which have 32 pixels", "pass --data.small_size=24"],
     "--model.arch=vit_micro --model.stem=null --data.small_epochs=1 --data.small_size=24": ["leave out --data.small"],
     "--data.reflect=true --data.padding=32": ["lower --data.padding"],
     "--data.frozen_order=true --data.shuffle=false": ["--data.frozen_order"],
@@ -141,7 +143,6 @@ WHOLE = {
     "verify --modes=ddp_spawn --launcher=python": "nothing for --launcher to start",
     "verify --launcher=python --module=my.Module": "torchrun --nproc-per-node=2 -m lit_cifar verify --module",
     "verify --json=/nowhere/at/all.json": "--json",
-    "verify --self-test --virtual_replicas=4": "in a clone of the repository: python -m tests.mutations",
     "verify --modes=tp --devices=3 --data.val_size=0": "3",
     f"verify --modes=ddp --devices=3 {' '.join(VERIFIED)} --data.batch_size=16": "3 replicas",
 }

@@ -220,7 +220,7 @@ def test_every_load_of_the_project_reads_tensors_and_primitives_alone() -> None:
         sources[path] = "\n".join("".join(cell["source"]) for cell in cells)
     # The ranks of one run write this record, where only their user can write, and read it a moment later.
     replay = REPOSITORY / "lit_cifar" / "tools" / "replay"
-    del sources[replay / "record.py"]
+    del sources[replay / "events.py"]
     # They send one another a batch, as a process group sends objects.
     audit = REPOSITORY / "lit_cifar" / "tools" / "audit" / "gradients.py"
     sources[audit] = sources[audit].replace("torch.load(io.BytesIO(sent)", "", 1)

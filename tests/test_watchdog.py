@@ -347,6 +347,7 @@ def test_a_process_leaves_its_line_when_it_keeps_the_lock_or_crashes(monkeypatch
     enable, disable = Mock(), Mock()
     monkeypatch.setattr("faulthandler.enable", enable)
     monkeypatch.setattr("faulthandler.disable", disable)
+    trace_file.cache_clear()  # an earlier test may have found faulthandler enabled
     file = trace_file(os.getpid())
     leave_traces(file)
     signal.signal(REQUEST, signal.SIG_DFL)

@@ -46,6 +46,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "data.padding": (0, math.inf),
     "data.seed": (0, math.inf),
     "data.small_epochs": (0, math.inf),
+    "data.small_size": (0, math.inf),
     "data.val_size": (0, math.inf),
     "figures.num_wrong": (0, _MANY),
     "figures.every_n_epochs": (0, math.inf),

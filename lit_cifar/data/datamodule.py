@@ -214,6 +214,11 @@ class CIFAR10DataModule(L.LightningDataModule):
                 f"--data.small_epochs={small_epochs} and --data.small_size={small_size} belong together",
                 remedy="pass both, e.g. --data.small_epochs=7 --data.small_size=24, or leave both out",
             )
+        if small_size >= self.image_size:
+            raise ConfigError(
+                f"--data.small_size={small_size} is not smaller than the images, which have {self.image_size} pixels",
+                remedy=f"pass --data.small_size={max(1, 3 * self.image_size // 4)}",
+            )
         if reflect and drawn.padding >= self.image_size:
             raise ConfigError("--data.reflect=true has too few pixels to mirror", remedy="lower --data.padding")
         if self.source.own_val and val_size is not None:
