@@ -12,11 +12,12 @@ while (($#)); do
     esac
     shift
 done
-if [[ -n $wheels ]]; then # beside the packages of this Python, those of the wheels that it lacks
+if [[ -n $wheels ]]; then # beside the packages of this Python and before them
     folder=$(mktemp -d)
     "$python" -m venv --without-pip --system-site-packages "$folder"
-    "$python" -c 'import site; print(*site.getsitepackages(), sep="\n")' | tee "$folder"/lib/python*/site-packages/here.pth >/dev/null
-    "$python" -m pip --python "$folder/bin/python" install --quiet --no-index --find-links "$wheels" 'lit-cifar[test]'
+    packages=$(echo "$folder"/lib/python*/site-packages)
+    "$python" -c 'import site; print(*site.getsitepackages(), sep="\n")' > "$packages/here.pth"
+    "$python" -m pip --python "$folder/bin/python" install --quiet --no-index --no-deps "$wheels"/*.whl
     python=$folder/bin/python
 fi
 export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 PYTHONDONTWRITEBYTECODE=1

@@ -15,6 +15,7 @@ from lit_cifar.strategies.one_device import (
     OneDeviceDDPLayerParallelStrategy,
     OneDeviceDDPStrategy,
     OneDeviceFlatDDPStrategy,
+    OneDevicePipelineStrategy,
     OneDeviceShardedStrategy,
 )
 from lit_cifar.strategies.pp import PipelineStrategy
@@ -28,6 +29,7 @@ __all__ = [
     "OneDeviceDDPLayerParallelStrategy",
     "OneDeviceDDPStrategy",
     "OneDeviceFlatDDPStrategy",
+    "OneDevicePipelineStrategy",
     "OneDeviceShardedStrategy",
     "PipelineStrategy",
     "ProcessSyncBatchNorm",

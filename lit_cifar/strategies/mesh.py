@@ -263,7 +263,7 @@ def make_mesh(device_type: str, *, model_size: int, timeout: timedelta | None) -
     ranks = torch.arange(dist.get_world_size()).view(-1, model_size)
     data, model = divmod(dist.get_rank(), model_size)
     # Lightning binds the group of all to the GPU. Then all processes would have to split it for each group of any of
-    # them, and with gloo torch would do so by a call that only NCCL has.
+    # them, by a call that only NCCL has.
     bound, world.bound_device_id = world.bound_device_id, None
     groups: list[Any] = [
         # The group of all processes is there already. In each other one only its own processes take part.
@@ -272,7 +272,7 @@ def make_mesh(device_type: str, *, model_size: int, timeout: timedelta | None) -
         else dist.new_group(line.tolist(), timeout=timeout, use_local_synchronization=True)
         for line in (ranks[:, model], ranks[data])
     ]
-    if dist.get_backend() != "gloo":
+    if dist.get_backend() == "nccl":
         world.bound_device_id = bound
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("data", "model"))
 

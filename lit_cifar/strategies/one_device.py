@@ -1,25 +1,28 @@
 """Modes whose processes share one device, so that `verify` can run them on a machine with one GPU; not for speed.
 
-NCCL refuses two processes on one device, gloo does not. But gloo neither sends a GPU's tensors from one process to
-another, which `pp` needs, nor averages them, which `fsdp2` needs.
+NCCL refuses two processes on one device, gloo does not.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
+from lit_cifar.strategies import host_gloo
 from lit_cifar.strategies.ddp_flat import FlatDDPStrategy
 from lit_cifar.strategies.fsdp2 import ShardedStrategy
 from lit_cifar.strategies.mp import DDPLayerParallelStrategy
+from lit_cifar.strategies.pp import PipelineStrategy
 
 
 class OneDeviceDDPStrategy(DDPStrategy):
     """`ddp` and `ddp_spawn`. Uses the trainer's one device as `num_devices` devices, and so do the others."""
 
+    backend: ClassVar = "gloo"
+
     def __init__(self, *, num_devices: int = 2, **kwargs: Any) -> None:
         self._num_devices = num_devices
-        super().__init__(process_group_backend="gloo", **kwargs)
+        super().__init__(process_group_backend=self.backend, **kwargs)
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
@@ -40,4 +43,12 @@ class OneDeviceFlatDDPStrategy(OneDeviceDDPStrategy, FlatDDPStrategy):
 
 
 class OneDeviceShardedStrategy(OneDeviceDDPStrategy, ShardedStrategy):
-    """`tp`."""
+    """`fsdp2` and `tp`."""
+
+    backend = host_gloo.BACKEND
+
+
+class OneDevicePipelineStrategy(OneDeviceDDPStrategy, PipelineStrategy):
+    """`pp` and `ddp_pp`."""
+
+    backend = host_gloo.BACKEND

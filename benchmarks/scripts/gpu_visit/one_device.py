@@ -1,10 +1,4 @@
-"""Every mode that one process, or one device, can run, with its flags."""
-
-from lit_cifar.strategies import OneDeviceDDPStrategy, PipelineStrategy
-
-
-class OneDevicePipelines(OneDeviceDDPStrategy, PipelineStrategy):
-    """`ddp_pp` with both processes on one device, through gloo: each has all stages of its pipeline."""
+"""Every mode that one process can run on one device, with its flags."""
 
 
 def _flags(strategy: str, **sizes: int | str) -> list[str]:
@@ -25,8 +19,6 @@ ONE_PROCESS = {
     "pp-zbv": _flags("PipelineStrategy", schedule="ZBVZeroBubble", num_microbatches=2),
 }
 """One process: of those that talk through NCCL it is the only one."""
-
-PIPELINES = _flags(f"{__name__}.{OneDevicePipelines.__name__}", num_stages=2, **INTERLEAVED)
 
 _QUICK = ("single", "dp-twice", "ddp")
 

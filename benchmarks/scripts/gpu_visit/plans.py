@@ -8,7 +8,7 @@ from functools import partial
 
 from gpu_visit import proofs, records, speed
 from gpu_visit.compare import agreement, logged
-from gpu_visit.one_device import PIPELINES, one_process
+from gpu_visit.one_device import one_process
 from gpu_visit.step import FailedError, Step
 
 _ON_CPU = "--trainer.accelerator=cpu"
@@ -22,14 +22,8 @@ _STOPPED = 143
 
 
 def modes_on_one_gpu(step: Step) -> None:
-    """By `verify`; `ddp_pp`, for which that wants several, as two pipelines of one process each."""
-
-    def pipelines() -> tuple[str, dict[str, float]]:
-        parts = [f"--model.ghost_batchnorm.{name}=2" for name in ("dp_size", "num_microbatches")]
-        alone = step.fit("alone", *_EXACT, *parts, _ON_CPU)
-        return agreement(step.fit("ddp_pp", *_EXACT, *PIPELINES), alone)
-
-    step.check_all(proofs.on_one_gpu(step) | {"ddp_pp, 2 processes, against one CPU device": pipelines})
+    """By `verify`, with all parts of a mode on the one GPU."""
+    step.check_all(proofs.on_one_gpu(step))
 
 
 def waits(step: Step) -> None:
@@ -99,20 +93,21 @@ class Plan:
 
 PLANS = (
     Plan("every mode on one GPU, in float64", modes_on_one_gpu, limit_s=150),
+    Plan("the default recipe, to its end", records.default_run, limit_s=250),
+    Plan("fit beside a plain loop", speed.plain_loop, limit_s=240),
+    Plan("short recipes three times", partial(records.recipe_runs, records.SHORT, seeds=range(1, 4)), limit_s=300),
+    Plan("the same bits with virtual replicas", proofs.same_bits, limit_s=120),
     Plan("tests that start processes", partial(proofs.tests, marker="slow"), limit_s=150),
     Plan("every mode on several GPUs, in float64", proofs.on_several_gpus, limit_s=200),
     Plan("images per second on several GPUs", speed.scaling, limit_s=200),
     Plan("recovery on several GPUs", speed.recovery, limit_s=120),
-    Plan("fit beside a plain loop, eager and compiled", speed.plain_loop, limit_s=180),
-    Plan("each recipe once", partial(records.recipe_runs, seeds=range(1, 2)), limit_s=400),
+    Plan("long recipes once", partial(records.recipe_runs, records.LONG, seeds=range(1, 2)), limit_s=300),
     Plan("price of virtual replicas", records.virtual_replicas, limit_s=150),
-    Plan("the default recipe and the articles' runs, to their end", records.whole_runs, limit_s=450),
-    Plan("each recipe five times", partial(records.recipe_runs, seeds=range(2, 6)), limit_s=1200),
     Plan("images per second, and where the time goes", speed.throughput, limit_s=240),
-    Plan("the same bits with virtual replicas", proofs.same_bits, limit_s=120),
     Plan("tests in one process", partial(proofs.tests, marker="not slow"), limit_s=120),
     Plan("no host waits between log points", waits, limit_s=120),
     Plan("mixed precision in every mode", precisions, limit_s=120),
     Plan("save, resume, SIGTERM", saving, limit_s=120),
+    Plan("the articles' runs, to their end", records.articles_runs, limit_s=450),
     Plan("changes of a recipe, on held-out images", records.trials_of_recipe, limit_s=1200),
 )

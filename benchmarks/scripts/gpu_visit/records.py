@@ -2,6 +2,7 @@
 
 import csv
 import json
+from collections.abc import Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -10,9 +11,10 @@ import recipes
 import trials
 
 from gpu_visit.processes import OutOfTimeError
-from gpu_visit.step import Check, Step
+from gpu_visit.step import Step
 
-RECIPES = ("fast_9_epochs", "muon_12_epochs", "muon_23_epochs", "muon_48_epochs")
+SHORT = ("fast_9_epochs", "muon_12_epochs")
+LONG = ("muon_23_epochs", "muon_48_epochs")
 _LIMIT_S = 1200.0
 _SMALL = ["--data.dataset=synthetic", "--data.num_train=96", "--data.num_test=32", "--data.batch_size=16"]
 _SMALL += ["--model.arch=tiny", "--model.stem=imagenet", "--model.compile=false", "--trainer.max_epochs=2"]
@@ -20,10 +22,10 @@ _SMALL += ["--autotune=false", "--trainer.precision=32-true"]
 _BF16 = ["--trainer.precision=bf16-mixed", "--model.channels_last=true"]
 
 
-def recipe_runs(step: Step, *, seeds: range) -> None:
+def recipe_runs(these: Sequence[str], step: Step, *, seeds: range) -> None:
     """One after the other: they are timed. Seed by seed: when the time is over all recipes have as many."""
     for number in seeds if step.visit.on_gpu else seeds[:1]:
-        for recipe in RECIPES if step.visit.on_gpu else RECIPES[:1]:
+        for recipe in these if step.visit.on_gpu else these[:1]:
             step.check(f"{recipe}, n = {number}", partial(_recipe, step, recipe, number))
 
 
@@ -45,19 +47,24 @@ def trials_of_recipe(step: Step) -> None:
     step.check("trials", check)
 
 
-def whole_runs(step: Step) -> None:
-    """The default recipe, and beside it the articles' runs: the host is the limit of each."""
-    runs: dict[str, Check] = {"default recipe": partial(_default, step), "articles": partial(_articles, step)}
-    step.check_all(runs)
+def default_run(step: Step) -> None:
+    """`fit --autotune=true`, and its test."""
+    step.check("default recipe", partial(_default, step))
+
+
+def articles_runs(step: Step) -> None:
+    """In bf16-mixed and channels_last."""
+    step.check("articles", partial(_articles, step))
 
 
 def _default(step: Step) -> tuple[str, dict[str, Any]]:
-    flags = [*_flags(step), *(_BF16 if step.visit.on_gpu else [])]
+    flags = [*_flags(step), *(["--autotune=true"] if step.visit.on_gpu else [])]
     run, test = step.run_folder("default"), step.run_folder("default-test")
     step.output_of("default", "lit_cifar", "fit", *flags, f"--run_dir={run}", limit_s=_LIMIT_S)
-    (step.visit.out / "default-metrics.csv").write_bytes((run / "metrics.csv").read_bytes())
+    for name in ("metrics.csv", "environment.json", "config.yaml"):
+        (step.visit.out / f"default-{name}").write_bytes((run / name).read_bytes())
     chosen = f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}"
-    step.output_of("default-test", "lit_cifar", "test", *flags, chosen, f"--run_dir={test}")
+    step.output_of("default-test", "lit_cifar", "test", *_flags(step), chosen, f"--run_dir={test}")
     with (test / "per_rank.csv").open(newline="") as file:
         (row,) = (row for row in csv.DictReader(file) if row["rank"] == "all")
     return f"{row['correct']} of {row['total']} test images right", {"flags": flags, **row}

@@ -26,8 +26,31 @@ _USUAL += ["--data.drop_last=true", "--data.dataset=synthetic"]  # each shape of
 
 
 def plain_loop(step: Step) -> None:
-    """Both in turn, eager and compiled; without a GPU eager alone, as to compile takes minutes."""
-    _bench(step, "overhead")
+    """`fit` beside it and with single things switched off, eager and compiled; without a GPU eager alone."""
+    both = '--ways=["fit", "plain loop"]'
+    runs = {
+        "eager": ["--record"],
+        "eager, plain loop alone": ["--alone", "--record"],
+        "eager, fit alone": ['--ways=["fit"]'],
+        "compiled": ["--model.compile=true", both],
+        "CUDA graphs, fit alone": ["--model.compile=cuda_graphs", '--ways=["fit"]', "--record"],
+        "CUDA graphs, plain loop alone": ["--model.compile=cuda_graphs", "--alone", "--record"],
+    }
+    for name, flags in runs.items() if step.visit.on_gpu else [*runs.items()][:3]:
+        step.check(name, partial(_parts, step, name, flags))
+
+
+def _parts(step: Step, name: str, flags: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    file = step.visit.out / f"step-{'-'.join(name.replace(',', '').split())}.json"
+    size = ["--trainer.accelerator=gpu", "--trainer.precision=bf16-mixed", "--trainer.benchmark=true", _CHANNELS_LAST]
+    if not step.visit.on_gpu:
+        size = ["--trainer.accelerator=cpu", "--model.arch=tiny", "--model.stem=imagenet"]
+        size += ["--steps=3", "--rounds=2", "--batch=8"]
+    step.output_of(file.stem, "step_parts", str(file), *size, *flags)
+    turns = json.loads(file.read_text())["turns"]
+    walls = {way: [turn["wall"] for turn in found] for way, found in turns.items() if found}
+    shown = [f"{way} {median(each):.2f} ({min(each):.2f} to {max(each):.2f})" for way, each in walls.items()]
+    return f"ms of a step: {', '.join(shown)}", {way: median(each) for way, each in walls.items()}
 
 
 def recovery(step: Step) -> None:

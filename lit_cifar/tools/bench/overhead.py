@@ -198,7 +198,7 @@ class PlainLoop:
 
     def __init__(self, network: nn.Module, trainer: Any, module: LitResNet) -> None:
         self.network = network.train()
-        self._forward = Compiled(network, cuda_graphs=False) if module.compiles else network
+        self._forward = Compiled(network, cuda_graphs=module.cuda_graphs) if module.compiles else network
         self._layout = torch.channels_last if module.channels_last else torch.contiguous_format
         self._precision = trainer.precision_plugin.forward_context
         self.optimizer = module.make_optimizer(network.parameters())
@@ -224,10 +224,10 @@ class PlainLoop:
         device = self._mean.device
         images = batch.images.to(device, torch.float32, non_blocking=True).sub_(self._mean).div_(self._std)
         labels = batch.labels.to(device, non_blocking=True)
+        self.optimizer.zero_grad()  # before the forward pass, as CUDA graphs need it
         with self._precision():
             logits = self._forward(images.contiguous(memory_format=self._layout))
             loss = F.cross_entropy(logits, labels)
-        self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.scheduler.step()

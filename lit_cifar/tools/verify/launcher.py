@@ -370,14 +370,6 @@ def _evaluated_alone(step: Step, settings: Configuration, precision: Any) -> tup
 
 # Where a mode runs: each part on a GPU of its own, or several parts on one --------------------------------------------
 
-# Communication that a mode needs and gloo lacks for tensors on a GPU; NCCL refuses two processes on one GPU.
-_NOT_SHARED = {
-    "pp": "sends activations from one to the other",
-    "ddp_pp": "sends activations from one to the other",
-    "fsdp2": "averages parts of gradients",
-    "fsdp2-tp": "averages parts of gradients",
-}
-
 # The class that stands for a mode on one GPU, and its sizes for so many devices. All others are `ddp` with its samples.
 _Sizes = Callable[[int], dict[str, int | str]]
 _SHARED: dict[str, tuple[str, _Sizes]] = {
@@ -387,6 +379,13 @@ _SHARED: dict[str, tuple[str, _Sizes]] = {
     "ddp_flat": ("OneDeviceFlatDDPStrategy", lambda n: {"num_devices": n}),
     "ddp_mp": ("OneDeviceDDPLayerParallelStrategy", lambda n: {"num_devices": n}),
     "ddp_spawn": ("OneDeviceDDPStrategy", lambda n: {"num_devices": n, "start_method": "spawn"}),
+    "pp": ("OneDevicePipelineStrategy", lambda n: {"num_devices": n}),
+    "ddp_pp": ("OneDevicePipelineStrategy", lambda n: {"num_devices": n}),
+    "fsdp2": (
+        "OneDeviceShardedStrategy",
+        lambda n: {"num_devices": n, "data_parallel_size": n, "tensor_parallel_size": 1},
+    ),
+    "fsdp2-tp": ("OneDeviceShardedStrategy", lambda n: {"num_devices": n}),
     "tp": (
         "OneDeviceShardedStrategy",
         lambda n: {"num_devices": n, "data_parallel_size": 1, "tensor_parallel_size": n},
@@ -408,11 +407,5 @@ def placed(mode: SizedMode, *, num_gpus: int) -> SizedMode:
     """`mode` on at most `num_gpus` GPUs; as it is on the CPU, where there are 0, and where they suffice."""
     if num_gpus == 0 or mode.devices <= num_gpus:
         return mode
-    if mode.name in _NOT_SHARED:
-        raise ConfigError(
-            f"{mode.name} on {mode.devices} devices {_NOT_SHARED[mode.name]}, which processes on one GPU cannot; "
-            f"GPUs here: {num_gpus}",
-            remedy="leave it out, or pass --trainer.accelerator=cpu",
-        )
     strategy, sizes = _SHARED.get(mode.name, ("OneDeviceDDPStrategy", lambda n: {"num_devices": n}))
     return replace(mode, strategy=strategy, sizes=sizes(mode.devices) | mode.sizes, devices=1)
