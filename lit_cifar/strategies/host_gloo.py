@@ -5,6 +5,7 @@ one process to another, which `pp` needs, nor averages parts of them, which `fsd
 one GPU; not for speed.
 """
 
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -37,6 +38,9 @@ class HostGloo(dist.ProcessGroup):
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
+        # gloo's threads let go of a message some time after it has ended. Theirs must not be the last reference to a tensor:
+        # to free it they would wait for the interpreter, which may wait for them.
+        self.kept: deque[Any] = deque(maxlen=64)
         self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         for device in ("cpu", "cuda"):
             self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, self.gloo)
@@ -58,6 +62,7 @@ def _through_host(name: str) -> Callable[..., dist._Work]:
 
         first, *others = (tree_map_only(Tensor, on_host, each) for each in (*arguments, *options.values()))
         results = [] if name == "send" else found[: len(tree_leaves(first))]
+        group.kept.append((first, others))
         message = _Message(getattr(group.gloo, name)(first, *others), results)
         if name not in ("send", "recv"):  # only for these a process waits in another order than it asks
             message.wait()
@@ -66,11 +71,28 @@ def _through_host(name: str) -> Callable[..., dist._Work]:
     return call
 
 
-# Two of them have other names from torch 2.14 on.
+def _one_by_one(name: str) -> Callable[..., dist._Work]:
+    """The call of several pairs of tensors by which torch's functional collectives, those of DTensor, take one."""
+
+    def call(group: HostGloo, results: list[Tensor], tensors: list[Tensor], *options: Any) -> dist._Work:
+        for result, tensor in zip(results, tensors, strict=True):
+            work = getattr(group, name)(result, tensor)
+        return work
+
+    return call
+
+
+# Torch 2.14 has other names for the last four.
+_OLDER, _NEWER = ("_allgather_base", "_reduce_scatter_base"), ("all_gather_single", "reduce_scatter_single")
+_PAIRS = ("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced")
 for _name in (
     *("allreduce", "broadcast", "reduce", "gather", "scatter", "barrier", "send", "recv", "allgather", "reduce_scatter"),
-    *("_allgather_base", "all_gather_single", "_reduce_scatter_base", "reduce_scatter_single"),
+    *(_OLDER + _NEWER),
 ):
     if hasattr(dist.ProcessGroupGloo, _name):
         setattr(HostGloo, _name, _through_host(_name))
+for _name, _pairs in zip(_OLDER, _PAIRS, strict=True):
+    setattr(HostGloo, _pairs, _one_by_one(_name))
+for _name in _NEWER:
+    setattr(HostGloo, f"{_name}_coalesced", _one_by_one(_name))
 dist.Backend.register_backend(BACKEND, HostGloo, devices=["cpu", "cuda"])
