@@ -11,22 +11,17 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.models import build_resnet
 from lit_cifar.strategies import DataParallelStrategy, OneDeviceDDPStrategy
 from lit_cifar.tools.modes import SizedMode, sized_modes
+from lit_cifar.tools.verify import verify
 from lit_cifar.tools.verify.command import Verifier, _possible, verify_modes
 from lit_cifar.tools.verify.launcher import Configuration, Launcher, placed
 from lit_cifar.tools.verify.record import EXACT_BOUND
 from tests.mutations.self_test import ARGS
 
 
-def places(num_gpus: int, devices: int = 2) -> dict[str, tuple[str, int] | None]:
-    """What every mode is started as, and on how many GPUs; None where it is left out."""
-    found: dict[str, tuple[str, int] | None] = {}
-    for name, mode in sized_modes(devices).items():
-        try:
-            on = placed(mode, num_gpus=num_gpus)
-            found[name] = on.strategy, on.devices
-        except ConfigError:
-            found[name] = None
-    return found
+def places(num_gpus: int, devices: int = 2) -> dict[str, tuple[str, int]]:
+    """What every mode is started as, and on how many GPUs."""
+    placed_modes = {name: placed(mode, num_gpus=num_gpus) for name, mode in sized_modes(devices).items()}
+    return {name: (mode.strategy, mode.devices) for name, mode in placed_modes.items()}
 
 
 def test_parts_share_one_gpu_and_several_leave_every_mode_as_it_is() -> None:
@@ -39,17 +34,15 @@ def test_parts_share_one_gpu_and_several_leave_every_mode_as_it_is() -> None:
         **dict.fromkeys(("mp", "mp-micro"), ("LayerParallelStrategy", 1)),
         "ddp_flat": ("OneDeviceFlatDDPStrategy", 1),
         "ddp_mp": ("OneDeviceDDPLayerParallelStrategy", 1),
-        **dict.fromkeys(("pp", "ddp_pp", "fsdp2")),
-        "tp": ("OneDeviceShardedStrategy", 1),
+        **dict.fromkeys(("pp", "ddp_pp"), ("OneDevicePipelineStrategy", 1)),
+        **dict.fromkeys(("fsdp2", "tp"), ("OneDeviceShardedStrategy", 1)),
     }
-    assert places(1, devices=4)["fsdp2-tp"] is None
+    assert places(1, devices=4)["fsdp2-tp"] == ("OneDeviceShardedStrategy", 1)
     assert places(3, devices=4)["dp"] == ("DataParallelStrategy", 1)
-    with pytest.raises(ConfigError, match=r"pp on 2 devices sends activations.*\n.*--trainer\.accelerator=cpu"):
-        placed(sized_modes(2)["pp"], num_gpus=1)
 
 
 @pytest.mark.parametrize("devices", [2, 4])
-@pytest.mark.parametrize("name", [name for name, place in places(1).items() if place])
+@pytest.mark.parametrize("name", places(1))
 def test_a_mode_that_shares_a_gpu_computes_the_same(name: str, devices: int) -> None:
     mode = sized_modes(devices)[name]
     on = placed(mode, num_gpus=1)
@@ -71,10 +64,13 @@ def test_verify_puts_the_parts_of_a_mode_on_the_one_gpu(
         strategies = [mode.strategy for mode in _possible(wanted, settings, leave_out=True)]
         found[accelerator] = strategies + capsys.readouterr().out.splitlines()
     assert found["cpu"] == ["auto", "dp", "PipelineStrategy"]
-    *places, on, left = found["gpu"]
-    assert places == ["auto", "DataParallelStrategy"]
-    assert on == "on one GPU: dp"
-    assert left.startswith("left out pp: pp on 2 devices sends activations")
+    assert found["gpu"] == [
+        "auto",
+        "DataParallelStrategy",
+        "OneDevicePipelineStrategy",
+        "on one GPU: dp",
+        "on one GPU: pp",
+    ]
 
 
 def test_one_device_stands_for_several() -> None:
@@ -97,4 +93,14 @@ def test_parts_on_one_device_train_what_one_device_trains(tmp_path: Path) -> Non
     settings = Configuration.of([*ARGS, "--data.drop_last=true"], devices=2, folder=tmp_path)
     rows = verify_modes(Verifier(Launcher(settings, 3, tmp_path)), on_one)
     assert {row.mode: row.problems for row in rows} == {mode.name: [] for mode in on_one}
+    assert max(max(row.differences.values()) for row in rows) <= EXACT_BOUND
+
+
+@pytest.mark.slow
+def test_processes_that_share_a_gpu_send_each_other_what_they_should(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, as if it were one GPU: all their messages go through copies."""
+    monkeypatch.setattr(Configuration, "num_gpus", 1)
+    names = ["pp", "ddp_pp", "fsdp2", "tp"]
+    rows = verify(names, devices=2, args=[*ARGS, "--trainer.precision=64-true"])
+    assert {row.mode: (row.problems, row.processes) for row in rows} == dict.fromkeys(names, ([], 2))
     assert max(max(row.differences.values()) for row in rows) <= EXACT_BOUND

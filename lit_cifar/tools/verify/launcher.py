@@ -305,6 +305,7 @@ class Launcher:
         trace += [f"--trainer.callbacks.folder={folder / 'trace'}", f"--trainer.callbacks.order={order}"]
         say(f"running  {title}")
         launcher = self.settings.launcher if mode is not None else ()
+        at_once = self.settings.num_at_once * (self.settings.num_parts or processes)  # bits depend on the threads
         outcome = run(
             "fit",
             *self.settings.flags,
@@ -312,7 +313,7 @@ class Launcher:
             f"--run_dir={folder / 'run'}",
             *trace,
             folder=folder,
-            threads=max(1, (cpu_count() or 1) // (processes * self.settings.num_at_once)),
+            threads=max(1, (cpu_count() or 1) // at_once),
             timeout_s=TIMEOUT_S,
             num_ranks=ranks,
             launcher=launcher,
