@@ -11,7 +11,8 @@ from documents import BENCHMARKS, PAGES, RECORDS, ROOT, SCRIPTS, blocks, is_in_h
 from PIL import Image
 
 FIGURES = ROOT / "docs" / "figures"
-# Written before these commands noted commit and machine, or with a commit in each row; their pages say so.
+# Written before these commands noted commit and machine, with a commit in each row, or where there was no history; their
+# pages say so.
 WITHOUT_COMMIT = {
     *(f"verify/2026-11-20/devices{n}_float{bits}.json" for n in (2, 4) for bits in (32, 64)),
     "agreement/2026-11-20/agreement.json",
@@ -19,6 +20,11 @@ WITHOUT_COMMIT = {
     *(f"modes/2026-11-21-steps/losses{name}.json" for name in ("", "_float32")),
     *(f"gpu/2026-11-23/{name}/results.json" for name in ("checks", "speed")),
     *(f"recipes/2026-11-23-gpu/{name}.json" for name in ("search", "search_sgd", "sgd_epochs", "steps")),
+    *(
+        str(file.relative_to(BENCHMARKS))
+        for folder in ("gpu/2026-11-26", "recipes/2026-11-26-gpu")
+        for file in (BENCHMARKS / folder).rglob("*.json")
+    ),
 }
 
 

@@ -402,6 +402,71 @@ def on_one_gpu() -> Values:
     return values
 
 
+def on_one_h200() -> Values:
+    """Every mode beside one device, a step of `fit` beside that of a plain loop, recipes."""
+    folder = "gpu/2026-11-26"
+    values: Values = {"h200-modes": [], "h200-steps": [], "h200-recipes": []}
+    (step,) = read(f"{folder}/modes.json", "steps")
+    rows = {name: each["figures"] for name, each in step["findings"].items() if each["status"] == "ok"}
+    values["h200-largest"] = brief(max(map(largest, rows.values())))
+    for name, row in rows.items():
+        differences = [
+            brief(row["differences"][kind]) for kind in ("loss", "parameters", "buffers", "optimizer", "logits")
+        ]
+        values["h200-modes"].append(
+            [f"`{row['mode']}`{name.removeprefix(row['mode'])}", str(row["processes"]), *differences]
+        )
+    of_step = {
+        name: read(f"{folder}/step-{name}.json", "turns")
+        for name in ("eager", "eager-fit-alone", "graphs-fit-alone", "compiled", "compiled-again")
+    }
+    for name in ("eager", "graphs"):
+        of_step[f"{name}-fit-alone"] |= read(f"{folder}/step-{name}-plain-alone.json", "turns")
+    titles = {
+        "eager": "eager, in turn",
+        "eager-fit-alone": "eager, alone",
+        "graphs-fit-alone": "CUDA graphs, alone",
+        "compiled": "compiled, in turn",
+        "compiled-again": "compiled, in turn, again",
+    }
+    ratios = {}
+    for name, title in titles.items():
+        cells, medians = [], []
+        for way in ("fit", "plain loop"):
+            walls = [turn["wall"] for turn in of_step[name][way]]
+            medians.append(median(walls))
+            cells += [f"{median(walls):.2f}", f"{min(walls):.2f}, {max(walls):.2f}"]
+        ratios[name] = f"{medians[0] / medians[1]:.2f}"
+        values["h200-steps"].append([title, *cells, ratios[name]])
+        values |= {f"h200-{name}-fit": cells[0], f"h200-{name}-plain": cells[2]}
+    values |= {"h200-eager-ratio": ratios["eager"], "h200-graphs-ratio": ratios["graphs-fit-alone"]}
+    values["h200-compiled-ratio"] = " to ".join(sorted((ratios["compiled"], ratios["compiled-again"])))
+    for name, way in {"h200-eager-host": "fit", "h200-eager-host-plain": "plain loop"}.items():
+        values[name] = f"{median(turn['cpu'] for turn in of_step['eager'][way]):.1f}"
+    (fit,) = (each for way, each in read(f"{folder}/step-eager.json", "profiles").items() if way == "fit")
+    spans = sum(row[2] for row in fit["by_kernel"] if row[0].startswith("Optimizer.step"))  # no kernel
+    values["h200-eager-kernels"] = f"{fit['kernels_ms'] - spans:.1f}"
+    *_, last = (row for row in table(f"{folder}/default/metrics.csv") if row["val/acc"])
+    values |= {
+        f"h200-default-{split}": f"{100 * float(last[f'{split}/acc']):.{digits}f}"
+        for split, digits in (("val", 2), ("train", 1))
+    }
+    values["h200-default"] = f"{read(f'{folder}/default/test.json', 'correct') / 100:.2f}"
+    for short, name in {"fast": "fast_9_epochs", "muon": "muon_12_epochs"}.items():
+        runs = read(f"recipes/2026-11-26-gpu/{name}.json")
+        views = [[row[key] / 100 for row in runs] for key in ("correct", "correct_flipped")]
+        cells = [f"{statistics.fmean(each):.2f} ± {statistics.stdev(each):.2f} %" for each in views]
+        cells += [f"{min(views[1]):.2f} %", f"{median(row['train_s'] for row in runs):.1f} s"]
+        cells += [f"{median(row['seconds'] for row in runs):.1f} s", str(len(runs))]
+        values["h200-recipes"].append([f"`{name}.yaml`", *cells])
+        values |= {
+            f"h200-{short}": f"{statistics.fmean(views[0]):.2f} %",
+            f"h200-{short}-mirrored": f"{statistics.fmean(views[1]):.2f} %",
+        }
+        values[f"h200-{short}-time"] = cells[3]
+    return values
+
+
 def same_bits() -> Values:
     """Digests of what was trained, and what virtual replicas cost."""
     values: Values = {"same-bits-price": []}
@@ -447,6 +512,7 @@ def main(*, check: bool) -> int:
         | recovered()
         | trained()
         | on_one_gpu()
+        | on_one_h200()
         | same_bits()
     )
     wrong = 0
