@@ -11,8 +11,8 @@ from documents import BENCHMARKS, PAGES, RECORDS, ROOT, SCRIPTS, blocks, is_in_h
 from PIL import Image
 
 FIGURES = ROOT / "docs" / "figures"
-# Written before these commands noted commit and machine, with a commit in each row, or where there was no history; their
-# pages say so.
+# Written before these commands noted commit and machine, with a commit in each row, or without the history at
+# hand; their pages say so.
 WITHOUT_COMMIT = {
     *(f"verify/2026-11-20/devices{n}_float{bits}.json" for n in (2, 4) for bits in (32, 64)),
     "agreement/2026-11-20/agreement.json",

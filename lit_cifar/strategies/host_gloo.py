@@ -47,7 +47,7 @@ class HostGloo(dist.ProcessGroup):
         for device in ("cpu", "cuda"):
             self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, self.gloo)
 
-    def getBackendName(self) -> str:
+    def getBackendName(self) -> str:  # noqa: N802  # torch's name
         return BACKEND
 
 
