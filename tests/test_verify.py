@@ -320,6 +320,24 @@ def test_what_verify_s_own_network_is(
     assert all(flag.split("=")[1] in found.config["model"].values() for flag in added)
 
 
+def test_runs_that_are_to_have_the_same_bits_have_as_many_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine with more cores than runs; others share them out."""
+    found: list[int] = []
+    monkeypatch.setattr("lit_cifar.tools.verify.launcher.cpu_count", lambda: 32)
+    ended = Outcome(0, "", "", 1.0)
+    monkeypatch.setattr(
+        "lit_cifar.tools.verify.launcher.run", lambda *args, threads, **kwargs: found.append(threads) or ended
+    )
+    for num_parts in (4, None):
+        launcher = Launcher(settings(num_parts=num_parts), 3, tmp_path)
+        for mode in (None, sized_modes(2)["ddp"]):
+            launcher._fit("", launcher.new_folder("run"), [], mode)
+    assert found[0] == found[1]
+    assert found[2] == 2 * found[3]
+
+
 @pytest.mark.timeout(400)
 def test_a_mode_beyond_measured_bounds_is_judged_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """With bounds that rounding exceeds; what is wrong in float64 too is a failure."""
