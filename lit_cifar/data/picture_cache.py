@@ -30,7 +30,7 @@ from tqdm import tqdm
 from lit_cifar.data.images import ImageSet
 from lit_cifar.errors import DataError
 
-FORMAT = 1  # of the file; another one where `read_image` makes other pixels of a picture
+FORMAT = 2  # of the file; another one where `read_image` makes other pixels of a picture
 UNREADABLE = 2**64 - 1  # in place of a hash
 LIMIT_GB = 100.0
 _CHUNK = 64  # pictures that a worker decodes at a time

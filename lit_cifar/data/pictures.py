@@ -4,20 +4,22 @@ import math
 import os
 import stat
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from itertools import zip_longest
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import PIL
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps, ImagePalette, UnidentifiedImageError
+from PIL.PngImagePlugin import PngImageFile
+from PIL.TiffImagePlugin import BITSPERSAMPLE, COLORMAP, PHOTOMETRIC_INTERPRETATION, SAMPLEFORMAT, TiffImageFile
 from torch import Tensor
 
 from lit_cifar.data.dataset import Channels, Dataset, Split
@@ -274,8 +276,14 @@ def read_image(path: Path | str, *, size: int) -> Tensor | str:
             warnings.simplefilter("ignore")
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path, formats=FORMATS) as image:
+                if not _has_range(image):
+                    return (
+                        f"{image.format} of mode {image.mode}: no black and white are told; save it with 8 or 16 bits"
+                    )
+                _scale_colours(image)
+                scale = _grey_scale(image)  # the upright one has no tags
                 upright = ImageOps.exif_transpose(image)
-                square = ImageOps.fit(_to_rgb(upright), (size, size), method=Image.Resampling.BICUBIC)
+                square = ImageOps.fit(_to_rgb(upright, *scale), (size, size), method=Image.Resampling.BICUBIC)
     except UnidentifiedImageError:
         return f"not an image ({', '.join(FORMATS)})"
     except (Image.DecompressionBombWarning, Image.DecompressionBombError):
@@ -285,9 +293,45 @@ def read_image(path: Path | str, *, size: int) -> Tensor | str:
     return torch.from_numpy(np.array(square)).permute(2, 0, 1)
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I;16"):  # Pillow's own conversion clips 16-bit greys at 255 instead of scaling them
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+def _tags(image: Image.Image) -> Mapping[int, Any]:
+    """Those of a TIFF file, by number."""
+    return image.tag_v2 if isinstance(image, TiffImageFile) else {}
+
+
+def _has_range(image: Image.Image) -> bool:
+    """Whether the file tells which values are black and white.
+
+    Integers of 32 bits usually hold smaller ones, and real numbers anything; Pillow clips both at 255. It takes signed
+    bytes for others. From a PGM file it makes integers up to 65535.
+    """
+    signed = 2 in _tags(image).get(SAMPLEFORMAT, ())
+    return not signed and image.mode != "F" and (image.mode != "I" or image.format == "PPM")
+
+
+def _scale_colours(image: Image.Image) -> None:
+    """Scale a palette and a transparent colour as the pixels are, before these are decoded."""
+    colours, transparent = _tags(image).get(COLORMAP), image.info.get("transparency")
+    if colours and max(colours) < 256:  # they should have 16 bits, and Pillow would make all of them black
+        image.palette = ImagePalette.raw("RGB;L", bytes(colours))
+    if isinstance(image, PngImageFile) and isinstance(transparent, tuple) and image.tile[0].args == "RGB;16B":
+        # The pixels lose their low bytes.
+        image.info["transparency"] = tuple(value >> 8 for value in transparent)
+
+
+def _grey_scale(image: Image.Image) -> tuple[int, bool]:
+    """The number of bits of a grey with more than 8, and whether 0 is white."""
+    tags = _tags(image)
+    return tags.get(BITSPERSAMPLE, (16,))[0], tags.get(PHOTOMETRIC_INTERPRETATION) == 0
+
+
+def _to_rgb(image: Image.Image, bits: int, inverted: bool) -> Image.Image:
+    if image.mode.startswith("I"):  # Pillow's own conversion clips greys at 255 instead of scaling them
+        values = np.asarray(image)
+        grey = (values >> bits - 8).astype(np.uint8)
+        if inverted:
+            grey = 255 - grey
+        grey[values == image.info.get("transparency")] = 255
+        return Image.fromarray(grey).convert("RGB")
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
