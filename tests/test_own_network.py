@@ -192,6 +192,21 @@ def test_folders_to_validate_and_to_test_on(below: str, tmp_path: Path) -> None:
         CIFAR10DataModule(tmp_path, dataset="folder", val_size=1)
 
 
+def test_pictures_behind_links_are_trained_on(tmp_path: Path) -> None:
+    for folder, num, seed in (("root/cat", 3, 0), ("root/dog", 4, 1), ("store", 5, 2)):
+        draw_pictures(tmp_path / folder, num, seed=seed)
+    (tmp_path / "root" / "cat" / "2024").symlink_to("../../store")
+    (tmp_path / "root" / "fox").symlink_to("../store")
+    data = CIFAR10DataModule(tmp_path / "root", dataset="folder", image_size=24, val_size=0)
+    data.setup("fit")
+    assert torch.bincount(data.sets["train"].labels).tolist() == [8, 4, 5]
+    cats, foxes = (data.sets["train"].subset((data.sets["train"].labels == label).nonzero()[:, 0]) for label in (0, 2))
+    assert torch.equal(cats.gather(torch.arange(3, 8)), foxes.gather(torch.arange(5)))
+    (tmp_path / "root" / "all").symlink_to(".")
+    with pytest.raises(DataError, match=r"root/all is a link to a folder that it lies in"):
+        CIFAR10DataModule(tmp_path / "root", dataset="folder")
+
+
 def test_what_a_folder_of_pictures_cannot_be(tmp_path: Path) -> None:
     def problem() -> str:
         with pytest.raises(DataError) as error:

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lit_cifar.data.pictures import FORMATS, FolderImages, read_folder, read_image
+from lit_cifar.data.pictures import FORMATS, FolderImages, list_files, read_folder, read_image
 from lit_cifar.errors import DataError
 
 CLASSES = ("a", "b")
@@ -44,6 +44,50 @@ def test_files_are_in_sorted_order_with_those_of_subfolders(tmp_path: Path, monk
     assert (found.images.images.dtype, tuple(found.images.images.shape)) == (torch.uint8, (6, 3, 32, 32))
     assert (found.images.labels.dtype, found.images.labels.tolist()) == (torch.int64, [-1] * 6)
     assert found.images.classes == CLASSES
+
+
+def linked(path: Path, target: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(target)
+
+
+def test_linked_folders_are_followed_and_circles_are_not(tmp_path: Path) -> None:
+    """Nothing is left out but what would never end, or would be pictures of the folders around this one."""
+    for i, name in enumerate(
+        ["data/cat/0.png", "data/cat/deep/1.png", "data/dog/2.png", "store/3.png", "store/in/4.png"]
+    ):
+        save(tmp_path / name, colour=(i, 0, 0))
+    for name, target in {
+        "data/cat/2024": "../../store",
+        "data/cat/also/deeper": "../../../store/in",
+        "data/cat/file.png": "../dog/2.png",
+        "data/cat/of_link": "2024/in",
+        "data/cat/itself": ".",
+        "data/cat/above": "..",
+        "data/cat/deep/two_above": "../../..",
+        "data/cat/absolute": str(tmp_path),
+        "store/back": "../data/cat",
+        "store/up": "..",
+        "data/cat/endless": "endless",
+        "data/cat/gone": "../nowhere",
+    }.items():
+        linked(tmp_path / name, target)
+    with pytest.warns(UserWarning, match=r"6 links in .*/cat are to folders that they lie in, .* first is 2024/back"):
+        found = list_files(tmp_path / "data" / "cat")
+    assert list(found) == [
+        "0.png",
+        "2024/3.png",
+        "2024/in/4.png",
+        "also/deeper/4.png",
+        "deep/1.png",
+        "endless",
+        "file.png",
+        "gone",
+        "of_link/4.png",
+    ]
+    assert found["endless"] == found["gone"] == (0, 0)  # named as files that cannot be read
+    linked(tmp_path / "by_link", "data/dog")
+    assert list(list_files(tmp_path / "by_link")) == ["2.png"]
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:

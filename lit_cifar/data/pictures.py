@@ -2,6 +2,7 @@
 
 import math
 import os
+import shlex
 import stat
 import warnings
 from collections.abc import Iterator, Mapping
@@ -171,13 +172,19 @@ class OwnPictures(Dataset):
                 remedy="move it away, or put pictures of it beside those to train on",
             )
         by_class = [
-            [_File(f"{name}/{path}", label, version) for path, version in list_files(folder / name).items()]
+            [
+                _File(f"{name}/{path}", label, version)
+                for path, version in list_files(folder / name, remedy=_CLASS_WANTED).items()
+            ]
             for label, name in enumerate(self._names)
             if name in names
         ]
         if not by_class:
             raise DataError(f"{folder} holds no pictures", remedy=f"put some into {folder}/CLASS/")
         return [file for turn in zip_longest(*by_class) for file in turn if file is not None]
+
+
+_CLASS_WANTED = "put pictures of the class into it, or remove the folder if there is no such class"
 
 
 class _File(NamedTuple):
@@ -195,7 +202,14 @@ def _folders(folder: Path) -> list[Path]:
     """Those in `folder` that are not hidden."""
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}", remedy=f"put pictures into {folder}/CLASS/")
-    return [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    found = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    real = folder.resolve()
+    circle = next((path for path in found if path.is_symlink() and real.is_relative_to(path.resolve())), None)
+    if circle is not None:
+        raise DataError(
+            f"{circle} is a link to a folder that it lies in", remedy=f"remove it: rm {shlex.quote(str(circle))}"
+        )
+    return found
 
 
 @dataclass(frozen=True)
@@ -208,7 +222,7 @@ class FolderImages:
 
 
 def read_folder(folder: Path, *, classes: tuple[str, ...], size: int = 32) -> FolderImages:
-    """Read every file of `folder` and its subfolders, whatever its suffix, except hidden ones.
+    """Read every file of `folder` and its subfolders, linked ones too, whatever its suffix, except hidden ones.
 
     A file that is no image of `FORMATS`, or a damaged one, gets an entry in `errors`.
     """
@@ -229,31 +243,43 @@ def read_folder(folder: Path, *, classes: tuple[str, ...], size: int = 32) -> Fo
 _IMAGES_WANTED = "name a folder that holds images, e.g. PNG or JPEG files"
 
 
-def list_files(folder: Path) -> dict[str, tuple[int, int]]:
+def list_files(folder: Path, *, remedy: str = _IMAGES_WANTED) -> dict[str, tuple[int, int]]:
     """Regular files and broken links, relative to `folder`, with size and time of the last change in ns.
 
-    Sorted as strings, without those that are hidden, and without what could block, such as a named pipe.
+    Sorted as strings, without those that are hidden, and without what could block, such as a named pipe. Links to
+    folders are followed, but for those to a folder that they lie in, of which a warning is given.
     """
     if not folder.is_dir():
         problem = "is a file, not a folder" if folder.exists() else "does not exist"
-        raise DataError(f"{folder} {problem}", remedy=_IMAGES_WANTED)
+        raise DataError(f"{folder} {problem}", remedy=remedy)
+    circles: list[str] = []
     try:
-        listed = dict(sorted(_scan(str(folder), "")))
+        listed = dict(sorted(_scan(str(folder), "", (folder.resolve(),), circles)))
     except OSError as error:
         raise DataError(f"{folder} cannot be listed: {error}", remedy="make it readable, or copy it") from error
+    if circles:
+        found = f"{len(circles)} links in {printable(str(folder))} are to folders that they lie in, and not followed"
+        rank_zero_warn(f"{found}; the first is {printable(min(circles))}")
     if not listed:
-        raise DataError(f"{folder} holds no files", remedy=_IMAGES_WANTED)
+        raise DataError(f"{printable(str(folder))} holds no files", remedy=remedy)
     return listed
 
 
-def _scan(folder: str, prefix: str) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Each file is asked for once: with a million of them anything more takes long."""
+def _scan(
+    folder: str, prefix: str, chain: tuple[Path, ...], circles: list[str]
+) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Each file is asked for once: with a million of them anything more takes long.
+
+    `chain` has the real path of each folder in which a link was followed to get here, and last that of this one. Links
+    that are not followed are added to `circles`.
+    """
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith("."):
                 continue
             if entry.is_dir(follow_symlinks=False):
-                yield from _scan(entry.path, f"{prefix}{entry.name}/")
+                below = (*chain[:-1], chain[-1] / entry.name)
+                yield from _scan(entry.path, f"{prefix}{entry.name}/", below, circles)
                 continue
             try:
                 found = entry.stat()
@@ -262,6 +288,12 @@ def _scan(folder: str, prefix: str) -> Iterator[tuple[str, tuple[int, int]]]:
                 continue
             if stat.S_ISREG(found.st_mode):
                 yield prefix + entry.name, (found.st_size, found.st_mtime_ns)
+            elif stat.S_ISDIR(found.st_mode):
+                target = Path(entry.path).resolve()
+                if any(above.is_relative_to(target) for above in chain):
+                    circles.append(prefix + entry.name)
+                else:
+                    yield from _scan(entry.path, f"{prefix}{entry.name}/", (*chain, target), circles)
 
 
 def read_image(path: Path | str, *, size: int) -> Tensor | str:
