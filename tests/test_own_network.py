@@ -222,6 +222,8 @@ def test_what_a_folder_of_pictures_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "root" / "dog" / "torn.png").write_bytes((tmp_path / "root" / "cat" / "0.png").read_bytes()[:500])
     assert f"1 of 13 files cannot be read as pictures: {tmp_path / 'root' / 'dog' / 'torn.png'}: OSError" in problem()
     (tmp_path / "root" / "dog" / "torn.png").rename(tmp_path / "root" / "dog" / ".torn.png")
-    draw_pictures(tmp_path / "root" / "train" / "cat", 12)
+    (tmp_path / "root").rename(tmp_path / "old")
+    for name in ("cat", "dog"):
+        draw_pictures(tmp_path / "root" / "train" / name, 1)
     draw_pictures(tmp_path / "root" / "val" / "fox", 1)
     assert problem() == f"{tmp_path / 'root' / 'val' / 'fox'} is a class without pictures to train on"

@@ -19,7 +19,6 @@ from data_files import draw_pictures
 from lit_cifar import CIFAR10DataModule, ConfigError, DataError
 from lit_cifar.data import picture_cache, pictures
 from lit_cifar.data.augment import Augmentation
-from lit_cifar.data.counter_rng import Purpose, keyed_permutation
 from lit_cifar.data.images import ImageSet
 from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.pictures import read_image
@@ -88,8 +87,9 @@ def test_batches_are_those_of_pictures_in_memory(folder: Folder, chunk: int, mon
     data = folder.data()
     assert torch.equal(torch.get_rng_state(), generator)
     assert len(folder.decoded()) == 19
-    images, order = folder.in_memory(), keyed_permutation(19, seed=0, epoch=0, purpose=Purpose.SPLIT)
-    expected = {"train": images.subset(order[3:].sort().values), "val": images.subset(order[:3].sort().values)}
+    images = folder.in_memory()
+    held_out = torch.isin(torch.arange(19), data.source.hold_out(images.labels, 3))
+    expected = {"train": images.subset((~held_out).nonzero()[:, 0]), "val": images.subset(held_out.nonzero()[:, 0])}
     for epoch in range(2):
         sampler = data.train_sampler()
         sampler.set_epoch(epoch)

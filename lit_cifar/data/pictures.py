@@ -1,18 +1,14 @@
 """The user's own pictures, made into small RGB squares, uint8: folders of classes to train on, a folder to classify."""
 
 import math
-import os
-import shlex
-import stat
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
-from itertools import zip_longest
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import PIL
@@ -27,6 +23,7 @@ from lit_cifar.data.dataset import Channels, Dataset, Split
 from lit_cifar.data.encoded_pictures import EncodedImages
 from lit_cifar.data.images import ImageSet
 from lit_cifar.data.picture_cache import FORMAT, HASH, LIMIT_GB, UNREADABLE, MappedImages, PictureCache
+from lit_cifar.data.picture_folders import IMAGES_WANTED, SPLITS, File, PictureFolders, list_files
 from lit_cifar.errors import ConfigError, DataError, one_line, printable
 
 # What is read, whatever a file is called. Pillow knows forty more formats, most of them old, and starts Ghostscript for
@@ -37,12 +34,14 @@ FORMATS = ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM")
 class OwnPictures(Dataset):
     """Pictures of any size in folders named after their classes, as torchvision's ImageFolder has them.
 
-    `root/train/CLASS/*` or `root/CLASS/*` to train on, `root/val/CLASS/*` to validate on, `root/test/CLASS/*` to test.
-    Without `root/val` some of the first are held out. The classes are the folders, sorted by name; control characters
-    and bytes that are not UTF-8 are escaped in the name of a class.
+    `root/train/CLASS/*` or `root/CLASS/*` to train on, `root/val/CLASS/*` to validate on, `root/test/CLASS/*` to test,
+    or other usual names of these. Without `root/val` some of the first are held out, of each class alike. The classes
+    are the folders, sorted by name; control characters and bytes that are not UTF-8 are escaped in the name of a class,
+    and letters with accents are composed (NFC).
 
-    A file that is no picture is an error, or left out with `skip_unreadable`; a hidden one is passed over. Of a split
-    there is one picture of each class in turn, so that the first n are of all classes.
+    What looks like a split and is not used is an error, as it would be a class, or be missed. A file that is no picture
+    is an error, or left out with `skip_unreadable`; a hidden one is passed over. Of a split there is one picture of
+    each class in turn, so that the first n are of all classes.
     """
 
     title = "own pictures"
@@ -85,20 +84,29 @@ class OwnPictures(Dataset):
         self._cache_dir = None if cache_dir is None else Path(cache_dir)
         self._limit_gb = LIMIT_GB if cache_limit_gb is None else cache_limit_gb
         self._skip_unreadable = skip_unreadable
-        folder = self._folder("train")
-        others = ("val", "test") if folder == self.root else ()
-        self._names = sorted(found.name for found in _folders(folder) if found.name not in others)
-        if not self._names:
-            raise DataError(f"{folder} holds no folders of pictures", remedy=f"put pictures into {folder}/CLASS/")
-        self.classes = tuple(map(printable, self._names))
-        if len(set(self.classes)) < len(self.classes):
-            raise DataError(f"two folders in {folder} have the same name when printed", remedy="rename one of them")
-        self.own_val = (self.root / "val").is_dir()
-        self._listed: dict[Split, list[_File]] = {}  # until they are loaded
+        self._folders = PictureFolders.of(self.root)
+        self.classes = tuple(self._folders.classes)
+        self.own_val, self.has_test = "val" in self._folders.splits, "test" in self._folders.splits
+        self._listed: dict[Split, list[File]] = {}  # until they are loaded
 
     @property
     def val_size(self) -> int:  # type: ignore[override]  # it is known once the pictures are listed, which takes long
         return len(self._files("val")) if self.own_val else len(self._files("train")) // 10
+
+    def hold_out(self, labels: Tensor, num_images: int) -> Tensor:
+        """The same share of each class, but one picture or more, while there are as many; and never a class's last one.
+
+        Of more pictures those of fewer are a part.
+        """
+        order = super().hold_out(labels, len(labels))
+        counts = torch.bincount(labels)
+        by_class = torch.argsort(labels[order], stable=True)
+        place = torch.empty_like(order)  # of each in its class, in this order
+        place[by_class] = torch.arange(len(order)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+        of_class = counts[labels[order]]
+        share = (place + 0.5) / of_class
+        share[place == 0], share[place == of_class - 1] = 0, 1
+        return order[torch.argsort(share, stable=True)[:num_images]]
 
     def identity(self, name: str) -> str:
         """With the classes: those of another folder are others."""
@@ -111,7 +119,7 @@ class OwnPictures(Dataset):
             self.check_number(num_images, split, known=len(files))
         del self._listed[split]
         files = files[:num_images]
-        folder = self._folder(split)
+        folder = self._folders.folder(split)
         paths = [f"{folder}/{file.path}" for file in files]
         labels = torch.tensor([file.label for file in files])
         if self._decode == "as_needed":
@@ -153,63 +161,43 @@ class OwnPictures(Dataset):
             remedy="replace them, move them away, or leave them out: --data.skip_unreadable=true",
         )
 
-    def _folder(self, split: Split) -> Path:
-        folder = self.root / split
-        return self.root if split == "train" and not folder.is_dir() else folder
+    def found(self, sets: Mapping[str, ImageSet]) -> list[str]:
+        read: list[Split] = [split for split in SPLITS if split in sets and len(sets[split])]
+        lines = [f"{self._title(split)}: {self._counted(sets[split].labels)}" for split in read]
+        if self.has_test and "test" not in sets:
+            try:
+                of_test = self._counted(torch.tensor([file.label for file in self._files("test")]))
+            except DataError as error:  # which no other command than `test` need mind
+                of_test = error.problem
+            lines.append(f"{self._title('test')}: {of_test}")
+        if self._folders.unused:
+            more = f" and {len(self._folders.unused) - 3:,} more" if len(self._folders.unused) > 3 else ""
+            lines.append(f"not used: {', '.join(self._folders.unused[:3])}{more}")
+        return lines
 
-    def _files(self, split: Split) -> "list[_File]":
-        """Those of each class in the order of their names, one of each class in turn."""
-        if split not in self._listed:
-            self._listed[split] = self._list(split)
-        return self._listed[split]
+    def _title(self, split: Split) -> str:
+        used = self._folders.splits.get(split)
+        return f"{used.name}/" if used else {"train": "train on", "val": "held out"}[split]
 
-    def _list(self, split: Split) -> "list[_File]":
-        folder = self._folder(split)
-        names = {found.name for found in _folders(folder)}
-        if split != "train" and (unknown := sorted(names - set(self._names))):
-            raise DataError(
-                f"{printable(str(folder / unknown[0]))} is a class without pictures to train on",
-                remedy="move it away, or put pictures of it beside those to train on",
-            )
-        by_class = [
-            [
-                _File(f"{name}/{path}", label, version)
-                for path, version in list_files(folder / name, remedy=_CLASS_WANTED).items()
-            ]
-            for label, name in enumerate(self._names)
-            if name in names
+    def _counted(self, labels: Tensor) -> str:
+        counts = dict(zip(self.classes, torch.bincount(labels, minlength=len(self.classes)).tolist(), strict=True))
+        if len(counts) <= 10:
+            return ", ".join(f"{name} {count:,}" for name, count in counts.items())
+        ends = [
+            f"{counts[name]:,} ({name})"
+            for name in (min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__))
         ]
-        if not by_class:
-            raise DataError(f"{folder} holds no pictures", remedy=f"put some into {folder}/CLASS/")
-        return [file for turn in zip_longest(*by_class) for file in turn if file is not None]
+        return f"{len(counts):,} classes of {' to '.join(ends)} pictures"
 
-
-_CLASS_WANTED = "put pictures of the class into it, or remove the folder if there is no such class"
-
-
-class _File(NamedTuple):
-    path: str  # in the folder of the split
-    label: int
-    version: tuple[int, int]  # size in bytes, and when it was changed, in ns
+    def _files(self, split: Split) -> list[File]:
+        if split not in self._listed:
+            self._listed[split] = self._folders.files(split)
+        return self._listed[split]
 
 
 def _pixels(path: str, *, size: int) -> bytes | None:
     image = read_image(path, size=size)
     return None if isinstance(image, str) else image.numpy().tobytes()
-
-
-def _folders(folder: Path) -> list[Path]:
-    """Those in `folder` that are not hidden."""
-    if not folder.is_dir():
-        raise DataError(f"there is no folder {folder}", remedy=f"put pictures into {folder}/CLASS/")
-    found = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
-    real = folder.resolve()
-    circle = next((path for path in found if path.is_symlink() and real.is_relative_to(path.resolve())), None)
-    if circle is not None:
-        raise DataError(
-            f"{circle} is a link to a folder that it lies in", remedy=f"remove it: rm {shlex.quote(str(circle))}"
-        )
-    return found
 
 
 @dataclass(frozen=True)
@@ -234,66 +222,10 @@ def read_folder(folder: Path, *, classes: tuple[str, ...], size: int = 32) -> Fo
     if not images:
         raise DataError(
             f"none of the {len(files)} files in {folder} can be read as an image; the first is {files[0]}: {errors[0]}",
-            remedy=_IMAGES_WANTED,
+            remedy=IMAGES_WANTED,
         )
     labels = torch.full((len(images),), -1)
     return FolderImages(files, errors, ImageSet(torch.stack(images), labels, classes))
-
-
-_IMAGES_WANTED = "name a folder that holds images, e.g. PNG or JPEG files"
-
-
-def list_files(folder: Path, *, remedy: str = _IMAGES_WANTED) -> dict[str, tuple[int, int]]:
-    """Regular files and broken links, relative to `folder`, with size and time of the last change in ns.
-
-    Sorted as strings, without those that are hidden, and without what could block, such as a named pipe. Links to
-    folders are followed, but for those to a folder that they lie in, of which a warning is given.
-    """
-    if not folder.is_dir():
-        problem = "is a file, not a folder" if folder.exists() else "does not exist"
-        raise DataError(f"{folder} {problem}", remedy=remedy)
-    circles: list[str] = []
-    try:
-        listed = dict(sorted(_scan(str(folder), "", (folder.resolve(),), circles)))
-    except OSError as error:
-        raise DataError(f"{folder} cannot be listed: {error}", remedy="make it readable, or copy it") from error
-    if circles:
-        found = f"{len(circles)} links in {printable(str(folder))} are to folders that they lie in, and not followed"
-        rank_zero_warn(f"{found}; the first is {printable(min(circles))}")
-    if not listed:
-        raise DataError(f"{printable(str(folder))} holds no files", remedy=remedy)
-    return listed
-
-
-def _scan(
-    folder: str, prefix: str, chain: tuple[Path, ...], circles: list[str]
-) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Each file is asked for once: with a million of them anything more takes long.
-
-    `chain` has the real path of each folder in which a link was followed to get here, and last that of this one. Links
-    that are not followed are added to `circles`.
-    """
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            if entry.is_dir(follow_symlinks=False):
-                below = (*chain[:-1], chain[-1] / entry.name)
-                yield from _scan(entry.path, f"{prefix}{entry.name}/", below, circles)
-                continue
-            try:
-                found = entry.stat()
-            except OSError:  # a broken link
-                yield prefix + entry.name, (0, 0)
-                continue
-            if stat.S_ISREG(found.st_mode):
-                yield prefix + entry.name, (found.st_size, found.st_mtime_ns)
-            elif stat.S_ISDIR(found.st_mode):
-                target = Path(entry.path).resolve()
-                if any(above.is_relative_to(target) for above in chain):
-                    circles.append(prefix + entry.name)
-                else:
-                    yield from _scan(entry.path, f"{prefix}{entry.name}/", (*chain, target), circles)
 
 
 def read_image(path: Path | str, *, size: int) -> Tensor | str:
