@@ -3,6 +3,7 @@
 import csv
 import os
 import re
+import shutil
 from pathlib import Path
 
 import own_networks
@@ -74,6 +75,32 @@ def test_trained_tested_resumed_and_loaded(pictures: Path, tmp_path: Path) -> No
     }.items():
         given = [*flags(pictures, *other.split()), f"--ckpt_path={path}", f"--run_dir={tmp_path / 'x'}"]
         assert problem in refused("fit", *given)
+
+
+def test_nothing_that_was_trained_on_is_validated_on(pictures: Path, tmp_path: Path) -> None:
+    """After a resume between two epochs, where the order may change."""
+    root, run = shutil.copytree(pictures, tmp_path / "pictures"), tmp_path / "run"
+    fitting = flags(root, own("Chain"), "--data.val_size=1", "--data.drop_last=true", "--trainer.max_steps=2")
+    fitting += [f"--run_dir={run}"]
+    run_here("fit", *fitting)
+    checkpoint, leak = (
+        run / "checkpoints" / "last.ckpt",
+        "images that the checkpoint was trained on would be validated on",
+    )
+
+    def said(*more: str) -> set[str]:
+        longer = ["--trainer.max_steps=4", "--resume=auto", *more]
+        evaluated = [f"--ckpt_path={checkpoint}", f"--run_dir={tmp_path / 'evaluated'}", *more]
+        return {refused("fit", *fitting, *longer, says=[leak]), refused("validate", *fitting, *evaluated, says=[leak])}
+
+    for changed, remedy in {"seed=1": "seed=0", "val_size=3": "val_size=1", "num_train=16": "num_train=17"}.items():
+        assert all(f"pass --data.{remedy}" in each for each in said(f"--data.{changed}"))
+    shutil.copy(root / "cat" / "0.png", root / "cat" / "00.png")
+    assert all("put them back" in each for each in said())
+    (root / "cat" / "00.png").unlink()
+    with pytest.warns(UserWarning, match="learning rate schedule of the checkpoint has 2 optimizer steps"):
+        run_here("fit", *fitting, "--trainer.max_steps=4", "--resume=auto", "--data.batch_size=4")
+    assert last_checkpoint(run)["global_step"] == 4
 
 
 def test_pictures_of_any_size_in_folders_of_any_name(tmp_path: Path) -> None:

@@ -40,6 +40,9 @@ class Dataset(ABC):
                 remedy="leave it out; pictures of your own have any size: --data.dataset=folder --data.root=FOLDER",
             )
         self.root, self.seed = root.expanduser(), seed
+        self.listed: dict[
+            Split, str
+        ] = {}  # a digest of the files of each split that was loaded, if they are the user's
 
     def identity(self, name: str) -> str:
         """What a checkpoint remembers of the data set that is registered as `name`."""

@@ -9,6 +9,7 @@ from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar, Literal
+from unicodedata import normalize
 
 import numpy as np
 import PIL
@@ -87,7 +88,7 @@ class OwnPictures(Dataset):
         self._folders = PictureFolders.of(self.root)
         self.classes = tuple(self._folders.classes)
         self.own_val, self.has_test = "val" in self._folders.splits, "test" in self._folders.splits
-        self._listed: dict[Split, list[File]] = {}  # until they are loaded
+        self._unread: dict[Split, list[File]] = {}  # listed, until they are loaded
 
     @property
     def val_size(self) -> int:  # type: ignore[override]  # it is known once the pictures are listed, which takes long
@@ -117,7 +118,9 @@ class OwnPictures(Dataset):
         files = self._files(split)
         if num_images is not None:
             self.check_number(num_images, split, known=len(files))
-        del self._listed[split]
+        del self._unread[split]
+        names = normalize("NFC", "\n".join(file.path for file in files))
+        self.listed[split] = sha256(names.encode(errors="surrogateescape")).hexdigest()[:16]
         files = files[:num_images]
         folder = self._folders.folder(split)
         paths = [f"{folder}/{file.path}" for file in files]
@@ -190,9 +193,9 @@ class OwnPictures(Dataset):
         return f"{len(counts):,} classes of {' to '.join(ends)} pictures"
 
     def _files(self, split: Split) -> list[File]:
-        if split not in self._listed:
-            self._listed[split] = self._folders.files(split)
-        return self._listed[split]
+        if split not in self._unread:
+            self._unread[split] = self._folders.files(split)
+        return self._unread[split]
 
 
 def _pixels(path: str, *, size: int) -> bytes | None:
