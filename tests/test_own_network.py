@@ -45,7 +45,9 @@ def own(name: str) -> str:
 def test_trained_tested_resumed_and_loaded(pictures: Path, tmp_path: Path) -> None:
     run, whole, path = tmp_path / "run", tmp_path / "whole", tmp_path / "run" / "checkpoints" / "last.ckpt"
     fitting = ["fit", *flags(pictures, own("Chain"), "--model.network.width=4")]
-    run_here(*fitting, f"--run_dir={whole}")
+    told = run_here(*fitting, f"--run_dir={whole}").stdout
+    assert "            train on: cat 8, dog 8\n            held out: cat 1, dog 0\n" in told
+    assert "test it" not in told  # there is nothing to test on
     run_here(*fitting, f"--run_dir={run}", f"--ckpt_path={whole / 'checkpoints' / 'previous.ckpt'}")
     header = {"arch": None, "stem": None, "num_classes": 2, "image_size": 24, "network": "own_networks.Chain"}
     assert last_checkpoint(run)["lit_cifar"] == header
@@ -56,7 +58,8 @@ def test_trained_tested_resumed_and_loaded(pictures: Path, tmp_path: Path) -> No
     saved = [f"--config={run / 'config.yaml'}", f"--ckpt_path={path}"]
     run_here("validate", *saved, f"--run_dir={tmp_path / 'validate'}")
     predicted = tmp_path / "predict"
-    run_here("predict", *saved, f"--run_dir={predicted}", f"--data.predict_dir={pictures}")
+    told = run_here("predict", *saved, f"--run_dir={predicted}", f"--data.predict_dir={pictures}").stdout
+    assert told.startswith("data        17 files, 17 of them pictures\n")
     assert len((predicted / "predictions.csv").read_text().splitlines()) == 1 + 17
     for name in ("fox", "owl"):
         draw_pictures(tmp_path / "others" / name, 1)

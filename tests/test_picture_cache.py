@@ -212,6 +212,37 @@ def test_pictures_that_cannot_be_read_are_counted_and_may_be_left_out(folder: Fo
     assert torch.equal(left.labels, expected.labels)
 
 
+def test_a_picture_that_could_not_be_read_once_is_tried_at_each_start(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its size and time are the same when the disk is well again; those that were read are not read again."""
+    readable, images = pictures.read_image, folder.in_memory().images
+
+    def fail(path: Path | str, *, size: int) -> Any:
+        found = readable(path, size=size)
+        return "Stale file handle" if str(path).endswith(("cat/3.png", "dog/5.png")) else found
+
+    monkeypatch.setattr(pictures, "read_image", fail)
+    with pytest.raises(DataError, match=r"2 of 19 .*3.png: Stale file handle; .*5.png: Stale file handle"):
+        folder.data()
+    with pytest.warns(UserWarning, match="2 of 19 files cannot be read as pictures and are left out"):
+        assert len(folder.data(skip_unreadable=True).source.load("train")) == 17
+    monkeypatch.setattr(pictures, "read_image", readable)
+    folder.decoded()
+    whole = folder.data(skip_unreadable=True).source.load("train")
+    assert folder.decoded() == ["cat/3.png", "dog/5.png"]
+    assert torch.equal(whole.gather(torch.arange(19)), images)
+    assert len(folder.data().source.load("train")) == 19
+    assert folder.decoded() == []
+
+
+def test_what_is_read_at_times_alone_is_said(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pictures, "_pixels", lambda path, *, size: None)
+    with pytest.raises(DataError, match=r"19 of 19 files .*0.png: the second time it could be read; ") as error:
+        folder.data()
+    assert "tensor" not in str(error.value)
+
+
 def test_a_damaged_picture_is_found_before_it_is_used(folder: Folder) -> None:
     folder.data()
     folder.decoded()

@@ -3,7 +3,6 @@
 import math
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -140,7 +139,7 @@ class OwnPictures(Dataset):
         shape = (len(paths), 3, self._size, self._size)
         hashes = np.frombuffer(file, HASH, offset=math.prod(shape))
         unreadable = hashes == UNREADABLE
-        self._judge([path for path, bad in zip(paths, unreadable, strict=True) if bad], len(paths), cached)
+        self._judge([path for path, bad in zip(paths, unreadable, strict=True) if bad], len(paths))
         rows = torch.from_numpy(np.flatnonzero(~unreadable))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # nobody writes to it: torch warns of buffers that are read-only
@@ -148,7 +147,7 @@ class OwnPictures(Dataset):
         checked = torch.zeros(len(files), dtype=torch.bool)
         return MappedImages(images, labels[rows], self.classes, file, rows, hashes, checked, cached)
 
-    def _judge(self, unreadable: list[str], num_files: int, cached: Path) -> None:
+    def _judge(self, unreadable: list[str], num_files: int) -> None:
         """Refuse pictures that cannot be read, or say that they are left out."""
         if not unreadable:
             return
@@ -156,9 +155,11 @@ class OwnPictures(Dataset):
         if self._skip_unreadable and len(unreadable) < num_files:
             rank_zero_warn(f"{number} and are left out; the first is {printable(unreadable[0])}")
             return
-        with suppress(OSError):
-            cached.rename(f"{cached}.part")  # the next run tries these again, and these alone
-        listed = "; ".join(f"{printable(path)}: {read_image(path, size=1)}" for path in unreadable[:3])
+        found = {path: read_image(path, size=1) for path in unreadable[:3]}
+        reasons = {
+            path: why if isinstance(why, str) else "the second time it could be read" for path, why in found.items()
+        }
+        listed = "; ".join(f"{printable(path)}: {why}" for path, why in reasons.items())
         raise DataError(
             f"{number}: {listed}" + ("; ..." if len(unreadable) > 3 else ""),
             remedy="replace them, move them away, or leave them out: --data.skip_unreadable=true",
