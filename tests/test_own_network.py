@@ -3,6 +3,7 @@
 import csv
 import os
 import re
+import shutil
 from pathlib import Path
 
 import own_networks
@@ -44,7 +45,9 @@ def own(name: str) -> str:
 def test_trained_tested_resumed_and_loaded(pictures: Path, tmp_path: Path) -> None:
     run, whole, path = tmp_path / "run", tmp_path / "whole", tmp_path / "run" / "checkpoints" / "last.ckpt"
     fitting = ["fit", *flags(pictures, own("Chain"), "--model.network.width=4")]
-    run_here(*fitting, f"--run_dir={whole}")
+    told = run_here(*fitting, f"--run_dir={whole}").stdout
+    assert "            train on: cat 8, dog 8\n            held out: cat 1, dog 0\n" in told
+    assert "test it" not in told  # there is nothing to test on
     run_here(*fitting, f"--run_dir={run}", f"--ckpt_path={whole / 'checkpoints' / 'previous.ckpt'}")
     header = {"arch": None, "stem": None, "num_classes": 2, "image_size": 24, "network": "own_networks.Chain"}
     assert last_checkpoint(run)["lit_cifar"] == header
@@ -55,7 +58,8 @@ def test_trained_tested_resumed_and_loaded(pictures: Path, tmp_path: Path) -> No
     saved = [f"--config={run / 'config.yaml'}", f"--ckpt_path={path}"]
     run_here("validate", *saved, f"--run_dir={tmp_path / 'validate'}")
     predicted = tmp_path / "predict"
-    run_here("predict", *saved, f"--run_dir={predicted}", f"--data.predict_dir={pictures}")
+    told = run_here("predict", *saved, f"--run_dir={predicted}", f"--data.predict_dir={pictures}").stdout
+    assert told.startswith("data        17 files, 17 of them pictures\n")
     assert len((predicted / "predictions.csv").read_text().splitlines()) == 1 + 17
     for name in ("fox", "owl"):
         draw_pictures(tmp_path / "others" / name, 1)
@@ -74,6 +78,32 @@ def test_trained_tested_resumed_and_loaded(pictures: Path, tmp_path: Path) -> No
     }.items():
         given = [*flags(pictures, *other.split()), f"--ckpt_path={path}", f"--run_dir={tmp_path / 'x'}"]
         assert problem in refused("fit", *given)
+
+
+def test_nothing_that_was_trained_on_is_validated_on(pictures: Path, tmp_path: Path) -> None:
+    """After a resume between two epochs, where the order may change."""
+    root, run = shutil.copytree(pictures, tmp_path / "pictures"), tmp_path / "run"
+    fitting = flags(root, own("Chain"), "--data.val_size=1", "--data.drop_last=true", "--trainer.max_steps=2")
+    fitting += [f"--run_dir={run}"]
+    run_here("fit", *fitting)
+    checkpoint, leak = (
+        run / "checkpoints" / "last.ckpt",
+        "images that the checkpoint was trained on would be validated on",
+    )
+
+    def said(*more: str) -> set[str]:
+        longer = ["--trainer.max_steps=4", "--resume=auto", *more]
+        evaluated = [f"--ckpt_path={checkpoint}", f"--run_dir={tmp_path / 'evaluated'}", *more]
+        return {refused("fit", *fitting, *longer, says=[leak]), refused("validate", *fitting, *evaluated, says=[leak])}
+
+    for changed, remedy in {"seed=1": "seed=0", "val_size=3": "val_size=1", "num_train=16": "num_train=17"}.items():
+        assert all(f"pass --data.{remedy}" in each for each in said(f"--data.{changed}"))
+    shutil.copy(root / "cat" / "0.png", root / "cat" / "00.png")
+    assert all("put them back" in each for each in said())
+    (root / "cat" / "00.png").unlink()
+    with pytest.warns(UserWarning, match="learning rate schedule of the checkpoint has 2 optimizer steps"):
+        run_here("fit", *fitting, "--trainer.max_steps=4", "--resume=auto", "--data.batch_size=4")
+    assert last_checkpoint(run)["global_step"] == 4
 
 
 def test_pictures_of_any_size_in_folders_of_any_name(tmp_path: Path) -> None:
@@ -192,6 +222,21 @@ def test_folders_to_validate_and_to_test_on(below: str, tmp_path: Path) -> None:
         CIFAR10DataModule(tmp_path, dataset="folder", val_size=1)
 
 
+def test_pictures_behind_links_are_trained_on(tmp_path: Path) -> None:
+    for folder, num, seed in (("root/cat", 3, 0), ("root/dog", 4, 1), ("store", 5, 2)):
+        draw_pictures(tmp_path / folder, num, seed=seed)
+    (tmp_path / "root" / "cat" / "2024").symlink_to("../../store")
+    (tmp_path / "root" / "fox").symlink_to("../store")
+    data = CIFAR10DataModule(tmp_path / "root", dataset="folder", image_size=24, val_size=0)
+    data.setup("fit")
+    assert torch.bincount(data.sets["train"].labels).tolist() == [8, 4, 5]
+    cats, foxes = (data.sets["train"].subset((data.sets["train"].labels == label).nonzero()[:, 0]) for label in (0, 2))
+    assert torch.equal(cats.gather(torch.arange(3, 8)), foxes.gather(torch.arange(5)))
+    (tmp_path / "root" / "all").symlink_to(".")
+    with pytest.raises(DataError, match=r"root/all is a link to a folder that it lies in"):
+        CIFAR10DataModule(tmp_path / "root", dataset="folder")
+
+
 def test_what_a_folder_of_pictures_cannot_be(tmp_path: Path) -> None:
     def problem() -> str:
         with pytest.raises(DataError) as error:
@@ -207,6 +252,8 @@ def test_what_a_folder_of_pictures_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "root" / "dog" / "torn.png").write_bytes((tmp_path / "root" / "cat" / "0.png").read_bytes()[:500])
     assert f"1 of 13 files cannot be read as pictures: {tmp_path / 'root' / 'dog' / 'torn.png'}: OSError" in problem()
     (tmp_path / "root" / "dog" / "torn.png").rename(tmp_path / "root" / "dog" / ".torn.png")
-    draw_pictures(tmp_path / "root" / "train" / "cat", 12)
+    (tmp_path / "root").rename(tmp_path / "old")
+    for name in ("cat", "dog"):
+        draw_pictures(tmp_path / "root" / "train" / name, 1)
     draw_pictures(tmp_path / "root" / "val" / "fox", 1)
     assert problem() == f"{tmp_path / 'root' / 'val' / 'fox'} is a class without pictures to train on"

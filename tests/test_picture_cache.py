@@ -19,7 +19,6 @@ from data_files import draw_pictures
 from lit_cifar import CIFAR10DataModule, ConfigError, DataError
 from lit_cifar.data import picture_cache, pictures
 from lit_cifar.data.augment import Augmentation
-from lit_cifar.data.counter_rng import Purpose, keyed_permutation
 from lit_cifar.data.images import ImageSet
 from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.pictures import read_image
@@ -88,8 +87,9 @@ def test_batches_are_those_of_pictures_in_memory(folder: Folder, chunk: int, mon
     data = folder.data()
     assert torch.equal(torch.get_rng_state(), generator)
     assert len(folder.decoded()) == 19
-    images, order = folder.in_memory(), keyed_permutation(19, seed=0, epoch=0, purpose=Purpose.SPLIT)
-    expected = {"train": images.subset(order[3:].sort().values), "val": images.subset(order[:3].sort().values)}
+    images = folder.in_memory()
+    held_out = torch.isin(torch.arange(19), data.source.hold_out(images.labels, 3))
+    expected = {"train": images.subset((~held_out).nonzero()[:, 0]), "val": images.subset(held_out.nonzero()[:, 0])}
     for epoch in range(2):
         sampler = data.train_sampler()
         sampler.set_epoch(epoch)
@@ -210,6 +210,37 @@ def test_pictures_that_cannot_be_read_are_counted_and_may_be_left_out(folder: Fo
     expected = folder.in_memory().subset(kept)
     assert torch.equal(left.gather(torch.arange(15)), expected.images)
     assert torch.equal(left.labels, expected.labels)
+
+
+def test_a_picture_that_could_not_be_read_once_is_tried_at_each_start(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its size and time are the same when the disk is well again; those that were read are not read again."""
+    readable, images = pictures.read_image, folder.in_memory().images
+
+    def fail(path: Path | str, *, size: int) -> Any:
+        found = readable(path, size=size)
+        return "Stale file handle" if str(path).endswith(("cat/3.png", "dog/5.png")) else found
+
+    monkeypatch.setattr(pictures, "read_image", fail)
+    with pytest.raises(DataError, match=r"2 of 19 .*3.png: Stale file handle; .*5.png: Stale file handle"):
+        folder.data()
+    with pytest.warns(UserWarning, match="2 of 19 files cannot be read as pictures and are left out"):
+        assert len(folder.data(skip_unreadable=True).source.load("train")) == 17
+    monkeypatch.setattr(pictures, "read_image", readable)
+    folder.decoded()
+    whole = folder.data(skip_unreadable=True).source.load("train")
+    assert folder.decoded() == ["cat/3.png", "dog/5.png"]
+    assert torch.equal(whole.gather(torch.arange(19)), images)
+    assert len(folder.data().source.load("train")) == 19
+    assert folder.decoded() == []
+
+
+def test_what_is_read_at_times_alone_is_said(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pictures, "_pixels", lambda path, *, size: None)
+    with pytest.raises(DataError, match=r"19 of 19 files .*0.png: the second time it could be read; ") as error:
+        folder.data()
+    assert "tensor" not in str(error.value)
 
 
 def test_a_damaged_picture_is_found_before_it_is_used(folder: Folder) -> None:

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lit_cifar.data.pictures import FORMATS, FolderImages, read_folder
+from lit_cifar.data.pictures import FORMATS, FolderImages, list_files, read_folder, read_image
 from lit_cifar.errors import DataError
 
 CLASSES = ("a", "b")
@@ -46,15 +46,64 @@ def test_files_are_in_sorted_order_with_those_of_subfolders(tmp_path: Path, monk
     assert found.images.classes == CLASSES
 
 
+def linked(path: Path, target: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(target)
+
+
+def test_linked_folders_are_followed_and_circles_are_not(tmp_path: Path) -> None:
+    """Nothing is left out but what would never end, or would be pictures of the folders around this one."""
+    for i, name in enumerate(
+        ["data/cat/0.png", "data/cat/deep/1.png", "data/dog/2.png", "store/3.png", "store/in/4.png"]
+    ):
+        save(tmp_path / name, colour=(i, 0, 0))
+    for name, target in {
+        "data/cat/2024": "../../store",
+        "data/cat/also/deeper": "../../../store/in",
+        "data/cat/file.png": "../dog/2.png",
+        "data/cat/of_link": "2024/in",
+        "data/cat/itself": ".",
+        "data/cat/above": "..",
+        "data/cat/deep/two_above": "../../..",
+        "data/cat/absolute": str(tmp_path),
+        "store/back": "../data/cat",
+        "store/up": "..",
+        "data/cat/endless": "endless",
+        "data/cat/gone": "../nowhere",
+    }.items():
+        linked(tmp_path / name, target)
+    with pytest.warns(UserWarning, match=r"6 links in .*/cat are to folders that they lie in, .* first is 2024/back"):
+        found = list_files(tmp_path / "data" / "cat")
+    assert list(found) == [
+        "0.png",
+        "2024/3.png",
+        "2024/in/4.png",
+        "also/deeper/4.png",
+        "deep/1.png",
+        "endless",
+        "file.png",
+        "gone",
+        "of_link/4.png",
+    ]
+    assert found["endless"] == found["gone"] == (0, 0)  # named as files that cannot be read
+    linked(tmp_path / "by_link", "data/dog")
+    assert list(list_files(tmp_path / "by_link")) == ["2.png"]
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png(side: int, bits: int, colours: int, data: bytes, transparent: bytes = b"") -> bytes:
+    """A PNG of `side` x `side` pixels; `colours` is the number of their kind, 0 for grey."""
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, bits, colours, 0, 0, 0))
+    header += chunk(b"tRNS", transparent) if transparent else b""
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND", b"")
+
+
 def bomb(side: int) -> bytes:
     """A small PNG of `side` x `side` pixels."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-    content = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 1000)) + chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + content
+    return png(side, 8, 2, b"\0" * 1000)
 
 
 def test_unreadable_files_are_listed_with_the_reason(tmp_path: Path) -> None:
@@ -142,6 +191,100 @@ def test_exif_orientation_is_honoured_and_of_an_animation_the_first_frame_counts
 def test_every_mode_becomes_rgb(tmp_path: Path, mode: str, colour: Any, seen: tuple[int, ...]) -> None:
     save(tmp_path / "image.png", mode=mode, colour=colour)
     assert (only_image(tmp_path) == torch.tensor(seen)[:, None, None]).all()
+
+
+# From left to right in each row of a picture, and what they should become.
+RAMP = np.arange(32, dtype=np.uint16) * 2113
+SCALED = (RAMP >> 8).astype(np.uint8)
+
+
+def rows_of(values: Any, kind: str) -> bytes:
+    return np.tile(np.asarray(values).astype(kind), 32).tobytes()
+
+
+def png_rows(values: Any, kind: str) -> bytes:
+    return (b"\0" + np.asarray(values).astype(kind).tobytes()) * 32
+
+
+def tiff(data: bytes, bits: int = 16, order: str = "<", **tags: tuple[int, ...]) -> bytes:
+    """32 x 32 grey pixels; `tags` are others than those of integers where 0 is black."""
+    numbers = {"photometric": 262, "samples": 277, "map": 320, "extra": 338, "format": 339}
+    found = {256: (32,), 257: (32,), 258: (bits,), 259: (1,), 262: (1,), 273: (8,), 278: (32,), 279: (len(data),)}
+    found |= {numbers[name]: value for name, value in tags.items()}
+    entries, more, behind = b"", b"", 8 + len(data) + 2 + 12 * len(found) + 4
+    for number in sorted(found):
+        value = struct.pack(f"{order}{len(found[number])}H", *found[number])
+        if len(value) > 4:
+            value, more = struct.pack(f"{order}I", behind + len(more)), more + value
+        entries += struct.pack(f"{order}HHI", number, 3, len(found[number])) + value.ljust(4, b"\0")
+    directory = struct.pack(f"{order}H", len(found)) + entries + bytes(4)
+    return (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(f"{order}I", 8 + len(data)) + data + directory + more
+
+
+def packed(values: Any) -> bytes:
+    """Two values of 12 bits in three bytes."""
+    return b"".join(int(a << 12 | b).to_bytes(3, "big") for a, b in np.asarray(values, int).reshape(-1, 2)) * 32
+
+
+def colours(values: Any) -> Any:
+    return np.repeat(values, 3)
+
+
+def white_at(index: int) -> Any:
+    return np.where(np.arange(32) == index, 255, SCALED)
+
+
+RANGES = {
+    "16-bit PNG": (png(32, 16, 0, png_rows(RAMP, ">u2")), SCALED),
+    "16-bit PNG, a grey is transparent": (png(32, 16, 0, png_rows(RAMP, ">u2"), struct.pack(">H", RAMP[9])), 9),
+    "16-bit PNG, a colour is transparent": (
+        png(32, 16, 2, png_rows(colours(RAMP), ">u2"), colours(RAMP[9]).astype(">u2").tobytes()),
+        9,
+    ),
+    "8-bit PNG, a colour is transparent": (
+        png(32, 8, 2, png_rows(colours(SCALED), "u1"), colours(SCALED[9]).astype(">u2").tobytes()),
+        9,
+    ),
+    "16-bit PGM": (b"P5 32 32 65535\n" + rows_of(RAMP, ">u2"), SCALED),
+    "12-bit PGM": (b"P5 32 32 4095\n" + rows_of(RAMP >> 4, ">u2"), SCALED),
+    "16-bit PGM in letters": (b"P2 32 32 65535\n" + b" ".join(b"%d" % value for value in [*RAMP] * 32), SCALED),
+    "16-bit PPM": (b"P6 32 32 65535\n" + rows_of(colours(RAMP), ">u2"), SCALED),
+    "16-bit TIFF": (tiff(rows_of(RAMP, "<u2")), SCALED),
+    "16-bit TIFF, the high byte first": (tiff(rows_of(RAMP, ">u2"), order=">"), SCALED),
+    "16-bit TIFF, 0 is white": (tiff(rows_of(RAMP, "<u2"), photometric=(0,)), 255 - SCALED),
+    "12-bit TIFF": (tiff(packed(RAMP >> 4), 12), SCALED),
+    "TIFF with a palette of 16 bits": (
+        tiff(rows_of(SCALED, "u1"), 8, photometric=(3,), map=(*range(0, 2**16, 257),) * 3),
+        SCALED,
+    ),
+    "TIFF with a palette of 8 bits": (tiff(rows_of(SCALED, "u1"), 8, photometric=(3,), map=(*range(256),) * 3), SCALED),
+    "32-bit TIFF": (tiff(rows_of(RAMP, "<u4"), 32), "TIFF of mode I: no black and white"),
+    "signed 32-bit TIFF": (tiff(rows_of(RAMP, "<i4"), 32, format=(2,)), "TIFF of mode I: no black and white"),
+    "signed 16-bit TIFF": (tiff(rows_of(RAMP >> 1, "<i2"), format=(2,)), "TIFF of mode I: no black and white"),
+    "signed 8-bit TIFF": (tiff(rows_of(SCALED, "i1"), 8, format=(2,)), "TIFF of mode L: no black and white"),
+    "real TIFF": (tiff(rows_of(RAMP / 65535, "<f4"), 32, format=(3,)), "TIFF of mode F: no black and white"),
+    "real TIFF of 64 bits": (tiff(rows_of(RAMP / 65535, "<f8"), 64, format=(3,)), "not an image"),
+    "TIFF with a palette of 2**16 colours": (
+        tiff(rows_of(RAMP, "<u2"), photometric=(3,), map=(*range(0, 2**16, 257),) * 3),
+        "not an image",
+    ),
+    "real PFM": (b"Pf 32 32 -1.0\n" + rows_of(RAMP / 65535, "<f4"), "PPM of mode F: no black and white"),
+}
+
+
+@pytest.mark.parametrize("kind", RANGES)
+def test_greys_are_scaled_by_their_range_or_refused(kind: str, tmp_path: Path) -> None:
+    """Each would become a constant or another picture if Pillow alone made bytes of it."""
+    content, expected = RANGES[kind]
+    (tmp_path / "picture").write_bytes(content)
+    found = read_image(tmp_path / "picture", size=32)
+    if isinstance(expected, str):
+        assert isinstance(found, str)
+        assert expected in found
+        return
+    row = white_at(expected) if isinstance(expected, int) else expected
+    assert isinstance(found, Tensor), found
+    assert (found.int() - torch.from_numpy(np.tile(row.astype(np.int32), (3, 32, 1)))).abs().max() <= 1
 
 
 def test_folders_without_any_image(tmp_path: Path) -> None:

@@ -80,7 +80,10 @@ def lines_of(*, batch_size: int, accumulation: int = 1, **strategy: Any) -> list
         world_size=2,
         precision="bf16-mixed",
     )
-    data = SimpleNamespace(batch_size=batch_size, name="CIFAR-10", sets={"train": range(50_000), "val": range(0)})
+    source = SimpleNamespace(found=lambda sets: [])
+    data = SimpleNamespace(
+        batch_size=batch_size, name="CIFAR-10", source=source, sets={"train": range(50_000), "val": range(0)}
+    )
     return opening_lines(trainer, LitResNet("resnet10", stem="imagenet"), data)
 
 

@@ -172,16 +172,18 @@ def test_what_is_proven_is_not_looked_at_again() -> None:
 
 
 def data_of(**changed: Any) -> Any:
-    """A data module with a sampler; what is changed is of either."""
+    """A data module with a sampler; what is changed is of either. `train` and `val` are digests of files."""
     own = {"dataset": "synthetic", "val_size": 20}
+    files = {split: changed.pop(split) for split in ("train", "val") if split in changed}
     about_data = own | {name: value for name, value in changed.items() if name in own}
     sampler = sampler_of(**{name: value for name, value in changed.items() if name not in own})
-    return SimpleNamespace(**about_data, train_sampler=lambda: sampler)
+    source = SimpleNamespace(listed=files, own_val="val" in files)
+    return SimpleNamespace(**about_data, source=source, train_sampler=lambda: sampler)
 
 
-def record_at(step: int) -> AuditRecord:
+def record_at(step: int, **changed: Any) -> AuditRecord:
     digest = chain(EMPTY, *Plan(sampler_of()).due(0, step), first=0, last=step)
-    return AuditRecord(epoch=3, step=step, start=EMPTY, digest=digest, settings=order_settings(data_of()))
+    return AuditRecord(epoch=3, step=step, start=EMPTY, digest=digest, settings=order_settings(data_of(**changed)))
 
 
 @pytest.mark.parametrize(("num_ranks", "accumulation"), CUTS)
@@ -221,7 +223,55 @@ def test_other_settings_are_refused_within_an_epoch(changed: dict[str, Any], pro
         record_at(2).check(data_of(**changed))
     assert f"after 2 optimizer steps of epoch 3 with {remedy}; {problem} would" in error.value.problem
     assert error.value.remedy.startswith(f"pass {remedy}, or")
-    record_at(0).check(data_of(**changed))
+    record_at(0).check(data_of(**changed | {"val_size": 0}))
+
+
+# What was trained on and what is held out now, as (then, now, whether some images are of both).
+HELD_OUT: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
+    "nothing changed": ({}, {}, None),
+    "another order": ({}, {"batch_size": 20, "shuffle": False, "drop_last": True}, None),
+    "another seed": ({}, {"seed": 1}, "--data.seed=0"),
+    "another seed, and nothing is validated on": ({}, {"seed": 1, "val_size": 0}, None),
+    "more are held out": ({}, {"val_size": 30, "num_samples": 90}, "--data.val_size=20"),
+    "fewer are held out": ({}, {"val_size": 10, "num_samples": 110}, None),
+    "none were held out": ({"val_size": 0, "num_samples": 120}, {}, "--data.val_size=0"),
+    "there are more images": ({}, {"num_samples": 110}, "--data.num_train=120"),
+    "the same files": ({"train": "a"}, {"train": "a"}, None),
+    "a file more": ({"train": "a"}, {"train": "b", "num_samples": 101}, "put them back"),
+    "as many files": ({"train": "a"}, {"train": "b"}, "put them back"),
+    "files of an earlier release": ({}, {"train": "a"}, "put them back"),
+    "a file more, and nothing is validated on": ({"train": "a"}, {"train": "b", "val_size": 0}, None),
+    "the seed of a folder that has others": ({"train": "a", "val": "c"}, {"train": "a", "val": "c", "seed": 1}, None),
+    "a file more to train on": ({"train": "a", "val": "c"}, {"train": "b", "val": "c"}, None),
+    "a file more to validate on": ({"train": "a", "val": "c"}, {"train": "a", "val": "d"}, None),
+    "a file was moved": ({"train": "a", "val": "c"}, {"train": "b", "val": "d"}, "put them back"),
+    "a folder to validate on is new": ({"train": "a"}, {"train": "a", "val": "c"}, None),
+    "a folder to validate on took some": ({"train": "a"}, {"train": "b", "val": "c"}, "put them back"),
+    "a folder to validate on is gone": ({"train": "a", "val": "c"}, {"train": "a"}, "put them back"),
+    "a folder to validate on, an earlier release": ({}, {"train": "a", "val": "c"}, None),
+}
+
+
+@pytest.mark.parametrize("case", HELD_OUT)
+def test_images_that_were_trained_on_are_not_validated_on(case: str) -> None:
+    """At the beginning of an epoch too, where the order may be another."""
+    then, now, remedy = HELD_OUT[case]
+    record = record_at(0, **then)
+    for check in (record.check, record.check_held_out):
+        if remedy is None:
+            check(data_of(**now))
+            continue
+        with pytest.raises(
+            ConfigError, match="images that the checkpoint was trained on would be validated on"
+        ) as error:
+            check(data_of(**now))
+        assert remedy in error.value.remedy
+
+
+def test_other_files_are_refused_within_an_epoch() -> None:
+    record_at(2, train="a", val="c").check(data_of(train="a", val="d"))
+    with pytest.raises(ConfigError, match="since then files to train on were added, removed or renamed"):
+        record_at(2, train="a", val="c").check(data_of(train="b", val="c"))
 
 
 def test_another_order_from_the_same_settings_is_refused() -> None:

@@ -20,6 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.images import Batch
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import ConfigError, SampleAuditError, printable
@@ -33,6 +34,7 @@ _KEY = "sample_audit"
 _USE = 2**32  # the low half of a tally's entry has room for the step
 _MAX_IDS = 10
 OrderSettings = dict[str, int | str]
+_TRAIN, _VAL = _FILES = ("train files", "val files")  # settings that are no flags: digests of lists of files
 
 
 class SampleAudit(Callback):
@@ -49,13 +51,16 @@ class SampleAudit(Callback):
         self._tally, self._start, self._digest = None, EMPTY, EMPTY
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        record = AuditRecord.read(checkpoint)
+        data = trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission
+        if trainer.state.fn == TrainerFn.VALIDATING and record is not None and isinstance(data, CIFAR10DataModule):
+            record.check_held_out(data)
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        record = AuditRecord.read(checkpoint)
         if record is None:
             rank_zero_warn("the checkpoint has no sample audit: the samples of its epoch are not checked")
             return
-        record.check(trainer.datamodule)  # type: ignore[attr-defined]
+        record.check(data)
         self._start, self._digest = record.start, record.digest
         self._tally = _tally(trainer, record.epoch, step=record.step)
 
@@ -212,13 +217,19 @@ class AuditRecord:
     def check(self, data: Any) -> None:
         """Refuse to resume in the middle of an epoch unless this run's plan for it begins with what was used.
 
-        `data` is the run's data module.
+        And `check_held_out`. `data` is the run's data module.
         """
         if not self.step:
+            self.check_held_out(data)
             return
         settings = order_settings(data)
         written = f"the checkpoint was written after {self.step} optimizer steps of epoch {self.epoch}"
-        names = [name for name, value in settings.items() if self.settings.get(name) != value]
+        if self.settings.get(_TRAIN, settings.get(_TRAIN)) != settings.get(_TRAIN):
+            raise ConfigError(
+                f"{written}; since then files to train on were added, removed or renamed",
+                remedy="put them back as they were",
+            )
+        names = [name for name, value in settings.items() if name not in _FILES and self.settings.get(name) != value]
         if names:
             then = _flags({name: value for name, value in self.settings.items() if name in names})
             raise ConfigError(
@@ -234,6 +245,31 @@ class AuditRecord:
                 f"{written}, whose samples are not those that the same settings give here",
                 remedy="resume with the version of lit_cifar that wrote it, or a checkpoint from between two epochs",
             )
+        self.check_held_out(data)
+
+    def check_held_out(self, data: Any) -> None:
+        """Refuse to validate on images that were trained on. A smaller `val_size` holds out a part of the same ones.
+
+        Files that the user has put into a folder to validate on may be any, unless some to train on are gone.
+        """
+        now, then, own = order_settings(data), self.settings, data.source.own_val
+        names = _FILES if own else (*_FILES, "num_train", "seed", "val_size")
+        others = [name for name in names if then.get(name) != now.get(name)]
+        if "val_size" in others and str(then.get("val_size")).isdecimal() and int(then["val_size"]) > data.val_size:
+            others.remove("val_size")
+        if not data.val_size or not others or (own and (len(others) == 1 or _TRAIN not in then)):
+            return
+        reason, remedy = (
+            "files were added, removed or moved, or it is of an earlier release",
+            "put them back as they were",
+        )
+        if not {*_FILES} & {*others}:
+            reason, given = (_flags({name: each[name] for name in others if name in each}) for each in (now, then))
+            remedy = f"pass {given}"
+        raise ConfigError(
+            f"images that the checkpoint was trained on would be validated on: {reason}",
+            remedy=f"{remedy}, or start a new training",
+        )
 
 
 def failure(uses: Tensor, plan: Plan, *, loader_steps: int) -> SampleAuditError:
@@ -264,9 +300,11 @@ def chain(digest: str, ids: Tensor, steps: Tensor, *, first: int, last: int) -> 
 
 
 def order_settings(data: Any) -> OrderSettings:
-    """All that decides which image is used in which step, by the flags of `data`, the data module."""
+    """All that decides which image is used in which step, by the flags of `data`, the data module, and by files."""
     sampler: TrainSampler = data.train_sampler()
-    return {
+    listed = data.source.listed
+    files = {f"{split} files": listed[split] for split in ("train", "val") if split in listed}
+    return files | {
         "dataset": data.dataset,
         "num_train": sampler.num_samples + data.val_size,
         "val_size": data.val_size,

@@ -34,7 +34,7 @@ class StartingCheckpoint:
 
     def __init__(self, subcommand: str, config: Namespace) -> None:
         self.position: dict[str, Any] = {}  # of the run that is resumed in its own folder; empty for a new run
-        self.audit: AuditRecord | None = None  # of a fit that is resumed
+        self.audit: AuditRecord | None = None  # of a training that is resumed or validated
         self.has_weights_alone = False  # with which the network starts
         self.start = Start(None, "no checkpoint")
         self._content: dict[str, Any] | None = None
@@ -62,9 +62,10 @@ class StartingCheckpoint:
         self.has_weights_alone = holds_weights_alone(self._content)
         if self.has_weights_alone:
             return
+        if self._subcommand in ("fit", "validate"):
+            self.audit = AuditRecord.read(self._content)
         if self._subcommand == "fit":
             with naming(path):
-                self.audit = AuditRecord.read(self._content)
                 _check_length(self._content.get(POSITION, {}), self._config.trainer)
         if resumes:
             self.position = self._content.get(POSITION, {})

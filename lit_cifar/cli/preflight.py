@@ -132,7 +132,8 @@ def check_run(
     """Refuse a run that cannot work, and leave `data` set up.
 
     `asked` are the arguments that all three were made from, `audit` is that of the checkpoint that a fit is resumed
-    from, `replicas` are the callback of `--virtual_replicas`. The trainer's processes are not started.
+    from or that is validated, `replicas` are the callback of `--virtual_replicas`. The trainer's processes are not
+    started.
     """
     if trainer.world_size == 1 and asked.trainer.sync_batchnorm:
         rank_zero_warn("--trainer.sync_batchnorm=true has no effect with one process, which sees the whole batch")
@@ -171,10 +172,10 @@ def check_run(
         replicas.check(trainer, data)
     if subcommand == "fit":
         data.train_sampler().check()
-        if audit is not None:
-            with naming(asked.ckpt_path):
-                audit.check(data)
         _check_intervals(trainer, data)
+    if audit is not None:
+        with naming(asked.ckpt_path):
+            (audit.check if subcommand == "fit" else audit.check_held_out)(data)
 
 
 def _try_optimizer(module: LitResNet) -> Optimizer:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.batch_split import BatchSplit
-from lit_cifar.data.counter_rng import Purpose, keyed_permutation
 from lit_cifar.data.dataset import Dataset, Split
 from lit_cifar.data.encoded_pictures import EncodedImages
 from lit_cifar.data.images import Batch, ImageSet
@@ -68,7 +67,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         root: Folder of the data set. A download is stored here.
         dataset: Data set: "cifar10", "cifar100", "fashion_mnist" (grey repeated to three channels, padded to 32 x 32),
             "synthetic" (images drawn by code from `seed`, without files), or "folder": your own pictures, in ROOT/CLASS
-            or in ROOT/train/CLASS, with ROOT/val/CLASS and ROOT/test/CLASS if there are such.
+            or in ROOT/train/CLASS, with ROOT/val/CLASS and ROOT/test/CLASS if there are such, or other usual names.
         image_size: Height and width to which the pictures of "folder" are resized, in pixels. The default is 32.
         decoded_size: Height and width of the squares that the pictures of "folder" are decoded to, in pixels. Training
             images are then windows of random size and place, and other images the centre, `image_size` x `image_size`.
@@ -223,7 +222,7 @@ class CIFAR10DataModule(L.LightningDataModule):
             raise ConfigError("--data.reflect=true has too few pixels to mirror", remedy="lower --data.padding")
         if self.source.own_val and val_size is not None:
             raise ConfigError(
-                f"--data.val_size={val_size} holds out images to validate on, and there are some in {root}/val",
+                f"--data.val_size={val_size} holds out images to validate on, and {root} has a folder of them",
                 remedy="leave it out, or move that folder away",
             )
         if frozen_order and not shuffle:
@@ -280,9 +279,9 @@ class CIFAR10DataModule(L.LightningDataModule):
                 f"--data.val_size={self.val_size} leaves none of {len(images)} images to train on",
                 remedy=f"lower it, e.g. --data.val_size={len(images) // 10}",
             )
-        order = keyed_permutation(len(images), seed=self.seed, epoch=0, purpose=Purpose.SPLIT)
-        held_out, kept = order[: self.val_size].sort().values, order[self.val_size :].sort().values
-        return images.subset(kept), images.subset(held_out)
+        held_out = torch.zeros(len(images), dtype=torch.bool)
+        held_out[self.source.hold_out(images.labels, self.val_size)] = True
+        return images.subset((~held_out).nonzero()[:, 0]), images.subset(held_out.nonzero()[:, 0])
 
     @property
     def batch_split(self) -> BatchSplit:

@@ -1,11 +1,13 @@
 """What a data set says of itself, and how it is read; each is a class in a file and a line in `datamodule`."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Literal, TypeAlias
 
 from torch import Tensor
 
+from lit_cifar.data.counter_rng import Purpose, keyed_permutation
 from lit_cifar.data.images import ImageSet
 from lit_cifar.errors import ConfigError
 
@@ -28,6 +30,7 @@ class Dataset(ABC):
     val_size: int = 5000  # training images that are held out where the user names no number
     # Whether it has images to validate on beside those to train on; `val_size` is then their number.
     own_val: bool = False
+    has_test: bool = True  # whether it has images to test on
 
     def __init__(self, root: Path, *, image_size: int | None = None, seed: int = 0) -> None:
         if image_size not in (None, self.image_size):
@@ -37,10 +40,21 @@ class Dataset(ABC):
                 remedy="leave it out; pictures of your own have any size: --data.dataset=folder --data.root=FOLDER",
             )
         self.root, self.seed = root.expanduser(), seed
+        self.listed: dict[
+            Split, str
+        ] = {}  # a digest of the files of each split that was loaded, if they are the user's
 
     def identity(self, name: str) -> str:
         """What a checkpoint remembers of the data set that is registered as `name`."""
         return name
+
+    def hold_out(self, labels: Tensor, num_images: int) -> Tensor:
+        """Positions of `num_images` training images to validate on, int64; `labels` are those of all, int64, (N,)."""
+        return keyed_permutation(len(labels), seed=self.seed, epoch=0, purpose=Purpose.SPLIT)[:num_images]
+
+    def found(self, sets: Mapping[str, ImageSet]) -> list[str]:
+        """What to tell of the classes and pictures of each split, in lines, where they are the user's own."""
+        return []
 
     def prepare(self, *, download: bool) -> None:  # noqa: B027  # some have nothing to do
         """Make sure the data are under `root` and sound, downloading them if they are absent and `download` allows it.

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from lit_cifar.data.images import ImageSet
 from lit_cifar.errors import DataError
 
-FORMAT = 1  # of the file; another one where `read_image` makes other pixels of a picture
+FORMAT = 2  # of the file; another one where `read_image` makes other pixels of a picture
 UNREADABLE = 2**64 - 1  # in place of a hash
 LIMIT_GB = 100.0
 _CHUNK = 64  # pictures that a worker decodes at a time
@@ -110,24 +110,26 @@ class PictureCache:
         """The file, mapped and read-only: uint8 pixels, (N, 3, size, size), and uint64 hashes, (N,).
 
         The first process that comes writes the file, on all cores; others wait for it. `read` decodes a picture, and
-        returns None if that cannot be done.
+        returns None if that cannot be done; then each later process tries again.
 
         Raises:
             DataError: The folder cannot be written to or locked, or is to hold more than it may.
         """
         path = self._folder / f"{self.digest}.pixels"
         pictures = _Pictures(paths, read, path.with_name(path.name + ".part"), 3 * size * size)
-        if not _has_size(path, pictures.num_bytes):
-            try:
+        try:
+            if _has_size(path, pictures.num_bytes):
+                pictures.try_again(path)
+            else:
                 with _locked(self._folder):
                     if not _has_size(path, pictures.num_bytes):
                         self._write(pictures, path)
-            except OSError as error:
-                raise DataError(
-                    f"decoded pictures cannot be written to {self._folder}: {error.strerror or error}",
-                    remedy="pass a folder on a disk of this machine with enough room: --data.cache_dir=FOLDER,\n"
-                    "or decode them as they are needed: --data.decode=as_needed",
-                ) from error
+        except OSError as error:
+            raise DataError(
+                f"decoded pictures cannot be written to {self._folder}: {error.strerror or error}",
+                remedy="pass a folder on a disk of this machine with enough room: --data.cache_dir=FOLDER,\n"
+                "or decode them as they are needed: --data.decode=as_needed",
+            ) from error
         # Not `torch.from_file`: it maps such that Linux refuses a file that is larger than the memory.
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -226,6 +228,14 @@ class _Pictures(Dataset[int]):
             os.pwrite(file, pixels, at)
         found = UNREADABLE if pixels is None else hash_of(pixels)
         os.pwrite(file, found.to_bytes(HASH.itemsize, "little"), hash_at)
+
+    def try_again(self, file: Path) -> None:
+        """Decode those of the whole `file` that could not be read: the disk may have been at fault, not the picture."""
+        hashes = np.fromfile(file, HASH, offset=len(self.paths) * self._row_bytes)
+        if len(rows := np.flatnonzero(hashes == UNREADABLE)):
+            with file.open("r+b", buffering=0) as opened:
+                for row in rows.tolist():
+                    self._decode(row, opened.fileno())
 
     def decode_all(self) -> None:
         workers = min(len(os.sched_getaffinity(0)), len(self)) if len(self) > 1 else 0

@@ -1,29 +1,29 @@
 """The user's own pictures, made into small RGB squares, uint8: folders of classes to train on, a folder to classify."""
 
 import math
-import os
-import stat
 import warnings
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
-from itertools import zip_longest
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
+from unicodedata import normalize
 
 import numpy as np
 import PIL
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps, ImagePalette, UnidentifiedImageError
+from PIL.PngImagePlugin import PngImageFile
+from PIL.TiffImagePlugin import BITSPERSAMPLE, COLORMAP, PHOTOMETRIC_INTERPRETATION, SAMPLEFORMAT, TiffImageFile
 from torch import Tensor
 
 from lit_cifar.data.dataset import Channels, Dataset, Split
 from lit_cifar.data.encoded_pictures import EncodedImages
 from lit_cifar.data.images import ImageSet
 from lit_cifar.data.picture_cache import FORMAT, HASH, LIMIT_GB, UNREADABLE, MappedImages, PictureCache
+from lit_cifar.data.picture_folders import IMAGES_WANTED, SPLITS, File, PictureFolders, list_files
 from lit_cifar.errors import ConfigError, DataError, one_line, printable
 
 # What is read, whatever a file is called. Pillow knows forty more formats, most of them old, and starts Ghostscript for
@@ -34,12 +34,14 @@ FORMATS = ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM")
 class OwnPictures(Dataset):
     """Pictures of any size in folders named after their classes, as torchvision's ImageFolder has them.
 
-    `root/train/CLASS/*` or `root/CLASS/*` to train on, `root/val/CLASS/*` to validate on, `root/test/CLASS/*` to test.
-    Without `root/val` some of the first are held out. The classes are the folders, sorted by name; control characters
-    and bytes that are not UTF-8 are escaped in the name of a class.
+    `root/train/CLASS/*` or `root/CLASS/*` to train on, `root/val/CLASS/*` to validate on, `root/test/CLASS/*` to test,
+    or other usual names of these. Without `root/val` some of the first are held out, of each class alike. The classes
+    are the folders, sorted by name; control characters and bytes that are not UTF-8 are escaped in the name of a class,
+    and letters with accents are composed (NFC).
 
-    A file that is no picture is an error, or left out with `skip_unreadable`; a hidden one is passed over. Of a split
-    there is one picture of each class in turn, so that the first n are of all classes.
+    What looks like a split and is not used is an error, as it would be a class, or be missed. A file that is no picture
+    is an error, or left out with `skip_unreadable`; a hidden one is passed over. Of a split there is one picture of
+    each class in turn, so that the first n are of all classes.
     """
 
     title = "own pictures"
@@ -82,20 +84,29 @@ class OwnPictures(Dataset):
         self._cache_dir = None if cache_dir is None else Path(cache_dir)
         self._limit_gb = LIMIT_GB if cache_limit_gb is None else cache_limit_gb
         self._skip_unreadable = skip_unreadable
-        folder = self._folder("train")
-        others = ("val", "test") if folder == self.root else ()
-        self._names = sorted(found.name for found in _folders(folder) if found.name not in others)
-        if not self._names:
-            raise DataError(f"{folder} holds no folders of pictures", remedy=f"put pictures into {folder}/CLASS/")
-        self.classes = tuple(map(printable, self._names))
-        if len(set(self.classes)) < len(self.classes):
-            raise DataError(f"two folders in {folder} have the same name when printed", remedy="rename one of them")
-        self.own_val = (self.root / "val").is_dir()
-        self._listed: dict[Split, list[_File]] = {}  # until they are loaded
+        self._folders = PictureFolders.of(self.root)
+        self.classes = tuple(self._folders.classes)
+        self.own_val, self.has_test = "val" in self._folders.splits, "test" in self._folders.splits
+        self._unread: dict[Split, list[File]] = {}  # listed, until they are loaded
 
     @property
     def val_size(self) -> int:  # type: ignore[override]  # it is known once the pictures are listed, which takes long
         return len(self._files("val")) if self.own_val else len(self._files("train")) // 10
+
+    def hold_out(self, labels: Tensor, num_images: int) -> Tensor:
+        """The same share of each class, but one picture or more, while there are as many; and never a class's last one.
+
+        Of more pictures those of fewer are a part.
+        """
+        order = super().hold_out(labels, len(labels))
+        counts = torch.bincount(labels)
+        by_class = torch.argsort(labels[order], stable=True)
+        place = torch.empty_like(order)  # of each in its class, in this order
+        place[by_class] = torch.arange(len(order)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+        of_class = counts[labels[order]]
+        share = (place + 0.5) / of_class
+        share[place == 0], share[place == of_class - 1] = 0, 1
+        return order[torch.argsort(share, stable=True)[:num_images]]
 
     def identity(self, name: str) -> str:
         """With the classes: those of another folder are others."""
@@ -106,9 +117,11 @@ class OwnPictures(Dataset):
         files = self._files(split)
         if num_images is not None:
             self.check_number(num_images, split, known=len(files))
-        del self._listed[split]
+        del self._unread[split]
+        names = normalize("NFC", "\n".join(file.path for file in files))
+        self.listed[split] = sha256(names.encode(errors="surrogateescape")).hexdigest()[:16]
         files = files[:num_images]
-        folder = self._folder(split)
+        folder = self._folders.folder(split)
         paths = [f"{folder}/{file.path}" for file in files]
         labels = torch.tensor([file.label for file in files])
         if self._decode == "as_needed":
@@ -126,7 +139,7 @@ class OwnPictures(Dataset):
         shape = (len(paths), 3, self._size, self._size)
         hashes = np.frombuffer(file, HASH, offset=math.prod(shape))
         unreadable = hashes == UNREADABLE
-        self._judge([path for path, bad in zip(paths, unreadable, strict=True) if bad], len(paths), cached)
+        self._judge([path for path, bad in zip(paths, unreadable, strict=True) if bad], len(paths))
         rows = torch.from_numpy(np.flatnonzero(~unreadable))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # nobody writes to it: torch warns of buffers that are read-only
@@ -134,7 +147,7 @@ class OwnPictures(Dataset):
         checked = torch.zeros(len(files), dtype=torch.bool)
         return MappedImages(images, labels[rows], self.classes, file, rows, hashes, checked, cached)
 
-    def _judge(self, unreadable: list[str], num_files: int, cached: Path) -> None:
+    def _judge(self, unreadable: list[str], num_files: int) -> None:
         """Refuse pictures that cannot be read, or say that they are left out."""
         if not unreadable:
             return
@@ -142,58 +155,53 @@ class OwnPictures(Dataset):
         if self._skip_unreadable and len(unreadable) < num_files:
             rank_zero_warn(f"{number} and are left out; the first is {printable(unreadable[0])}")
             return
-        with suppress(OSError):
-            cached.rename(f"{cached}.part")  # the next run tries these again, and these alone
-        listed = "; ".join(f"{printable(path)}: {read_image(path, size=1)}" for path in unreadable[:3])
+        found = {path: read_image(path, size=1) for path in unreadable[:3]}
+        reasons = {
+            path: why if isinstance(why, str) else "the second time it could be read" for path, why in found.items()
+        }
+        listed = "; ".join(f"{printable(path)}: {why}" for path, why in reasons.items())
         raise DataError(
             f"{number}: {listed}" + ("; ..." if len(unreadable) > 3 else ""),
             remedy="replace them, move them away, or leave them out: --data.skip_unreadable=true",
         )
 
-    def _folder(self, split: Split) -> Path:
-        folder = self.root / split
-        return self.root if split == "train" and not folder.is_dir() else folder
+    def found(self, sets: Mapping[str, ImageSet]) -> list[str]:
+        read: list[Split] = [split for split in SPLITS if split in sets and len(sets[split])]
+        lines = [f"{self._title(split)}: {self._counted(sets[split].labels)}" for split in read]
+        if self.has_test and "test" not in sets:
+            try:
+                of_test = self._counted(torch.tensor([file.label for file in self._files("test")]))
+            except DataError as error:  # which no other command than `test` need mind
+                of_test = error.problem
+            lines.append(f"{self._title('test')}: {of_test}")
+        if self._folders.unused:
+            more = f" and {len(self._folders.unused) - 3:,} more" if len(self._folders.unused) > 3 else ""
+            lines.append(f"not used: {', '.join(self._folders.unused[:3])}{more}")
+        return lines
 
-    def _files(self, split: Split) -> "list[_File]":
-        """Those of each class in the order of their names, one of each class in turn."""
-        if split not in self._listed:
-            self._listed[split] = self._list(split)
-        return self._listed[split]
+    def _title(self, split: Split) -> str:
+        used = self._folders.splits.get(split)
+        return f"{used.name}/" if used else {"train": "train on", "val": "held out"}[split]
 
-    def _list(self, split: Split) -> "list[_File]":
-        folder = self._folder(split)
-        names = {found.name for found in _folders(folder)}
-        if split != "train" and (unknown := sorted(names - set(self._names))):
-            raise DataError(
-                f"{printable(str(folder / unknown[0]))} is a class without pictures to train on",
-                remedy="move it away, or put pictures of it beside those to train on",
-            )
-        by_class = [
-            [_File(f"{name}/{path}", label, version) for path, version in list_files(folder / name).items()]
-            for label, name in enumerate(self._names)
-            if name in names
+    def _counted(self, labels: Tensor) -> str:
+        counts = dict(zip(self.classes, torch.bincount(labels, minlength=len(self.classes)).tolist(), strict=True))
+        if len(counts) <= 10:
+            return ", ".join(f"{name} {count:,}" for name, count in counts.items())
+        ends = [
+            f"{counts[name]:,} ({name})"
+            for name in (min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__))
         ]
-        if not by_class:
-            raise DataError(f"{folder} holds no pictures", remedy=f"put some into {folder}/CLASS/")
-        return [file for turn in zip_longest(*by_class) for file in turn if file is not None]
+        return f"{len(counts):,} classes of {' to '.join(ends)} pictures"
 
-
-class _File(NamedTuple):
-    path: str  # in the folder of the split
-    label: int
-    version: tuple[int, int]  # size in bytes, and when it was changed, in ns
+    def _files(self, split: Split) -> list[File]:
+        if split not in self._unread:
+            self._unread[split] = self._folders.files(split)
+        return self._unread[split]
 
 
 def _pixels(path: str, *, size: int) -> bytes | None:
     image = read_image(path, size=size)
     return None if isinstance(image, str) else image.numpy().tobytes()
-
-
-def _folders(folder: Path) -> list[Path]:
-    """Those in `folder` that are not hidden."""
-    if not folder.is_dir():
-        raise DataError(f"there is no folder {folder}", remedy=f"put pictures into {folder}/CLASS/")
-    return [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
 
 
 @dataclass(frozen=True)
@@ -206,7 +214,7 @@ class FolderImages:
 
 
 def read_folder(folder: Path, *, classes: tuple[str, ...], size: int = 32) -> FolderImages:
-    """Read every file of `folder` and its subfolders, whatever its suffix, except hidden ones.
+    """Read every file of `folder` and its subfolders, linked ones too, whatever its suffix, except hidden ones.
 
     A file that is no image of `FORMATS`, or a damaged one, gets an entry in `errors`.
     """
@@ -218,48 +226,10 @@ def read_folder(folder: Path, *, classes: tuple[str, ...], size: int = 32) -> Fo
     if not images:
         raise DataError(
             f"none of the {len(files)} files in {folder} can be read as an image; the first is {files[0]}: {errors[0]}",
-            remedy=_IMAGES_WANTED,
+            remedy=IMAGES_WANTED,
         )
     labels = torch.full((len(images),), -1)
     return FolderImages(files, errors, ImageSet(torch.stack(images), labels, classes))
-
-
-_IMAGES_WANTED = "name a folder that holds images, e.g. PNG or JPEG files"
-
-
-def list_files(folder: Path) -> dict[str, tuple[int, int]]:
-    """Regular files and broken links, relative to `folder`, with size and time of the last change in ns.
-
-    Sorted as strings, without those that are hidden, and without what could block, such as a named pipe.
-    """
-    if not folder.is_dir():
-        problem = "is a file, not a folder" if folder.exists() else "does not exist"
-        raise DataError(f"{folder} {problem}", remedy=_IMAGES_WANTED)
-    try:
-        listed = dict(sorted(_scan(str(folder), "")))
-    except OSError as error:
-        raise DataError(f"{folder} cannot be listed: {error}", remedy="make it readable, or copy it") from error
-    if not listed:
-        raise DataError(f"{folder} holds no files", remedy=_IMAGES_WANTED)
-    return listed
-
-
-def _scan(folder: str, prefix: str) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Each file is asked for once: with a million of them anything more takes long."""
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            if entry.is_dir(follow_symlinks=False):
-                yield from _scan(entry.path, f"{prefix}{entry.name}/")
-                continue
-            try:
-                found = entry.stat()
-            except OSError:  # a broken link
-                yield prefix + entry.name, (0, 0)
-                continue
-            if stat.S_ISREG(found.st_mode):
-                yield prefix + entry.name, (found.st_size, found.st_mtime_ns)
 
 
 def read_image(path: Path | str, *, size: int) -> Tensor | str:
@@ -274,8 +244,14 @@ def read_image(path: Path | str, *, size: int) -> Tensor | str:
             warnings.simplefilter("ignore")
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path, formats=FORMATS) as image:
+                if not _has_range(image):
+                    return (
+                        f"{image.format} of mode {image.mode}: no black and white are told; save it with 8 or 16 bits"
+                    )
+                _scale_colours(image)
+                scale = _grey_scale(image)  # the upright one has no tags
                 upright = ImageOps.exif_transpose(image)
-                square = ImageOps.fit(_to_rgb(upright), (size, size), method=Image.Resampling.BICUBIC)
+                square = ImageOps.fit(_to_rgb(upright, *scale), (size, size), method=Image.Resampling.BICUBIC)
     except UnidentifiedImageError:
         return f"not an image ({', '.join(FORMATS)})"
     except (Image.DecompressionBombWarning, Image.DecompressionBombError):
@@ -285,9 +261,45 @@ def read_image(path: Path | str, *, size: int) -> Tensor | str:
     return torch.from_numpy(np.array(square)).permute(2, 0, 1)
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I;16"):  # Pillow's own conversion clips 16-bit greys at 255 instead of scaling them
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+def _tags(image: Image.Image) -> Mapping[int, Any]:
+    """Those of a TIFF file, by number."""
+    return image.tag_v2 if isinstance(image, TiffImageFile) else {}
+
+
+def _has_range(image: Image.Image) -> bool:
+    """Whether the file tells which values are black and white.
+
+    Integers of 32 bits usually hold smaller ones, and real numbers anything; Pillow clips both at 255. It takes signed
+    bytes for others. From a PGM file it makes integers up to 65535.
+    """
+    signed = 2 in _tags(image).get(SAMPLEFORMAT, ())
+    return not signed and image.mode != "F" and (image.mode != "I" or image.format == "PPM")
+
+
+def _scale_colours(image: Image.Image) -> None:
+    """Scale a palette and a transparent colour as the pixels are, before these are decoded."""
+    colours, transparent = _tags(image).get(COLORMAP), image.info.get("transparency")
+    if colours and max(colours) < 256:  # they should have 16 bits, and Pillow would make all of them black
+        image.palette = ImagePalette.raw("RGB;L", bytes(colours))
+    if isinstance(image, PngImageFile) and isinstance(transparent, tuple) and image.tile[0].args == "RGB;16B":
+        # The pixels lose their low bytes.
+        image.info["transparency"] = tuple(value >> 8 for value in transparent)
+
+
+def _grey_scale(image: Image.Image) -> tuple[int, bool]:
+    """The number of bits of a grey with more than 8, and whether 0 is white."""
+    tags = _tags(image)
+    return tags.get(BITSPERSAMPLE, (16,))[0], tags.get(PHOTOMETRIC_INTERPRETATION) == 0
+
+
+def _to_rgb(image: Image.Image, bits: int, inverted: bool) -> Image.Image:
+    if image.mode.startswith("I"):  # Pillow's own conversion clips greys at 255 instead of scaling them
+        values = np.asarray(image)
+        grey = (values >> bits - 8).astype(np.uint8)
+        if inverted:
+            grey = 255 - grey
+        grey[values == image.info.get("transparency")] = 255
+        return Image.fromarray(grey).convert("RGB")
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)

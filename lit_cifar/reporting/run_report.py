@@ -31,6 +31,7 @@ class RunReport(Callback):
     def __init__(self) -> None:
         self.candidates: dict[str, float] = {}  # seconds of a step with each, if `--autotune=true` has timed them
         self._folder: Path | None = None
+        self._has_test = True  # whether the data have images to test on
         self._started_at = 0.0
         self._pid = os.getpid()
 
@@ -43,7 +44,10 @@ class RunReport(Callback):
 
     def announce(self, trainer: Trainer, pl_module: LightningModule, datamodule: Any, *, stage: str) -> None:
         """Print the settings of the run, before its processes meet; `setup` of the data module was called."""
-        lines = opening_lines(trainer, pl_module, datamodule) if stage == "fit" else [_mode(trainer)]
+        self._has_test = datamodule.source.has_test
+        lines = (
+            opening_lines(trainer, pl_module, datamodule) if stage == "fit" else [*_read(datamodule), _mode(trainer)]
+        )
         if self.candidates:
             lines.append(_line("autotune", _compared(self.candidates)))
         print(*map(printable, lines), sep="\n", flush=True)
@@ -68,7 +72,8 @@ class RunReport(Callback):
             duration = timedelta(seconds=round(perf_counter() - self._started_at))
             lines.append(_line("result", ", ".join([*results(trainer), f"took {duration}"])))
         if self._folder is not None:
-            lines += next_steps(self._folder, stage, checkpoint=checkpoint_path(trainer) if stage == "fit" else None)
+            tested = stage == "fit" and self._has_test
+            lines += next_steps(self._folder, stage, checkpoint=checkpoint_path(trainer) if tested else None)
         if stage == "predict":
             lines += _unread(trainer.datamodule)  # type: ignore[attr-defined]  # Lightning's own omission
         print(*map(printable, lines), sep="\n", flush=True)
@@ -90,10 +95,19 @@ def opening_lines(trainer: Trainer, pl_module: LightningModule, datamodule: Any)
     return [
         _line("model", f"{model}, {num_parameters / 1e6:.2f} M parameters"),
         _line("data", f"{datamodule.name}: {images}"),
+        *(_line("", line) for line in datamodule.source.found(datamodule.sets)),
         _line("batch", division),
         _mode(trainer),
         *(_line("" if index else "split", line) for index, line in enumerate(split)),
     ]
+
+
+def _read(datamodule: Any) -> list[str]:
+    """The user's own pictures that another subcommand reads."""
+    if datamodule.folder is not None:
+        files, errors = datamodule.folder.files, datamodule.folder.errors
+        return [_line("data", f"{counted(len(files), 'file')}, {errors.count(None):,} of them pictures")]
+    return [_line("data", line) for line in datamodule.source.found(datamodule.sets)]
 
 
 def _mode(trainer: Trainer) -> str:

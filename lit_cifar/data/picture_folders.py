@@ -1,0 +1,251 @@
+"""Folders of the user's own pictures: which are for what, of which classes, and the files in them.
+
+Links to files and folders are followed. What is hidden is passed over, and what could block, as a named pipe.
+"""
+
+import os
+import re
+import shlex
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import NamedTuple
+from unicodedata import normalize
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lit_cifar.data.dataset import Split
+from lit_cifar.errors import DataError, nearest, printable
+
+# The usual names of folders to train, validate and test on, in any case, and what looks like one.
+SPLITS: dict[Split, tuple[str, ...]] = {
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation"),
+    "test": ("test", "testing"),
+}
+_SPLIT_WORD = re.compile(
+    r"(?<![a-z])(train|training|val|valid|validation|test|testing|dev|eval|evaluation|holdout)(set)?s?(?![a-z])"
+)
+IMAGES_WANTED = "name a folder that holds images, e.g. PNG or JPEG files"
+_CLASS_WANTED = "put pictures of the class into it, or remove it if there is no such class"
+
+
+class File(NamedTuple):
+    path: str  # in the folder of the split
+    label: int
+    version: tuple[int, int]  # size in bytes, and when it was changed, in ns
+
+
+@dataclass(frozen=True)
+class PictureFolders:
+    """`root/train/CLASS/*` or `root/CLASS/*`, with `root/val/CLASS/*` and `root/test/CLASS/*` if there are such."""
+
+    root: Path
+    splits: dict[Split, Path]  # those of `root` that are for one
+    classes: dict[str, Path]  # folders of pictures to train on, by the printable names of their classes, sorted by name
+    unused: list[str]  # what else is beside these, relative to `root`
+
+    @classmethod
+    def of(cls, root: Path) -> "PictureFolders":
+        """Those of `root`; what looks like a split and is not used as one is refused."""
+        splits = _splits(root)
+        folder = splits.get("train", root)
+        classes = {name: path for name, path in _by_class(folder).items() if path not in splits.values()}
+        if not classes:
+            raise DataError(f"{folder} holds no folders of pictures", remedy=f"put pictures into {folder}/CLASS/")
+        used = {folder, *splits.values(), *classes.values()}
+        beside = [path for path in sorted({*root.iterdir(), *folder.iterdir()} - used) if path.name[0] != "."]
+        _check_beside(root, beside, classes)
+        _check_classes(folder, classes, [*splits.values()])
+        return cls(root, splits, classes, [printable(str(path.relative_to(root))) for path in beside])
+
+    def folder(self, split: Split) -> Path:
+        """That of a split, whether it exists or not."""
+        return self.splits.get(split) or (self.root if split == "train" else self.root / split)
+
+    def files(self, split: Split) -> list[File]:
+        """Those of each class in the order of their names, one of each class in turn."""
+        folder = self.folder(split)
+        of_split = self.classes if split == "train" else _by_class(folder)
+        if unknown := [path for name, path in of_split.items() if name not in self.classes]:
+            meant = nearest(_name(unknown[0]).strip(), self.classes)
+            raise DataError(
+                f"{printable(str(unknown[0]))} is a class without pictures to train on",
+                remedy=(f"rename it to {meant}, " if meant else "")
+                + "move it away, or put pictures of it beside those to train on",
+            )
+        by_class = []
+        for label, name in enumerate(self.classes):
+            if name in of_split:
+                files = list_files(of_split[name], remedy=_CLASS_WANTED)
+                _check_within(of_split[name], files, self.classes)
+                by_class.append([File(f"{of_split[name].name}/{path}", label, found) for path, found in files.items()])
+        if not by_class:
+            raise DataError(f"{folder} holds no folders of classes", remedy=f"put pictures into {folder}/CLASS/")
+        return [file for turn in zip_longest(*by_class) for file in turn if file is not None]
+
+
+def _split_of(name: str) -> Split | None:
+    return next((split for split, names in SPLITS.items() if name.lower() in names), None)
+
+
+def _like_split(name: str) -> bool:
+    """Whether it has a word of a split, as `seg_train`, `testA` or `ValidationSet` have."""
+    return _SPLIT_WORD.search(re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()) is not None
+
+
+def _splits(root: Path) -> dict[Split, Path]:
+    """The folders of splits in `root`."""
+    found: dict[Split, Path] = {}
+    for folder in sorted(_folders(root)):
+        split = _split_of(folder.name)
+        if split in found:
+            raise DataError(
+                f"{found[split]} and {folder} are for the same pictures by their names",
+                remedy="move the pictures of one of them into the other, or move it away",
+            )
+        if split is not None:
+            found[split] = folder
+            if len({each.resolve() for each in found.values()}) < len(found):
+                raise DataError(f"{folder} is a link to pictures of another split", remedy="remove it")
+    flat = next((folder for folder in found.values() if not _inner(folder)), None)
+    if flat is not None and "train" not in found:
+        raise DataError(
+            f"{flat} has no folders of classes: it may be a class, or a split whose classes nobody knows",
+            remedy=f"if it is a class, move all of them into {root}/train/; if not, move it away",
+        )
+    return found
+
+
+def _name(folder: Path) -> str:
+    """The name of its class. macOS writes letters with accents in two parts, which look like those in one."""
+    return printable(normalize("NFC", folder.name))
+
+
+def _by_class(folder: Path) -> dict[str, Path]:
+    """The folders in `folder`, by the names of their classes, sorted."""
+    found: dict[str, Path] = {}
+    for path in sorted(_folders(folder), key=lambda path: normalize("NFC", path.name)):
+        if found.setdefault(_name(path), path) != path:
+            raise DataError(f"two folders in {folder} have the same name when printed", remedy="rename one of them")
+    return found
+
+
+def _inner(folder: Path) -> set[str]:
+    """The names of the folders in `folder`, if it is one."""
+    if not folder.is_dir():
+        return set()
+    with os.scandir(folder) as entries:
+        return {_name(Path(entry.name)) for entry in entries if entry.name[0] != "." and entry.is_dir()}
+
+
+def _check_beside(root: Path, beside: Iterable[Path], classes: dict[str, Path]) -> None:
+    """Refuse pictures that would not be used."""
+    for path in filter(Path.is_dir, beside):
+        if _like_split(path.name) or {_name(path), *_inner(path)} & classes.keys():
+            raise DataError(
+                f"{printable(str(path))} looks like pictures to train, validate or test on, and would not be used",
+                remedy=f"move it away, or into {root}/train, {root}/val or {root}/test",
+            )
+
+
+def _check_classes(folder: Path, classes: dict[str, Path], splits: Iterable[Path]) -> None:
+    """Refuse splits that would be classes, by names of their own and by folders that others have too."""
+    for path in classes.values():
+        if not _like_split(path.name) or not (inner := _inner(path)):
+            continue
+        others = set().union(*(_inner(other) for other in (*classes.values(), *splits) if other != path))
+        if inner & (others | classes.keys()):
+            raise DataError(
+                f"{printable(str(path))} looks like pictures to train, validate or test on, and would be a class",
+                remedy="name it train, val or test; if it is a class, put its pictures into it without folders",
+            )
+    if len(classes) == 1:
+        (only,) = classes.values()
+        raise DataError(
+            f"{printable(str(folder))} holds one class, {printable(only.name)}: there is nothing to tell apart",
+            remedy="add a folder of another class, or, if this one holds the classes, pass "
+            + shlex.quote(f"--data.root={only}"),
+        )
+
+
+def _check_within(folder: Path, files: Iterable[str], classes: dict[str, Path]) -> None:
+    """Refuse splits or several classes within a class, `folder`."""
+    below = {tuple(file.split("/")[:-1][:2]) for file in files if "/" in file}
+    inner = {name: _split_of(name) for name, *_ in below}
+    nested = any(inner[name] for name, *deeper in below if deeper)
+    if nested or len({*inner.values()} - {None}) > 1 or len(inner.keys() & classes.keys()) > 1:
+        raise DataError(
+            f"{printable(str(folder))} would be a class, and holds others or splits: "
+            + ", ".join(map(printable, sorted(inner)[:5])),
+            remedy="make folders ROOT/train/CLASS, ROOT/val/CLASS and ROOT/test/CLASS, and pass --data.root=ROOT",
+        )
+
+
+def _folders(folder: Path) -> list[Path]:
+    """Those in `folder` that are not hidden."""
+    if not folder.is_dir():
+        raise DataError(f"there is no folder {folder}", remedy=f"put pictures into {folder}/CLASS/")
+    found = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    real = folder.resolve()
+    circle = next((path for path in found if path.is_symlink() and real.is_relative_to(path.resolve())), None)
+    if circle is not None:
+        raise DataError(
+            f"{circle} is a link to a folder that it lies in", remedy=f"remove it: rm {shlex.quote(str(circle))}"
+        )
+    return found
+
+
+def list_files(folder: Path, *, remedy: str = IMAGES_WANTED) -> dict[str, tuple[int, int]]:
+    """Regular files and broken links, relative to `folder`, with size and time of the last change in ns.
+
+    Sorted as strings, without those that are hidden, and without what could block, such as a named pipe. Links to
+    folders are followed, but for those to a folder that they lie in, of which a warning is given.
+    """
+    if not folder.is_dir():
+        problem = "is a file, not a folder" if folder.exists() else "does not exist"
+        raise DataError(f"{folder} {problem}", remedy=remedy)
+    circles: list[str] = []
+    try:
+        listed = dict(sorted(_scan(str(folder), "", (folder.resolve(),), circles)))
+    except OSError as error:
+        raise DataError(f"{folder} cannot be listed: {error}", remedy="make it readable, or copy it") from error
+    if circles:
+        found = f"{len(circles)} links in {printable(str(folder))} are to folders that they lie in, and not followed"
+        rank_zero_warn(f"{found}; the first is {printable(min(circles))}")
+    if not listed:
+        raise DataError(f"{printable(str(folder))} holds no files", remedy=remedy)
+    return listed
+
+
+def _scan(
+    folder: str, prefix: str, chain: tuple[Path, ...], circles: list[str]
+) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Each file is asked for once: with a million of them anything more takes long.
+
+    `chain` has the real path of each folder in which a link was followed to get here, and last that of this one. Links
+    that are not followed are added to `circles`.
+    """
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                below = (*chain[:-1], chain[-1] / entry.name)
+                yield from _scan(entry.path, f"{prefix}{entry.name}/", below, circles)
+                continue
+            try:
+                found = entry.stat()
+            except OSError:  # a broken link
+                yield prefix + entry.name, (0, 0)
+                continue
+            if stat.S_ISREG(found.st_mode):
+                yield prefix + entry.name, (found.st_size, found.st_mtime_ns)
+            elif stat.S_ISDIR(found.st_mode):
+                target = Path(entry.path).resolve()
+                if any(above.is_relative_to(target) for above in chain):
+                    circles.append(prefix + entry.name)
+                else:
+                    yield from _scan(entry.path, f"{prefix}{entry.name}/", (*chain, target), circles)

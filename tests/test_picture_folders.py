@@ -1,0 +1,177 @@
+"""Which folders of pictures are for what: usual names of splits, and what would silently be a class or be missed."""
+
+from collections import Counter
+from pathlib import Path
+from unicodedata import normalize
+
+import pytest
+import torch
+from data_files import draw_pictures
+
+from lit_cifar import CIFAR10DataModule, DataError
+from lit_cifar.data.dataset import Split
+from lit_cifar.data.picture_folders import SPLITS, PictureFolders
+
+COMPOSED, DECOMPOSED = normalize("NFC", "\u00e9t\u00e9"), normalize("NFD", "\u00e9t\u00e9")
+
+
+def make(root: Path, *folders: str) -> Path:
+    """Each with as many empty files as its last word says; with none if that is no number."""
+    for folder in folders:
+        name, _, number = folder.rpartition(" ")
+        (root / name).mkdir(parents=True, exist_ok=True)
+        for index in range(int(number)):
+            (root / name / f"{index}.png").touch()
+    return root
+
+
+def counts(root: Path) -> dict[Split, dict[str, int]]:
+    folders = PictureFolders.of(root)
+    found: dict[Split, dict[str, int]] = {}
+    for split in SPLITS:
+        if split in ("train", *folders.splits):
+            labels = Counter(file.label for file in folders.files(split))
+            found[split] = {name: labels[label] for label, name in enumerate(folders.classes)}
+    return found
+
+
+LAYOUTS = {
+    "no splits": (["cat 3", "dog 2"], {"train": {"cat": 3, "dog": 2}}),
+    "val beside classes": (
+        ["cat 3", "dog 2", "val/dog 1"],
+        {"train": {"cat": 3, "dog": 2}, "val": {"cat": 0, "dog": 1}},
+    ),
+    **{
+        f"{train} {val} {test}": (
+            [
+                f"{split}/{name} {number}"
+                for number, split in enumerate((train, val, test), 1)
+                for name in ("cat", "dog")
+            ],
+            {"train": {"cat": 1, "dog": 1}, "val": {"cat": 2, "dog": 2}, "test": {"cat": 3, "dog": 3}},
+        )
+        for train, val, test in (
+            ("train", "val", "test"),
+            ("Train", "Val", "Test"),
+            ("training", "validation", "testing"),
+            ("TRAINING", "Valid", "tesT"),
+        )
+    },
+    "accents in one part and in two": (
+        [f"train/{COMPOSED} 3", "train/dog 2", f"val/{DECOMPOSED} 1"],
+        {"train": {"dog": 2, COMPOSED: 3}, "val": {"dog": 0, COMPOSED: 1}},
+    ),
+    "classes like splits, without folders": (
+        ["train/valid 3", "train/invalid 2", "train/test tube 1", "train/train 1"],
+        {"train": {"invalid": 2, "test tube": 1, "train": 1, "valid": 3}},
+    ),
+    "classes by year": (["valley/2023 1", "valley/2024 1", "peak/2023 1"], {"train": {"peak": 1, "valley": 2}}),
+    "a class with a folder like a split": (["bus/train 1", "bus/car 1", "dog 2"], {"train": {"bus": 2, "dog": 2}}),
+    "what is hidden": (["cat 3", "dog 2", ".val/cat 1", ".git 1"], {"train": {"cat": 3, "dog": 2}}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_usual_layouts(layout: str, tmp_path: Path) -> None:
+    folders, expected = LAYOUTS[layout]
+    assert counts(make(tmp_path, *folders)) == expected
+
+
+SPLIT, TWO = "looks like pictures to train, validate or test on", ("cat", "dog")
+REFUSED = {
+    "two for the same": (["train/cat 1", "train/dog 1", "val/cat 1", "valid/dog 1"], "are for the same pictures"),
+    "two that differ in case": (["train/cat 1", "train/dog 1", "Train/cat 1"], "are for the same pictures"),
+    "another name": (
+        [f"{split}/{name} 1" for split in ("train", "dev") for name in TWO],
+        f"dev {SPLIT}, and would not",
+    ),
+    "a year": ([f"{split}/{name} 1" for split in ("train2017", "val2017") for name in TWO], f"{SPLIT}, and would be a"),
+    "a set": (
+        [f"{split}/{name} 1" for split in ("training_set", "test_set") for name in TWO],
+        f"{SPLIT}, and would be",
+    ),
+    "a letter": ([f"{split}/{name} 1" for split in ("trainA", "testA") for name in TWO], f"{SPLIT}, and would be a"),
+    "one of two": (
+        [f"{split}/{name} 1" for split in ("seg_train", "test") for name in TWO],
+        f"seg_train {SPLIT}, and would be a",
+    ),
+    "a class beside those": (["train/cat 1", "train/dog 1", "cat 1"], f"cat {SPLIT}, and would not be used"),
+    "classes beside those": (["train/cat 1", "train/dog 1", "more/cat 1"], f"more {SPLIT}, and would not be used"),
+    "classes among those": (["cat 1", "dog 1", "more/cat 1", "more/dog 1"], "more would be a class, and holds others"),
+    "one folder too many": (["all/train/cat 1", "all/test/cat 1"], "holds one class, all: there is nothing to tell"),
+    "two too many": (["a/train/cat 1", "b/train/cat 1"], "a would be a class, and holds others or splits: train"),
+    "twice": (["train/train/cat 1", "train/train/dog 1"], "train holds one class, train"),
+    "classes first": (["cat/train 1", "cat/val 1", "dog/train 1"], "cat would be a class, and holds others or splits"),
+    "a split without classes": (["cat 1", "dog 1", "test 3"], "test has no folders of classes: it may be a class"),
+    "a class like a split": (["valid 3", "invalid 3"], "valid has no folders of classes: it may be a class"),
+    "accents twice": ([f"{COMPOSED} 1", f"{DECOMPOSED} 1"], "have the same name when printed"),
+    "a class without pictures": (
+        ["train/cat 1", "train/dog 0"],
+        "dog holds no files\nput pictures of the class into it, or",
+    ),
+    "a class that is new": (
+        ["train/cat 1", "train/dog 1", "val/Cat 1"],
+        "without pictures to train on\nrename it to cat,",
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", REFUSED)
+def test_what_would_silently_be_a_class_or_be_missed_is_refused(layout: str, tmp_path: Path) -> None:
+    folders, problem = REFUSED[layout]
+    with pytest.raises(DataError) as error:
+        counts(make(tmp_path, *folders))
+    assert problem in str(error.value)
+    assert len(str(error.value).splitlines()) == 2
+
+
+def test_a_link_to_the_pictures_of_another_split_is_refused(tmp_path: Path) -> None:
+    make(tmp_path, "train/cat 1", "train/dog 1")
+    (tmp_path / "val").symlink_to("train")
+    with pytest.raises(DataError, match="val is a link to pictures of another split"):
+        PictureFolders.of(tmp_path)
+
+
+def test_what_was_found_is_told(tmp_path: Path) -> None:
+    """With what is beside it, and why there is nothing to test on; of many classes the fewest and the most pictures."""
+    draw_pictures(tmp_path / "train" / "cat", 17)
+    draw_pictures(tmp_path / "train" / "dog", 3)
+    make(tmp_path, "test 1", "notes 1")
+    (tmp_path / "train" / "labels.csv").touch()
+    data = CIFAR10DataModule(tmp_path, dataset="folder", cache_dir=tmp_path / "cache")
+    data.setup("fit")
+    assert data.source.found(data.sets) == [
+        "train/: cat 16, dog 2",
+        "held out: cat 1, dog 1",
+        f"test/: {tmp_path / 'test'} holds no folders of classes",
+        "not used: notes, train/labels.csv",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("counts", "num_images", "expected"),
+    [
+        ([97, 3], 10, [9, 1]),
+        ([50, 50], 10, [5, 5]),
+        ([80, 15, 5], 20, [16, 3, 1]),
+        ([1000, 2, 1], 100, [99, 1, 0]),
+        ([1, 1], 1, [1, 0]),
+        ([30, 0, 30], 7, [4, 0, 3]),
+    ],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_each_class_is_held_out_alike(
+    counts: list[int], num_images: int, expected: list[int], seed: int, tmp_path: Path
+) -> None:
+    make(tmp_path, "cat 1", "dog 1")
+    source = CIFAR10DataModule(tmp_path, dataset="folder", seed=seed).source
+    labels = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    labels = labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(7))]
+    held_out = source.hold_out(labels, num_images)
+    found = torch.bincount(labels[held_out], minlength=len(counts)).tolist()
+    assert sum(found) == len(set(held_out.tolist())) == num_images
+    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) <= (1 if 0 in expected else 0)
+    assert source.hold_out(labels, num_images - 1).tolist() == held_out[:-1].tolist()  # fewer are a part of more
+    if num_images > 1:
+        other = CIFAR10DataModule(tmp_path, dataset="folder", seed=seed + 1).source
+        assert set(other.hold_out(labels, num_images).tolist()) != set(held_out.tolist())
