@@ -30,7 +30,7 @@ from lit_cifar.checkpoint.files import (
     verify_checkpoint,
     write_checkpoint,
 )
-from lit_cifar.checkpoint.format import Header, holds_weights_alone, load_weights, read_checkpoint
+from lit_cifar.checkpoint.format import Header, TrainedOn, holds_weights_alone, load_weights, read_checkpoint
 from lit_cifar.errors import CheckpointError, ConfigError, SaveError
 from lit_cifar.models import build_resnet
 from lit_cifar.reporting.files import make_folder, replace_csv
@@ -268,8 +268,40 @@ def test_another_network_is_named_with_the_flags_it_needs(other: dict[str, objec
     with pytest.raises(CheckpointError) as error:
         HEADER.check(checkpoint)
     assert "resnet34 with the cifar stem and 10 classes" in error.value.problem
-    for name, value in other.items():
-        assert f"--model.{name}={value}" in error.value.remedy
+    for name, value in other.items():  # the number of classes is that of the data
+        flag = "config.yaml" if name == "num_classes" else f"--model.{name}={value}"
+        assert flag in error.value.remedy
+
+
+AB = ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "problem"),
+    [
+        (("cifar10", AB), ("cifar10", AB), None),
+        (("folder", AB), ("folder", ("b", "a")), "number 0 is a there and b here"),
+        (("folder", AB), ("folder", (*AB, "c")), "number 2 is nothing there and c here"),
+        (("folder", (*AB, "c")), ("folder", AB), "number 2 is c there and nothing here"),
+        (("folder", ("a, b", "c")), ("folder", ("a", "b, c")), "number 0 is a, b there and a here"),
+        (
+            ("folder", tuple("abcdefgh")),
+            ("folder", tuple("abcdefgi")),
+            r"8 classes \(a, b, c, d, e, ...\): number 7 is",
+        ),
+        (("cifar10", AB), ("folder", AB), "trained on cifar10, which is normalised otherwise than folder"),
+        (None, ("folder", AB), "does not say which classes"),
+    ],
+)
+@pytest.mark.parametrize("normalised", [False, True])
+def test_classes_are_compared_by_name(there: Any, here: Any, problem: str | None, normalised: bool) -> None:
+    checkpoint: dict[str, Any] = {}
+    if there is not None:
+        TrainedOn(*there).write(checkpoint)
+    warns = there is None or (there[1] == here[1] and not normalised)
+    expected = pytest.warns(UserWarning, match=problem) if warns else pytest.raises(CheckpointError, match=problem)
+    with nullcontext() if problem is None else expected:
+        TrainedOn.of(checkpoint).check(TrainedOn(*here), normalised=normalised)
 
 
 @pytest.mark.parametrize("checkpoint", [{}, {"lit_cifar": 3}, {"lit_cifar": {"arch": "resnet34"}}])

@@ -147,7 +147,9 @@ def test_own_network_and_pictures(tmp_path: Path) -> None:
     run_here("export", path, TORCH, config, f"--data.root={moved}")
     assert json.loads((run / "export" / "export.json").read_text())["classes"] == ["cat", "dog"]
     (moved / "dog").rename(moved / "fox")
-    words = ("was trained on folder of cat, dog, not on folder of cat, fox",)
+    words = (
+        "trained on 2 classes (cat, dog), and these data have 2 classes (cat, fox): number 1 is dog there and fox",
+    )
     refused("export", path, TORCH, config, f"--data.root={moved}", f"--output={tmp_path / 'again'}", says=words)
     assert not (tmp_path / "again").exists()
 

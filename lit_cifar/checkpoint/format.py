@@ -1,25 +1,30 @@
 """What a checkpoint holds beside Lightning's own entries, and how to open one without running code from it."""
 
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 from zipfile import is_zipfile
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lit_cifar.errors import CheckpointError, ConfigError
+from lit_cifar.errors import CheckpointError, ConfigError, printable
 
 _KEY = "lit_cifar"
 _OPTIMIZER = "optimizer"
 POSITION, METRICS = "position", "metrics"  # the entries of `exact_resume`
 _PREFIX = "network."
+_DATA = "trained_on"
+_MAX_NAMES = 5
+OF_TRAINING = "pass the --data.dataset and --data.root of its training, which RUN_FOLDER/config.yaml has"
 _T = TypeVar("_T")
 
 
@@ -62,8 +67,9 @@ class Header:
 
     def _flags(self, other: "Header") -> str:
         """Those that ask for this network where `other` was asked for."""
+        if self.num_classes != other.num_classes:  # on the command line that of the data
+            return OF_TRAINING.removeprefix("pass ")
         flags = {"--model.arch": self.arch, "--model.stem": self.stem, "--model.network": self.network}
-        flags["--model.num_classes"] = str(self.num_classes)
         if self.image_size != other.image_size:
             flags["--data.image_size"] = str(self.image_size)
         return " ".join(f"{name}={value}" for name, value in flags.items() if value is not None)
@@ -81,6 +87,51 @@ class Header:
     def name(self) -> str:
         """The network's name, that of its class if it is the user's."""
         return self.arch or self.network or "no network"
+
+
+@dataclass(frozen=True)
+class TrainedOn:
+    """The data of a checkpoint's training, by which its logits have a meaning."""
+
+    dataset: str | None  # as `--data.dataset` takes it; None if the checkpoint does not say
+    classes: tuple[str, ...] | None  # names by label; None if it does not say
+
+    def write(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[_DATA] = {"dataset": self.dataset, "classes": [*(self.classes or ())]}
+
+    @classmethod
+    def of(cls, checkpoint: Mapping[str, Any]) -> "TrainedOn":
+        """What `checkpoint` says, printable: it may come from anybody."""
+        found = checkpoint.get(_DATA)
+        if not isinstance(found, dict):
+            return cls(None, None)
+        return cls(printable(str(found["dataset"])), tuple(printable(str(name)) for name in found["classes"]))
+
+    def check(self, own: "TrainedOn", *, normalised: bool) -> None:
+        """Raise a `CheckpointError` unless `own` data have the same classes in the same order.
+
+        If they have, but are of another kind, that is an error where they must be `normalised` alike, or a warning.
+        """
+        if self.classes is None or own.classes is None:
+            rank_zero_warn("the checkpoint does not say which classes it was trained on: they are not compared")
+        elif self.classes != own.classes:
+            pairs = enumerate(zip_longest(self.classes, own.classes, fillvalue="nothing"))
+            label, (there, here) = next((label, pair) for label, pair in pairs if pair[0] != pair[1])
+            raise CheckpointError(
+                f"the checkpoint was trained on {_listed(self.classes)}, and these data have {_listed(own.classes)}: "
+                f"number {label} is {there} there and {here} here",
+                remedy=OF_TRAINING,
+            )
+        elif self.dataset != own.dataset:
+            problem = f"the checkpoint was trained on {self.dataset}, which is normalised otherwise than {own.dataset}"
+            if normalised:
+                raise CheckpointError(problem, remedy="pass " + shlex.quote(f"--data.dataset={self.dataset}"))
+            rank_zero_warn(f"{problem}: that may cost accuracy")
+
+
+def _listed(classes: tuple[str, ...]) -> str:
+    names = [*classes[:_MAX_NAMES], *(["..."] if len(classes) > _MAX_NAMES else [])]
+    return f"{len(classes)} classes ({', '.join(names)})"
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from lit_cifar.checkpoint.exact_resume import Start
 from lit_cifar.checkpoint.files import LAST, carried_hash, content_hash, index_of, newest_valid
 from lit_cifar.checkpoint.format import (
     POSITION,
+    TrainedOn,
     check_optimizer,
     check_shapes,
     holds_weights_alone,
@@ -21,6 +22,7 @@ from lit_cifar.checkpoint.format import (
 )
 from lit_cifar.checkpoint.sample_audit import AuditRecord
 from lit_cifar.cli.usage_errors import as_config_error
+from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.reporting.run_folder import process_rank
 from lit_cifar.task.module import LitResNet
@@ -69,26 +71,35 @@ class StartingCheckpoint:
         if resumes:
             self.position = self._content.get(POSITION, {})
 
-    def check(self, module: LitResNet, *, dataset: str) -> None:
-        """Refuse a checkpoint of another network; weights alone are loaded at once."""
+    def check(self, module: LitResNet, data: CIFAR10DataModule) -> None:
+        """Refuse a checkpoint of another network or of other classes; weights alone are loaded at once."""
         content, self._content = self._content, None  # the file may be replaced from now on
         if content is None:
             return
         with naming(self._config.ckpt_path):
-            self._compare(content, module, dataset=dataset)
+            self._compare(content, module, data)
 
-    def _compare(self, content: dict[str, Any], module: LitResNet, *, dataset: str) -> None:
+    def _compare(self, content: dict[str, Any], module: LitResNet, data: CIFAR10DataModule) -> None:
         if self.has_weights_alone:
             load_weights(module.network, content, any_classes=self._subcommand == "fit")
             return
+        try:
+            trained = TrainedOn.of(content)
+            trained.check(TrainedOn(*data.meaning), normalised=self._subcommand == "predict")
+        except CheckpointError as error:
+            if self._subcommand != "fit" or self._config.resume is not None:
+                raise
+            save = f"torch.save(read_checkpoint(Path({self._config.ckpt_path!r}))['state_dict'], 'weights.pth')"
+            imports = "import torch; from pathlib import Path; from lit_cifar.checkpoint.format import read_checkpoint"
+            start = "or start a new training with --ckpt_path=weights.pth, its weights alone:"
+            words = shlex.join(["python", "-c", f"{imports}; {save}"])
+            raise CheckpointError(error.problem, remedy=f"{error.remedy},\n{start}\n{words}") from error
         module.header.check(content)
         check_shapes(module.network, content.get("state_dict", {}))
         if self._subcommand == "fit":
             with as_config_error():
                 optimizer = module.make_optimizer(module.network.parameters())
             check_optimizer(content, optimizer)
-        if self._subcommand == "predict":
-            _check_classes(content, dataset)
 
 
 def _check_length(position: Mapping[str, int], trainer: Namespace) -> None:
@@ -100,18 +111,6 @@ def _check_length(position: Mapping[str, int], trainer: Namespace) -> None:
                 f"--trainer.{name}={trainer[name]}, and the training that it continues has begun {done} already",
                 remedy=f"pass --trainer.{name}={done} or more, or test the checkpoint as it is",
             )
-
-
-def _check_classes(checkpoint: dict[str, Any], dataset: str) -> None:
-    """Refuse to `predict` with the class names and the normalisation of another data set than the checkpoint's."""
-    audit = AuditRecord.read(checkpoint)
-    trained_on = dataset if audit is None else audit.settings["dataset"]
-    if trained_on != dataset:
-        known = shlex.quote(f"--data.dataset={str(trained_on).partition(' ')[0]}")
-        raise CheckpointError(
-            f"the checkpoint was trained on {trained_on}, not on {dataset}: classes and normalisation differ",
-            remedy=f"pass {known}, or --config RUN_FOLDER/config.yaml",
-        )
 
 
 def _newest(subcommand: str, config: Namespace) -> tuple[str | None, list[str]]:

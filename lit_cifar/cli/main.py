@@ -231,7 +231,7 @@ class CLI(LightningCLI):
         self.save_config_kwargs = {"logger": given}
         with as_config_error():
             super().instantiate_classes()
-        self._start.check(self.model, dataset=self.datamodule.dataset)
+        self._start.check(self.model, self.datamodule)
         trainer.logger = given
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[L.Callback]) -> L.Trainer:

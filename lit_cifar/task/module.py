@@ -15,7 +15,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import Metric, MetricCollection
 
-from lit_cifar.checkpoint.format import Header, add_prefix, check_shapes, name_optimizer, read_checkpoint, strip_prefix
+from lit_cifar.checkpoint.format import (
+    Header,
+    TrainedOn,
+    add_prefix,
+    check_shapes,
+    name_optimizer,
+    read_checkpoint,
+    strip_prefix,
+)
+from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.data.images import Batch
 from lit_cifar.errors import CheckpointError, ConfigError
@@ -319,6 +328,14 @@ class LitResNet(L.LightningModule):
         arguments.pop("weights_only", None)  # never without
         return super().load_from_checkpoint(checkpoint_path, map_location, weights_only=True, **arguments)
 
+    def _data(self) -> CIFAR10DataModule | None:
+        """The data of the run, if they are ours: others do not say what their classes are called."""
+        try:
+            data = self.trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission
+        except RuntimeError:  # there is no Trainer
+            return None
+        return data if isinstance(data, CIFAR10DataModule) else None
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Write the plain network's keys and a header that says which network it is."""
         checkpoint["state_dict"] = plain(strip_prefix(checkpoint["state_dict"]))
@@ -326,9 +343,15 @@ class LitResNet(L.LightningModule):
             checkpoint["optimizer_states"] = plain(checkpoint["optimizer_states"])
             name_optimizer(checkpoint, self.trainer.optimizers[0])
         self.header.write(checkpoint)
+        data = self._data()
+        if data is not None:
+            TrainedOn(*data.meaning).write(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Check the header and give the keys back this module's prefix."""
+        """Check the header and the classes, and give the keys back this module's prefix."""
+        data = self._data()
+        if data is not None:
+            TrainedOn.of(checkpoint).check(TrainedOn(*data.meaning), normalised=False)
         self.header.check(checkpoint)
         check_shapes(self.network, checkpoint["state_dict"])
         checkpoint["state_dict"] = add_prefix(checkpoint["state_dict"])
