@@ -102,7 +102,7 @@ def test_the_payload_works(tmp_path: Path) -> None:
 @pytest.mark.parametrize("writer", WRITERS)
 def test_no_reader_of_checkpoints_runs_code(tmp_path: Path, marker: Path, writer: Callable[[Any, Path], None]) -> None:
     """And a run goes on from the one before."""
-    write_checkpoint({"global_step": 1}, tmp_path / PREVIOUS)
+    write_checkpoint({"global_step": 1, "optimizer_states": []}, tmp_path / PREVIOUS)
     writer({"global_step": 2, "state_dict": {}, "extra": Payload(marker)}, tmp_path / LAST)
     for read in (read_checkpoint, CheckpointFiles().load_checkpoint):
         with pytest.raises(CheckpointError, match="not a readable checkpoint"):

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from typing_extensions import override
 
-from lit_cifar.checkpoint.format import POSITION, read_checkpoint
+from lit_cifar.checkpoint.format import POSITION, holds_training, read_checkpoint
 from lit_cifar.errors import CheckpointError, ConfigError, SaveError, printable
 from lit_cifar.reporting.files import make_folder, replacing, sync
 from lit_cifar.watchdog import HELPER
@@ -57,8 +57,8 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: Path) -> None:
     """Save to `path`; at every moment it, or `previous.ckpt` beside `last.ckpt`, is a complete file.
 
     The content is written to a draft beside `path`, synced, read back and compared, and only then renamed. When
-    `last.ckpt` is replaced, the old file becomes `previous.ckpt` if its hash is right. Only one process at a time may
-    write to a folder. The tensors must be on the CPU: see `snapshot`.
+    `last.ckpt` is replaced, the old file becomes `previous.ckpt` if a training can go on from it. Only one process at a
+    time may write to a folder. The tensors must be on the CPU: see `snapshot`.
 
     Raises:
         SaveError: There is no space, no permission or no folder, the disk is faulty, or the content is more than
@@ -81,8 +81,8 @@ def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
 
 
 def put_in_place(draft: Path, path: Path) -> None:
-    """Give the file or folder `draft` its name. The `last.ckpt` before it becomes `previous.ckpt` if it is whole."""
-    if path.name == LAST and _is_whole(path):
+    """Give the file or folder `draft` its name. The `last.ckpt` before it becomes `previous.ckpt` if it can go on."""
+    if path.name == LAST and _is_resumable(path):
         previous = path.with_name(PREVIOUS)
         if path.is_dir() or previous.is_dir():  # which cannot replace one another
             remove(previous)
@@ -178,14 +178,23 @@ def newest_valid(folder: Path, *, whole: bool = True) -> tuple[Path | None, list
         if not os.path.lexists(path):
             continue
         try:
-            if whole:
-                verify_checkpoint(index_of(path))
-            read_checkpoint(index_of(path), mapped=True)
+            _check_resumable(path, whole=whole)
         except CheckpointError as error:
             refused.append(error.problem)
         else:
             return path, refused
     return None, refused
+
+
+def _check_resumable(path: Path, *, whole: bool = True) -> None:
+    """Raise a `CheckpointError` if a training cannot go on from `path`."""
+    if whole:
+        verify_checkpoint(index_of(path))
+    if not holds_training(read_checkpoint(index_of(path), mapped=True)):
+        raise CheckpointError(
+            f"{path} holds weights and no state of an optimizer, so that no training can go on from it",
+            remedy="start a new one: " + shlex.quote(f"--ckpt_path={path}"),
+        )
 
 
 def _serialise(checkpoint: Mapping[str, Any]) -> bytes:
@@ -212,9 +221,9 @@ def content_hash(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _is_whole(path: Path) -> bool:
+def _is_resumable(path: Path) -> bool:
     try:
-        verify_checkpoint(index_of(path))
+        _check_resumable(path)
     except CheckpointError:
         return False
     return True

@@ -22,6 +22,9 @@ _KEY = "lit_cifar"
 _OPTIMIZER = "optimizer"
 POSITION, METRICS = "position", "metrics"  # the entries of `exact_resume`
 _PREFIX = "network."
+_COUNTER = "num_batches_tracked"
+_WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")  # torch's own
+_SAVE_ALONE = "save those of one network alone: torch.save(network.state_dict(), 'weights.pth')"
 _DATA = "trained_on"
 _MAX_NAMES = 5
 OF_TRAINING = "pass the --data.dataset and --data.root of its training, which RUN_FOLDER/config.yaml has"
@@ -148,16 +151,71 @@ def holds_weights_alone(checkpoint: Mapping[str, Any]) -> bool:
     return bool(checkpoint) and all(isinstance(value, Tensor) for value in checkpoint.values())
 
 
-def load_weights(network: nn.Module, weights: dict[str, Tensor], *, any_classes: bool) -> None:
-    """`network.load_state_dict`; with `any_classes` a ResNet's classifier of another number of classes is left out."""
+def holds_training(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether a training can go on from it, not only start with its weights."""
+    return "optimizer_states" in checkpoint
+
+
+def is_own(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether `fit` wrote it."""
+    return _KEY in checkpoint
+
+
+def find_weights(content: Mapping[str, Any], network: nn.Module) -> dict[str, Tensor]:
+    """The weights of `network` in a file of any program, by the network's own names; what is not taken is said.
+
+    They may lie in dictionaries, and behind prefixes of wrappers: `{"net": {"module.conv1.weight": ...}}`.
+
+    Raises:
+        CheckpointError: There are none, or several.
+    """
+    wanted = {name for name in network.state_dict() if not name.endswith(_COUNTER)}
+    found, first = [], min(wanted, default="")
+    for place, tensors in _tensors_in(content, ""):
+        plain = {_WRAPPER.sub("", name): tensor for name, tensor in tensors.items()}
+        for prefix in [name.removesuffix(first) for name in plain if name.endswith(first)]:
+            fitting = {name.removeprefix(prefix): plain[name] for name in plain if name.startswith(prefix)}
+            if wanted <= fitting.keys():
+                found.append((place, prefix, len(tensors) - len(fitting), fitting))
+    if len(found) > 1:
+        places = ", ".join(repr(f"{place}{prefix}*") for place, prefix, *_ in found)
+        raise CheckpointError(f"the file holds the weights of several networks: {places}", remedy=_SAVE_ALONE)
+    if not found:
+        if holds_weights_alone(content):
+            check_shapes(network, content)
+        raise CheckpointError(
+            f"the file holds no weights with the names of {type(network).__name__}'s", remedy=_SAVE_ALONE
+        )
+    place, prefix, num_others, weights = found[0]
+    unused = [str(key) for key in content if place and not place.startswith(f"{key}.")]
+    unused += [f"{num_others} other tensors"] if num_others else []
+    if place or prefix:
+        left = f"; not used: {', '.join(unused)}" if unused else ""
+        rank_zero_info(printable(f"the weights are those of {place}{prefix}* in the file{left}"))
+    return weights
+
+
+def _tensors_in(content: Mapping[Any, Any], place: str) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+    """The dictionaries of tensors alone, at whatever depth, each with where it is: "" or "model.weights.", say."""
+    if holds_weights_alone(content):
+        yield place, {name: tensor for name, tensor in content.items() if isinstance(name, str)}
+        return
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _tensors_in(value, f"{place}{key}.")
+
+
+def load_weights(network: nn.Module, weights: Mapping[str, Tensor], *, num_classes: int | None = None) -> None:
+    """`network.load_state_dict`; with `num_classes` a classifier of another number of classes is left out."""
     own = network.state_dict()
-    counters = {name: count for name, count in own.items() if name.endswith("num_batches_tracked")}
-    fitting = counters | weights  # files of torch's first releases lack these
-    classifier = {"fc.weight", "fc.bias"}
-    if any_classes and classifier <= own.keys() & weights.keys() and len(weights["fc.bias"]) != len(own["fc.bias"]):
-        num_classes = len(weights["fc.bias"])
-        rank_zero_info(f"the classifier in the checkpoint has {num_classes} classes: a new classifier is trained")
-        fitting |= {name: own[name] for name in classifier}
+    counters = {name: count for name, count in own.items() if name.endswith(_COUNTER)}
+    fitting = counters | dict(weights)  # files of torch's first releases lack these
+    others = {name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape}
+    sizes = {(tuple(own[name].shape[:1]), own[name].shape[1:] == weights[name].shape[1:]) for name in others}
+    if num_classes is not None and sizes == {((num_classes,), True)}:
+        known = max(len(weights[name]) for name in others)
+        rank_zero_info(f"the classifier in the checkpoint has {known} classes: a new classifier is trained")
+        fitting |= {name: own[name] for name in others}
     check_shapes(network, fitting)
     network.load_state_dict(fitting)
 
@@ -173,7 +231,7 @@ def check_shapes(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
                 f"the weights do not fit this {type(network).__name__}: {name} is {there} in the checkpoint, {here} in "
                 "the model",
                 remedy="pass the flags of their training, --config RUN_FOLDER/config.yaml, or of their network, e.g. "
-                "--model.arch=resnet18 --model.stem=imagenet --model.num_classes=1000",
+                "--model.arch=resnet18 --model.stem=imagenet",
             )
 
 

@@ -15,7 +15,9 @@ from lit_cifar.checkpoint.format import (
     TrainedOn,
     check_optimizer,
     check_shapes,
-    holds_weights_alone,
+    find_weights,
+    holds_training,
+    is_own,
     load_weights,
     naming,
     read_checkpoint,
@@ -61,10 +63,11 @@ class StartingCheckpoint:
         last = index_of(path.with_name(LAST))
         newest = carried_hash(last) if resumes and last.is_file() else None
         self.start = Start(carried_hash(index) or content_hash(index), f"{path}{at}", newest)
-        self.has_weights_alone = holds_weights_alone(self._content)
+        fits = self._subcommand == "fit"
+        self.has_weights_alone = not is_own(self._content) or (fits and not holds_training(self._content))
         if self.has_weights_alone:
             return
-        if self._subcommand == "fit":
+        if fits:
             with naming(path):
                 self.audit = AuditRecord.read(self._content)
                 _check_length(self._content.get(POSITION, {}), self._config.trainer)
@@ -81,7 +84,13 @@ class StartingCheckpoint:
 
     def _compare(self, content: dict[str, Any], module: LitResNet, data: CIFAR10DataModule) -> None:
         if self.has_weights_alone:
-            load_weights(module.network, content, any_classes=self._subcommand == "fit")
+            fits = self._subcommand == "fit"
+            weights = find_weights(content, module.network)
+            load_weights(module.network, weights, num_classes=len(data.classes) if fits else None)
+            if fits:
+                rank_zero_info(f"{self._config.ckpt_path} holds no training: a new one starts with its weights")
+            if not is_own(content):
+                rank_zero_info("the file does not say which classes it is of: they are taken for those of the data")
             return
         try:
             trained = TrainedOn.of(content)
