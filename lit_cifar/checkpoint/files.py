@@ -87,7 +87,7 @@ def put_in_place(draft: Path, path: Path) -> None:
         if path.is_dir() or previous.is_dir():  # which cannot replace one another
             remove(previous)
         path.replace(previous)
-    elif path.is_dir():
+    elif path.is_dir() or draft.is_dir():
         remove(path)
     draft.replace(path)
     sync(path.parent)
@@ -95,7 +95,7 @@ def put_in_place(draft: Path, path: Path) -> None:
 
 def remove(path: Path) -> None:
     """A file or a folder, if there is one."""
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
@@ -108,7 +108,8 @@ def index_of(path: Path) -> Path:
 
 def read_whole(path: Path) -> dict[str, Any]:
     """As `read_checkpoint`, once the content is known to be what was written; else a `CheckpointError`."""
-    verify_checkpoint(path)
+    if not path.is_dir():  # whose files are verified one by one
+        verify_checkpoint(path)
     return read_checkpoint(path)
 
 
@@ -171,7 +172,7 @@ def newest_valid(folder: Path, *, whole: bool = True) -> tuple[Path | None, list
     each.
 
     Without `whole` a file is opened and not read, so that damage to its tensors is not found. Nor is it in the parts of
-    one in parts, before they are read.
+    one in parts, before they are read; that one is missing or of another save is.
     """
     refused = []
     for path in (folder / LAST, folder / PREVIOUS):
@@ -190,7 +191,11 @@ def _check_resumable(path: Path, *, whole: bool = True) -> None:
     """Raise a `CheckpointError` if a training cannot go on from `path`."""
     if whole:
         verify_checkpoint(index_of(path))
-    if not holds_training(read_checkpoint(index_of(path), mapped=True)):
+    from lit_cifar.checkpoint.sharded import check_parts  # which imports this
+
+    content = read_checkpoint(index_of(path), mapped=True)
+    check_parts(content, path)
+    if not holds_training(content):
         raise CheckpointError(
             f"{path} holds weights and no state of an optimizer, so that no training can go on from it",
             remedy="start a new one: " + shlex.quote(f"--ckpt_path={path}"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from inspect import signature
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
 
@@ -318,7 +319,8 @@ class LitResNet(L.LightningModule):
         Raises:
             CheckpointError: The file cannot be read, or holds another network.
         """
-        header = Header.of(read_checkpoint(Path(checkpoint_path)))
+        content = read_checkpoint(Path(checkpoint_path))
+        header = Header.of(content)
         if header.network is not None and "network" not in kwargs:
             raise CheckpointError(
                 f"the checkpoint holds {header}, and no code is run because a checkpoint names it",
@@ -326,7 +328,11 @@ class LitResNet(L.LightningModule):
             )
         arguments = header.arguments() | kwargs
         arguments.pop("weights_only", None)  # never without
-        return super().load_from_checkpoint(checkpoint_path, map_location, weights_only=True, **arguments)
+        source: Any = checkpoint_path
+        if Path(checkpoint_path).is_dir():  # in parts, which Lightning cannot read
+            torch.save(content, source := BytesIO())
+            source.seek(0)
+        return super().load_from_checkpoint(source, map_location, weights_only=True, **arguments)
 
     def _data(self) -> CIFAR10DataModule | None:
         """The data of the run, if they are ours: others do not say what their classes are called."""

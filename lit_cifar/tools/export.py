@@ -19,8 +19,8 @@ from jsonargparse import ArgumentError, ArgumentParser
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from lit_cifar.checkpoint.files import verify_checkpoint
-from lit_cifar.checkpoint.format import Header, TrainedOn, naming, read_checkpoint
+from lit_cifar.checkpoint.files import index_of, read_whole
+from lit_cifar.checkpoint.format import Header, TrainedOn, naming
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.images import Batch
 from lit_cifar.errors import CheckpointError, ConfigError, DataError
@@ -56,7 +56,7 @@ def main(args: list[str]) -> int:
     root = options.root or config["data"].get("root", "data")
     network = own_network(config["model"].get("network"))
     module, data = open_checkpoint(path, network=network, dataset=config["data"].get("dataset"), root=root)
-    record = {"checkpoint": {"file": path.name, "sha256": _digest(path)}, "data": data.name}
+    record = {"checkpoint": {"file": path.name, "sha256": _digest(index_of(path))}, "data": data.name}
     found = export(module, data, formats, folder=folder, record=record)
     lines = [f"{file}: logits within {gap:.0e} of the checkpoint's" for file, gap in found.items()]
     if all(gap <= BOUND for gap in found.values()):
@@ -145,11 +145,10 @@ def open_checkpoint(
         DataError: The classes are folders, and there are none.
     """
     try:
-        verify_checkpoint(path)
+        content = read_whole(path)
     except CheckpointError as error:
         remedy = "export another of the run's checkpoints, e.g. RUN_FOLDER/checkpoints/best.ckpt"
         raise CheckpointError(error.problem, remedy=remedy) from error
-    content = read_checkpoint(path)
     with naming(path):
         header, trained = Header.of(content), TrainedOn.of(content)
     if header.network is not None and network is None:
