@@ -246,7 +246,7 @@ def test_other_modes_have_no_parts_to_save(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.filterwarnings("ignore:the learning rate schedule of the checkpoint")
+@pytest.mark.filterwarnings("ignore:the training before had")
 def test_a_run_that_is_stopped_and_resumed_from_parts_has_the_same_bits(tmp_path: Path) -> None:
     """The end is a file too. One device then goes on from the parts, and writes a file."""
     flags = [*TINY, SHARDED, "--trainer.strategy=fsdp2", "--trainer.max_epochs=2"]

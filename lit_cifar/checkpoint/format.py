@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from lit_cifar.errors import CheckpointError, ConfigError, printable
 
 _KEY = "lit_cifar"
-_OPTIMIZER = "optimizer"
+_OPTIMIZER, _SCHEDULE = "optimizer", "lr_scheduler"
+SETTINGS = "settings"  # of both
 POSITION, METRICS = "position", "metrics"  # the entries of `exact_resume`
 _PREFIX = "network."
 _COUNTER = "num_batches_tracked"
@@ -235,24 +236,24 @@ def check_shapes(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
             )
 
 
-def name_optimizer(checkpoint: dict[str, Any], optimizer: Optimizer) -> None:
-    """Write whose the optimizer's states are, as `--model.optimizer` takes it."""
-    checkpoint[_OPTIMIZER] = _class_path(optimizer)
+def name_optimizer(checkpoint: dict[str, Any], optimizer: Optimizer, scheduler: Any) -> None:
+    """Write whose the states of optimizer and schedule are, as `--model` takes them."""
+    checkpoint |= {_OPTIMIZER: _class_path(optimizer), _SCHEDULE: _class_path(scheduler)}
 
 
-def check_optimizer(checkpoint: Mapping[str, Any], optimizer: Optimizer) -> None:
-    """Raise a `CheckpointError` if a training was with another optimizer."""
-    found, own = checkpoint.get(_OPTIMIZER), _class_path(optimizer)
-    if found not in (None, own):
-        raise CheckpointError(
-            f"the checkpoint continues a training with {found}; this one has {own}",
-            remedy=f"pass --model.optimizer={found}",
-        )
+def check_optimizer(checkpoint: Mapping[str, Any], optimizer: Optimizer, scheduler: Any) -> None:
+    """Raise a `CheckpointError` if a training was with another optimizer or schedule."""
+    for key, own in {_OPTIMIZER: _class_path(optimizer), _SCHEDULE: _class_path(scheduler)}.items():
+        if (found := checkpoint.get(key)) not in (None, own):
+            raise CheckpointError(
+                f"the checkpoint continues a training with {found}; this one has {own}",
+                remedy=f"pass --model.{key}={found}" + (" and its arguments" if key == _SCHEDULE else ""),
+            )
 
 
-def _class_path(optimizer: Optimizer) -> str:
+def _class_path(part: Any) -> str:
     """The shortest path that a user can type, which stays when a file moves inside its package."""
-    kind = type(optimizer)
+    kind = type(part)
     if hasattr(torch.optim, kind.__name__):
         return kind.__name__
     package = kind.__module__.partition(".")[0]
@@ -278,7 +279,7 @@ def read_checkpoint(path: Path, *, mapped: bool = False) -> dict[str, Any]:
         reason = f"it needs the code of {code[1]}" if code else "it is incomplete, or torch has not written it"
         raise CheckpointError(
             f"{path} is not a readable checkpoint: {reason}",
-            remedy="use another of the run's checkpoints; only files of tensors and primitives are read",
+            remedy=f"use another of the run's checkpoints; of another program, {_SAVE_ALONE}",
         ) from error
     if not isinstance(checkpoint, dict):
         raise CheckpointError(

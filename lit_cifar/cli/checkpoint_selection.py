@@ -108,7 +108,8 @@ class StartingCheckpoint:
         if self._subcommand == "fit":
             with as_config_error():
                 optimizer = module.make_optimizer(module.network.parameters())
-            check_optimizer(content, optimizer)
+                scheduler = module.make_lr_scheduler(optimizer)
+            check_optimizer(content, optimizer, scheduler)
 
 
 def _check_length(position: Mapping[str, int], trainer: Namespace) -> None:

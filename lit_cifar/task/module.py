@@ -17,10 +17,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import Metric, MetricCollection
 
 from lit_cifar.checkpoint.format import (
+    SETTINGS,
     Header,
     TrainedOn,
     add_prefix,
     check_shapes,
+    holds_training,
     name_optimizer,
     read_checkpoint,
     strip_prefix,
@@ -34,7 +36,7 @@ from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.ghost_batchnorm import normalise_apart
 from lit_cifar.models.memory_format import follow_parameters, plain
 from lit_cifar.task.metrics import EvaluationMetrics, MeanLoss, TopAccuracy
-from lit_cifar.task.optim import NesterovSGD, WarmupDecay, keep_saved_types
+from lit_cifar.task.optim import NesterovSGD, Recipe, WarmupDecay, keep_saved_types
 
 LRScaling = Literal["none", "linear", "sqrt"]
 
@@ -133,6 +135,8 @@ class LitResNet(L.LightningModule):
         self.virtual_replicas: Any = None  # passes the parts of a batch one by one: strategies/virtual_replicas.py
         self._newest: tuple[Tensor, Tensor, Tensor] | None = None  # losses, logits, labels of a batch
         self._logged_epoch: int | None = None
+        self._recipe: Recipe | None = None
+        self._resumed: dict[str, Any] | None = None  # the checkpoint that a training goes on from, until it starts
 
         self.train_loss = MeanLoss()
         self.train_acc = TopAccuracy(num_classes)
@@ -157,7 +161,7 @@ class LitResNet(L.LightningModule):
         for metric in self.modules():
             if isinstance(metric, Metric):
                 metric.reset()
-        self._newest = self._logged_epoch = None
+        self._newest = self._logged_epoch = self._resumed = None
         if self.compiles:  # a strategy with a function of its own sets it later
             self.use_forward_fn(Compiled(self.network, cuda_graphs=self.cuda_graphs))
 
@@ -278,12 +282,22 @@ class LitResNet(L.LightningModule):
         keep_saved_types(optimizer)
         optimizer.register_load_state_dict_post_hook(follow_parameters)
         self._scale_lr(optimizer)
+        self._recipe = Recipe(optimizer)
         scheduler = self.make_lr_scheduler(optimizer)
         when: dict[str, Any] = {"monitor": "val/loss"} if isinstance(scheduler, ReduceLROnPlateau) else {}
         if isinstance(scheduler, WarmupDecay):
             scheduler.set_total_steps(self._total_steps())
             when = {"interval": "step"}
+        self._recipe.add(optimizer, scheduler)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **when}}
+
+    def on_train_start(self) -> None:
+        """Use this run's own settings of optimizer and schedule, where a resumed training had others."""
+        if self._resumed is not None and self._recipe is not None:
+            found, step, trainer = self._resumed.get(SETTINGS), self.trainer.global_step, self.trainer
+            before = found if isinstance(found, dict) else None
+            self._recipe.resume(trainer.optimizers[0], self.lr_schedulers(), before=before, step=step)
+        self._resumed = None
 
     def _scale_lr(self, optimizer: Optimizer) -> None:
         if self.lr_scaling == "none":
@@ -347,7 +361,9 @@ class LitResNet(L.LightningModule):
         checkpoint["state_dict"] = plain(strip_prefix(checkpoint["state_dict"]))
         if "optimizer_states" in checkpoint:  # not in one of weights alone
             checkpoint["optimizer_states"] = plain(checkpoint["optimizer_states"])
-            name_optimizer(checkpoint, self.trainer.optimizers[0])
+            name_optimizer(checkpoint, self.trainer.optimizers[0], self.lr_schedulers())
+            if self._recipe is not None:
+                checkpoint[SETTINGS] = self._recipe.settings()
         self.header.write(checkpoint)
         data = self._data()
         if data is not None:
@@ -361,6 +377,7 @@ class LitResNet(L.LightningModule):
         self.header.check(checkpoint)
         check_shapes(self.network, checkpoint["state_dict"])
         checkpoint["state_dict"] = add_prefix(checkpoint["state_dict"])
+        self._resumed = {SETTINGS: checkpoint.get(SETTINGS)} if holds_training(checkpoint) else None
 
 
 # jsonargparse reads the defaults from the source of the signature, where they must be lambdas. Pickle finds a function
