@@ -166,7 +166,7 @@ def test_own_network_and_pictures(tmp_path: Path) -> None:
     assert json.loads((run / "export" / "export.json").read_text())["classes"] == ["cat", "dog"]
     (moved / "dog").rename(moved / "fox")
     words = (
-        "trained on 2 classes (cat, dog), and these data have 2 classes (cat, fox): number 1 is dog there and fox",
+        "class 1 is dog in the checkpoint and fox in these data; it was trained on 2 classes (cat, dog), and these",
     )
     refused("export", path, TORCH, config, f"--data.root={moved}", f"--output={tmp_path / 'again'}", says=words)
     assert not (tmp_path / "again").exists()

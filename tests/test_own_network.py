@@ -64,7 +64,7 @@ def test_trained_tested_resumed_and_loaded(pictures: Path, tmp_path: Path, monke
     for split, name in [(split, name) for split in ("train", "val", "test") for name in ("bird", "cat")]:
         draw_pictures(tmp_path / "others" / split / name, 8)
     other = [f"--data.root={tmp_path / 'others'}", f"--data.predict_dir={pictures}", "--trainer.max_steps=9"]
-    rule = "trained on 2 classes (cat, dog), and these data have 2 classes (bird, cat): number 0 is cat there and bird"
+    rule = "class 0 is cat in the checkpoint and bird in these data; it was trained on 2 classes (cat, dog), and"
     for command in ("test", "validate", "predict", "fit"):
         said = refused(command, *saved, *other, f"--run_dir={tmp_path / 'x'}", says=[rule])
     code = shlex.split(said.splitlines()[-1])[2]  # the remedy of `fit`
@@ -76,7 +76,7 @@ def test_trained_tested_resumed_and_loaded(pictures: Path, tmp_path: Path, monke
     refused(*resumed, says=[rule])
     data = CIFAR10DataModule(tmp_path / "others", dataset="folder", image_size=24)
     module = LitResNet(network=own_networks.Chain(width=4), num_classes=2, image_size=24)
-    with pytest.raises(CheckpointError, match="number 0 is cat there and bird here"):
+    with pytest.raises(CheckpointError, match="class 0 is cat in the checkpoint and bird in these data"):
         L.Trainer(accelerator="cpu", logger=False).test(module, data, ckpt_path=path, weights_only=True)
 
     network = own_networks.Chain(width=4).double()

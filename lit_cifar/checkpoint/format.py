@@ -28,7 +28,6 @@ _WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoi
 _SAVE_ALONE = "save those of one network alone: torch.save(network.state_dict(), 'weights.pth')"
 _DATA = "trained_on"
 _MAX_NAMES = 5
-OF_TRAINING = "pass the --data.dataset and --data.root of its training, which RUN_FOLDER/config.yaml has"
 _T = TypeVar("_T")
 
 
@@ -72,7 +71,7 @@ class Header:
     def _flags(self, other: "Header") -> str:
         """Those that ask for this network where `other` was asked for."""
         if self.num_classes != other.num_classes:  # on the command line that of the data
-            return OF_TRAINING.removeprefix("pass ")
+            return "the --data.dataset and --data.root of its training, which RUN_FOLDER/config.yaml has"
         flags = {"--model.arch": self.arch, "--model.stem": self.stem, "--model.network": self.network}
         if self.image_size != other.image_size:
             flags["--data.image_size"] = str(self.image_size)
@@ -119,12 +118,14 @@ class TrainedOn:
         if self.classes is None or own.classes is None:
             rank_zero_warn("the checkpoint does not say which classes it was trained on: they are not compared")
         elif self.classes != own.classes:
+            kept = self.dataset == own.dataset
+            flag = "another --data.root" if kept else shlex.quote(f"--data.dataset={self.dataset}")
             pairs = enumerate(zip_longest(self.classes, own.classes, fillvalue="nothing"))
             label, (there, here) = next((label, pair) for label, pair in pairs if pair[0] != pair[1])
             raise CheckpointError(
-                f"the checkpoint was trained on {_listed(self.classes)}, and these data have {_listed(own.classes)}: "
-                f"number {label} is {there} there and {here} here",
-                remedy=OF_TRAINING,
+                f"class {label} is {there} in the checkpoint and {here} in these data; it was trained on "
+                f"{_listed(self.classes)}, and these are {_listed(own.classes)}",
+                remedy=f"pass {flag}, as its training had it: RUN_FOLDER/config.yaml",
             )
         elif self.dataset != own.dataset:
             problem = f"the checkpoint was trained on {self.dataset}, which is normalised otherwise than {own.dataset}"

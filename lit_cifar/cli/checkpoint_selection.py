@@ -1,5 +1,6 @@
 """The checkpoint that a command starts from: which file, what it says about the run, and whether it fits the model."""
 
+import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -98,7 +99,9 @@ class StartingCheckpoint:
         except CheckpointError as error:
             if self._subcommand != "fit" or self._config.resume is not None:
                 raise
-            save = f"torch.save(read_checkpoint(Path({self._config.ckpt_path!r}))['state_dict'], 'weights.pth')"
+            save = (
+                f'torch.save(read_checkpoint(Path({json.dumps(self._config.ckpt_path)}))["state_dict"], "weights.pth")'
+            )
             imports = "import torch; from pathlib import Path; from lit_cifar.checkpoint.format import read_checkpoint"
             start = "or start a new training with --ckpt_path=weights.pth, its weights alone:"
             words = shlex.join(["python", "-c", f"{imports}; {save}"])
