@@ -14,7 +14,7 @@ from lit_cifar.checkpoint.format import read_checkpoint
 
 def state(step: int) -> dict[str, Any]:
     """Its content."""
-    return {"global_step": step, "weights": torch.full((10_000,), float(step)), "name": "tiny"}
+    return {"global_step": step, "optimizer_states": [], "weights": torch.full((10_000,), float(step)), "name": "tiny"}
 
 
 def step_of(path: Path) -> int:

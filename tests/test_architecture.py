@@ -114,7 +114,7 @@ def test_a_strategy_to_the_first_optimizer_step(tmp_path: Path) -> None:
     assert_in_order("`--trainer.strategy=pp`, to the first optimizer step", tmp_path / "calls")
 
 
-@pytest.mark.filterwarnings("ignore:the learning rate schedule of the checkpoint")
+@pytest.mark.filterwarnings("ignore:the training before had")
 def test_a_checkpoint_written_and_resumed(tmp_path: Path) -> None:
     flags = [*TINY, "--last_checkpoint.every_n_steps=2", f"--run_dir={tmp_path / 'run'}"]
     with traced(tmp_path / "calls"):

@@ -4,6 +4,7 @@ import contextlib
 import os
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -13,7 +14,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 import yaml
-from commands import TINY, callback, counts, environment_of, refused, run_here
+from commands import TINY, callback, counts, environment_of, last_checkpoint, refused, run_here
 from lightning.pytorch import Callback
 
 import lit_cifar
@@ -151,6 +152,50 @@ def test_a_run_leaves_alone_what_is_there(trained: Path, tmp_path: Path) -> None
     refused("fit", *TINY, f"--run_dir={tmp_path / 'file' / 'run'}", says=["cannot be written"])
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_own_checkpoint_callbacks_and_the_resume_point_do_not_meet(tmp_path: Path) -> None:
+    """They save weights alone under our names, before and after ours; a training starts with these weights."""
+    run, folder = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    own = callback("ModelCheckpoint", save_last="true", save_weights_only="true", every_n_train_steps=1, save_top_k=0)
+    own += callback("ModelCheckpoint", filename="previous", save_last="link", every_n_epochs=1)
+    own += callback("lit_cifar.checkpoint.callbacks.BestCheckpoint", monitor="val/loss", mode="min")
+    run_here("fit", *TINY, *own, f"--run_dir={run}", "--last_checkpoint.every_n_steps=2")
+    steps = {str(path.relative_to(folder)): read_checkpoint(path)["global_step"] for path in folder.rglob("*.ckpt")}
+    of_user = {"ModelCheckpoint/last.ckpt": 5, "ModelCheckpoint/previous.ckpt": 5, "BestCheckpoint/best.ckpt": 5}
+    assert steps == {"last.ckpt": 5, "previous.ckpt": 4, "best.ckpt": 5, "ModelCheckpoint/last-v1.ckpt": 5} | of_user
+    alone = next(path for path in folder.glob("*/last*") if "optimizer_states" not in read_checkpoint(path))
+
+    start, first = tmp_path / "start", tmp_path / "first.pt"
+    keep = callback("recorder.KeepFirstWeights", path=first)
+    run_here("fit", *TINY, *keep, f"--ckpt_path={alone}", f"--run_dir={start}")
+    expected = read_checkpoint(alone)["state_dict"]
+    assert all(tensor.equal(expected[name]) for name, tensor in torch.load(first, weights_only=True).items())
+    assert last_checkpoint(start)["position"]["global_step"] == 5
+    run_here("test", *TINY, f"--ckpt_path={alone}", f"--run_dir={tmp_path / 'test'}")
+
+    shutil.copy(alone, folder / "last.ckpt")  # as an older version let it happen
+    with pytest.warns(UserWarning, match="last.ckpt holds weights and no state of an optimizer"):
+        run_here("fit", *TINY, *own, f"--run_dir={run}", "--resume=auto", "--trainer.max_steps=5")
+    shutil.copy(alone, folder / "last.ckpt")
+    shutil.copy(alone, folder / "previous.ckpt")
+    refused("fit", *TINY, f"--run_dir={run}", "--resume=auto", says=["no training can go on from it"])
+
+
+@pytest.mark.parametrize(
+    "own", [{"dirpath": "RUN/checkpoints"}, {"dirpath": "RUN/x/../checkpoints"}, {"filename": "../last"}]
+)
+@pytest.mark.parametrize("kind", ["ModelCheckpoint", "OnExceptionCheckpoint"])
+def test_own_checkpoint_callbacks_may_not_write_where_the_run_does(
+    kind: str, own: dict[str, str], tmp_path: Path
+) -> None:
+    given = {name: value.replace("RUN", str(tmp_path / "run")) for name, value in own.items()}
+    if kind == "OnExceptionCheckpoint":
+        given = {"dirpath": f"{tmp_path / 'run' / 'checkpoints' / 'x'}"} | given
+    says = [f"{kind} would write into {tmp_path / 'run' / 'checkpoints'}"]
+    refused("fit", *TINY, *callback(kind, **given), f"--run_dir={tmp_path / 'run'}", says=says)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_folder_holds_everything(trained: Path) -> None:
     """The checkpoint plain keys, no code."""
     names = {path.name.split(".")[0] if "tfevents" in path.name else path.name for path in trained.iterdir()}
@@ -174,7 +219,7 @@ def test_the_printed_commands_work(tmp_path: Path) -> None:
     """`fit` prints how to test its best checkpoint, whatever others the user keeps; its config serves that command."""
     run, own = tmp_path / "my run", callback("ModelCheckpoint", monitor="train/loss", filename="own")
     result = run_here("fit", *TINY, *own, f"--run_dir={run}")
-    assert (run / "checkpoints" / "own.ckpt").exists()
+    assert (run / "checkpoints" / "ModelCheckpoint" / "own.ckpt").exists()
     lines = {line[:12].strip(): line[12:] for line in result.stdout.splitlines()}
     assert lines["result"].startswith("best val/acc 0.")
     assert shlex.split(lines["run folder"]) == [str(run)]

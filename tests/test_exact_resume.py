@@ -263,6 +263,10 @@ def test_counts_of_many_ranks_and_classes_are_few_bytes() -> None:
     [
         (["--trainer.max_epochs=1"], "--trainer.max_epochs=1, and the training that it continues has begun 2"),
         (["--trainer.max_steps=9"], "--trainer.max_steps=9, and the training that it continues has begun 10"),
+        (
+            ["--model.lr_scheduler=ConstantLR"],
+            "with lit_cifar.WarmupDecay; this one has torch.optim.lr_scheduler.Const",
+        ),
         (["--model.optimizer=lit_cifar.MuonSGD"], "with lit_cifar.NesterovSGD; this one has lit_cifar.MuonSGD"),
     ],
 )
@@ -275,6 +279,27 @@ def test_a_run_that_cannot_go_on_is_told_why(
     assert problem in said
     remedy = re.findall(r"--[\w.]+=[\w.]+", said.splitlines()[-1])
     fit(tmp_path / "run", checkpoint_flag(undisturbed), *flags, *remedy)
+
+
+def test_settings_that_a_checkpoint_brings_along_are_those_of_the_resumed_run(tmp_path: Path) -> None:
+    """The file that the run writes is true of its steps."""
+    run, sgd = tmp_path / "run", ["--model.optimizer=torch.optim.SGD", "--model.optimizer.momentum=0.9"]
+    stopping = [*callback("EarlyStopping", monitor="val/loss", patience=7)]
+    fit(run, *sgd, "--model.optimizer.lr=0.1", *stopping, EVERY_STEP, *stop_after(2), status=143)
+    more = ["--model.optimizer.lr=0.01", "--model.optimizer.momentum=0.5", "--model.optimizer.weight_decay=0.001"]
+    more += ["--model.lr_scheduler=lit_cifar.WarmupDecay", "--model.lr_scheduler.warmup=0"]
+    said = "optimizer.lr=0.1, optimizer.momentum=0.9, optimizer.weight_decay=0.0; from optimizer step 2 on it has"
+    with pytest.warns(UserWarning, match=f"had lr_scheduler.warmup=0.2, {said}"):
+        fit(run, *sgd, *more, *callback("EarlyStopping", monitor="val/loss", patience=9), "--resume=auto")
+    rates = [float(row["lr-SGD"]) for row in metrics(run) if "lr-SGD" in row]
+    falling = [0.01 * (1 - step / 10) for step in range(2, 10)]
+    assert rates == pytest.approx([0.1 / 3, 0.2 / 3, *falling])
+    end = last_checkpoint(run)
+    (group,) = end["optimizer_states"][0]["param_groups"]
+    assert (group["initial_lr"], group["momentum"], group["weight_decay"]) == (0.01, 0.5, 0.001)
+    assert [state["patience"] for state in end["callbacks"].values() if "patience" in state] == [9]
+    arguments = yaml.safe_load((run / "config.yaml").read_text())["model"]["optimizer"]["init_args"]
+    assert (arguments["lr"], arguments["momentum"], arguments["weight_decay"]) == (0.01, 0.5, 0.001)
 
 
 def test_a_schedule_by_epochs_and_a_longer_run(tmp_path: Path) -> None:
@@ -290,7 +315,7 @@ def test_a_schedule_by_epochs_and_a_longer_run(tmp_path: Path) -> None:
 def test_a_longer_run_with_the_default_schedule(tmp_path: Path) -> None:
     """The rate has fallen to zero in the first plan; the second epoch takes it up in the plan over both."""
     fit(tmp_path / "run", "--trainer.max_epochs=1", "--resume=auto")
-    with pytest.warns(UserWarning, match="has 5 optimizer steps, this run has 10: from step 5 on"):
+    with pytest.warns(UserWarning, match="total_steps=5; from optimizer step 5 on it has lr_scheduler.total_steps=10"):
         fit(tmp_path / "run", "--resume=auto")
     rates = [float(row["lr-NesterovSGD"]) for row in metrics(tmp_path / "run") if "lr-NesterovSGD" in row]
     assert rates[5:] == pytest.approx([0.1 * (1 - fallen / 8) for fallen in range(3, 8)])

@@ -1,15 +1,18 @@
 """Warm-up and decay as a table; `MuonSGD`: orthogonal steps for filters of convolutions, SGD's steps for all else."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import lr_scheduler
 
+from lit_cifar.errors import ConfigError
 from lit_cifar.models import build_resnet
 from lit_cifar.task.muon import MuonSGD, orthogonal
-from lit_cifar.task.optim import WarmupDecay
+from lit_cifar.task.optim import Recipe, WarmupDecay, keep_saved_types
 
 # ---------------------------------------------------------------- WarmupDecay
 
@@ -33,6 +36,85 @@ def test_linear_rise_and_fall_and_half_a_cosine() -> None:
     seen = rates(8, warmup=0, decay="cosine")
     assert (seen[0], seen[4]) == (2.0, pytest.approx(1.0))
     assert seen == sorted(seen, reverse=True)
+
+
+def planned(schedule: Any, lr: float, momentum: float = 0.9, **settings: Any) -> tuple[Any, Any, Recipe]:
+    """An optimizer, a schedule and what they are made of."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr, momentum=momentum)
+    recipe = Recipe(optimizer)
+    scheduler = schedule(optimizer, **settings)
+    if isinstance(scheduler, WarmupDecay):
+        scheduler.set_total_steps(20)
+    recipe.add(optimizer, scheduler)
+    return optimizer, scheduler, recipe
+
+
+def take(num: int, optimizer: Any, scheduler: Any) -> list[tuple[float, float]]:
+    """Rate and momentum of so many steps, of which the third is worse than the one before."""
+    seen = []
+    for number in range(num):
+        seen.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]))
+        optimizer.step()
+        scheduler.step(*([float(number == 2)] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
+    return seen
+
+
+SCHEDULES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+    (WarmupDecay, {"warmup": 0.2}, {"warmup": 0.5, "decay": "linear"}),
+    (lr_scheduler.StepLR, {"step_size": 2}, {"step_size": 3, "gamma": 0.5}),
+    (lr_scheduler.MultiStepLR, {"milestones": [2, 5]}, {"milestones": [3, 6]}),
+    (lr_scheduler.ExponentialLR, {"gamma": 0.9}, {"gamma": 0.8}),
+    (lr_scheduler.CosineAnnealingLR, {"T_max": 10}, {"T_max": 20, "eta_min": 0.01}),
+    (lr_scheduler.OneCycleLR, {"max_lr": 1.0, "total_steps": 20}, {"max_lr": 2.0, "total_steps": 30}),
+    (lr_scheduler.LinearLR, {"total_iters": 3}, {"total_iters": 8}),
+    (lr_scheduler.ReduceLROnPlateau, {"patience": 0}, {"patience": 0}),
+]
+
+
+@pytest.mark.parametrize(("schedule", "before", "now"), SCHEDULES, ids=lambda value: getattr(value, "__name__", ""))
+def test_settings_of_the_run_hold_after_a_checkpoint_was_loaded(
+    schedule: Any, before: dict[str, Any], now: dict[str, Any]
+) -> None:
+    """As if the training had had them from the start; if none has changed, nothing is touched."""
+    trained, plan, recipe = planned(schedule, 0.1, **before)
+    take(5, trained, plan)
+    saved = deepcopy((trained.state_dict(), plan.state_dict(), recipe.settings()))
+    undisturbed = take(3, trained, plan)
+    for lr, momentum, settings in ((0.1, 0.9, before), (0.3, 0.9, before), (0.1, 0.5, now)):
+        reference, its_plan, _ = planned(schedule, lr, momentum, **settings)
+        take(5, reference, its_plan)
+        optimizer, scheduler, own = planned(schedule, lr, momentum, **settings)
+        optimizer.load_state_dict(saved[0])
+        scheduler.load_state_dict(saved[1])
+        if (lr, momentum) == (0.1, 0.9):
+            own.resume(optimizer, scheduler, before=saved[2], step=5)
+            assert take(3, optimizer, scheduler) == undisturbed
+            continue
+        name, value, then = ("lr", lr, 0.1) if lr != 0.1 else ("momentum", momentum, 0.9)
+        with pytest.warns(UserWarning, match=rf"optimizer.{name}={then}.*; from optimizer step 5 .*{name}={value}"):
+            own.resume(optimizer, scheduler, before=saved[2], step=5)
+        assert scheduler.state_dict()["last_epoch"] == 5
+        expected = torch.tensor(take(3, reference, its_plan))
+        torch.testing.assert_close(torch.tensor(take(3, optimizer, scheduler)), expected)
+
+
+def test_a_schedule_that_has_too_few_steps_is_refused() -> None:
+    trained, plan, recipe = planned(lr_scheduler.OneCycleLR, 0.1, max_lr=1.0, total_steps=20)
+    take(9, trained, plan)
+    optimizer, scheduler, own = planned(lr_scheduler.OneCycleLR, 0.1, max_lr=1.0, total_steps=5)
+    scheduler.load_state_dict(plan.state_dict())
+    with pytest.warns(UserWarning, match="total_steps=20"), pytest.raises(ConfigError, match="after 9 of its steps"):
+        own.resume(optimizer, scheduler, before=recipe.settings(), step=9)
+
+
+def test_kernels_are_those_of_the_run() -> None:
+    """Torch would take those of the checkpoint, which a mode may not have."""
+    parameter = nn.Parameter(torch.zeros(1))
+    trained = torch.optim.AdamW([parameter], fused=True)
+    optimizer = torch.optim.AdamW([parameter], foreach=False)
+    keep_saved_types(optimizer)
+    optimizer.load_state_dict(trained.state_dict())
+    assert (optimizer.param_groups[0]["fused"], optimizer.param_groups[0]["foreach"]) == (None, False)
 
 
 @pytest.mark.parametrize("warmup", [-0.1, 1.0])

@@ -3,9 +3,11 @@
 import csv
 import os
 import re
+import shlex
 import shutil
 from pathlib import Path
 
+import lightning as L
 import own_networks
 import pytest
 import torch
@@ -42,7 +44,8 @@ def own(name: str) -> str:
     return f"--model.network=own_networks.{name}"
 
 
-def test_trained_tested_resumed_and_loaded(pictures: Path, tmp_path: Path) -> None:
+def test_trained_tested_resumed_and_loaded(pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     run, whole, path = tmp_path / "run", tmp_path / "whole", tmp_path / "run" / "checkpoints" / "last.ckpt"
     fitting = ["fit", *flags(pictures, own("Chain"), "--model.network.width=4")]
     told = run_here(*fitting, f"--run_dir={whole}").stdout
@@ -61,10 +64,24 @@ def test_trained_tested_resumed_and_loaded(pictures: Path, tmp_path: Path) -> No
     told = run_here("predict", *saved, f"--run_dir={predicted}", f"--data.predict_dir={pictures}").stdout
     assert told.startswith("data        17 files, 17 of them pictures\n")
     assert len((predicted / "predictions.csv").read_text().splitlines()) == 1 + 17
-    for name in ("fox", "owl"):
-        draw_pictures(tmp_path / "others" / name, 1)
-    said = refused("predict", *saved, f"--data.root={tmp_path / 'others'}", f"--data.predict_dir={pictures}")
-    assert "the checkpoint was trained on folder of cat, dog, not on folder of fox, owl" in said
+    # As many classes, of which one has another number.
+    for split, name in [(split, name) for split in ("train", "val", "test") for name in ("bird", "cat")]:
+        draw_pictures(tmp_path / "others" / split / name, 8)
+    other = [f"--data.root={tmp_path / 'others'}", f"--data.predict_dir={pictures}", "--trainer.max_steps=9"]
+    rule = "class 0 is cat in the checkpoint and bird in these data; it was trained on 2 classes (cat, dog), and"
+    for command in ("test", "validate", "predict", "fit"):
+        said = refused(command, *saved, *other, f"--run_dir={tmp_path / 'x'}", says=[rule])
+    code = shlex.split(said.splitlines()[-1])[2]  # the remedy of `fit`
+    exec(code, {})
+    start = [own("Chain"), "--model.network.width=4", other[0], "--ckpt_path=weights.pth"]
+    run_here("fit", *flags(pictures, *start), f"--run_dir={tmp_path / 'start'}")
+    assert last_checkpoint(tmp_path / "start")["trained_on"] == {"dataset": "folder", "classes": ["bird", "cat"]}
+    resumed = [*fitting, *other[::2], "--resume=auto", f"--run_dir={run}"]
+    refused(*resumed, says=[rule])
+    data = CIFAR10DataModule(tmp_path / "others", dataset="folder", image_size=24)
+    module = LitResNet(network=own_networks.Chain(width=4), num_classes=2, image_size=24)
+    with pytest.raises(CheckpointError, match="class 0 is cat in the checkpoint and bird in these data"):
+        L.Trainer(accelerator="cpu", logger=False).test(module, data, ckpt_path=path, weights_only=True)
 
     network = own_networks.Chain(width=4).double()
     assert LitResNet.load_from_checkpoint(path, network=network).network is network
@@ -73,7 +90,7 @@ def test_trained_tested_resumed_and_loaded(pictures: Path, tmp_path: Path) -> No
         LitResNet.load_from_checkpoint(path)
     for other, problem in {
         own("Opaque"): "holds own_networks.Chain with 2 classes, 24 x 24 images, the model is own_networks.Opaque",
-        "--model.arch=tiny": "to use this checkpoint pass --model.network=own_networks.Chain --model.num_classes=2",
+        "--model.arch=tiny": "to use this checkpoint pass --model.network=own_networks.Chain",
         f"{own('Chain')} --model.network.width=8": "(4, 3, 3, 3) in the checkpoint, (8, 3, 3, 3) in the model",
     }.items():
         given = [*flags(pictures, *other.split()), f"--ckpt_path={path}", f"--run_dir={tmp_path / 'x'}"]
@@ -101,7 +118,7 @@ def test_nothing_that_was_trained_on_is_validated_on(pictures: Path, tmp_path: P
     shutil.copy(root / "cat" / "0.png", root / "cat" / "00.png")
     assert all("put them back" in each for each in said())
     (root / "cat" / "00.png").unlink()
-    with pytest.warns(UserWarning, match="learning rate schedule of the checkpoint has 2 optimizer steps"):
+    with pytest.warns(UserWarning, match=r"lr_scheduler\.total_steps=2.*lr_scheduler\.total_steps=4"):
         run_here("fit", *fitting, "--trainer.max_steps=4", "--resume=auto", "--data.batch_size=4")
     assert last_checkpoint(run)["global_step"] == 4
 

@@ -36,7 +36,7 @@ pytestmark = [short, pytest.mark.usefixtures("one_process")]
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.filterwarnings("ignore:the learning rate schedule of the checkpoint")  # by the first run, which is shorter
+@pytest.mark.filterwarnings("ignore:the training before had")  # by the first run, which is shorter
 def test_parts_along_both_axes_go_on_from_one_device_as_it_does(tmp_path: Path) -> None:
     """With synchronised BatchNorm and clipped; of 17 images to validate, one replica has none in the last batch."""
     settings = [*TINY, "--data.val_size=17", "--best_checkpoint.save_top_k=-1", "--trainer.precision=64-true"]

@@ -1,5 +1,6 @@
 """Checkpoints in parts: whole or absent after a kill; any number of processes read the bits that were written."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lit_cifar.checkpoint import files as checkpoint_files
 from lit_cifar.checkpoint import sharded
-from lit_cifar.checkpoint.files import LAST, PREVIOUS, index_of, newest_valid, write_checkpoint
+from lit_cifar.checkpoint.files import LAST, PREVIOUS, index_of, newest_valid, read_whole, write_checkpoint
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.checkpoint.sharded import read_parts, save_parts
 from lit_cifar.errors import CheckpointError, SaveError
@@ -45,8 +46,10 @@ class Training:
         save_parts(self.checkpoint(), path)
 
     def read(self, path: Path) -> dict[str, Any]:
-        outline = read_checkpoint(index_of(path))
-        return read_parts(outline, path, network=self.layer, optimizers=[self.optimizer])
+        return self.part_of(path, [self.optimizer])
+
+    def part_of(self, path: Path, optimizers: list[Any]) -> dict[str, Any]:
+        return read_parts(lambda: read_checkpoint(index_of(path)), path, network=self.layer, optimizers=optimizers)
 
 
 def save(folder: Path, step: int, *, ranks: int = 1) -> list[Any]:
@@ -79,8 +82,7 @@ def test_other_processes_read_what_some_have_written(tmp_path: Path, readers: in
     def run(rank: int) -> dict[str, Any]:
         found = Training(0).read(tmp_path / LAST)
         assert {type(tensor) for tensor in found["state_dict"].values()} == {DTensor}
-        outline = read_checkpoint(index_of(tmp_path / LAST))
-        evaluated = read_parts(outline, tmp_path / LAST, network=Training(0).layer, optimizers=[])
+        evaluated = Training(0).part_of(tmp_path / LAST, [])
         assert evaluated["state_dict"]["weight"].full_tensor().equal(found["state_dict"]["weight"].full_tensor())
         return full(found)
 
@@ -112,23 +114,45 @@ def test_a_process_killed_at_any_line_leaves_a_whole_checkpoint(tmp_path: Path) 
     (tmp_path / f"{LAST}.part").mkdir()
     (tmp_path / f"{LAST}.part" / "rank0.ckpt").write_bytes(b"of a process that was killed")
     save(tmp_path, 4)
-    write_checkpoint({"global_step": 5}, tmp_path / LAST)  # a file in place of a folder
+    write_checkpoint({"global_step": 5, "optimizer_states": []}, tmp_path / LAST)  # a file in place of a folder
     assert (read_checkpoint(tmp_path / LAST)["global_step"], step_of(tmp_path / PREVIOUS)) == (5, 4)
     save(tmp_path, 6)
     assert (step_of(tmp_path / LAST), read_checkpoint(tmp_path / PREVIOUS)["global_step"]) == (6, 5)
     assert sorted(path.name for path in tmp_path.iterdir()) == [LAST, PREVIOUS]
 
 
-@pytest.mark.parametrize("fault", ["missing", "damaged"])
-def test_a_part_that_is_damaged_is_told_on_every_process(tmp_path: Path, fault: str) -> None:
+FAULTS = {
+    "missing": "cannot be read: No such file",
+    "damaged": "is damaged",
+    "of another save": "rank1.ckpt is not of the same save as index.ckpt",
+    "of another rank": "rank1.ckpt is not of the same save as index.ckpt",
+    "of another number of processes": "rank1.ckpt is not of the same save as index.ckpt",
+    "all of another number of processes": "rank0.ckpt is not of the same save as index.ckpt",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_part_that_is_damaged_or_of_another_save_is_told_on_every_process(tmp_path: Path, fault: str) -> None:
+    """Before it is read, in place of the checkpoint before it, unless only its content shows that."""
+    save(tmp_path / "3", 2, ranks=3)
+    save(tmp_path, 1, ranks=2)
     save(tmp_path, 2, ranks=2)
     path = tmp_path / LAST / "rank1.ckpt"
-    content = bytearray(path.read_bytes())
     if fault == "missing":
         path.unlink()
-    else:
+    elif fault == "damaged":
+        content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
+    elif fault == "of another rank":
+        shutil.copy(path.with_name("rank0.ckpt"), path)
+    else:
+        source = tmp_path / (PREVIOUS if fault == "of another save" else f"3/{LAST}")
+        for name in ("rank0.ckpt", "rank1.ckpt") if fault.startswith("all") else ("rank1.ckpt",):
+            shutil.copy(source / name, path.with_name(name))
+    newest, refused = newest_valid(tmp_path)
+    assert newest == tmp_path / (LAST if fault == "damaged" else PREVIOUS)
+    assert fault == "damaged" or FAULTS[fault] in refused[0]
 
     def run(rank: int) -> str:
         with pytest.raises(CheckpointError) as caught:
@@ -139,7 +163,58 @@ def test_a_part_that_is_damaged_is_told_on_every_process(tmp_path: Path, fault: 
     with pytest.raises(CheckpointError) as caught:
         read_checkpoint(tmp_path / LAST)
     assert first == second == caught.value.problem
-    assert ("is damaged" in first) == (fault == "damaged")
+    assert FAULTS[fault] in first
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_who_reads_while_another_saves_sees_one_save(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever has been read of the one before: its index alone, or parts of it too."""
+    reads = {"index.ckpt": 0, "rank0.ckpt": 0, "rank1.ckpt": 0}
+    for name in reads:
+        for step in (1, 2, 3):
+            save(tmp_path / name / str(step), step, ranks=2)
+    verify = checkpoint_files.verify_checkpoint
+
+    def replace_meanwhile(path: Path) -> None:
+        verify(path)
+        if reads.pop(path.name, None) is not None and path.parts[-3] == path.name:  # the first time
+            folder = path.parents[1]
+            shutil.rmtree(path.parent)
+            shutil.copytree(folder / "3" / LAST, path.parent)
+
+    monkeypatch.setattr(checkpoint_files, "verify_checkpoint", replace_meanwhile)
+    for name in [*reads]:
+        reads = {name: 0}
+        shutil.copytree(tmp_path / name / "2" / LAST, tmp_path / name / LAST)
+        if ranks == 1:
+            assert step_of(tmp_path / name / LAST) == 3
+            continue
+
+        def run(rank: int, path: Path = tmp_path / name / LAST) -> float:
+            training = Training(0)
+            read_index = lambda: checkpoint_files.read_by_first(lambda: read_whole(index_of(path)))  # noqa: E731
+            found = read_parts(read_index, path, network=training.layer, optimizers=[training.optimizer])
+            return float(found["state_dict"]["bias"].full_tensor()[0])
+
+        assert on_ranks(2, run) == [300.0, 300.0]
+
+
+@pytest.mark.parametrize("there", ["a damaged file", "a damaged folder", "a link to nothing", "a link to a folder"])
+def test_what_cannot_be_resumed_is_in_nobodys_way(there: str, tmp_path: Path) -> None:
+    save(tmp_path / "elsewhere", 7)
+    if there == "a damaged file":
+        (tmp_path / LAST).write_bytes(b"damaged")
+    elif there == "a damaged folder":
+        (tmp_path / LAST).mkdir()
+    else:
+        (tmp_path / LAST).symlink_to("nothing" if "nothing" in there else f"elsewhere/{LAST}")
+        (tmp_path / PREVIOUS).symlink_to(f"elsewhere/{LAST}")
+    assert save(tmp_path, 1) == [None]
+    assert save(tmp_path, 2) == [None]
+    assert (step_of(tmp_path / LAST), step_of(tmp_path / PREVIOUS)) == (2, 1)
+    assert step_of(tmp_path / "elsewhere" / LAST) == 7
 
 
 def test_a_disk_that_one_process_cannot_write_to_is_told_on_every_process(
@@ -159,6 +234,7 @@ def test_a_disk_that_one_process_cannot_write_to_is_told_on_every_process(
     said = f"{tmp_path / LAST} could not be saved: No space left on device\nearlier checkpoints are unchanged: {LAST}"
     assert first == said
     assert step_of(tmp_path / LAST) == 1
+    assert [path.name for path in tmp_path.iterdir()] == [LAST]
 
 
 SHARDED = "--last_checkpoint.sharded=true"
@@ -170,7 +246,7 @@ def test_other_modes_have_no_parts_to_save(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.filterwarnings("ignore:the learning rate schedule of the checkpoint")
+@pytest.mark.filterwarnings("ignore:the training before had")
 def test_a_run_that_is_stopped_and_resumed_from_parts_has_the_same_bits(tmp_path: Path) -> None:
     """The end is a file too. One device then goes on from the parts, and writes a file."""
     flags = [*TINY, SHARDED, "--trainer.strategy=fsdp2", "--trainer.max_epochs=2"]

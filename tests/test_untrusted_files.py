@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import TINY, refused
+from commands import TINY, refused, run_here
 from data_files import load, prepare, write_python_edition
 from PIL import EpsImagePlugin, Image
 from torchvision.datasets import CIFAR10
@@ -102,7 +102,7 @@ def test_the_payload_works(tmp_path: Path) -> None:
 @pytest.mark.parametrize("writer", WRITERS)
 def test_no_reader_of_checkpoints_runs_code(tmp_path: Path, marker: Path, writer: Callable[[Any, Path], None]) -> None:
     """And a run goes on from the one before."""
-    write_checkpoint({"global_step": 1}, tmp_path / PREVIOUS)
+    write_checkpoint({"global_step": 1, "optimizer_states": []}, tmp_path / PREVIOUS)
     writer({"global_step": 2, "state_dict": {}, "extra": Payload(marker)}, tmp_path / LAST)
     for read in (read_checkpoint, CheckpointFiles().load_checkpoint):
         with pytest.raises(CheckpointError, match="not a readable checkpoint"):
@@ -147,6 +147,44 @@ def test_torchvisions_old_cache_of_fashion_mnist_runs_no_code(tmp_path: Path, ma
     for read in (partial(prepare, download=False), partial(load, split="train")):
         with pytest.raises(DataError):
             read("fashion_mnist", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", [".lock", "metrics.csv", "config.yaml.part", "checkpoints/last.ckpt.part", "checkpoints", "gone"]
+)
+@pytest.mark.parametrize("resume", [[], ["--resume=auto"]])
+def test_nothing_outside_of_a_run_folder_is_written_through_links(tmp_path: Path, name: str, resume: list[str]) -> None:
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    (run / name).parent.mkdir(parents=True)
+    outside.mkdir()
+    (outside / "last.ckpt").write_text("of somebody else")
+    (run / name).symlink_to({"checkpoints": outside, "gone": outside / "gone"}.get(name, outside / "last.ckpt"))
+    says = ["outside of the run folder"] if resume or name == ".lock" else ["is not empty"]
+    refused("fit", *TINY, f"--run_dir={run}", *resume, says=says)
+    assert {path.name: path.read_text() for path in outside.iterdir()} == {"last.ckpt": "of somebody else"}
+
+
+def test_a_run_whose_tables_are_no_text_is_resumed_and_they_are_kept(tmp_path: Path) -> None:
+    """The folder is a link, and there are links inside of it."""
+    run, flags = tmp_path / "run", ["fit", *TINY, f"--run_dir={tmp_path / 'link'}", "--resume=auto"]
+    run.mkdir()
+    (tmp_path / "link").symlink_to(run)
+    run_here(*flags)
+    (run / "inside").symlink_to("metrics.csv")
+    (run / "circle").symlink_to("circle")
+    for name in ("metrics.csv", "sample_audit.csv", "per_rank.csv", "weights.sha256"):
+        lines = (run / name).read_bytes().splitlines()
+        (run / name).write_bytes(b"\n".join(line + b",caf\xe9" for line in lines) + b"\n")
+    with pytest.warns(UserWarning, match="total_steps=5"):
+        run_here(*flags, "--trainer.max_epochs=2")
+    header, *rows = (run / "metrics.csv").read_bytes().splitlines()
+    assert b"caf\xe9" in header
+    assert sum(b"caf\xe9" in row for row in rows) >= 5
+    assert [line.endswith(b"caf\xe9") for line in (run / "sample_audit.csv").read_bytes().splitlines()] == [
+        False,
+        True,
+        False,
+    ]
 
 
 STEERING = "a\x1b]0;owned\x07\x9b2J\r\u202eb"

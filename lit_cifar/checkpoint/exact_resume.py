@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
@@ -122,6 +123,9 @@ class ExactResume(Callback):
         """Resume a fit at the position. A checkpoint without one is left to Lightning."""
         if trainer.state.fn != TrainerFn.FITTING or POSITION not in checkpoint:
             return
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning's own omission
+            if isinstance(callback, EarlyStopping):  # whose state would replace what the user has asked for
+                checkpoint["callbacks"].get(callback.state_key, {})["patience"] = callback.patience
         position = Position(**checkpoint[POSITION])
         position.write(checkpoint["loops"]["fit_loop"], accumulation=trainer.accumulate_grad_batches)
         if position.started:
@@ -223,7 +227,7 @@ def _num_rows(trainer: Trainer) -> int:
     path = Path(folder or ".") / "metrics.csv"
     if folder is None or not trainer.is_global_zero or not path.exists():
         return 0
-    with path.open() as file:
+    with path.open("rb") as file:
         return sum(1 for _ in file) - 1
 
 

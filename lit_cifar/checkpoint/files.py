@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from typing_extensions import override
 
-from lit_cifar.checkpoint.format import POSITION, read_checkpoint
+from lit_cifar.checkpoint.format import POSITION, holds_training, read_checkpoint
 from lit_cifar.errors import CheckpointError, ConfigError, SaveError, printable
 from lit_cifar.reporting.files import make_folder, replacing, sync
 from lit_cifar.watchdog import HELPER
@@ -57,8 +57,8 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: Path) -> None:
     """Save to `path`; at every moment it, or `previous.ckpt` beside `last.ckpt`, is a complete file.
 
     The content is written to a draft beside `path`, synced, read back and compared, and only then renamed. When
-    `last.ckpt` is replaced, the old file becomes `previous.ckpt` if its hash is right. Only one process at a time may
-    write to a folder. The tensors must be on the CPU: see `snapshot`.
+    `last.ckpt` is replaced, the old file becomes `previous.ckpt` if a training can go on from it. Only one process at a
+    time may write to a folder. The tensors must be on the CPU: see `snapshot`.
 
     Raises:
         SaveError: There is no space, no permission or no folder, the disk is faulty, or the content is more than
@@ -81,13 +81,13 @@ def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
 
 
 def put_in_place(draft: Path, path: Path) -> None:
-    """Give the file or folder `draft` its name. The `last.ckpt` before it becomes `previous.ckpt` if it is whole."""
-    if path.name == LAST and _is_whole(path):
+    """Give the file or folder `draft` its name. The `last.ckpt` before it becomes `previous.ckpt` if it can go on."""
+    if path.name == LAST and _is_resumable(path):
         previous = path.with_name(PREVIOUS)
         if path.is_dir() or previous.is_dir():  # which cannot replace one another
             remove(previous)
         path.replace(previous)
-    elif path.is_dir():
+    elif path.is_dir() or draft.is_dir():
         remove(path)
     draft.replace(path)
     sync(path.parent)
@@ -95,7 +95,7 @@ def put_in_place(draft: Path, path: Path) -> None:
 
 def remove(path: Path) -> None:
     """A file or a folder, if there is one."""
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
@@ -108,7 +108,8 @@ def index_of(path: Path) -> Path:
 
 def read_whole(path: Path) -> dict[str, Any]:
     """As `read_checkpoint`, once the content is known to be what was written; else a `CheckpointError`."""
-    verify_checkpoint(path)
+    if not path.is_dir():  # whose files are verified one by one
+        verify_checkpoint(path)
     return read_checkpoint(path)
 
 
@@ -171,21 +172,34 @@ def newest_valid(folder: Path, *, whole: bool = True) -> tuple[Path | None, list
     each.
 
     Without `whole` a file is opened and not read, so that damage to its tensors is not found. Nor is it in the parts of
-    one in parts, before they are read.
+    one in parts, before they are read; that one is missing or of another save is.
     """
     refused = []
     for path in (folder / LAST, folder / PREVIOUS):
         if not os.path.lexists(path):
             continue
         try:
-            if whole:
-                verify_checkpoint(index_of(path))
-            read_checkpoint(index_of(path), mapped=True)
+            _check_resumable(path, whole=whole)
         except CheckpointError as error:
             refused.append(error.problem)
         else:
             return path, refused
     return None, refused
+
+
+def _check_resumable(path: Path, *, whole: bool = True) -> None:
+    """Raise a `CheckpointError` if a training cannot go on from `path`."""
+    if whole:
+        verify_checkpoint(index_of(path))
+    from lit_cifar.checkpoint.sharded import check_parts  # which imports this
+
+    content = read_checkpoint(index_of(path), mapped=True)
+    check_parts(content, path)
+    if not holds_training(content):
+        raise CheckpointError(
+            f"{path} holds weights and no state of an optimizer, so that no training can go on from it",
+            remedy="start a new one: " + shlex.quote(f"--ckpt_path={path}"),
+        )
 
 
 def _serialise(checkpoint: Mapping[str, Any]) -> bytes:
@@ -212,9 +226,9 @@ def content_hash(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _is_whole(path: Path) -> bool:
+def _is_resumable(path: Path) -> bool:
     try:
-        verify_checkpoint(index_of(path))
+        _check_resumable(path)
     except CheckpointError:
         return False
     return True

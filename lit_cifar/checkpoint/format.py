@@ -1,25 +1,33 @@
 """What a checkpoint holds beside Lightning's own entries, and how to open one without running code from it."""
 
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 from zipfile import is_zipfile
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lit_cifar.errors import CheckpointError, ConfigError
+from lit_cifar.errors import CheckpointError, ConfigError, printable
 
 _KEY = "lit_cifar"
-_OPTIMIZER = "optimizer"
+_OPTIMIZER, _SCHEDULE = "optimizer", "lr_scheduler"
+SETTINGS = "settings"  # of both
 POSITION, METRICS = "position", "metrics"  # the entries of `exact_resume`
 _PREFIX = "network."
+_COUNTER = "num_batches_tracked"
+_WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")  # torch's own
+_SAVE_ALONE = "save those of one network alone: torch.save(network.state_dict(), 'weights.pth')"
+_DATA = "trained_on"
+_MAX_NAMES = 5
 _T = TypeVar("_T")
 
 
@@ -62,8 +70,9 @@ class Header:
 
     def _flags(self, other: "Header") -> str:
         """Those that ask for this network where `other` was asked for."""
+        if self.num_classes != other.num_classes:  # on the command line that of the data
+            return "the --data.dataset and --data.root of its training, which RUN_FOLDER/config.yaml has"
         flags = {"--model.arch": self.arch, "--model.stem": self.stem, "--model.network": self.network}
-        flags["--model.num_classes"] = str(self.num_classes)
         if self.image_size != other.image_size:
             flags["--data.image_size"] = str(self.image_size)
         return " ".join(f"{name}={value}" for name, value in flags.items() if value is not None)
@@ -83,6 +92,53 @@ class Header:
         return self.arch or self.network or "no network"
 
 
+@dataclass(frozen=True)
+class TrainedOn:
+    """The data of a checkpoint's training, by which its logits have a meaning."""
+
+    dataset: str | None  # as `--data.dataset` takes it; None if the checkpoint does not say
+    classes: tuple[str, ...] | None  # names by label; None if it does not say
+
+    def write(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[_DATA] = {"dataset": self.dataset, "classes": [*(self.classes or ())]}
+
+    @classmethod
+    def of(cls, checkpoint: Mapping[str, Any]) -> "TrainedOn":
+        """What `checkpoint` says, printable: it may come from anybody."""
+        found = checkpoint.get(_DATA)
+        if not isinstance(found, dict):
+            return cls(None, None)
+        return cls(printable(str(found["dataset"])), tuple(printable(str(name)) for name in found["classes"]))
+
+    def check(self, own: "TrainedOn", *, normalised: bool) -> None:
+        """Raise a `CheckpointError` unless `own` data have the same classes in the same order.
+
+        If they have, but are of another kind, that is an error where they must be `normalised` alike, or a warning.
+        """
+        if self.classes is None or own.classes is None:
+            rank_zero_warn("the checkpoint does not say which classes it was trained on: they are not compared")
+        elif self.classes != own.classes:
+            kept = self.dataset == own.dataset
+            flag = "another --data.root" if kept else shlex.quote(f"--data.dataset={self.dataset}")
+            pairs = enumerate(zip_longest(self.classes, own.classes, fillvalue="nothing"))
+            label, (there, here) = next((label, pair) for label, pair in pairs if pair[0] != pair[1])
+            raise CheckpointError(
+                f"class {label} is {there} in the checkpoint and {here} in these data; it was trained on "
+                f"{_listed(self.classes)}, and these are {_listed(own.classes)}",
+                remedy=f"pass {flag}, as its training had it: RUN_FOLDER/config.yaml",
+            )
+        elif self.dataset != own.dataset:
+            problem = f"the checkpoint was trained on {self.dataset}, which is normalised otherwise than {own.dataset}"
+            if normalised:
+                raise CheckpointError(problem, remedy="pass " + shlex.quote(f"--data.dataset={self.dataset}"))
+            rank_zero_warn(f"{problem}: that may cost accuracy")
+
+
+def _listed(classes: tuple[str, ...]) -> str:
+    names = [*classes[:_MAX_NAMES], *(["..."] if len(classes) > _MAX_NAMES else [])]
+    return f"{len(classes)} classes ({', '.join(names)})"
+
+
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
     """Put the name of a checkpoint before what is wrong with its content."""
@@ -97,16 +153,71 @@ def holds_weights_alone(checkpoint: Mapping[str, Any]) -> bool:
     return bool(checkpoint) and all(isinstance(value, Tensor) for value in checkpoint.values())
 
 
-def load_weights(network: nn.Module, weights: dict[str, Tensor], *, any_classes: bool) -> None:
-    """`network.load_state_dict`; with `any_classes` a ResNet's classifier of another number of classes is left out."""
+def holds_training(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether a training can go on from it, not only start with its weights."""
+    return "optimizer_states" in checkpoint
+
+
+def is_own(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether `fit` wrote it."""
+    return _KEY in checkpoint
+
+
+def find_weights(content: Mapping[str, Any], network: nn.Module) -> dict[str, Tensor]:
+    """The weights of `network` in a file of any program, by the network's own names; what is not taken is said.
+
+    They may lie in dictionaries, and behind prefixes of wrappers: `{"net": {"module.conv1.weight": ...}}`.
+
+    Raises:
+        CheckpointError: There are none, or several.
+    """
+    wanted = {name for name in network.state_dict() if not name.endswith(_COUNTER)}
+    found, first = [], min(wanted, default="")
+    for place, tensors in _tensors_in(content, ""):
+        plain = {_WRAPPER.sub("", name): tensor for name, tensor in tensors.items()}
+        for prefix in [name.removesuffix(first) for name in plain if name.endswith(first)]:
+            fitting = {name.removeprefix(prefix): plain[name] for name in plain if name.startswith(prefix)}
+            if wanted <= fitting.keys():
+                found.append((place, prefix, len(tensors) - len(fitting), fitting))
+    if len(found) > 1:
+        places = ", ".join(repr(f"{place}{prefix}*") for place, prefix, *_ in found)
+        raise CheckpointError(f"the file holds the weights of several networks: {places}", remedy=_SAVE_ALONE)
+    if not found:
+        if holds_weights_alone(content):
+            check_shapes(network, content)
+        raise CheckpointError(
+            f"the file holds no weights with the names of {type(network).__name__}'s", remedy=_SAVE_ALONE
+        )
+    place, prefix, num_others, weights = found[0]
+    unused = [str(key) for key in content if place and not place.startswith(f"{key}.")]
+    unused += [f"{num_others} other tensors"] if num_others else []
+    if place or prefix:
+        left = f"; not used: {', '.join(unused)}" if unused else ""
+        rank_zero_info(printable(f"the weights are those of {place}{prefix}* in the file{left}"))
+    return weights
+
+
+def _tensors_in(content: Mapping[Any, Any], place: str) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+    """The dictionaries of tensors alone, at whatever depth, each with where it is: "" or "model.weights.", say."""
+    if holds_weights_alone(content):
+        yield place, {name: tensor for name, tensor in content.items() if isinstance(name, str)}
+        return
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _tensors_in(value, f"{place}{key}.")
+
+
+def load_weights(network: nn.Module, weights: Mapping[str, Tensor], *, num_classes: int | None = None) -> None:
+    """`network.load_state_dict`; with `num_classes` a classifier of another number of classes is left out."""
     own = network.state_dict()
-    counters = {name: count for name, count in own.items() if name.endswith("num_batches_tracked")}
-    fitting = counters | weights  # files of torch's first releases lack these
-    classifier = {"fc.weight", "fc.bias"}
-    if any_classes and classifier <= own.keys() & weights.keys() and len(weights["fc.bias"]) != len(own["fc.bias"]):
-        num_classes = len(weights["fc.bias"])
-        rank_zero_info(f"the classifier in the checkpoint has {num_classes} classes: a new classifier is trained")
-        fitting |= {name: own[name] for name in classifier}
+    counters = {name: count for name, count in own.items() if name.endswith(_COUNTER)}
+    fitting = counters | dict(weights)  # files of torch's first releases lack these
+    others = {name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape}
+    sizes = {(tuple(own[name].shape[:1]), own[name].shape[1:] == weights[name].shape[1:]) for name in others}
+    if num_classes is not None and sizes == {((num_classes,), True)}:
+        known = max(len(weights[name]) for name in others)
+        rank_zero_info(f"the classifier in the checkpoint has {known} classes: a new classifier is trained")
+        fitting |= {name: own[name] for name in others}
     check_shapes(network, fitting)
     network.load_state_dict(fitting)
 
@@ -122,28 +233,28 @@ def check_shapes(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
                 f"the weights do not fit this {type(network).__name__}: {name} is {there} in the checkpoint, {here} in "
                 "the model",
                 remedy="pass the flags of their training, --config RUN_FOLDER/config.yaml, or of their network, e.g. "
-                "--model.arch=resnet18 --model.stem=imagenet --model.num_classes=1000",
+                "--model.arch=resnet18 --model.stem=imagenet",
             )
 
 
-def name_optimizer(checkpoint: dict[str, Any], optimizer: Optimizer) -> None:
-    """Write whose the optimizer's states are, as `--model.optimizer` takes it."""
-    checkpoint[_OPTIMIZER] = _class_path(optimizer)
+def name_optimizer(checkpoint: dict[str, Any], optimizer: Optimizer, scheduler: Any) -> None:
+    """Write whose the states of optimizer and schedule are, as `--model` takes them."""
+    checkpoint |= {_OPTIMIZER: _class_path(optimizer), _SCHEDULE: _class_path(scheduler)}
 
 
-def check_optimizer(checkpoint: Mapping[str, Any], optimizer: Optimizer) -> None:
-    """Raise a `CheckpointError` if a training was with another optimizer."""
-    found, own = checkpoint.get(_OPTIMIZER), _class_path(optimizer)
-    if found not in (None, own):
-        raise CheckpointError(
-            f"the checkpoint continues a training with {found}; this one has {own}",
-            remedy=f"pass --model.optimizer={found}",
-        )
+def check_optimizer(checkpoint: Mapping[str, Any], optimizer: Optimizer, scheduler: Any) -> None:
+    """Raise a `CheckpointError` if a training was with another optimizer or schedule."""
+    for key, own in {_OPTIMIZER: _class_path(optimizer), _SCHEDULE: _class_path(scheduler)}.items():
+        if (found := checkpoint.get(key)) not in (None, own):
+            raise CheckpointError(
+                f"the checkpoint continues a training with {found}; this one has {own}",
+                remedy=f"pass --model.{key}={found}" + (" and its arguments" if key == _SCHEDULE else ""),
+            )
 
 
-def _class_path(optimizer: Optimizer) -> str:
+def _class_path(part: Any) -> str:
     """The shortest path that a user can type, which stays when a file moves inside its package."""
-    kind = type(optimizer)
+    kind = type(part)
     if hasattr(torch.optim, kind.__name__):
         return kind.__name__
     package = kind.__module__.partition(".")[0]
@@ -169,7 +280,7 @@ def read_checkpoint(path: Path, *, mapped: bool = False) -> dict[str, Any]:
         reason = f"it needs the code of {code[1]}" if code else "it is incomplete, or torch has not written it"
         raise CheckpointError(
             f"{path} is not a readable checkpoint: {reason}",
-            remedy="use another of the run's checkpoints; only files of tensors and primitives are read",
+            remedy=f"use another of the run's checkpoints; of another program, {_SAVE_ALONE}",
         ) from error
     if not isinstance(checkpoint, dict):
         raise CheckpointError(

@@ -8,7 +8,6 @@ with its ids in rising order. So two runs have the same digest if, and only if, 
 samples, whatever the number of processes, the accumulation or the mode, and however often they were interrupted.
 """
 
-import csv
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -24,7 +23,7 @@ from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.images import Batch
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import ConfigError, SampleAuditError, printable
-from lit_cifar.reporting.files import replace_csv
+from lit_cifar.reporting.files import read_csv, replace_csv
 from lit_cifar.reporting.run_folder import run_folder
 
 FILE_NAME = "sample_audit.csv"
@@ -319,10 +318,7 @@ def order_settings(data: Any) -> OrderSettings:
 def write_epoch(folder: Path, epoch: int, num_steps: int, num_samples: int, digest: str) -> None:
     """Write a line into `sample_audit.csv`, in place of an interrupted run's lines for this epoch and later ones."""
     path = folder / FILE_NAME
-    rows: list[list[str]] = []
-    if path.exists():
-        with path.open(newline="") as old:
-            rows = [row for row in csv.reader(old) if row and row[0].isdecimal() and int(row[0]) < epoch]
+    rows = [row for row in read_csv(path) if row and row[0].isdecimal() and int(row[0]) < epoch]
     folder.mkdir(parents=True, exist_ok=True)
     replace_csv(path, [_COLUMNS, *rows, [epoch, num_steps, num_samples, digest]])
 

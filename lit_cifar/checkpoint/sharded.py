@@ -2,13 +2,14 @@
 
 Such a checkpoint is a folder, and each file in it is one like every other checkpoint. `rank0.ckpt` and so on hold the
 rows of weights and optimizer state that a process has held. `index.ckpt` holds the rest: of what is in parts the shape
-alone, on the meta device, and in how many files its rows are.
+alone, on the meta device, and the hash of each file with its rows. So files of two saves are never taken for one.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,18 +18,29 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from lit_cifar.checkpoint.files import INDEX, put_in_place, read_whole, remove, saving, snapshot, write_file
+from lit_cifar.checkpoint.files import (
+    INDEX,
+    carried_hash,
+    put_in_place,
+    read_whole,
+    remove,
+    saving,
+    snapshot,
+    write_file,
+)
 from lit_cifar.errors import CheckpointError
 from lit_cifar.reporting.files import make_folder
 
 _KEY = "parts"
+_OTHER = "use another checkpoint of the run"
+_T = TypeVar("_T")
 
 
 def save_parts(checkpoint: Mapping[str, Any], path: Path) -> None:
     """Write the folder `path`; at every moment it, or `previous.ckpt` beside it, is complete. All must call this.
 
     Raises:
-        SaveError: On every process, if one could not write its parts.
+        SaveError: On every process, if one could not write its parts. Nothing of them is left.
     """
     draft = path.with_name(f"{path.name}.part")
     held = {_name(each): each.held[each.key] for each in _entries(checkpoint)}
@@ -41,18 +53,26 @@ def save_parts(checkpoint: Mapping[str, Any], path: Path) -> None:
         draft.mkdir()
 
     @saving(path)
-    def write_own() -> None:
-        write_file(snapshot(own), draft / _file_of(dist.get_rank()))
+    def write_own() -> str | None:
+        file = draft / _file_of(dist.get_rank())
+        write_file(snapshot(own), file)
+        return carried_hash(file)
 
     @saving(path)
     def finish() -> None:
         outline: dict[str, Any] = tree_map_only(Tensor, _outline, dict(checkpoint))
-        write_file(outline | {_KEY: dist.get_world_size()}, draft / INDEX)
+        write_file(outline | {_KEY: digests}, draft / INDEX)
         put_in_place(draft, path)
 
-    _together(begin, first_alone=True)
-    _together(write_own)
-    _together(finish, first_alone=True)
+    try:
+        _together(begin, first_alone=True)
+        digests = _together(write_own)
+        _together(finish, first_alone=True)
+    except CheckpointError:
+        if dist.get_rank() == 0:  # the others have ended too
+            with suppress(OSError):
+                remove(draft)
+        raise
 
 
 def in_parts(checkpoint: Mapping[str, Any]) -> bool:
@@ -60,31 +80,72 @@ def in_parts(checkpoint: Mapping[str, Any]) -> bool:
 
 
 def read_parts(
-    checkpoint: dict[str, Any], path: Path, *, network: nn.Module, optimizers: Sequence[Optimizer]
+    read_index: Callable[[], dict[str, Any]], path: Path, *, network: nn.Module, optimizers: Sequence[Optimizer]
 ) -> dict[str, Any]:
-    """`checkpoint`, from the index of `path`, with tensors divided as those of the network. All must call this.
+    """The checkpoint whose index is read, with tensors divided as those of the network, or as it is if it has no parts.
+
+    All must call this.
 
     Raises:
-        CheckpointError: On every process, if one found a part missing or damaged.
+        CheckpointError: On every process, if one found a part missing, damaged or of another save.
     """
-    if not optimizers:  # in an evaluation
-        checkpoint = {**checkpoint, "optimizer_states": []}
     likes: list[Any] = [network.state_dict()]
     likes += [[each for group in optimizer.param_groups for each in group["params"]] for optimizer in optimizers]
 
     def empty(entry: _Entry, outline: Tensor) -> Tensor:
         return torch.empty_like(likes[entry.group][entry.index], dtype=outline.dtype, requires_grad=False)
 
-    _together(partial(_fill, checkpoint, path, empty, rank=dist.get_rank(), num_ranks=dist.get_world_size()))
-    return checkpoint
+    def fill(checkpoint: dict[str, Any]) -> None:
+        if not optimizers:  # in an evaluation
+            checkpoint["optimizer_states"] = []
+        _together(partial(_fill, checkpoint, path, empty, rank=dist.get_rank(), num_ranks=dist.get_world_size()))
+
+    return _of_one_save(read_index, fill)
 
 
 def read_all(path: Path) -> dict[str, Any]:
     """What one process would have written in place of `path`; raises a `CheckpointError` if a part is damaged."""
-    checkpoint = read_whole(path / INDEX)
-    if in_parts(checkpoint):
-        _fill(checkpoint, path, lambda entry, outline: torch.empty_like(outline, device="cpu"))
+    whole = partial(_fill, path=path, empty=lambda entry, outline: torch.empty_like(outline, device="cpu"))
+    return _of_one_save(lambda: read_whole(path / INDEX), whole)
+
+
+def check_parts(checkpoint: Mapping[str, Any], path: Path) -> None:
+    """Raise a `CheckpointError` if a part is missing, cut short or of another save; their content is not read."""
+    for number, digest in enumerate(_digests(checkpoint) if in_parts(checkpoint) else ()):
+        _check_part(path / _file_of(number), digest)
+
+
+def _of_one_save(read_index: Callable[[], dict[str, Any]], fill: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """What is read, filled with its parts; anew as often as a training saves meanwhile."""
+    checkpoint = read_index()
+    while in_parts(checkpoint):
+        digests = _digests(checkpoint)
+        try:
+            fill(checkpoint)
+        except CheckpointError:
+            checkpoint = read_index()
+            if checkpoint.get(_KEY) == digests:
+                raise
     return checkpoint
+
+
+def _digests(checkpoint: Mapping[str, Any]) -> list[str]:
+    found: Any = checkpoint[_KEY]
+    if not isinstance(found, list):
+        raise CheckpointError(
+            "the index of this checkpoint says nothing of its parts but their number",
+            remedy="resume it with the version of lit_cifar that wrote it",
+        )
+    return found
+
+
+def _check_part(file: Path, digest: str) -> None:
+    try:
+        found = carried_hash(file)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}", remedy=_OTHER) from error
+    if found != digest:
+        raise CheckpointError(f"{file} is not of the same save as {INDEX} beside it", remedy=_OTHER)
 
 
 class _Entry(NamedTuple):
@@ -133,18 +194,23 @@ def _fill(
     for entry in _entries(checkpoint):
         if entry.held[entry.key].is_meta:
             tensors[_name(entry)] = entry.held[entry.key] = empty(entry, entry.held[entry.key])
-    num_files = checkpoint.pop(_KEY)
-    for number in range(num_files):
+    digests = _digests(checkpoint)
+    num_files = len(digests)
+    for number, digest in enumerate(digests):
         found: dict[str, tuple[range, range, range]] = {}
         for name, tensor in tensors.items():
             own, there = _rows(len(tensor), rank, num_ranks), _rows(len(tensor), number, num_files)
             both = range(max(own.start, there.start), min(own.stop, there.stop))
             if both:
                 found[name] = own, there, both
-        content = read_whole(path / _file_of(number)) if found else {}
+        if not found:
+            continue
+        content = read_whole(path / _file_of(number))
+        _check_part(path / _file_of(number), digest)  # afterwards: what a save has replaced does not come back
         for name, (own, there, both) in found.items():
             part = content[name][both.start - there.start : both.stop - there.start]
             _local(tensors[name])[both.start - own.start : both.stop - own.start] = part
+    del checkpoint[_KEY]
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -158,15 +224,20 @@ def _outline(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _together(job: Callable[[], None], *, first_alone: bool = False) -> None:
-    """Do `job`, in all processes or in the first one; each raises the `CheckpointError` of the first that fails."""
-    error: CheckpointError | None = None
+def _together(job: Callable[[], _T], *, first_alone: bool = False) -> list[Any]:
+    """What `job` returns in all processes, or in the first one that does it alone.
+
+    Each raises the `CheckpointError` of the first that fails.
+    """
+    result: _T | CheckpointError | None = None
     if dist.get_rank() == 0 or not first_alone:
         try:
-            job()
+            result = job()
         except CheckpointError as raised:
-            error = raised
-    errors: list[CheckpointError | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    for each in filter(None, errors):
-        raise each
+            result = raised
+    results: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(results, result)
+    for each in results:
+        if isinstance(each, CheckpointError):
+            raise each
+    return results

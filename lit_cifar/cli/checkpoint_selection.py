@@ -1,5 +1,6 @@
 """The checkpoint that a command starts from: which file, what it says about the run, and whether it fits the model."""
 
+import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,15 +13,19 @@ from lit_cifar.checkpoint.exact_resume import Start
 from lit_cifar.checkpoint.files import LAST, carried_hash, content_hash, index_of, newest_valid
 from lit_cifar.checkpoint.format import (
     POSITION,
+    TrainedOn,
     check_optimizer,
     check_shapes,
-    holds_weights_alone,
+    find_weights,
+    holds_training,
+    is_own,
     load_weights,
     naming,
     read_checkpoint,
 )
 from lit_cifar.checkpoint.sample_audit import AuditRecord
 from lit_cifar.cli.usage_errors import as_config_error
+from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.reporting.run_folder import process_rank
 from lit_cifar.task.module import LitResNet
@@ -59,37 +64,56 @@ class StartingCheckpoint:
         last = index_of(path.with_name(LAST))
         newest = carried_hash(last) if resumes and last.is_file() else None
         self.start = Start(carried_hash(index) or content_hash(index), f"{path}{at}", newest)
-        self.has_weights_alone = holds_weights_alone(self._content)
+        fits = self._subcommand == "fit"
+        self.has_weights_alone = not is_own(self._content) or (fits and not holds_training(self._content))
         if self.has_weights_alone:
             return
         if self._subcommand in ("fit", "validate"):
             self.audit = AuditRecord.read(self._content)
-        if self._subcommand == "fit":
+        if fits:
             with naming(path):
                 _check_length(self._content.get(POSITION, {}), self._config.trainer)
         if resumes:
             self.position = self._content.get(POSITION, {})
 
-    def check(self, module: LitResNet, *, dataset: str) -> None:
-        """Refuse a checkpoint of another network; weights alone are loaded at once."""
+    def check(self, module: LitResNet, data: CIFAR10DataModule) -> None:
+        """Refuse a checkpoint of another network or of other classes; weights alone are loaded at once."""
         content, self._content = self._content, None  # the file may be replaced from now on
         if content is None:
             return
         with naming(self._config.ckpt_path):
-            self._compare(content, module, dataset=dataset)
+            self._compare(content, module, data)
 
-    def _compare(self, content: dict[str, Any], module: LitResNet, *, dataset: str) -> None:
+    def _compare(self, content: dict[str, Any], module: LitResNet, data: CIFAR10DataModule) -> None:
         if self.has_weights_alone:
-            load_weights(module.network, content, any_classes=self._subcommand == "fit")
+            fits = self._subcommand == "fit"
+            weights = find_weights(content, module.network)
+            load_weights(module.network, weights, num_classes=len(data.classes) if fits else None)
+            if fits:
+                rank_zero_info(f"{self._config.ckpt_path} holds no training: a new one starts with its weights")
+            if not is_own(content):
+                rank_zero_info("the file does not say which classes it is of: they are taken for those of the data")
             return
+        try:
+            trained = TrainedOn.of(content)
+            trained.check(TrainedOn(*data.meaning), normalised=self._subcommand == "predict")
+        except CheckpointError as error:
+            if self._subcommand != "fit" or self._config.resume is not None:
+                raise
+            save = (
+                f'torch.save(read_checkpoint(Path({json.dumps(self._config.ckpt_path)}))["state_dict"], "weights.pth")'
+            )
+            imports = "import torch; from pathlib import Path; from lit_cifar.checkpoint.format import read_checkpoint"
+            start = "or start a new training with --ckpt_path=weights.pth, its weights alone:"
+            words = shlex.join(["python", "-c", f"{imports}; {save}"])
+            raise CheckpointError(error.problem, remedy=f"{error.remedy},\n{start}\n{words}") from error
         module.header.check(content)
         check_shapes(module.network, content.get("state_dict", {}))
         if self._subcommand == "fit":
             with as_config_error():
                 optimizer = module.make_optimizer(module.network.parameters())
-            check_optimizer(content, optimizer)
-        if self._subcommand == "predict":
-            _check_classes(content, dataset)
+                scheduler = module.make_lr_scheduler(optimizer)
+            check_optimizer(content, optimizer, scheduler)
 
 
 def _check_length(position: Mapping[str, int], trainer: Namespace) -> None:
@@ -101,18 +125,6 @@ def _check_length(position: Mapping[str, int], trainer: Namespace) -> None:
                 f"--trainer.{name}={trainer[name]}, and the training that it continues has begun {done} already",
                 remedy=f"pass --trainer.{name}={done} or more, or test the checkpoint as it is",
             )
-
-
-def _check_classes(checkpoint: dict[str, Any], dataset: str) -> None:
-    """Refuse to `predict` with the class names and the normalisation of another data set than the checkpoint's."""
-    audit = AuditRecord.read(checkpoint)
-    trained_on = dataset if audit is None else audit.settings["dataset"]
-    if trained_on != dataset:
-        known = shlex.quote(f"--data.dataset={str(trained_on).partition(' ')[0]}")
-        raise CheckpointError(
-            f"the checkpoint was trained on {trained_on}, not on {dataset}: classes and normalisation differ",
-            remedy=f"pass {known}, or --config RUN_FOLDER/config.yaml",
-        )
 
 
 def _newest(subcommand: str, config: Namespace) -> tuple[str | None, list[str]]:

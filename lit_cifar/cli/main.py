@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 import lightning as L
 import torch
 from jsonargparse import Namespace
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_class
 from torch.distributed import is_torchelastic_launched
 
@@ -231,7 +232,7 @@ class CLI(LightningCLI):
         self.save_config_kwargs = {"logger": given}
         with as_config_error():
             super().instantiate_classes()
-        self._start.check(self.model, dataset=self.datamodule.dataset)
+        self._start.check(self.model, self.datamodule)
         trainer.logger = given
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[L.Callback]) -> L.Trainer:
@@ -320,9 +321,12 @@ class CLI(LightningCLI):
 
     def _make_run_folder(self) -> Path:
         """Make the folder and the loggers that write into it; ours come first, as the first one names the folder."""
+        if self._arguments.run_dir is not None:
+            self._keep_apart(Path(self._arguments.run_dir))
         mode, resume = str(self._arguments.trainer.strategy), self._arguments.resume is not None
         label = self._subcommand if mode == "auto" or not mode.isidentifier() else f"{self._subcommand}-{mode}"
         folder = create_run_folder(self._arguments.run_dir, label=label, lock=self._lock, resume=resume)
+        self._keep_apart(folder)
         position = self._start.position
         first_step = position.get("global_step", 0) if resume else None
         ours = run_loggers(folder, kept_rows=position.get("rows", 0), first_step=first_step)
@@ -336,3 +340,17 @@ class CLI(LightningCLI):
                     folder.rmdir()  # nothing was written
             raise
         return folder
+
+    def _keep_apart(self, folder: Path) -> None:
+        """Give the user's own checkpoint callbacks a folder below ours: they may call their files `last.ckpt` too."""
+        ours, best = folder / "checkpoints", self._get(self.config_init, "best_checkpoint")
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if callback is best or not isinstance(callback, ModelCheckpoint | OnExceptionCheckpoint):
+                continue
+            name = type(callback).__name__
+            callback.dirpath = str(callback.dirpath or ours / name)
+            if Path(callback.dirpath, callback.filename or "x").parent.resolve() == ours.resolve():
+                raise ConfigError(
+                    f"{name} would write into {ours}, where the run keeps what it resumes from",
+                    remedy="leave out its dirpath, for a folder of its own there, and any folder in its filename",
+                )

@@ -176,6 +176,7 @@ class CIFAR10DataModule(L.LightningDataModule):
             skip_unreadable=skip_unreadable,
         )
         self.dataset = self.source.identity(dataset)
+        self.meaning = dataset, self.source.classes  # that of a label
         self.name, self.classes, self.image_size = self.source.title, self.source.classes, self.source.image_size
         self.decoded_size = decoded_size or self.image_size
         resized_to = None if decoded_size is None else self.image_size

@@ -58,14 +58,18 @@ def replace_csv(path: Path, rows: Iterable[Sequence[Any]]) -> None:
         csv.writer(file, lineterminator="\n").writerows(map(_as_text, row) for row in rows)
 
 
+def read_csv(path: Path) -> list[list[str]]:
+    """The rows of a table; none if it is missing. Bytes that are no text are kept as `replacing` writes them."""
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8", errors="surrogateescape") as file:
+        return [*csv.reader(file)]
+
+
 def replace_split(path: Path, header: Sequence[str], split: str, rows: Iterable[Sequence[Any]]) -> None:
     """Replace the rows of `split`, the first column, and keep those of other splits under the same header."""
-    kept: list[list[str]] = []
-    if path.exists():
-        with path.open(newline="", encoding="utf-8", errors="surrogateescape") as old:
-            found = [[*map(plain, row)] for row in csv.reader(old)]
-        if found[:1] == [[*header]]:
-            kept = [row for row in found[1:] if row and row[0] != split]
+    found = [[*map(plain, row)] for row in read_csv(path)]
+    kept = [row for row in found[1:] if row and row[0] != split] if found[:1] == [[*header]] else []
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_csv(path, [header, *kept, *([split, *row] for row in rows)])
 

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from torch.utils.tensorboard import SummaryWriter
 
-from lit_cifar.reporting.files import replace_csv
+from lit_cifar.reporting.files import read_csv, replace_csv
 from lit_cifar.reporting.run_folder import process_rank
 
 
@@ -90,16 +90,14 @@ class _ContinuedWriter(ExperimentWriter):
             before = self._rows()
             self._replace(fields, [*(before[:-1] if self._grows else before), *rows])
         else:
-            with self._path.open("a", newline="") as file:
+            with self._path.open("a", newline="", encoding="utf-8", errors="surrogateescape") as file:
                 csv.DictWriter(file, fields, lineterminator="\n").writerows(rows)
         self._last, self._grows = rows[-1], False
 
     def _rows(self) -> list[dict[str, str]]:
         """Those in the file, if there is one."""
-        if not self._path.exists():
-            return []
-        with self._path.open(newline="") as file:
-            return [*csv.DictReader(file)]
+        header, *rows = read_csv(self._path) or [[]]
+        return [dict(zip(header, row, strict=False)) for row in rows if row]
 
     def _replace(self, fields: list[str], rows: list[dict[str, Any]]) -> None:
         replace_csv(self._path, [fields, *([row.get(name, "") for name in fields] for row in rows)])

@@ -41,11 +41,12 @@ class RunLock:
         """Lock `folder`, unless that was done. The file of the lock stays there.
 
         Raises:
-            ConfigError: Another process holds the lock.
+            ConfigError: Another process holds the lock, or the folder has links to what lies outside.
             OSError: The folder cannot be written.
         """
         if self._descriptor is not None:
             return
+        _check_links(folder)
         self._descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         _lock(self._descriptor, folder / LOCK)
         text = f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}"
@@ -58,6 +59,19 @@ class RunLock:
     def __exit__(self, *_: object) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
+
+
+def _check_links(folder: Path) -> None:
+    """Refuse links out of `folder`: the run would write through them over what may belong to others."""
+    root = folder.resolve()
+    for parent, folders, files in os.walk(folder):
+        for path in (Path(parent, name) for name in (*folders, *files)):
+            target = Path(os.path.realpath(path))  # of links in a circle too
+            if path.is_symlink() and not target.is_relative_to(root):
+                raise ConfigError(
+                    f"{path} is a link to {target}, outside of the run folder, which the run would write over",
+                    remedy="remove the link, or put a copy of what it leads to in its place",
+                )
 
 
 def _lock(descriptor: int, path: Path) -> None:

@@ -25,7 +25,7 @@ from torch.optim import SGD, Adagrad, Optimizer
 from typing_extensions import override
 
 from lit_cifar.checkpoint.files import index_of, sync_tables
-from lit_cifar.checkpoint.sharded import in_parts, read_parts, save_parts
+from lit_cifar.checkpoint.sharded import read_parts, save_parts
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.blocks import blocks_of
 from lit_cifar.models.compiled import Compiled
@@ -271,12 +271,12 @@ class ShardedStrategy(MeshStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        path = index_of(Path(checkpoint_path)) if self.takes_parts else checkpoint_path
-        checkpoint: dict[str, Any] = super().load_checkpoint(path, weights_only)
-        if not in_parts(checkpoint):
-            return checkpoint
+        load = super().load_checkpoint
+        if not self.takes_parts:
+            return load(checkpoint_path, weights_only)
         folder = self.broadcast(Path(checkpoint_path))  # the first process knows it
-        return read_parts(checkpoint, folder, network=self.module.network, optimizers=self.optimizers)
+        read_index = lambda: load(index_of(folder), weights_only)  # noqa: E731
+        return read_parts(read_index, folder, network=self.module.network, optimizers=self.optimizers)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from inspect import signature
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,18 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import Metric, MetricCollection
 
-from lit_cifar.checkpoint.format import Header, add_prefix, check_shapes, name_optimizer, read_checkpoint, strip_prefix
+from lit_cifar.checkpoint.format import (
+    SETTINGS,
+    Header,
+    TrainedOn,
+    add_prefix,
+    check_shapes,
+    holds_training,
+    name_optimizer,
+    read_checkpoint,
+    strip_prefix,
+)
+from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.data.images import Batch
 from lit_cifar.errors import CheckpointError, ConfigError
@@ -24,7 +36,7 @@ from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.ghost_batchnorm import normalise_apart
 from lit_cifar.models.memory_format import follow_parameters, plain
 from lit_cifar.task.metrics import EvaluationMetrics, MeanLoss, TopAccuracy
-from lit_cifar.task.optim import NesterovSGD, WarmupDecay, keep_saved_types
+from lit_cifar.task.optim import NesterovSGD, Recipe, WarmupDecay, keep_saved_types
 
 LRScaling = Literal["none", "linear", "sqrt"]
 
@@ -123,6 +135,8 @@ class LitResNet(L.LightningModule):
         self.virtual_replicas: Any = None  # passes the parts of a batch one by one: strategies/virtual_replicas.py
         self._newest: tuple[Tensor, Tensor, Tensor] | None = None  # losses, logits, labels of a batch
         self._logged_epoch: int | None = None
+        self._recipe: Recipe | None = None
+        self._resumed: dict[str, Any] | None = None  # the checkpoint that a training goes on from, until it starts
 
         self.train_loss = MeanLoss()
         self.train_acc = TopAccuracy(num_classes)
@@ -147,7 +161,7 @@ class LitResNet(L.LightningModule):
         for metric in self.modules():
             if isinstance(metric, Metric):
                 metric.reset()
-        self._newest = self._logged_epoch = None
+        self._newest = self._logged_epoch = self._resumed = None
         if self.compiles:  # a strategy with a function of its own sets it later
             self.use_forward_fn(Compiled(self.network, cuda_graphs=self.cuda_graphs))
 
@@ -268,12 +282,22 @@ class LitResNet(L.LightningModule):
         keep_saved_types(optimizer)
         optimizer.register_load_state_dict_post_hook(follow_parameters)
         self._scale_lr(optimizer)
+        self._recipe = Recipe(optimizer)
         scheduler = self.make_lr_scheduler(optimizer)
         when: dict[str, Any] = {"monitor": "val/loss"} if isinstance(scheduler, ReduceLROnPlateau) else {}
         if isinstance(scheduler, WarmupDecay):
             scheduler.set_total_steps(self._total_steps())
             when = {"interval": "step"}
+        self._recipe.add(optimizer, scheduler)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **when}}
+
+    def on_train_start(self) -> None:
+        """Use this run's own settings of optimizer and schedule, where a resumed training had others."""
+        if self._resumed is not None and self._recipe is not None:
+            found, step, trainer = self._resumed.get(SETTINGS), self.trainer.global_step, self.trainer
+            before = found if isinstance(found, dict) else None
+            self._recipe.resume(trainer.optimizers[0], self.lr_schedulers(), before=before, step=step)
+        self._resumed = None
 
     def _scale_lr(self, optimizer: Optimizer) -> None:
         if self.lr_scaling == "none":
@@ -309,7 +333,8 @@ class LitResNet(L.LightningModule):
         Raises:
             CheckpointError: The file cannot be read, or holds another network.
         """
-        header = Header.of(read_checkpoint(Path(checkpoint_path)))
+        content = read_checkpoint(Path(checkpoint_path))
+        header = Header.of(content)
         if header.network is not None and "network" not in kwargs:
             raise CheckpointError(
                 f"the checkpoint holds {header}, and no code is run because a checkpoint names it",
@@ -317,21 +342,42 @@ class LitResNet(L.LightningModule):
             )
         arguments = header.arguments() | kwargs
         arguments.pop("weights_only", None)  # never without
-        return super().load_from_checkpoint(checkpoint_path, map_location, weights_only=True, **arguments)
+        source: Any = checkpoint_path
+        if Path(checkpoint_path).is_dir():  # in parts, which Lightning cannot read
+            torch.save(content, source := BytesIO())
+            source.seek(0)
+        return super().load_from_checkpoint(source, map_location, weights_only=True, **arguments)
+
+    def _data(self) -> CIFAR10DataModule | None:
+        """The data of the run, if they are ours: others do not say what their classes are called."""
+        try:
+            data = self.trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission
+        except RuntimeError:  # there is no Trainer
+            return None
+        return data if isinstance(data, CIFAR10DataModule) else None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Write the plain network's keys and a header that says which network it is."""
         checkpoint["state_dict"] = plain(strip_prefix(checkpoint["state_dict"]))
         if "optimizer_states" in checkpoint:  # not in one of weights alone
             checkpoint["optimizer_states"] = plain(checkpoint["optimizer_states"])
-            name_optimizer(checkpoint, self.trainer.optimizers[0])
+            name_optimizer(checkpoint, self.trainer.optimizers[0], self.lr_schedulers())
+            if self._recipe is not None:
+                checkpoint[SETTINGS] = self._recipe.settings()
         self.header.write(checkpoint)
+        data = self._data()
+        if data is not None:
+            TrainedOn(*data.meaning).write(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Check the header and give the keys back this module's prefix."""
+        """Check the header and the classes, and give the keys back this module's prefix."""
+        data = self._data()
+        if data is not None:
+            TrainedOn.of(checkpoint).check(TrainedOn(*data.meaning), normalised=False)
         self.header.check(checkpoint)
         check_shapes(self.network, checkpoint["state_dict"])
         checkpoint["state_dict"] = add_prefix(checkpoint["state_dict"])
+        self._resumed = {SETTINGS: checkpoint.get(SETTINGS)} if holds_training(checkpoint) else None
 
 
 # jsonargparse reads the defaults from the source of the signature, where they must be lambdas. Pickle finds a function

@@ -1,14 +1,23 @@
 """The default optimizer, and the learning rate schedule that torch does not have; all others are torch.optim's own."""
 
 import math
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from itertools import chain
 from typing import Any, Literal
 
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from lit_cifar.errors import ConfigError
+
+_OF_RATE = ("base_lrs", "_last_lr")  # in the state of a schedule
+# Of a parameter group: by which kernels a step is computed, not what it is.
+_HOW = ("foreach", "fused", "capturable", "differentiable")
+_PLATEAU = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # what ReduceLROnPlateau has come to
 
 
 class NesterovSGD(SGD):
@@ -58,17 +67,6 @@ class WarmupDecay(LRScheduler):
         for group, lr in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
             group["lr"] = lr
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume at the checkpoint's step, in the schedule of this run, which may have more steps."""
-        planned = self.total_steps
-        super().load_state_dict(state_dict)
-        if planned is not None and planned != self.total_steps:
-            rank_zero_warn(
-                f"the learning rate schedule of the checkpoint has {self.total_steps} optimizer steps, this run has "
-                f"{planned}: from step {self.last_epoch} on the learning rate follows the schedule of this run"
-            )
-            self.set_total_steps(planned)
-
     def get_lr(self) -> list[float | Tensor]:
         """The rate of each parameter group for the step about to be taken."""
         return [lr * self.factor(self.last_epoch) for lr in self.base_lrs]
@@ -87,10 +85,18 @@ class WarmupDecay(LRScheduler):
 def keep_saved_types(optimizer: Optimizer) -> None:
     """Have `load_state_dict` give scalars of the state back the type that they were saved with.
 
-    torch gives all but `step` the type of the parameter. NAdam's `mu_product`, say, is float32 also for parameters in
-    float64, and a resumed run would round it in another way.
+    How a step is computed, as by fused kernels, stays as it is in `optimizer`. torch gives all but `step` the type of
+    the parameter. NAdam's `mu_product`, say, is float32 also for parameters in float64, and a resumed run would round
+    it in another way.
     """
     saved: list[dict[str, Any]] = []
+
+    def keep_how(loading: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        pairs = zip(state_dict["param_groups"], loading.param_groups, strict=False)
+        groups = [group | {name: own[name] for name in _HOW if name in own} for group, own in pairs]
+        return {**state_dict, "param_groups": groups}
+
+    optimizer.register_load_state_dict_pre_hook(keep_how)
     optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: saved.append(state_dict))
 
     def restore(loaded: Optimizer) -> None:
@@ -103,3 +109,74 @@ def keep_saved_types(optimizer: Optimizer) -> None:
                     loaded.state[parameter][name] = loaded.state[parameter][name].to(value.dtype)
 
     optimizer.register_load_state_dict_post_hook(restore)
+
+
+class Recipe:
+    """What an optimizer and its schedule are made of, before the first step; no reference to either is kept.
+
+    A checkpoint brings all of that along in the states of both. A resumed run has its own: these are what its user has
+    typed and what its `config.yaml` says.
+
+    Args:
+        optimizer: As it was made, without a schedule.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._made = _groups(optimizer)
+        self._groups: list[dict[str, Any]] = []
+        self._schedule: dict[str, Any] = {}
+
+    def add(self, optimizer: Optimizer, scheduler: Any) -> None:
+        """Note a schedule that has not taken a step, and what it has made of the optimizer's settings."""
+        self._groups, self._schedule = _groups(optimizer), deepcopy(scheduler.state_dict())
+
+    def settings(self) -> dict[str, Any]:
+        """By name, for a checkpoint."""
+        found = {f"lr_scheduler.{name}": value for name, value in self._schedule.items() if name not in _OF_RATE}
+        for number, group in enumerate(self._made):
+            label = f"optimizer[{number}]" if number else "optimizer"
+            found |= {f"{label}.{name}": value for name, value in group.items() if name not in _HOW}
+        return found
+
+    def resume(self, optimizer: Optimizer, scheduler: Any, *, before: Mapping[str, Any] | None, step: int) -> None:
+        """Let these settings hold after a checkpoint's states were loaded, and say which the training had `before`.
+
+        The schedule stands where it would be if it had been this one from the first step on. If nothing has changed,
+        nothing is touched.
+
+        Raises:
+            ConfigError: The schedule cannot take as many steps as were taken.
+        """
+        own = self.settings()
+        changed = [name for name in own if before is not None and before.get(name) != own[name]]
+        if before is not None and not changed:
+            return
+        if before is not None:
+            then, now = (", ".join(f"{name}={of.get(name)}" for name in changed) for of in (before, own))
+            rank_zero_warn(f"the training before had {then}; from optimizer step {step} on it has {now}")
+        rates = [group["lr"] for group in optimizer.param_groups]
+        loaded = scheduler.state_dict()
+        for group, fresh in zip(optimizer.param_groups, self._groups, strict=True):
+            group.update(fresh)
+        if isinstance(scheduler, ReduceLROnPlateau):  # which has followed a metric
+            for number, (group, rate) in enumerate(zip(optimizer.param_groups, rates, strict=True)):
+                label = f"optimizer[{number}].lr" if number else "optimizer.lr"
+                then = (before or own).get(label) or own[label]
+                group["lr"] = rate * own[label] / then if then else rate
+            scheduler.load_state_dict(self._schedule | {name: loaded[name] for name in _PLATEAU})
+            return
+        scheduler.load_state_dict(deepcopy(self._schedule))
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the optimizer takes no steps here
+                for _ in range(loaded["last_epoch"]):
+                    scheduler.step()
+        except (ArithmeticError, ValueError) as error:
+            raise ConfigError(
+                f"{type(scheduler).__name__} cannot go on after {loaded['last_epoch']} of its steps: {error}",
+                remedy="pass the settings that the training had, as its RUN_FOLDER/config.yaml has them",
+            ) from error
+
+
+def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]

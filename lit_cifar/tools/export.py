@@ -19,9 +19,8 @@ from jsonargparse import ArgumentError, ArgumentParser
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from lit_cifar.checkpoint.files import verify_checkpoint
-from lit_cifar.checkpoint.format import Header, naming, read_checkpoint
-from lit_cifar.checkpoint.sample_audit import AuditRecord
+from lit_cifar.checkpoint.files import index_of, read_whole
+from lit_cifar.checkpoint.format import Header, TrainedOn, naming
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.images import Batch
 from lit_cifar.errors import CheckpointError, ConfigError, DataError
@@ -57,7 +56,7 @@ def main(args: list[str]) -> int:
     root = options.root or config["data"].get("root", "data")
     network = own_network(config["model"].get("network"))
     module, data = open_checkpoint(path, network=network, dataset=config["data"].get("dataset"), root=root)
-    record = {"checkpoint": {"file": path.name, "sha256": _digest(path)}, "data": data.name}
+    record = {"checkpoint": {"file": path.name, "sha256": _digest(index_of(path))}, "data": data.name}
     found = export(module, data, formats, folder=folder, record=record)
     lines = [f"{file}: logits within {gap:.0e} of the checkpoint's" for file, gap in found.items()]
     if all(gap <= BOUND for gap in found.values()):
@@ -146,28 +145,28 @@ def open_checkpoint(
         DataError: The classes are folders, and there are none.
     """
     try:
-        verify_checkpoint(path)
+        content = read_whole(path)
     except CheckpointError as error:
         remedy = "export another of the run's checkpoints, e.g. RUN_FOLDER/checkpoints/best.ckpt"
         raise CheckpointError(error.problem, remedy=remedy) from error
-    content = read_checkpoint(path)
     with naming(path):
-        header, audit = Header.of(content), AuditRecord.read(content)
+        header, trained = Header.of(content), TrainedOn.of(content)
     if header.network is not None and network is None:
         problem = f"{path} holds {header}, and no code is run because a checkpoint names it"
         raise CheckpointError(problem, remedy=f"pass {_CONFIG}")
-    trained_on = dataset if audit is None else str(audit.settings["dataset"])
-    if trained_on is None:
+    name = dataset or trained.dataset
+    if name is None:
         raise CheckpointError(f"{path} does not say which data it was trained on", remedy=f"pass {_CONFIG}")
     try:
-        name = dataset or trained_on.partition(" ")[0]
         data = CIFAR10DataModule(root, dataset=name, image_size=header.image_size)
     except DataError as error:
         remedy = f"pass --data.root=FOLDER with the data of the training, or {_CONFIG}"
         raise DataError(error.problem, remedy=remedy) from error
-    if audit is not None and trained_on != data.dataset:
-        problem = f"{path} was trained on {trained_on}, not on {data.dataset}: classes and normalisation differ"
-        raise CheckpointError(problem, remedy=f"pass {_CONFIG}, and --data.root=FOLDER if the data have been moved")
+    try:
+        trained.check(TrainedOn(*data.meaning), normalised=True)
+    except CheckpointError as error:
+        remedy = f"pass {_CONFIG}, and --data.root=FOLDER if the data have been moved"
+        raise CheckpointError(f"{path}: {error.problem}", remedy=remedy) from error
     arguments: dict[str, Any] = {} if network is None else {"network": network}
     with naming(path):
         module = LitResNet.load_from_checkpoint(path, map_location="cpu", weights_only=True, **arguments)

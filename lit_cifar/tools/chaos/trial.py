@@ -107,7 +107,7 @@ class Trial:
         return bool(self._unfinished_files())
 
     def _unfinished_files(self) -> set[str]:
-        return {path.name for path in self.checkpoints.glob("*") if path.suffix != ".ckpt"}
+        return {path.name for path in self.checkpoints.glob("*.part")}
 
     def _inject(self, event: Event) -> None:
         fault = event.fault
