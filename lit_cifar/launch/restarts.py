@@ -21,7 +21,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from lit_cifar.launch import startup
 from lit_cifar.launch.network_interfaces import LOOPBACK
 from lit_cifar.launch.node import reserved_port, torchrun_variables
-from lit_cifar.launch.signals import EXIT_STOPPED, ending
+from lit_cifar.launch.signals import EXIT_STOPPED, ending, flush_streams
 
 _USERS_MISTAKE = 2  # exit status
 _FAREWELL_S = 30.0  # for the others, once one has failed: as torchrun gives them
@@ -84,8 +84,7 @@ class ForkedRanks:
 
     def _fork_one(self, rank: int, variables: dict[str, str]) -> int:
         """The pid of the new process; 0 in that process."""
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_streams()
         parent = os.getpid()
         if pid := os.fork():
             return pid

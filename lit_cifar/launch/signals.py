@@ -100,6 +100,13 @@ def launched_by_lightning(trainer: Trainer) -> bool:
     return launches and isinstance(environment, LightningEnvironment) and trainer.local_rank > 0
 
 
+def flush_streams() -> None:
+    """Before `os._exit` or a fork, as far as stdout and stderr are there and take it."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):
+            stream.flush()
+
+
 def destroy_process_group_at_exit() -> None:
     """Destroy the default process group and all others, if there are any.
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_cifar.errors import ConfigError, Stopped
-from lit_cifar.launch.signals import launched_by_lightning
+from lit_cifar.launch.signals import flush_streams, launched_by_lightning
 from lit_cifar.launch.startup import exit_with_parent
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Watchdog(Callback):
             rule = "is too short: progress is told about once a second" if timeout_s else "has no effect without one"
             raise ConfigError(
                 f"hang_timeout_s={hang_timeout_s:g} of the watchdog {rule}",
-                remedy=f"pass {_LEAST_TIMEOUT_S:g} or more, with timeout_s above 0, or null to wait as long as torch does",
+                remedy=f"pass {_LEAST_TIMEOUT_S:g} or more with a timeout_s, or null to wait as long as torch does",
             )
         self.timeout_s = timeout_s
         self.hang_timeout_s = math.inf if hang_timeout_s is None else hang_timeout_s
@@ -137,8 +137,7 @@ def _end_at_once() -> None:
 
     A launcher waits for it before it starts new ones, and the interpreter takes two seconds to clear a million objects.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_streams()
     os._exit(1)
 
 

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -14,6 +15,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import _ChildProces
 from lightning.pytorch import Trainer
 
 from lit_cifar.errors import printable
+from lit_cifar.launch.signals import flush_streams
 from lit_cifar.watchdog.activity import Activity, PhaseTimer
 from lit_cifar.watchdog.diagnosis import (
     JUDGE,
@@ -72,6 +74,13 @@ def _come_before_observer(watch: "Monitor") -> None:
     for thread in threading.enumerate():
         if isinstance(thread, _ChildProcessObserver):
             thread._run = partial(look, thread)  # type: ignore[method-assign]
+
+
+def _say(message: str) -> None:
+    """On stderr, if that is usable in a program that is not ours."""
+    with suppress(AttributeError, OSError, ValueError):
+        sys.stderr.write(f"{printable(message, lines=True)}\n")
+        sys.stderr.flush()
 
 
 class Monitor(threading.Thread):
@@ -242,7 +251,7 @@ class Monitor(threading.Thread):
         if late is not None:
             about = late.rank, self._peers[late.rank].beat.events
             if late.reporter == self._own.rank and about not in self._noticed:
-                print(printable(late.message, lines=True), file=sys.stderr, flush=True)
+                _say(late.message)
             self._noticed.add(about)
 
     def _follow_judge(self) -> Verdict | None:
@@ -299,7 +308,7 @@ class Monitor(threading.Thread):
     def _conclude(self, verdict: Verdict) -> None:
         self.verdict = verdict
         if verdict.reporter == self._own.rank and verdict.message:
-            print(printable(verdict.message, lines=True), file=sys.stderr, flush=True)
+            _say(verdict.message)
         if any((verdict.kind, verdict.rank) != ("silent", peer.beat.rank) for peer in self._others()):
             # Wait until all who can have read it: one that had not would find this process gone and report that.
             time.sleep(2 * (BEAT_S + self._board.answer_s))
@@ -311,8 +320,7 @@ class Monitor(threading.Thread):
         if (verdict.kind, verdict.rank) != ("hung", self._own.rank):
             time.sleep(self._grace_s)
             self.mates.kill(verdict.rank)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_streams()
         self._end(1)
 
     def _close(self) -> None:
