@@ -39,6 +39,12 @@ class Keystrokes:
         return number == signal.SIGINT and now - self._first_at > _ONE_KEYSTROKE_S
 
 
+def stop_signals() -> list[signal.Signals]:
+    """The signals by which a run is asked to stop; not SIGHUP, of a terminal that is gone, where `nohup` ignores it."""
+    is_heard = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if is_heard else [])]
+
+
 @contextmanager
 def handlers_put_back() -> Iterator[None]:
     """Put this process's signal handlers back at the end."""
@@ -73,7 +79,7 @@ def signals_to_spawned(trainer: Trainer) -> Iterator[None]:
         raise SystemExit(128 + number)
 
     with handlers_put_back():
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in stop_signals():
             signal.signal(number, stop)
         try:
             yield
