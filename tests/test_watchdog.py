@@ -379,8 +379,8 @@ def test_processes_are_seen_to_stop_and_to_end(child: subprocess.Popen[bytes]) -
     assert [process.ending(code) for code in (3, -99)] == ["exit status 3", "signal 99"]
 
 
-def in_fork(target: Callable[[], object]) -> BaseProcess:
-    process = multiprocessing.get_context("fork").Process(target=target)
+def in_fork(target: Callable[[], object], *, daemon: bool = False) -> BaseProcess:
+    process = multiprocessing.get_context("fork").Process(target=target, daemon=daemon)
     process.start()
     return process
 
@@ -722,7 +722,10 @@ def test_who_leaves_waits_until_its_last_beat_has_arrived(capsys: pytest.Capture
 def test_the_one_that_does_not_get_on_is_found(capsys: pytest.CaptureFixture[str]) -> None:
     pair = Pair(patience=Patience(2, 2))
     pair.fall_behind(step=4)
+    worker = in_fork(lambda: time.sleep(60), daemon=True)
     pair.start().join()
+    worker.join(5)
+    assert worker.exitcode == -signal.SIGKILL  # as one of a data loader that hangs
     verdict = pair.watches[0].verdict
     assert verdict is not None
     assert (verdict.rank, verdict.kind) == (1, "hung")

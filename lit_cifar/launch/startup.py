@@ -28,6 +28,16 @@ def open_closed_streams() -> None:
             os.set_inheritable(os.open(os.devnull, flags), True)  # it is the lowest that is free
 
 
+def kill_workers() -> None:
+    """Kill the daemonic processes that this one has started, before `os._exit`: Python ends them at an exit only.
+
+    A worker of a data loader that hangs would stay, as it looks for its parent between two batches.
+    """
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
+
+
 @cache
 def exit_with_parent() -> None:
     """End this process some seconds after the one that started it is gone. Call it early; a second call has no effect.
@@ -45,4 +55,5 @@ def _follow(launcher: int) -> None:
         time.sleep(1.0)
     time.sleep(_GRACE_S)
     print(f"lit_cifar: pid {os.getpid()} stops: pid {launcher}, which started it, is gone", file=sys.stderr, flush=True)
+    kill_workers()
     os._exit(1)

@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_cifar.errors import ConfigError, Stopped
 from lit_cifar.launch.signals import flush_streams, launched_by_lightning
-from lit_cifar.launch.startup import exit_with_parent
+from lit_cifar.launch.startup import exit_with_parent, kill_workers
 
 if TYPE_CHECKING:
     from lit_cifar.watchdog.monitor import Monitor
@@ -138,6 +138,7 @@ def _end_at_once() -> None:
     A launcher waits for it before it starts new ones, and the interpreter takes two seconds to clear a million objects.
     """
     flush_streams()
+    kill_workers()
     os._exit(1)
 
 

@@ -16,6 +16,7 @@ from lightning.pytorch import Trainer
 
 from lit_cifar.errors import printable
 from lit_cifar.launch.signals import flush_streams
+from lit_cifar.launch.startup import kill_workers
 from lit_cifar.watchdog.activity import Activity, PhaseTimer
 from lit_cifar.watchdog.diagnosis import (
     JUDGE,
@@ -321,6 +322,7 @@ class Monitor(threading.Thread):
             time.sleep(self._grace_s)
             self.mates.kill(verdict.rank)
         flush_streams()
+        kill_workers()
         self._end(1)
 
     def _close(self) -> None:
