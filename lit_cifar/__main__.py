@@ -3,6 +3,9 @@
 import atexit
 import gc
 
+from lit_cifar import startup
+
+startup.open_closed_streams()
 gc.disable()  # the imports leave a million objects and no garbage, and to look through them takes a seventh of the time
 from lit_cifar.cli.main import main  # noqa: E402
 

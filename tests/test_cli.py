@@ -1,15 +1,17 @@
 """The command line as a user meets it: help, what a run finds wrong, and what it leaves; `test_refusals` has more."""
 
 import contextlib
+import io
 import os
 import runpy
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import pytest
 import torch
@@ -22,8 +24,12 @@ from lit_cifar import __version__
 from lit_cifar.callbacks import skip_idle_hooks
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.cli.main import CLI, MAY_NAME_STRATEGY, main
+from lit_cifar.launch import startup
+from lit_cifar.launch.signals import flush_streams
 from lit_cifar.reporting.environment import versions
+from lit_cifar.reporting.output import outlast_streams
 from lit_cifar.tools.commands import COMMANDS
+from lit_cifar.watchdog import monitor
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +40,75 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_training_goes_on_when_nobody_reads_any_more(tmp_path: Path) -> None:
-    """As in `fit ... | head -1`."""
+class WriteOnly:
+    """As programs make it that keep what is printed."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+
+def pipe_without_a_reader() -> TextIO:
     reader, writer = os.pipe()
     os.close(reader)
-    with os.fdopen(writer, "w") as pipe, contextlib.redirect_stdout(pipe), contextlib.redirect_stderr(pipe):
-        main(["fit", *TINY, f"--run_dir={tmp_path / 'run'}"])
-        print("flushed at the end", flush=True)
+    return os.fdopen(writer, "w")
+
+
+def closed_stream() -> TextIO:
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize(
+    ("stream", "told"),
+    [
+        (pipe_without_a_reader, ""),  # as in `fit ... | head -1`
+        (lambda: None, ""),  # as in `fit ... >&-`
+        (closed_stream, ""),
+        (WriteOnly, ""),
+        (Path("/dev/full").open, "lit_cifar: what stdout shows ends here: [Errno 28] No space left on device\n"),
+    ],
+)
+def test_training_goes_on_without_a_usable_stream(
+    stream: Callable[..., Any], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = stream("w") if told else stream()
+    with contextlib.redirect_stdout(broken):
+        main(["fit", *TINY, "--trainer.enable_progress_bar=true", f"--run_dir={tmp_path / 'run'}"])
+    with contextlib.redirect_stderr(broken), pytest.raises(SystemExit, match="2"):
+        main(["modes", "--nonsense"])
     assert (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
+    assert capsys.readouterr().err == told
+    if isinstance(broken, WriteOnly):
+        assert "test it " in broken.text
+        assert "--nonsense" in broken.text
+    elif broken is not None:
+        broken.close()
+
+
+def test_what_a_terminal_cannot_show_is_spelt_out() -> None:
+    with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "ascii")) as narrow:
+        outlast_streams()
+        print("\u2588 done", flush=True)
+    assert narrow.buffer.getvalue() == b"\\u2588 done\n"
+
+
+def test_a_descriptor_that_the_caller_has_closed_is_taken_by_no_file() -> None:
+    occupy = f"import os, runpy, sys; runpy.run_path({startup.__file__!r})['open_closed_streams']()"
+    words = shlex.join([sys.executable, "-c", f"{occupy}; sys.exit(os.open(os.devnull, os.O_RDONLY) < 3)"])
+    assert subprocess.run(["sh", "-c", f"{words} <&- >&- 2>&-"]).returncode == 0
+
+
+def test_a_process_ends_without_usable_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a program that is not ours too, where nobody has replaced them."""
+    for stream in (None, closed_stream(), WriteOnly()):
+        monkeypatch.setattr("sys.stdout", stream)
+        monkeypatch.setattr("sys.stderr", stream)
+        monitor._say("rank 1 is late")
+        flush_streams()
 
 
 def test_a_trial_run_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,8 +96,8 @@ def told(stderr: str) -> str:
     return str(messages[0])
 
 
-# A third of the usual time for those that do not die by themselves.
-SOON = "--watchdog.timeout_s=6"
+# A third of the usual time for a process that is stopped; and an end of those that hang, long before torch gives up.
+SOON, NOT_LATE = "--watchdog.timeout_s=6", "--watchdog.hang_timeout_s=6"
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_lost_rank_is_named_and_the_others_end(number: signal.Signals, mode: s
 @pytest.mark.parametrize(("mode", "rank"), graded(slow=[("ddp_spawn", 0)], exhaustive=[("ddp", 1), ("pp", 0)]))
 def test_a_main_thread_that_hangs_is_found_and_shown(mode: str, rank: int, tmp_path: Path) -> None:
     hanging = callback("recorder.HangOn", rank=rank, step=8)
-    with Run(tmp_path, *MODES[mode], SOON, *hanging, num_ranks=2) as run:
+    with Run(tmp_path, *MODES[mode], NOT_LATE, *hanging, num_ranks=2) as run:
         pid = run.pids()[rank]
         message = told(run.wait(60))
     assert f"rank {rank} (pid {pid} on {socket.gethostname()}) hangs: no progress for" in message

@@ -75,6 +75,7 @@ def starts(folder: Path) -> list[tuple[int, ...]]:
         ([f"if rank == 1 and restarts < 2: {KILL}", f"if restarts < 2: {WAIT}"], 0, 2),  # each start ends the other one
         ([f"if rank == 0: {KILL}", WAIT], 128 + signal.SIGKILL, 2),
         (["if rank == 1: sys.exit(2)", WAIT], 2, 0),  # the user's mistake will be one again
+        ([f"if rank == 1: sys.exit({EXIT_STOPPED})", WAIT], EXIT_STOPPED, 0),  # one was asked, and all have saved
         (["if rank == 0: raise RuntimeError('of rank 0')", WAIT], 1, 2),
     ],
 )
@@ -100,9 +101,9 @@ def test_a_request_to_stop_reaches_every_rank_and_is_no_failure(tmp_path: Path) 
     assert "after a failure" not in (tmp_path / "err").read_text()
 
 
-@pytest.mark.slow
 def test_no_rank_outlives_the_process_that_has_forked_it(tmp_path: Path) -> None:
-    run = start(tmp_path, WAIT)
+    """Nor holds the lock of its run folder, by which the same command would be refused. It may be stopped itself."""
+    run = start(tmp_path, "os.kill(os.getpid(), signal.SIGSTOP)")
     assert wait_until(lambda: len(starts(tmp_path)) == 2, limit_s=50, poll_s=0.1)
     ranks = [psutil.Process(pid) for _, _, pid, _ in starts(tmp_path)]
     os.kill(run.pids[0], signal.SIGKILL)

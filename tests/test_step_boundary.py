@@ -9,6 +9,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from recorder import global_steps
 from lit_cifar.checkpoint.callbacks import StepBoundary
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.errors import Stopped
-from lit_cifar.launch.signals import signals_to_spawned
+from lit_cifar.launch.signals import signals_to_spawned, stop_signals
+from lit_cifar.reporting.run_report import RunReport
 
 SETTINGS = [*TINY, "--trainer.num_sanity_val_steps=0", "--trainer.max_epochs=2"]
 
@@ -87,16 +89,34 @@ def test_weights_that_are_no_numbers_are_not_saved(step: int, tmp_path: Path) ->
     assert saved == {"last.ckpt": step - 1, "previous.ckpt": step - 2}
 
 
-def test_a_signal_before_the_first_step_is_not_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_before_the_first_step_is_not_lost(number: signal.Signals, tmp_path: Path) -> None:
     """In the sanity check Lightning would end the run with status 0, as if it were done."""
     run = tmp_path / "run"
-    flags = [*TINY, *callback("stopping.SignalAfter", step=0), "--last_checkpoint.every_n_steps=1"]
-    before = signal.getsignal(signal.SIGTERM)
+    asking = callback("stopping.SignalAfter", step=0, number=int(number))
+    flags = [*TINY, *asking, "--last_checkpoint.every_n_steps=1"]
+    before = signal.getsignal(number)
     result = run_here("fit", *flags, f"--run_dir={run}", check=False)
     assert result.status == 143
-    assert "stopped by SIGTERM after 1 optimizer steps" in result.stderr
+    assert f"stopped by {number.name} after 1 optimizer steps" in result.stderr
     assert last_checkpoint(run)["global_step"] == 1
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.getsignal(number) == before
+
+
+def test_nohup_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert signal.SIGHUP in stop_signals()
+    monkeypatch.setattr("signal.getsignal", lambda number: signal.SIG_IGN)
+    assert signal.SIGHUP not in stop_signals()
+
+
+@pytest.mark.parametrize("hook", ["setup", "on_fit_start", "on_train_start"])
+def test_ctrl_c_that_ends_a_run_at_once_is_no_failure(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning exits with status 1."""
+    monkeypatch.setattr(RunReport, hook, Mock(side_effect=KeyboardInterrupt), raising=False)
+    result = run_here("fit", *TINY, "--trainer.fast_dev_run=1", check=False)
+    assert (result.status, result.stderr.splitlines()[-1]) == (130, "lit_cifar: interrupted")
+    monkeypatch.setattr("lit_cifar.cli.main.CLI", Mock(side_effect=KeyboardInterrupt))
+    assert run_here("fit", check=False).status == 130
 
 
 BATCH: Any = SimpleNamespace(ids=torch.arange(4))

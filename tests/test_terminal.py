@@ -1,5 +1,6 @@
 """What a user sees of a run: our own lines and nothing of Lightning's, and a help that begins with what people use."""
 
+import os
 import re
 from pathlib import Path
 
@@ -17,8 +18,14 @@ OURS += ("test it ",)
 
 
 @pytest.mark.parametrize("mode", ["single", "ddp", pytest.param("ddp_spawn", marks=pytest.mark.slow), "pp"])
-def test_a_fit_prints_our_lines_and_none_of_lightning(mode: str, tmp_path: Path) -> None:
-    """In a process of its own, in those that Lightning starts or spawns, and in those of torchrun."""
+def test_a_fit_prints_our_lines_and_none_of_lightning(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process of its own, in those that Lightning starts or spawns, and in those of torchrun; on a login node of
+    SLURM too.
+    """
+    (tmp_path / "srun").touch(mode=0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     ranks = 2 if mode == "pp" else 1
     flags = [*TALKATIVE, *mode_flags(mode), f"--run_dir={tmp_path / 'run'}"]
     result = launch("fit", *TINY, *flags, ranks=ranks)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from faulthandler import disable as disable_faulthandler
 from faulthandler import enable as enable_faulthandler
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from queue import Empty
@@ -41,6 +42,7 @@ from lit_cifar.watchdog.activity import FACTOR, FIRST_TIME_S, PhaseTimer
 from lit_cifar.watchdog.callback import PHASES, Watchdog
 from lit_cifar.watchdog.diagnosis import (
     NOTICE_S,
+    Patience,
     Peer,
     Verdict,
     diagnose,
@@ -63,6 +65,8 @@ from lit_cifar.watchdog.stacks import (
 from lit_cifar.watchdog.store import HeartbeatStore, News, prepare
 
 TIMEOUT_S = 20.0
+DEFAULT = Patience(TIMEOUT_S, waiting_s=1800.0)
+BRIEF = DEFAULT._replace(hung_s=TIMEOUT_S)  # as with --watchdog.hang_timeout_s
 
 
 def peer(
@@ -82,8 +86,8 @@ def gone(rank: int, ending: str = "", **rest: Any) -> Peer:
     return peer(rank, state="gone", ending=ending, **rest)
 
 
-def verdict_of(*peers: Peer) -> Verdict | None:
-    return diagnose({peer.beat.rank: peer for peer in peers}, now=100.0, timeout_s=TIMEOUT_S)
+def verdict_of(*peers: Peer, patience: Patience = BRIEF) -> Verdict | None:
+    return diagnose({peer.beat.rank: peer for peer in peers}, now=100.0, patience=patience)
 
 
 LOOPS = ("backward", "validation step", "optimizer step")
@@ -162,6 +166,7 @@ LATE: list[tuple[int | None, list[Peer]]] = [
     (None, [peer(0, idle_s=11, waits=True), peer(1, idle_s=11, works=True, **FIRST)]),  # it may compile
     (None, [peer(0, idle_s=11, waits=True, **FIRST), peer(1, idle_s=11, waits=True, **FIRST)]),  # a GPU does
     (None, [peer(0, over=True), peer(1, over=True)]),
+    (None, [peer(0, over=True, heard_at=99), peer(1, idle_s=11)]),  # nobody waits for it
     (None, [peer(0, over=True), peer(1, idle_s=30)]),  # it waited for one that has finished
 ]
 
@@ -177,6 +182,50 @@ def told(verdict: Verdict | None) -> tuple[int, str, int] | None:
 )
 def test_the_judge_says_who_is_to_blame(peers: list[Peer], expected: tuple[int, str, int] | None) -> None:
     assert told(verdict_of(*peers)) == expected
+    if expected is None or expected[1] == "hung":  # no run is ended for lateness, unless the user says so
+        assert verdict_of(*peers, patience=DEFAULT) is None
+
+
+# For torch's whole limit rank 1 has waited for rank 0, which sleeps, say.
+LONG = {"idle_s": 1800.0, "events": 8}
+GAVE_UP = [
+    (0, "hung", peer(0, **LONG), peer(1, waits=True, failure="Timed out", order=1, **LONG)),
+    (0, "hung", peer(0, **LONG), gone(1, "SIGABRT", waits=True, **LONG)),  # as NCCL ends it
+    (
+        2,
+        "hung",
+        peer(0, waits=True, failure="Timed out", order=1, **LONG),
+        peer(1, waits=True, **LONG),
+        peer(2, **LONG),
+    ),
+    (1, "failed", peer(0, idle_s=1800.0, events=8), peer(1, idle_s=1799.0, events=8, waits=True, failure="E", order=1)),
+    (1, "failed", peer(0, waits=True, **LONG), peer(1, idle_s=1800.0, events=7, failure="E", order=1)),
+    (1, "killed", peer(0, **LONG), gone(1, "SIGKILL", waits=True, **LONG)),
+]
+
+
+@pytest.mark.parametrize(("culprit", "kind", "peers"), [(rank, kind, peers) for rank, kind, *peers in GAVE_UP])
+def test_who_was_waited_for_is_to_blame_when_torch_waits_no_longer(culprit: int, kind: str, peers: list[Peer]) -> None:
+    verdict = verdict_of(*(replace(peer, answered=True) for peer in peers), patience=DEFAULT)
+    assert told(verdict) == (culprit, kind, 0)
+
+
+@pytest.mark.parametrize("silent", [0, 2])
+def test_a_process_that_is_silent_and_seen_to_run_is_late_and_not_lost(silent: int) -> None:
+    """Its main thread keeps the interpreter's lock, as a large `json.loads` does."""
+    judges = diagnose if silent else partial(diagnose_judge, me=1)
+    for state, patience, kind in (
+        ("running", DEFAULT, None),
+        ("running", BRIEF, "silent"),
+        ("stopped", DEFAULT, "silent"),
+        ("unseen", DEFAULT, "silent"),
+    ):
+        peers = {rank: peer(rank) for rank in range(3)} | {silent: peer(silent, heard_at=40, state=state)}
+        verdict = judges(peers, now=100.0, patience=patience)
+        assert (verdict and (verdict.rank, verdict.kind)) == (kind and (silent, kind))
+    failed = peer(1, failure="E", order=1)
+    held = peer(2, heard_at=90)
+    assert told(verdict_of(peer(0, answered=True), failed, held, patience=DEFAULT)) == (1, "failed", 0)
 
 
 @pytest.mark.parametrize(("culprit", "peers"), LATE)
@@ -185,7 +234,7 @@ def test_a_rank_that_keeps_others_waiting_is_named_before_it_ends_the_run(
 ) -> None:
     verdict = notice({peer.beat.rank: peer for peer in peers}, now=100.0)
     assert told(verdict) == (None if culprit is None else (culprit, "late", 0))
-    assert verdict_of(*peers) is None
+    assert verdict_of(*peers) is verdict_of(*peers, patience=DEFAULT) is None
 
 
 @pytest.mark.parametrize(("judge", "late"), [(peer(0, heard_at=91), False), (peer(0, heard_at=89), True)])
@@ -197,7 +246,7 @@ def test_the_others_name_a_judge_that_is_silent(judge: Peer, late: bool) -> None
 def test_a_thousand_ranks_are_judged_in_a_moment() -> None:
     begin = time.process_time()
     late = {rank: peer(rank, idle_s=30, waits=True, stack="ab"[rank == 700]) for rank in range(1000)}
-    assert [told(diagnose(late, now=100.0, timeout_s=TIMEOUT_S)), told(notice(late, now=100.0))] == [
+    assert [told(diagnose(late, now=100.0, patience=BRIEF)), told(notice(late, now=100.0))] == [
         (700, "hung", 0),
         (700, "late", 0),
     ]
@@ -215,14 +264,14 @@ def test_a_thousand_ranks_are_judged_in_a_moment() -> None:
         ((gone(0, "SIGABRT"), gone(1, "SIGKILL"), peer(2)), (1, "killed", 2)),
         ((gone(0), gone(1), peer(2)), (0, "killed", 2)),  # has rank 1 finished?
         ((gone(0, failure="E", order=1), peer(1), peer(2)), (0, "failed", 1)),
-        ((peer(0, heard_at=79), peer(1), peer(2)), (0, "silent", 1)),
+        ((peer(0, heard_at=79, state="stopped"), peer(1), peer(2)), (0, "silent", 1)),
         ((peer(0, heard_at=93, state="unseen"), peer(1), peer(2, failure="closed")), (0, "silent", 1)),
         ((peer(0, heard_at=79, state="unseen"), gone(1, "SIGBUS"), peer(2)), (1, "killed", 2)),
     ],
 )
 def test_the_others_judge_the_judge(peers: tuple[Peer, ...], expected: tuple[int, str, int] | None) -> None:
     table = {peer.beat.rank: peer for peer in peers}
-    assert told(diagnose_judge(table, me=max(table), now=100.0, timeout_s=TIMEOUT_S)) == expected
+    assert told(diagnose_judge(table, me=max(table), now=100.0, patience=DEFAULT)) == expected
 
 
 def test_the_page_shows_the_message_and_the_times_as_they_are() -> None:
@@ -330,8 +379,8 @@ def test_processes_are_seen_to_stop_and_to_end(child: subprocess.Popen[bytes]) -
     assert [process.ending(code) for code in (3, -99)] == ["exit status 3", "signal 99"]
 
 
-def in_fork(target: Callable[[], object]) -> BaseProcess:
-    process = multiprocessing.get_context("fork").Process(target=target)
+def in_fork(target: Callable[[], object], *, daemon: bool = False) -> BaseProcess:
+    process = multiprocessing.get_context("fork").Process(target=target, daemon=daemon)
     process.start()
     return process
 
@@ -485,7 +534,7 @@ class Cluster:
                 everyone,
                 rank=rank,
                 board=boards[rank],
-                timeout_s=TIMEOUT_S,
+                patience=DEFAULT,
                 clock=self.clock,
                 store_host=store_host,
             )
@@ -526,11 +575,17 @@ def test_a_slow_store_is_not_silence(num_ranks: int, for_s: float) -> None:
 @pytest.mark.parametrize(("answer_s", "within_s"), [(0, TIMEOUT_S + 3), (0.5, 2 * TIMEOUT_S + 5)])
 @pytest.mark.parametrize("silent", [3, 0])
 def test_a_rank_that_is_silent_is_named(silent: int, answer_s: float, within_s: float, runs_s: float) -> None:
-    cluster = Cluster(8, answer_s=answer_s)
+    cluster = Cluster(8, answer_s=answer_s, store_host=None)
     assert cluster.run(runs_s) is None
     assert cluster.run(TIMEOUT_S - 1, without={silent}) is None
     verdict = cluster.run(within_s - TIMEOUT_S + 1, without={silent})
     assert (told(verdict) or ())[:2] == (silent, "silent")
+
+
+def test_a_judge_that_is_silent_and_serves_the_store_runs() -> None:
+    cluster = Cluster(4, store_host=0)
+    assert cluster.run(30) is None
+    assert cluster.run(100, without={0}) is None
 
 
 @pytest.mark.parametrize(("store_host", "culprit"), [(0, 0), (None, None)])
@@ -588,7 +643,7 @@ class Pair:
     """Two watches in this process, with a store of its memory; they note that they would have ended it."""
 
     def __init__(
-        self, *, timeout_s: float = TIMEOUT_S, everyone: list[Heartbeat] | None = None, on_gpu: bool = False
+        self, *, patience: Patience = DEFAULT, everyone: list[Heartbeat] | None = None, on_gpu: bool = False
     ) -> None:
         store = HashStore()
         prepare(store, run="test", world_size=2)
@@ -598,7 +653,7 @@ class Pair:
                 everyone or [first_heartbeat(0), first_heartbeat(1)],
                 rank=rank,
                 board=HeartbeatStore(store, run="test", rank=rank, world_size=2),
-                timeout_s=timeout_s,
+                patience=patience,
                 on_gpu=on_gpu,
                 store_host=0,
                 grace_s=0,
@@ -665,9 +720,12 @@ def test_who_leaves_waits_until_its_last_beat_has_arrived(capsys: pytest.Capture
 
 
 def test_the_one_that_does_not_get_on_is_found(capsys: pytest.CaptureFixture[str]) -> None:
-    pair = Pair(timeout_s=2)
+    pair = Pair(patience=Patience(2, 2))
     pair.fall_behind(step=4)
+    worker = in_fork(lambda: time.sleep(60), daemon=True)
     pair.start().join()
+    worker.join(5)
+    assert worker.exitcode == -signal.SIGKILL  # as one of a data loader that hangs
     verdict = pair.watches[0].verdict
     assert verdict is not None
     assert (verdict.rank, verdict.kind) == (1, "hung")
@@ -695,7 +753,7 @@ def test_one_that_computes_or_waits_for_a_disk_does_not_hang_but_one_that_spins_
     busy: bool, on_disk: bool, on_gpu: bool, hangs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(activity, "effort", lambda peers: (time.monotonic() * busy, 0.0, on_disk))
-    pair = Pair(on_gpu=on_gpu)
+    pair = Pair(on_gpu=on_gpu, patience=BRIEF)
     pair.fall_behind(step=0)
     for progress in pair.progress:
         progress.moment = progress.moment._replace(since=progress.moment.since - 2 * TIMEOUT_S)
@@ -710,7 +768,7 @@ def test_a_stopped_process_is_named_and_killed(
     child: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
     beat = beat_of(child)
-    pair = Pair(timeout_s=2, everyone=[first_heartbeat(0), beat]).start(0)
+    pair = Pair(patience=Patience(2), everyone=[first_heartbeat(0), beat]).start(0)
     child.send_signal(signal.SIGSTOP)
     pair.join()
     assert child.wait(5) == -signal.SIGKILL
@@ -852,6 +910,10 @@ def test_with_a_time_of_zero_nothing_is_watched(monkeypatch: pytest.MonkeyPatch)
     for too_short_s in (-1.0, 1.0, math.nan):  # there may be no beat in this time
         with pytest.raises(ConfigError, match="is too short"):
             Watchdog(timeout_s=too_short_s)
+        with pytest.raises(ConfigError, match=r"hang_timeout_s=.* is too short"):
+            Watchdog(hang_timeout_s=too_short_s)
+    with pytest.raises(ConfigError, match="hang_timeout_s=60 of the watchdog has no effect"):
+        Watchdog(timeout_s=0, hang_timeout_s=60)
 
 
 def test_a_process_ends_after_the_one_that_started_it() -> None:

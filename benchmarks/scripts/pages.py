@@ -323,6 +323,28 @@ def hung() -> Values:
     return values
 
 
+def paused() -> Values:
+    """Healthy runs with a pause: are they ended, and when is the rank named?"""
+    rows = read("hangs/2026-11-26-pauses/pauses.json")
+    ended = [row for row in rows if row["status"] or not row["finished"]]
+    notices = [second for row in rows for second in row["notices_after_s"]]
+    values: Values = {
+        "pauses": str(len(rows)),
+        "pauses-ended": str(len(ended)),
+        "pauses-named": str(sum(bool(row["notices_after_s"]) for row in rows)),
+        "pauses-notices": f"{min(notices):.0f} to {max(notices):.0f} s",
+        "pauses-kinds": [],
+    }
+    for act, place in dict.fromkeys((row["act"], row["place"]) for row in rows):
+        its = [row for row in rows if (row["act"], row["place"]) == (act, place)]
+        cells = [
+            f"{sum(row in ended for row in its if row['seconds'] == long)} of {n}" if n else "-"
+            for long, n in ((long, sum(row["seconds"] == long for row in its)) for long in (20, 60, 300))
+        ]
+        values["pauses-kinds"].append([act, place, *cells])
+    return values
+
+
 def recovered() -> Values:
     """Kills of ranks that are forked again, with checkpoints on a disk and in memory."""
     values: Values = {}
@@ -509,6 +531,7 @@ def main(*, check: bool) -> int:
         | chaos()
         | audited()
         | hung()
+        | paused()
         | recovered()
         | trained()
         | on_one_gpu()

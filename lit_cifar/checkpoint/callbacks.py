@@ -26,7 +26,7 @@ from torch.nn.utils import get_total_norm
 from lit_cifar.checkpoint.files import BEST, LAST, CheckpointFiles
 from lit_cifar.data.images import Batch
 from lit_cifar.errors import CheckpointError
-from lit_cifar.launch.signals import EXIT_STOPPED, Keystrokes, end_together
+from lit_cifar.launch.signals import EXIT_STOPPED, Keystrokes, end_together, stop_signals
 from lit_cifar.reporting.run_folder import run_folder
 
 _MAX_IDS = 64
@@ -222,9 +222,9 @@ class LastCheckpoint(callbacks.Checkpoint):
 class StepBoundary(Callback):
     """Saves when a checkpoint is due, stops when asked to, and stops when a loss is not a finite number.
 
-    SIGTERM, or SIGINT once, makes all processes save at the same step and exit with status 143. A second SIGINT, at
-    least a second later, ends the process that receives it at once. A loss that is not finite makes all processes exit
-    with status 1, before anything is saved.
+    SIGTERM, SIGHUP, or SIGINT once, makes all processes save at the same step and exit with status 143. A second
+    SIGINT, at least a second later, ends the process that receives it at once. A loss that is not finite makes all
+    processes exit with status 1, before anything is saved.
 
     To agree takes an all-reduce, and on a GPU the host waits for it. It is therefore not done at every step. It is done
     about every `agree_every_s` seconds, after a number of steps that the processes also agree on, and when a checkpoint
@@ -257,8 +257,8 @@ class StepBoundary(Callback):
             # former ones.
             trainer._signal_connector.register_signal_handlers()
             trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
-            signal.signal(signal.SIGTERM, self._note)
-            signal.signal(signal.SIGINT, self._note)
+            for number in stop_signals():
+                signal.signal(number, self._note)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last = next((c for c in trainer.callbacks if isinstance(c, LastCheckpoint)), None)  # type: ignore[attr-defined]

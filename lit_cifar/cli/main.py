@@ -38,7 +38,7 @@ from lit_cifar.launch.startup import exit_with_parent
 from lit_cifar.models import DEFAULT_ARCH
 from lit_cifar.reporting.figures import EvaluationFigures
 from lit_cifar.reporting.loggers import logger_below, run_loggers
-from lit_cifar.reporting.output import ignore_broken_pipe, without_banners
+from lit_cifar.reporting.output import outlast_streams, without_banners
 from lit_cifar.reporting.progress import ProgressBar
 from lit_cifar.reporting.run_folder import (
     LOCK,
@@ -69,7 +69,7 @@ def main(args: Sequence[str] | None = None) -> None:
         exit_with_parent()
     # Loggers, warning filters, streams and signal handlers of this process are left as they were.
     with handlers_put_back(), without_banners(), redirect_stdout(sys.stdout), redirect_stderr(sys.stderr):
-        ignore_broken_pipe()
+        outlast_streams()
         with cli_exit():
             _run(words, args=None if args is None else words)
 

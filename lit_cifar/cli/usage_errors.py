@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import signal
 import sys
 from ast import literal_eval
 from collections.abc import Iterator, Mapping, Sequence
@@ -115,10 +116,17 @@ def _config_error_of(error: Exception) -> ConfigError:
 def cli_exit() -> Iterator[None]:
     """End the program with the words of a `ConfigError`: with status 2, or 1 if a file could not be saved.
 
-    What Lightning refuses only after the run has begun ends it with status 2 too.
+    What Lightning refuses only after the run has begun ends it with status 2 too, and Ctrl-C with 130: not with 1, as
+    if something had failed.
     """
     try:
         yield
+    except (KeyboardInterrupt, SystemExit) as end:
+        if not any(isinstance(its, KeyboardInterrupt) for its in (end, end.__context__)):  # which Lightning replaces
+            raise
+        if process_rank() == 0:
+            print("lit_cifar: interrupted", file=sys.stderr, flush=True)
+        raise SystemExit(128 + signal.SIGINT) from None
     except ConfigError as error:
         refuse(str(error), status=1 if isinstance(error, SaveError) else 2)
     except (MisconfigurationException, RuntimeError) as error:

@@ -56,7 +56,7 @@ class NodeProcesses:
                 stdin=subprocess.DEVNULL,
                 stdout=pipes[0][1],
                 stderr=pipes[1][1],
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
             self._processes.append(process)
         for reader, writer in pipes:
@@ -104,7 +104,8 @@ def reserved_port(address: str) -> Iterator[int]:
         yield reserved.getsockname()[1]
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """Have the kernel end this process together with the thread that has started it."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -20,8 +20,8 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lit_cifar.launch import startup
 from lit_cifar.launch.network_interfaces import LOOPBACK
-from lit_cifar.launch.node import reserved_port, torchrun_variables
-from lit_cifar.launch.signals import EXIT_STOPPED, ending
+from lit_cifar.launch.node import die_with_parent, reserved_port, torchrun_variables
+from lit_cifar.launch.signals import EXIT_STOPPED, ending, flush_streams
 
 _USERS_MISTAKE = 2  # exit status
 _FAREWELL_S = 30.0  # for the others, once one has failed: as torchrun gives them
@@ -71,7 +71,7 @@ class ForkedRanks:
                     status = self._wait(dict(enumerate(pids)), signals)
                 places = [place for rank, place in enumerate(places) if not _excluded[rank]]
                 _excluded[:] = bytes(num_ranks)
-                if self._stopped or status in (0, _USERS_MISTAKE) or not places:
+                if self._stopped or status in (0, _USERS_MISTAKE, EXIT_STOPPED) or not places:
                     break
         raise SystemExit(status)
 
@@ -84,17 +84,18 @@ class ForkedRanks:
 
     def _fork_one(self, rank: int, variables: dict[str, str]) -> int:
         """The pid of the new process; 0 in that process."""
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_streams()
         parent = os.getpid()
         if pid := os.fork():
             return pid
+        die_with_parent()  # and so give back the lock of the run folder before the same command comes again
+        if os.getppid() != parent:
+            os._exit(1)
         os.environ |= variables
         Path("/proc/self/comm").write_text(f"rank {rank}")  # what ps and top show
         rank_zero_only.rank = rank  # type: ignore[attr-defined]
         torch.set_num_threads(self._num_threads)
         startup.PARENT_PID = parent
-        startup.exit_with_parent()
         return 0
 
     def _wait(self, running: dict[int, int], signals: set[signal.Signals]) -> int:

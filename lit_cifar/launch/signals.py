@@ -39,6 +39,12 @@ class Keystrokes:
         return number == signal.SIGINT and now - self._first_at > _ONE_KEYSTROKE_S
 
 
+def stop_signals() -> list[signal.Signals]:
+    """The signals by which a run is asked to stop; not SIGHUP, of a terminal that is gone, where `nohup` ignores it."""
+    is_heard = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if is_heard else [])]
+
+
 @contextmanager
 def handlers_put_back() -> Iterator[None]:
     """Put this process's signal handlers back at the end."""
@@ -73,7 +79,7 @@ def signals_to_spawned(trainer: Trainer) -> Iterator[None]:
         raise SystemExit(128 + number)
 
     with handlers_put_back():
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in stop_signals():
             signal.signal(number, stop)
         try:
             yield
@@ -98,6 +104,13 @@ def launched_by_lightning(trainer: Trainer) -> bool:
     launches = isinstance(trainer.strategy.launcher, _SubprocessScriptLauncher)
     environment = getattr(trainer.strategy, "cluster_environment", None)
     return launches and isinstance(environment, LightningEnvironment) and trainer.local_rank > 0
+
+
+def flush_streams() -> None:
+    """Before `os._exit` or a fork, as far as stdout and stderr are there and take it."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):
+            stream.flush()
 
 
 def destroy_process_group_at_exit() -> None:

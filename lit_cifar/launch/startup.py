@@ -1,6 +1,6 @@
-"""The start of a process: who has started it.
+"""The start of a process: who has started it, and with which streams.
 
-That is noted before the imports that take seconds, during which the parent may be killed.
+That is looked at before the imports that take seconds: during these the parent may be killed, and files are opened.
 """
 
 import multiprocessing
@@ -14,6 +14,28 @@ PARENT_PID = os.getppid()
 
 # By then a watchdog has noticed it and has reported more.
 _GRACE_S = 10.0
+
+
+def open_closed_streams() -> None:
+    """Open stdin, stdout and stderr at `/dev/null` where the caller has closed them.
+
+    Else the next file to be opened would be in their place, and get what libraries and other processes print.
+    """
+    for number, flags in enumerate((os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, flags), True)  # it is the lowest that is free
+
+
+def kill_workers() -> None:
+    """Kill the daemonic processes that this one has started, before `os._exit`: Python ends them at an exit only.
+
+    A worker of a data loader that hangs would stay, as it looks for its parent between two batches.
+    """
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
 
 
 @cache
@@ -33,4 +55,5 @@ def _follow(launcher: int) -> None:
         time.sleep(1.0)
     time.sleep(_GRACE_S)
     print(f"lit_cifar: pid {os.getpid()} stops: pid {launcher}, which started it, is gone", file=sys.stderr, flush=True)
+    kill_workers()
     os._exit(1)

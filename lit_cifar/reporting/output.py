@@ -4,14 +4,16 @@ A run describes itself in `lit_cifar.reporting.run_report`. Lightning's messages
 words, or repeat what the user has typed. Those of callbacks, loggers and profilers that a user has added are shown.
 """
 
+import errno
+import io
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import lightning
 
@@ -29,6 +31,7 @@ _NOISE = (
     r"Glyph \d+ .* missing from",  # a class name in letters that matplotlib's font lacks is drawn in boxes
     r"The dirpath has changed from",  # a test writes to a folder of its own, and ranks no checkpoints
     r"GPU available but not used",  # --trainer.accelerator=cpu is meant
+    r"The `srun` command is available .* but is not used",  # on every login node of SLURM, in every run
     r"The number of training batches .* is smaller than the logging interval",  # every epoch is logged at its end
 )
 _CHOSEN = ("callbacks", "loggers", "profilers")  # Lightning's folders of classes that a user adds by name
@@ -82,38 +85,57 @@ def _is_no_banner(record: logging.LogRecord) -> bool:
     return any(folder in path.relative_to(_LIGHTNING).parts for folder in _CHOSEN)
 
 
-def ignore_broken_pipe() -> None:
-    """Discard what this process prints to a pipe whose reader has gone, as in `fit | head -1`: the run continues."""
+def outlast_streams() -> None:
+    """Discard what this process prints to a stdout or stderr that cannot take it: the run continues.
+
+    It may be closed (`>&-`), a pipe whose reader has gone (`fit | head -1`), a terminal that was closed or a full disk.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is not None and not isinstance(stream, _Outlasting):
-            setattr(sys, name, _Outlasting(stream))
+        if not isinstance(stream, _Outlasting):
+            setattr(sys, name, _Outlasting(stream, name=name))
+
+
+_NOWHERE = io.TextIOBase()
 
 
 class _Outlasting:
-    """A text stream that does not fail when its reader has gone; everything else is the stream's own."""
+    """A text stream that does not fail when the one in its place does; everything else is that one's own.
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    A program's own object, such as one that writes to two places, need not have more than `write`.
+    """
+
+    def __init__(self, stream: Any, *, name: str) -> None:
+        self._stream, self._name = stream, name
+        self._discards = stream is None or getattr(stream, "closed", False)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        found = None if self._discards else getattr(self._stream, name, None)
+        return getattr(_NOWHERE, name) if found is None else found
 
     def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except BrokenPipeError:
-            self._redirect_to_null()
-            return len(text)
+        if not self._discards:
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError as error:
+                self._stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+            except (OSError, ValueError) as error:
+                self._discard(error)
+        return len(text)
 
     def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except BrokenPipeError:
-            self._redirect_to_null()
+        if not self._discards:
+            try:
+                getattr(self._stream, "flush", _NOWHERE.flush)()
+            except (OSError, ValueError) as error:
+                self._discard(error)
 
-    def _redirect_to_null(self) -> None:
-        """For the processes that this one will start as well, and for what Python itself flushes at its end."""
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, self._stream.fileno())
-        os.close(null)
+    def _discard(self, error: Exception) -> None:
+        """From now on; for the processes that this one will start as well, and for what Python flushes at its end."""
+        self._discards = True
+        with suppress(AttributeError, OSError, ValueError):
+            descriptor, null = self._stream.fileno(), os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, descriptor)
+            os.close(null)
+        if getattr(error, "errno", None) != errno.EPIPE:  # whoever stops to read knows it
+            print(f"lit_cifar: what {self._name} shows ends here: {error}", file=sys.stderr)

@@ -14,7 +14,7 @@ from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.errors import printable
 from lit_cifar.reporting.environment import environment, strategy_name
 from lit_cifar.reporting.evaluation_tables import PREDICTIONS
-from lit_cifar.reporting.output import ignore_broken_pipe, leave_out_banners
+from lit_cifar.reporting.output import leave_out_banners, outlast_streams
 from lit_cifar.reporting.run_folder import run_folder
 
 FILE_NAME = "environment.json"
@@ -39,7 +39,7 @@ class RunReport(Callback):
         """Prepare the terminal of a spawned process, as the parent has done its own: this is unpickled first."""
         self.__dict__.update(state)
         if self._pid != os.getpid():
-            ignore_broken_pipe()
+            outlast_streams()
             leave_out_banners()
 
     def announce(self, trainer: Trainer, pl_module: LightningModule, datamodule: Any, *, stage: str) -> None:

@@ -1,6 +1,7 @@
 """Ends a run of several processes when one of them has died or hangs, and reports which."""
 
 import atexit
+import math
 import multiprocessing
 import os
 import signal
@@ -15,8 +16,8 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_cifar.errors import ConfigError, Stopped
-from lit_cifar.launch.signals import launched_by_lightning
-from lit_cifar.launch.startup import exit_with_parent
+from lit_cifar.launch.signals import flush_streams, launched_by_lightning
+from lit_cifar.launch.startup import exit_with_parent, kill_workers
 
 if TYPE_CHECKING:
     from lit_cifar.watchdog.monitor import Monitor
@@ -54,23 +55,33 @@ class Watchdog(Callback):
 
     It reports a process that has died, is stopped, unreachable or hung, or has raised an exception, with its pid, step,
     phase, and signal or traceback. Then all processes exit with status 1. One that only keeps the others waiting is
-    named earlier, after ten seconds. This callback's hooks note what the main thread does: a few assignments each,
-    nothing on the device. See `lit_cifar.watchdog`.
+    named after ten seconds, and the run goes on. This callback's hooks note what the main thread does: a few
+    assignments each, nothing on the device. See `lit_cifar.watchdog`.
 
     Args:
-        timeout_s: Seconds without a heartbeat after which a process counts as dead. A phase counts as hung after the
-            same time, or after five times its longest duration so far if that is longer. It may take ten minutes the
-            first time and with batches of a new shape, when kernels are compiled and tuned, and as long as its process
-            computes or waits for a disk. The least value is 5; with 0 there is no watchdog, as a debugger needs.
+        timeout_s: Seconds without a heartbeat after which a process counts as dead, unless it is seen to run. The least
+            value is 5; with 0 there is no watchdog, as a debugger needs.
+        hang_timeout_s: Seconds without progress of any rank after which the run is ended for the one that is behind. By
+            default torch does that, when a collective operation has waited for as long as the strategy's `timeout`,
+            which is half an hour. With a number a phase counts as hung after this time, or after five times its longest
+            duration so far if that is longer. It may take ten minutes the first time and with batches of a new shape,
+            when kernels are compiled and tuned, and as long as its process computes or waits for a disk.
     """
 
-    def __init__(self, timeout_s: float = 20.0) -> None:
+    def __init__(self, timeout_s: float = 20.0, hang_timeout_s: float | None = None) -> None:
         if timeout_s and not timeout_s >= _LEAST_TIMEOUT_S:
             raise ConfigError(
                 f"timeout_s={timeout_s:g} of the watchdog is too short: heartbeats come about once a second",
                 remedy=f"pass {_LEAST_TIMEOUT_S:g} or more, or 0 for no watchdog",
             )
+        if hang_timeout_s is not None and not (timeout_s and hang_timeout_s >= _LEAST_TIMEOUT_S):
+            rule = "is too short: progress is told about once a second" if timeout_s else "has no effect without one"
+            raise ConfigError(
+                f"hang_timeout_s={hang_timeout_s:g} of the watchdog {rule}",
+                remedy=f"pass {_LEAST_TIMEOUT_S:g} or more with a timeout_s, or null to wait as long as torch does",
+            )
         self.timeout_s = timeout_s
+        self.hang_timeout_s = math.inf if hang_timeout_s is None else hang_timeout_s
         self._watch: Monitor | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -84,7 +95,7 @@ class Watchdog(Callback):
             trainer._run_stage = partial(self._run_stage, trainer, pl_module)  # type: ignore[method-assign]
         from lit_cifar.watchdog.monitor import start_monitor  # one process needs none of it
 
-        self._watch = start_monitor(trainer, timeout_s=self.timeout_s)
+        self._watch = start_monitor(trainer, timeout_s=self.timeout_s, hang_timeout_s=self.hang_timeout_s)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._leave()
@@ -126,8 +137,8 @@ def _end_at_once() -> None:
 
     A launcher waits for it before it starts new ones, and the interpreter takes two seconds to clear a million objects.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_streams()
+    kill_workers()
     os._exit(1)
 
 

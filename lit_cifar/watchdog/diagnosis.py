@@ -61,31 +61,41 @@ def updated(
     return found
 
 
-def diagnose(peers: Mapping[int, Peer], *, now: float, timeout_s: float) -> Verdict | None:
+class Patience(NamedTuple):
+    """How long a run goes on, in seconds."""
+
+    silent_s: float  # with a process that sends no heartbeats and is not seen to run
+    hung_s: float = math.inf  # with a rank that is late, see `Watchdog`
+    waiting_s: float = math.inf  # with one that waits in a collective operation: torch itself gives up then
+
+
+def diagnose(peers: Mapping[int, Peer], *, now: float, patience: Patience) -> Verdict | None:
     """The verdict of the judge on all ranks, or None while there is none.
 
     It names the first cause: a process that has exited makes others fail, and a failure makes others wait. Of several
     failures the one that was reported first is the cause, because a process reports its failure before it closes its
     connections. Of several processes that are gone it is the one with the oldest heartbeat. One that was ended by
-    SIGABRT or SIGTERM is the cause only if all of them were, and all others have answered since.
-
-    A process may be silent for `timeout_s`.
+    SIGABRT or SIGTERM is the cause only if all of them were, and all others have answered since. If one has failed or
+    aborted because it had waited for another for as long as torch does, that other one is the cause.
     """
     watched = {rank: peer for rank, peer in peers.items() if not peer.beat.over}
     others = [peer for rank, peer in watched.items() if rank != JUDGE and not peer.beat.failure]
     failed = [peer for peer in watched.values() if peer.beat.failure]
     gone = [peer for peer in others if peer.sight.state == "gone"]
     left = [peer for peer in others if peer.sight.state != "gone"]
-    patience_s = min(timeout_s, SILENT_AFTER_FAILURE_S) if failed or gone else timeout_s
+    patience_s = min(patience.silent_s, SILENT_AFTER_FAILURE_S) if failed or gone else patience.silent_s
     silent = [peer for peer in left if now - peer.heard_at > patience_s]
-    heard = all(peer.answered for peer in left)
+    lost = [peer for peer in silent if _is_lost(peer, now=now, patience=patience)]
+    held = {peer.beat.rank for peer in silent} - {peer.beat.rank for peer in lost}
+    heard = all(peer.answered for peer in left if peer.beat.rank not in held)
     if gone and (heard or not all(map(_is_consequence, gone))):
-        return _of_gone(gone)
-    if silent:
-        return _of_silent(silent, now=now)
+        return _of_late_for(_first_gone(gone), watched, patience) or _of_gone(gone)
+    if lost:
+        return _of_silent(lost, now=now)
     if failed and heard:
-        return _of_failed(min(failed, key=lambda peer: (peer.beat.order or len(peers) + 1, peer.beat.rank)))
-    if not failed and not gone and _all_late(peers, timeout_s):
+        first = min(failed, key=lambda peer: (peer.beat.order or len(peers) + 1, peer.beat.rank))
+        return _of_late_for(first, watched, patience) or _of_failed(first)
+    if not failed and not gone and _all_late(peers, patience.hung_s):
         culprit, why = _of_late(watched)
         # While it works the others wait for it, however long its phase took before. A process that polls in a loop
         # looks the same, unless it waits for a GPU, see `Activity`.
@@ -94,13 +104,18 @@ def diagnose(peers: Mapping[int, Peer], *, now: float, timeout_s: float) -> Verd
     return None
 
 
+def _is_lost(silent: Peer, *, now: float, patience: Patience) -> bool:
+    """Whether a silent process does not run, as far as is known: else its main thread keeps the interpreter's lock."""
+    return silent.sight.state != "running" or now - silent.heard_at > patience.hung_s
+
+
 def notice(peers: Mapping[int, Peer], *, now: float) -> Verdict | None:
     """Whom the others wait for, before `diagnose` ends the run for it, and while it may still get on.
 
     One that works is named too, but not in a phase that it is in for the first time: it may compile.
     """
     watched = {rank: peer for rank, peer in peers.items() if not peer.beat.over}
-    if not watched or any(peer.beat.failure or peer.sight.state == "gone" for peer in watched.values()):
+    if len(watched) < 2 or any(peer.beat.failure or peer.sight.state == "gone" for peer in watched.values()):
         return None
     silent = [peer for rank, peer in watched.items() if rank != JUDGE and now - peer.heard_at > NOTICE_S]
     if silent:
@@ -115,16 +130,17 @@ def notice(peers: Mapping[int, Peer], *, now: float) -> Verdict | None:
     return _hangs("late", culprit, why)
 
 
-def diagnose_judge(peers: Mapping[int, Peer], *, me: int, now: float, timeout_s: float) -> Verdict | None:
-    """The verdict of another rank than the judge, which is on the judge: it is gone, or silent for `timeout_s`.
+def diagnose_judge(peers: Mapping[int, Peer], *, me: int, now: float, patience: Patience) -> Verdict | None:
+    """The verdict of another rank than the judge, which is on the judge: it is gone or lost.
 
     `peers` are the judge, `me` and the other ranks on this machine, of which only the state is known. If one of them
     was killed, and not aborted, the judge has probably been lost with it, and that one is named.
     """
     judge = peers[JUDGE]
     is_gone = judge.sight.state == "gone"
-    patience_s = min(timeout_s, SILENT_AFTER_FAILURE_S) if peers[me].beat.failure else timeout_s
-    if judge.beat.over or not (is_gone or now - judge.heard_at > patience_s):
+    patience_s = min(patience.silent_s, SILENT_AFTER_FAILURE_S) if peers[me].beat.failure else patience.silent_s
+    is_lost = now - judge.heard_at > patience_s and _is_lost(judge, now=now, patience=patience)
+    if judge.beat.over or not (is_gone or is_lost):
         return None
     killed = [peer for peer in peers.values() if peer.sight.ending.startswith("SIG") and not _is_consequence(peer)]
     if killed:
@@ -165,8 +181,12 @@ def _is_consequence(peer: Peer) -> bool:
     return peer.sight.ending in _CONSEQUENCES
 
 
+def _first_gone(gone: list[Peer]) -> Peer:
+    return min(gone, key=lambda peer: (_is_consequence(peer), peer.heard_at, peer.beat.rank))
+
+
 def _of_gone(gone: list[Peer]) -> Verdict:
-    first = min(gone, key=lambda peer: (_is_consequence(peer), peer.heard_at, peer.beat.rank))
+    first = _first_gone(gone)
     ending, kill = first.sight.ending, "by kill -9 or by the kernel when memory runs out"
     if ending == "SIGKILL":
         return _verdict(first, "killed", f"was ended by SIGKILL, as {kill}")
@@ -216,6 +236,15 @@ def _of_late(late: Mapping[int, Peer]) -> tuple[Peer, str]:
             f"rank {rank}: {peer.beat.phase}, {peer.beat.place}" for rank, peer in late.items() if peer is not culprit
         ]
     return culprit, f"{why}; {', '.join([*others[:_MAX_OTHERS], *(['...'] if others[_MAX_OTHERS:] else [])])}"
+
+
+def _of_late_for(first: Peer, late: Mapping[int, Peer], patience: Patience) -> Verdict | None:
+    """The verdict on the rank for which `first` has waited, if it failed because torch waits no longer."""
+    aborted = bool(first.beat.failure) or first.sight.ending == "SIGABRT"
+    culprit, why = _of_late(late)
+    if not aborted or not first.beat.waits or first.beat.idle_s < patience.waiting_s or culprit is first:
+        return None
+    return _hangs("hung", culprit, f"{why}; rank {first.beat.rank} has waited {first.beat.idle_s:.0f} s, torch's limit")
 
 
 def _unlike_most(late: Mapping[int, Peer], key: Callable[[Peer], Hashable]) -> list[Peer]:

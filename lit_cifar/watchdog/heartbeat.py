@@ -84,7 +84,7 @@ class Heartbeat:
     quiet: bool = False  # whether the process itself prints the message about its failure
     order: int = 0  # number of failures when this one was reported, itself included; 0 without one
     over: bool = False  # whether the main thread has finished and need not be watched any more
-    seen: dict[int, Sight] = field(default_factory=dict)  # other ranks on its machine that are stopped or gone
+    seen: dict[int, Sight] = field(default_factory=dict)  # other ranks on its machine
     verdict: tuple[Any, ...] = ()  # of rank 0, the judge: the fields of its `Verdict`, once there is one
 
     def to_json(self) -> str:

@@ -6,18 +6,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
+import torch.distributed as dist
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch import Trainer
 
 from lit_cifar.errors import printable
+from lit_cifar.launch.signals import flush_streams
+from lit_cifar.launch.startup import kill_workers
 from lit_cifar.watchdog.activity import Activity, PhaseTimer
 from lit_cifar.watchdog.diagnosis import (
     JUDGE,
     NOTICE_S,
     SILENT_AFTER_FAILURE_S,
+    Patience,
     Peer,
     Verdict,
     diagnose,
@@ -33,16 +38,26 @@ from lit_cifar.watchdog.store import HeartbeatStore, News, SilenceClock, host_of
 BEAT_S = 1.0
 # Time for the main thread to end by its own exception, which closes loggers and files.
 GRACE_S = 4.0
+_STATES = ("running", "stopped", "gone")  # of one process, in the order in which it may be seen in them
 # How long the judge waits, when it has finished, for others that have not, and another rank for one answer.
 _FAREWELL_S = 10.0
 
 
-def start_monitor(trainer: Trainer, *, timeout_s: float) -> "Monitor":
+def start_monitor(trainer: Trainer, *, timeout_s: float, hang_timeout_s: float) -> "Monitor":
     """The monitor of this process, once all processes of the run are here."""
     rank = trainer.global_rank
     board, everyone = meet(rank, trainer.world_size)
-    on_gpu = trainer.strategy.root_device.type == "cuda"
-    watch = Monitor(everyone, rank=rank, board=board, timeout_s=timeout_s, on_gpu=on_gpu, store_host=host_of_store())
+    device = trainer.strategy.root_device
+    # The limit of torch, less what may pass from the last heartbeat to the moment when NCCL aborts the process.
+    limit = dist.group.WORLD._get_backend(device).options._timeout  # type: ignore[union-attr]  # nothing public tells it
+    watch = Monitor(
+        everyone,
+        rank=rank,
+        board=board,
+        patience=Patience(timeout_s, hang_timeout_s, limit.total_seconds() - 2 * BEAT_S),
+        on_gpu=device.type == "cuda",
+        store_host=host_of_store(),
+    )
     _come_before_observer(watch)
     watch.start()
     return watch
@@ -62,16 +77,24 @@ def _come_before_observer(watch: "Monitor") -> None:
             thread._run = partial(look, thread)  # type: ignore[method-assign]
 
 
+def _say(message: str) -> None:
+    """On stderr, if that is usable in a program that is not ours."""
+    with suppress(AttributeError, OSError, ValueError):
+        sys.stderr.write(f"{printable(message, lines=True)}\n")
+        sys.stderr.flush()
+
+
 class Monitor(threading.Thread):
     """Watches all processes of a run, in a thread of one of them; in all but the judge's it watches the judge.
 
-    A process has caused the end of a run if it has exited without a message, if it writes no heartbeat for `timeout_s`
+    A process has caused the end of a run if it has exited without a message, if it writes no heartbeat for some time
     (it is stopped, or its machine is lost), if it was the first to fail by an exception, or if no main thread makes
-    progress and its own is behind the others. One process reports that on stderr. Then each ends: by an exception of
-    its main thread, which a broken connection raises in most, or after `grace_s` without one.
+    progress and its own is behind the others, for as long as the user says or torch waits. One process reports that on
+    stderr. Then each ends: by an exception of its main thread, which a broken connection raises in most, or after
+    `grace_s` without one.
 
     A slow store is not silence: a process is judged by whether its heartbeat has changed between two reads, and only
-    the time from an answer to the next question counts. A store that owes one answer for `timeout_s` is another thing:
+    the time from an answer to the next question counts. A store that owes one answer for as long is another thing:
     then the rank that serves it (`store_host`) is silent.
     """
 
@@ -81,7 +104,7 @@ class Monitor(threading.Thread):
         *,
         rank: int,
         board: HeartbeatStore,
-        timeout_s: float,
+        patience: Patience,
         clock: Callable[[], float] = time.monotonic,
         on_gpu: bool = False,
         store_host: int | None = None,
@@ -95,19 +118,19 @@ class Monitor(threading.Thread):
         self._is_judge = rank == JUDGE
         self._board = board
         self.progress = PhaseTimer(clock=clock)
-        self._timeout_s = timeout_s
+        self._patience = patience
         self._store_host = store_host
         self._grace_s = grace_s
         self._end = end
         self._main_thread = threading.main_thread().ident or 0
         peers = {beat.pid for beat in everyone if beat.host == self._own.host}
-        self._activity = Activity(peers=peers, memory_s=self._timeout_s / 2, on_gpu=on_gpu, clock=clock)
+        self._activity = Activity(peers=peers, memory_s=patience.silent_s / 2, on_gpu=on_gpu, clock=clock)
         self._failure = ""
         self._quiet = False
         self._over = self._told = False
         self._number = 0
         self._stack, self._worker = Stack(), ""
-        self._look_after_s = min(timeout_s, NOTICE_S) / 2  # without progress, or silent
+        self._look_after_s = min(patience.silent_s, NOTICE_S) / 2  # without progress, or silent
         self._noticed: set[tuple[int, int]] = set()  # ranks, and their phases, that have been named as late
         self._wake, self._closed, self._concluded = threading.Event(), threading.Event(), threading.Event()
         self._silence = SilenceClock(clock)
@@ -174,7 +197,7 @@ class Monitor(threading.Thread):
         return not (self._is_judge and unjudged)
 
     def _tick(self) -> Verdict | None:
-        if self._silence.turn(owed=self._board.busy or self._board.lost) > max(self._timeout_s / 2, 5 * BEAT_S):
+        if self._silence.turn(owed=self._board.busy or self._board.lost) > max(self._patience.silent_s / 2, 5 * BEAT_S):
             self.progress.forgive()  # this thread itself did not run, as after Ctrl-Z or in a debugger
         os.ftruncate(self._own.trace_file, 0)  # what it was asked for while this thread could not run is over
         self._look()
@@ -183,6 +206,8 @@ class Monitor(threading.Thread):
             self._board.lost = True  # torch would print a page about its host, which is gone
         beat = self._beat(sights)
         news = self._board.exchange(beat, wait_s=BEAT_S)
+        if self._store_host == JUDGE != self._own.rank:  # it runs if it serves the store
+            sights = {JUDGE: Sight("unseen" if news is None else "running")} | sights
         if news is not None:
             self._silence.answer()
             self._told = news.sent.over
@@ -206,15 +231,16 @@ class Monitor(threading.Thread):
         beats, seen = ([], {}) if news is None else (news.beats, news.sent.seen)
         if not self._board.lost:
             # A process that is gone may have finished normally: its last heartbeat must have been read since.
-            sights = {rank: sight for rank, sight in sights.items() if sight.state != "gone" or rank in seen}
+            known = {rank for rank, sight in seen.items() if sight.state == "gone"}
+            sights = {rank: sight for rank, sight in sights.items() if sight.state != "gone" or rank in known}
         if self._is_judge and news is not None:
             told = [item for beat in beats for item in beat.seen.items()]
-            told.sort(key=lambda item: item[1].state == "gone")
+            told.sort(key=lambda item: _STATES.index(item[1].state))
             sights = dict.fromkeys(self._peers, Sight("unseen")) | dict(told) | sights
         self._peers = updated(self._peers, beats, sights, now=self._silence.listened_s)
 
     def _judge_all(self) -> Verdict | None:
-        verdict = diagnose(self._peers, now=self._silence.listened_s, timeout_s=self._timeout_s)
+        verdict = diagnose(self._peers, now=self._silence.listened_s, patience=self._patience)
         if verdict is not None:
             self._board.exchange(replace(self._beat({}), verdict=verdict), wait_s=_FAREWELL_S)
         else:
@@ -226,7 +252,7 @@ class Monitor(threading.Thread):
         if late is not None:
             about = late.rank, self._peers[late.rank].beat.events
             if late.reporter == self._own.rank and about not in self._noticed:
-                print(printable(late.message, lines=True), file=sys.stderr, flush=True)
+                _say(late.message)
             self._noticed.add(about)
 
     def _follow_judge(self) -> Verdict | None:
@@ -235,13 +261,15 @@ class Monitor(threading.Thread):
         if self._over:
             return None
         now = self._silence.listened_s + (self._silence.owed_s if self._store_host == JUDGE else 0.0)
-        verdict = diagnose_judge(self._peers, me=self._own.rank, now=now, timeout_s=self._timeout_s)
+        verdict = diagnose_judge(self._peers, me=self._own.rank, now=now, patience=self._patience)
         if verdict is None:
             self._tell(notice_of_judge(self._peers, now=now))
         return verdict
 
     def _look(self) -> None:
-        """Observe the main thread, once it has been idle for some time."""
+        """Observe the main thread, once it has been idle for some time, until it has failed."""
+        if self._failure:
+            return
         if self.progress.idle_s() > self._look_after_s:
             stack = stack_of(self._main_thread)
             self._activity.look(stack.text, stack.module)
@@ -271,7 +299,7 @@ class Monitor(threading.Thread):
             failure=self._failure,
             quiet=self._quiet,
             over=self._over,
-            seen={rank: sight for rank, sight in sights.items() if sight.state != "running"},
+            seen=sights,
         )
 
     def _others(self) -> list[Peer]:
@@ -281,7 +309,7 @@ class Monitor(threading.Thread):
     def _conclude(self, verdict: Verdict) -> None:
         self.verdict = verdict
         if verdict.reporter == self._own.rank and verdict.message:
-            print(printable(verdict.message, lines=True), file=sys.stderr, flush=True)
+            _say(verdict.message)
         if any((verdict.kind, verdict.rank) != ("silent", peer.beat.rank) for peer in self._others()):
             # Wait until all who can have read it: one that had not would find this process gone and report that.
             time.sleep(2 * (BEAT_S + self._board.answer_s))
@@ -293,8 +321,8 @@ class Monitor(threading.Thread):
         if (verdict.kind, verdict.rank) != ("hung", self._own.rank):
             time.sleep(self._grace_s)
             self.mates.kill(verdict.rank)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_streams()
+        kill_workers()
         self._end(1)
 
     def _close(self) -> None:
