@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
@@ -15,7 +16,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import Metric, MetricCollection
 
+from lit_cifar.checkpoint.exact_resume import ExactResume
 from lit_cifar.checkpoint.format import Header, add_prefix, check_shapes, name_optimizer, read_checkpoint, strip_prefix
+from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.batch_split import GhostBatches
 from lit_cifar.data.images import Batch
 from lit_cifar.errors import CheckpointError, ConfigError
@@ -23,6 +26,7 @@ from lit_cifar.models import DEFAULT_ARCH, Arch, Stem, Whitening, build_network,
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.ghost_batchnorm import normalise_apart
 from lit_cifar.models.memory_format import follow_parameters, plain
+from lit_cifar.models.random_streams import RandomStreams
 from lit_cifar.task.metrics import EvaluationMetrics, MeanLoss, TopAccuracy
 from lit_cifar.task.optim import NesterovSGD, WarmupDecay, keep_saved_types
 
@@ -181,10 +185,7 @@ class LitResNet(L.LightningModule):
             self.zero_grad()
         replicas = self.virtual_replicas
         loss: Tensor = self._train_on(batch) if replicas is None else replicas.train(self, batch, self._train_on)
-        if self._logged_epoch != self.current_epoch:  # once is enough: at the epoch's end Lightning asks the metrics
-            self._logged_epoch = self.current_epoch
-            self.log("train/loss", self.train_loss, on_step=False, on_epoch=True)
-            self.log("train/acc", self.train_acc, on_step=False, on_epoch=True)
+        self._log_epoch()
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # Lightning's own omission
         # Not in every step: Lightning's `log` takes longer than the rest of what it does in a step.
         if every and (self.trainer.global_step + 1) % every == 0:
@@ -201,6 +202,17 @@ class LitResNet(L.LightningModule):
         self.train_loss.update(found[0])
         self.train_acc.update(*found[1:])
         return losses.mean() * batch.weight
+
+    def _log_epoch(self) -> None:
+        """Log this epoch's means. Once is enough: at its end Lightning asks the metrics."""
+        if self._logged_epoch != self.current_epoch:
+            self._logged_epoch = self.current_epoch
+            self.log("train/loss", self.train_loss, on_step=False, on_epoch=True)
+            self.log("train/acc", self.train_acc, on_step=False, on_epoch=True)
+
+    def on_train_epoch_end(self) -> None:
+        """Log them of an epoch too that is resumed after its last batch."""
+        self._log_epoch()
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         """Log the last step of a run that a callback has just stopped: Lightning writes a row for it."""
@@ -261,6 +273,13 @@ class LitResNet(L.LightningModule):
         self.log(f"{metrics.split}/loss", metrics.loss, on_step=False, on_epoch=True)
         self.log_dict(metrics.scores, on_step=False, on_epoch=True)
         return logits
+
+    def configure_callbacks(self) -> list[Callback]:
+        """What a run needs that may be resumed in the middle of an epoch, unless the Trainer was given it."""
+        trainer: Any = self.trainer
+        needed = [ExactResume, *([RandomStreams] if isinstance(trainer.datamodule, CIFAR10DataModule) else [])]
+        given = {type(callback) for callback in trainer.callbacks}
+        return [kind() for kind in needed if kind not in given]
 
     def configure_optimizers(self) -> Any:
         """The optimizer with its learning rate scaled, and its schedule planned over the whole run."""
