@@ -1,4 +1,4 @@
-"""A user's own script that saves and resumes within an epoch; `python library_fits.py FOLDER` does so in two processes."""
+"""A user's own script that saves and resumes within an epoch; `python library_fits.py FOLDER` does so in `ddp`."""
 
 import sys
 from pathlib import Path

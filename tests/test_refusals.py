@@ -240,6 +240,8 @@ SIZES = [
     "val_check_interval=3",  # longer than an epoch
     "limit_train_batches=0.1",  # less than a batch
     "overfit_batches=0.1",
+    "overfit_batches=0.5",  # of a validation of one batch
+    "limit_val_batches=0.5",
     "--model.num_classes=0",
     "--model.image_size=-1",
     f"--model.ghost_batchnorm.accumulation=2 --model.ghost_batchnorm.dp_size={10**12}",

@@ -2,12 +2,15 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import lightning as L
 import pytest
 import torch
 from counting import Operators
+from library_fits import Watch, make
+from short_fits import data, fit, short
 
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.augment import Augmentation
@@ -299,3 +302,17 @@ def test_padded_evaluation_repeats_the_first_samples() -> None:
     ranks = eval_ids(3, num_samples=10_000, pad=True)
     assert [len(ids) for ids in ranks] == [3334, 3334, 3334]
     assert sorted(i for ids in ranks for i in ids) == sorted([*range(10_000), 0, 1])
+
+
+@short
+@pytest.mark.filterwarnings("ignore:You requested to overfit")
+@pytest.mark.parametrize(
+    ("limit", "alike"),
+    [({"overfit_batches": 1}, True), ({"overfit_batches": 0.5}, True), ({"limit_train_batches": 1}, False)],
+)
+def test_a_run_that_overfits_has_the_first_batches_in_each_epoch(
+    limit: dict[str, float], alike: bool, tmp_path: Path
+) -> None:
+    watch = Watch(tmp_path / "never", -1)
+    fit(make("own"), tmp_path, data(eval_batch_size=4), callbacks=[watch], max_epochs=3, **limit)
+    assert [ids == [*range(16)] for *_, ids in watch.read] == [alike] * 3

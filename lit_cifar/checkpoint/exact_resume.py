@@ -130,7 +130,7 @@ class ExactResume(Callback):
         self._resumed = position
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let our loader refuse. Lightning does so too, but not if it has made the loader before it read the checkpoint."""
+        """Let our loader refuse, as Lightning does unless it has made the loader before it read the checkpoint."""
         loader: Any = trainer.train_dataloader
         if self._resumed is None or not isinstance(loader, BatchLoader):
             return

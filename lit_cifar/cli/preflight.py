@@ -169,6 +169,7 @@ def check_run(
     data.setup(subcommand)
     if replicas is not None:
         replicas.check(trainer, data)
+    _check_evaluation(trainer, data, subcommand)
     if subcommand == "fit":
         data.train_sampler().check()
         if audit is not None:
@@ -235,10 +236,7 @@ def _check_intervals(trainer: Trainer, data: CIFAR10DataModule) -> None:
     counted = min(num_batches, limit) if isinstance(limit, int) else int(num_batches * limit)
     overfits = trainer.overfit_batches  # type: ignore[attr-defined]  # Lightning's own omission
     flag = "--trainer.overfit_batches" if overfits else "--trainer.limit_train_batches"
-    if not counted:
-        raise ConfigError(
-            f"{flag}={limit} of {num_batches} batches is less than one", remedy=f"pass {flag}=1, which means one batch"
-        )
+    _check_share(flag, limit, num_batches)
     if counted % accumulation and not trainer.fast_dev_run:  # type: ignore[attr-defined]
         whole = counted // accumulation * accumulation
         nearest = [f"{flag}={value}" for value in (whole, whole + accumulation) if value]
@@ -252,6 +250,25 @@ def _check_intervals(trainer: Trainer, data: CIFAR10DataModule) -> None:
         raise ConfigError(
             f"--trainer.val_check_interval={interval} batches is longer than an epoch, which has {counted}",
             remedy=f"pass --trainer.val_check_interval={counted}, or --trainer.check_val_every_n_epoch=null too",
+        )
+
+
+def _check_evaluation(trainer: Any, data: CIFAR10DataModule, subcommand: str) -> None:
+    """Refuse a share of the batches of an evaluation that is less than one."""
+    split = subcommand if subcommand in ("test", "predict") else "val"
+    if split != "val" or data.val_size:
+        overfits = split == "val" and trainer.overfit_batches
+        flag = "--trainer.overfit_batches" if overfits else f"--trainer.limit_{split}_batches"
+        limit = getattr(trainer, f"limit_{split}_batches")
+        _check_share(flag, limit or 1.0, len(data.evaluation_sampler(split)), kind=f"{split} ")
+
+
+def _check_share(flag: str, limit: float, num_batches: int, *, kind: str = "") -> None:
+    """Refuse `limit`, a number of batches or a share of all, if it comes to none."""
+    if isinstance(limit, float) and int(num_batches * limit) < 1:
+        raise ConfigError(
+            f"{flag}={limit} of {num_batches} {kind}batch{'es' * (num_batches > 1)} is less than one",
+            remedy=f"pass {flag}=1, which means one batch",
         )
 
 

@@ -293,13 +293,15 @@ class CIFAR10DataModule(L.LightningDataModule):
         return BatchSplit() if self.trainer is None else BatchSplit.of(self.trainer.strategy)
 
     def train_sampler(self) -> TrainSampler:
+        # Then every epoch has the same batches. Lightning says so, and can turn off the shuffling of a DataLoader alone.
+        overfits = self.trainer is not None and self.trainer.overfit_batches > 0  # type: ignore[attr-defined]
         return TrainSampler(
             num_samples=len(self.sets["train"]),
             batch_size=self.batch_size,
             batch_split=self.batch_split,
             accumulation=1 if self.trainer is None else self.trainer.accumulate_grad_batches,
             seed=self.seed,
-            shuffle=self.shuffle,
+            shuffle=self.shuffle and not overfits,
             frozen=self.frozen_order,
             drop_last=self.drop_last,
             behind=None if self.trainer is None else self._batches_behind,
@@ -355,15 +357,16 @@ class CIFAR10DataModule(L.LightningDataModule):
         """The readable images of `predict_dir`, each once over all processes, with labels of -1."""
         return self._evaluation_loader("predict")
 
-    def _evaluation_loader(self, split: str) -> BatchLoader:
-        images = self._resident(split)
-        sampler = EvaluationSampler(
-            num_samples=len(images),
+    def evaluation_sampler(self, split: str) -> EvaluationSampler:
+        return EvaluationSampler(
+            num_samples=len(self.sets[split]),
             batch_size=self.eval_batch_size,
             batch_split=self.batch_split,
             pad=self.pad_eval and split != "predict",
         )
-        return BatchLoader(images, sampler)
+
+    def _evaluation_loader(self, split: str) -> BatchLoader:
+        return BatchLoader(self._resident(split), self.evaluation_sampler(split))
 
     def _resident(self, split: str) -> ImageSet:
         """The images of `split` where `resident` wants them."""
