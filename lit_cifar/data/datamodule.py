@@ -293,7 +293,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         return BatchSplit() if self.trainer is None else BatchSplit.of(self.trainer.strategy)
 
     def train_sampler(self) -> TrainSampler:
-        # Then every epoch has the same batches. Lightning says so, and can turn off the shuffling of a DataLoader alone.
+        # Then every epoch has the same batches. Lightning can turn off the shuffling of a DataLoader alone.
         overfits = self.trainer is not None and self.trainer.overfit_batches > 0  # type: ignore[attr-defined]
         return TrainSampler(
             num_samples=len(self.sets["train"]),
