@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 from torchmetrics import Metric, MetricCollection
 
 from lit_cifar.checkpoint.exact_resume import ExactResume
@@ -60,8 +60,8 @@ class LitResNet(L.LightningModule):
             smaller than the largest so far run uncompiled. With "cuda_graphs", for one device and `ddp`, a GPU gets all
             kernels of a forward or backward pass at once, so that it does not wait for the host.
         optimizer: Optimizer, a class name with its arguments: --model.optimizer=SGD --model.optimizer.lr=0.1.
-        lr_scheduler: Learning rate schedule, a class name with its arguments. `WarmupDecay` steps after every batch,
-            all others after every epoch.
+        lr_scheduler: Learning rate schedule, a class name with its arguments. `WarmupDecay`, `OneCycleLR` and
+            `CyclicLR` step after every optimizer step, all others after every epoch.
         test_views: Evaluate so many views of each image, and take the mean of their logits: 2 are the image and its
             mirror image. With 6 these have half of the weight, and the other half have both moved by one pixel, up and
             left, and down and right (Jordan, 2024, https://arxiv.org/abs/2404.00498). That is test-time augmentation:
@@ -291,6 +291,13 @@ class LitResNet(L.LightningModule):
         when: dict[str, Any] = {"monitor": "val/loss"} if isinstance(scheduler, ReduceLROnPlateau) else {}
         if isinstance(scheduler, WarmupDecay):
             scheduler.set_total_steps(self._total_steps())
+        elif isinstance(scheduler, OneCycleLR) and scheduler.total_steps < self.trainer.estimated_stepping_batches:
+            raise ConfigError(
+                f"OneCycleLR is planned for {scheduler.total_steps} steps, and this run has "
+                f"{self.trainer.estimated_stepping_batches}",
+                remedy=f"pass --model.lr_scheduler.total_steps={self.trainer.estimated_stepping_batches}",
+            )
+        if isinstance(scheduler, WarmupDecay | OneCycleLR | CyclicLR):
             when = {"interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **when}}
 
