@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 import lightning as L
 import torch
 from jsonargparse import Namespace
-from lightning.pytorch.callbacks import progress
+from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_class
 from torch.distributed import is_torchelastic_launched
 
@@ -237,7 +237,7 @@ class CLI(LightningCLI):
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[L.Callback]) -> L.Trainer:
         """Add the progress bar, if the user has no other, the checkpoint plugin, and what the processes need."""
-        others = any(isinstance(callback, progress.ProgressBar) for callback in as_list(config["callbacks"]))
+        others = any(isinstance(callback, AnyProgressBar) for callback in as_list(config["callbacks"]))
         if config["enable_progress_bar"] is not False and not others:
             callbacks = [ProgressBar(), *callbacks]
         if self._ranks is not None:
