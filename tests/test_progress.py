@@ -213,4 +213,4 @@ def test_rate_on_a_gpu_counts_finished_work(tmp_path: Path) -> None:
 
 def test_a_users_bar_takes_the_place_of_the_runs(tmp_path: Path) -> None:
     flags = ["--trainer.enable_progress_bar=true", *callback("TQDMProgressBar")]
-    assert "Epoch 0" in run_here("fit", *TINY, *flags, f"--run_dir={tmp_path / 'run'}").stderr
+    assert "Epoch 0: 100%" in run_here("fit", *TINY, *flags, f"--run_dir={tmp_path / 'run'}").stdout
